@@ -1,0 +1,11 @@
+"""seqpar: sequence-parallel inference for diffusion transformers.
+
+`DistributedDiT` runs one model on a `Mesh`; `sample` is the denoising loop; `seqpar.pipeline.generate` makes pictures.
+"""
+
+from seqpar.distributed import DistributedDiT
+from seqpar.mesh import Mesh
+from seqpar.sampling import sample
+from seqpar.trajectory import Guidance
+
+__all__ = ["DistributedDiT", "Guidance", "Mesh", "sample"]

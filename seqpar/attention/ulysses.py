@@ -1,0 +1,75 @@
+"""Ulysses: exchange heads for tokens, attend to the whole sequence with some of the heads, exchange back.
+
+Two collectives a layer: q, k and v in one all-to-all, the output in another. Moves data and changes no arithmetic:
+the output has the bits of one rank. Source: DeepSpeed-Ulysses (arXiv 2309.14509).
+When it wins: enough heads for the ranks, fast links. Fewer bytes than a ring from three ranks on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.differentiable import to_heads, to_tokens
+from seqpar.comm.exchange import HeadLayout, ToHeads, ToTokens
+from seqpar.kernels.prepare import prepare, prepare_into
+from seqpar.mesh import Axis, Mesh
+from seqpar.protocols import Attend, Core, Prepare
+from seqpar.shard import Tokens, check_tokens
+
+
+def check(mesh: Mesh) -> None:
+    """Raise `ValueError` on a mesh that this strategy does not use whole."""
+    if mesh.ring.size > 1:
+        raise ValueError(f"got strategy ulysses with ring={mesh.ring.size}, expected ring=1; use strategy usp for both")
+
+
+def build(mesh: Mesh, tokens: Tokens, local: Core) -> Attend:
+    """Attention for one token count; `tokens` is sharded over `mesh.sequence`."""
+    check(mesh)
+    check_tokens(tokens)
+    return Ulysses(local, mesh.ulysses, tokens.sizes)
+
+
+class Ulysses:
+    """Any Core on all tokens of one axis, some heads each. Owns the buffers of its exchanges (see `Attend`)."""
+
+    def __init__(self, core: Core, axis: Axis, sizes: tuple[int, ...]) -> None:
+        self._core, self._axis, self._sizes = core, axis, sizes
+        self._exchanges: dict[HeadLayout, tuple[ToHeads, ToTokens]] = {}
+
+    def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:
+        """See `seqpar.protocols.Attend`."""
+        if self._axis.size == 1:  # one rank: the projection is the attention input itself
+            return self._core(*prepare(q_BlHD, k_BlGD, how), v_BlGD)[0]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q_BlHD, k_BlGD, v_BlGD)):
+            return self._differentiable(*prepare(q_BlHD, k_BlGD, how), v_BlGD)
+        into, back = self._exchange(q_BlHD, k_BlGD)
+        prepare_into(q_BlHD, k_BlGD, v_BlGD, how, into.outboxes())
+        q, k, v = into.deliver()
+        if q.shape[2]:  # a rank without heads only takes part in the exchanges
+            out_LBhD = self._core(q, k, v)[0].transpose(0, 1)
+            for box, part in zip(back.outboxes(), out_LBhD.split(self._sizes), strict=True):
+                box.copy_(part)
+        return back.deliver()
+
+    def _exchange(self, q_BlHD: Tensor, k_BlGD: Tensor) -> tuple[ToHeads, ToTokens]:
+        batch, _, heads, dim = q_BlHD.shape
+        layout = HeadLayout(batch, self._sizes, heads, k_BlGD.shape[2], dim, q_BlHD.dtype, q_BlHD.device)
+        if layout not in self._exchanges:
+            self._exchanges[layout] = ToHeads(self._axis, layout), ToTokens(self._axis, layout)
+        return self._exchanges[layout]
+
+    def _differentiable(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor) -> Tensor:
+        """The same with gradients. A key-value head and its query heads travel as one wide head."""
+        (heads, dim), groups = q_BlHD.shape[2:], k_BlGD.shape[2]
+        width = heads // groups * dim
+        wide = torch.cat((q_BlHD.unflatten(2, (groups, -1)).flatten(3), k_BlGD, v_BlGD), dim=-1)
+        q, k, v = to_heads(wide, self._axis, self._sizes).split((width, dim, dim), dim=-1)
+        if q.shape[2]:
+            out = (
+                self._core(q.unflatten(-1, (-1, dim)).flatten(2, 3), k, v)[0].unflatten(2, (q.shape[2], -1)).flatten(3)
+            )
+        else:
+            out = q  # no heads here: nothing to attend to, but the exchange back needs all ranks
+        return to_tokens(out, self._axis, self._sizes, groups).unflatten(-1, (-1, dim)).flatten(2, 3)

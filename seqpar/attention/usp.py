@@ -1,0 +1,26 @@
+"""USP: ulysses around a ring. Heads are exchanged over the `ulysses` axis, key-value blocks over the `ring` axis.
+
+Source: USP (arXiv 2405.07719). When it wins: more ranks than heads allow for ulysses alone, or links that are fast
+inside a group of ranks and slow between groups.
+"""
+
+from __future__ import annotations
+
+from seqpar.attention.ring import Ring
+from seqpar.attention.ulysses import Ulysses
+from seqpar.mesh import Mesh
+from seqpar.protocols import Attend, Core
+from seqpar.shard import Tokens, check_tokens
+
+
+def check(mesh: Mesh) -> None:
+    """Any mesh: an axis of one is no special case."""
+
+
+def build(mesh: Mesh, tokens: Tokens, local: Core) -> Attend:
+    """Attention for one token count; ring block r is parts r*U ... r*U + U - 1 of the flat shard."""
+    check_tokens(tokens)
+    width = mesh.ulysses.size
+    parts = [tokens.sizes[row * width : (row + 1) * width] for row in range(mesh.ring.size)]
+    ring = Ring(local, mesh.ring, tuple(map(sum, parts)))
+    return Ulysses(ring, mesh.ulysses, parts[mesh.ring.rank])

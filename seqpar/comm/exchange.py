@@ -1,0 +1,146 @@
+"""The two exchanges of Ulysses: tokens sharded -> heads sharded (q, k and v in ONE all-to-all), and back.
+
+Source: DeepSpeed-Ulysses (arXiv 2309.14509), which uses three all-to-alls in and one out, and needs even counts. Here
+sizes come from `Shard`, so uneven tokens and heads are the same path. Buffers belong to the exchange and are reused:
+what `deliver` returns is valid until its next call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seqpar.mesh import Axis
+from seqpar.protocols import Outbox
+from seqpar.shard import Shard
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """One attention layer over one axis: rank r holds tokens[r] tokens before, `heads(r)` of all heads after.
+
+    Heads go in whole groups (a key-value head with its query heads), so a rank may get none.
+    """
+
+    batch: int
+    tokens: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"got {self.heads} query and {self.kv_heads} key-value heads, expected a multiple")
+
+    def kv_slice(self, rank: int) -> slice:
+        """The key-value heads of `rank`."""
+        return Shard(self.kv_heads, len(self.tokens)).slice(rank)
+
+    def q_slice(self, rank: int) -> slice:
+        """The query heads of `rank`."""
+        group, kv = self.heads // self.kv_heads, self.kv_slice(rank)
+        return slice(kv.start * group, kv.stop * group)
+
+    def counts(self, rank: int) -> tuple[int, int]:
+        """(query heads, key-value heads) of `rank`."""
+        q, kv = self.q_slice(rank), self.kv_slice(rank)
+        return q.stop - q.start, kv.stop - kv.start
+
+
+class AllToAll:
+    """One slab to, and one from, every rank of an axis; two flat buffers, slabs of any shape, one collective."""
+
+    def __init__(
+        self,
+        axis: Axis,
+        send_shapes: list[tuple[int, ...]],
+        recv_shapes: list[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._axis = axis
+        self._send_bytes = [prod(shape) * dtype.itemsize for shape in send_shapes]
+        self._recv_bytes = [prod(shape) * dtype.itemsize for shape in recv_shapes]
+        self._send = torch.empty(sum(map(prod, send_shapes)), dtype=dtype, device=device)
+        # alone, what is written is what is read
+        self._recv = self._send if axis.size == 1 else self._send.new_empty(sum(map(prod, recv_shapes)))
+        self.outgoing = _views(self._send, send_shapes)
+        self.incoming = _views(self._recv, recv_shapes)
+
+    def deliver(self) -> Tensor:
+        """Exchange, and return all that came in as one flat tensor, ordered by the rank it came from."""
+        if self._axis.size > 1:
+            # as bytes: one path for every dtype, also those a backend does not know
+            recv, send = self._recv.view(torch.uint8), self._send.view(torch.uint8)
+            dist.all_to_all_single(recv, send, self._recv_bytes, self._send_bytes, group=self._axis.group)
+        return self._recv
+
+
+class ToHeads:
+    """q, k, v: all heads of my tokens -> my heads of all tokens, as one slab (L, B, h + 2g, D)."""
+
+    def __init__(self, axis: Axis, layout: HeadLayout) -> None:
+        self._layout, self._rank = layout, axis.rank
+        counts = [layout.counts(rank) for rank in range(axis.size)]
+        mine = counts[axis.rank]
+        self._move = AllToAll(
+            axis,
+            [(layout.tokens[axis.rank], layout.batch, h + 2 * g, layout.head_dim) for h, g in counts],
+            [(tokens, layout.batch, mine[0] + 2 * mine[1], layout.head_dim) for tokens in layout.tokens],
+            layout.dtype,
+            layout.device,
+        )
+
+    def outboxes(self) -> list[Outbox]:
+        """Where to write each rank's heads of my tokens."""
+        layout, boxes = self._layout, []
+        for rank, slab in enumerate(self._move.outgoing):
+            h, g = layout.counts(rank)
+            boxes.append(Outbox(*slab.split((h, g, g), dim=2), layout.q_slice(rank), layout.kv_slice(rank)))
+        return boxes
+
+    def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, L, h, D), k and v (B, L, g, D): strided views of the received slab."""
+        layout, (h, g) = self._layout, self._layout.counts(self._rank)
+        slab = self._move.deliver().view(sum(layout.tokens), layout.batch, h + 2 * g, layout.head_dim)
+        q, k, v = slab.transpose(0, 1).split((h, g, g), dim=2)
+        return q, k, v
+
+
+class ToTokens:
+    """Attention output: my heads of all tokens -> all heads of my tokens."""
+
+    def __init__(self, axis: Axis, layout: HeadLayout) -> None:
+        self._layout = layout
+        mine, tokens = layout.counts(axis.rank)[0], layout.tokens[axis.rank]
+        counts = [layout.counts(rank)[0] for rank in range(axis.size)]
+        self._move = AllToAll(
+            axis,
+            [(n, layout.batch, mine, layout.head_dim) for n in layout.tokens],
+            [(tokens, layout.batch, h, layout.head_dim) for h in counts],
+            layout.dtype,
+            layout.device,
+        )
+        shape = (layout.batch, tokens, layout.heads, layout.head_dim)
+        self._out = torch.empty(shape, dtype=layout.dtype, device=layout.device)
+
+    def outboxes(self) -> list[Tensor]:
+        """Where to write my heads of each rank's tokens, (l_r, B, h, D) each."""
+        return self._move.outgoing
+
+    def deliver(self) -> Tensor:
+        """(B, l, H, D). Interleaving the heads of the ranks is the one copy that a collective cannot avoid."""
+        self._move.deliver()
+        for rank, slab in enumerate(self._move.incoming):
+            self._out[:, :, self._layout.q_slice(rank)].copy_(slab.transpose(0, 1))
+        return self._out
+
+
+def _views(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    return [part.view(shape) for part, shape in zip(flat.split([prod(s) for s in shapes]), shapes, strict=True)]

@@ -1,0 +1,158 @@
+"""`DistributedDiT`: a plain diffusion transformer run on a mesh, called like diffusers' model.
+
+It shards the declared inputs, runs the model on this rank's tokens with a sharded `attend`, and gathers what leaves.
+`pipe.transformer = DistributedDiT(pipe.transformer, mesh)` makes a diffusers pipeline run sharded; our own loop uses
+`trajectory`, which gathers once at the end instead of once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from torch import Tensor, nn
+
+from seqpar.comm.point_to_point import gather
+from seqpar.mesh import Mesh
+from seqpar.models._find import Blueprint, from_diffusers, locate
+from seqpar.plan import Choice, choose_local, choose_strategy, load_local, load_strategy
+from seqpar.protocols import Attend, SequenceModel
+from seqpar.shard import Shard, check_tokens
+from seqpar.trajectory import Conditions, Guidance, Trajectory, batch_rows
+
+
+class DistributedDiT(nn.Module):
+    """A sequence-parallel diffusion transformer.
+
+    model: a `seqpar` model or a diffusers transformer (its weights are taken over as they are). mesh None: all
+    processes there are (`Mesh.from_env()`). strategy, local: a name, or "auto"; `choices` says what was taken and why.
+    Raises ValueError where model, mesh and names do not fit together.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh | None = None, strategy: str = "auto", local: str = "auto") -> None:
+        super().__init__()
+        self.mesh = mesh or Mesh.from_env()
+        if not isinstance(model, SequenceModel):
+            dtype = next(model.parameters()).dtype
+            model = from_diffusers(model).build(dtype, self.mesh.device)
+        self.model = model.to(self.mesh.device)
+        self.strategy, self.local = choose(self.mesh, model.config, self.dtype, strategy, local)
+        self._attends: dict[tuple[int, int], Attend] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path | Blueprint,
+        mesh: Mesh | None = None,
+        dtype: torch.dtype = torch.float32,
+        strategy: str = "auto",
+        local: str = "auto",
+    ) -> DistributedDiT:
+        """From a diffusers folder (pipeline or transformer), an original `.pt`, a hub id, or a preset (random weights).
+
+        Raises ValueError, the same on every rank, before weights load where something does not fit.
+        """
+        mesh = mesh or Mesh.from_env()
+        blueprint = path if isinstance(path, Blueprint) else mesh.together(lambda: locate(path))
+        choose(mesh, blueprint.config, dtype, strategy, local)
+        model = mesh.together(lambda: blueprint.build(dtype, mesh.device))
+        return cls(model, mesh, strategy, local)
+
+    @property
+    def config(self) -> Any:
+        """The model's config; `sample_size`, `patch_size`, `in_channels`, `out_channels` as in diffusers."""
+        return self.model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return next(self.model.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return next(self.model.parameters()).device
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor | float | None = None,
+        return_dict: bool = True,
+        **labels: Tensor,
+    ) -> Transformer2DModelOutput | tuple[Tensor]:
+        """hidden_states (B, C, H, W), timestep () or (B,), labels (B,) each -> prediction (B, C_out, H, W) everywhere.
+
+        With a cfg axis of 2 each of its ranks computes half of the batch.
+        """
+        self._check_call(hidden_states, timestep, labels)
+        x = hidden_states.to(self.device)
+        t_B = torch.as_tensor(timestep, device=self.device).reshape(-1).expand(len(x))
+        axis, (height, width) = self.mesh.cfg, x.shape[2:]
+        batch = Shard(len(x), axis.size)
+        mine = batch.slice(axis.rank)
+        out = self._predict(x[mine], t_B[mine], {name: label.to(self.device)[mine] for name, label in labels.items()})
+        out = gather(out, axis, batch.sizes) if axis.size > 1 else out
+        sample = self.model.unpatchify(out, height, width).to(hidden_states.dtype)
+        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+    def trajectory(self, noise_BCHW: Tensor, conditions: Conditions, guidance: Guidance) -> Trajectory:
+        """A denoising run that stays sharded; see `Trajectory`. The noise is whole and the same on every rank."""
+        batch = batch_rows(self.mesh, len(noise_BCHW), guidance)
+        attend = self.attend(batch, self._tokens(*noise_BCHW.shape[2:]))
+        return Trajectory(self.model, self.mesh, attend, noise_BCHW, conditions, guidance)
+
+    def attend(self, batch: int, tokens: int) -> Attend:
+        """The sharded attention for this batch and token count; made once, owns its buffers."""
+        if (batch, tokens) not in self._attends:
+            build = load_strategy(self.strategy.name).build
+            shard = Shard(tokens, self.mesh.sequence.size)
+            self._attends[batch, tokens] = build(self.mesh, shard, load_local(self.local.name))
+        return self._attends[batch, tokens]
+
+    def check_size(self, height: int, width: int) -> None:
+        """Raise ValueError for a latent that cannot be cut into patches, or has fewer tokens than ranks."""
+        self.model.check_size(height, width)
+        check_tokens(Shard(self._tokens(height, width), self.mesh.sequence.size))
+
+    def _tokens(self, height: int, width: int) -> int:
+        return (height // self.config.patch_size) * (width // self.config.patch_size)
+
+    def _predict(self, x_BCHW: Tensor, t_B: Tensor, labels: Mapping[str, Tensor]) -> Tensor:
+        """All tokens' predictions for this batch, (B, L, C_out*p*p)."""
+        axis, size = self.mesh.sequence, x_BCHW.shape[2:]
+        tokens = self.model.patchify(x_BCHW)
+        shard = Shard(tokens.shape[1], axis.size)
+        mine = shard.slice(axis.rank)
+        condition = self.model.condition(t_B, **labels)
+        attend = self.attend(len(x_BCHW), tokens.shape[1])
+        positions = self.model.positions(*size)[mine]
+        out = self.model.forward_tokens({"tokens": tokens[:, mine]}, positions, condition, attend)
+        return gather(out, axis, shard.sizes, dim=1) if axis.size > 1 else out
+
+    def _check_call(self, x: Tensor, timestep: Any, labels: Mapping[str, Tensor]) -> None:
+        if x.dim() != 4 or x.shape[1] != self.config.in_channels:
+            raise ValueError(
+                f"got hidden_states of shape {tuple(x.shape)}, expected (B, {self.config.in_channels}, H, W)"
+            )
+        self.check_size(*x.shape[2:])
+        if timestep is None or set(labels) != set(self.model.LABELS):
+            wanted = ", ".join(("timestep", *self.model.LABELS))
+            raise ValueError(f"got arguments timestep={timestep is not None}, {sorted(labels)}, expected {wanted}")
+        if len(x) < self.mesh.cfg.size:
+            raise ValueError(
+                f"got a batch of {len(x)} for cfg={self.mesh.cfg.size}, expected one row a rank; use cfg=1"
+            )
+
+
+def choose(mesh: Mesh, config: Any, dtype: torch.dtype, strategy: str, local: str) -> tuple[Choice, Choice]:
+    """Strategy and local attention for a model of this config; rank 0 decides for all."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+    def decide() -> tuple[Choice, Choice]:
+        chosen = choose_strategy(strategy, mesh, heads)
+        return chosen, choose_local(local, mesh.device, dtype, config.attention_head_dim)
+
+    return mesh.share(mesh.together(decide))

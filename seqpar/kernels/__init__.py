@@ -1,0 +1,1 @@
+"""What runs between matrix products; one kernel = one file, with its plain-torch reference."""

@@ -1,0 +1,59 @@
+"""FlashAttention as its own package: 4 (`flash_attn.cute`), else 3 (`flash_attn_interface`), else 2 (`flash_attn`).
+
+When it wins: FlashAttention-4 on Hopper at head dims 64 and 128 (695 against 650 TFLOP/s of cuDNN at 4096 tokens and
+more, docs/benchmarks). It compiles each head dim for two to three seconds on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# generation -> (module, the argument that makes it return the log-sum-exp)
+PACKAGES = {
+    4: ("flash_attn.cute", "return_lse"),
+    3: ("flash_attn_interface", "return_attn_probs"),
+    2: ("flash_attn", "return_attn_probs"),
+}
+
+
+def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """None where an installed generation takes this, else the reason why not."""
+    if device.type != "cuda":
+        return "needs a GPU"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"takes fp16 and bf16, not {dtype}"
+    found = _find()
+    if isinstance(found, str):
+        return found
+    if head_dim % 8 or head_dim > (128 if found[0] == 4 else 256):
+        return f"FlashAttention-{found[0]} does not take head dim {head_dim}"
+    return None
+
+
+def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]:
+    """See `seqpar.protocols.Core`; grouped-query heads as they are."""
+    found = _find()
+    if isinstance(found, str):
+        raise ImportError(found)
+    function, with_lse = found[1:]
+    result = function(q_BLHD, k_BLGD, v_BLGD, **{with_lse: True})
+    # generation 2 returns (out, lse, probabilities), the others (out, lse)
+    return result[0], result[1]
+
+
+@cache
+def _find() -> tuple[int, Callable[..., Any], str] | str:
+    """(generation, function, its lse argument), or why there is none."""
+    reasons = []
+    for generation, (module, with_lse) in PACKAGES.items():
+        try:
+            return generation, importlib.import_module(module).flash_attn_func, with_lse
+        except (ImportError, AttributeError) as error:
+            reasons.append(f"FlashAttention-{generation}: {error}")
+    return "not installed (pip install 'seqpar[flash]'): " + "; ".join(reasons)

@@ -1,0 +1,27 @@
+"""Attention as the formula says, in fp32 (fp64 for fp64): the truth that the others are compared with.
+
+When it wins: never on speed; it builds the whole score matrix. It runs everywhere and takes any head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqpar.protocols import state_dtype
+
+
+def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """None: every device, dtype and head dim."""
+    return None
+
+
+def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T / sqrt(D)) v and the log-sum-exp of the scores; see `seqpar.protocols.Core`."""
+    wide, group = state_dtype(q_BLHD.dtype), q_BLHD.shape[2] // k_BLGD.shape[2]
+    q, k, v = (x.transpose(1, 2).to(wide) for x in (q_BLHD, k_BLGD, v_BLGD))
+    k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
+    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    lse = scores.logsumexp(-1)
+    out = (scores - lse[..., None]).exp() @ v
+    return out.transpose(1, 2).to(q_BLHD.dtype), lse

@@ -1,0 +1,76 @@
+"""torch's own attention kernels, called directly because they return the log-sum-exp that a ring needs.
+
+When it wins: always there. cuDNN is the fastest on Hopper for head dim 72 and needs no package; the memory-efficient
+kernel takes fp32; on the CPU there is a flash kernel. Takes strided views as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+
+
+def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """None where a kernel takes this, else the reason why not."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"no kernel for {device.type}"
+    if dtype not in (*HALF, torch.float32):
+        return f"no kernel for {dtype} on a GPU"
+    step = 8 if dtype in HALF else 4
+    return f"head dim {head_dim} is not a multiple of {step}" if head_dim % step else None
+
+
+def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]:
+    """See `seqpar.protocols.Core`. The kernel depends on device, dtype and head dim alone, never on row counts."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLGD, v_BLGD))
+    out, lse = kernel(q.device, q.dtype, q.shape[-1])(q, k, v)
+    return out.transpose(1, 2), lse
+
+
+def kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The kernel for these: cuDNN from Hopper on, flash before, memory-efficient for fp32, flash on the CPU."""
+    if device.type == "cpu":
+        return cpu_flash
+    if dtype not in HALF:
+        return efficient
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    return cudnn if hopper and head_dim <= 128 else flash
+
+
+def cudnn(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[Tensor, Tensor]:
+    """cuDNN's fused attention: fp16/bf16, grouped-query as it is; lse comes as (B, H, L, 1)."""
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q_BHLD, k_BGLD, v_BGLD, None, True)
+    return out, lse.squeeze(-1) if lse.dim() == 4 else lse
+
+
+def flash(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2 as torch ships it: fp16/bf16; a head dim that is no multiple of 8 was refused before."""
+    k, v = (_repeat(x, q_BHLD.shape[1]) for x in (k_BGLD, v_BGLD))
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q_BHLD, k, v)
+    return out, lse
+
+
+def efficient(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[Tensor, Tensor]:
+    """The memory-efficient kernel: also fp32; its lse is padded along the tokens."""
+    k, v = (_repeat(x, q_BHLD.shape[1]) for x in (k_BGLD, v_BGLD))
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q_BHLD, k, v, None, True)
+    return out, lse[..., : q_BHLD.shape[2]]
+
+
+def cpu_flash(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[Tensor, Tensor]:
+    """torch's flash attention for the CPU: fp16 to fp64; dies on empty inputs, which strategies never pass."""
+    k, v = (_repeat(x, q_BHLD.shape[1]) for x in (k_BGLD, v_BGLD))
+    return aten._scaled_dot_product_flash_attention_for_cpu(q_BHLD, k, v)
+
+
+def _repeat(x_BGLD: Tensor, heads: int) -> Tensor:
+    """Key-value heads repeated for kernels that know no grouped-query attention."""
+    group = heads // x_BGLD.shape[1]
+    return x_BGLD.repeat_interleave(group, dim=1) if group > 1 else x_BGLD

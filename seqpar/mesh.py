@@ -1,0 +1,188 @@
+"""The process mesh: axes data x cfg x ring x ulysses. Built once, passed on as an argument.
+
+This is the only file that asks torch.distributed who it is. Rank = ((d*C + c)*R + r)*U + u: neighbours in `ulysses`
+are neighbours on the machine, because that axis moves the most bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+AXES = ("data", "cfg", "ring", "ulysses")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as seen by this rank: my place on it, its size, its process group (None for size 1)."""
+
+    name: str
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All axes of this rank, and the device it computes on. `sequence` is ring x ulysses flattened."""
+
+    data: Axis
+    cfg: Axis
+    ring: Axis
+    ulysses: Axis
+    sequence: Axis
+    world: Axis
+    device: torch.device
+
+    @staticmethod
+    def single(device: torch.device | str = "cpu") -> Mesh:
+        """A mesh of one rank; needs no process group."""
+        return Mesh(*(Axis(name) for name in (*AXES, "sequence", "world")), device=torch.device(device))
+
+    @staticmethod
+    def from_env(
+        data: int = 1,
+        cfg: int | None = None,
+        ring: int = 1,
+        ulysses: int | None = None,
+        *,
+        guidance: bool = False,
+        device: torch.device | None = None,
+    ) -> Mesh:
+        """The mesh over all processes that torchrun started (or the group that exists), one process otherwise.
+
+        cfg None: 2 where the caller wants guidance and the remaining ranks are even. ulysses None: all that is left.
+        Raises ValueError where the product of the axes is not the number of processes.
+        """
+        rank, world = join(device)
+        device = device or pick_device(world)
+        sizes = fill(world, data, cfg, ring, ulysses, guidance)
+        if world == 1:
+            return Mesh.single(device)
+        axes = _groups(rank, torch.arange(world).view(sizes))
+        return Mesh(**axes, world=Axis("world", rank, world, dist.group.WORLD), device=device)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> size."""
+        return {name: getattr(self, name).size for name in AXES}
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self.world.rank == 0
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1) or "one rank"
+
+    def share(self, value: T) -> T:
+        """Rank 0's value of a small picklable object, on every rank."""
+        if self.world.size == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; where it failed on any, raise the same error on all (nobody waits for the dead).
+
+        Only errors that a user can cause are shared (ValueError, OSError); anything else is a bug and is raised as
+        it is.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except (ValueError, OSError) as raised:
+            error = raised
+        errors = self.collect(None if error is None else str(error))
+        failed = next((rank for rank, message in enumerate(errors) if message is not None), None)
+        if failed is None:
+            return result  # pyright: ignore[reportReturnType]
+        everywhere = all(message == errors[failed] for message in errors)
+        raise ValueError(errors[failed] if everywhere else f"rank {failed}: {errors[failed]}") from error
+
+    def collect(self, value: T) -> list[T]:
+        """A small picklable object of every rank, in rank order, on every rank."""
+        if self.world.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world.size
+        dist.all_gather_object(values, value, group=dist.group.WORLD)
+        return values
+
+
+def join(device: torch.device | None = None, timeout_s: float = 600) -> tuple[int, int]:
+    """Start the process group where torchrun asks for one and there is none; returns (rank, world size)."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0, 1
+    cuda = torch.cuda.is_available() and (device is None or device.type == "cuda")
+    # gloo stays beside NCCL for small host objects: they must not wait for, or need, a GPU
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def pick_device(world: int) -> torch.device:
+    """This process's GPU where there are GPUs, else the CPU; `ValueError` where there are too few GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", world)), torch.cuda.device_count()
+    if here > gpus:
+        raise ValueError(
+            f"got {here} processes on a machine with {gpus} GPU(s), expected at most one process a GPU; start "
+            f"{gpus} with --nproc_per_node={gpus}, or hide the GPUs (CUDA_VISIBLE_DEVICES='') to run on the CPU"
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def fill(
+    world: int, data: int, cfg: int | None, ring: int, ulysses: int | None, guidance: bool
+) -> tuple[int, int, int, int]:
+    """The four axis sizes, chosen where None; `ValueError` where they cannot multiply to `world`."""
+    given = {"data": data, "cfg": cfg, "ring": ring, "ulysses": ulysses}
+    for name, size in given.items():
+        if size is not None and size < 1:
+            raise ValueError(f"got {name}={size}, expected at least 1")
+    if cfg is not None and cfg > 2:
+        raise ValueError(f"got cfg={cfg}, expected 1 or 2: guidance has two branches")
+    rest = world // prod(size for size in given.values() if size is not None)
+    if cfg is None:
+        cfg = 2 if guidance and rest % 2 == 0 else 1
+    if ulysses is None:
+        ulysses = max(1, world // (data * cfg * ring))
+    sizes = (data, cfg, ring, ulysses)
+    if prod(sizes) != world:
+        shown = " x ".join(f"{name}={size}" for name, size in zip(AXES, sizes, strict=True))
+        raise ValueError(
+            f"got a mesh of {shown} = {prod(sizes)} ranks for {world} process(es), expected the product to be "
+            f"{world}; change --mesh or start {prod(sizes)} processes"
+        )
+    return sizes
+
+
+def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
+    """My axis of each name. Every rank creates every group, in the same order: torch requires it."""
+    axes = {}
+    for name, dims in [*((name, (dim,)) for dim, name in enumerate(AXES)), ("sequence", (2, 3))]:
+        others = [dim for dim in range(4) if dim not in dims]
+        lines = ranks_DCRU.permute(*others, *dims).flatten(0, len(others) - 1).flatten(1).tolist()
+        mine = next(line for line in lines if rank in line)
+        group = dist.new_subgroups_by_enumeration(lines)[0] if len(mine) > 1 else None
+        axes[name] = Axis(name, mine.index(rank), len(mine), group)
+    return axes
+
+
+def close() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,303 @@
+"""DiT: class-conditional diffusion transformer with adaLN-Zero (arXiv 2212.09748), S/B/L/XL with patch 2/4/8.
+
+Loads diffusers' `DiTTransformer2DModel` and the original `.pt` files. The two differ in arithmetic (`freq_shift`,
+`mlp_norm_eps`, positions off the trained size); both variants are in `Config`, chosen by where the weights come from.
+Letters: see `seqpar.protocols`; E = heads * head dim, F = 4 E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqpar.kernels.adaln import gate_residual, norm_modulate
+from seqpar.models import _layers
+from seqpar.protocols import Attend, Condition, Prepare, SequenceModel, state_dtype
+from seqpar.weights import KeyMap, Source
+
+FREQUENCIES = 256  # width of the timestep sinusoid, in every published DiT
+ATTENTION_EPS = 1e-6  # of the norm before attention and of the final norm, in both variants
+
+
+@dataclass(frozen=True)
+class Config:
+    """Names as in diffusers where it has them; defaults are the original DiT-XL/2's."""
+
+    num_attention_heads: int = 16
+    attention_head_dim: int = 72
+    num_layers: int = 28
+    patch_size: int = 2
+    in_channels: int = 4
+    out_channels: int = 8
+    sample_size: int = 32
+    num_classes: int = 1000
+    attention_bias: bool = True
+    freq_shift: float = 0.0
+    mlp_norm_eps: float = 1e-6
+    pos_scaling: Literal["interpolate", "none"] = "none"
+
+    @property
+    def width(self) -> int:
+        """E."""
+        return self.num_attention_heads * self.attention_head_dim
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised and modulated before, gated after."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width, self.head_dim = config.width, config.attention_head_dim
+        self.mlp_norm_eps = config.mlp_norm_eps
+        self.modulation = nn.Linear(width, 6 * width)
+        self.qkv = nn.Linear(width, 3 * width, bias=config.attention_bias)
+        self.proj = nn.Linear(width, width)
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
+
+    def forward(self, x_BlE: Tensor, modulation_B6E: Tensor, attend: Attend) -> Tensor:
+        """This rank's tokens through the block; they meet the others' in `attend` only."""
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
+        h = norm_modulate(x_BlE, shift, scale, ATTENTION_EPS)
+        q, k, v = self.qkv(h).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
+        x = gate_residual(x_BlE, gate, self.proj(attend(q, k, v, Prepare()).flatten(2)))
+        h = norm_modulate(x, shift_mlp, scale_mlp, self.mlp_norm_eps)
+        return gate_residual(x, gate_mlp, self.fc2(F.gelu(self.fc1(h), approximate="tanh")))
+
+
+class Model(SequenceModel):
+    """See the module's docstring. `condition` returns {"blocks": (R, layers, 6, E), "final": (R, 2, E)}."""
+
+    LABELS: ClassVar[tuple[str, ...]] = ("class_labels",)
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        width, area = config.width, config.patch_size**2
+        self.x_embedder = nn.Linear(config.in_channels * area, width)
+        self.t_embedder = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+        self.y_embedder = nn.Embedding(config.num_classes + 1, width)  # the last row is "no class"
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.final_modulation = nn.Linear(width, 2 * width)
+        self.final = nn.Linear(width, config.out_channels * area)
+
+    def patchify(self, x_BCHW: Tensor) -> Tensor:
+        return _layers.patchify(x_BCHW, self.config.patch_size)
+
+    def unpatchify(self, tokens_BLC: Tensor, height: int, width: int) -> Tensor:
+        return _layers.unpatchify(tokens_BLC, self.config.patch_size, height, width)
+
+    def positions(self, height: int, width: int) -> Tensor:
+        """(L, E) sine-cosine rows. Off the trained size positions are squeezed onto it, or run on ("none")."""
+        patch, device = self.config.patch_size, self.x_embedder.weight.device
+        base = self.config.sample_size // patch
+
+        def axis(size: int) -> Tensor:
+            index = torch.arange(size // patch, dtype=torch.float32, device=device)
+            return index / (len(index) / base) if self.config.pos_scaling == "interpolate" else index
+
+        return _layers.sincos_2d(axis(height), axis(width), self.config.width)
+
+    def condition(self, t_R: Tensor, **labels: Tensor) -> Condition:
+        wide = state_dtype(self.x_embedder.weight.dtype)
+        first, _, second = self.t_embedder
+        t = _linear(
+            F.silu(_linear(_layers.sinusoid(t_R, FREQUENCIES, self.config.freq_shift), first, wide)), second, wide
+        )
+        c_RE = F.silu(t + self.y_embedder(labels["class_labels"]).to(wide))
+        # one layer upcast at a time: the whole model in fp32 would double its memory
+        blocks = c_RE.new_empty(len(t_R), len(self.blocks), 6, self.config.width)
+        for index, block in enumerate(self.blocks):
+            blocks[:, index] = _linear(c_RE, block.modulation, wide).unflatten(-1, (6, -1))
+        return {"blocks": blocks, "final": _linear(c_RE, self.final_modulation, wide).unflatten(-1, (2, -1))}
+
+    def forward_tokens(
+        self, inputs: Mapping[str, Tensor], positions: Tensor, condition: Condition, attend: Attend
+    ) -> Tensor:
+        dtype = self.x_embedder.weight.dtype
+        x = self.x_embedder(inputs["tokens"].to(dtype)) + positions.to(dtype)
+        for index, block in enumerate(self.blocks):
+            x = block(x, condition["blocks"][:, index], attend)
+        shift, scale = condition["final"].unbind(1)
+        return self.final(norm_modulate(x, shift, scale, ATTENTION_EPS))
+
+    def null_labels(self, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: torch.full_like(label, self.config.num_classes) for name, label in labels.items()}
+
+
+def _linear(x: Tensor, layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    assert isinstance(layer, nn.Linear)
+    return F.linear(x.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
+
+
+# Presets: random weights, for benchmarks and tests -------------------------------------------------------------
+
+_SIZES = {"s": (6, 64, 12), "b": (12, 64, 12), "l": (16, 64, 24), "xl": (16, 72, 28)}
+PRESETS: dict[str, Config] = {
+    f"dit-{size}/{patch}": Config(heads, head_dim, layers, patch)
+    for size, (heads, head_dim, layers) in _SIZES.items()
+    for patch in (2, 4, 8)
+}
+
+# Checkpoints ---------------------------------------------------------------------------------------------------
+
+# what this file implements; any other value of these fields of a diffusers config is refused
+_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
+    "norm_type": ("ada_norm_zero",),
+    "activation_fn": ("gelu-approximate",),
+    "norm_elementwise_affine": (False,),
+    "upcast_attention": (False,),
+    "dropout": (0.0, 0),
+    "cross_attention_dim": (None,),
+    "num_vector_embeds": (None,),
+    "only_cross_attention": (False,),
+    "use_linear_projection": (False,),
+    "double_self_attention": (False,),
+}
+_READ = {
+    "num_attention_heads",
+    "attention_head_dim",
+    "num_layers",
+    "patch_size",
+    "in_channels",
+    "out_channels",
+    "sample_size",
+    "num_embeds_ada_norm",
+    "attention_bias",
+    "norm_eps",
+    "norm_num_groups",
+}
+
+
+def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
+    """(config, key map name) where this is a DiT, else None; `ValueError` for one that is not implemented."""
+    if config is not None:
+        names = ("DiTTransformer2DModel", "Transformer2DModel")
+        return (_from_diffusers(config), "diffusers") if config.get("_class_name") in names else None
+    if "blocks.0.attn.qkv.weight" in shapes and "y_embedder.embedding_table.weight" in shapes:
+        return _from_shapes(shapes), "original"
+    return None
+
+
+def _from_diffusers(config: Mapping[str, Any]) -> Config:
+    for key, value in config.items():
+        if key in _IMPLEMENTED and value not in _IMPLEMENTED[key]:
+            raise ValueError(
+                f"got a DiT config with {key}={value!r}, expected {_IMPLEMENTED[key][0]!r}: the other "
+                f"variant is not implemented"
+            )
+        if not key.startswith("_") and value is not None and key not in _IMPLEMENTED and key not in _READ:
+            raise ValueError(f"got a DiT config with an unknown field {key}={value!r}, expected one of diffusers'")
+    known = {f.name for f in fields(Config)}
+    read = {key: value for key, value in config.items() if key in known and value is not None}
+    read.setdefault("out_channels", config.get("in_channels", Config.in_channels))
+    return replace(
+        Config(**read),
+        num_classes=config.get("num_embeds_ada_norm", 1000),
+        freq_shift=1.0,
+        mlp_norm_eps=config.get("norm_eps", 1e-5),
+        pos_scaling="interpolate",
+    )
+
+
+def _from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> Config:
+    """An original checkpoint has no config: heads are 64 wide in S, B and L, 72 in XL."""
+    width, channels, patch, _ = shapes["x_embedder.proj.weight"]
+    head_dim = 72 if width % 64 or width == 1152 else 64
+    tokens = shapes["pos_embed"][1] if "pos_embed" in shapes else (32 // patch) ** 2
+    return Config(
+        num_attention_heads=width // head_dim,
+        attention_head_dim=head_dim,
+        num_layers=1 + max(int(key.split(".")[1]) for key in shapes if key.startswith("blocks.")),
+        patch_size=patch,
+        in_channels=channels,
+        out_channels=shapes["final_layer.linear.weight"][0] // patch**2,
+        sample_size=round(tokens**0.5) * patch,
+        num_classes=shapes["y_embedder.embedding_table.weight"][0] - 1,
+        attention_bias="blocks.0.attn.qkv.bias" in shapes,
+    )
+
+
+def _pairs(ours: str, *theirs: str, bias: bool = True) -> dict[str, Source]:
+    """Weight and bias of one layer; several sources are joined along the rows."""
+    names = ("weight", "bias") if bias else ("weight",)
+    return {f"{ours}.{name}": Source(tuple(f"{key}.{name}" for key in theirs), _rows) for name in names}
+
+
+def _rows(*tensors: Tensor) -> Tensor:
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _ends(config: Config, embed: str, t: tuple[str, str], table: str, modulation: str, final: str) -> dict[str, Source]:
+    """Everything but the blocks; a convolution's weight becomes a matrix, final rows come in patch order."""
+    order = _layers.output_order(config.out_channels, config.patch_size)
+    return {
+        "x_embedder.weight": Source((f"{embed}.weight",), lambda weight: weight.flatten(1)),
+        "x_embedder.bias": Source((f"{embed}.bias",)),
+        **_pairs("t_embedder.0", t[0]),
+        **_pairs("t_embedder.2", t[1]),
+        "y_embedder.weight": Source((table,)),
+        **_pairs("final_modulation", modulation),
+        **{
+            f"final.{name}": Source((f"{final}.{name}",), lambda rows: rows[order.to(rows.device)])
+            for name in ("weight", "bias")
+        },
+    }
+
+
+def _original_keys(config: Config) -> KeyMap:
+    sources = _ends(
+        config,
+        "x_embedder.proj",
+        ("t_embedder.mlp.0", "t_embedder.mlp.2"),
+        "y_embedder.embedding_table.weight",
+        "final_layer.adaLN_modulation.1",
+        "final_layer.linear",
+    )
+    for i in range(config.num_layers):
+        sources |= _pairs(f"blocks.{i}.modulation", f"blocks.{i}.adaLN_modulation.1")
+        sources |= _pairs(f"blocks.{i}.qkv", f"blocks.{i}.attn.qkv", bias=config.attention_bias)
+        sources |= _pairs(f"blocks.{i}.proj", f"blocks.{i}.attn.proj")
+        sources |= _pairs(f"blocks.{i}.fc1", f"blocks.{i}.mlp.fc1") | _pairs(f"blocks.{i}.fc2", f"blocks.{i}.mlp.fc2")
+    return KeyMap(sources, ignored=frozenset({"pos_embed"}))  # recomputed
+
+
+def _diffusers_keys(config: Config) -> KeyMap:
+    """diffusers keeps a copy of the embedders in every block; block 0's is read, the others must equal it."""
+    emb = "transformer_blocks.{}.norm1.emb."
+    embedder = (
+        "timestep_embedder.linear_1.weight",
+        "timestep_embedder.linear_1.bias",
+        "timestep_embedder.linear_2.weight",
+        "timestep_embedder.linear_2.bias",
+        "class_embedder.embedding_table.weight",
+    )
+    first = emb.format(0)
+    sources = _ends(
+        config,
+        "pos_embed.proj",
+        (first + "timestep_embedder.linear_1", first + "timestep_embedder.linear_2"),
+        first + embedder[-1],
+        "proj_out_1",
+        "proj_out_2",
+    )
+    for i in range(config.num_layers):
+        theirs = f"transformer_blocks.{i}"
+        qkv = (f"{theirs}.attn1.to_{x}" for x in "qkv")
+        sources |= _pairs(f"blocks.{i}.modulation", f"{theirs}.norm1.linear")
+        sources |= _pairs(f"blocks.{i}.qkv", *qkv, bias=config.attention_bias)
+        sources |= _pairs(f"blocks.{i}.proj", f"{theirs}.attn1.to_out.0")
+        sources |= _pairs(f"blocks.{i}.fc1", f"{theirs}.ff.net.0.proj") | _pairs(
+            f"blocks.{i}.fc2", f"{theirs}.ff.net.2"
+        )
+    repeats = {emb.format(i) + key: first + key for i in range(1, config.num_layers) for key in embedder}
+    return KeyMap(sources, frozenset({"pos_embed.pos_embed"}), repeats)
+
+
+KEY_MAPS = {"original": _original_keys, "diffusers": _diffusers_keys}

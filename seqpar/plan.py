@@ -1,0 +1,103 @@
+"""What is chosen when the caller says "auto", and why: strategy and local attention.
+
+The choice of local attention is a table keyed by (compute capability, head dim, dtype), never by row counts: the same
+kernel on any number of ranks is what makes results comparable bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+import seqpar.attention
+import seqpar.local
+from seqpar.mesh import Mesh
+from seqpar.protocols import plugin, plugins
+
+# (major capability, head dim, half precision) -> the fastest first; docs/benchmarks has the measurements
+_LOCAL: dict[tuple[int, int], tuple[str, ...]] = {(9, 64): ("flash", "sdpa"), (9, 128): ("flash", "sdpa")}
+_ELSEWHERE = ("sdpa", "flash", "reference")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A name and the reason for it, for people to read."""
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why})"
+
+
+def choose_strategy(name: str, mesh: Mesh, kv_heads: int) -> Choice:
+    """The strategy for this mesh; `ValueError` where the named one does not fit it or does not exist."""
+    if name != "auto":
+        plugin(seqpar.attention, name).check(mesh)
+        return Choice(name, "as asked")
+    ring, ulysses = mesh.ring.size, mesh.ulysses.size
+    if ring > 1:
+        return Choice("usp", "ring and ulysses axes") if ulysses > 1 else Choice("ring", "a ring axis")
+    if ulysses > kv_heads:
+        return Choice("kv_gather", f"{kv_heads} key-value heads are too few for ulysses on {ulysses} ranks")
+    return Choice("ulysses", f"{kv_heads} heads on {ulysses} ranks" if ulysses > 1 else "one rank on the sequence")
+
+
+def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice:
+    """The local attention for this device, dtype and head dim; `ValueError` where the named one does not fit."""
+    if name != "auto":
+        reason = plugin(seqpar.local, name).supports(device, dtype, head_dim)
+        if reason is not None:
+            raise ValueError(
+                f"got local attention {name!r}, which does not work here: {reason}; expected one of "
+                f"{', '.join(_fitting(device, dtype, head_dim)[0])}"
+            )
+        return Choice(name, "as asked")
+    order, reasons = _fitting(device, dtype, head_dim)
+    refused = "".join(f"; {other}: {reason}" for other, reason in reasons.items())
+    return Choice(
+        order[0], f"first choice for {device.type}, head dim {head_dim}, {dtype}{refused}".replace("torch.", "")
+    )
+
+
+def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[list[str], Mapping[str, str]]:
+    """Those that work here, best first; the reason for each that would have come before the best."""
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    order = [*_LOCAL.get((major, head_dim), ()), *_ELSEWHERE, *plugins(seqpar.local)]
+    working, reasons = [], {}
+    for name in dict.fromkeys(order):
+        reason = plugin(seqpar.local, name).supports(device, dtype, head_dim)
+        if reason is None:
+            working.append(name)
+        elif not working:
+            reasons[name] = reason
+    return working, reasons
+
+
+def choose_mesh(world: int, strategy: str, guidance: bool) -> dict[str, int]:
+    """Axis sizes where the caller gave none: guidance branches apart where the ranks are even, then the sequence."""
+    cfg = 2 if guidance and world % 2 == 0 else 1
+    rest = world // cfg
+    if strategy == "ring":
+        return {"cfg": cfg, "ring": rest, "ulysses": 1}
+    if strategy == "usp" and rest % 2 == 0:
+        return {"cfg": cfg, "ring": 2, "ulysses": rest // 2}
+    return {"cfg": cfg, "ring": 1, "ulysses": rest}
+
+
+def strategies() -> list[str]:
+    """All strategies there are."""
+    return list(plugins(seqpar.attention))
+
+
+def load_strategy(name: str) -> ModuleType:
+    """The strategy's file."""
+    return plugin(seqpar.attention, name)
+
+
+def load_local(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The local attention's function, a Core."""
+    return plugin(seqpar.local, name).attend

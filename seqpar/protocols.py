@@ -1,0 +1,155 @@
+"""The seams: what a model calls, what a strategy wraps, what one device computes. Data and types only.
+
+Letters: B batch rows, L tokens of the sequence, l tokens on this rank, H query heads, G key-value heads, D head dim,
+E model width, C latent channels, R rows of a modulation table. `q_BlHD` is q with dims (B, l, H, D).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Condition = Mapping[str, Tensor]
+"""What a model needs besides tokens and positions; every tensor has a leading row dim R (empty where nothing is)."""
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """What happens to q and k between the projection and attention; executed by `seqpar.kernels.prepare`.
+
+    norm: "layer" (LayerNorm, weight and bias) or "rms" (weight) over the whole width H*D, or over each head where
+    `per_head`; statistics in fp32. Weights are (H*D,), or (D,) where `per_head`; None means no affine.
+    cos_lD2, sin_lD2: rotary rows of this rank's tokens, (l, D/2); `interleaved` pairs (x[2j], x[2j+1]), otherwise
+    (x[j], x[j + D/2]).
+    """
+
+    norm: Literal["none", "layer", "rms"] = "none"
+    per_head: bool = False
+    eps: float = 1e-5
+    q_weight: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_weight: Tensor | None = None
+    k_bias: Tensor | None = None
+    cos_lD2: Tensor | None = None
+    sin_lD2: Tensor | None = None
+    interleaved: bool = True
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether q and k pass as they are."""
+        return self.norm == "none" and self.cos_lD2 is None
+
+
+@dataclass(frozen=True)
+class Outbox:
+    """Where q, k and v of some heads of this rank's tokens are written for one reader; each view is (l, B, heads, D).
+
+    A view of None is not sent to that reader (`kv_gather` sends no q). `heads` and `kv_heads` say which heads.
+    """
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    heads: slice
+    kv_heads: slice
+
+
+class Core(Protocol):
+    """Attention over the given q, k, v on one device: what strategies wrap.
+
+    Takes (B, L, H, D), (B, L', G, D), (B, L', G, D), any strides with a contiguous last dim, G dividing H.
+    Returns out (B, L, H, D) and lse (B, H, L): natural log, fp32 (fp64 for fp64).
+    """
+
+    def __call__(self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]: ...
+
+
+class Attend(Protocol):
+    """Attention of this rank's tokens to the whole sequence: what a model calls, once a block.
+
+    Takes strided views (B, l, H, D), (B, l, G, D), (B, l, G, D). Returns (B, l, H, D), which may be a buffer that
+    the next call overwrites: use it at once.
+    """
+
+    def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, prepare: Prepare, /) -> Tensor: ...
+
+
+class SequenceModel(nn.Module):
+    """A diffusion transformer over tokens that knows nothing of ranks. One model = one file in `seqpar/models`."""
+
+    SEQUENCE_INPUTS: ClassVar[Mapping[str, int]] = {"tokens": 1}
+    """The inputs that are split over the ranks, with their token dim."""
+
+    LABELS: ClassVar[tuple[str, ...]] = ()
+    """The names of `condition`'s keyword arguments."""
+
+    config: Any
+    """A frozen dataclass with at least sample_size, patch_size, in_channels, out_channels."""
+
+    def patchify(self, x_BCHW: Tensor) -> Tensor:
+        """(B, C, H, W) -> tokens (B, L, C*p*p), each token ordered (C, ph, pw), tokens row-major."""
+        raise NotImplementedError
+
+    def unpatchify(self, tokens_BLC: Tensor, height: int, width: int) -> Tensor:
+        """The inverse of `patchify` for any channel count; height and width of the latent."""
+        raise NotImplementedError
+
+    def positions(self, height: int, width: int) -> Tensor:
+        """Rows for every token of a latent of this size, (L, ...); the caller slices its own."""
+        raise NotImplementedError
+
+    def condition(self, t_R: Tensor, **labels: Tensor) -> Condition:
+        """Everything that depends on timestep and labels alone, for R rows, in fp32 (fp64 for an fp64 model)."""
+        raise NotImplementedError
+
+    def forward_tokens(
+        self, inputs: Mapping[str, Tensor], positions: Tensor, condition: Condition, attend: Attend
+    ) -> Tensor:
+        """This rank's tokens -> its predictions (B, l, C_out*p*p), ordered like `patchify`'s tokens."""
+        raise NotImplementedError
+
+    def null_labels(self, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The labels of the unconditional branch."""
+        raise NotImplementedError
+
+    def check_size(self, height: int, width: int) -> None:
+        """Raise `ValueError` where a latent of height x width cannot be cut into patches."""
+        patch = self.config.patch_size
+        if height < 1 or width < 1 or height % patch or width % patch:
+            raise ValueError(f"got a latent of {height} x {width}, expected multiples of the patch size {patch}")
+
+
+def plugins(package: ModuleType) -> dict[str, str]:
+    """Name -> module path of every file in a folder of plugins (no registry to edit: one file adds one name)."""
+    found = (module.name for module in pkgutil.iter_modules(package.__path__))
+    return {name: f"{package.__name__}.{name}" for name in sorted(found) if not name.startswith("_")}
+
+
+def plugin(package: ModuleType, name: str) -> ModuleType:
+    """The plugin of that name; `ValueError` lists the names there are."""
+    known = plugins(package)
+    if name not in known:
+        raise ValueError(f"got {package.__name__.rpartition('.')[2]} {name!r}, expected one of {', '.join(known)}")
+    return importlib.import_module(known[name])
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of state that must not be rounded to the model's: fp32, or fp64 for an fp64 model."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rows(condition: Condition, index_B: Tensor) -> dict[str, Tensor]:
+    """Some rows of a condition, one for each batch row."""
+    return {name: table.index_select(0, index_B) for name, table in condition.items()}
+
+
+def stack(conditions: Sequence[Condition]) -> dict[str, Tensor]:
+    """Conditions one after the other along the row dim."""
+    return {name: torch.cat([condition[name] for condition in conditions]) for name in conditions[0]}

@@ -1,0 +1,81 @@
+"""Who owns which tokens (or heads): contiguous, balanced slices, known everywhere without asking anybody.
+
+Every rank derives the sizes of all others from two integers, so uneven counts need no size exchange and no host
+sync, and even counts are not a special case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Shard:
+    """`total` items in `parts` contiguous slices whose sizes differ by at most one, larger ones first."""
+
+    total: int
+    parts: int
+
+    def __post_init__(self) -> None:
+        if self.parts < 1 or self.total < 0:
+            raise ValueError(f"got Shard(total={self.total}, parts={self.parts}), expected total >= 0, parts >= 1")
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Items per part."""
+        share, rest = divmod(self.total, self.parts)
+        return tuple(share + (part < rest) for part in range(self.parts))
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First item of each part."""
+        return (0, *accumulate(self.sizes))[:-1]
+
+    def slice(self, part: int) -> slice:
+        """The items of `part`, as a slice of the whole."""
+        return slice(self.starts[part], self.starts[part] + self.sizes[part])
+
+
+@dataclass(frozen=True)
+class JointShard:
+    """Several streams (text and image), each sharded on its own, concatenated on each rank.
+
+    Attention needs only the token count per rank; the order of the joined sequence ([t0 i0 t1 i1 ...]) does not
+    matter to it, because positions travel with their tokens.
+    """
+
+    streams: tuple[Shard, ...]
+
+    def __post_init__(self) -> None:
+        if len({stream.parts for stream in self.streams}) != 1:
+            raise ValueError(f"got streams {self.streams}, expected the same number of parts in each")
+
+    @property
+    def parts(self) -> int:
+        """Ranks the streams are split over."""
+        return self.streams[0].parts
+
+    @property
+    def total(self) -> int:
+        """Tokens of all streams together."""
+        return sum(stream.total for stream in self.streams)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens per part, all streams together."""
+        return tuple(map(sum, zip(*(stream.sizes for stream in self.streams), strict=True)))
+
+
+Tokens = Shard | JointShard
+"""What a strategy needs to know about the sequence: `.sizes`, the token count of each rank."""
+
+
+def check_tokens(tokens: Tokens) -> None:
+    """Raise `ValueError` where some rank would hold no token: attention kernels do not take empty inputs."""
+    if min(tokens.sizes) < 1:
+        raise ValueError(
+            f"got {tokens.total} tokens for {tokens.parts} ranks, expected at least one token a rank; "
+            f"use fewer ranks on the sequence or a larger image"
+        )

@@ -1,0 +1,182 @@
+"""One denoising run on this rank's tokens: sharded once before the first step, gathered once after the last.
+
+Everything that depends only on timestep and labels is computed before the loop, as a table; a step reads rows of it
+by a step counter that lives on the device, so nothing waits on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.point_to_point import Gather, gather
+from seqpar.mesh import Mesh
+from seqpar.protocols import Attend, SequenceModel, rows, state_dtype
+from seqpar.shard import Shard
+
+TABLE_BYTES = 2 << 30  # more than this, and the table is made for some steps at a time
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance (arXiv 2207.12598): u + scale (c - u) on the first `channels` of the latent.
+
+    Off at scale <= 1. Original DiT guides 3 of 4 channels, diffusers all (None).
+    """
+
+    scale: float = 4.0
+    channels: int | None = None
+
+    @property
+    def on(self) -> bool:
+        """Whether there is an unconditional branch."""
+        return self.scale > 1
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Timesteps of all steps, (S,), and the labels of all N images, each (N,)."""
+
+    timesteps: Tensor
+    labels: Mapping[str, Tensor]
+
+
+class Trajectory:
+    """`tokens` is the state (n, l, C*p*p) of this rank's images and tokens, fp32 (fp64 for an fp64 model)."""
+
+    tokens: Tensor
+
+    def __init__(
+        self,
+        model: SequenceModel,
+        mesh: Mesh,
+        attend: Attend,
+        noise: Tensor,
+        conditions: Conditions,
+        guidance: Guidance,
+    ) -> None:
+        """`noise` is the whole (N, C, H, W), the same on every rank; `attend` is built for `batch_rows` rows."""
+        check(model, mesh, noise, conditions, guidance)
+        self._model, self._mesh, self._attend, self._guidance = model, mesh, attend, guidance
+        self._images, self._size = noise.shape[0], (noise.shape[2], noise.shape[3])
+        whole = model.patchify(noise)
+        self._shard, self._mine = Shard(whole.shape[1], mesh.sequence.size), Shard(self._images, mesh.data.size)
+        self.tokens = self.slice(noise)
+        self._positions = model.positions(*self._size)[self._shard.slice(mesh.sequence.rank)]
+        self._width = whole.shape[2]
+        self._timesteps = conditions.timesteps.to(mesh.device)
+        self._labels, self._row_labels = self._distinct(conditions.labels)
+        self._start = torch.zeros((), dtype=torch.int64, device=mesh.device)
+        self._swap = self._make_swap()
+        self._table: dict[str, Tensor] = {}
+
+    def slice(self, x_BCHW: Tensor) -> Tensor:
+        """My images' and tokens' part of something latent-shaped that every rank has whole."""
+        dtype = state_dtype(next(self._model.parameters()).dtype)
+        mine = self._model.patchify(x_BCHW[self._mine.slice(self._mesh.data.rank)].to(self._mesh.device, dtype))
+        return mine[:, self._shard.slice(self._mesh.sequence.rank)].contiguous()
+
+    def chunks(self) -> Iterator[range]:
+        """Steps whose modulation is in the table; it is computed when a chunk is asked for. Usually one chunk."""
+        steps, labels = len(self._timesteps), len(next(iter(self._labels.values()), self._timesteps[:1]))
+        size = max(1, min(steps, TABLE_BYTES // max(1, labels * self._row_bytes())))
+        for start in range(0, steps, size):
+            chunk = range(start, min(start + size, steps))
+            # all rows on every rank, whatever the mesh: a matrix product of other shape may round differently
+            t_R = self._timesteps[chunk.start : chunk.stop].repeat_interleave(labels)
+            every = {name: label.repeat(len(chunk)) for name, label in self._labels.items()}
+            self._table = dict(self._model.condition(t_R, **every))
+            self._start.fill_(start)
+            yield chunk
+
+    def predict(self, step: Tensor) -> Tensor:
+        """The guided prediction (n, l, C*p*p) for the state at a step (a device scalar), without variance channels."""
+        batched = self._guidance.on and self._mesh.cfg.size == 1
+        tokens = torch.cat((self.tokens, self.tokens)) if batched else self.tokens
+        labels = max(1, len(next(iter(self._labels.values()), self._start[None])))
+        condition = rows(self._table, (step - self._start) * labels + self._row_labels)
+        out = self._model.forward_tokens({"tokens": tokens}, self._positions, condition, self._attend)
+        out = out[..., : self._width].to(self.tokens.dtype)
+        if not self._guidance.on:
+            return out
+        return self._guide(*(out.chunk(2) if batched else self._swapped(out)))
+
+    def gather(self, tokens: Tensor | None = None) -> Tensor:
+        """The whole latents (N, C, H, W) on every rank, from the state or from something of its shape."""
+        tokens = self.tokens if tokens is None else tokens
+        if self._mesh.sequence.size > 1:
+            tokens = gather(tokens, self._mesh.sequence, self._shard.sizes, dim=1)
+        if self._mesh.data.size > 1:
+            tokens = gather(tokens, self._mesh.data, self._mine.sizes)
+        return self._model.unpatchify(tokens, *self._size)
+
+    def _guide(self, cond: Tensor, uncond: Tensor) -> Tensor:
+        channels = self._guidance.channels
+        width = self._width if channels is None else channels * self._model.config.patch_size**2
+        guided = uncond[..., :width] + self._guidance.scale * (cond[..., :width] - uncond[..., :width])
+        return guided if width == self._width else torch.cat((guided, cond[..., width:]), dim=-1)
+
+    def _make_swap(self) -> Gather | None:
+        cfg = self._mesh.cfg
+        return Gather(cfg, (1, 1), tuple(self.tokens.shape), self.tokens) if cfg.size > 1 else None
+
+    def _swapped(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """(conditional, unconditional): rank 0 of the cfg axis computes the first, rank 1 the second."""
+        assert self._swap is not None
+        self._swap.outbox().copy_(out[None])
+        cond, uncond = self._swap.deliver()
+        return cond, uncond
+
+    def _distinct(self, labels: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """Labels without repetitions, for all images and branches, and which of them each of my rows has."""
+        labels = {name: label.to(self._mesh.device) for name, label in labels.items()}
+        if not labels:
+            return {}, torch.zeros(self._rows(), dtype=torch.int64, device=self._mesh.device)
+        branches = [labels, self._model.null_labels(labels)] if self._guidance.on else [labels]
+        table = torch.stack([torch.cat([branch[name] for branch in branches]) for name in labels], dim=1)
+        distinct, index = table.unique(dim=0, return_inverse=True)
+        index = index.view(len(branches), self._images)[:, self._mine.slice(self._mesh.data.rank)]
+        index = index if self._mesh.cfg.size == 1 else index[self._mesh.cfg.rank : self._mesh.cfg.rank + 1]
+        return dict(zip(labels, distinct.unbind(1), strict=True)), index.flatten()
+
+    def _rows(self) -> int:
+        return batch_rows(self._mesh, self._images, self._guidance)
+
+    def _row_bytes(self) -> int:
+        one = self._model.condition(self._timesteps[:1], **{name: x[:1] for name, x in self._labels.items()})
+        return sum(tensor.numel() * tensor.element_size() for tensor in one.values())
+
+
+def batch_rows(mesh: Mesh, images: int, guidance: Guidance) -> int:
+    """Rows of this rank's batch: its images, twice where both guidance branches are computed here."""
+    return Shard(images, mesh.data.size).sizes[mesh.data.rank] * (2 if guidance.on and mesh.cfg.size == 1 else 1)
+
+
+def check(model: SequenceModel, mesh: Mesh, noise: Tensor, conditions: Conditions, guidance: Guidance) -> None:
+    """Raise ValueError for a run that this mesh or model cannot do."""
+    config = model.config
+    if noise.dim() != 4 or noise.shape[1] != config.in_channels:
+        raise ValueError(f"got noise of shape {tuple(noise.shape)}, expected (N, {config.in_channels}, H, W)")
+    model.check_size(*noise.shape[2:])
+    check_layout(mesh, noise.shape[0], guidance, config.in_channels)
+    if set(conditions.labels) != set(model.LABELS):
+        raise ValueError(f"got labels {sorted(conditions.labels)}, expected {sorted(model.LABELS)}")
+    for name, label in conditions.labels.items():
+        if label.shape != noise.shape[:1]:
+            raise ValueError(f"got {name} of shape {tuple(label.shape)}, expected ({noise.shape[0]},), one an image")
+
+
+def check_layout(mesh: Mesh, images: int, guidance: Guidance, channels: int) -> None:
+    """Raise ValueError where images or guidance do not fit the mesh."""
+    if mesh.cfg.size > 1 and not guidance.on:
+        raise ValueError(
+            f"got cfg={mesh.cfg.size} with guidance {guidance.scale}, expected guidance > 1; without it "
+            f"there is one branch: use cfg=1"
+        )
+    if images < mesh.data.size:
+        raise ValueError(f"got {images} image(s) for data={mesh.data.size}, expected at least one a data rank")
+    if guidance.channels is not None and not 1 <= guidance.channels <= channels:
+        raise ValueError(f"got guidance on {guidance.channels} channels, expected 1 to {channels} or None for all")

@@ -150,9 +150,7 @@ def train_vae(config: Train, bank: GlyphBank, rng: torch.Generator) -> tuple[Aut
 class LatentPool:
     """Encoded pictures, replaced a batch at a time."""
 
-    def __init__(
-        self, bank: GlyphBank, vae: AutoencoderKL, *, batch: int, slots: int, rng: torch.Generator
-    ) -> None:
+    def __init__(self, bank: GlyphBank, vae: AutoencoderKL, *, batch: int, slots: int, rng: torch.Generator) -> None:
         self.bank, self.vae, self.batch, self.slots, self.rng = bank, vae, batch, slots, rng
         self.latents = torch.empty(slots * batch, 4, PIXELS // 4, PIXELS // 4, device=rng.device)
         self.labels = torch.empty(slots * batch, dtype=torch.long, device=rng.device)

@@ -17,6 +17,7 @@ from torch import Tensor
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.models._find import Blueprint, locate
+from seqpar.pictures import to_pil
 from seqpar.sampling import draw_noise, sample
 from seqpar.trajectory import Guidance
 from seqpar.vae import decode, preview, vae_factor
@@ -165,12 +166,6 @@ def generate(
     mesh.together(lambda: files.class_ids(classes))
     pipeline = Pipeline.load(files, mesh, dtype)
     return to_pil(pipeline.decode(pipeline.latents(classes, steps=steps, guidance=wanted, seed=seed)))
-
-
-def to_pil(images_N3HW: Tensor) -> list[Image.Image]:
-    """Pictures from values in [0, 1]."""
-    arrays = (images_N3HW * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
-    return [Image.fromarray(array) for array in arrays]
 
 
 def _load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> AutoencoderKL:

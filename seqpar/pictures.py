@@ -1,0 +1,71 @@
+"""Pictures for people: a labelled grid, written whole or not at all, that says how it was made."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+from torch import Tensor
+
+SHOWN = 128  # pictures smaller than this are enlarged, so that a person sees them
+GAP = 8
+INK, PAPER = (30, 30, 30), (255, 255, 255)
+
+
+def to_pil(images_N3HW: Tensor) -> list[Image.Image]:
+    """Pictures from values in [0, 1]."""
+    arrays = (images_N3HW * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    return [Image.fromarray(array) for array in arrays]
+
+
+def grid(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
+    """All pictures in rows as even as possible, each with its label below."""
+    scale = max(1, SHOWN // max(images[0].size))
+    width, height = images[0].width * scale, images[0].height * scale
+    columns = min(len(images), max(1, round((len(images) * height / width) ** 0.5 * 1.25)))
+    font, line = ImageFont.load_default(size=max(11, width // 9)), max(16, width // 7)
+    step_x, step_y = width + GAP, height + line + GAP
+    sheet = Image.new("RGB", (columns * step_x + GAP, -(-len(images) // columns) * step_y + GAP), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for index, (image, label) in enumerate(zip(images, labels, strict=True)):
+        x, y = GAP + index % columns * step_x, GAP + index // columns * step_y
+        sheet.paste(image.resize((width, height), Image.Resampling.LANCZOS), (x, y))
+        draw.text((x + width / 2, y + height + line / 2), label, INK, font, anchor="mm")
+    return sheet
+
+
+def save(sheet: Image.Image, path: Path, parameters: Mapping[str, Any]) -> None:
+    """Write a PNG whose metadata holds every parameter (key "seqpar", JSON); the file appears whole or not at all."""
+    info = PngInfo()
+    info.add_text("seqpar", json.dumps(parameters))
+    info.add_text("Software", "seqpar")
+    handle, temporary = tempfile.mkstemp(suffix=".png", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            sheet.save(file, "png", pnginfo=info)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def check_writable(path: Path) -> None:
+    """Raise ValueError where `save` could not write, before hours are spent on what to write."""
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"got output {path}, expected a name that ends in .png")
+    if path.is_dir():
+        raise ValueError(f"got output {path}, which is a folder; expected the name of a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"got output {path}, which cannot be written: {error}") from error

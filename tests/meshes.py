@@ -1,0 +1,34 @@
+"""Meshes and inputs that several tests use."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqpar.mesh import Mesh
+
+# strategy -> ring size on a world of this many ranks (ulysses takes the rest)
+LAYOUTS = {
+    "ulysses": lambda world: 1,
+    "ring": lambda world: world,
+    "usp": lambda world: 2 if world % 2 == 0 else 1,
+    "kv_gather": lambda world: 2 if world % 4 == 0 else 1,
+}
+
+
+def mesh_for(strategy: str, world: int, device: torch.device, cfg: int = 1, data: int = 1) -> Mesh:
+    """The mesh that this strategy is tested on."""
+    rest = world // (cfg * data)
+    return Mesh.from_env(data=data, cfg=cfg, ring=LAYOUTS[strategy](rest), device=device)
+
+
+def random(shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu",
+           dtype: torch.dtype = torch.float64) -> Tensor:  # fmt: skip
+    """The same numbers on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
+
+
+def coded(batch: int, tokens: int, heads: int, dim: int, name: int) -> Tensor:
+    """(B, L, H, D) whose every element says which it is: exact in fp64."""
+    count = batch * tokens * heads * dim
+    return torch.arange(count, dtype=torch.float64).view(batch, tokens, heads, dim) + name * 10.0**9

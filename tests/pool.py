@@ -1,0 +1,118 @@
+"""A pool of ranks, spawned once per test run: spawning per test would take seconds each.
+
+Ranks are forked from a server that has imported torch already. Each call runs one function as `fn(rank, world,
+device, *args)` on the first `world` ranks, in a process group made for that world and kept while the world stays the
+same. Results come back in rank order; the first error of a rank is raised here with its traceback.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 60  # of one call; a rank that waits longer for the others is a failure, not a hang
+
+
+class RankError(AssertionError):
+    """A rank failed; the message holds its traceback."""
+
+
+class Pool:
+    """Ranks that run functions of test modules (importable by name)."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "seqpar.distributed", "seqpar.sampling"])
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._world, self._groups = 0, 0
+
+    @property
+    def device(self) -> str:
+        """ "cuda" (one rank a GPU, NCCL) or "cpu" (gloo)."""
+        return self._device
+
+    def run(self, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `fn` returned on each rank."""
+        while len(self._ranks) < world:
+            self._ranks.append(self._spawn(len(self._ranks)))
+        if world != self._world:
+            self._world, self._groups = world, self._groups + 1
+        store = os.path.join(tempfile.gettempdir(), f"seqpar-test-{os.getpid()}-{self._groups}")
+        for _, pipe in self._ranks[:world]:
+            pipe.send_bytes(_pack((fn.__module__, fn.__qualname__, world, store, args)))
+        answers = [self._answer(rank) for rank in range(world)]
+        if failed := [text for ok, text in answers if not ok]:
+            self.close()  # ranks that wait for a dead one are of no more use
+            raise RankError("\n".join(failed))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process, _ in self._ranks:
+            process.kill()
+            process.join()
+        self._ranks, self._world = [], 0
+
+    def _spawn(self, rank: int) -> tuple[Any, Connection]:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(rank, self._device, there), daemon=True)
+        process.start()
+        there.close()
+        return process, here
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        pipe = self._ranks[rank][1]
+        try:
+            if not pipe.poll(TIMEOUT_S + 30):
+                return False, f"rank {rank} did not answer in time"
+            return _unpack(pipe.recv_bytes())
+        except EOFError:
+            return False, f"rank {rank} died"
+
+
+def _serve(rank: int, device: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)  # ranks share the cores
+    where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(where)
+    joined = ""
+    while True:
+        module, name, world, store, args = _unpack(pipe.recv_bytes())
+        try:
+            if joined != store:
+                joined = _join(rank, world, device, store)
+            function = getattr(__import__(module, fromlist=[name]), name)
+            answer = True, function(rank, world, where, *args)
+        except BaseException:
+            answer = False, f"rank {rank} of {world}:\n{traceback.format_exc()}"
+        pipe.send_bytes(_pack(answer))
+
+
+def _join(rank: int, world: int, device: str, store: str) -> str:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world,
+                            timeout=timedelta(seconds=TIMEOUT_S))  # fmt: skip
+    return store
+
+
+def _pack(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False, map_location="cpu")

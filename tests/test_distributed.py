@@ -1,0 +1,141 @@
+"""A sharded DiT equals diffusers' unsharded one in fp64: every strategy, uneven tokens and heads, the cfg axis."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar import DistributedDiT
+from seqpar.mesh import Mesh
+from tests.meshes import LAYOUTS, mesh_for, random
+from tests.pool import Pool
+from tests.test_strategies import counted_calls
+from tests.tiny import diffusers_dit
+
+TOLERANCE = 1e-10  # fp64, three layers, outputs of a few units
+
+
+def latents(batch: int, size: tuple[int, int], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    t = torch.tensor([960, 500, 3])[:batch].to(device)
+    return random((batch, 4, *size), 1, device), t, torch.tensor([2, 10, 7])[:batch].to(device)
+
+
+def local(device: torch.device) -> str:
+    return "auto" if device.type == "cpu" else "reference"
+
+
+def forward(
+    rank: int, world: int, device: torch.device, strategy: str, batch: int, size: tuple[int, int], cfg: int = 1
+) -> Tensor:
+    mesh = mesh_for(strategy, world, device, cfg)
+    dit = DistributedDiT(diffusers_dit().to(device), mesh, strategy, local(device))
+    x, t, y = latents(batch, size, device)
+    return dit(x, timestep=t, class_labels=y).sample
+
+
+@pytest.mark.parametrize(("batch", "size"), [(1, (8, 8)), (2, (8, 8)), (3, (6, 6)), (2, (10, 6))], ids=str)
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_sharded_dit_equals_diffusers(
+    ranks: Pool, world: int, strategy: str, batch: int, size: tuple[int, int]
+) -> None:
+    """Three heads and 9, 15 or 16 tokens: nothing divides."""
+    if size[0] != size[1]:  # diffusers cannot put a non-square latent together: one rank is the oracle
+        truth = ranks.run(1, forward, "ulysses", batch, size)[0]
+    else:
+        x, t, y = latents(batch, size)
+        truth = diffusers_dit()(x, timestep=t, class_labels=y).sample
+    for got in ranks.run(world, forward, strategy, batch, size):
+        assert (got - truth).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_cfg_axis_splits_the_batch(ranks: Pool, world: int) -> None:
+    x, t, y = latents(3, (8, 8))
+    truth = diffusers_dit()(x, timestep=t, class_labels=y).sample
+    for got in ranks.run(world, forward, "ulysses", 3, (8, 8), 2):
+        assert (got - truth).abs().max() < TOLERANCE
+
+
+def calls_per_block(rank: int, world: int, device: torch.device) -> dict[str, int]:
+    mesh = Mesh.from_env(cfg=1, device=device)
+    dit = DistributedDiT(diffusers_dit(num_layers=1).to(device), mesh, "ulysses", local(device))
+    x, t, y = latents(2, (6, 6), device)
+    tokens = dit.model.patchify(x)
+    attend, condition = dit.attend(2, 9), dit.model.condition(t, class_labels=y)
+    positions = dit.model.positions(6, 6)
+    mine = slice(0, 5) if rank == 0 else slice(5, 9)
+    inputs = {"tokens": tokens[:, mine]}
+    return counted_calls(lambda: dit.model.forward_tokens(inputs, positions[mine], condition, attend))
+
+
+def test_one_block_with_ulysses_is_exactly_two_all_to_alls(ranks: Pool) -> None:
+    assert ranks.run(2, calls_per_block) == [{"all_to_all_single": 2}] * 2
+
+
+def dropped_shard(rank: int, world: int, device: torch.device) -> Tensor:
+    dit = DistributedDiT(diffusers_dit().to(device), Mesh.from_env(cfg=1, device=device), "ulysses", local(device))
+    x, t, y = latents(2, (8, 8), device)
+    inner = dit.model.forward_tokens
+
+    def lossy(inputs, positions, condition, attend):
+        tokens = inputs["tokens"] * (0.0 if rank == world - 1 else 1.0)
+        return inner({"tokens": tokens}, positions, condition, attend)
+
+    dit.model.forward_tokens = lossy
+    return dit(x, timestep=t, class_labels=y).sample
+
+
+def shifted_positions(rank: int, world: int, device: torch.device) -> Tensor:
+    dit = DistributedDiT(diffusers_dit().to(device), Mesh.from_env(cfg=1, device=device), "ulysses", local(device))
+    x, t, y = latents(2, (8, 8), device)
+    inner = dit.model.positions
+    dit.model.positions = lambda h, w: inner(h, w).roll(1, 0)
+    return dit(x, timestep=t, class_labels=y).sample
+
+
+@pytest.mark.parametrize("wrong", [dropped_shard, shifted_positions])
+def test_negative_control_is_noticed(ranks: Pool, wrong) -> None:
+    x, t, y = latents(2, (8, 8))
+    truth = diffusers_dit()(x, timestep=t, class_labels=y).sample
+    for got in ranks.run(2, wrong):
+        assert (got - truth).abs().max() > 1e-3
+
+
+def test_call_says_what_is_wrong() -> None:
+    dit = DistributedDiT(diffusers_dit(), Mesh.single())
+    x, t, y = latents(1, (8, 8))
+    assert dit(x, timestep=960, class_labels=y, return_dict=False)[0].shape == (1, 8, 8, 8)
+    with pytest.raises(ValueError, match=r"got hidden_states of shape \(1, 3, 8, 8\), expected \(B, 4, H, W\)"):
+        dit(x[:, :3], timestep=t, class_labels=y)
+    with pytest.raises(ValueError, match="multiples of the patch size 2"):
+        dit(x[:, :, :7], timestep=t, class_labels=y)
+    with pytest.raises(ValueError, match="expected timestep, class_labels"):
+        dit(x, timestep=t)
+    with pytest.raises(ValueError, match="attention_mask"):
+        dit(x, timestep=t, class_labels=y, attention_mask=y)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "message"),
+    [("uliss", 1, r"got attention 'uliss', expected one of kv_gather, ring, ulysses, usp")],
+)
+def test_unknown_strategy_lists_the_known(strategy: str, world: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DistributedDiT(diffusers_dit(), Mesh.single(), strategy)
+
+
+def chosen(rank: int, world: int, device: torch.device, ring: int, heads: int) -> tuple[str, str]:
+    mesh = Mesh.from_env(cfg=1, ring=ring, device=device)
+    dit = DistributedDiT(diffusers_dit(num_attention_heads=heads).to(device), mesh, local=local(device))
+    return dit.strategy.name, dit.strategy.why
+
+
+@pytest.mark.parametrize(
+    ("ring", "heads", "name"), [(1, 4, "ulysses"), (1, 3, "kv_gather"), (4, 4, "ring"), (2, 4, "usp")]
+)
+def test_auto_strategy_follows_mesh_and_heads(ranks: Pool, ring: int, heads: int, name: str) -> None:
+    answers = ranks.run(4, chosen, ring, heads)
+    assert {answer[0] for answer in answers} == {name}
+    assert all(answer[1] for answer in answers)

@@ -1,0 +1,90 @@
+"""Axis arithmetic: who is on which axis, and what cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from seqpar.mesh import Mesh, fill, pick_device
+from tests.pool import Pool
+
+
+@pytest.mark.parametrize(
+    ("world", "given", "guidance", "expected"),
+    [
+        (1, {}, True, (1, 1, 1, 1)),
+        (4, {}, False, (1, 1, 1, 4)),
+        (4, {}, True, (1, 2, 1, 2)),
+        (3, {}, True, (1, 1, 1, 3)),
+        (8, {"ring": 2}, True, (1, 2, 2, 2)),
+        (8, {"data": 2, "cfg": 1, "ulysses": 2, "ring": 2}, True, (2, 1, 2, 2)),
+    ],
+)
+def test_fill_chooses_what_is_not_given(
+    world: int, given: dict[str, int], guidance: bool, expected: tuple[int, ...]
+) -> None:
+    sizes = {"data": 1, "cfg": None, "ring": 1, "ulysses": None} | given
+    assert fill(world, **sizes, guidance=guidance) == expected  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("world", "given", "message"),
+    [
+        (4, {"ulysses": 3}, "ulysses=3 = 3 ranks for 4"),
+        (4, {"data": 3}, "= 3 ranks for 4"),
+        (4, {"ring": 8}, "for 4 process"),
+        (2, {"ring": 0}, "got ring=0"),
+        (6, {"cfg": 3}, "two branches"),
+    ],
+)
+def test_fill_says_what_does_not_multiply(world: int, given: dict[str, int], message: str) -> None:
+    sizes = {"data": 1, "cfg": None, "ring": 1, "ulysses": None} | given
+    with pytest.raises(ValueError, match=message):
+        fill(world, **sizes, guidance=False)  # pyright: ignore[reportArgumentType]
+
+
+def places(rank: int, world: int, device: torch.device) -> dict[str, int]:
+    mesh = Mesh.from_env(cfg=2, ring=world // 2, ulysses=1, device=device)
+    return {name: getattr(mesh, name).rank for name in ("data", "cfg", "ring", "ulysses", "sequence", "world")}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_rank_order_is_data_cfg_ring_ulysses(ranks: Pool, world: int) -> None:
+    for rank, place in enumerate(ranks.run(world, places)):
+        cfg, ring = divmod(rank, world // 2)
+        assert place == {"data": 0, "cfg": cfg, "ring": ring, "ulysses": 0, "sequence": ring, "world": rank}
+
+
+def agree(rank: int, world: int, device: torch.device) -> str:
+    mesh = Mesh.from_env(device=device)
+
+    def work() -> int:
+        if rank == 1:
+            raise ValueError("only here")
+        return rank
+
+    try:
+        mesh.together(work)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_error_on_one_rank_is_raised_on_all(ranks: Pool) -> None:
+    assert ranks.run(2, agree) == ["rank 1: only here"] * 2
+
+
+def test_share_gives_rank_zeros_value(ranks: Pool) -> None:
+    assert ranks.run(2, shared) == [{"from": 0}] * 2
+
+
+def shared(rank: int, world: int, device: torch.device) -> dict[str, int]:
+    return Mesh.from_env(device=device).share({"from": rank})
+
+
+def test_too_few_gpus_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"got 2 processes on a machine with 1 GPU"):
+        pick_device(2)

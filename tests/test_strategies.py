@@ -1,0 +1,228 @@
+"""Every strategy equals unsharded attention: uneven tokens and heads, few or grouped heads, any batch and world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seqpar.kernels.prepare import prepare
+from seqpar.local import reference, sdpa
+from seqpar.mesh import Mesh
+from seqpar.plan import load_strategy
+from seqpar.protocols import Prepare
+from seqpar.shard import Shard
+from tests.meshes import LAYOUTS, mesh_for, random
+from tests.pool import Pool
+
+# batch, tokens, heads, kv heads: even, uneven tokens, uneven heads, fewer heads than ranks, grouped-query
+CASES = [(1, 16, 4, 4), (2, 13, 4, 4), (3, 12, 5, 5), (2, 9, 2, 2), (1, 15, 6, 3), (2, 10, 8, 1)]
+DIM = 8
+TOLERANCE = 1e-12  # fp64: a few roundings of sums over at most 16 tokens
+
+
+def local_for(device: torch.device) -> Any:
+    """fp64 everywhere: the CPU's flash kernel, the formula on a GPU."""
+    return sdpa.attend if device.type == "cpu" else reference.attend
+
+
+def inputs(case: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    batch, tokens, heads, kv = case
+    q, k, v = (random((batch, tokens, n, DIM), seed, device) for seed, n in enumerate((heads, kv, kv)))
+    return q, k, v
+
+
+def rotary(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(tokens, dtype=torch.float64)[:, None] * 0.3 ** torch.arange(DIM // 2)
+    return angles.cos().to(device), angles.sin().to(device)
+
+
+def preparation(heads: int, kv: int, rows: tuple[Tensor, Tensor], device: torch.device) -> Prepare:
+    """Full-width norms where q and k are equally wide, per-head ones otherwise; rotary rows of these tokens."""
+    per_head = heads != kv
+    width = DIM if per_head else heads * DIM
+    weights = [random((width,), 10 + i, device) for i in range(4)]
+    return Prepare("rms" if per_head else "layer", per_head, 1e-5, *weights, *rows, interleaved=not per_head)
+
+
+def sharded(
+    rank: int, world: int, device: torch.device, strategy: str, case: tuple[int, ...], shift: int = 0
+) -> Tensor:
+    mesh, shard = mesh_for(strategy, world, device), Shard(case[1], world)
+    attend = load_strategy(strategy).build(mesh, shard, local_for(device))
+    mine = shard.slice(mesh.sequence.rank)
+    cos, sin = rotary(case[1] + 1, device)
+    rows = cos[mine.start + shift : mine.stop + shift], sin[mine.start + shift : mine.stop + shift]
+    q, k, v = (x[:, mine] for x in inputs(case, device))
+    how = preparation(case[2], case[3], rows, device)
+    outs = [attend(q, k, v, how).clone() for _ in range(3)]  # buffers are reused: every call must be right
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    return outs[0]
+
+
+def whole(case: tuple[int, ...], device: str) -> Tensor:
+    """The truth."""
+    where = torch.device(device)
+    q, k, v = inputs(case, where)
+    q, k = prepare(q, k, preparation(case[2], case[3], rotary(case[1], where), where))
+    return reference.attend(q, k, v)[0].cpu()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_strategy_equals_unsharded_attention(ranks: Pool, world: int, strategy: str, case: tuple[int, ...]) -> None:
+    got = torch.cat(ranks.run(world, sharded, strategy, case), dim=1)
+    assert (got - whole(case, ranks.device)).abs().max() < TOLERANCE
+
+
+def row_by_row(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]:
+    """Attention whose bits cannot depend on how many rows or heads come together: one query and head at a time."""
+    group, out = q_BLHD.shape[2] // k_BLGD.shape[2], torch.empty_like(q_BLHD)
+    for b, row, head in torch.cartesian_prod(*(torch.arange(n) for n in q_BLHD.shape[:3])).tolist():
+        k, v = (x[b, :, head // group].contiguous() for x in (k_BLGD, v_BLGD))
+        weights = ((q_BLHD[b, row, head] * k).sum(-1) / DIM**0.5).softmax(-1)
+        out[b, row, head] = (weights[:, None] * v).sum(0)
+    return out, q_BLHD.new_empty(0)
+
+
+def moved(rank: int, world: int, device: torch.device, strategy: str, case: tuple[int, ...]) -> Tensor:
+    mesh, shard = mesh_for(strategy, world, device), Shard(case[1], world)
+    attend = load_strategy(strategy).build(mesh, shard, row_by_row)
+    q, k, v = (x[:, shard.slice(mesh.sequence.rank)] for x in inputs(case, device))
+    return attend(q, k, v, Prepare())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("strategy", ["ulysses", "kv_gather"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_strategy_that_only_moves_data_has_one_ranks_bits(
+    ranks: Pool, world: int, strategy: str, case: tuple[int, ...]
+) -> None:
+    one = ranks.run(1, moved, strategy, case)[0]
+    assert torch.equal(torch.cat(ranks.run(world, moved, strategy, case), dim=1), one)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("world", [6, 8])
+def test_strategy_with_many_ranks(ranks: Pool, world: int, strategy: str) -> None:
+    case = (2, 19, 5, 5)
+    got = torch.cat(ranks.run(world, sharded, strategy, case), dim=1)
+    assert (got - whole(case, ranks.device)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_strategy_negative_control_wrong_rotary_offset_is_noticed(ranks: Pool, strategy: str) -> None:
+    case = CASES[1]
+    # every rank shifted alike would cancel in q.k: the last rank alone is off by one
+    got = torch.cat(ranks.run(2, shifted_on_last, strategy, case), dim=1)
+    assert (got - whole(case, ranks.device)).abs().max() > 1e-3
+
+
+def shifted_on_last(rank: int, world: int, device: torch.device, strategy: str, case: tuple[int, ...]) -> Tensor:
+    return sharded(rank, world, device, strategy, case, shift=int(rank == world - 1))
+
+
+def gradients(rank: int, world: int, device: torch.device, case: tuple[int, ...]) -> list[Tensor]:
+    mesh, shard = mesh_for("ulysses", world, device), Shard(case[1], world)
+    attend = load_strategy("ulysses").build(mesh, shard, reference.attend)
+    mine = shard.slice(mesh.sequence.rank)
+    q, k, v = (x[:, mine].clone().requires_grad_() for x in inputs(case, device))
+    out = attend(q, k, v, Prepare())
+    (out * random((case[0], case[1], case[2], DIM), 9, device)[:, mine]).sum().backward()
+    grads = [x.grad for x in (q, k, v)]
+    return [grad for grad in grads if grad is not None]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ulysses_gradients_equal_the_unsharded_ones(ranks: Pool, world: int, case: tuple[int, ...]) -> None:
+    got = [torch.cat(parts, dim=1) for parts in zip(*ranks.run(world, gradients, case), strict=True)]
+    q, k, v = (x.requires_grad_() for x in inputs(case, torch.device("cpu")))
+    (reference.attend(q, k, v)[0] * random((case[0], case[1], case[2], DIM), 9)).sum().backward()
+    for mine, truth in zip(got, (q.grad, k.grad, v.grad), strict=True):
+        assert truth is not None
+        assert (mine - truth).abs().max() < TOLERANCE
+
+
+def refuses_gradients(rank: int, world: int, device: torch.device, strategy: str) -> str:
+    attend = load_strategy(strategy).build(mesh_for(strategy, world, device), Shard(8, world), reference.attend)
+    x = torch.ones(1, 4, 2, DIM, requires_grad=True, device=device)
+    try:
+        attend(x, x, x, Prepare())
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("strategy", ["ring", "kv_gather"])
+def test_strategy_without_gradients_says_so(ranks: Pool, strategy: str) -> None:
+    assert all("use ulysses" in message for message in ranks.run(2, refuses_gradients, strategy))
+
+
+def counted_calls(work: Callable[[], object]) -> dict[str, int]:
+    """Calls of torch.distributed that `work` makes."""
+    counts: dict[str, int] = {}
+    names = ("all_to_all_single", "batch_isend_irecv", "all_gather", "all_gather_object", "broadcast", "all_reduce",
+             "all_gather_into_tensor", "barrier")  # fmt: skip
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counting(name))
+    try:
+        work()
+    finally:
+        for name in names:
+            setattr(dist, name, originals[name])
+    return counts
+
+
+def counted(rank: int, world: int, device: torch.device, strategy: str) -> dict[str, int]:
+    mesh, shard = mesh_for(strategy, world, device), Shard(13, world)
+    attend = load_strategy(strategy).build(mesh, shard, local_for(device))
+    q, k, v = (x[:, shard.slice(mesh.sequence.rank)] for x in inputs((2, 13, 5, 5), device))
+    return counted_calls(lambda: attend(q, k, v, Prepare()))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("ulysses", {"all_to_all_single": 2}),
+        ("ring", {"batch_isend_irecv": 3}),
+        ("usp", {"all_to_all_single": 2, "batch_isend_irecv": 1}),
+        ("kv_gather", {"batch_isend_irecv": 1}),
+    ],
+)
+def test_strategy_calls_as_few_collectives_as_it_says(ranks: Pool, strategy: str, expected: dict[str, int]) -> None:
+    """Uneven tokens and heads included: no size exchange."""
+    assert ranks.run(4, counted, strategy) == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes", "message"),
+    [("ulysses", {"ring": 2}, "expected ring=1"), ("ring", {"ulysses": 2}, "expected ulysses=1")],
+)
+def test_strategy_refuses_a_mesh_that_it_would_not_use(
+    ranks: Pool, strategy: str, axes: dict[str, int], message: str
+) -> None:
+    assert all(message in text for text in ranks.run(2, refused_mesh, strategy, axes))
+
+
+def refused_mesh(rank: int, world: int, device: torch.device, strategy: str, axes: dict[str, int]) -> str:
+    try:
+        load_strategy(strategy).build(Mesh.from_env(cfg=1, device=device, **axes), Shard(8, world), reference.attend)
+    except ValueError as error:
+        return str(error)
+    return "nothing"

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -62,8 +62,8 @@ class Args:
     """Axes, as cfg=2,ulysses=2 (data, cfg, ring, ulysses); what is not named is chosen."""
     strategy: str = "auto"
     """How attention sees the whole sequence: ulysses, ring, usp, kv_gather."""
-    local: str = "auto"
-    """One device's attention: flash, sdpa, reference."""
+    local: Annotated[str, tyro.conf.arg(name="local-attention", aliases=["--local"])] = "auto"
+    """One device's attention: flash, sdpa, reference. (torchrun on Python 3.11 takes --local for its own.)"""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Of weights and activations; bf16 on GPUs and fp32 on CPUs where auto."""
     out: Path = Path("seqpar.png")

@@ -157,7 +157,7 @@ def fill(
         raise ValueError(f"got cfg={cfg}, expected 1 or 2: guidance has two branches")
     rest = world // prod(size for size in given.values() if size is not None)
     if cfg is None:
-        cfg = 2 if guidance and rest % 2 == 0 else 1
+        cfg = 2 if guidance and rest > 0 and rest % 2 == 0 else 1
     if ulysses is None:
         ulysses = max(1, world // (data * cfg * ring))
     sizes = (data, cfg, ring, ulysses)

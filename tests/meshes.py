@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from seqpar.local import reference, sdpa
 from seqpar.mesh import Mesh
 
 # strategy -> ring size on a world of this many ranks (ulysses takes the rest)
@@ -32,3 +35,8 @@ def coded(batch: int, tokens: int, heads: int, dim: int, name: int) -> Tensor:
     """(B, L, H, D) whose every element says which it is: exact in fp64."""
     count = batch * tokens * heads * dim
     return torch.arange(count, dtype=torch.float64).view(batch, tokens, heads, dim) + name * 10.0**9
+
+
+def local_for(device: torch.device) -> Any:
+    """fp64 everywhere: the CPU's flash kernel, the formula on a GPU."""
+    return sdpa.attend if device.type == "cpu" else reference.attend

@@ -20,9 +20,8 @@ from seqpar.mesh import Mesh
 from seqpar.plan import load_strategy
 from seqpar.shard import JointShard, Shard, Tokens
 from tests.foreign import BLOCKS, Foreign, StayDouble, Stream
-from tests.meshes import LAYOUTS, mesh_for
+from tests.meshes import LAYOUTS, local_for, mesh_for
 from tests.pool import Pool
-from tests.test_strategies import local_for
 
 TOLERANCE = 1e-12
 VISIBLE = 1e-3

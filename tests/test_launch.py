@@ -23,7 +23,7 @@ LIMIT_S = 120
 
 def launch(*flags: object, ranks: int = 1, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the launcher on the CPU; a hang is a failure."""
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*(start if ranks > 1 else [sys.executable]), SCRIPT, *map(str, flags)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200", **env}
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
@@ -42,7 +42,7 @@ def test_two_ranks_make_a_picture_that_says_how_it_was_made(folder: Path, tmp_pa
     done = launch(*flags, tmp_path / "two.png", "--mesh", "ulysses=2", ranks=2)
     assert done.returncode == 0, done.stderr
     for shown in ("mesh      ulysses 2 (2 x CPU, gloo)", "strategy  ulysses (3 heads on 2 ranks)", "local     sdpa",
-                  "96 tokens", "ms a step"):  # fmt: skip
+                  "24 tokens", "ms a step"):  # fmt: skip
         assert shown in done.stdout
     assert "3/3" in done.stderr  # the progress bar
     alone = launch(*flags, tmp_path / "one.png")
@@ -79,14 +79,14 @@ def truncated(folder: Path, tmp_path: Path) -> Path:
         (("--classes", "99"), "error: got class '99', expected a number 0 to 9"),
         (("--model", "nothing-there"), "error: got model 'nothing-there': there is no such path; presets"),
         (("--strategy", "ulises"), "error: got attention 'ulises', expected one of kv_gather, ring, ulysses, usp"),
-        (("--local", "flash"), "error: got local attention 'flash', which does not work here: needs a GPU"),
+        (("--local-attention", "flash"), "error: got local attention 'flash', which does not work here: needs a GPU"),
         (("--size", "100"), "error: got size 100x100, expected multiples of 16"),
         (("--size", "16"), "error: got 1 tokens for 2 ranks"),
         (("--out", "/proc/nowhere/x.png"), "error: got output /proc/nowhere/x.png, which cannot be written"),
         (("--guidance", "1", "--mesh", "cfg=2"), "error: got cfg=2 with guidance 1.0, expected guidance > 1"),
         (("--scheduler", "DDIMSchedular"), "error: got scheduler 'DDIMSchedular', expected one of diffusers': DDIMS"),
         (("--steps", "0"), "error: got --steps 0"),
-        (("--step", "x"), "Unrecognized"),
+        (("--step", "x"), "Unrecognized options:"),
     ],
     ids=lambda value: "-".join(map(str, value)).strip("-") if isinstance(value, tuple) else "",
 )
@@ -126,6 +126,11 @@ def test_help_explains_every_flag_and_there_are_at_most_15() -> None:
     flags = Args.__dataclass_fields__
     assert len(flags) <= 15
     assert all(f"--{name.replace('_', '-')}" in done.stdout for name in flags)
+
+
+def test_local_is_short_for_local_attention(folder: Path, tmp_path: Path) -> None:
+    done = launch("--model", folder, "--local", "flash", "--out", tmp_path / "x.png")
+    assert "local attention 'flash', which does not work here" in done.stderr
 
 
 @pytest.mark.parametrize(("text", "size"), [(None, None), ("256", (256, 256)), ("64x96", (64, 96))])

@@ -11,23 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.kernels.prepare import prepare
-from seqpar.local import reference, sdpa
+from seqpar.local import reference
 from seqpar.mesh import Mesh
 from seqpar.plan import load_strategy
 from seqpar.protocols import Prepare
 from seqpar.shard import Shard
-from tests.meshes import LAYOUTS, mesh_for, random
+from tests.meshes import LAYOUTS, local_for, mesh_for, random
 from tests.pool import Pool
 
 # batch, tokens, heads, kv heads: even, uneven tokens, uneven heads, fewer heads than ranks, grouped-query
 CASES = [(1, 16, 4, 4), (2, 13, 4, 4), (3, 12, 5, 5), (2, 9, 2, 2), (1, 15, 6, 3), (2, 10, 8, 1)]
 DIM = 8
 TOLERANCE = 1e-12  # fp64: a few roundings of sums over at most 16 tokens
-
-
-def local_for(device: torch.device) -> Any:
-    """fp64 everywhere: the CPU's flash kernel, the formula on a GPU."""
-    return sdpa.attend if device.type == "cpu" else reference.attend
 
 
 def inputs(case: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

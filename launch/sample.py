@@ -26,7 +26,7 @@ from seqpar.mesh import AXES, Mesh
 from seqpar.pictures import check_writable, grid, save, to_pil
 from seqpar.pipeline import Files, Pipeline
 from seqpar.plan import choose_mesh
-from seqpar.sampling import steps_locally
+from seqpar.sampling import digest, steps_locally
 from seqpar.trajectory import Guidance, check_layout
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,15 +102,11 @@ def run(args: Args) -> None:
     if mesh.is_main:
         labels = [files.class_name(number) for number in files.class_ids(classes)]
         chosen = {"strategy": pipeline.dit.strategy.name, "local": pipeline.dit.local.name, "mesh": mesh.sizes}
-        parameters = asdict(args) | {
-            "out": str(args.out),
-            "classes": classes,
-            "ms_per_step": per_step,
-            "chosen": chosen,
-        }
+        parameters = asdict(args) | {"out": str(args.out), "classes": classes, "chosen": chosen}
+        parameters |= {"ms_per_step": per_step, "latents": digest(latents)}
         save(grid(to_pil(images), labels), args.out, parameters)
     _say(mesh, f"{args.out}: {len(classes)} pictures, {per_step:.1f} ms a step, {loaded:.1f} s to load, "
-               f"{time.perf_counter() - started:.1f} s in all")  # fmt: skip
+               f"{time.perf_counter() - started:.1f} s in all, latents {digest(latents)}")  # fmt: skip
 
 
 def check(args: Args, mesh: Mesh, guidance: Guidance) -> tuple[Files, list[str], tuple[int, int] | None]:

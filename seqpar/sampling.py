@@ -6,6 +6,7 @@ gathered prediction (latent-sized), then sliced again. Nothing in the DDIM loop 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -77,6 +78,11 @@ def draw_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return randn_tensor(shape, generator=generator, device=torch.device("cpu"), dtype=torch.float32)
 
 
+def digest(latents: Tensor) -> str:
+    """16 hex digits that differ where a bit differs: to compare runs on other meshes or machines."""
+    return hashlib.sha256(latents.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
 def check_finite(first_bad: int, timesteps: Tensor) -> None:
     """Raise ValueError where a step produced NaN or infinity."""
     if first_bad < len(timesteps):
@@ -108,8 +114,8 @@ class DDIM:
         ]
 
     def __call__(self, trajectory: Trajectory, prediction: Tensor, index: int, step: Tensor, /) -> None:
-        """See `Stepper`; `step` picks the coefficients on the device."""
-        x0_x, x0_m, e_x, e_m, keep, direction, sigma = self._coefficients[step].unbind()
+        """See `Stepper`; `step` picks the coefficients on the device (indexing with it would wait for the host)."""
+        x0_x, x0_m, e_x, e_m, keep, direction, sigma = self._coefficients.index_select(0, step.view(1))[0].unbind()
         x0 = x0_x * trajectory.tokens + x0_m * prediction
         x0 = x0 if self._clip is None else x0.clamp(-self._clip, self._clip)
         tokens = keep * x0 + direction * (e_x * trajectory.tokens + e_m * prediction)

@@ -25,9 +25,15 @@ def ranks() -> Iterator[Pool]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out what needs more GPUs than there are; tests of one world follow each other, so groups are reused."""
     gpus = torch.cuda.device_count() if DEVICE == "cuda" else None
+    items.sort(key=_world)
     for item in items:
-        world = getattr(item, "callspec", None) and item.callspec.params.get("world")  # pyright: ignore
+        world = _world(item)
         if gpus is not None and world and world > gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {world} GPUs, there are {gpus}"))
         if item.get_closest_marker("gpu") and DEVICE != "cuda":
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def _world(item: pytest.Item) -> int:
+    spec = getattr(item, "callspec", None)
+    return spec.params.get("world", 0) if spec else 0

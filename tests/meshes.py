@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.local import reference, sdpa
@@ -19,10 +21,20 @@ LAYOUTS = {
 }
 
 
+@cache
+def _mesh(group: object, device: torch.device, **axes: int) -> Mesh:
+    return Mesh.from_env(**axes, device=device)
+
+
+def mesh(device: torch.device, **axes: int) -> Mesh:
+    """The mesh of these axes; made once per process group, because every new one holds communicators."""
+    return _mesh(dist.group.WORLD, device, **axes)
+
+
 def mesh_for(strategy: str, world: int, device: torch.device, cfg: int = 1, data: int = 1) -> Mesh:
     """The mesh that this strategy is tested on."""
     rest = world // (cfg * data)
-    return Mesh.from_env(data=data, cfg=cfg, ring=LAYOUTS[strategy](rest), device=device)
+    return mesh(device, data=data, cfg=cfg, ring=LAYOUTS[strategy](rest))
 
 
 def random(shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu",

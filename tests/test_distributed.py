@@ -9,6 +9,7 @@ from torch import Tensor
 from seqpar import DistributedDiT
 from seqpar.mesh import Mesh
 from tests.meshes import LAYOUTS, mesh_for, random
+from tests.meshes import mesh as make_mesh
 from tests.pool import Pool
 from tests.test_strategies import counted_calls
 from tests.tiny import diffusers_dit
@@ -59,7 +60,7 @@ def test_cfg_axis_splits_the_batch(ranks: Pool, world: int) -> None:
 
 
 def calls_per_block(rank: int, world: int, device: torch.device) -> dict[str, int]:
-    mesh = Mesh.from_env(cfg=1, device=device)
+    mesh = make_mesh(device, cfg=1)
     dit = DistributedDiT(diffusers_dit(num_layers=1).to(device), mesh, "ulysses", local(device))
     x, t, y = latents(2, (6, 6), device)
     tokens = dit.model.patchify(x)
@@ -75,7 +76,7 @@ def test_one_block_with_ulysses_is_exactly_two_all_to_alls(ranks: Pool) -> None:
 
 
 def dropped_shard(rank: int, world: int, device: torch.device) -> Tensor:
-    dit = DistributedDiT(diffusers_dit().to(device), Mesh.from_env(cfg=1, device=device), "ulysses", local(device))
+    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
     x, t, y = latents(2, (8, 8), device)
     inner = dit.model.forward_tokens
 
@@ -88,7 +89,7 @@ def dropped_shard(rank: int, world: int, device: torch.device) -> Tensor:
 
 
 def shifted_positions(rank: int, world: int, device: torch.device) -> Tensor:
-    dit = DistributedDiT(diffusers_dit().to(device), Mesh.from_env(cfg=1, device=device), "ulysses", local(device))
+    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
     x, t, y = latents(2, (8, 8), device)
     inner = dit.model.positions
     dit.model.positions = lambda h, w: inner(h, w).roll(1, 0)
@@ -127,7 +128,7 @@ def test_unknown_strategy_lists_the_known(strategy: str, world: int, message: st
 
 
 def chosen(rank: int, world: int, device: torch.device, ring: int, heads: int) -> tuple[str, str]:
-    mesh = Mesh.from_env(cfg=1, ring=ring, device=device)
+    mesh = make_mesh(device, cfg=1, ring=ring)
     dit = DistributedDiT(diffusers_dit(num_attention_heads=heads).to(device), mesh, local=local(device))
     return dit.strategy.name, dit.strategy.why
 

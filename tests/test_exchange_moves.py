@@ -12,10 +12,10 @@ from torch import Tensor
 from seqpar.comm.exchange import HeadLayout, ToHeads, ToTokens
 from seqpar.comm.point_to_point import Gather, Rotation, gather
 from seqpar.kernels.prepare import prepare_into
-from seqpar.mesh import Mesh
 from seqpar.protocols import Prepare
 from seqpar.shard import Shard
 from tests.meshes import coded
+from tests.meshes import mesh as make_mesh
 from tests.pool import Pool
 
 ROUNDS = 3
@@ -31,7 +31,7 @@ def poison(tensor: Tensor) -> None:
 
 
 def there_and_back(rank: int, world: int, device: torch.device, batch: int, tokens: int, heads: int, kv: int) -> None:
-    axis, shard, dim = Mesh.from_env(cfg=1, device=device).ulysses, Shard(tokens, world), 2
+    axis, shard, dim = make_mesh(device, cfg=1).ulysses, Shard(tokens, world), 2
     layout = HeadLayout(batch, shard.sizes, heads, kv, dim, torch.float64, device)
     into, back = ToHeads(axis, layout), ToTokens(axis, layout)
     mine, q_heads, kv_heads = shard.slice(axis.rank), layout.q_slice(axis.rank), layout.kv_slice(axis.rank)
@@ -68,7 +68,7 @@ def test_ulysses_exchange_with_more_ranks_than_heads(ranks: Pool, world: int) ->
 
 
 def around(rank: int, world: int, device: torch.device, tokens: int) -> None:
-    axis, shard = Mesh.from_env(ring=world, cfg=1, device=device).ring, Shard(tokens, world)
+    axis, shard = make_mesh(device, ring=world, cfg=1).ring, Shard(tokens, world)
     whole = coded(2, tokens, 3, 2, 1).transpose(0, 1).to(device)
     rotation = Rotation(axis, shard.sizes, (2, 3, 2), whole)
     for round_ in range(ROUNDS):
@@ -88,7 +88,7 @@ def test_ring_rotation_shows_every_block_once(ranks: Pool, world: int, tokens: i
 
 
 def collected(rank: int, world: int, device: torch.device, tokens: int) -> None:
-    axis, shard = Mesh.from_env(cfg=1, device=device).sequence, Shard(tokens, world)
+    axis, shard = make_mesh(device, cfg=1).sequence, Shard(tokens, world)
     whole = coded(2, tokens, 3, 2, 1).transpose(0, 1).to(device)
     exchange = Gather(axis, shard.sizes, (2, 3, 2), whole)
     for round_ in range(ROUNDS):
@@ -107,7 +107,7 @@ def test_gather_of_uneven_and_empty_blocks(ranks: Pool, world: int, tokens: int)
 
 
 def wrong_order(rank: int, world: int, device: torch.device) -> bool:
-    axis, shard = Mesh.from_env(cfg=1, device=device).ulysses, Shard(8, world)
+    axis, shard = make_mesh(device, cfg=1).ulysses, Shard(8, world)
     layout = HeadLayout(1, shard.sizes, 4, 4, 2, torch.float64, device)
     whole, into = coded(1, 8, 4, 2, 0).to(device), ToHeads(axis, layout)
     mine = whole[:, shard.slice(axis.rank)].flip(2)  # heads permuted before the exchange

@@ -15,6 +15,8 @@ from seqpar.mesh import Mesh
 from seqpar.pictures import grid, to_pil
 from seqpar.pipeline import BUILTIN, Files, Pipeline, generate
 from seqpar.vae import decode
+from tests.conftest import DEVICE
+from tests.meshes import mesh as make_mesh
 from tests.meshes import mesh_for
 from tests.pool import Pool
 
@@ -24,9 +26,9 @@ SAME_PSNR_DB = 60.0
 
 @pytest.fixture(scope="module")
 def theirs() -> Tensor:
-    """diffusers alone, in fp32: the oracle."""
+    """diffusers alone, in fp32, on the same kind of device: the oracle."""
     logging.getLogger("diffusers").setLevel(logging.ERROR)
-    return diffusers_pictures(DiTPipeline.from_pretrained(BUILTIN))
+    return diffusers_pictures(DiTPipeline.from_pretrained(BUILTIN).to(DEVICE))
 
 
 def diffusers_pictures(pipe: DiTPipeline) -> Tensor:
@@ -89,7 +91,7 @@ def test_the_built_in_model_is_small_and_says_its_classes() -> None:
 
 @pytest.mark.parametrize(
     ("label", "near"),
-    [("rockett", "rocket"), ("Pizza", "pizza"), ("48", "0 to 47"), ("-1", "0 to 47"), ("zzz", "in all")],
+    [("rockett", "rocket"), ("Pizza", "pizza"), ("48", "0 to 47"), ("-1", "0 to 47"), ("@#", "in all")],
 )
 def test_an_unknown_class_names_near_ones(label: str, near: str) -> None:
     with pytest.raises(ValueError, match=rf"got class '{label}', expected .*{near}"):
@@ -98,9 +100,8 @@ def test_an_unknown_class_names_near_ones(label: str, near: str) -> None:
 
 def test_other_sizes_and_schedulers_work() -> None:
     pipeline = Pipeline.load(Files.locate("builtin"), Mesh.single())
-    latents = pipeline.latents(
-        ["sun"], steps=4, guidance=Guidance(3.0), size=(72, 96), scheduler="UniPCMultistepScheduler"
-    )
+    other = {"size": (72, 96), "scheduler": "UniPCMultistepScheduler"}
+    latents = pipeline.latents(["sun"], steps=4, guidance=Guidance(3.0), **other)  # pyright: ignore[reportArgumentType]
     assert pipeline.decode(latents).shape == (1, 3, 72, 96)
 
 
@@ -110,7 +111,7 @@ def test_generate_is_the_whole_path_in_one_call() -> None:
 
 
 def decoded_alone(rank: int, world: int, device: torch.device) -> bool:
-    pipeline = Pipeline.load(Files.locate("builtin"), Mesh.from_env(cfg=1, device=device))
+    pipeline = Pipeline.load(Files.locate("builtin"), make_mesh(device, cfg=1))
     latents = torch.randn(5, 4, 16, 16, generator=torch.Generator().manual_seed(0)).to(device)
     return torch.equal(pipeline.decode(latents), decode(pipeline.vae, latents, Mesh.single(device)))
 

@@ -12,6 +12,7 @@ from seqpar import trajectory as trajectories
 from seqpar.mesh import Mesh
 from seqpar.sampling import ddim_coefficients, draw_noise, steps_locally
 from seqpar.trajectory import Conditions
+from tests.meshes import mesh as make_mesh
 from tests.meshes import mesh_for, random
 from tests.pool import Pool
 from tests.test_distributed import local
@@ -20,6 +21,15 @@ from tests.tiny import CLASSES, diffusers_dit
 STEPS, LABELS = 4, [3, 7, 3]
 LINEAR = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
 TOLERANCE = 1e-9  # fp64 arithmetic; diffusers' schedulers hold their coefficients in fp32, so those are compared apart
+
+
+# (world, (strategy, cfg, data))
+MESHES = [
+    *((2, layout) for layout in (("ulysses", 1, 1), ("ulysses", 2, 1), ("ring", 1, 1), ("ulysses", 1, 2))),
+    *((3, layout) for layout in (("ulysses", 1, 1), ("kv_gather", 1, 1), ("ring", 1, 1))),
+    *((4, layout) for layout in (("usp", 1, 1), ("ulysses", 2, 1), ("ulysses", 2, 2), ("kv_gather", 2, 1))),
+    (4, ("ulysses", 1, 1)),
+]
 
 
 def scheduler(name: str = "DDIMScheduler", **config: object) -> object:
@@ -88,13 +98,7 @@ def test_sampling_equals_diffusers_by_hand(ranks: Pool, guidance: Guidance, eta:
 
 @pytest.mark.parametrize("size", [(8, 8), (6, 10)])
 @pytest.mark.parametrize("guidance", [Guidance(1.0), Guidance(3.0), Guidance(3.0, 3)], ids=str)
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [(2, ("ulysses", 1, 1)), (2, ("ulysses", 2, 1)), (2, ("ring", 1, 1)), (2, ("ulysses", 1, 2)), (3, ("ulysses", 1, 1)),
-     (3, ("kv_gather", 1, 1)), (3, ("ring", 1, 1)), (4, ("usp", 1, 1)), (4, ("ulysses", 2, 1)), (4, ("ulysses", 2, 2)),
-     (4, ("kv_gather", 2, 1)), (4, ("ulysses", 1, 1))],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("world", "layout"), MESHES, ids=str)
 def test_sampling_is_the_same_on_every_mesh(
     ranks: Pool, world: int, layout: tuple[str, int, int], guidance: Guidance, size: tuple[int, int]
 ) -> None:
@@ -174,7 +178,7 @@ def test_latents_that_stop_being_finite_are_reported_with_their_step(ranks: Pool
 
 
 def not_finite(rank: int, world: int, device: torch.device) -> str:
-    dit = DistributedDiT(diffusers_dit().to(device), Mesh.from_env(cfg=1, device=device), "ulysses", local(device))
+    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
     inner, calls = dit.model.forward_tokens, []
 
     def breaks_at_third(*args: object) -> Tensor:
@@ -211,7 +215,7 @@ def test_a_run_that_cannot_be_is_refused(ranks: Pool, change: dict[str, object],
 
 
 def refused(rank: int, world: int, device: torch.device, change: dict) -> str:
-    mesh = Mesh.from_env(cfg=change.get("cfg", 1), data=change.get("data", 1), device=device)
+    mesh = make_mesh(device, cfg=change.get("cfg", 1), data=change.get("data", 1))
     dit = DistributedDiT(diffusers_dit().to(device), mesh, local=local(device))
     shape = change.get("shape", (3, 4, 8, 8))
     labels = change.get("labels", {"class_labels": torch.zeros(shape[0], dtype=torch.int64)})

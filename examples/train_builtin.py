@@ -1,3 +1,7 @@
+# diffusers' modules carry no types that pyright could follow
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportArgumentType=false
+# pyright: reportOptionalCall=false, reportOptionalSubscript=false, reportOptionalMemberAccess=false
+# pyright: reportOptionalOperand=false, reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 """Trains the small built-in model: a class-conditional latent DiT and its VAE, saved as a diffusers folder.
 
 Why: installing the package should be enough to see real pictures, so it carries a model of its own, trained

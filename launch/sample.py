@@ -15,7 +15,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -132,7 +132,7 @@ def check(args: Args, mesh: Mesh, guidance: Guidance) -> tuple[Files, list[str],
     return files, repeated, size
 
 
-def mesh_axes(args: Args, guidance: bool) -> dict[str, int]:
+def mesh_axes(args: Args, guidance: bool) -> dict[str, Any]:
     """`Mesh.from_env`'s arguments for --mesh and --strategy."""
     if args.mesh == "auto":
         return choose_mesh(int(os.environ.get("WORLD_SIZE", "1")), args.strategy, guidance)

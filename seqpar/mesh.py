@@ -178,6 +178,7 @@ def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
         lines = ranks_DCRU.permute(*others, *dims).flatten(0, len(others) - 1).flatten(1).tolist()
         mine = next(line for line in lines if rank in line)
         group = dist.new_subgroups_by_enumeration(lines)[0] if len(mine) > 1 else None
+        assert group is None or isinstance(group, dist.ProcessGroup)
         axes[name] = Axis(name, mine.index(rank), len(mine), group)
     return axes
 

@@ -29,7 +29,7 @@ def grid(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
     """All pictures in rows as even as possible, each with its label below."""
     scale = max(1, SHOWN // max(images[0].size))
     width, height = images[0].width * scale, images[0].height * scale
-    columns = min(len(images), max(1, round((len(images) * height / width) ** 0.5 * 1.25)))
+    columns = _columns(len(images), round((len(images) * height / width) ** 0.5 * 1.25))
     font, line = ImageFont.load_default(size=max(11, width // 9)), max(16, width // 7)
     step_x, step_y = width + GAP, height + line + GAP
     sheet = Image.new("RGB", (columns * step_x + GAP, -(-len(images) // columns) * step_y + GAP), PAPER)
@@ -39,6 +39,12 @@ def grid(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
         sheet.paste(image.resize((width, height), Image.Resampling.LANCZOS), (x, y))
         draw.text((x + width / 2, y + height + line / 2), label, INK, font, anchor="mm")
     return sheet
+
+
+def _columns(count: int, wanted: int) -> int:
+    """A number of columns near `wanted` that leaves the fewest places empty."""
+    near = range(max(1, wanted - 1), min(count, wanted + 1) + 1)
+    return min(near, key=lambda columns: (-count % columns, abs(columns - wanted)))
 
 
 def save(sheet: Image.Image, path: Path, parameters: Mapping[str, Any]) -> None:

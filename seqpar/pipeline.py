@@ -168,9 +168,9 @@ def generate(
     return to_pil(pipeline.decode(pipeline.latents(classes, steps=steps, guidance=wanted, seed=seed)))
 
 
-def _load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> AutoencoderKL:
+def _load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     try:
-        vae = AutoencoderKL.from_pretrained(folder, torch_dtype=dtype, low_cpu_mem_usage=False)
+        vae: Any = AutoencoderKL.from_pretrained(folder, torch_dtype=dtype, low_cpu_mem_usage=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"got decoder {folder}, which does not load: {error}") from error
     return vae.to(device).eval()

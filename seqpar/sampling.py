@@ -70,7 +70,7 @@ def sample(
 
 def steps_locally(scheduler: Any) -> bool:
     """Whether this scheduler's step needs one token at a time: DDIM without dynamic thresholding."""
-    return type(scheduler) is DDIMScheduler and not scheduler.config.thresholding
+    return type(scheduler) is DDIMScheduler and not scheduler.config["thresholding"]
 
 
 def draw_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -97,7 +97,7 @@ class DDIM:
 
     def __init__(
         self,
-        scheduler: DDIMScheduler,
+        scheduler: Any,
         steps: int,
         eta: float,
         trajectory: Trajectory,
@@ -152,7 +152,7 @@ class Replicated:
         trajectory.tokens.copy_(trajectory.slice(seen))
 
 
-def ddim_coefficients(scheduler: DDIMScheduler, steps: int, eta: float) -> Tensor:
+def ddim_coefficients(scheduler: Any, steps: int, eta: float) -> Tensor:
     """(steps, 7) fp64: x0 = c0 x + c1 m, e = c2 x + c3 m, next = c4 x0 + c5 e + c6 noise, for model output m."""
     rows = []
     stride = scheduler.config.num_train_timesteps // steps

@@ -22,7 +22,7 @@ LAYOUTS = {
 
 
 @cache
-def _mesh(group: object, device: torch.device, **axes: int) -> Mesh:
+def _mesh(group: object, device: torch.device, **axes: Any) -> Mesh:
     return Mesh.from_env(**axes, device=device)
 
 

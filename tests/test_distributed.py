@@ -92,7 +92,7 @@ def shifted_positions(rank: int, world: int, device: torch.device) -> Tensor:
     dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
     x, t, y = latents(2, (8, 8), device)
     inner = dit.model.positions
-    dit.model.positions = lambda h, w: inner(h, w).roll(1, 0)
+    dit.model.positions = lambda height, width: inner(height, width).roll(1, 0)
     return dit(x, timestep=t, class_labels=y).sample
 
 

@@ -43,7 +43,8 @@ def there_and_back(rank: int, world: int, device: torch.device, batch: int, toke
                 poison(view)
         poison(into._move._recv)
         late(rank, round_)
-        prepare_into(*(x[:, mine] for x in whole), Prepare(), into.outboxes())
+        q, k, v = (x[:, mine] for x in whole)
+        prepare_into(q, k, v, Prepare(), into.outboxes())
         received = into.deliver()
         for got, x, which in zip(received, whole, (q_heads, kv_heads, kv_heads), strict=True):
             assert torch.equal(got, x[:, :, which])

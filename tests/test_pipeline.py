@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +34,9 @@ def theirs() -> Tensor:
 
 def diffusers_pictures(pipe: DiTPipeline) -> Tensor:
     pipe.set_progress_bar_config(disable=True)
-    images = pipe(pipe.get_label_ids(CLASSES), generator=torch.Generator().manual_seed(SEED), num_inference_steps=STEPS,
-                  guidance_scale=3.0, output_type="pt").images  # fmt: skip
-    assert isinstance(images, Tensor)
-    return images.cpu()
+    generator = torch.Generator().manual_seed(SEED)
+    result: Any = pipe(pipe.get_label_ids(CLASSES), 3.0, generator, STEPS, output_type="pt")
+    return result.images.cpu()
 
 
 def psnr(a: Tensor, b: Tensor) -> float:

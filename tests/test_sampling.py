@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import diffusers
 import pytest
 import torch
@@ -32,11 +34,11 @@ MESHES = [
 ]
 
 
-def scheduler(name: str = "DDIMScheduler", **config: object) -> object:
+def scheduler(name: str = "DDIMScheduler", **config: Any) -> Any:
     return getattr(diffusers, name)(**{**LINEAR, **({"clip_sample": False} if "DDIM" in name else {}), **config})
 
 
-def by_hand(noise: Tensor, steps: int, guidance: Guidance, sched, eta: float = 0.0) -> Tensor:
+def by_hand(noise: Tensor, steps: int, guidance: Guidance, sched: Any, eta: float = 0.0) -> Tensor:
     """One process, diffusers' model and scheduler, written as the papers say."""
     model, x, labels = diffusers_dit(), noise.double() * sched.init_noise_sigma, torch.tensor(LABELS[: len(noise)])
     sched.set_timesteps(steps)
@@ -84,7 +86,7 @@ def test_ddim_coefficients_are_diffusers(prediction: str, eta: float, steps: int
     x, m, z = (random((2, 4, 4, 4), seed) for seed in range(3))
     for t, c in zip(sched.timesteps, ddim_coefficients(sched, steps, eta), strict=True):
         ours = c[4] * (c[0] * x + c[1] * m) + c[5] * (c[2] * x + c[3] * m) + c[6] * z
-        theirs = sched.step(m, int(t), x, eta=eta, variance_noise=z if eta else None)  # pyright: ignore
+        theirs: Any = sched.step(m, int(t), x, eta=eta, variance_noise=z if eta else None)  # pyright: ignore
         assert torch.allclose(ours, theirs.prev_sample, rtol=1e-10, atol=1e-10)
 
 
@@ -157,7 +159,7 @@ def test_modulation_in_chunks_of_steps_changes_nothing(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("config", "expected"), [({}, True), ({"thresholding": True}, False), ({"clip_sample": True}, True)]
 )
-def test_which_schedulers_step_locally(config: dict[str, object], expected: bool) -> None:
+def test_which_schedulers_step_locally(config: dict[str, Any], expected: bool) -> None:
     assert steps_locally(scheduler(**config)) == expected
     assert not steps_locally(scheduler("EulerDiscreteScheduler"))
 
@@ -214,7 +216,7 @@ def test_a_run_that_cannot_be_is_refused(ranks: Pool, change: dict[str, object],
         assert re.search(message, text)
 
 
-def refused(rank: int, world: int, device: torch.device, change: dict) -> str:
+def refused(rank: int, world: int, device: torch.device, change: dict[str, Any]) -> str:
     mesh = make_mesh(device, cfg=change.get("cfg", 1), data=change.get("data", 1))
     dit = DistributedDiT(diffusers_dit().to(device), mesh, local=local(device))
     shape = change.get("shape", (3, 4, 8, 8))

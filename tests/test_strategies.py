@@ -40,8 +40,8 @@ def preparation(heads: int, kv: int, rows: tuple[Tensor, Tensor], device: torch.
     """Full-width norms where q and k are equally wide, per-head ones otherwise; rotary rows of these tokens."""
     per_head = heads != kv
     width = DIM if per_head else heads * DIM
-    weights = [random((width,), 10 + i, device) for i in range(4)]
-    return Prepare("rms" if per_head else "layer", per_head, 1e-5, *weights, *rows, interleaved=not per_head)
+    a, b, c, d = (random((width,), 10 + i, device) for i in range(4))
+    return Prepare("rms" if per_head else "layer", per_head, 1e-5, a, b, c, d, *rows, interleaved=not per_head)
 
 
 def sharded(

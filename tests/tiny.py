@@ -1,3 +1,5 @@
+# diffusers' modules carry no types that pyright could follow
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 """A tiny diffusers DiT with random weights, and its original-format twin: the oracles of model and loop tests."""
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ class ToHeads:
         layout, boxes = self._layout, []
         for rank, slab in enumerate(self._move.outgoing):
             h, g = layout.counts(rank)
-            boxes.append(Outbox(*slab.split((h, g, g), dim=2), layout.q_slice(rank), layout.kv_slice(rank)))
+            q, k, v = slab.split((h, g, g), dim=2)
+            boxes.append(Outbox(q, k, v, layout.q_slice(rank), layout.kv_slice(rank)))
         return boxes
 
     def deliver(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -89,8 +89,9 @@ def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Blue
     for module in _modules():
         found = module.recognise(checkpoint.shapes, config)
         if found is not None:
-            blueprint = Blueprint(checkpoint.name, module, found[0], checkpoint, module.KEY_MAPS[found[1]](found[0]))
-            check(blueprint.meta(), checkpoint, blueprint.keys)
+            keys: KeyMap = module.KEY_MAPS[found[1]](found[0])
+            blueprint = Blueprint(checkpoint.name, module, found[0], checkpoint, keys)
+            check(blueprint.meta(), checkpoint, keys)
             return blueprint
     what = f"a {config.get('_class_name')}" if config else f"keys like {', '.join(list(checkpoint.shapes)[:3])}"
     known = ", ".join(plugins(seqpar.models))

@@ -114,7 +114,7 @@ class Model(SequenceModel):
         # one layer upcast at a time: the whole model in fp32 would double its memory
         blocks = c_RE.new_empty(len(t_R), len(self.blocks), 6, self.config.width)
         for index, block in enumerate(self.blocks):
-            blocks[:, index] = _linear(c_RE, block.modulation, wide).unflatten(-1, (6, -1))
+            blocks[:, index] = _linear(c_RE, block.get_submodule("modulation"), wide).unflatten(-1, (6, -1))
         return {"blocks": blocks, "final": _linear(c_RE, self.final_modulation, wide).unflatten(-1, (2, -1))}
 
     def forward_tokens(
@@ -231,7 +231,7 @@ def _pairs(ours: str, *theirs: str, bias: bool = True) -> dict[str, Source]:
 
 
 def _rows(*tensors: Tensor) -> Tensor:
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    return torch.cat(tensors)
 
 
 def _ends(config: Config, embed: str, t: tuple[str, str], table: str, modulation: str, final: str) -> dict[str, Source]:

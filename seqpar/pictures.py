@@ -44,7 +44,7 @@ def grid(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
 def _columns(count: int, wanted: int) -> int:
     """A number of columns near `wanted` that leaves the fewest places empty."""
     near = range(max(1, wanted - 1), min(count, wanted + 1) + 1)
-    return min(near, key=lambda columns: (-count % columns, abs(columns - wanted)))
+    return min(near, key=lambda columns: (-count % columns, abs(columns - wanted), -columns))
 
 
 def save(sheet: Image.Image, path: Path, parameters: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """A pool of ranks, spawned once per test run: spawning per test would take seconds each.
 
-Ranks are forked from a server that has imported torch already. Each call runs one function as `fn(rank, world,
+On CPUs ranks are forked from a server that has imported torch already. Each call runs one function as `fn(rank, world,
 device, *args)` on the first `world` ranks, in a process group made for that world and kept while the world stays the
 same. Results come back in rank order; the first error of a rank is raised here with its traceback.
 """
@@ -32,8 +32,10 @@ class Pool:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "seqpar.distributed", "seqpar.sampling"])
+        # a process forked from one that has touched CUDA cannot use it, and importing diffusers may touch it
+        self._context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+        if device != "cuda":
+            self._context.set_forkserver_preload(["torch", "seqpar.distributed", "seqpar.sampling"])
         self._ranks: list[tuple[Any, Connection]] = []
         self._world, self._groups = 0, 0
 
@@ -52,9 +54,7 @@ class Pool:
         if world != self._world:
             self._world, self._groups = world, self._groups + 1
         store = os.path.join(tempfile.gettempdir(), f"seqpar-test-{os.getpid()}-{self._groups}")
-        for _, pipe in self._ranks[:world]:
-            pipe.send_bytes(_pack((fn.__module__, fn.__qualname__, world, store, args)))
-        answers = [self._answer(rank) for rank in range(world)]
+        answers = self._ask(world, _pack((fn.__module__, fn.__qualname__, world, store, args)))
         if failed := [text for ok, text in answers if not ok]:
             self.close()  # ranks that wait for a dead one are of no more use
             raise RankError("\n".join(failed))
@@ -73,6 +73,14 @@ class Pool:
         process.start()
         there.close()
         return process, here
+
+    def _ask(self, world: int, question: bytes) -> list[tuple[bool, Any]]:
+        try:
+            for _, pipe in self._ranks[:world]:
+                pipe.send_bytes(question)
+        except BrokenPipeError:
+            return [(False, "a rank died before it was asked")]
+        return [self._answer(rank) for rank in range(world)]
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
         pipe = self._ranks[rank][1]

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.kernels.adaln import gate_residual, norm_modulate
+from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.models import _layers
 from seqpar.protocols import Attend, Condition, Prepare, SequenceModel, state_dtype
 from seqpar.weights import KeyMap, Source
 
 FREQUENCIES = 256  # width of the timestep sinusoid, in every published DiT
-ATTENTION_EPS = 1e-6  # of the norm before attention and of the final norm, in both variants
+NORM = Norm("layer", 1e-6)  # before attention and at the end, in both variants
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,27 @@ class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         width, self.head_dim = config.width, config.attention_head_dim
-        self.mlp_norm_eps = config.mlp_norm_eps
+        self.mlp_norm = Norm("layer", config.mlp_norm_eps)
         self.modulation = nn.Linear(width, 6 * width)
         self.qkv = nn.Linear(width, 3 * width, bias=config.attention_bias)
         self.proj = nn.Linear(width, width)
         self.fc1 = nn.Linear(width, 4 * width)
         self.fc2 = nn.Linear(4 * width, width)
 
-    def forward(self, x_BlE: Tensor, modulation_B6E: Tensor, attend: Attend) -> Tensor:
-        """This rank's tokens through the block; they meet the others' in `attend` only."""
-        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
-        h = norm_modulate(x_BlE, shift, scale, ATTENTION_EPS)
-        q, k, v = self.qkv(h).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
-        x = gate_residual(x_BlE, gate, self.proj(attend(q, k, v, Prepare()).flatten(2)))
-        h = norm_modulate(x, shift_mlp, scale_mlp, self.mlp_norm_eps)
-        return gate_residual(x, gate_mlp, self.fc2(F.gelu(self.fc1(h), approximate="tanh")))
+    def forward(
+        self, x_BlE: Tensor, h_BlE: Tensor, modulation_B6E: Tensor, after: tuple[Tensor, Tensor, Norm], attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """The stream x and its normalised, modulated form h -> both after this block.
+
+        `after` is shift, scale and norm of whatever comes next, because gating this block's branch into the stream
+        and normalising it for the next one is a single pass.
+        """
+        _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
+        q, k, v = self.qkv(h_BlE).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
+        branch = self.proj(attend(q, k, v, Prepare()).flatten(2))
+        x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, self.mlp_norm)
+        branch = self.fc2(F.gelu(self.fc1(h), approximate="tanh"))
+        return gate_norm_modulate(x, gate_mlp, branch, *after)
 
 
 class Model(SequenceModel):
@@ -122,10 +128,13 @@ class Model(SequenceModel):
     ) -> Tensor:
         dtype = self.x_embedder.weight.dtype
         x = self.x_embedder(inputs["tokens"].to(dtype)) + positions.to(dtype)
-        for index, block in enumerate(self.blocks):
-            x = block(x, condition["blocks"][:, index], attend)
-        shift, scale = condition["final"].unbind(1)
-        return self.final(norm_modulate(x, shift, scale, ATTENTION_EPS))
+        blocks_BN6E, final_B2E = condition["blocks"], condition["final"]
+        starts = [(modulation[:, 0], modulation[:, 1], NORM) for modulation in blocks_BN6E.unbind(1)]
+        ends = [*starts[1:], (final_B2E[:, 0], final_B2E[:, 1], NORM)]
+        h = norm_modulate(x, *starts[0])
+        for block, modulation, after in zip(self.blocks, blocks_BN6E.unbind(1), ends, strict=True):
+            x, h = block(x, h, modulation, after, attend)
+        return self.final(h)
 
     def null_labels(self, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: torch.full_like(label, self.config.num_classes) for name, label in labels.items()}

@@ -104,7 +104,7 @@ def line(
     case = {"model": args.model, "tokens": tokens, "layout": str(layout), "local": dit.local.name}
     case |= {"guidance": "axis" if layout.cfg == 2 else "batched", "dtype": str(dit.dtype).removeprefix("torch.")}
     ms = {"median": statistics.median(times), "min": min(times), "max": max(times)}
-    command = "launch/bench.py " + " ".join(sys.argv[1:])
+    command = "launch/bench.py " + " ".join(sys.argv[1:]).partition(" --out")[0]
     return {"bench": "steps", "case": case, "gpus": world, "ms": ms, "digest": bits, "command": command,
             "env": environment(dit.device)}  # fmt: skip
 

@@ -1,0 +1,68 @@
+"""Tables for people from the JSON lines of `launch/bench.py`: Markdown on standard output.
+
+python launch/table.py docs/benchmarks/2026-11-20-h200.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(path: str) -> None:
+    """Best strategy by number of GPUs, then every strategy on the most GPUs."""
+    lines = [json.loads(text) for text in Path(path).read_text().splitlines()]
+    steps = [line for line in lines if line["bench"] == "steps"]
+    print(best(steps), every(steps), sep="\n\n")
+
+
+def best(lines: Sequence[dict[str, Any]]) -> str:
+    """ms a step of the fastest layout for each token count and number of GPUs."""
+    gpus, tokens = sorted({line["gpus"] for line in lines}), sorted({line["case"]["tokens"] for line in lines})
+    rows = []
+    for count in tokens:
+        fastest = {n: min(_of(lines, count, n), key=_median) for n in gpus}
+        one = _median(fastest[gpus[0]])
+        cells = [f"{_median(line):.1f} ({one / _median(line):.2f} x, {_layout(line)})" if n > 1 else f"{_median(line):.1f}"
+                 for n, line in fastest.items()]  # fmt: skip
+        rows.append([str(count), *cells])
+    return _table(["tokens", *(f"{n} GPU{'s' if n > 1 else ''}" for n in gpus)], rows)
+
+
+def every(lines: Sequence[dict[str, Any]]) -> str:
+    """ms a step (least - most) of every layout on the most GPUs, and whether the latents have one GPU's bits."""
+    most, tokens = max(line["gpus"] for line in lines), sorted({line["case"]["tokens"] for line in lines})
+    bits = {count: _of(lines, count, 1)[0]["digest"] for count in tokens}
+    rows = []
+    for layout in dict.fromkeys(line["case"]["layout"] for line in lines if line["gpus"] == most):
+        mine = [next(x for x in _of(lines, count, most) if x["case"]["layout"] == layout) for count in tokens]
+        same = all(line["digest"] == bits[count] for line, count in zip(mine, tokens, strict=True))
+        cells = [f"{_median(x):.1f} ({x['ms']['min']:.1f} - {x['ms']['max']:.1f})" for x in mine]
+        rows.append([_layout(mine[0]), *cells, "yes" if same else "no"])
+    return _table([f"{most} GPUs", *(f"{count} tokens" for count in tokens), "one GPU's bits"], rows)
+
+
+def _of(lines: Sequence[dict[str, Any]], tokens: int, gpus: int) -> list[dict[str, Any]]:
+    return [line for line in lines if line["case"]["tokens"] == tokens and line["gpus"] == gpus]
+
+
+def _median(line: dict[str, Any]) -> float:
+    return line["ms"]["median"]
+
+
+def _layout(line: dict[str, Any]) -> str:
+    strategy, *axes = line["case"]["layout"].split()
+    shown = [axis for axis in axes if not axis.endswith("1")]
+    return f"{strategy}: {' x '.join(shown)}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -26,8 +26,8 @@ def best(lines: Sequence[dict[str, Any]]) -> str:
     for count in tokens:
         fastest = {n: min(_of(lines, count, n), key=_median) for n in gpus}
         one = _median(fastest[gpus[0]])
-        cells = [f"{_median(line):.1f} ({one / _median(line):.2f} x, {_layout(line)})" if n > 1 else f"{_median(line):.1f}"
-                 for n, line in fastest.items()]  # fmt: skip
+        gains = {n: f" ({one / _median(x):.2f} x, {_layout(x)})" if n > 1 else "" for n, x in fastest.items()}
+        cells = [f"{_median(line):.1f}{gains[n]}" for n, line in fastest.items()]
         rows.append([str(count), *cells])
     return _table(["tokens", *(f"{n} GPU{'s' if n > 1 else ''}" for n in gpus)], rows)
 

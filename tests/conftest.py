@@ -11,6 +11,8 @@ import torch
 from tests.pool import Pool
 
 DEVICE = os.environ.get("SEQPAR_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels are tested on the CPU too; read when a kernel is defined
 
 
 @pytest.fixture(scope="session")

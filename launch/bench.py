@@ -1,186 +1,26 @@
-"""Times a denoising step on every layout of the processes there are, and says whether the latents keep their bits.
+"""The benches: `launch/bench.py steps`, `kernels`, `ladder`; each writes JSON lines and prints a table.
 
-    torchrun --nproc_per_node=4 launch/bench.py --model dit-xl/2 --tokens 1024 4096 16384 --out lines.jsonl
-
-One JSON line a row: {"bench": "steps", "case": {...}, "gpus": N, "ms": {"median", "min", "max"}, "digest": ...}. The
-digest is that of the latents after 25 steps from one seed: equal digests are equal bits, also between runs of other
-world sizes. Rounds go through all layouts in turn (A B C A B C), so drifting clocks hit all alike; the slowest rank
-counts.
+torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2       # every layout, and whether the bits agree
+python launch/bench.py kernels                                           # each kernel against copy bandwidth
+python launch/bench.py ladder --model large-dit-7b --tokens 256          # from plain eager to the graphed engine
 """
 
 from __future__ import annotations
 
-import json
-import platform
-import statistics
-import sys
-import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
 import tyro
-from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
-from seqpar import mesh as meshes
-from seqpar.distributed import DistributedDiT
-from seqpar.mesh import Mesh
-from seqpar.models._find import locate
-from seqpar.pipeline import DDIM_DEFAULT
-from seqpar.protocols import SequenceModel
-from seqpar.sampling import digest, draw_noise, sample
-from seqpar.trajectory import Guidance
-
-GUIDANCE = Guidance(4.0)
-DIGEST_STEPS = 25
-
-
-@dataclass(frozen=True)
-class Args:
-    """Time a denoising step on every layout of the processes there are."""
-
-    model: str = "dit-xl/2"
-    """A preset (random weights) or a checkpoint."""
-    tokens: tuple[int, ...] = (1024, 4096, 16384)
-    """Square token counts."""
-    steps: int = 10
-    """Timed steps in a round."""
-    rounds: int = 3
-    """Rounds through all layouts; medians are over these."""
-    layouts: tuple[str, ...] = ()
-    """Only these, as strategy:cfg:ring (ulysses:2:1); all that fit where none are given."""
-    local: str = "auto"
-    """Local attention."""
-    out: Path | None = None
-    """Append JSON lines here."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A strategy and the axes it runs on."""
-
-    strategy: str
-    cfg: int
-    ring: int
-    ulysses: int
-
-    def __str__(self) -> str:
-        return f"{self.strategy} cfg{self.cfg} ring{self.ring} ulysses{self.ulysses}"
+from launch import kernels, ladder, steps
 
 
 def main() -> None:
-    """Measure all cases, print a table on rank 0, append the lines."""
-    args = tyro.cli(Args, description=__doc__)
-    _, world = meshes.join()
-    device = meshes.pick_device(world)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = locate(args.model).build(dtype, device)
-    lines = []
-    for tokens in args.tokens:
-        lines += measure(args, model, tokens, world, device)
-    if not dist.is_initialized() or meshes.join()[0] == 0:
-        report(lines, args.out)
-    meshes.close()
-
-
-def measure(args: Args, model: SequenceModel, tokens: int, world: int, device: torch.device) -> list[dict[str, Any]]:
-    """One line for each layout of one token count."""
-    side = round(tokens**0.5) * model.config.patch_size
-    runs = {layout: Run(args, model, layout, side, device) for layout in layouts(args, world)}
-    digests = {layout: run.digest() for layout, run in runs.items()}
-    times: dict[Layout, list[float]] = {layout: [] for layout in runs}
-    for _ in range(args.rounds):
-        for layout, run in runs.items():
-            times[layout].append(run.time(args.steps))
-    return [line(args, tokens, world, layout, run.dit, times[layout], digests[layout]) for layout, run in runs.items()]
-
-
-def line(
-    args: Args, tokens: int, world: int, layout: Layout, dit: DistributedDiT, times: list[float], bits: str
-) -> dict[str, Any]:
-    """All there is to say about one row."""
-    case = {"model": args.model, "tokens": tokens, "layout": str(layout), "local": dit.local.name}
-    case |= {"guidance": "axis" if layout.cfg == 2 else "batched", "dtype": str(dit.dtype).removeprefix("torch.")}
-    ms = {"median": statistics.median(times), "min": min(times), "max": max(times)}
-    command = "launch/bench.py " + " ".join(sys.argv[1:]).partition(" --out")[0]
-    return {"bench": "steps", "case": case, "gpus": world, "ms": ms, "digest": bits, "command": command,
-            "env": environment(dit.device)}  # fmt: skip
-
-
-def layouts(args: Args, world: int) -> list[Layout]:
-    """All layouts of this world, or those asked for."""
-    found = []
-    for cfg in (1, 2) if world % 2 == 0 else (1,):
-        rest = world // cfg
-        found += [Layout("ulysses", cfg, 1, rest), Layout("kv_gather", cfg, 1, rest)] if rest > 1 or cfg == 2 else []
-        found += [Layout("ring", cfg, rest, 1)] if rest > 1 else []
-        found += [Layout("usp", cfg, 2, rest // 2)] if rest > 2 and rest % 2 == 0 else []
-    found = found or [Layout("ulysses", 1, 1, 1)]
-    if args.layouts:
-        found = [layout for layout in found if f"{layout.strategy}:{layout.cfg}:{layout.ring}" in args.layouts]
-    # alone on its sequence a guidance branch does not exchange: one strategy stands for all
-    return [x for x in found if x.ring * x.ulysses > 1 or x.strategy == "ulysses"]
-
-
-class Run:
-    """One layout, ready to be timed again and again."""
-
-    def __init__(self, args: Args, model: SequenceModel, layout: Layout, side: int, device: torch.device) -> None:
-        self._mesh = Mesh.from_env(cfg=layout.cfg, ring=layout.ring, ulysses=layout.ulysses, device=device)
-        self.dit = DistributedDiT(model, self._mesh, layout.strategy, args.local)
-        self._noise = draw_noise((1, model.config.in_channels, side, side), torch.Generator().manual_seed(0))
-
-    def digest(self) -> str:
-        """Of the latents after all steps; also the warm-up."""
-        return digest(self._sample(DIGEST_STEPS))
-
-    def time(self, steps: int) -> float:
-        """ms a step of the slowest rank, between the end of the second step and that of the last."""
-        marks: list[Any] = []
-        self._sample(steps + 2, lambda index: marks.append(mark(self._mesh.device)))
-        if self._mesh.device.type == "cuda":
-            torch.cuda.synchronize()
-            elapsed = marks[1].elapsed_time(marks[-1])
-        else:
-            elapsed = 1e3 * (marks[-1] - marks[1])
-        return max(self._mesh.collect(elapsed / steps))
-
-    def _sample(self, steps: int, on_step: Any = lambda index: None) -> torch.Tensor:
-        scheduler = DDIMScheduler.from_config(DDIM_DEFAULT)
-        labels = {"class_labels": torch.zeros(1, dtype=torch.int64)}
-        return sample(self.dit, scheduler, self._noise, labels, steps=steps, guidance=GUIDANCE, on_step=on_step)
-
-
-def mark(device: torch.device) -> Any:
-    """A point in time: an event of the GPU's stream, or the clock."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def environment(device: torch.device) -> dict[str, str]:
-    """What a number depends on besides the code."""
-    found = {"torch": torch.__version__, "python": platform.python_version()}
-    if device.type == "cuda":
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # pyright: ignore
-        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda), "nccl": nccl,
-                  "cudnn": str(torch.backends.cudnn.version())}  # fmt: skip
-    return found
-
-
-def report(lines: list[dict[str, Any]], out: Path | None) -> None:
-    """The table for people; the lines for whoever checks it."""
-    for line in lines:
-        case, ms = line["case"], line["ms"]
-        print(f"{case['tokens']:>6} tokens  {line['gpus']} x  {case['layout']:<32} {case['local']:<6} "
-              f"{ms['median']:9.2f} ms  ({ms['min']:.2f} - {ms['max']:.2f})  {line['digest']}")  # fmt: skip
-    if out is not None:
-        with out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+    """Run the bench that was asked for."""
+    args = tyro.cli(steps.Steps | kernels.Kernels | ladder.Ladder, description=__doc__)
+    if isinstance(args, steps.Steps):
+        steps.main(args)
+    elif isinstance(args, kernels.Kernels):
+        kernels.main(args)
+    else:
+        ladder.main(args)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,11 +23,11 @@ import tyro
 from tqdm import tqdm
 
 from seqpar import mesh as meshes
-from seqpar.mesh import AXES, Mesh
+from seqpar.mesh import Mesh
 from seqpar.pictures import check_writable, grid, save, to_pil
 from seqpar.pipeline import Files, Pipeline
-from seqpar.plan import choose_mesh
-from seqpar.sampling import digest, steps_locally
+from seqpar.plan import choose_mesh, parse_mesh
+from seqpar.sampling import digest, steps_locally, why_no_graph
 from seqpar.trajectory import Guidance, check_layout
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,7 +62,7 @@ class Args:
     mesh: str = "auto"
     """Axes, as cfg=2,ulysses=2 (data, cfg, ring, ulysses); what is not named is chosen."""
     strategy: str = "auto"
-    """How attention sees the whole sequence: ulysses, ring, usp, kv_gather."""
+    """How attention sees the whole sequence: ulysses, ring, usp, kv_gather. A named one gets all ranks (cfg=1)."""
     local: Annotated[str, tyro.conf.arg(name="local-attention", aliases=["--local"])] = "auto"
     """One device's attention: flash, sdpa, reference. (torchrun on Python 3.11 takes --local for its own.)"""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
@@ -84,65 +85,91 @@ def main() -> None:
         meshes.close()
 
 
+@dataclass(frozen=True)
+class Job:
+    """What the flags come to: `classes` as named, `pictures` with each of them repeated."""
+
+    files: Files
+    classes: tuple[str, ...]
+    pictures: list[str]
+    size: tuple[int, int] | None
+    guidance: Guidance
+    scheduler: Any
+    dtype: torch.dtype
+
+    @property
+    def evaluations(self) -> int:
+        """How often the model is called: once a step, about twice for schedulers like Heun's."""
+        return len(self.scheduler.timesteps)
+
+    @property
+    def latent_size(self) -> tuple[int, int]:
+        """(height, width)."""
+        return self.files.latent_size(self.size)
+
+    @property
+    def tokens(self) -> int:
+        """Of one picture."""
+        return self.latent_size[0] * self.latent_size[1] // self.files.blueprint.config.patch_size**2
+
+
 def run(args: Args) -> None:
     """The whole path, from flags to a file."""
     guidance = Guidance(args.guidance, args.guidance_channels)
     mesh = Mesh.from_env(**mesh_axes(args, guidance.on))
-    files, classes, size = mesh.together(lambda: check(args, mesh, guidance))
-    dtype = DTYPES.get(args.dtype, torch.bfloat16 if mesh.device.type == "cuda" else torch.float32)
+    job = mesh.together(lambda: check(args, mesh, guidance))
     started = time.perf_counter()
-    pipeline = Pipeline.load(files, mesh, dtype, args.strategy, args.local)
+    pipeline = Pipeline.load(job.files, mesh, job.dtype, args.strategy, args.local)
     loaded = time.perf_counter() - started
-    _say(mesh, summary(args, pipeline, len(classes), dtype, size))
-    progress = Progress(args.steps, mesh)
-    latents = pipeline.latents(classes, steps=args.steps, guidance=guidance, seed=args.seed, size=size, eta=args.eta,
-                               scheduler=args.scheduler, on_step=progress)  # fmt: skip
-    per_step = progress.finish()
+    _say(mesh, summary(args, pipeline, job))
+    with Progress(job.evaluations, mesh) as progress:
+        latents = pipeline.latents(job.pictures, steps=args.steps, guidance=guidance, seed=args.seed, size=job.size,
+                                   eta=args.eta, scheduler=args.scheduler, on_step=progress)  # fmt: skip
+        per_step = progress.finish()
     images = pipeline.decode(latents)
     if mesh.is_main:
-        labels = [files.class_name(number) for number in files.class_ids(classes)]
-        chosen = {"strategy": pipeline.dit.strategy.name, "local": pipeline.dit.local.name, "mesh": mesh.sizes}
-        parameters = asdict(args) | {"out": str(args.out), "classes": classes, "chosen": chosen}
-        parameters |= {"ms_per_step": per_step, "latents": digest(latents)}
-        save(grid(to_pil(images), labels), args.out, parameters)
-    _say(mesh, f"{args.out}: {len(classes)} pictures, {per_step:.1f} ms a step, {loaded:.1f} s to load, "
+        labels = [job.files.class_name(number) for number in job.files.class_ids(job.pictures)]
+        told = parameters(args, pipeline, job) | {"ms_per_step": per_step, "latents": digest(latents)}
+        save(grid(to_pil(images), labels), args.out, told)
+    speed = "a step not measured (one alone is warm-up)" if per_step is None else f"{per_step:.1f} ms a step"
+    _say(mesh, f"{args.out}: {len(images)} pictures, {speed}, {loaded:.1f} s to load, "
                f"{time.perf_counter() - started:.1f} s in all, latents {digest(latents)}")  # fmt: skip
 
 
-def check(args: Args, mesh: Mesh, guidance: Guidance) -> tuple[Files, list[str], tuple[int, int] | None]:
+def check(args: Args, mesh: Mesh, guidance: Guidance) -> Job:
     """Everything that can be wrong with the flags, before any weight is read."""
-    if args.steps < 1 or args.repeat < 1:
-        raise ValueError(f"got --steps {args.steps} --repeat {args.repeat}, expected at least 1 of each")
+    _check_ranges(args, guidance)
     check_writable(args.out)
     files = Files.locate(args.model)
-    classes = args.classes or tuple(map(str, sorted(set(files.labels.values()))[:SHOWN_BY_DEFAULT])) or ("0",)
+    classes = args.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
     files.class_ids(classes)
-    size = parse_size(args.size)
-    height, width = files.latent_size(size)
-    tokens = height * width // files.blueprint.config.patch_size**2
-    if tokens < mesh.sequence.size:
+    pictures = [label for label in classes for _ in range(args.repeat)]
+    dtype = DTYPES.get(args.dtype, torch.bfloat16 if mesh.device.type == "cuda" else torch.float32)
+    scheduler = files.schedule(args.scheduler, args.steps, args.eta)
+    job = Job(files, classes, pictures, parse_size(args.size), guidance, scheduler, dtype)
+    if job.tokens < mesh.sequence.size:
+        ranks = mesh.sequence.size
+        raise ValueError(f"got {job.tokens} tokens for {ranks} ranks, expected one a rank; use a larger --size")
+    check_layout(mesh, len(pictures), guidance, files.blueprint.config.in_channels)
+    return job
+
+
+def _check_ranges(args: Args, guidance: Guidance) -> None:
+    if args.steps < 1 or args.repeat < 1:
+        raise ValueError(f"got --steps {args.steps} --repeat {args.repeat}, expected at least 1 of each")
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"got --seed {args.seed}, expected 0 to 2**63 - 1")
+    if args.guidance_channels is not None and not guidance.on:
         raise ValueError(
-            f"got {tokens} tokens for {mesh.sequence.size} ranks, expected one a rank; use a larger --size"
+            f"got --guidance-channels {args.guidance_channels} with --guidance {args.guidance:g}, expected guidance "
+            f"over 1: without it there is nothing to guide"
         )
-    repeated = [label for label in classes for _ in range(args.repeat)]
-    check_layout(mesh, len(repeated), guidance, files.blueprint.config.in_channels)
-    scheduler = files.scheduler(args.scheduler)
-    if args.steps > scheduler.config.num_train_timesteps:
-        raise ValueError(f"got --steps {args.steps}, expected at most {scheduler.config.num_train_timesteps}")
-    return files, repeated, size
 
 
 def mesh_axes(args: Args, guidance: bool) -> dict[str, Any]:
-    """`Mesh.from_env`'s arguments for --mesh and --strategy."""
-    if args.mesh == "auto":
-        return choose_mesh(int(os.environ.get("WORLD_SIZE", "1")), args.strategy, guidance)
-    axes: dict[str, int] = {}
-    for part in args.mesh.split(","):
-        name, _, size = part.partition("=")
-        if name not in AXES or not size.isdecimal():
-            raise ValueError(f"got --mesh {args.mesh}, expected axes like cfg=2,ulysses=2 of {', '.join(AXES)}")
-        axes[name] = int(size)
-    return {"guidance": guidance, **axes}
+    """`Mesh.from_env`'s axes for --mesh and --strategy together."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return choose_mesh(world, args.strategy, guidance, **parse_mesh(args.mesh))
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:
@@ -155,60 +182,98 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     return int(sides[0]), int(sides[-1])
 
 
-def summary(args: Args, pipeline: Pipeline, images: int, dtype: torch.dtype, size: tuple[int, int] | None) -> str:
+def summary(args: Args, pipeline: Pipeline, job: Job) -> str:
     """What runs, where, and why, in a few lines."""
     dit, mesh = pipeline.dit, pipeline.dit.mesh
-    height, width = pipeline.files.latent_size(size)
-    tokens = height * width // dit.config.patch_size**2
-    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
     backend = "one process" if mesh.world.size == 1 else "NCCL" if mesh.device.type == "cuda" else "gloo"
-    scheduler = pipeline.files.scheduler(args.scheduler)
-    steps = "on local tokens" if steps_locally(scheduler) else "on the gathered prediction: not DDIM"
+    steps = "on local tokens" if steps_locally(job.scheduler) else "on the gathered prediction: not DDIM"
     lines = [
-        f"mesh      {mesh} ({mesh.world.size} x {device}, {backend})",
+        f"mesh      {mesh} ({mesh.world.size} x {_device(mesh)}, {backend})",
         f"strategy  {dit.strategy}",
         f"local     {dit.local}",
-        f"work      {images} pictures, {tokens} tokens, {str(dtype).removeprefix('torch.')}, {args.steps} steps of "
-        f"{type(scheduler).__name__} {steps}, guidance {args.guidance:g}",
+        f"work      {len(job.pictures)} pictures, {job.tokens} tokens, {str(job.dtype).removeprefix('torch.')}, "
+        f"{args.steps} steps of {type(job.scheduler).__name__} {steps}, guidance {args.guidance:g}",
     ]
+    if job.evaluations != args.steps:
+        lines[-1] += f"; the scheduler calls the model {job.evaluations} times"
+    if job.guidance.on and mesh.world.size > mesh.cfg.size == 1 and args.strategy != "auto" and "cfg" not in args.mesh:
+        lines.append("branches  both on all ranks, so that the named strategy has them all; --mesh cfg=2 parts them")
+    reason = why_no_graph(dit, job.scheduler)
+    lines.append(f"graph     {'a step is one CUDA graph' if reason is None else f'none: {reason}'}")
     if pipeline.vae is None:
         lines.append("decoder   none comes with this model: pictures show the first three latent channels")
     return "\n".join(lines)
 
 
+def parameters(args: Args, pipeline: Pipeline, job: Job) -> dict[str, Any]:
+    """The flags as given, "chosen": what they came to, "versions": of what ran."""
+    dit, mesh = pipeline.dit, pipeline.dit.mesh
+    height, width = (side * job.files.factor for side in job.latent_size)
+    chosen = {"strategy": dit.strategy.name, "local": dit.local.name, "mesh": mesh.sizes, "world": mesh.world.size,
+              "device": _device(mesh), "dtype": next(name for name, dtype in DTYPES.items() if dtype == job.dtype),
+              "size": f"{height}x{width}", "scheduler": type(job.scheduler).__name__,
+              "classes": list(job.classes)}  # fmt: skip
+    versions = {name: version(name) for name in ("torch", "diffusers", "seqpar")}
+    return asdict(args) | {"out": str(args.out), "chosen": chosen, "versions": versions}
+
+
 class Progress:
-    """A bar on rank 0 that follows the device without making it wait: it polls events, and waits only at the end."""
+    """A bar on rank 0 that follows the device without making it wait: it polls events, and waits only at the end.
+
+    It appears with the first step, so that no error is told below an empty bar.
+    """
 
     def __init__(self, steps: int, mesh: Mesh) -> None:
-        self._bar = tqdm(total=steps, unit="step", disable=not mesh.is_main)
+        self._steps, self._main = steps, mesh.is_main
+        self._bar: tqdm | None = None
         self._cuda = mesh.device.type == "cuda"
         self._times: list[float] = []
         self._events: list[torch.cuda.Event] = []
         self._open: deque[torch.cuda.Event] = deque()
 
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
     def __call__(self, index: int) -> None:
         """A step has been queued (GPU) or done (CPU)."""
         if not self._cuda:
             self._times.append(time.perf_counter())
-            self._bar.update()
+            self._show(1)
             return
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._events.append(event)
         self._open.append(event)
+        self._show(0)
         while self._open and self._open[0].query():
             self._open.popleft()
-            self._bar.update()
+            self._show(1)
 
-    def finish(self) -> float:
-        """Wait for the rest; ms per step, the first one (warm-up) left out where there are more."""
+    def finish(self) -> float | None:
+        """Wait for the rest; ms per step without the first one, which is warm-up; None where there is no other."""
         while self._open:
             self._open.popleft().synchronize()
-            self._bar.update()
-        self._bar.close()
-        if self._cuda:
-            return self._events[0].elapsed_time(self._events[-1]) / max(1, len(self._events) - 1)
-        return 1e3 * (self._times[-1] - self._times[0]) / max(1, len(self._times) - 1)
+            self._show(1)
+        marks = self._events if self._cuda else self._times
+        if len(marks) < 2:
+            return None
+        spent = (
+            self._events[0].elapsed_time(self._events[-1]) if self._cuda else 1e3 * (self._times[-1] - self._times[0])
+        )
+        return spent / (len(marks) - 1)
+
+    def _show(self, done: int) -> None:
+        if self._bar is None:
+            self._bar = tqdm(total=self._steps, unit="step", disable=not self._main)
+        self._bar.update(done)
+
+
+def _device(mesh: Mesh) -> str:
+    return torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
 
 
 def _say(mesh: Mesh, text: str) -> None:

@@ -7,6 +7,7 @@ It shards the declared inputs, runs the model on this rank's tokens with a shard
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from seqpar.comm.point_to_point import gather
 from seqpar.mesh import Mesh
 from seqpar.models._find import Blueprint, from_diffusers, locate
 from seqpar.plan import Choice, choose_local, choose_strategy, load_local, load_strategy
-from seqpar.protocols import Attend, SequenceModel
+from seqpar.protocols import Attend, SequenceModel, sharded
 from seqpar.shard import Shard, check_tokens
 from seqpar.trajectory import Conditions, Guidance, Trajectory, batch_rows
 
@@ -41,6 +42,8 @@ class DistributedDiT(nn.Module):
         self.model = model.to(self.mesh.device)
         self.strategy, self.local = choose(self.mesh, model.config, self.dtype, strategy, local)
         self._attends: dict[tuple[int, int], Attend] = {}
+        self._positions: dict[tuple[int, int], Tensor] = {}
+        self._seen: set[torch.Size] = set()
 
     @classmethod
     def from_pretrained(
@@ -76,6 +79,7 @@ class DistributedDiT(nn.Module):
         """Where this rank computes."""
         return next(self.model.parameters()).device
 
+    @torch.no_grad()
     def forward(
         self,
         hidden_states: Tensor,
@@ -85,16 +89,19 @@ class DistributedDiT(nn.Module):
     ) -> Transformer2DModelOutput | tuple[Tensor]:
         """hidden_states (B, C, H, W), timestep () or (B,), labels (B,) each -> prediction (B, C_out, H, W) everywhere.
 
-        With a cfg axis of 2 each of its ranks computes half of the batch.
+        Every rank passes the same inputs: give diffusers' pipelines a generator with the same seed everywhere (checked
+        on the first call of each shape). Ranks of the data and cfg axes compute parts of the batch. No gradients.
         """
         self._check_call(hidden_states, timestep, labels)
         x = hidden_states.to(self.device)
         t_B = torch.as_tensor(timestep, device=self.device).reshape(-1).expand(len(x))
-        axis, (height, width) = self.mesh.cfg, x.shape[2:]
-        batch = Shard(len(x), axis.size)
-        mine = batch.slice(axis.rank)
+        data, cfg, (height, width) = self.mesh.data, self.mesh.cfg, x.shape[2:]
+        batch = Shard(len(x), data.size * cfg.size)
+        mine = batch.slice(data.rank * cfg.size + cfg.rank)
         out = self._predict(x[mine], t_B[mine], {name: label.to(self.device)[mine] for name, label in labels.items()})
-        out = gather(out, axis, batch.sizes) if axis.size > 1 else out
+        parts = [batch.sizes[d * cfg.size : (d + 1) * cfg.size] for d in range(data.size)]
+        out = gather(out, cfg, parts[data.rank]) if cfg.size > 1 else out
+        out = gather(out, data, tuple(map(sum, parts))) if data.size > 1 else out
         sample = self.model.unpatchify(out, height, width).to(hidden_states.dtype)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
@@ -115,21 +122,24 @@ class DistributedDiT(nn.Module):
     def check_size(self, height: int, width: int) -> None:
         """Raise ValueError for a latent that cannot be cut into patches, or has fewer tokens than ranks."""
         self.model.check_size(height, width)
-        check_tokens(Shard(self._tokens(height, width), self.mesh.sequence.size))
+        parts = self.mesh.sequence.size
+        check_tokens(Shard(self._tokens(height, width), parts), parts)
 
     def _tokens(self, height: int, width: int) -> int:
         return (height // self.config.patch_size) * (width // self.config.patch_size)
 
     def _predict(self, x_BCHW: Tensor, t_B: Tensor, labels: Mapping[str, Tensor]) -> Tensor:
         """All tokens' predictions for this batch, (B, L, C_out*p*p)."""
-        axis, size = self.mesh.sequence, x_BCHW.shape[2:]
+        axis, (height, width) = self.mesh.sequence, x_BCHW.shape[2:]
         tokens = self.model.patchify(x_BCHW)
         shard = Shard(tokens.shape[1], axis.size)
         mine = shard.slice(axis.rank)
+        inputs = sharded(self.model, {"tokens": tokens}, mine)
         condition = self.model.condition(t_B, **labels)
         attend = self.attend(len(x_BCHW), tokens.shape[1])
-        positions = self.model.positions(*size)[mine]
-        out = self.model.forward_tokens({"tokens": tokens[:, mine]}, positions, condition, attend)
+        if (height, width) not in self._positions:
+            self._positions[height, width] = self.model.positions(height, width)[mine]
+        out = self.model.forward_tokens(inputs, self._positions[height, width], condition, attend)
         return gather(out, axis, shard.sizes, dim=1) if axis.size > 1 else out
 
     def _check_call(self, x: Tensor, timestep: Any, labels: Mapping[str, Tensor]) -> None:
@@ -137,14 +147,28 @@ class DistributedDiT(nn.Module):
             raise ValueError(
                 f"got hidden_states of shape {tuple(x.shape)}, expected (B, {self.config.in_channels}, H, W)"
             )
+        if x.requires_grad:
+            raise ValueError(
+                "got hidden_states that require gradients, expected none: a sharded model is for inference"
+            )
         self.check_size(*x.shape[2:])
         if timestep is None or set(labels) != set(self.model.LABELS):
             wanted = ", ".join(("timestep", *self.model.LABELS))
             raise ValueError(f"got arguments timestep={timestep is not None}, {sorted(labels)}, expected {wanted}")
-        if len(x) < self.mesh.cfg.size:
-            raise ValueError(
-                f"got a batch of {len(x)} for cfg={self.mesh.cfg.size}, expected one row a rank; use cfg=1"
-            )
+        parts = self.mesh.data.size * self.mesh.cfg.size
+        if len(x) < parts:
+            raise ValueError(f"got a batch of {len(x)} for data x cfg = {parts}, expected one row a rank; use cfg=1")
+        self._check_same(x)
+
+    def _check_same(self, x: Tensor) -> None:
+        """Refuse inputs that differ between ranks: each would compute its tokens of another picture."""
+        if self.mesh.world.size == 1 or x.shape in self._seen:
+            return
+        self._seen.add(x.shape)
+        mine = hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        if len(set(self.mesh.collect(mine))) > 1:
+            raise ValueError("got hidden_states that differ between ranks, expected the same on all; draw noise with "
+                             "the same seed everywhere (generator=torch.Generator().manual_seed(0))")  # fmt: skip
 
 
 def choose(mesh: Mesh, config: Any, dtype: torch.dtype, strategy: str, local: str) -> tuple[Choice, Choice]:

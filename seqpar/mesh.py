@@ -88,7 +88,7 @@ class Mesh:
         if self.world.size == 1:
             return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def together(self, work: Callable[[], T]) -> T:
@@ -131,10 +131,15 @@ def join(device: torch.device | None = None, timeout_s: float = 600) -> tuple[in
 
 
 def pick_device(world: int) -> torch.device:
-    """This process's GPU where there are GPUs, else the CPU; `ValueError` where there are too few GPUs."""
+    """This process's GPU where there are GPUs, else the CPU; `ValueError` where there are too few GPUs.
+
+    torchrun says which one; processes that were started otherwise have set theirs (torch.cuda.set_device).
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if "LOCAL_RANK" not in os.environ:
+        return torch.device("cuda", torch.cuda.current_device())
+    local = int(os.environ["LOCAL_RANK"])
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", world)), torch.cuda.device_count()
     if here > gpus:
         raise ValueError(
@@ -172,12 +177,15 @@ def fill(
 
 def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
     """My axis of each name. Every rank creates every group, in the same order: torch requires it."""
-    axes = {}
+    axes, made = {}, {}
     for name, dims in [*((name, (dim,)) for dim, name in enumerate(AXES)), ("sequence", (2, 3))]:
         others = [dim for dim in range(4) if dim not in dims]
         lines = ranks_DCRU.permute(*others, *dims).flatten(0, len(others) - 1).flatten(1).tolist()
         mine = next(line for line in lines if rank in line)
-        group = dist.new_subgroups_by_enumeration(lines)[0] if len(mine) > 1 else None
+        key = tuple(map(tuple, lines))
+        if key not in made:  # sequence is often ulysses alone: the same ranks need no second communicator
+            made[key] = dist.new_subgroups_by_enumeration(lines)[0] if len(mine) > 1 else None
+        group = made[key]
         assert group is None or isinstance(group, dist.ProcessGroup)
         axes[name] = Axis(name, mine.index(rank), len(mine), group)
     return axes

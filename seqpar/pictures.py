@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,26 +53,25 @@ def save(sheet: Image.Image, path: Path, parameters: Mapping[str, Any]) -> None:
     info = PngInfo()
     info.add_text("seqpar", json.dumps(parameters))
     info.add_text("Software", "seqpar")
-    handle, temporary = tempfile.mkstemp(suffix=".png", dir=path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.png")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:  # not mkstemp: that ignores the umask
             sheet.save(file, "png", pnginfo=info)
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def check_writable(path: Path) -> None:
-    """Raise ValueError where `save` could not write, before hours are spent on what to write."""
+    """Raise ValueError where `save` could not write, before hours are spent on what to write. Leaves nothing behind."""
     if path.suffix.lower() != ".png":
         raise ValueError(f"got output {path}, expected a name that ends in .png")
     if path.is_dir():
         raise ValueError(f"got output {path}, which is a folder; expected the name of a file")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent):
+        with tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
             pass
     except OSError as error:
         raise ValueError(f"got output {path}, which cannot be written: {error}") from error

@@ -2,64 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL import Image
 from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
-from seqpar.models._find import Blueprint, locate
+from seqpar.models._find import Blueprint, locate, resolve
 from seqpar.pictures import to_pil
-from seqpar.sampling import draw_noise, sample
+from seqpar.sampling import ddim_coefficients, draw_noise, sample, steps_locally
 from seqpar.trajectory import Guidance
-from seqpar.vae import decode, preview, vae_factor
+from seqpar.vae import check_vae, decode, load_vae, preview, vae_factor
 from seqpar.weights import read_json
 
 BUILTIN = Path(__file__).parent / "assets" / "emoji-dit"
 NO_VAE_FACTOR = 8  # of the autoencoder that published DiTs are trained with
 # what the original DiT and Large-DiT use; a pipeline folder brings its own
 DDIM_DEFAULT = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "clip_sample": False}
+STEP = ["model_output", "timestep", "sample"]  # what a scheduler's step may require
 
 
 @dataclass(frozen=True)
 class Files:
-    """A pipeline before its weights: transformer blueprint, folder of the other parts (None: none), labels."""
+    """A pipeline before its weights: transformer blueprint, folder of the other parts (None: none), decoder, labels.
+
+    vae: the decoder's config (None: no decoder). labels: class number -> its names, the first one for captions.
+    """
 
     blueprint: Blueprint
     folder: Path | None
-    labels: Mapping[str, int]
-    factor: int
+    vae: Any
+    labels: Mapping[int, tuple[str, ...]]
 
     @staticmethod
     def locate(name: str | Path) -> Files:
-        """For "builtin", a diffusers pipeline folder, or anything `seqpar.models` opens (then without a decoder)."""
-        path = BUILTIN if str(name) == "builtin" else Path(name)
-        blueprint = locate(path if str(name) == "builtin" else name)
-        index = path / "model_index.json"
-        if not index.is_file():
-            return Files(blueprint, None, {}, NO_VAE_FACTOR)
-        labels = {
-            part.strip(): int(number)
-            for number, names in read_json(index).get("id2label", {}).items()
-            for part in names.split(",")
-        }
-        return Files(blueprint, path, labels, vae_factor(read_json(path / "vae" / "config.json")))
+        """For "builtin", a diffusers pipeline folder or hub id, or anything `seqpar.models` opens (without a decoder).
+
+        Raises ValueError where a file does not fit; reads no weights, only the headers of their files.
+        """
+        path = BUILTIN if str(name) == "builtin" else resolve(name)
+        blueprint = locate(name if path is None else path)
+        if path is None or not (path / "model_index.json").is_file():
+            return Files(blueprint, None, None, {})
+        index, channels = read_json(path / "model_index.json"), blueprint.config.in_channels
+        # as in diffusers, a part that a pipeline does without is absent or [null, null]
+        vae = check_vae(path / "vae") if (index.get("vae") or [None])[0] else None
+        if vae is not None and vae.latent_channels != channels:
+            raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
+        return Files(blueprint, path, vae, _labels(index, blueprint.config.num_classes))
+
+    @property
+    def factor(self) -> int:
+        """Pixels a latent pixel covers, along each side."""
+        return NO_VAE_FACTOR if self.vae is None else vae_factor(self.vae)
 
     def class_ids(self, classes: Sequence[str | int]) -> list[int]:
-        """Numbers for names or numbers; `ValueError` with near names for one that is neither."""
-        return [self._class_id(str(label)) for label in classes]
+        """Numbers for names, whole labels ("tench, Tinca tinca") or numbers.
+
+        Raises ValueError with near names for one that is none of these, with the numbers for a name of several classes.
+        """
+        names: dict[str, set[int]] = {}
+        for number, own in self.labels.items():
+            for name in own:
+                names.setdefault(name, set()).add(number)
+        return [self._class_id(str(label), names) for label in classes]
 
     def class_name(self, number: int) -> str:
         """The first name of a class, or its number where there are no names."""
-        return next((name for name, other in self.labels.items() if other == number), str(number))
+        return self.labels.get(number, (str(number),))[0]
 
     def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
         """(height, width) of the latent for a picture; the size the model was trained for where None."""
@@ -75,22 +93,55 @@ class Files:
         return pixels[0] // self.factor, pixels[1] // self.factor
 
     def scheduler(self, name: str | None = None) -> Any:
-        """The folder's scheduler, or diffusers' class of another name with the same configuration."""
+        """The folder's scheduler, or diffusers' class of another name with the same configuration.
+
+        Raises ValueError, with the reason, for one that cannot be built or that the denoising loop cannot drive.
+        """
         config = read_json(self.folder / "scheduler" / "scheduler_config.json") if self.folder else DDIM_DEFAULT
         chosen = name or config.get("_class_name", "DDIMScheduler")
         known = [other for other in dir(diffusers) if other.endswith("Scheduler")]
         if chosen not in known:
             raise ValueError(f"got scheduler {chosen!r}, expected one of diffusers': {_near(chosen, known)}")
-        return getattr(diffusers, chosen).from_config(config)
+        kind = getattr(diffusers, chosen)
+        try:
+            scheduler = kind.from_config(config)
+        except (ImportError, TypeError, ValueError, NotImplementedError) as error:
+            raise ValueError(
+                f"got scheduler {chosen!r}, which cannot be built: {' '.join(str(error).split())}"
+            ) from error
+        if (reason := _why_not(scheduler, config)) is not None:
+            raise ValueError(f"got scheduler {chosen!r}, which {reason}; expected one like DDIMScheduler")
+        return scheduler
 
-    def _class_id(self, label: str) -> int:
-        count = self.blueprint.config.num_classes
-        numbers = set(self.labels.values()) or range(count)
-        if label in self.labels:
-            return self.labels[label]
+    def schedule(self, name: str | None, steps: int, eta: float = 0.0) -> Any:
+        """`scheduler(name)` with its timesteps set, one a model call; ValueError where steps or eta do not fit."""
+        scheduler = self.scheduler(name)
+        chosen, most = type(scheduler).__name__, getattr(scheduler.config, "num_train_timesteps", steps)
+        if not 1 <= steps <= most:
+            raise ValueError(f"got {steps} steps, expected 1 to {most}")
+        if not 0 <= eta <= 1:
+            raise ValueError(f"got eta {eta:g}, expected 0 (deterministic) to 1 (DDPM's noise)")
+        if eta > 0 and "eta" not in signature(scheduler.step).parameters:
+            raise ValueError(f"got eta {eta:g} with {chosen}, expected 0: this scheduler has no eta")
+        try:
+            scheduler.set_timesteps(steps)
+        except (ValueError, TypeError, IndexError, KeyError, RuntimeError, ZeroDivisionError) as error:
+            raise ValueError(f"got {steps} steps, which {chosen} cannot do: {error}; try more or fewer") from error
+        if steps_locally(scheduler):
+            ddim_coefficients(scheduler, steps, eta)
+        return scheduler
+
+    def _class_id(self, label: str, names: Mapping[str, set[int]]) -> int:
+        numbers = self.labels.keys() or range(self.blueprint.config.num_classes)
+        # a whole label names what all of its parts name
+        found = set.intersection(*(names.get(part, set()) for part in _parts(label)))
+        if len(found) == 1:
+            return found.pop()
+        if found:
+            raise ValueError(f"got class {label!r}, which stands for {_and(found)}, expected one of these numbers")
         if label.isdecimal() and int(label) in numbers:
             return int(label)
-        wanted = f"one of {_near(label, list(self.labels))}, or" if self.labels else "a number"
+        wanted = f"one of {_near(label, list(names))}, or" if names else "a number"
         raise ValueError(f"got class {label!r}, expected {wanted} 0 to {max(numbers)}")
 
 
@@ -109,7 +160,9 @@ class Pipeline:
         """Read the weights; the decoder in the transformer's dtype."""
         dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local)
         folder = files.folder
-        vae = None if folder is None else mesh.together(lambda: _load_vae(folder / "vae", dtype, mesh.device))
+        if folder is None or files.vae is None:
+            return Pipeline(dit, files, None)
+        vae = mesh.together(lambda: load_vae(folder / "vae", dtype, mesh.device))
         return Pipeline(dit, files, vae)
 
     def latents(
@@ -130,17 +183,8 @@ class Pipeline:
         self.dit.check_size(height, width)
         generator = torch.Generator().manual_seed(seed)
         noise = draw_noise((len(ids), self.dit.config.in_channels, height, width), generator)
-        return sample(
-            self.dit,
-            self.files.scheduler(scheduler),
-            noise,
-            {"class_labels": ids},
-            steps=steps,
-            guidance=guidance,
-            eta=eta,
-            generator=generator,
-            on_step=on_step,
-        )
+        return sample(self.dit, self.files.scheduler(scheduler), noise, {"class_labels": ids}, steps=steps,
+                      guidance=guidance, eta=eta, generator=generator, on_step=on_step)  # fmt: skip
 
     def decode(self, latents_NCHW: Tensor) -> Tensor:
         """(N, 3, H, W) in [0, 1] on every rank."""
@@ -168,12 +212,33 @@ def generate(
     return to_pil(pipeline.decode(pipeline.latents(classes, steps=steps, guidance=wanted, seed=seed)))
 
 
-def _load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    try:
-        vae: Any = AutoencoderKL.from_pretrained(folder, torch_dtype=dtype, low_cpu_mem_usage=False)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"got decoder {folder}, which does not load: {error}") from error
-    return vae.to(device).eval()
+def _labels(index: Mapping[str, Any], classes: int) -> dict[int, tuple[str, ...]]:
+    labels = index.get("id2label") or {}
+    odd = [key for key in labels if not key.isdecimal() or int(key) >= classes]
+    if odd:
+        raise ValueError(f"got a label for class {odd[0]!r} in model_index.json, expected numbers 0 to {classes - 1}")
+    return {int(key): _parts(str(names)) for key, names in labels.items()}
+
+
+def _parts(label: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in label.split(","))
+
+
+def _and(numbers: Iterable[int]) -> str:
+    return " and ".join(map(str, sorted(numbers)))
+
+
+def _why_not(scheduler: Any, config: Mapping[str, Any]) -> str | None:
+    """Why the denoising loop cannot drive a scheduler with the model's configuration, None where it can."""
+    if not hasattr(scheduler, "scale_model_input"):
+        return "has no scale_model_input: flow matching and other processes than the model's are not implemented"
+    parameters = signature(scheduler.step).parameters.values() if hasattr(scheduler, "step") else ()
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    if required != STEP:
+        return f"steps with ({', '.join(required)}), not with ({', '.join(STEP)})"
+    if "beta_schedule" in config and "beta_schedule" not in signature(type(scheduler).__init__).parameters:
+        return "does not know the noise schedule (betas) that the model was trained with"
+    return None
 
 
 def _near(name: str, known: Sequence[str]) -> str:

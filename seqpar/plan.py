@@ -1,23 +1,24 @@
 """What is chosen when the caller says "auto", and why: strategy and local attention.
 
-The choice of local attention is a table keyed by (compute capability, head dim, dtype), never by row counts: the same
-kernel on any number of ranks is what makes results comparable bit by bit.
+The choice of local attention is a table keyed by (major compute capability, head dim), of which those remain that
+support the dtype; never by row counts: the same kernel on any number of ranks makes results comparable bit by bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from types import ModuleType
 
 import torch
 
 import seqpar.attention
 import seqpar.local
-from seqpar.mesh import Mesh
+from seqpar.mesh import AXES, Mesh
 from seqpar.protocols import plugin, plugins
 
-# (major capability, head dim, half precision) -> the fastest first; docs/benchmarks has the measurements
+# (major capability, head dim) -> first choices in order, where installed; those that do not take the dtype drop out
 _LOCAL: dict[tuple[int, int], tuple[str, ...]] = {(9, 64): ("flash", "sdpa"), (9, 128): ("flash", "sdpa")}
 _ELSEWHERE = ("sdpa", "flash", "reference")
 
@@ -36,7 +37,7 @@ class Choice:
 def choose_strategy(name: str, mesh: Mesh, kv_heads: int) -> Choice:
     """The strategy for this mesh; `ValueError` where the named one does not fit it or does not exist."""
     if name != "auto":
-        plugin(seqpar.attention, name).check(mesh)
+        plugin(seqpar.attention, name, "strategy").check(mesh)
         return Choice(name, "as asked")
     ring, ulysses = mesh.ring.size, mesh.ulysses.size
     if ring > 1:
@@ -49,7 +50,7 @@ def choose_strategy(name: str, mesh: Mesh, kv_heads: int) -> Choice:
 def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice:
     """The local attention for this device, dtype and head dim; `ValueError` where the named one does not fit."""
     if name != "auto":
-        reason = plugin(seqpar.local, name).supports(device, dtype, head_dim)
+        reason = plugin(seqpar.local, name, "local attention").supports(device, dtype, head_dim)
         if reason is not None:
             raise ValueError(
                 f"got local attention {name!r}, which does not work here: {reason}; expected one of "
@@ -69,7 +70,7 @@ def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[l
     order = [*_LOCAL.get((major, head_dim), ()), *_ELSEWHERE, *plugins(seqpar.local)]
     working, reasons = [], {}
     for name in dict.fromkeys(order):
-        reason = plugin(seqpar.local, name).supports(device, dtype, head_dim)
+        reason = plugin(seqpar.local, name, "local attention").supports(device, dtype, head_dim)
         if reason is None:
             working.append(name)
         elif not working:
@@ -77,15 +78,36 @@ def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[l
     return working, reasons
 
 
-def choose_mesh(world: int, strategy: str, guidance: bool) -> dict[str, int]:
-    """Axis sizes where the caller gave none: guidance branches apart where the ranks are even, then the sequence."""
-    cfg = 2 if guidance and world % 2 == 0 else 1
-    rest = world // cfg
-    if strategy == "ring":
-        return {"cfg": cfg, "ring": rest, "ulysses": 1}
-    if strategy == "usp" and rest % 2 == 0:
-        return {"cfg": cfg, "ring": 2, "ulysses": rest // 2}
-    return {"cfg": cfg, "ring": 1, "ulysses": rest}
+def choose_mesh(world: int, strategy: str, guidance: bool, **given: int) -> dict[str, int]:
+    """All four axis sizes; those in `given` stay, the others are chosen so that the product is `world` where it can be.
+
+    A named strategy gets all ranks on the sequence (cfg 1), so that it really exchanges, unless `given` fixes its axes.
+    "auto" first puts the guidance branches apart where the ranks are even.
+    """
+    sizes = {"data": 1} | {"ring": {"ulysses": 1}, "ulysses": {"ring": 1}}.get(strategy, {}) | given
+
+    def rest() -> int:
+        return max(1, world // max(1, prod(sizes.values())))
+
+    fixed = {"ring", "ulysses"} <= set(sizes)
+    apart = guidance and rest() % 2 == 0 and (strategy == "auto" or fixed)
+    sizes.setdefault("cfg", 2 if apart else 1)
+    if not {"ring", "ulysses"} & set(sizes):
+        sizes["ring"] = 2 if strategy == "usp" and rest() % 2 == 0 else 1
+    return {"ring": rest(), "ulysses": rest()} | sizes
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """The axes that a text like "cfg=2,ulysses=2" names, none for "auto"; ValueError where it is no such text."""
+    axes: dict[str, int] = {}
+    for part in text.split(",") if text != "auto" else ():
+        name, _, size = part.partition("=")
+        if name not in AXES or not size.isdecimal():
+            raise ValueError(f"got --mesh {text}, expected axes like cfg=2,ulysses=2 of {', '.join(AXES)}")
+        if name in axes:
+            raise ValueError(f"got --mesh {text}, expected each axis once: {name} is there twice")
+        axes[name] = int(size)
+    return axes
 
 
 def strategies() -> list[str]:
@@ -95,9 +117,9 @@ def strategies() -> list[str]:
 
 def load_strategy(name: str) -> ModuleType:
     """The strategy's file."""
-    return plugin(seqpar.attention, name)
+    return plugin(seqpar.attention, name, "strategy")
 
 
 def load_local(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The local attention's function, a Core."""
-    return plugin(seqpar.local, name).attend
+    return plugin(seqpar.local, name, "local attention").attend

@@ -10,6 +10,8 @@ import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
 from types import ModuleType
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -41,6 +43,10 @@ class Prepare:
     sin_lD2: Tensor | None = None
     interleaved: bool = True
 
+    def __post_init__(self) -> None:
+        if self.norm == "rms" and (self.q_bias is not None or self.k_bias is not None):
+            raise ValueError("got a bias for an RMSNorm, expected None: RMSNorm has only a weight")
+
     @property
     def is_identity(self) -> bool:
         """Whether q and k pass as they are."""
@@ -59,6 +65,46 @@ class Outbox:
     v: Tensor | None
     heads: slice
     kv_heads: slice
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where every head of some outboxes is written, for a kernel that writes them all.
+
+    table[part, copy, head] = (address, token stride, batch stride), int64 on the device of the outboxes; strides in
+    elements; part 0, 1, 2 is q, k, v. A head that several readers want has several copies; address 0 is no place.
+    `alignment` divides all addresses and strides, in bytes, and is at most 16.
+    """
+
+    table: Tensor
+    dtype: torch.dtype
+    alignment: int
+
+
+class Outboxes(tuple[Outbox, ...]):
+    """The outboxes of one exchange: made once with their buffers, so that no call computes or copies addresses."""
+
+    @cached_property
+    def places(self) -> Places:
+        """Made at first use, which copies to the device: before a CUDA graph is captured."""
+        found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        views = [view for box in self for view in (box.q, box.k, box.v) if view is not None]
+        for box in self:
+            for part, (view, heads) in enumerate(((box.q, box.heads), (box.k, box.kv_heads), (box.v, box.kv_heads))):
+                for index, head in enumerate(range(heads.start, heads.stop) if view is not None else ()):
+                    assert view is not None
+                    place = (view[:, :, index].data_ptr(), view.stride(0), view.stride(1))
+                    found.setdefault((part, head), []).append(place)
+        dtype = views[0].dtype
+        if any(view.dtype != dtype or view.stride(-1) != 1 for view in views):
+            raise ValueError("got outboxes of several dtypes or with strided head dims, expected one dtype, contiguous")
+        copies, heads = max(map(len, found.values()), default=1), max((head + 1 for _, head in found), default=1)
+        table, alignment = torch.zeros(3, copies, heads, 3, dtype=torch.int64), 16
+        for (part, head), places in found.items():
+            table[part, : len(places), head] = torch.tensor(places)
+            for address, *strides in places:
+                alignment = gcd(alignment, address, *(stride * dtype.itemsize for stride in strides))
+        return Places(table.to(views[0].device), dtype, alignment)
 
 
 class Core(Protocol):
@@ -132,12 +178,19 @@ def plugins(package: ModuleType) -> dict[str, str]:
     return {name: f"{package.__name__}.{name}" for name in sorted(found) if not name.startswith("_")}
 
 
-def plugin(package: ModuleType, name: str) -> ModuleType:
-    """The plugin of that name; `ValueError` lists the names there are."""
+def plugin(package: ModuleType, name: str, kind: str) -> ModuleType:
+    """The plugin of that name; `ValueError` says what `kind` of thing it would be, and lists the names there are."""
     known = plugins(package)
     if name not in known:
-        raise ValueError(f"got {package.__name__.rpartition('.')[2]} {name!r}, expected one of {', '.join(known)}")
+        raise ValueError(f"got {kind} {name!r}, expected one of {', '.join(known)}")
     return importlib.import_module(known[name])
+
+
+def sharded(model: SequenceModel, inputs: Mapping[str, Tensor], mine: slice) -> dict[str, Tensor]:
+    """A model's inputs, those that it declares as sequences cut to my tokens."""
+    dims = {name: model.SEQUENCE_INPUTS.get(name) for name in inputs}
+    return {name: x if (dim := dims[name]) is None else x.narrow(dim, mine.start, mine.stop - mine.start)
+            for name, x in inputs.items()}  # fmt: skip
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

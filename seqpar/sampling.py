@@ -17,13 +17,15 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
+from seqpar.graph import StepGraph
+from seqpar.kernels.ddim import Update, guided_step
 from seqpar.trajectory import Conditions, Guidance, Trajectory
 
 
 class Stepper(Protocol):
-    """Moves a trajectory's state from one step to the next."""
+    """Moves a trajectory's state one step on, and lowers `bad` to the step where it stops being finite."""
 
-    def __call__(self, trajectory: Trajectory, prediction: Tensor, index: int, step: Tensor, /) -> None: ...
+    def __call__(self, trajectory: Trajectory, index: int, step: Tensor, bad: Tensor, /) -> None: ...
 
 
 def sample(
@@ -36,36 +38,92 @@ def sample(
     guidance: Guidance,
     eta: float = 0.0,
     generator: torch.Generator | None = None,
+    graph: bool = True,
     on_step: Callable[[int], None] = lambda index: None,
 ) -> Tensor:
     """Latents (N, C, H, W) from noise of that shape, whole and equal on every rank.
 
-    scheduler: diffusers'. eta > 0 adds noise at each step, drawn from `generator` (the same seed on every rank).
+    scheduler: diffusers'. Noise within the run (eta > 0, ancestral schedulers) comes from `generator`, a CPU one with
+    the same seed on every rank; None is seed 0.
+    graph: replay the step as a CUDA graph where that is possible (`why_no_graph` says where not).
     on_step(index) is called when a step has been queued; on a GPU it may still be running.
     Raises ValueError for arguments that do not fit, and where the latents stop being finite (says at which step).
     """
-    scheduler.set_timesteps(steps)
-    timesteps = torch.as_tensor(scheduler.timesteps)
-    conditions = Conditions(timesteps, labels)
-    noise = noise_NCHW * float(getattr(scheduler, "init_noise_sigma", 1.0))
-    trajectory = dit.trajectory(noise, conditions, guidance)
-    advance: Stepper
-    if steps_locally(scheduler):
-        advance = DDIM(scheduler, steps, eta, trajectory, noise_NCHW.shape, generator)
-    else:
-        advance = Replicated(scheduler, eta, trajectory, noise, generator)
-    bad = torch.full((), len(timesteps), dtype=torch.int64, device=dit.device)
-    step = torch.zeros((), dtype=torch.int64, device=dit.device)
-    with torch.inference_mode():
-        for chunk in trajectory.chunks():
+    run = Run(dit, scheduler, noise_NCHW, labels, steps, guidance, eta, generator)
+    with torch.no_grad():  # not inference_mode: buffers made here must serve calls outside, too
+        for chunk in run.trajectory.chunks():
+            if graph and why_no_graph(dit, scheduler) is None:
+                run.capture()
             for index in chunk:
-                advance(trajectory, trajectory.predict(step), index, step)
-                torch.where(trajectory.tokens.isfinite().all(), bad, torch.minimum(bad, step), out=bad)
-                step += 1
+                run.step(index)
                 on_step(index)
-        latents = advance.latents if isinstance(advance, Replicated) else trajectory.gather()
-    check_finite(min(dit.mesh.collect(int(bad))), timesteps)
+        latents = run.finish()
+    check_finite(min(dit.mesh.collect(int(run.bad))), run.timesteps)
     return latents
+
+
+class Run:
+    """One denoising run: the sharded state, how it steps, and the step counter on the device."""
+
+    def __init__(
+        self,
+        dit: DistributedDiT,
+        scheduler: Any,
+        noise_NCHW: Tensor,
+        labels: Mapping[str, Tensor],
+        steps: int,
+        guidance: Guidance,
+        eta: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if not 0 <= eta <= 1:
+            raise ValueError(f"got eta={eta}, expected 0 (deterministic) to 1 (DDPM's noise)")
+        generator = generator or torch.Generator().manual_seed(0)
+        scheduler.set_timesteps(steps)
+        self.timesteps = torch.as_tensor(scheduler.timesteps)
+        noise = noise_NCHW * float(getattr(scheduler, "init_noise_sigma", 1.0))
+        self.trajectory = dit.trajectory(noise, Conditions(self.timesteps, labels), guidance)
+        self._advance: Stepper
+        if steps_locally(scheduler):
+            self._advance = DDIM(scheduler, steps, eta, self.trajectory, noise_NCHW.shape, generator)
+        else:
+            self._advance = Replicated(scheduler, eta, self.trajectory, noise, generator)
+        self._count = torch.zeros((), dtype=torch.int64, device=dit.device)
+        self.bad = torch.full_like(self._count, len(self.timesteps))
+        self._graph: StepGraph | None = None
+
+    def step(self, index: int) -> None:
+        """Queue one step: a graph's replay where there is one. Without a graph `index` must be the step's number."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        self._advance(self.trajectory, index, self._count, self.bad)
+        self._count.add_(1).remainder_(len(self.timesteps))  # a bench may go round
+
+    def capture(self) -> None:
+        """Make later steps replays of a graph. The state stays as it is."""
+        if self._graph is None:
+            self._graph = StepGraph(lambda: self.step(0), (self.trajectory.tokens, self._count, self.bad))
+
+    def finish(self) -> Tensor:
+        """The latents, whole; ends the graph, whose memory it gives back."""
+        whole = self._advance.latents if isinstance(self._advance, Replicated) else self.trajectory.gather()
+        if self._graph is not None:
+            torch.cuda.synchronize()
+            self._graph.release()
+            self._graph = None
+        return whole
+
+
+def why_no_graph(dit: DistributedDiT, scheduler: Any) -> str | None:
+    """None where a step can be a CUDA graph, else the reason why not."""
+    if dit.device.type != "cuda":
+        return "no GPU"
+    if not steps_locally(scheduler):
+        return f"{type(scheduler).__name__} steps on the host"
+    if dit.dtype == torch.float64:
+        return "fp64 is for checking"
+    return None
 
 
 def steps_locally(scheduler: Any) -> bool:
@@ -102,31 +160,27 @@ class DDIM:
         eta: float,
         trajectory: Trajectory,
         shape: tuple[int, ...],
-        generator: torch.Generator | None,
+        generator: torch.Generator,
     ) -> None:
         like = trajectory.tokens
-        table = ddim_coefficients(scheduler, steps, eta)
-        self._coefficients = table.to(like.device, like.dtype)
-        self._clip = scheduler.config.clip_sample_range if scheduler.config.clip_sample else None
+        table = ddim_coefficients(scheduler, steps, eta).to(like.device, like.dtype)
+        clip = scheduler.config.clip_sample_range if scheduler.config.clip_sample else None
         # drawn whole and before the loop, then sliced: the same noise for any number of ranks
-        self._noise = [
-            trajectory.slice(randn_tensor(shape, generator=generator)) for _ in range(steps if eta > 0 else 0)
-        ]
+        noise = [trajectory.slice(randn_tensor(shape, generator=generator)) for _ in range(steps if eta > 0 else 0)]
+        drawn = torch.stack(noise) if noise else None
+        self._update = Update(table, trajectory.scale, trajectory.guided_width, clip, drawn)
 
-    def __call__(self, trajectory: Trajectory, prediction: Tensor, index: int, step: Tensor, /) -> None:
-        """See `Stepper`; `step` picks the coefficients on the device (indexing with it would wait for the host)."""
-        x0_x, x0_m, e_x, e_m, keep, direction, sigma = self._coefficients.index_select(0, step.view(1))[0].unbind()
-        x0 = x0_x * trajectory.tokens + x0_m * prediction
-        x0 = x0 if self._clip is None else x0.clamp(-self._clip, self._clip)
-        tokens = keep * x0 + direction * (e_x * trajectory.tokens + e_m * prediction)
-        trajectory.tokens.copy_(tokens + sigma * self._noise[index] if self._noise else tokens)
+    def __call__(self, trajectory: Trajectory, index: int, step: Tensor, bad: Tensor, /) -> None:
+        """See `Stepper`; `step` picks the coefficients on the device."""
+        cond, uncond = trajectory.branches(step)
+        guided_step(trajectory.tokens, cond, uncond, self._update, step, bad)
 
 
 class Replicated:
     """Any diffusers scheduler: gather the prediction, step the whole latents on every rank alike, slice."""
 
     def __init__(
-        self, scheduler: Any, eta: float, trajectory: Trajectory, noise: Tensor, generator: torch.Generator | None
+        self, scheduler: Any, eta: float, trajectory: Trajectory, noise: Tensor, generator: torch.Generator
     ) -> None:
         accepted = inspect.signature(scheduler.step).parameters
         if eta > 0 and "eta" not in accepted:
@@ -136,15 +190,16 @@ class Replicated:
         self.latents = noise.to(trajectory.tokens.device, trajectory.tokens.dtype)
         self._show(trajectory, 0)
 
-    def __call__(self, trajectory: Trajectory, prediction: Tensor, index: int, step: Tensor, /) -> None:
+    def __call__(self, trajectory: Trajectory, index: int, step: Tensor, bad: Tensor, /) -> None:
         """See `Stepper`; needs `index` on the host, as diffusers' schedulers do."""
-        whole = trajectory.gather(prediction)
+        whole = trajectory.gather(trajectory.predict(step))
         timestep = self._scheduler.timesteps[index]
         self.latents = self._scheduler.step(whole, timestep, self.latents, **self._options).prev_sample
         if index + 1 < len(self._scheduler.timesteps):
             self._show(trajectory, index + 1)
         else:
             trajectory.tokens.copy_(trajectory.slice(self.latents))
+        torch.where(self.latents.isfinite().all(), bad, torch.minimum(bad, step), out=bad)
 
     def _show(self, trajectory: Trajectory, index: int) -> None:
         """Put what the model sees at a step into the trajectory."""

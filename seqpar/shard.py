@@ -72,8 +72,15 @@ Tokens = Shard | JointShard
 """What a strategy needs to know about the sequence: `.sizes`, the token count of each rank."""
 
 
-def check_tokens(tokens: Tokens) -> None:
-    """Raise `ValueError` where some rank would hold no token: attention kernels do not take empty inputs."""
+def check_tokens(tokens: Tokens, parts: int) -> None:
+    """Raise `ValueError` where tokens are not sharded over `parts` ranks, or some rank would hold none.
+
+    Attention kernels do not take empty inputs.
+    """
+    if tokens.parts != parts:
+        raise ValueError(
+            f"got tokens sharded over {tokens.parts} ranks, expected {parts}: the sequence axis of the mesh"
+        )
     if min(tokens.sizes) < 1:
         raise ValueError(
             f"got {tokens.total} tokens for {tokens.parts} ranks, expected at least one token a rank; "

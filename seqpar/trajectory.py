@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.point_to_point import Gather, gather
+from seqpar.kernels.ddim import guide
 from seqpar.mesh import Mesh
-from seqpar.protocols import Attend, SequenceModel, rows, state_dtype
+from seqpar.protocols import Attend, SequenceModel, rows, sharded, state_dtype
 from seqpar.shard import Shard
 
 TABLE_BYTES = 2 << 30  # more than this, and the table is made for some steps at a time
@@ -72,37 +73,73 @@ class Trajectory:
         self._start = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self._swap = self._make_swap()
         self._table: dict[str, Tensor] = {}
+        self._count = max(1, len(next(iter(self._labels.values()), self._start[None])))  # distinct labels
+        self._chunk = max(1, min(len(self._timesteps), TABLE_BYTES // max(1, self._count * self._row_bytes())))
+        self._loaded = -1
+        self._load(0)
 
     def slice(self, x_BCHW: Tensor) -> Tensor:
         """My images' and tokens' part of something latent-shaped that every rank has whole."""
         dtype = state_dtype(next(self._model.parameters()).dtype)
         mine = self._model.patchify(x_BCHW[self._mine.slice(self._mesh.data.rank)].to(self._mesh.device, dtype))
-        return mine[:, self._shard.slice(self._mesh.sequence.rank)].contiguous()
+        tokens = self._shard.slice(self._mesh.sequence.rank)
+        return sharded(self._model, {"tokens": mine}, tokens)["tokens"].contiguous()
 
     def chunks(self) -> Iterator[range]:
-        """Steps whose modulation is in the table; it is computed when a chunk is asked for. Usually one chunk."""
-        steps, labels = len(self._timesteps), len(next(iter(self._labels.values()), self._timesteps[:1]))
-        size = max(1, min(steps, TABLE_BYTES // max(1, labels * self._row_bytes())))
-        for start in range(0, steps, size):
-            chunk = range(start, min(start + size, steps))
-            # all rows on every rank, whatever the mesh: a matrix product of other shape may round differently
-            t_R = self._timesteps[chunk.start : chunk.stop].repeat_interleave(labels)
-            every = {name: label.repeat(len(chunk)) for name, label in self._labels.items()}
-            self._table = dict(self._model.condition(t_R, **every))
-            self._start.fill_(start)
-            yield chunk
+        """All steps, in runs whose modulation is in the table together: usually one, the first is there already.
 
-    def predict(self, step: Tensor) -> Tensor:
-        """The guided prediction (n, l, C*p*p) for the state at a step (a device scalar), without variance channels."""
+        Call `predict` for the steps of a chunk before asking for the next.
+        """
+        steps = len(self._timesteps)
+        for start in range(0, steps, self._chunk):
+            self._load(start)
+            yield range(start, min(start + self._chunk, steps))
+
+    def _load(self, start: int) -> None:
+        """Compute the modulation of the chunk that begins at this step, where it is not in the table."""
+        if start == self._loaded:
+            return
+        t = self._timesteps[start : start + self._chunk]
+        # all rows on every rank, whatever the mesh: a matrix product of other shape may round differently
+        every = {name: label.repeat(len(t)) for name, label in self._labels.items()}
+        with torch.no_grad():
+            made = self._model.condition(t.repeat_interleave(self._count), **every)
+        if not self._table:
+            self._table = dict(made)
+        for name, table in self._table.items():  # where the first chunk was: a captured step reads from there
+            table[: len(made[name])].copy_(made[name])
+        self._start.fill_(start)
+        self._loaded = start
+
+    def branches(self, step: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The model's outputs for the state at a step (a device scalar): with the labels, and without (or None).
+
+        Each is (n, l, at least C*p*p): variance channels, if any, come last.
+        """
         batched = self._guidance.on and self._mesh.cfg.size == 1
         tokens = torch.cat((self.tokens, self.tokens)) if batched else self.tokens
-        labels = max(1, len(next(iter(self._labels.values()), self._start[None])))
-        condition = rows(self._table, (step - self._start) * labels + self._row_labels)
+        condition = rows(self._table, (step - self._start) * self._count + self._row_labels)
         out = self._model.forward_tokens({"tokens": tokens}, self._positions, condition, self._attend)
-        out = out[..., : self._width].to(self.tokens.dtype)
         if not self._guidance.on:
-            return out
-        return self._guide(*(out.chunk(2) if batched else self._swapped(out)))
+            return out, None
+        cond, uncond = out.chunk(2) if batched else self._swapped(out[..., : self._width].to(self.tokens.dtype))
+        return cond, uncond
+
+    def predict(self, step: Tensor) -> Tensor:
+        """The guided prediction (n, l, C*p*p) for the state at a step (a device scalar), in the state's dtype."""
+        cond, uncond = self.branches(step)
+        return guide(self.tokens, cond, uncond, self.scale, self.guided_width)
+
+    @property
+    def guided_width(self) -> int:
+        """How many of a token's leading values guidance applies to."""
+        channels = self._guidance.channels
+        return self._width if channels is None else channels * self._model.config.patch_size**2
+
+    @property
+    def scale(self) -> float:
+        """Of guidance."""
+        return self._guidance.scale
 
     def gather(self, tokens: Tensor | None = None) -> Tensor:
         """The whole latents (N, C, H, W) on every rank, from the state or from something of its shape."""
@@ -112,12 +149,6 @@ class Trajectory:
         if self._mesh.data.size > 1:
             tokens = gather(tokens, self._mesh.data, self._mine.sizes)
         return self._model.unpatchify(tokens, *self._size)
-
-    def _guide(self, cond: Tensor, uncond: Tensor) -> Tensor:
-        channels = self._guidance.channels
-        width = self._width if channels is None else channels * self._model.config.patch_size**2
-        guided = uncond[..., :width] + self._guidance.scale * (cond[..., :width] - uncond[..., :width])
-        return guided if width == self._width else torch.cat((guided, cond[..., width:]), dim=-1)
 
     def _make_swap(self) -> Gather | None:
         cfg = self._mesh.cfg
@@ -146,7 +177,8 @@ class Trajectory:
         return batch_rows(self._mesh, self._images, self._guidance)
 
     def _row_bytes(self) -> int:
-        one = self._model.condition(self._timesteps[:1], **{name: x[:1] for name, x in self._labels.items()})
+        with torch.no_grad():
+            one = self._model.condition(self._timesteps[:1], **{name: x[:1] for name, x in self._labels.items()})
         return sum(tensor.numel() * tensor.element_size() for tensor in one.values())
 
 

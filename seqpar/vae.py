@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
 from seqpar.comm.point_to_point import gather
 from seqpar.mesh import Mesh
 from seqpar.shard import Shard
+from seqpar.weights import find_checkpoint, open_checkpoint, read_json
+
+# names of attention layers in old files of one piece, which diffusers still loads
+_LEGACY = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 def decode(vae: Any, latents_NCHW: Tensor, mesh: Mesh) -> Tensor:
@@ -38,5 +46,50 @@ def preview(latents_NCHW: Tensor, factor: int) -> Tensor:
 
 def vae_factor(config: Any) -> int:
     """Pixels a latent pixel covers, along each side."""
-    channels = config["block_out_channels"] if isinstance(config, dict) else config.block_out_channels
-    return 2 ** (len(channels) - 1)
+    return 2 ** (len(config.block_out_channels) - 1)
+
+
+def check_vae(folder: Path) -> Any:
+    """The config of the decoder in a diffusers folder, once all keys and shapes of its file are found to fit it.
+
+    Reads only the file's header. Raises ValueError with what is missing, unknown or of another shape.
+    """
+    config = read_json(folder / "config.json")
+    name = config.get("_class_name", "AutoencoderKL")
+    if name != "AutoencoderKL":
+        raise ValueError(f"got decoder {folder} of class {name}, expected AutoencoderKL")
+    try:
+        with torch.device("meta"):
+            model: Any = AutoencoderKL.from_config(config)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, RuntimeError) as error:
+        raise ValueError(f"got {folder / 'config.json'}, which describes no AutoencoderKL: {error}") from error
+    checkpoint = open_checkpoint(find_checkpoint(folder))
+    expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    rename = str if checkpoint.name.endswith(".index.json") else _modern
+    _compare(checkpoint.name, {rename(key): shape for key, shape in checkpoint.shapes.items()}, expected)
+    return model.config
+
+
+def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """The decoder whose files `check_vae` found to fit; ValueError where diffusers cannot load it all the same."""
+    try:
+        vae: Any = AutoencoderKL.from_pretrained(folder, torch_dtype=dtype, low_cpu_mem_usage=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"got decoder {folder}, which does not load: {error}") from error
+    return vae.to(device).eval()
+
+
+def _compare(name: str, got: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    for what, keys in (("lacks", expected.keys() - got.keys()), ("has the unknown", got.keys() - expected.keys())):
+        if keys:
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise ValueError(f"got decoder {name}, which {what} {min(keys)}{more}: it does not fit its config.json")
+    for key, shape in expected.items():
+        if got[key] != shape:
+            raise ValueError(f"got decoder {name} with {key} of shape {got[key]}, expected {shape} as its config says")
+
+
+def _modern(key: str) -> str:
+    """The name that diffusers gives a key of an attention layer today."""
+    match = re.fullmatch(r"(.*\.attentions\.\d+\.)(query|key|value|proj_attn)(\.\w+)", key)
+    return f"{match[1]}{_LEGACY[match[2]]}{match[3]}" if match else key

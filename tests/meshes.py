@@ -1,13 +1,17 @@
-"""Meshes and inputs that several tests use."""
+"""Meshes, inputs and a count of collectives that several tests use."""
 
 from __future__ import annotations
 
-from functools import cache
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from seqpar.local import reference, sdpa
 from seqpar.mesh import Mesh
@@ -19,6 +23,11 @@ LAYOUTS = {
     "usp": lambda world: 2 if world % 2 == 0 else 1,
     "kv_gather": lambda world: 2 if world % 4 == 0 else 1,
 }
+
+
+# beginnings of the names of all public functions of torch.distributed that talk to other ranks
+TALKS = ("all_", "barrier", "batch_isend", "broadcast", "gather", "irecv", "isend", "monitored_barrier", "recv",
+         "reduce", "scatter", "send", "new_group", "new_subgroups", "split_group")  # fmt: skip
 
 
 @cache
@@ -52,3 +61,42 @@ def coded(batch: int, tokens: int, heads: int, dim: int, name: int) -> Tensor:
 def local_for(device: torch.device) -> Any:
     """fp64 everywhere: the CPU's flash kernel, the formula on a GPU."""
     return sdpa.attend if device.type == "cpu" else reference.attend
+
+
+def counted_calls(work: Callable[[], object]) -> dict[str, int]:
+    """Calls that `work` makes of torch.distributed's functions; calls that these make of each other do not count."""
+    counts: Counter[str] = Counter()
+    inside: list[str] = []
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not inside:
+                counts[name] += 1
+            inside.append(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                inside.pop()
+
+        return call
+
+    originals = talking()
+    replaced = {name: counting(name, function) for name, function in originals.items()}
+    # in both modules: batch_isend_irecv accepts its own module's isend and irecv alone
+    for name in originals:
+        setattr(dist, name, replaced[name])
+        setattr(distributed_c10d, name, replaced[name])
+    try:
+        work()
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+            setattr(distributed_c10d, name, function)
+    return dict(counts)
+
+
+def talking() -> dict[str, Callable[..., Any]]:
+    """Every public collective and point-to-point function of torch.distributed, and what makes groups for them."""
+    found = ((name, getattr(distributed_c10d, name)) for name in distributed_c10d.__all__ if name.startswith(TALKS))
+    return {name: function for name, function in found if inspect.isfunction(function)}

@@ -38,6 +38,7 @@ class Pool:
             self._context.set_forkserver_preload(["torch", "seqpar.distributed", "seqpar.sampling"])
         self._ranks: list[tuple[Any, Connection]] = []
         self._world, self._groups = 0, 0
+        self._stores: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def device(self) -> str:
@@ -52,8 +53,10 @@ class Pool:
         while len(self._ranks) < world:
             self._ranks.append(self._spawn(len(self._ranks)))
         if world != self._world:
+            self._leave()
             self._world, self._groups = world, self._groups + 1
-        store = os.path.join(tempfile.gettempdir(), f"seqpar-test-{os.getpid()}-{self._groups}")
+        self._stores = self._stores or tempfile.TemporaryDirectory(prefix="seqpar-test-")
+        store = os.path.join(self._stores.name, str(self._groups))
         answers = self._ask(world, _pack((fn.__module__, fn.__qualname__, world, store, args)))
         if failed := [text for ok, text in answers if not ok]:
             self.close()  # ranks that wait for a dead one are of no more use
@@ -61,11 +64,22 @@ class Pool:
         return [value for _, value in answers]
 
     def close(self) -> None:
-        """End all ranks."""
+        """End all ranks, and remove the files through which they met."""
         for process, _ in self._ranks:
             process.kill()
             process.join()
         self._ranks, self._world = [], 0
+        if self._stores is not None:
+            self._stores.cleanup()
+            self._stores = None
+
+    def _leave(self) -> None:
+        """All ranks end the old group together: NCCL waits for those that do not."""
+        for _, pipe in self._ranks:
+            pipe.send_bytes(_pack(None))
+        if failed := [text for ok, text in map(self._answer, range(len(self._ranks))) if not ok]:
+            self.close()
+            raise RankError("\n".join(failed))
 
     def _spawn(self, rank: int) -> tuple[Any, Connection]:
         here, there = self._context.Pipe()
@@ -99,7 +113,12 @@ def _serve(rank: int, device: str, pipe: Connection) -> None:
         torch.cuda.set_device(where)
     joined = ""
     while True:
-        module, name, world, store, args = _unpack(pipe.recv_bytes())
+        question = _unpack(pipe.recv_bytes())
+        if question is None:
+            joined = _leave_group()
+            pipe.send_bytes(_pack((True, None)))
+            continue
+        module, name, world, store, args = question
         try:
             if joined != store:
                 joined = _join(rank, world, device, store)
@@ -110,9 +129,13 @@ def _serve(rank: int, device: str, pipe: Connection) -> None:
         pipe.send_bytes(_pack(answer))
 
 
-def _join(rank: int, world: int, device: str, store: str) -> str:
+def _leave_group() -> str:
     if dist.is_initialized():
         dist.destroy_process_group()
+    return ""
+
+
+def _join(rank: int, world: int, device: str, store: str) -> str:
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world,
                             timeout=timedelta(seconds=TIMEOUT_S))  # fmt: skip

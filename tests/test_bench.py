@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch import table
-from launch.bench import Args, layouts
+from launch.steps import Steps, check, layouts
 
 ROOT = Path(__file__).parent.parent
+# this checkout, not what is installed
+ENV = {**os.environ, "CUDA_VISIBLE_DEVICES": "",
+       "PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", "")}  # fmt: skip
+
+
+def bench(*flags: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """`launch/bench.py steps` on the CPU, with a small model; a hang is a failure."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [*(start if ranks > 1 else [sys.executable]), str(ROOT / "launch/bench.py"), "steps"]
+    small = {"--model": "dit-s/8", "--tokens": "16", "--steps": "1", "--rounds": "2"}
+    rest = [word for name, value in small.items() if name not in flags for word in (name, value)]
+    env = {**ENV, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *rest, *flags], capture_output=True, text=True, timeout=120, check=False, env=env)
+
+
+def steps_of(page: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(text) for text in page.read_text().splitlines()]
+    return [line for line in lines if line["bench"] == "steps"]
+
+
+# named by their dates: the newest is the last
+PAGES = [page for page in sorted((ROOT / "docs" / "benchmarks").glob("*.jsonl")) if steps_of(page)]
 
 
 def test_bench_writes_one_line_a_row(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
-    flags = ["--model", "dit-s/8", "--tokens", "16", "--steps", "1", "--rounds", "2", "--out", str(out)]
-    done = subprocess.run([sys.executable, str(ROOT / "launch/bench.py"), *flags], capture_output=True, text=True,
-                          timeout=120, check=False, env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""})  # fmt: skip
+    done = bench("--out", str(out))
     assert done.returncode == 0, done.stderr
     (line,) = [json.loads(text) for text in out.read_text().splitlines()]
     assert line["case"]["tokens"] == 16
@@ -28,17 +50,77 @@ def test_bench_writes_one_line_a_row(tmp_path: Path) -> None:
     assert "16 tokens  1 x  ulysses" in done.stdout
 
 
+def test_bench_runs_this_checkout() -> None:
+    """Whatever is installed, and wherever the tests are started."""
+    code = "import launch.steps, seqpar; print(launch.steps.__file__, seqpar.__file__, sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENV, cwd="/")
+    assert done.stdout.split() == [str(ROOT / "launch" / "steps.py"), str(ROOT / "seqpar" / "__init__.py")]
+
+
 @pytest.mark.parametrize(("world", "count"), [(1, 1), (2, 4), (3, 3), (4, 7)])
 def test_layouts_use_all_ranks_once(world: int, count: int) -> None:
-    found = layouts(Args(), world)
+    found = layouts(Steps(), world)
     assert len(set(found)) == len(found) == count
     assert all(x.cfg * x.ring * x.ulysses == world for x in found)
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "benchmarks").glob("*.jsonl")), ids=lambda path: path.stem)
+def test_layouts_are_those_asked_for() -> None:
+    found = layouts(Steps(layouts=("ring:1:4", "ulysses:2:1")), 4)
+    assert [str(layout) for layout in found] == ["ring cfg1 ring4 ulysses1", "ulysses cfg2 ring1 ulysses2"]
+
+
+@pytest.mark.parametrize(
+    ("args", "world", "message"),
+    [
+        (Steps(tokens=(16, 20)), 1, "got --tokens 20, expected squares: 16 or 25"),
+        (Steps(tokens=(0,)), 1, "got --tokens 0, expected squares: 1"),
+        (Steps(tokens=(-4,)), 1, "got --tokens -4, expected squares: 1"),
+        (Steps(layouts=("foo",)), 1, "got --layouts foo, expected some of ulysses:1:1"),
+        (Steps(layouts=("ulysses:1:1", "ring:1:3", "foo")), 2,
+         "got --layouts ring:1:3 foo, expected some of ulysses:1:1, kv_gather:1:1, ring:1:2, ulysses:2:1"),
+        (Steps(layouts=("kv_gather:2:1",)), 2, "got --layouts kv_gather:2:1"),
+        (Steps(steps=0), 1, "got --steps 0 --rounds 3"),
+        (Steps(rounds=0), 1, "got --steps 10 --rounds 0"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused(args: Steps, world: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(args, world)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 1024, 4096, 65536])
+def test_square_token_counts_are_accepted(tokens: int) -> None:
+    check(Steps(tokens=(tokens,), layouts=("ulysses:1:1",)), 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        (("--tokens", "20"), 2, "error: got --tokens 20, expected squares: 16 or 25"),
+        (("--layouts", "foo"), 1, "error: got --layouts foo, expected some of ulysses:1:1"),
+        (("--model", "dit-xs"), 2, "error: got model 'dit-xs': there is no such path; presets"),
+    ],
+    ids=["tokens", "layouts", "model"],
+)
+def test_a_mistake_is_one_message(tmp_path: Path, flags: tuple[str, ...], ranks: int, message: str) -> None:
+    out = tmp_path / "lines.jsonl"
+    done = bench(*flags, "--out", str(out), ranks=ranks)
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).count(message) == 1, done.stderr
+    assert ranks > 1 or "Traceback" not in done.stderr  # torchrun adds its own
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_committed_tables_are_made_of_committed_lines(page: Path) -> None:
-    lines = [json.loads(text) for text in page.read_text().splitlines()]
-    steps = [line for line in lines if line["bench"] == "steps"]
     text = page.with_suffix(".md").read_text()
-    assert table.best(steps) in text
-    assert table.every(steps) in text
+    assert table.best(steps_of(page)) in text
+    assert table.every(steps_of(page)) in text
+
+
+def test_the_table_of_the_readme_is_made_of_the_newest_lines() -> None:
+    shown = [block for block in (ROOT / "README.md").read_text().split("\n\n") if block.startswith("| tokens ")]
+    assert shown == [table.best(steps_of(PAGES[-1]))]
+    other = [{**line, "ms": {name: 2 * ms for name, ms in line["ms"].items()}} for line in steps_of(PAGES[-1])]
+    assert shown != [table.best(other)]  # a negative control

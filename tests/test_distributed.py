@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor
 
-from seqpar import DistributedDiT
+from seqpar import DistributedDiT, Guidance, sample
 from seqpar.mesh import Mesh
+from seqpar.trajectory import Conditions
 from tests.meshes import LAYOUTS, mesh_for, random
 from tests.meshes import mesh as make_mesh
 from tests.pool import Pool
@@ -20,6 +22,12 @@ TOLERANCE = 1e-10  # fp64, three layers, outputs of a few units
 def latents(batch: int, size: tuple[int, int], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     t = torch.tensor([960, 500, 3])[:batch].to(device)
     return random((batch, 4, *size), 1, device), t, torch.tensor([2, 10, 7])[:batch].to(device)
+
+
+def oracle(batch: int, size: tuple[int, int], device: str) -> Tensor:
+    """diffusers' model on the same kind of device: its fp32 sinusoids differ between CPUs and GPUs."""
+    x, t, y = latents(batch, size, device)
+    return diffusers_dit().to(device)(x, timestep=t, class_labels=y).sample.cpu()
 
 
 def local(device: torch.device) -> str:
@@ -45,16 +53,14 @@ def test_sharded_dit_equals_diffusers(
     if size[0] != size[1]:  # diffusers cannot put a non-square latent together: one rank is the oracle
         truth = ranks.run(1, forward, "ulysses", batch, size)[0]
     else:
-        x, t, y = latents(batch, size)
-        truth = diffusers_dit()(x, timestep=t, class_labels=y).sample
+        truth = oracle(batch, size, ranks.device)
     for got in ranks.run(world, forward, strategy, batch, size):
         assert (got - truth).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_cfg_axis_splits_the_batch(ranks: Pool, world: int) -> None:
-    x, t, y = latents(3, (8, 8))
-    truth = diffusers_dit()(x, timestep=t, class_labels=y).sample
+    truth = oracle(3, (8, 8), ranks.device)
     for got in ranks.run(world, forward, "ulysses", 3, (8, 8), 2):
         assert (got - truth).abs().max() < TOLERANCE
 
@@ -98,8 +104,7 @@ def shifted_positions(rank: int, world: int, device: torch.device) -> Tensor:
 
 @pytest.mark.parametrize("wrong", [dropped_shard, shifted_positions])
 def test_negative_control_is_noticed(ranks: Pool, wrong) -> None:
-    x, t, y = latents(2, (8, 8))
-    truth = diffusers_dit()(x, timestep=t, class_labels=y).sample
+    truth = oracle(2, (8, 8), ranks.device)
     for got in ranks.run(2, wrong):
         assert (got - truth).abs().max() > 1e-3
 
@@ -120,7 +125,7 @@ def test_call_says_what_is_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "world", "message"),
-    [("uliss", 1, r"got attention 'uliss', expected one of kv_gather, ring, ulysses, usp")],
+    [("uliss", 1, r"got strategy 'uliss', expected one of kv_gather, ring, ulysses, usp")],
 )
 def test_unknown_strategy_lists_the_known(strategy: str, world: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -140,3 +145,79 @@ def test_auto_strategy_follows_mesh_and_heads(ranks: Pool, ring: int, heads: int
     answers = ranks.run(4, chosen, ring, heads)
     assert {answer[0] for answer in answers} == {name}
     assert all(answer[1] for answer in answers)
+
+
+def loop_then_call(rank: int, world: int, device: torch.device, first: str) -> bool:
+    """Our loop and a call share exchange buffers: either may come first, and what they return is the caller's."""
+    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
+    x, t, y = latents(2, (8, 8), device)
+    scheduler = DDIMScheduler(clip_sample=False)
+
+    def loop() -> None:
+        result = sample(dit, scheduler, x, {"class_labels": y}, steps=2, guidance=Guidance(1.0))
+        result *= 2
+
+    def call() -> None:
+        dit(x, timestep=t, class_labels=y).sample.mul_(2)
+
+    for step in (loop, call) if first == "loop" else (call, loop):
+        step()
+    return True
+
+
+@pytest.mark.parametrize("first", ["loop", "call"])
+def test_our_loop_and_a_call_may_follow_each_other(ranks: Pool, first: str) -> None:
+    assert all(ranks.run(2, loop_then_call, first))
+
+
+def different_noise(rank: int, world: int, device: torch.device) -> str:
+    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
+    x, t, y = latents(2, (8, 8), device)
+    try:
+        dit(x + rank, timestep=t, class_labels=y)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_inputs_that_differ_between_ranks_are_refused(ranks: Pool) -> None:
+    assert all("differ between ranks" in message for message in ranks.run(2, different_noise))
+
+
+def test_inputs_that_require_gradients_are_refused() -> None:
+    x, t, y = latents(1, (8, 8))
+    with pytest.raises(ValueError, match="expected none: a sharded model is for inference"):
+        DistributedDiT(diffusers_dit(), Mesh.single())(x.requires_grad_(), timestep=t, class_labels=y)
+
+
+def by_hand(rank: int, world: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A trajectory as design.md describes it: tokens, predict(step), gather()."""
+    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
+    x, _, y = latents(2, (8, 8), device)
+    run = dit.trajectory(x, Conditions(torch.tensor([500, 3]), {"class_labels": y}), Guidance(1.0))
+    prediction = run.predict(torch.zeros((), dtype=torch.int64, device=device))
+    assert run.tokens.shape == prediction.shape == (2, 8, 16)
+    return run.gather(), run.gather(prediction)
+
+
+def test_trajectory_predicts_from_its_first_moment(ranks: Pool) -> None:
+    x, _, y = latents(2, (8, 8))
+    where = torch.device(ranks.device)
+    truth = diffusers_dit().to(where)(x.to(where), timestep=torch.tensor([500, 500], device=where),
+                                      class_labels=y.to(where)).sample[:, :4]  # fmt: skip
+    for state, prediction in ranks.run(2, by_hand):
+        assert torch.equal(state, x)
+        assert (prediction - truth.cpu()).abs().max() < TOLERANCE
+
+
+def on_data_axis(rank: int, world: int, device: torch.device) -> Tensor:
+    mesh = make_mesh(device, data=2, cfg=2)
+    dit = DistributedDiT(diffusers_dit().to(device), mesh, local=local(device))
+    x, t, y = (torch.cat((z, z))[:5] for z in latents(3, (8, 8), device))
+    return dit(x, timestep=t, class_labels=y).sample
+
+
+def test_data_and_cfg_axes_split_the_batch_of_a_call(ranks: Pool) -> None:
+    truth = oracle(3, (8, 8), ranks.device)
+    for got in ranks.run(4, on_data_axis):
+        assert (got - torch.cat((truth, truth))[:5]).abs().max() < TOLERANCE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqpar.attention.ring import merge
+from seqpar.kernels.merge import merge
 from seqpar.local import flash, reference, sdpa
 from seqpar.plan import choose_local
 from tests.conftest import DEVICE
@@ -67,7 +67,7 @@ def test_auto_on_the_cpu_says_what_and_why() -> None:
 def test_a_local_attention_that_does_not_fit_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match=r"'flash', which does not work here: needs a GPU; expected one of sdpa"):
         choose_local("flash", CPU, torch.float32, 64)
-    with pytest.raises(ValueError, match=r"got local 'flush', expected one of flash, reference, sdpa"):
+    with pytest.raises(ValueError, match=r"got local attention 'flush', expected one of flash, reference, sdpa"):
         choose_local("flush", CPU, torch.float32, 64)
 
 

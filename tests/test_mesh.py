@@ -86,5 +86,6 @@ def test_too_few_gpus_is_said_before_anything_starts(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(ValueError, match=r"got 2 processes on a machine with 1 GPU"):
         pick_device(2)

@@ -14,6 +14,7 @@ from seqpar import trajectory as trajectories
 from seqpar.mesh import Mesh
 from seqpar.sampling import ddim_coefficients, draw_noise, steps_locally
 from seqpar.trajectory import Conditions
+from tests.conftest import DEVICE
 from tests.meshes import mesh as make_mesh
 from tests.meshes import mesh_for, random
 from tests.pool import Pool
@@ -40,27 +41,28 @@ def scheduler(name: str = "DDIMScheduler", **config: Any) -> Any:
 
 def by_hand(noise: Tensor, steps: int, guidance: Guidance, sched: Any, eta: float = 0.0) -> Tensor:
     """One process, diffusers' model and scheduler, written as the papers say."""
-    model, x, labels = diffusers_dit(), noise.double() * sched.init_noise_sigma, torch.tensor(LABELS[: len(noise)])
+    model, x = diffusers_dit().to(DEVICE), noise.double().to(DEVICE) * sched.init_noise_sigma
+    labels = torch.tensor(LABELS[: len(noise)], device=DEVICE)
     sched.set_timesteps(steps)
     generator = torch.Generator().manual_seed(5)
     for t in sched.timesteps:
         seen = sched.scale_model_input(x, t)
-        c, u = (model(seen, timestep=t.expand(len(x)), class_labels=y).sample[:, :4]
+        c, u = (model(seen, timestep=t.to(DEVICE).expand(len(x)), class_labels=y).sample[:, :4]
                 for y in (labels, torch.full_like(labels, CLASSES)))  # fmt: skip
         channels = guidance.channels or 4
         out = torch.cat((u[:, :channels] + guidance.scale * (c - u)[:, :channels], c[:, channels:]), 1)
         out = out if guidance.on else c
         if eta > 0:
-            noise_t = torch.randn(noise.shape, generator=generator).double()
+            noise_t = torch.randn(noise.shape, generator=generator).double().to(DEVICE)
             x = sched.step(out, t, x, eta=eta, variance_noise=noise_t).prev_sample
         else:
             x = sched.step(out, t, x).prev_sample
-    return x
+    return x.cpu()
 
 
 def run(
     rank: int, world: int, device: torch.device, layout: tuple[str, int, int], guidance: Guidance, images: int = 3,
-    size: tuple[int, int] = (8, 8), name: str = "DDIMScheduler", eta: float = 0.0,
+    size: tuple[int, int] = (8, 8), name: str = "DDIMScheduler", eta: float = 0.0, config: dict[str, Any] | None = None,
 ) -> Tensor:  # fmt: skip
     strategy, cfg, data = layout
     mesh = mesh_for(strategy, world, device, cfg, data)
@@ -68,7 +70,8 @@ def run(
     noise = draw_noise((images, 4, *size), torch.Generator().manual_seed(2))
     labels = {"class_labels": torch.tensor(LABELS[:images])}
     generator = torch.Generator().manual_seed(5)
-    return sample(dit, scheduler(name), noise, labels, steps=STEPS, guidance=guidance, eta=eta, generator=generator)
+    sched = scheduler(name, **(config or {}))
+    return sample(dit, sched, noise, labels, steps=STEPS, guidance=guidance, eta=eta, generator=generator)
 
 
 def noise(images: int = 3) -> Tensor:
@@ -111,6 +114,67 @@ def test_sampling_is_the_same_on_every_mesh(
         assert (got - truth).abs().max() < TOLERANCE * truth.abs().max()
 
 
+# DDIM with noise: stepped on local tokens, and (it needs whole images then) replicated on every rank
+NOISY: list[tuple[Any, ...]] = [(3, (6, 10), "DDIMScheduler", 0.7, config) for config in ({}, {"thresholding": True})]
+
+
+@pytest.mark.parametrize("noisy", NOISY, ids=["local", "replicated"])
+@pytest.mark.parametrize("guidance", [Guidance(1.0), Guidance(3.0)], ids=str)
+@pytest.mark.parametrize(("world", "layout"), MESHES, ids=str)
+def test_sampling_with_noise_at_each_step_is_the_same_on_every_mesh(
+    ranks: Pool, world: int, layout: tuple[str, int, int], guidance: Guidance, noisy: tuple[Any, ...]
+) -> None:
+    if layout[1] == 2 and not guidance.on:
+        layout = (layout[0], 1, layout[2])
+    truth = ranks.run(1, run, ("ulysses", 1, 1), guidance, *noisy)[0]
+    for got in ranks.run(world, run, layout, guidance, *noisy):
+        assert (got - truth).abs().max() < TOLERANCE * truth.abs().max()
+    still = ranks.run(1, run, ("ulysses", 1, 1), guidance, *noisy[:3], 0.0, noisy[4])[0]
+    assert (truth - still).abs().max() > 1e-2
+
+
+# what one rank does wrong with its part of the noise of a step
+WRONG_NOISE = {
+    "sign": lambda x: -x,
+    "none": lambda x: 0 * x,
+    "other rows": lambda x: x.roll(2, 2),
+    "other columns": lambda x: x.flip(3),
+    "other channels": lambda x: x.flip(1),
+    "other images": lambda x: x.roll(1, 0),
+}
+
+
+def wrong_noise(
+    rank: int, world: int, device: torch.device, layout: tuple[str, int, int], how: str, bad: int
+) -> Tensor:
+    right = trajectories.Trajectory.slice
+
+    def wrong(self: trajectories.Trajectory, x_BCHW: Tensor) -> Tensor:
+        # the first slice of all is that of the state
+        return right(self, WRONG_NOISE[how](x_BCHW) if hasattr(self, "tokens") and rank == bad else x_BCHW)
+
+    trajectories.Trajectory.slice = wrong
+    try:
+        return run(rank, world, device, layout, Guidance(3.0), *NOISY[0])
+    finally:
+        trajectories.Trajectory.slice = right
+
+
+@pytest.mark.parametrize("how", WRONG_NOISE)
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(2, ("ulysses", 1, 1)), (2, ("ulysses", 1, 2)), (3, ("ring", 1, 1)), (4, ("usp", 1, 1))],
+    ids=str,
+)
+def test_negative_control_one_ranks_wrong_noise_is_noticed(
+    ranks: Pool, world: int, layout: tuple[str, int, int], how: str
+) -> None:
+    truth = ranks.run(1, run, ("ulysses", 1, 1), Guidance(3.0), *NOISY[0])[0]
+    for bad in range(world):
+        for got in ranks.run(world, wrong_noise, layout, how, bad):
+            assert (got - truth).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize(
     "name", ["EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "EulerAncestralDiscreteScheduler"]
 )
@@ -129,12 +193,12 @@ def test_any_other_scheduler_is_the_same_on_every_mesh(
 
 
 def swapped_branches(rank: int, world: int, device: torch.device) -> Tensor:
-    guide = trajectories.Trajectory._guide
-    trajectories.Trajectory._guide = lambda self, cond, uncond: guide(self, uncond, cond)
+    right = trajectories.Trajectory.branches
+    trajectories.Trajectory.branches = lambda self, step: right(self, step)[::-1]  # pyright: ignore
     try:
         return run(rank, world, device, ("ulysses", 2, 1), Guidance(3.0))
     finally:
-        trajectories.Trajectory._guide = guide
+        trajectories.Trajectory.branches = right
 
 
 def test_negative_control_swapped_guidance_branches_are_noticed(ranks: Pool) -> None:
@@ -166,9 +230,9 @@ def test_which_schedulers_step_locally(config: dict[str, Any], expected: bool) -
 
 def test_ddim_with_clipping_equals_diffusers() -> None:
     sched = scheduler(clip_sample=True, clip_sample_range=0.5)
-    dit = DistributedDiT(diffusers_dit(), Mesh.single())
+    dit = DistributedDiT(diffusers_dit().to(DEVICE), Mesh.single(DEVICE), local=local(torch.device(DEVICE)))
     labels = {"class_labels": torch.tensor(LABELS)}
-    got = sample(dit, sched, noise(), labels, steps=STEPS, guidance=Guidance(1.0))
+    got = sample(dit, sched, noise(), labels, steps=STEPS, guidance=Guidance(1.0)).cpu()
     truth = by_hand(noise(), STEPS, Guidance(1.0), scheduler(clip_sample=True, clip_sample_range=0.5))
     assert (got - truth).abs().max() < 1e-4
 

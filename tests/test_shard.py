@@ -33,7 +33,7 @@ def test_shard_refuses_nonsense(total: int, parts: int) -> None:
 
 def test_fewer_tokens_than_ranks_is_an_error() -> None:
     with pytest.raises(ValueError, match="got 3 tokens for 4 ranks"):
-        check_tokens(Shard(3, 4))
+        check_tokens(Shard(3, 4), 4)
 
 
 def test_joint_shard_refuses_streams_over_different_ranks() -> None:

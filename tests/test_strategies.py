@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,10 +9,11 @@ from torch import Tensor
 
 from seqpar.kernels.prepare import prepare
 from seqpar.local import reference
+from seqpar.mesh import Mesh
 from seqpar.plan import load_strategy
 from seqpar.protocols import Prepare
-from seqpar.shard import Shard
-from tests.meshes import LAYOUTS, local_for, mesh_for, random
+from seqpar.shard import JointShard, Shard, Tokens
+from tests.meshes import LAYOUTS, counted_calls, local_for, mesh_for, random, talking
 from tests.meshes import mesh as make_mesh
 from tests.pool import Pool
 
@@ -37,11 +35,13 @@ def rotary(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def preparation(heads: int, kv: int, rows: tuple[Tensor, Tensor], device: torch.device) -> Prepare:
-    """Full-width norms where q and k are equally wide, per-head ones otherwise; rotary rows of these tokens."""
+    """Full-width LayerNorms where q and k are equally wide, else RMSNorms of heads; rotary rows of these tokens."""
     per_head = heads != kv
     width = DIM if per_head else heads * DIM
     a, b, c, d = (random((width,), 10 + i, device) for i in range(4))
-    return Prepare("rms" if per_head else "layer", per_head, 1e-5, a, b, c, d, *rows, interleaved=not per_head)
+    if per_head:
+        return Prepare("rms", per_head, 1e-5, a, None, c, None, *rows, interleaved=False)
+    return Prepare("layer", per_head, 1e-5, a, b, c, d, *rows)
 
 
 def sharded(
@@ -160,28 +160,32 @@ def test_strategy_without_gradients_says_so(ranks: Pool, strategy: str) -> None:
     assert all("use ulysses" in message for message in ranks.run(2, refuses_gradients, strategy))
 
 
-def counted_calls(work: Callable[[], object]) -> dict[str, int]:
-    """Calls of torch.distributed that `work` makes."""
-    counts: dict[str, int] = {}
-    names = ("all_to_all_single", "batch_isend_irecv", "all_gather", "all_gather_object", "broadcast", "all_reduce",
-             "all_gather_into_tensor", "barrier")  # fmt: skip
-    originals = {name: getattr(dist, name) for name in names}
+def talkative(rank: int, world: int, device: torch.device) -> dict[str, int]:
+    """One of each kind of call that a strategy must not add unseen."""
+    x, other, parts = torch.ones(world, device=device), 1 - rank, list(torch.ones(world, 1, device=device))
 
-    def counting(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] = counts.get(name, 0) + 1
-            return originals[name](*args, **kwargs)
+    def work() -> None:
+        (dist.isend(x, other) if rank == 0 else dist.irecv(x, other)).wait()  # pyright: ignore
+        (dist.send if rank == 0 else dist.recv)(x, other)
+        dist.all_reduce(x)
+        dist.all_gather(parts, parts[rank])
+        dist.all_gather_object([None] * world, rank)
+        dist.broadcast_object_list([rank], src=0, device=torch.device("cpu"))
+        for move in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, x + 1, other)]):
+            move.wait()
 
-        return call
+    return counted_calls(work)
 
-    for name in names:
-        setattr(dist, name, counting(name))
-    try:
-        work()
-    finally:
-        for name in names:
-            setattr(dist, name, originals[name])
-    return counts
+
+def test_no_call_of_torch_distributed_is_unseen(ranks: Pool) -> None:
+    common = ("all_reduce", "all_gather", "all_gather_object", "broadcast_object_list", "batch_isend_irecv")
+    sender, receiver = ranks.run(2, talkative)
+    assert sender == dict.fromkeys(("isend", "send", *common), 1)
+    assert receiver == dict.fromkeys(("irecv", "recv", *common), 1)
+    others = {"all_to_all", "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor",
+              "broadcast", "reduce", "gather", "scatter", "barrier", "send_object_list", "new_group"}  # fmt: skip
+    assert others < talking().keys()
+    assert talking()["isend"] is dist.isend  # as it was
 
 
 def counted(rank: int, world: int, device: torch.device, strategy: str) -> dict[str, int]:
@@ -221,3 +225,32 @@ def refused_mesh(rank: int, world: int, device: torch.device, strategy: str, axe
     except ValueError as error:
         return str(error)
     return "nothing"
+
+
+def refused_tokens(rank: int, world: int, device: torch.device, strategy: str, tokens: Tokens) -> str:
+    mesh = mesh_for(strategy, world, device) if world > 1 else Mesh.single(device)
+    try:
+        load_strategy(strategy).build(mesh, tokens, reference.attend)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize(
+    ("world", "tokens", "message"),
+    [
+        *((n, Shard(12, parts), f"tokens sharded over {parts} ranks, expected {n}")
+          for n, parts in ((1, 2), (2, 1), (2, 3), (4, 2), (4, 8))),
+        (2, JointShard((Shard(12, 3), Shard(9, 3))), "tokens sharded over 3 ranks, expected 2"),
+        (4, Shard(3, 4), "got 3 tokens for 4 ranks, expected at least one token a rank"),
+        (2, Shard(12, 2), "nothing"),
+        (4, JointShard((Shard(3, 4), Shard(4, 4))), "nothing"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_strategy_refuses_tokens_sharded_over_other_ranks(
+    ranks: Pool, strategy: str, world: int, tokens: Tokens, message: str
+) -> None:
+    """Every rank of it, before any exchange: `parts` of the tokens are the ranks of the sequence axis."""
+    assert all(message in text for text in ranks.run(world, refused_tokens, strategy, tokens))

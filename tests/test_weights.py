@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from seqpar.mesh import Mesh
 from seqpar.models._find import locate
 from tests.meshes import random
 from tests.test_dit import call
+from tests.test_large_dit import TINY, plain
 from tests.tiny import diffusers_dit, original_state_dict
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -62,7 +64,7 @@ def narrow(tensors: dict[str, torch.Tensor]) -> None:
     [
         (truncate, r"truncated or no safetensors file"),
         (lambda folder: (folder / WEIGHTS).unlink(), r"without weights, expected one of diffusion_pytorch_model"),
-        (lambda folder: (folder / "config.json").unlink(), r"config\.json, expected a readable JSON"),
+        (lambda folder: (folder / "config.json").unlink(), r"no diffusers folder \(no model_index\.json or config\.json\)"),
         (edit(lambda t: t.pop("proj_out_2.bias")), r"Missing 1: proj_out_2\.bias"),
         (edit(lambda t: t.update(lora=torch.ones(1))), r"Unknown 1: lora"),
         (edit(narrow), r"proj_out_1\.weight of shape \(48, 23\), expected \(48, 24\) for final_modulation\.weight"),
@@ -87,6 +89,52 @@ def test_a_bad_pt_file_is_refused(tmp_path: Path) -> None:
     torch.save(["not", "weights"], path)
     with pytest.raises(ValueError, match="expected a state dict"):
         locate(path)
+
+
+def wide_dit() -> dict[str, torch.Tensor]:
+    """The original format: heads follow from the width, which must be a real one."""
+    return original_state_dict(diffusers_dit(num_attention_heads=1, attention_head_dim=64, num_layers=2))
+
+
+ORIGINALS: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
+    "dit": wide_dit,
+    "large-dit": lambda: plain(TINY).state_dict(),
+}
+SIGNATURES = {"blocks.0.attn.qkv.weight", "y_embedder.embedding_table.weight"}  # what a DiT is recognised by
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_an_original_file_that_lacks_any_key_is_refused_by_the_name_of_the_key(tmp_path: Path, name: str) -> None:
+    state = ORIGINALS[name]()
+    path = tmp_path / "whole.pt"
+    torch.save(state, path)
+    locate(path)
+    for lost in state.keys() - {"pos_embed"} - (SIGNATURES if name == "dit" else set()):
+        torch.save({key: tensor for key, tensor in state.items() if key != lost}, path)
+        with pytest.raises(ValueError, match=re.escape(lost)):
+            locate(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "shape", "message"),
+    [
+        ("dit", "x_embedder.proj.weight", (64, 16), r"x_embedder\.proj\.weight of shape \(64, 16\), expected 4 dims"),
+        ("dit", "x_embedder.proj.weight", (24, 4, 2, 2), r"a DiT of width 24, expected a multiple of 64 or 72"),
+        ("dit", "final_layer.linear.weight", (32,), r"final_layer\.linear\.weight of shape \(32,\), expected 2 dims"),
+        ("dit", "pos_embed", (16, 64), r"pos_embed of shape \(16, 64\), expected 3 dims"),
+        ("dit", "blocks.1.mlp.fc1.weight", (255, 64), r"blocks\.1\.mlp\.fc1\.weight of shape \(255, 64\)"),
+        ("dit", "y_embedder.embedding_table.weight", (0, 64), r"embedding_table\.weight of shape \(0, 64\)"),
+        ("large-dit", "x_embedder.weight", (64, 15), r"x_embedder\.weight of shape \(64, 15\), expected a multiple"),
+        ("large-dit", "x_embedder.weight", (63, 16), r"x_embedder\.weight of shape \(63, 16\), expected a multiple"),
+        ("large-dit", "layers.0.attention.wk.weight", (64,), r"attention\.wk\.weight of shape \(64,\), expected 2"),
+    ],
+)
+def test_an_original_file_of_odd_shapes_is_refused(
+    tmp_path: Path, name: str, key: str, shape: tuple[int, ...], message: str
+) -> None:
+    torch.save(ORIGINALS[name]() | {key: torch.zeros(shape)}, tmp_path / "odd.pt")
+    with pytest.raises(ValueError, match=message):
+        locate(tmp_path / "odd.pt")
 
 
 def test_a_shard_that_lacks_keys_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from seqpar.comm.point_to_point import Gather
 from seqpar.kernels.prepare import prepare, prepare_into
 from seqpar.mesh import Axis, Mesh
-from seqpar.protocols import Attend, Core, Outbox, Prepare
+from seqpar.protocols import Attend, Core, Outbox, Outboxes, Prepare
 from seqpar.shard import Tokens, check_tokens
 
 
@@ -25,7 +25,7 @@ def check(mesh: Mesh) -> None:
 
 def build(mesh: Mesh, tokens: Tokens, local: Core) -> Attend:
     """Attention for one token count over the whole sequence axis."""
-    check_tokens(tokens)
+    check_tokens(tokens, mesh.sequence.size)
     return KVGather(local, mesh.sequence, tokens.sizes)
 
 
@@ -33,6 +33,7 @@ def build(mesh: Mesh, tokens: Tokens, local: Core) -> Attend:
 class _Buffers:
     q_lBHD: Tensor
     exchange: Gather
+    outboxes: Outboxes
 
 
 class KVGather:
@@ -50,10 +51,8 @@ class KVGather:
             raise ValueError(
                 "got inputs that require gradients, expected none: kv_gather is for inference; use ulysses"
             )
-        buffers, (heads, groups) = self._for(q_BlHD, k_BlGD), (q_BlHD.shape[2], k_BlGD.shape[2])
-        k, v = buffers.exchange.outbox().split((groups, groups), dim=2)
-        box = Outbox(buffers.q_lBHD, k, v, heads=slice(0, heads), kv_heads=slice(0, groups))
-        prepare_into(q_BlHD, k_BlGD, v_BlGD, how, [box])
+        buffers, groups = self._for(q_BlHD, k_BlGD), k_BlGD.shape[2]
+        prepare_into(q_BlHD, k_BlGD, v_BlGD, how, buffers.outboxes)
         k, v = buffers.exchange.deliver().transpose(0, 1).split((groups, groups), dim=2)
         return self._local(buffers.q_lBHD.transpose(0, 1), k, v)[0]
 
@@ -62,5 +61,7 @@ class KVGather:
         key = (batch, heads, groups, dim, q_BlHD.dtype, q_BlHD.device)
         if key not in self._buffers:
             exchange = Gather(self._axis, self._sizes, (batch, 2 * groups, dim), k_BlGD)
-            self._buffers[key] = _Buffers(q_BlHD.new_empty(mine, batch, heads, dim), exchange)
+            q_lBHD, (k, v) = q_BlHD.new_empty(mine, batch, heads, dim), exchange.outbox().split((groups, groups), dim=2)
+            box = Outbox(q_lBHD, k, v, heads=slice(0, heads), kv_heads=slice(0, groups))
+            self._buffers[key] = _Buffers(q_lBHD, exchange, Outboxes([box]))
         return self._buffers[key]

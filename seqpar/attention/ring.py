@@ -9,13 +9,13 @@ attention. Its merge changes the rounding: close to one rank, not the same bits.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.attention.ulysses import Ulysses
 from seqpar.comm.point_to_point import Rotation
+from seqpar.kernels.merge import merge
 from seqpar.mesh import Axis, Mesh
-from seqpar.protocols import Attend, Core, state_dtype
+from seqpar.protocols import Attend, Core
 from seqpar.shard import Tokens, check_tokens
 
 
@@ -28,7 +28,7 @@ def check(mesh: Mesh) -> None:
 def build(mesh: Mesh, tokens: Tokens, local: Core) -> Attend:
     """Attention for one token count: ulysses over an axis of one, around a ring."""
     check(mesh)
-    check_tokens(tokens)
+    check_tokens(tokens, mesh.sequence.size)
     return Ulysses(Ring(local, mesh.ring, tokens.sizes), mesh.ulysses, (tokens.sizes[mesh.ring.rank],))
 
 
@@ -50,13 +50,13 @@ class Ring:
         box[:, :, :groups].copy_(k_BLGD.transpose(0, 1))
         box[:, :, groups:].copy_(v_BLGD.transpose(0, 1))
         out = lse = None
-        for block in rotation.rotate():
+        for step, block in enumerate(rotation.rotate(), start=1):
             k, v = block.transpose(0, 1).split((groups, groups), dim=2)
-            part, part_lse = self._local(q_BLHD, k, v)
-            out, lse = merge(out, lse, part, part_lse)
+            dtype = q_BLHD.dtype if step == self._axis.size else None  # fp32 between, the model's dtype at the end
+            out, lse = merge(out, lse, *self._local(q_BLHD, k, v), dtype=dtype)
         assert out is not None
         assert lse is not None
-        return out.to(q_BLHD.dtype), lse
+        return out, lse
 
     def _rotation(self, k_BLGD: Tensor) -> Rotation:
         batch, _, groups, dim = k_BLGD.shape
@@ -64,19 +64,3 @@ class Ring:
         if key not in self._rotations:
             self._rotations[key] = Rotation(self._axis, self._sizes, (batch, 2 * groups, dim), k_BLGD)
         return self._rotations[key]
-
-
-def merge(
-    out_BLHD: Tensor | None, lse_BHL: Tensor | None, part_BLHD: Tensor, part_lse_BHL: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from attention over each, in fp32 (fp64 for fp64).
-
-    With a = exp(lse), b = exp(part_lse): out = (a out + b part) / (a + b), lse = log(a + b), written so that nothing
-    overflows: b / (a + b) = sigmoid(part_lse - lse).
-    """
-    part_BLHD = part_BLHD.to(state_dtype(part_BLHD.dtype))
-    if out_BLHD is None or lse_BHL is None:
-        return part_BLHD, part_lse_BHL.to(part_BLHD.dtype)
-    step = part_lse_BHL.to(lse_BHL.dtype) - lse_BHL
-    share_BLH1 = torch.sigmoid(step).transpose(1, 2)[..., None]
-    return torch.lerp(out_BLHD, part_BLHD, share_BLH1), lse_BHL - F.logsigmoid(-step)

@@ -27,7 +27,7 @@ def check(mesh: Mesh) -> None:
 def build(mesh: Mesh, tokens: Tokens, local: Core) -> Attend:
     """Attention for one token count; `tokens` is sharded over `mesh.sequence`."""
     check(mesh)
-    check_tokens(tokens)
+    check_tokens(tokens, mesh.sequence.size)
     return Ulysses(local, mesh.ulysses, tokens.sizes)
 
 

@@ -19,7 +19,7 @@ def check(mesh: Mesh) -> None:
 
 def build(mesh: Mesh, tokens: Tokens, local: Core) -> Attend:
     """Attention for one token count; ring block r is parts r*U ... r*U + U - 1 of the flat shard."""
-    check_tokens(tokens)
+    check_tokens(tokens, mesh.sequence.size)
     width = mesh.ulysses.size
     parts = [tokens.sizes[row * width : (row + 1) * width] for row in range(mesh.ring.size)]
     ring = Ring(local, mesh.ring, tuple(map(sum, parts)))

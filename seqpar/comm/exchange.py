@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.mesh import Axis
-from seqpar.protocols import Outbox
+from seqpar.protocols import Outbox, Outboxes
 from seqpar.shard import Shard
 
 
@@ -96,15 +96,16 @@ class ToHeads:
             layout.dtype,
             layout.device,
         )
+        self._boxes = Outboxes(self._box(rank, slab) for rank, slab in enumerate(self._move.outgoing))
 
-    def outboxes(self) -> list[Outbox]:
+    def _box(self, rank: int, slab: Tensor) -> Outbox:
+        h, g = self._layout.counts(rank)
+        q, k, v = slab.split((h, g, g), dim=2)
+        return Outbox(q, k, v, self._layout.q_slice(rank), self._layout.kv_slice(rank))
+
+    def outboxes(self) -> Outboxes:
         """Where to write each rank's heads of my tokens."""
-        layout, boxes = self._layout, []
-        for rank, slab in enumerate(self._move.outgoing):
-            h, g = layout.counts(rank)
-            q, k, v = slab.split((h, g, g), dim=2)
-            boxes.append(Outbox(q, k, v, layout.q_slice(rank), layout.kv_slice(rank)))
-        return boxes
+        return self._boxes
 
     def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, L, h, D), k and v (B, L, g, D): strided views of the received slab."""

@@ -1,17 +1,22 @@
-"""adaLN between the matrix products: gate a branch into the residual stream, normalise, modulate.
+"""adaLN between the matrix products: gate a branch into the residual stream, normalise, modulate; one pass.
 
-Plain torch: the arithmetic that fused kernels have to equal. Everything between reading a bf16 stream and writing one
-is in fp32 (fp64 for fp64), so there is one rounding per result. Source: adaLN-Zero, DiT (arXiv 2212.09748).
+When it wins: always on a GPU. It is bound by memory: each stream is read once and written once (4 bytes an element of
+a bf16 stream to normalise, 8 with a gated branch), where plain torch makes about ten passes, half of them in fp32.
+Everything between reading a stream and writing one is in fp32 (fp64 for fp64), so there is one rounding per result,
+and a row's bits do not depend on how many rows there are.
+Source: adaLN-Zero, DiT (arXiv 2212.09748).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.kernels._triton import fused, jit, tl
 from seqpar.protocols import state_dtype
 
 
@@ -24,20 +29,188 @@ class Norm:
     weight: Tensor | None = None
 
 
+class Gated(NamedTuple):
+    """What is added to the stream before the norm: gate (B, E) x branch (B, l, E)."""
+
+    gate_BE: Tensor
+    branch_BlE: Tensor
+
+
+class Tile(NamedTuple):
+    """How rows are laid over programs: rows a program, warps a program. A row's arithmetic depends on warps alone."""
+
+    rows: int
+    warps: int
+
+
+# what a kernel has to get right and a bench measures: batch rows, tokens, width, padding of a token's stride
+CASES: tuple[dict[str, int], ...] = (
+    {"batch": 1, "tokens": 1, "width": 384, "pad": 0},
+    {"batch": 2, "tokens": 5, "width": 1152, "pad": 0},
+    {"batch": 3, "tokens": 5, "width": 1160, "pad": 8},  # a multiple of 8, not of 16
+    {"batch": 1, "tokens": 85, "width": 384, "pad": 384},
+    {"batch": 2, "tokens": 4, "width": 1536, "pad": 0},
+    {"batch": 2, "tokens": 256, "width": 4096, "pad": 0},
+    {"batch": 2, "tokens": 4096, "width": 1152, "pad": 0},
+    {"batch": 2, "tokens": 4096, "width": 1536, "pad": 0},
+    {"batch": 2, "tokens": 4096, "width": 3072, "pad": 0},
+    {"batch": 2, "tokens": 4096, "width": 4096, "pad": 0},
+    {"batch": 1, "tokens": 8192, "width": 8192, "pad": 8192},
+)
+
+
 def norm_modulate(x_BlE: Tensor, shift_BE: Tensor, scale_BE: Tensor, norm: Norm) -> Tensor:
     """norm(x) * (1 + scale) + shift, in x's dtype."""
+    return (launch if fused(x_BlE) else reference)(x_BlE, None, shift_BE, scale_BE, norm)[1]
+
+
+def gate_norm_modulate(
+    x_BlE: Tensor,
+    gate_BE: Tensor,
+    branch_BlE: Tensor,
+    shift_BE: Tensor,
+    scale_BE: Tensor,
+    norm: Norm,
+    *,
+    keep: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(x + gate * branch, norm_modulate of that), both in x's dtype; the norm sees the sum before it is rounded.
+
+    keep=False: nobody reads the stream again (the last layer), so it is not written and x comes back as it was.
+    """
+    gated = Gated(gate_BE, branch_BlE)
+    return (launch if fused(x_BlE) else reference)(x_BlE, gated, shift_BE, scale_BE, norm, keep=keep)
+
+
+def reference(
+    x_BlE: Tensor, gated: Gated | None, shift_BE: Tensor, scale_BE: Tensor, norm: Norm, *, keep: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(the stream after the gated branch, its normalised and modulated form), in plain torch."""
     wide = x_BlE.to(state_dtype(x_BlE.dtype))
+    if gated is not None:
+        wide = wide + gated.gate_BE[:, None] * gated.branch_BlE
     weight = None if norm.weight is None else norm.weight.to(wide.dtype)
     if norm.kind == "layer":
         normed = F.layer_norm(wide, wide.shape[-1:], weight, eps=norm.eps)
     else:
         normed = F.rms_norm(wide, wide.shape[-1:], weight, norm.eps)
-    return (normed * (1 + scale_BE[:, None]) + shift_BE[:, None]).to(x_BlE.dtype)
+    h = (normed * (1 + scale_BE[:, None]) + shift_BE[:, None]).to(x_BlE.dtype)
+    return (wide.to(x_BlE.dtype) if gated is not None and keep else x_BlE), h
 
 
-def gate_norm_modulate(
-    x_BlE: Tensor, gate_BE: Tensor, branch_BlE: Tensor, shift_BE: Tensor, scale_BE: Tensor, norm: Norm
+def tile(width: int) -> Tile:
+    """By width alone, never by the number of rows: 16 elements a thread are two 16-byte accesses of bf16."""
+    return Tile(1, max(1, min(16, _block(width) // 512)))
+
+
+def launch(
+    x_BlE: Tensor,
+    gated: Gated | None,
+    shift_BE: Tensor,
+    scale_BE: Tensor,
+    norm: Norm,
+    *,
+    keep: bool = True,
+    tiled: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(x + gate * branch, norm_modulate of that), both in x's dtype; the norm sees the sum before it is rounded."""
-    total = x_BlE.to(state_dtype(x_BlE.dtype)) + gate_BE[:, None] * branch_BlE
-    return total.to(x_BlE.dtype), norm_modulate(total, shift_BE, scale_BE, norm).to(x_BlE.dtype)
+    """`reference` by the kernel; new tensors, contiguous. Only the last dim of the inputs has to be contiguous."""
+    batch, tokens, width = x_BlE.shape
+    gate, branch = gated or (None, None)
+    vectors = [x if x is None else x.expand(batch, width) for x in (gate, shift_BE, scale_BE)]
+    branch = None if branch is None else branch.expand(batch, tokens, width)
+    unit, strides = _strides(width, x_BlE, branch, *vectors)
+    h = torch.empty((batch, tokens, width), dtype=x_BlE.dtype, device=x_BlE.device)
+    x_new = torch.empty_like(h) if branch is not None and keep else None
+    rows, warps = tiled or tile(width)
+    constants = {"E": width, "BLOCK": _block(width), "ROWS": rows, "UNIT": unit, "CENTRE": norm.kind == "layer"}
+    if h.numel():
+        grid = (-(-tokens // rows), batch)
+        _kernel[grid](
+            x_BlE, branch, *vectors, norm.weight, x_new, h, tokens, norm.eps, *strides, **constants, num_warps=warps,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    return (x_BlE if x_new is None else x_new), h
+
+
+def _block(width: int) -> int:
+    return 1 << (width - 1).bit_length()
+
+
+def _strides(width: int, x_BlE: Tensor, branch_BlE: Tensor | None, *vectors: Tensor | None) -> tuple[int, list[int]]:
+    """(unit, batch and token strides of the streams and batch strides of the vectors, in units).
+
+    The unit is 8 elements where it can be: then the compiler knows that rows start on 16 bytes whatever the strides.
+    """
+    strides: list[int] = []
+    for tensor in (x_BlE, branch_BlE, *vectors):
+        if tensor is not None and tensor.stride(-1) != 1 and width > 1:
+            raise ValueError(f"got strides {tensor.stride()}, expected a contiguous last dim: adaLN copies nothing")
+    for stream in (x_BlE, branch_BlE):
+        strides += [0, 0] if stream is None else stream.stride()[:2]
+    strides += [0 if vector is None else vector.stride(0) for vector in vectors]
+    unit = 1 if width % 8 or any(stride % 8 for stride in strides) else 8
+    return unit, [stride // unit for stride in strides]
+
+
+@jit
+def _vector(pointer, col, inside):
+    # read by every program of a batch row: it should stay in L1
+    return tl.load(pointer + col, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+
+
+@jit
+def _stream(pointer, col, inside):
+    # read once: it should not push the vectors out
+    return tl.load(pointer + col, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@jit
+def _kernel(
+    x,
+    branch,
+    gate,
+    shift,
+    scale,
+    weight,
+    x_new,
+    h,
+    tokens,
+    eps,
+    x_batch,
+    x_token,
+    branch_batch,
+    branch_token,
+    gate_batch,
+    shift_batch,
+    scale_batch,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+    CENTRE: tl.constexpr,
+):
+    # a whole row is in registers, in one layout for all tensors: nothing is exchanged but the two sums
+    batch = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * ROWS
+    col = tl.arange(0, BLOCK)
+    inside = col < E
+    shift_E = _vector(shift + batch * shift_batch * UNIT, col, inside)
+    scale_E = _vector(scale + batch * scale_batch * UNIT, col, inside) + 1.0
+    gate_E = None if branch is None else _vector(gate + batch * gate_batch * UNIT, col, inside)
+    weight_E = None if weight is None else _vector(weight, col, inside)
+    for index in range(ROWS):
+        # past the end the last row is computed again, to the same bits: cheaper than a mask that varies by row
+        token = tl.minimum(first + index, tokens - 1).to(tl.int64)
+        row = _stream(x + (batch * x_batch + token * x_token) * UNIT, col, inside)
+        here = (batch * tokens + token) * E + col
+        if branch is not None:
+            row += gate_E * _stream(branch + (batch * branch_batch + token * branch_token) * UNIT, col, inside)
+            if x_new is not None:
+                tl.store(x_new + here, row.to(x_new.dtype.element_ty), inside)
+        if CENTRE:
+            row = tl.where(inside, row - tl.sum(row, 0) / E, 0.0)
+        # of differences from the mean: the difference of two large sums would cancel
+        row *= tl.rsqrt(tl.sum(row * row, 0) / E + eps)
+        if weight is not None:
+            row *= weight_E
+        tl.store(h + here, (row * scale_E + shift_E).to(h.dtype.element_ty), inside)

@@ -1,32 +1,64 @@
-"""QK-norm and rotary embedding of q and k, written with v straight into the readers' outboxes.
+"""QK-norm and rotary embedding of q and k, written with v straight into the readers' outboxes: one launch.
 
 When it wins: always better than permute -> collective -> permute, because the one pass that norm and rotary need
-anyway also does the layout of the exchange. Plain torch here: the reference that a fused kernel has to equal.
+anyway also does the layout of the exchange. q, k and v are read once, where the projection wrote them, and written
+once, where the reader reads them; in between is fp32. Source: seeds/000 (QK-norm with rotary); the outboxes are ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.protocols import Outbox, Prepare, state_dtype
+from seqpar.kernels._triton import fused, jit, tl, triton
+from seqpar.protocols import Outbox, Outboxes, Places, Prepare, state_dtype
+
+CASES = (
+    *({"batch": 2, "tokens": n, "heads": 32, "kv_heads": 32, "dim": 128} for n in (256, 4096)),  # Large-DiT 7B
+    {"batch": 1, "tokens": 4096, "heads": 32, "kv_heads": 32, "dim": 96},  # 3B
+    {"batch": 2, "tokens": 1023, "heads": 32, "kv_heads": 32, "dim": 48},  # 600M
+    {"batch": 2, "tokens": 4096, "heads": 16, "kv_heads": 16, "dim": 72},  # DiT-XL
+    {"batch": 2, "tokens": 1024, "heads": 24, "kv_heads": 8, "dim": 96},  # Lumina2
+    *({"batch": 2, "tokens": 5, "heads": 6, "kv_heads": 3, "dim": dim} for dim in (48, 72, 96, 128, 6)),
+    {"batch": 1, "tokens": 1, "heads": 5, "kv_heads": 5, "dim": 72},
+)
+PER_THREAD = 16
+"""Elements of a row that a thread holds: two 16-byte vectors."""
 
 
 def prepare(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]:
     """q and k after norm and rotary, same shapes and dtype; computed in fp32 (fp64 for fp64)."""
     if how.is_identity:
         return q_BlHD, k_BlGD
+    return (launch if _takes(q_BlHD, k_BlGD, how=how) else reference)(q_BlHD, k_BlGD, how)
+
+
+def prepare_into(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, outboxes: Sequence[Outbox]) -> None:
+    """The same, written with v into every outbox: each reader gets its heads of my tokens, token-major.
+
+    Pass the same `Outboxes` at every call: what a kernel must know of them is computed once.
+    """
+    if _takes(q_BlHD, k_BlGD, v_BlGD, how=how):
+        boxes = outboxes if isinstance(outboxes, Outboxes) else Outboxes(outboxes)
+        launch_into(q_BlHD, k_BlGD, v_BlGD, how, boxes)
+    else:
+        reference_into(q_BlHD, k_BlGD, v_BlGD, how, outboxes)
+
+
+def reference(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]:
+    """`prepare` in plain torch."""
     q = _rotate(_normalise(q_BlHD, how, how.q_weight, how.q_bias), how).to(q_BlHD.dtype)
     k = _rotate(_normalise(k_BlGD, how, how.k_weight, how.k_bias), how).to(k_BlGD.dtype)
     return q, k
 
 
-def prepare_into(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, outboxes: Sequence[Outbox]) -> None:
-    """The same, written with v into every outbox: each reader gets its heads of my tokens, token-major."""
-    q, k = prepare(q_BlHD, k_BlGD, how)
+def reference_into(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, outboxes: Sequence[Outbox]) -> None:
+    """`prepare_into` in plain torch."""
+    q, k = (q_BlHD, k_BlGD) if how.is_identity else reference(q_BlHD, k_BlGD, how)
     for box in outboxes:
         if box.q is not None:
             box.q.copy_(q[:, :, box.heads].transpose(0, 1))
@@ -34,6 +66,62 @@ def prepare_into(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, o
             box.k.copy_(k[:, :, box.kv_heads].transpose(0, 1))
         if box.v is not None:
             box.v.copy_(v_BlGD[:, :, box.kv_heads].transpose(0, 1))
+
+
+def launch(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]:
+    """`prepare` by the kernel, into contiguous tensors."""
+    q = torch.empty(q_BlHD.shape, dtype=q_BlHD.dtype, device=q_BlHD.device)
+    k = torch.empty(k_BlGD.shape, dtype=k_BlGD.dtype, device=k_BlGD.device)
+    _run(q_BlHD, k_BlGD, None, how, (q, k))
+    return q, k
+
+
+def launch_into(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, outboxes: Outboxes) -> None:
+    """`prepare_into` by the kernel."""
+    places = outboxes.places
+    if places.dtype != q_BlHD.dtype:
+        raise ValueError(f"got outboxes of {places.dtype} for {q_BlHD.dtype}, expected the same")
+    _run(q_BlHD, k_BlGD, v_BlGD, how, places)
+
+
+def _takes(*inputs: Tensor, how: Prepare) -> bool:
+    """Whether the kernel computes this: forward only, one dtype, contiguous last dims."""
+    extra = (how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
+    tensors = (*inputs, *(x for x in extra if x is not None))
+    if not fused(inputs[0]) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return False
+    return all(x.dtype == inputs[0].dtype for x in inputs) and all(x.stride(-1) == 1 for x in tensors)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor | None, how: Prepare, into: Places | tuple[Tensor, Tensor]) -> None:
+    (batch, tokens, heads, dim), groups, parts = q.shape, k.shape[2], 2 if v is None else 3
+    if isinstance(into, Places):
+        table, (q_out, k_out), write, shape = into.table, (None, None), into.alignment, into.table.shape
+    else:
+        table, (q_out, k_out), write, shape = None, into, gcd(16, dim * q.element_size()), (3, 1, 0, 3)
+    inputs = (q, k) if v is None else (q, k, v)
+    strides = [x.stride()[:3] for x in (q, k, k if v is None else v)]
+    norms = () if how.norm == "none" else (how.q_weight, how.q_bias, how.k_weight, how.k_bias)
+    rotary, rows = "none", (0, 0)
+    if how.cos_lD2 is not None and how.sin_lD2 is not None:
+        rotary, rows = "pairs" if how.interleaved else "halves", (how.cos_lD2.stride(0), how.sin_lD2.stride(0))
+    wide, narrow, padded = (triton.next_power_of_2(n) for n in (heads, groups, max(dim, 2)))
+    warps = min(16, max(1, wide * padded // (32 * PER_THREAD)))
+    if batch * tokens:
+        prepare_kernel[(batch * tokens * parts,)](
+            q, k, v, q_out, k_out, table, *(norms or (None,) * 4), how.cos_lD2, how.sin_lD2,
+            tokens, shape[2], *strides[0], *strides[1], *strides[2], *rows, how.eps,
+            how.norm, how.per_head, rotary, heads, groups, dim, wide, narrow, padded, parts, shape[1],
+            _alignment(inputs, norms, how, dim), write, num_warps=warps,
+        )  # fmt: skip
+
+
+def _alignment(inputs: Sequence[Tensor], norms: Sequence[Tensor | None], how: Prepare, dim: int) -> int:
+    """The bytes that divide the place of every head and every row that is read, at most 16: how wide a load may be."""
+    places = [(x, x.stride()[:3]) for x in inputs]
+    places += [(x, (dim,)) for x in norms if x is not None]
+    places += [(x, x.stride()[:1]) for x in (how.cos_lD2, how.sin_lD2) if x is not None]
+    return gcd(16, *(n for x, steps in places for n in (x.data_ptr(), *(step * x.element_size() for step in steps))))
 
 
 def _normalise(x_BlHD: Tensor, how: Prepare, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -59,3 +147,137 @@ def _rotate(x_BlHD: Tensor, how: Prepare) -> Tensor:
         return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
     a, b = x_BlHD.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+@jit
+def prepare_kernel(
+    q, k, v, q_out, k_out, table, q_weight, q_bias, k_weight, k_bias, cos, sin, tokens, table_heads,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, cos_row, sin_row, eps,
+    NORM: tl.constexpr, PER_HEAD: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    DIM: tl.constexpr, HEADS2: tl.constexpr, GROUPS2: tl.constexpr, DIM2: tl.constexpr, PARTS: tl.constexpr,
+    COPIES: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
+):  # fmt: skip
+    """Program = one token's q, k or v; neighbours share a row of the projection, so memory is walked in order.
+
+    HEADS2, GROUPS2, DIM2 are the next powers of two. READ and WRITE are bytes that divide every place of a head.
+    """
+    part = tl.program_id(0) % PARTS
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    batch = row // tokens
+    token = row % tokens
+    if part == 0:
+        _move(
+            q + batch * q_batch + token * q_token, q_head, q_out, table, table_heads, row, batch, token,
+            q_weight, q_bias, cos, sin, cos_row, sin_row, eps,
+            NORM, PER_HEAD, ROTARY, 0, HEADS, HEADS2, DIM, DIM2, COPIES, READ, WRITE,
+        )  # fmt: skip
+    if part == 1:
+        _move(
+            k + batch * k_batch + token * k_token, k_head, k_out, table, table_heads, row, batch, token,
+            k_weight, k_bias, cos, sin, cos_row, sin_row, eps,
+            NORM, PER_HEAD, ROTARY, 1, GROUPS, GROUPS2, DIM, DIM2, COPIES, READ, WRITE,
+        )  # fmt: skip
+    if PARTS == 3:  # noqa: SIM102 (of the two, this one is decided at compile time)
+        if part == 2:
+            _move(
+                v + batch * v_batch + token * v_token, v_head, None, table, table_heads, row, batch, token,
+                None, None, None, None, 0, 0, eps,
+                "none", PER_HEAD, "none", 2, GROUPS, GROUPS2, DIM, DIM2, COPIES, READ, WRITE,
+            )  # fmt: skip
+
+
+@jit
+def _move(
+    source, head_stride, out, table, table_heads, row, batch, token, weight, bias, cos, sin, cos_row, sin_row, eps,
+    NORM: tl.constexpr, PER_HEAD: tl.constexpr, ROTARY: tl.constexpr, PART: tl.constexpr, HEADS: tl.constexpr,
+    HEADS2: tl.constexpr, DIM: tl.constexpr, DIM2: tl.constexpr, COPIES: tl.constexpr, READ: tl.constexpr,
+    WRITE: tl.constexpr,
+):  # fmt: skip
+    """Read the heads of one token, normalise, rotate, write. All in halves a and b: rotary partners face each other."""
+    head = tl.arange(0, HEADS2)
+    pair = tl.arange(0, DIM2 // 2)
+    a, b = _read(source, head_stride, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
+    if NORM != "none":
+        if NORM == "layer":
+            mean = _mean(a + b, PER_HEAD, HEADS, DIM)
+            last_a: tl.constexpr = DIM // 2 if ROTARY == "halves" else (DIM + 1) // 2
+            known = (head < HEADS)[:, None]
+            a = tl.where(known & (pair < last_a)[None, :], a - mean, 0.0)
+            b = tl.where(known & (pair < DIM // 2)[None, :], b - mean, 0.0)
+        # weights are read only now: they come from the cache, and fewer registers make room for more rows at a time
+        scale = tl.rsqrt(_mean(a * a + b * b, PER_HEAD, HEADS, DIM) + eps)
+        a = a * scale
+        b = b * scale
+        if weight is not None:
+            weight_a, weight_b = _read(weight, 0 if PER_HEAD else DIM, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
+            a = a * weight_a
+            b = b * weight_b
+        if bias is not None:
+            bias_a, bias_b = _read(bias, 0 if PER_HEAD else DIM, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
+            a = a + bias_a
+            b = b + bias_b
+    if ROTARY != "none":
+        at_cos = tl.multiple_of(cos + token * cos_row + pair, [READ])
+        at_sin = tl.multiple_of(sin + token * sin_row + pair, [READ])
+        cosine = tl.load(at_cos, mask=pair < DIM // 2, other=0.0).to(tl.float32)[None, :]
+        sine = tl.load(at_sin, mask=pair < DIM // 2, other=0.0).to(tl.float32)[None, :]
+        turned = a * cosine - b * sine
+        b = b * cosine + a * sine
+        a = turned
+    for copy in tl.static_range(COPIES):  # pyright: ignore[reportGeneralTypeIssues]
+        if table is None:
+            _write(out + (row * HEADS + head) * DIM, head < HEADS, a, b, ROTARY, DIM, HEADS2, DIM2, WRITE)
+        else:
+            entry = table + ((PART * COPIES + copy) * table_heads + head) * 3
+            known = (head < HEADS) & (head < table_heads)
+            address = tl.load(entry, mask=known, other=0)
+            offset = token * tl.load(entry + 1, mask=known, other=0) + batch * tl.load(entry + 2, mask=known, other=0)
+            place = address.to(tl.pointer_type(source.dtype.element_ty)) + offset
+            _write(place, address != 0, a, b, ROTARY, DIM, HEADS2, DIM2, WRITE)
+
+
+@jit
+def _mean(x, PER_HEAD: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Over each head, or over all; x holds two of its elements in each place, and zeros outside."""
+    return (tl.sum(x, axis=1) / DIM)[:, None] if PER_HEAD else tl.sum(x) / (HEADS * DIM)
+
+
+@jit
+def _read(
+    start, step, ROTARY: tl.constexpr, HEADS: tl.constexpr, HEADS2: tl.constexpr, DIM: tl.constexpr,
+    DIM2: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
+    """Every head, `step` elements apart, as its halves: first and second for "halves", even and odd otherwise."""
+    head = tl.arange(0, HEADS2)[:, None]
+    if ROTARY == "halves":
+        column = tl.arange(0, DIM2 // 2)[None, :]
+        at = tl.multiple_of(start + (head * step + column), [READ, READ])
+        inside = (head < HEADS) & (column < DIM // 2)
+        a = tl.load(at, mask=inside, other=0.0)
+        b = tl.load(at + DIM // 2, mask=inside, other=0.0)
+    else:
+        column = tl.arange(0, DIM2)[None, :]
+        at = tl.multiple_of(start + (head * step + column), [READ, READ])
+        x = tl.load(at, mask=(head < HEADS) & (column < DIM), other=0.0)
+        a, b = tl.split(tl.reshape(x, (HEADS2, DIM2 // 2, 2)))
+    return a.to(tl.float32), b.to(tl.float32)
+
+
+@jit
+def _write(
+    place, wanted, a, b, ROTARY: tl.constexpr, DIM: tl.constexpr, HEADS2: tl.constexpr, DIM2: tl.constexpr,
+    WRITE: tl.constexpr,
+):  # fmt: skip
+    """Every head that is wanted to its place."""
+    element: tl.constexpr = place.dtype.element_ty
+    if ROTARY == "halves":
+        column = tl.arange(0, DIM2 // 2)[None, :]
+        at = tl.multiple_of(place[:, None] + column, [WRITE, WRITE])
+        inside = wanted[:, None] & (column < DIM // 2)
+        tl.store(at, a.to(element), mask=inside)
+        tl.store(at + DIM // 2, b.to(element), mask=inside)
+    else:
+        column = tl.arange(0, DIM2)[None, :]
+        at = tl.multiple_of(place[:, None] + column, [WRITE, WRITE])
+        x = tl.reshape(tl.join(a, b), (HEADS2, DIM2))
+        tl.store(at, x.to(element), mask=wanted[:, None] & (column < DIM))

@@ -1,7 +1,8 @@
 """torch's own attention kernels, called directly because they return the log-sum-exp that a ring needs.
 
-When it wins: always there. cuDNN is the fastest on Hopper for head dim 72 and needs no package; the memory-efficient
-kernel takes fp32; on the CPU there is a flash kernel. Takes strided views as they are.
+When it wins: always there, without another package, and the first choice where the table in `seqpar.plan` names no
+other. cuDNN on Hopper and later, torch's FlashAttention-2 before and for head dims over 128, the memory-efficient
+kernel for fp32, a flash kernel on the CPU. Takes strided views as they are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
+FLASH_MOST = 256  # head dim that torch's FlashAttention-2 takes
 
 
 def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -24,7 +26,9 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
     if dtype not in (*HALF, torch.float32):
         return f"no kernel for {dtype} on a GPU"
     step = 8 if dtype in HALF else 4
-    return f"head dim {head_dim} is not a multiple of {step}" if head_dim % step else None
+    if head_dim % step:
+        return f"head dim {head_dim} is not a multiple of {step}"
+    return f"head dim {head_dim} is over {FLASH_MOST} in {dtype}" if dtype in HALF and head_dim > FLASH_MOST else None
 
 
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]:

@@ -52,17 +52,47 @@ def locate(name: str | Path) -> Blueprint:
 
     Raises ValueError (what was got, what there is) before any weight is read.
     """
-    presets = {preset: (module, config) for module in _modules() for preset, config in module.PRESETS.items()}
-    if str(name).lower() in presets:
-        return Blueprint(str(name).lower(), *presets[str(name).lower()])
-    path = Path(name)
+    path = resolve(name)
+    if path is None:
+        preset = str(name).lower()
+        return Blueprint(preset, *_presets()[preset])
     if path.is_file():
         return _blueprint(open_checkpoint(path), None)
-    if not path.exists():
-        path = _download(str(name), presets)
     folder = path / "transformer" if (path / "model_index.json").exists() else path
     config = read_json(folder / "config.json")
     return _blueprint(open_checkpoint(find_checkpoint(folder)), config)
+
+
+def resolve(name: str | Path) -> Path | None:
+    """The file or diffusers folder that a name stands for, fetched from the hub where it is a hub id; None: a preset.
+
+    Raises ValueError where there is none, and for a folder that is no diffusers folder.
+    """
+    if str(name).lower() in _presets():
+        return None
+    path = Path(name)
+    if not path.exists():
+        path = _download(str(name))
+    if path.is_dir() and not any((path / file).is_file() for file in ("model_index.json", "config.json")):
+        raise ValueError(f"got model {name}, which is no diffusers folder (no model_index.json or config.json)")
+    return path
+
+
+def shape_of(shapes: Mapping[str, tuple[int, ...]], key: str, dims: int) -> tuple[int, ...]:
+    """The shape of a key that a model's `recognise` reads sizes from; `ValueError` where it is missing or odd."""
+    if key not in shapes:
+        raise ValueError(
+            f"got a checkpoint that lacks {key}, expected a complete one: the model's sizes follow from it"
+        )
+    if len(shapes[key]) != dims or 0 in shapes[key]:
+        raise ValueError(f"got a checkpoint with {key} of shape {shapes[key]}, expected {dims} dims, none empty")
+    return shapes[key]
+
+
+def count_layers(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
+    """One more than the highest number N in keys like `prefix.N.name`."""
+    found = (re.match(rf"{re.escape(prefix)}\.(\d+)\.", key) for key in shapes)
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
 def from_diffusers(model: nn.Module) -> Blueprint:
@@ -75,14 +105,14 @@ def from_diffusers(model: nn.Module) -> Blueprint:
 
 
 def randomise(model: nn.Module, seed: int) -> None:
-    """Normal weights, zero biases, reproducible on one device type."""
+    """Normal matrices, norm weights of one, zero biases; reproducible on one device type."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=INIT_STD, generator=generator)
         else:
-            nn.init.zeros_(parameter)
+            nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
 
 def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Blueprint:
@@ -102,15 +132,18 @@ def _modules() -> list[ModuleType]:
     return [importlib.import_module(path) for path in plugins(seqpar.models).values()]
 
 
-def _download(name: str, presets: Mapping[str, Any]) -> Path:
+def _presets() -> dict[str, tuple[ModuleType, Any]]:
+    return {preset: (module, config) for module in _modules() for preset, config in module.PRESETS.items()}
+
+
+def _download(name: str) -> Path:
+    presets = ", ".join(_presets())
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise ValueError(
-            f"got model {name!r}: there is no such path; presets with random weights: {', '.join(presets)}"
-        )
+        raise ValueError(f"got model {name!r}: there is no such path; presets with random weights: {presets}")
     files = ["model_index.json", "config.json", "transformer/*", "vae/*", "scheduler/*", "*.safetensors"]
     try:
         return Path(snapshot_download(name, allow_patterns=files))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise ValueError(
-            f"got model {name!r}: no such path, no preset ({', '.join(presets)}), and not from the hub: {error}"
+            f"got model {name!r}: no such path, no preset ({presets}), and not from the hub: {error}"
         ) from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 MAX_PERIOD = 10000.0
 
@@ -52,6 +53,12 @@ def sincos_2d(rows_H: Tensor, columns_W: Tensor, dim: int) -> Tensor:
     columns = half(columns_W)[None].expand(height, -1, -1)
     rows = half(rows_H)[:, None].expand(-1, width, -1)
     return torch.cat((columns, rows), dim=-1).flatten(0, 1).float()
+
+
+def linear(x: Tensor, layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """`layer`, with its weights in another dtype for this call."""
+    assert isinstance(layer, nn.Linear)
+    return F.linear(x.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
 
 
 def output_order(out_channels: int, patch: int) -> Tensor:

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
+from seqpar.kernels.gelu import bias_gelu
 from seqpar.models import _layers
+from seqpar.models._find import count_layers, shape_of
 from seqpar.protocols import Attend, Condition, Prepare, SequenceModel, state_dtype
 from seqpar.weights import KeyMap, Source
 
@@ -72,7 +74,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(h_BlE).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
         branch = self.proj(attend(q, k, v, Prepare()).flatten(2))
         x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, self.mlp_norm)
-        branch = self.fc2(F.gelu(self.fc1(h), approximate="tanh"))
+        branch = self.fc2(bias_gelu(F.linear(h, self.fc1.weight), self.fc1.bias))
         return gate_norm_modulate(x, gate_mlp, branch, *after)
 
 
@@ -113,15 +115,17 @@ class Model(SequenceModel):
     def condition(self, t_R: Tensor, **labels: Tensor) -> Condition:
         wide = state_dtype(self.x_embedder.weight.dtype)
         first, _, second = self.t_embedder
-        t = _linear(
-            F.silu(_linear(_layers.sinusoid(t_R, FREQUENCIES, self.config.freq_shift), first, wide)), second, wide
+        t = _layers.linear(
+            F.silu(_layers.linear(_layers.sinusoid(t_R, FREQUENCIES, self.config.freq_shift), first, wide)),
+            second,
+            wide,
         )
         c_RE = F.silu(t + self.y_embedder(labels["class_labels"]).to(wide))
         # one layer upcast at a time: the whole model in fp32 would double its memory
         blocks = c_RE.new_empty(len(t_R), len(self.blocks), 6, self.config.width)
         for index, block in enumerate(self.blocks):
-            blocks[:, index] = _linear(c_RE, block.get_submodule("modulation"), wide).unflatten(-1, (6, -1))
-        return {"blocks": blocks, "final": _linear(c_RE, self.final_modulation, wide).unflatten(-1, (2, -1))}
+            blocks[:, index] = _layers.linear(c_RE, block.get_submodule("modulation"), wide).unflatten(-1, (6, -1))
+        return {"blocks": blocks, "final": _layers.linear(c_RE, self.final_modulation, wide).unflatten(-1, (2, -1))}
 
     def forward_tokens(
         self, inputs: Mapping[str, Tensor], positions: Tensor, condition: Condition, attend: Attend
@@ -138,11 +142,6 @@ class Model(SequenceModel):
 
     def null_labels(self, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: torch.full_like(label, self.config.num_classes) for name, label in labels.items()}
-
-
-def _linear(x: Tensor, layer: nn.Module, dtype: torch.dtype) -> Tensor:
-    assert isinstance(layer, nn.Linear)
-    return F.linear(x.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
 
 
 # Presets: random weights, for benchmarks and tests -------------------------------------------------------------
@@ -217,19 +216,21 @@ def _from_diffusers(config: Mapping[str, Any]) -> Config:
 
 def _from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> Config:
     """An original checkpoint has no config: heads are 64 wide in S, B and L, 72 in XL."""
-    width, channels, patch, _ = shapes["x_embedder.proj.weight"]
+    width, channels, patch, _ = shape_of(shapes, "x_embedder.proj.weight", 4)
     head_dim = 72 if width % 64 or width == 1152 else 64
-    tokens = shapes["pos_embed"][1] if "pos_embed" in shapes else (32 // patch) ** 2
+    if width % head_dim:
+        raise ValueError(f"got a DiT of width {width}, expected a multiple of 64 or 72: heads follow from the width")
+    tokens = shape_of(shapes, "pos_embed", 3)[1] if "pos_embed" in shapes else (32 // patch) ** 2
     return Config(
         num_attention_heads=width // head_dim,
         attention_head_dim=head_dim,
-        num_layers=1 + max(int(key.split(".")[1]) for key in shapes if key.startswith("blocks.")),
+        num_layers=count_layers(shapes, "blocks"),
         patch_size=patch,
         in_channels=channels,
-        out_channels=shapes["final_layer.linear.weight"][0] // patch**2,
+        out_channels=shape_of(shapes, "final_layer.linear.weight", 2)[0] // patch**2,
         sample_size=round(tokens**0.5) * patch,
-        num_classes=shapes["y_embedder.embedding_table.weight"][0] - 1,
-        attention_bias="blocks.0.attn.qkv.bias" in shapes,
+        num_classes=shape_of(shapes, "y_embedder.embedding_table.weight", 2)[0] - 1,
+        attention_bias=any(key.endswith(".attn.qkv.bias") for key in shapes),
     )
 
 
@@ -261,51 +262,33 @@ def _ends(config: Config, embed: str, t: tuple[str, str], table: str, modulation
 
 
 def _original_keys(config: Config) -> KeyMap:
-    sources = _ends(
-        config,
-        "x_embedder.proj",
-        ("t_embedder.mlp.0", "t_embedder.mlp.2"),
-        "y_embedder.embedding_table.weight",
-        "final_layer.adaLN_modulation.1",
-        "final_layer.linear",
-    )
+    t, table = ("t_embedder.mlp.0", "t_embedder.mlp.2"), "y_embedder.embedding_table.weight"
+    final = ("final_layer.adaLN_modulation.1", "final_layer.linear")
+    sources = _ends(config, "x_embedder.proj", t, table, *final)
     for i in range(config.num_layers):
-        sources |= _pairs(f"blocks.{i}.modulation", f"blocks.{i}.adaLN_modulation.1")
-        sources |= _pairs(f"blocks.{i}.qkv", f"blocks.{i}.attn.qkv", bias=config.attention_bias)
-        sources |= _pairs(f"blocks.{i}.proj", f"blocks.{i}.attn.proj")
-        sources |= _pairs(f"blocks.{i}.fc1", f"blocks.{i}.mlp.fc1") | _pairs(f"blocks.{i}.fc2", f"blocks.{i}.mlp.fc2")
+        ours = theirs = f"blocks.{i}"
+        sources |= _pairs(f"{ours}.modulation", f"{theirs}.adaLN_modulation.1")
+        sources |= _pairs(f"{ours}.qkv", f"{theirs}.attn.qkv", bias=config.attention_bias)
+        sources |= _pairs(f"{ours}.proj", f"{theirs}.attn.proj")
+        sources |= _pairs(f"{ours}.fc1", f"{theirs}.mlp.fc1") | _pairs(f"{ours}.fc2", f"{theirs}.mlp.fc2")
     return KeyMap(sources, ignored=frozenset({"pos_embed"}))  # recomputed
 
 
 def _diffusers_keys(config: Config) -> KeyMap:
     """diffusers keeps a copy of the embedders in every block; block 0's is read, the others must equal it."""
-    emb = "transformer_blocks.{}.norm1.emb."
-    embedder = (
-        "timestep_embedder.linear_1.weight",
-        "timestep_embedder.linear_1.bias",
-        "timestep_embedder.linear_2.weight",
-        "timestep_embedder.linear_2.bias",
-        "class_embedder.embedding_table.weight",
-    )
+    emb, table = "transformer_blocks.{}.norm1.emb.", "class_embedder.embedding_table.weight"
+    t = ("timestep_embedder.linear_1", "timestep_embedder.linear_2")
     first = emb.format(0)
-    sources = _ends(
-        config,
-        "pos_embed.proj",
-        (first + "timestep_embedder.linear_1", first + "timestep_embedder.linear_2"),
-        first + embedder[-1],
-        "proj_out_1",
-        "proj_out_2",
-    )
+    sources = _ends(config, "pos_embed.proj", (first + t[0], first + t[1]), first + table, "proj_out_1", "proj_out_2")
     for i in range(config.num_layers):
-        theirs = f"transformer_blocks.{i}"
+        ours, theirs = f"blocks.{i}", f"transformer_blocks.{i}"
         qkv = (f"{theirs}.attn1.to_{x}" for x in "qkv")
-        sources |= _pairs(f"blocks.{i}.modulation", f"{theirs}.norm1.linear")
-        sources |= _pairs(f"blocks.{i}.qkv", *qkv, bias=config.attention_bias)
-        sources |= _pairs(f"blocks.{i}.proj", f"{theirs}.attn1.to_out.0")
-        sources |= _pairs(f"blocks.{i}.fc1", f"{theirs}.ff.net.0.proj") | _pairs(
-            f"blocks.{i}.fc2", f"{theirs}.ff.net.2"
-        )
-    repeats = {emb.format(i) + key: first + key for i in range(1, config.num_layers) for key in embedder}
+        sources |= _pairs(f"{ours}.modulation", f"{theirs}.norm1.linear")
+        sources |= _pairs(f"{ours}.qkv", *qkv, bias=config.attention_bias)
+        sources |= _pairs(f"{ours}.proj", f"{theirs}.attn1.to_out.0")
+        sources |= _pairs(f"{ours}.fc1", f"{theirs}.ff.net.0.proj") | _pairs(f"{ours}.fc2", f"{theirs}.ff.net.2")
+    copied = (table, *(f"{layer}.{kind}" for layer in t for kind in ("weight", "bias")))
+    repeats = {emb.format(i) + key: first + key for i in range(1, config.num_layers) for key in copied}
     return KeyMap(sources, frozenset({"pos_embed.pos_embed"}), repeats)
 
 

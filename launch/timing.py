@@ -1,0 +1,128 @@
+"""What all benches share: times of GPU work, the machine they were made on, JSON lines."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COPY_BYTES = 1 << 31  # far more than the caches hold
+
+
+def graphed(work: Callable[[], object]) -> Callable[[], None]:
+    """`work` as a CUDA graph's replay, after a warm-up."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def timed(work: Callable[[], object], repeat: int) -> float:
+    """ms of one call: the mean of `repeat` calls in a row."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(repeat):
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeat
+
+
+def in_turn(works: Mapping[str, Callable[[], object]], rounds: int, repeat: int) -> dict[str, list[float]]:
+    """ms of each, round after round (A B C A B C), so that drifting clocks hit all alike."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        work()
+    for _ in range(rounds):
+        for name, work in works.items():
+            times[name].append(timed(work, repeat))
+    return times
+
+
+def spread(times: Sequence[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": statistics.median(times), "min": min(times), "max": max(times)}
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a large device-to-device copy."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / (statistics.median(timed(lambda: target.copy_(source), 10) for _ in range(5)) * 1e-3)
+
+
+class Sensors:
+    """SM clock (MHz) and power (W) while work runs, read by nvidia-smi ten times a second."""
+
+    def __enter__(self) -> Sensors:
+        query = [
+            "nvidia-smi",
+            "--query-gpu=clocks.sm,power.draw",
+            "--format=csv,noheader,nounits",
+            "-lms",
+            "100",
+            "-i",
+            "0",
+        ]
+        self._process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+        self.readings: list[tuple[float, float]] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        time.sleep(0.1)
+        self._process.terminate()
+        self._thread.join(timeout=2)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            clock, watts = line.split(",")
+            self.readings.append((float(clock), float(watts)))
+
+    def medians(self) -> tuple[float, float]:
+        """(MHz, W)."""
+        clocks, watts = zip(*self.readings, strict=True) if self.readings else ((0.0,), (0.0,))
+        return statistics.median(clocks), statistics.median(watts)
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What a number depends on besides the code."""
+    found = {"torch": torch.__version__, "python": platform.python_version()}
+    if device.type == "cuda":
+        import triton
+
+        nccl: Any = torch.cuda.nccl.version()
+        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
+        found |= {"triton": triton.__version__, "nccl": ".".join(map(str, nccl))}
+        found |= {"cudnn": str(torch.backends.cudnn.version())}
+    return found
+
+
+def command() -> str:
+    """How this was started, without where its output went."""
+    return "launch/bench.py " + " ".join(sys.argv[1:]).partition(" --out")[0]
+
+
+def append(lines: Sequence[Mapping[str, Any]], out: Path | None) -> None:
+    """Add JSON lines to a file."""
+    if out is not None:
+        with out.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)

@@ -1,0 +1,159 @@
+"""Guidance and the DDIM update on this rank's tokens, in place, with the watch for NaN and infinity; one pass.
+
+When it wins: always on a GPU. The state is small (latent-sized), so the cost is launches: plain torch makes about
+twenty. Read once: both predictions, the state, the noise; written once: the state. Steps are picked on the device, so
+nothing waits on the host and a CUDA graph can replay it. Products and sums are rounded one by one, as plain torch
+rounds them: the kernel and the reference give the same bits.
+Source: DDIM (arXiv 2010.02502, formulas 12 and 16), classifier-free guidance (arXiv 2207.12598).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels._triton import fused, jit, tl
+
+BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Update:
+    """All steps of a run. For state x and guided prediction m: x0 = c0 x + c1 m, clipped to +-clip; e = c2 x + c3 m;
+    next = c4 x0 + c5 e + c6 noise.
+
+    guidance: the scale, on the first `guided` columns of a token (all where None). coefficients_S7 and noise_SnlC
+    have the state's dtype.
+    """
+
+    coefficients_S7: Tensor
+    guidance: float = 1.0
+    guided: int | None = None
+    clip: float | None = None
+    noise_SnlC: Tensor | None = None
+
+
+# images, tokens, columns of the state, columns of the model's output
+CASES: tuple[dict[str, int], ...] = (
+    {"images": 1, "tokens": 1, "columns": 16, "outputs": 32},
+    {"images": 3, "tokens": 85, "columns": 16, "outputs": 32},
+    {"images": 2, "tokens": 5, "columns": 12, "outputs": 12},
+    {"images": 1, "tokens": 130, "columns": 64, "outputs": 64},
+    {"images": 1, "tokens": 4096, "columns": 16, "outputs": 32},
+    {"images": 1, "tokens": 16384, "columns": 16, "outputs": 32},
+    {"images": 4, "tokens": 16384, "columns": 64, "outputs": 64},
+)
+
+
+def guided_step(
+    tokens_nlC: Tensor, cond_nlM: Tensor, uncond_nlM: Tensor | None, update: Update, step: Tensor, bad: Tensor
+) -> None:
+    """Move the state (n, l, C), fp32 or fp64, one step on, in place.
+
+    cond, uncond: the model's outputs, (n, l, M >= C), of which the first C columns count; uncond is None without
+    guidance. step: the index of this step, a scalar on the device. bad: the first step that made something non-finite,
+    a scalar of the same kind; it starts at the number of steps.
+    """
+    (launch if fused(tokens_nlC) else reference)(tokens_nlC, cond_nlM, uncond_nlM, update, step, bad)
+
+
+def reference(
+    tokens_nlC: Tensor, cond_nlM: Tensor, uncond_nlM: Tensor | None, update: Update, step: Tensor, bad: Tensor
+) -> None:
+    """`guided_step` in plain torch, without waiting on the host either."""
+    index = step.view(1)
+    x0_x, x0_m, e_x, e_m, keep, direction, sigma = update.coefficients_S7.index_select(0, index)[0].unbind()
+    m = guide(tokens_nlC, cond_nlM, uncond_nlM, update.guidance, update.guided)
+    x0 = x0_x * tokens_nlC + x0_m * m
+    x0 = x0 if update.clip is None else x0.clamp(-update.clip, update.clip)
+    tokens = keep * x0 + direction * (e_x * tokens_nlC + e_m * m)
+    if update.noise_SnlC is not None:
+        tokens = tokens + sigma * update.noise_SnlC.index_select(0, index)[0]
+    tokens_nlC.copy_(tokens)
+    torch.where(tokens_nlC.isfinite().all(), bad, torch.minimum(bad, step), out=bad)
+
+
+def guide(
+    state_nlC: Tensor, cond_nlM: Tensor, uncond_nlM: Tensor | None, scale: float, guided: int | None = None
+) -> Tensor:
+    """u + scale (c - u) on the first `guided` columns (None: all), c on the rest; in the state's shape and dtype."""
+    width = state_nlC.shape[-1]
+    cond = cond_nlM[..., :width].to(state_nlC.dtype)
+    if uncond_nlM is None:
+        return cond
+    guided = width if guided is None else guided
+    uncond = uncond_nlM[..., :guided].to(state_nlC.dtype)
+    mixed = uncond + scale * (cond[..., :guided] - uncond)
+    return mixed if guided == width else torch.cat((mixed, cond[..., guided:]), dim=-1)
+
+
+def launch(
+    tokens_nlC: Tensor, cond_nlM: Tensor, uncond_nlM: Tensor | None, update: Update, step: Tensor, bad: Tensor
+) -> None:
+    """`guided_step` by the kernel. State, coefficients and noise are contiguous; predictions only within a token."""
+    images, tokens, width = tokens_nlC.shape
+    noise = update.noise_SnlC
+    for name, tensor in (("state", tokens_nlC), ("table of coefficients", update.coefficients_S7), ("noise", noise)):
+        if tensor is not None and not (tensor.is_contiguous() and tensor.dtype == torch.float32):
+            raise ValueError(f"got a {name} {tensor.dtype} {tensor.stride()}, expected contiguous fp32")
+    strides: list[int] = []
+    for output in (cond_nlM, uncond_nlM):
+        if output is not None and (output.stride(-1) != 1 or output.shape[-1] < width):
+            raise ValueError(f"got predictions {tuple(output.shape)}, expected {width} contiguous columns or more")
+        strides += [0, 0] if output is None else output.stride()[:2]
+    guided = width if update.guided is None else update.guided
+    clip = update.clip or 0.0
+    # without fusion into fma the bits are plain torch's
+    _kernel[(-(-tokens * width // BLOCK), images)](
+        tokens_nlC, cond_nlM, uncond_nlM, noise, update.coefficients_S7, step, bad, tokens, update.guidance, clip,
+        *strides, C=width, GUIDED=guided, CLIP=update.clip is not None, BLOCK=BLOCK, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@jit
+def _kernel(
+    state,
+    cond,
+    uncond,
+    noise,
+    coefficients,
+    step,
+    bad,
+    tokens,
+    guidance,
+    clip,
+    cond_image,
+    cond_token,
+    uncond_image,
+    uncond_token,
+    C: tl.constexpr,
+    GUIDED: tl.constexpr,
+    CLIP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    image = tl.program_id(1).to(tl.int64)
+    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = here < tokens * C
+    token, column = (here // C).to(tl.int64), here % C
+    now = tl.load(step).to(tl.int64)
+    c = coefficients + now * 7
+    state += image * tokens * C + here
+    x = tl.load(state, mask, 0.0)
+    m = tl.load(cond + image * cond_image + token * cond_token + column, mask, 0.0).to(tl.float32)
+    if uncond is not None:
+        u = tl.load(uncond + image * uncond_image + token * uncond_token + column, mask, 0.0).to(tl.float32)
+        m = tl.where(column < GUIDED, u + guidance * (m - u), m)
+    x0 = tl.load(c) * x + tl.load(c + 1) * m
+    if CLIP:  # comparisons let NaN through, as torch's clamp does; minimum and maximum would hide it
+        x0 = tl.where(x0 > clip, clip, x0)
+        x0 = tl.where(x0 < -clip, -clip, x0)
+    new = tl.load(c + 4) * x0 + tl.load(c + 5) * (tl.load(c + 2) * x + tl.load(c + 3) * m)
+    if noise is not None:
+        drawn = tl.load(noise + (now * tl.num_programs(1) + image) * tokens * C + here, mask, 0.0)
+        new += tl.load(c + 6) * drawn
+    tl.store(state, new, mask)
+    broken = tl.sum((mask & ~(tl.abs(new) < float("inf"))).to(tl.int32), 0) != 0
+    tl.atomic_min(bad, now, mask=broken, sem="relaxed")

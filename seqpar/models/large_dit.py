@@ -1,0 +1,235 @@
+"""Large-DiT: a class-conditional DiT with LLaMA blocks (RMSNorm, QK-LayerNorm, rotary, SwiGLU); 600M, 3B, 7B.
+
+The names are loose: 3B has 4.24 B parameters, 7B 7.29 B. Loads the original `.pth` state dicts (Alpha-VLLM's
+LLaMA2-Accessory). Traps: block norms are RMSNorm there; Paddle's inference model has LayerNorm under the same keys
+(`block_norm`). QK-norm is a LayerNorm over all heads, before the head split. Rotary runs over the raster index.
+Letters: see `seqpar.protocols`; F = feed-forward width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
+from seqpar.kernels.swiglu import swiglu
+from seqpar.models import _layers
+from seqpar.models._find import count_layers, shape_of
+from seqpar.protocols import Attend, Condition, Prepare, SequenceModel, state_dtype
+from seqpar.weights import KeyMap, Source
+
+FREQUENCIES = 256  # width of the timestep sinusoid
+CONDITION = 1024  # width of timestep and label embeddings, at most the model's
+FINAL_NORM = Norm("layer", 1e-6)
+QK_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Config:
+    """Defaults are those of the released ImageNet models, at the 3B's size."""
+
+    width: int = 3072
+    num_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    feed_forward: int = 8192
+    patch_size: int = 2
+    in_channels: int = 4
+    out_channels: int = 8
+    sample_size: int = 32
+    num_classes: int = 1000
+    qk_norm: bool = True
+    norm_eps: float = 1e-5
+    block_norm: Literal["rms", "layer"] = "rms"
+
+    @property
+    def attention_head_dim(self) -> int:
+        """D."""
+        return self.width // self.num_attention_heads
+
+    @property
+    def condition_width(self) -> int:
+        """Width of what adaLN is computed from."""
+        return min(self.width, CONDITION)
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each normalised and modulated before, gated after."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width, self.head_dim = config.width, config.attention_head_dim
+        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        kv_width = config.num_key_value_heads * self.head_dim
+        self.modulation = nn.Linear(config.condition_width, 6 * width)
+        self.attention_norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, width + 2 * kv_width, bias=False)
+        self.q_norm = nn.LayerNorm(width) if config.qk_norm else None
+        self.k_norm = nn.LayerNorm(kv_width) if config.qk_norm else None
+        self.wo = nn.Linear(width, width, bias=False)
+        self.ffn_norm = nn.RMSNorm(width)
+        self.w13 = nn.Linear(width, 2 * config.feed_forward, bias=False)
+        self.w2 = nn.Linear(config.feed_forward, width, bias=False)
+        self.norm = (config.block_norm, config.norm_eps)
+
+    def prepare(self, cos_lD2: Tensor, sin_lD2: Tensor) -> Prepare:
+        """QK-LayerNorm over the whole width, then rotary on neighbouring pairs."""
+        if self.q_norm is None or self.k_norm is None:
+            return Prepare(cos_lD2=cos_lD2, sin_lD2=sin_lD2)
+        q, k = self.q_norm, self.k_norm
+        return Prepare("layer", False, QK_EPS, q.weight, q.bias, k.weight, k.bias, cos_lD2, sin_lD2)
+
+    def start(self, modulation_B6E: Tensor) -> tuple[Tensor, Tensor, Norm]:
+        """Shift, scale and norm before attention."""
+        return modulation_B6E[:, 0], modulation_B6E[:, 1], Norm(*self.norm, self.attention_norm.weight)
+
+    def forward(
+        self,
+        x_BlE: Tensor,
+        h_BlE: Tensor,
+        modulation_B6E: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        after: tuple[Tensor, Tensor, Norm],
+        attend: Attend,
+    ) -> tuple[Tensor, Tensor]:
+        """The stream x and its normalised, modulated form h -> both after this block (see `seqpar.models.dit`)."""
+        _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
+        q, k, v = self.qkv(h_BlE).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=2)
+        branch = self.wo(attend(q, k, v, self.prepare(*rotary)).flatten(2))
+        x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight))
+        return gate_norm_modulate(x, gate_mlp, self.w2(swiglu(self.w13(h))), *after)
+
+
+class Model(SequenceModel):
+    """See the module's docstring. `condition` returns {"blocks": (R, layers, 6, E), "final": (R, 2, E)}."""
+
+    LABELS: ClassVar[tuple[str, ...]] = ("class_labels",)
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        width, area, condition = config.width, config.patch_size**2, config.condition_width
+        self.x_embedder = nn.Linear(config.in_channels * area, width)
+        self.t_embedder = nn.Sequential(nn.Linear(FREQUENCIES, condition), nn.SiLU(), nn.Linear(condition, condition))
+        self.y_embedder = nn.Embedding(config.num_classes + 1, condition)  # the last row is "no class"
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.final_modulation = nn.Linear(condition, 2 * width)
+        self.final = nn.Linear(width, config.out_channels * area)
+
+    def patchify(self, x_BCHW: Tensor) -> Tensor:
+        return _layers.patchify(x_BCHW, self.config.patch_size)
+
+    def unpatchify(self, tokens_BLC: Tensor, height: int, width: int) -> Tensor:
+        return _layers.unpatchify(tokens_BLC, self.config.patch_size, height, width)
+
+    def positions(self, height: int, width: int) -> Tensor:
+        """(L, D): cosines, then sines, of the raster index; fp32 angles as in the original, for any length."""
+        patch, dim, device = self.config.patch_size, self.config.attention_head_dim, self.x_embedder.weight.device
+        index = torch.arange((height // patch) * (width // patch), dtype=torch.float32, device=device)
+        exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        angles = torch.outer(index, 1.0 / _layers.MAX_PERIOD**exponent)
+        return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+    def condition(self, t_R: Tensor, **labels: Tensor) -> Condition:
+        wide = state_dtype(self.x_embedder.weight.dtype)
+        first, _, second = self.t_embedder
+        t = _layers.linear(F.silu(_layers.linear(_layers.sinusoid(t_R, FREQUENCIES), first, wide)), second, wide)
+        c_RC = F.silu(t + self.y_embedder(labels["class_labels"]).to(wide))
+        # one layer upcast at a time: adaLN is a tenth of the model
+        blocks = c_RC.new_empty(len(t_R), len(self.blocks), 6, self.config.width)
+        for index, block in enumerate(self.blocks):
+            modulation = _layers.linear(c_RC, block.get_submodule("modulation"), wide)
+            blocks[:, index] = modulation.unflatten(-1, (6, -1))
+        return {"blocks": blocks, "final": _layers.linear(c_RC, self.final_modulation, wide).unflatten(-1, (2, -1))}
+
+    def forward_tokens(
+        self, inputs: Mapping[str, Tensor], positions: Tensor, condition: Condition, attend: Attend
+    ) -> Tensor:
+        blocks: list[Any] = list(self.blocks)
+        modulations, final_B2E = condition["blocks"].unbind(1), condition["final"]
+        starts = [block.start(modulation) for block, modulation in zip(blocks, modulations, strict=True)]
+        ends = [*starts[1:], (final_B2E[:, 0], final_B2E[:, 1], FINAL_NORM)]
+        rotary = positions.chunk(2, dim=-1)
+        x = self.x_embedder(inputs["tokens"].to(self.x_embedder.weight.dtype))
+        h = norm_modulate(x, *starts[0])
+        for block, modulation, after in zip(blocks, modulations, ends, strict=True):
+            x, h = block(x, h, modulation, rotary, after, attend)
+        return self.final(h)
+
+    def null_labels(self, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: torch.full_like(label, self.config.num_classes) for name, label in labels.items()}
+
+
+PRESETS: dict[str, Config] = {
+    "large-dit-600m": Config(1536, 16, feed_forward=4096),
+    "large-dit-3b": Config(3072, 32, feed_forward=8192),
+    "large-dit-7b": Config(4096, 32, feed_forward=11008),
+}
+
+# Checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
+    """(config, key map name) for the original state dict, else None. All sizes follow from shapes; heads are 32."""
+    ours = any(key.startswith("layers.0.feed_forward.w") for key in shapes)
+    if config is not None or not ours or "cap_embedder.1.weight" in shapes:
+        return None  # with captions it is the text-to-image relative, another model
+    width, inputs = shape_of(shapes, "x_embedder.weight", 2)
+    channels, heads = 4, 32
+    patch = round((inputs / channels) ** 0.5)
+    if width % heads or channels * patch**2 != inputs:
+        raise ValueError(
+            f"got a Large-DiT with x_embedder.weight of shape {(width, inputs)}, expected a multiple of {heads} rows "
+            f"and {channels} x patch x patch columns"
+        )
+    found = Config(
+        width=width,
+        num_layers=count_layers(shapes, "layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=shape_of(shapes, "layers.0.attention.wk.weight", 2)[0] // (width // heads),
+        feed_forward=shape_of(shapes, "layers.0.feed_forward.w1.weight", 2)[0],
+        patch_size=patch,
+        in_channels=channels,
+        out_channels=shape_of(shapes, "final_layer.linear.weight", 2)[0] // patch**2,
+        num_classes=shape_of(shapes, "y_embedder.embedding_table.weight", 2)[0] - 1,
+        qk_norm=any(".attention.q_norm." in key or ".attention.k_norm." in key for key in shapes),
+    )
+    return found, "original"
+
+
+def _original_keys(config: Config) -> KeyMap:
+    order = _layers.output_order(config.out_channels, config.patch_size)
+    pairs = {"x_embedder": "x_embedder", "t_embedder.0": "t_embedder.mlp.0", "t_embedder.2": "t_embedder.mlp.2",
+             "final_modulation": "final_layer.adaLN_modulation.1"}  # fmt: skip
+    for i in range(config.num_layers):
+        pairs[f"blocks.{i}.modulation"] = f"layers.{i}.adaLN_modulation.1"
+        norms = ("q_norm", "k_norm") if config.qk_norm else ()
+        pairs |= {f"blocks.{i}.{norm}": f"layers.{i}.attention.{norm}" for norm in norms}
+    both = [(f"{a}.{kind}", f"{b}.{kind}") for a, b in pairs.items() for kind in ("weight", "bias")]
+    sources = {ours: Source((theirs,)) for ours, theirs in both}
+    sources["y_embedder.weight"] = Source(("y_embedder.embedding_table.weight",))
+    for kind in ("weight", "bias"):
+        sources[f"final.{kind}"] = Source((f"final_layer.linear.{kind}",), lambda rows: rows[order.to(rows.device)])
+    for i in range(config.num_layers):
+        sources |= _block_keys(f"blocks.{i}", f"layers.{i}")
+    return KeyMap(sources)
+
+
+def _block_keys(ours: str, theirs: str) -> dict[str, Source]:
+    """The matrices of a block: q, k, v and w1, w3 become one each."""
+    joined = {"qkv": ("attention.wq", "attention.wk", "attention.wv"), "wo": ("attention.wo",),
+              "w13": ("feed_forward.w1", "feed_forward.w3"), "w2": ("feed_forward.w2",),
+              "attention_norm": ("attention_norm",), "ffn_norm": ("ffn_norm",)}  # fmt: skip
+    return {
+        f"{ours}.{name}.weight": Source(tuple(f"{theirs}.{key}.weight" for key in keys), lambda *x: torch.cat(x))
+        for name, keys in joined.items()
+    }
+
+
+KEY_MAPS = {"original": _original_keys}

@@ -1,0 +1,166 @@
+"""The adaLN kernel against fp64: every case, every norm, and what would go wrong if it were written carelessly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.kernels import adaln
+from seqpar.kernels.adaln import CASES, Gated, Norm, Tile, gate_norm_modulate, launch, norm_modulate, reference
+from tests.conftest import DEVICE
+
+gpu = pytest.mark.gpu
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
+SIZES = [pytest.param(case, marks=gpu if case["tokens"] > 85 else ()) for case in CASES]
+FP32 = 2e-5  # largest error against fp64 for values of order 1: a hundred roundings or so
+
+
+def data(case: dict[str, int], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Gated, Tensor, Tensor, Tensor]:
+    """x, gated, shift, scale, weight: views as models make them, of padded tokens and of a table of modulation."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, tokens, width, pad = (case[name] for name in ("batch", "tokens", "width", "pad"))
+    streams = torch.randn(2, batch, tokens, width + pad, generator=generator).to(DEVICE, dtype)[..., :width]
+    table = 0.5 * torch.randn(batch, 3, 6, width, generator=generator).to(DEVICE)
+    weight = 1 + 0.1 * torch.randn(width, generator=generator).to(DEVICE, dtype)
+    return streams[0], Gated(table[:, 1, 2], streams[1]), table[:, 1, 3], table[:, 1, 4], weight
+
+
+def norm(kind: Any, weight: Tensor | None = None) -> Norm:
+    return Norm(kind, 1e-6, weight)
+
+
+def double(gated: Gated | None) -> Gated | None:
+    return None if gated is None else Gated(*(x.double() for x in gated))
+
+
+def exact(x: Tensor, gated: Gated | None, shift: Tensor, scale: Tensor, how: Norm) -> tuple[Tensor, Tensor]:
+    weight = None if how.weight is None else how.weight.double()
+    return reference(x.double(), double(gated), shift.double(), scale.double(), Norm(how.kind, how.eps, weight))
+
+
+def errors(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> list[float]:
+    """Largest errors, in units of 1 or of the value where that is more."""
+    return [float(((a - b).abs() / b.abs().clamp(min=1)).max()) for a, b in zip(got, want, strict=True)]
+
+
+def rms(got: Tensor, want: Tensor) -> float:
+    return float((got - want).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("branched", [False, True])
+def test_kernel_is_as_close_to_fp64_as_plain_torch(
+    case: dict[str, int], dtype: torch.dtype, kind: str, affine: bool, branched: bool
+) -> None:
+    x, gated, shift, scale, weight = data(case, dtype)
+    how, both = norm(kind, weight if affine else None), gated if branched else None
+    want, plain = exact(x, both, shift, scale, how), reference(x, both, shift, scale, how)
+    got = launch(x, both, shift, scale, how)
+    assert [(y.dtype, y.shape) for y in got] == [(y.dtype, y.shape) for y in plain]
+    if dtype == torch.float32:
+        assert max(errors(got, want)) < FP32
+    else:
+        assert max(errors(got, want)) <= torch.finfo(dtype).eps
+        assert all(rms(a, b) <= 1.25 * rms(c, b) + 1e-12 for a, b, c in zip(got, want, plain, strict=True))
+
+
+@pytest.mark.parametrize("width", [384, 1160])
+@pytest.mark.parametrize("tile", [None, Tile(4, 2)])
+def test_a_row_does_not_depend_on_the_number_of_rows(width: int, tile: Tile | None) -> None:
+    x, gated, shift, scale, _ = data({"batch": 3, "tokens": 85, "width": width, "pad": 0}, torch.float16)
+    whole = launch(x, gated, shift, scale, norm("layer"), tiled=tile)
+    for row, some in ((0, slice(0, 1)), (2, slice(80, 85)), (1, slice(3, 20))):
+        one = slice(row, row + 1)
+        few = Gated(gated.gate_BE[one], gated.branch_BlE[one, some])
+        got = launch(x[one, some], few, shift[one], scale[one], norm("layer"), tiled=tile)
+        assert all(torch.equal(a, b[one, some]) for a, b in zip(got, whole, strict=True))
+
+
+def test_rows_a_program_change_no_bits() -> None:
+    x, gated, shift, scale, _ = data({"batch": 2, "tokens": 5, "width": 384, "pad": 0}, torch.float16)
+    one, four = (launch(x, gated, shift, scale, norm("rms"), tiled=Tile(rows, 1)) for rows in (1, 4))
+    assert all(torch.equal(a, b) for a, b in zip(one, four, strict=True))
+
+
+@pytest.mark.parametrize("case", [{"batch": 2, "tokens": 5, "width": 385, "pad": 2}, CASES[2]])
+def test_strides_come_as_they_are(case: dict[str, int]) -> None:
+    """Odd widths, transposed batch and tokens, one vector for all rows: the same bits as from contiguous tensors."""
+    x, gated, shift, scale, weight = data(case, torch.float16)
+    turned = [y.transpose(0, 1).contiguous().transpose(0, 1) for y in (x, gated.branch_BlE)]
+    want = launch(x.contiguous(), Gated(gated.gate_BE, turned[1].contiguous()), shift[:1], scale, norm("layer", weight))
+    got = launch(turned[0], Gated(gated.gate_BE, turned[1]), shift[:1].expand_as(shift), scale, norm("layer", weight))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    with pytest.raises(ValueError, match="contiguous last dim"):
+        launch(x.repeat_interleave(2, -1)[..., ::2], None, shift, scale, norm("layer"))
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+def test_a_large_mean_does_not_cancel(offset: float) -> None:
+    """E[x^2] - mean^2 has an error of 1e8 * 6e-8 = 6 here, for a variance of 1."""
+    x, _, shift, scale, _ = data(CASES[3], torch.float32)
+    x = x + offset
+    want = exact(x, None, shift, scale, norm("layer"))[1]
+    got, plain = launch(x, None, shift, scale, norm("layer"))[1], reference(x, None, shift, scale, norm("layer"))[1]
+    naive = (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.square().mean(-1, True) - x.mean(-1, True).square() + 1e-6)
+    careless = naive * (1 + scale[:, None]) + shift[:, None]
+    assert float((got - want).abs().max()) < 5e-3 < float((careless - want).abs().nan_to_num(1e9).max())
+    assert rms(got, want) <= 1.25 * rms(plain, want) + 1e-3
+
+
+def test_constant_and_zero_rows_are_finite() -> None:
+    x = torch.tensor([0.0, 3.0]).repeat_interleave(384).view(1, 2, 384).to(DEVICE)
+    shift, scale = torch.ones(1, 384, device=DEVICE), torch.zeros(1, 384, device=DEVICE)
+    assert torch.equal(launch(x, None, shift, scale, norm("layer"))[1], torch.ones_like(x))
+    assert torch.equal(launch(x[:, :1], None, shift, scale, norm("rms"))[1], torch.ones_like(x[:, :1]))
+
+
+def test_the_norm_sees_the_sum_before_it_is_rounded() -> None:
+    x, gated, shift, scale, _ = data(CASES[1], torch.float16)
+    want = exact(x, gated, shift, scale, norm("layer"))[1]
+    x_new, h = launch(x, gated, shift, scale, norm("layer"))
+    late = launch(x_new, None, shift, scale, norm("layer"))[1]
+    assert rms(h, want) < 0.9 * rms(late, want)
+
+
+def test_swapped_arguments_are_noticed() -> None:
+    """A negative control: the bounds above tell these apart."""
+    x, gated, shift, scale, _ = data(CASES[1], torch.float32)
+    want = exact(x, gated, shift, scale, norm("layer"))
+    other = data(CASES[1], torch.float32, seed=1)[1]
+    for wrong in (
+        launch(x, gated, scale, shift, norm("layer")),
+        launch(x, gated, shift, scale, norm("rms")),
+        launch(x, Gated(other.gate_BE, gated.branch_BlE), shift, scale, norm("layer")),
+        launch(x, gated, shift.flip(0), scale, norm("layer")),
+    ):
+        assert max(errors(wrong, want)) > 0.1
+
+
+def test_the_last_layer_writes_no_stream() -> None:
+    x, gated, shift, scale, _ = data(CASES[1], torch.float16)
+    for call in (launch, reference):
+        x_new, h = call(x, gated, shift, scale, norm("layer"), keep=False)
+        assert x_new is x
+        assert torch.equal(h, call(x, gated, shift, scale, norm("layer"))[1])
+
+
+def test_public_functions_pick_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, gated, shift, scale, _ = data(CASES[1], torch.float16)
+    for uses in (True, False):
+        monkeypatch.setattr(adaln, "fused", lambda x, uses=uses: uses)
+        call = launch if uses else reference
+        assert torch.equal(norm_modulate(x, shift, scale, norm("layer")), call(x, None, shift, scale, norm("layer"))[1])
+        got = gate_norm_modulate(x, gated.gate_BE, gated.branch_BlE, shift, scale, norm("layer"))
+        assert all(torch.equal(a, b) for a, b in zip(got, call(x, gated, shift, scale, norm("layer")), strict=True))
+
+
+def test_no_tokens() -> None:
+    x, gated, shift, scale, _ = data(CASES[1], torch.float16)
+    none = Gated(gated.gate_BE, gated.branch_BlE[:, :0])
+    assert launch(x[:, :0], none, shift, scale, norm("layer"))[1].shape == (2, 0, 1152)

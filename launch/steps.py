@@ -53,6 +53,8 @@ class Steps:
     """Only these, as strategy:cfg:ring (ulysses:2:1); all that fit where none are given."""
     local: str = "auto"
     """Local attention."""
+    graph: bool = True
+    """Replay the step as a CUDA graph where that is possible."""
     out: Path | None = None
     """Append JSON lines here."""
 
@@ -129,7 +131,7 @@ def line(
     args: Steps, tokens: int, world: int, layout: Layout, dit: DistributedDiT, times: list[float], bits: str
 ) -> dict[str, Any]:
     """All there is to say about one row."""
-    case = {"model": args.model, "tokens": tokens, "layout": str(layout), "local": dit.local.name}
+    case = {"model": args.model, "tokens": tokens, "layout": str(layout), "local": dit.local.name, "graph": args.graph}
     case |= {"guidance": "axis" if layout.cfg == 2 else "batched", "dtype": str(dit.dtype).removeprefix("torch.")}
     return {"bench": "steps", "case": case, "gpus": world, "ms": spread(times), "digest": bits, "command": command(),
             "env": environment(dit.device)}  # fmt: skip
@@ -158,6 +160,7 @@ class Run:
     def __init__(self, args: Steps, model: SequenceModel, layout: Layout, side: int, device: torch.device) -> None:
         self._mesh = Mesh.from_env(cfg=layout.cfg, ring=layout.ring, ulysses=layout.ulysses, device=device)
         self.dit = DistributedDiT(model, self._mesh, layout.strategy, args.local)
+        self._graph = args.graph
         self._noise = draw_noise((1, model.config.in_channels, side, side), torch.Generator().manual_seed(0))
 
     def digest(self) -> str:
@@ -178,7 +181,8 @@ class Run:
     def _sample(self, steps: int, on_step: Any = lambda index: None) -> torch.Tensor:
         scheduler = DDIMScheduler.from_config(DDIM_DEFAULT)
         labels = {"class_labels": torch.zeros(1, dtype=torch.int64)}
-        return sample(self.dit, scheduler, self._noise, labels, steps=steps, guidance=GUIDANCE, on_step=on_step)
+        return sample(self.dit, scheduler, self._noise, labels, steps=steps, guidance=GUIDANCE, on_step=on_step,
+                      graph=self._graph)  # fmt: skip
 
 
 def mark(device: torch.device) -> Any:

@@ -71,7 +71,9 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"got output {path}, which is a folder; expected the name of a file")
     try:
-        with tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
+        parent = next(parent for parent in path.absolute().parents if parent.exists())
+        with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
-        raise ValueError(f"got output {path}, which cannot be written: {error}") from error
+        # without the random name of the trial file: the message is the same on every rank
+        raise ValueError(f"got output {path}, which cannot be written: {error.strerror or error}") from error

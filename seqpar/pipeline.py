@@ -207,7 +207,7 @@ def generate(
     wanted = Guidance(guidance)
     mesh = mesh or Mesh.from_env(guidance=wanted.on)
     files = mesh.together(lambda: Files.locate(model))
-    mesh.together(lambda: files.class_ids(classes))
+    mesh.together(lambda: (files.class_ids(classes), files.schedule(None, steps)))
     pipeline = Pipeline.load(files, mesh, dtype)
     return to_pil(pipeline.decode(pipeline.latents(classes, steps=steps, guidance=wanted, seed=seed)))
 

@@ -116,7 +116,8 @@ def test_a_large_mean_does_not_cancel(offset: float) -> None:
 def test_constant_and_zero_rows_are_finite() -> None:
     x = torch.tensor([0.0, 3.0]).repeat_interleave(384).view(1, 2, 384).to(DEVICE)
     shift, scale = torch.ones(1, 384, device=DEVICE), torch.zeros(1, 384, device=DEVICE)
-    assert torch.equal(launch(x, None, shift, scale, norm("layer"))[1], torch.ones_like(x))
+    # a mean that is one unit in the last place off, times 1 / sqrt(eps): torch's own norm is no better
+    assert (launch(x, None, shift, scale, norm("layer"))[1] - 1).abs().max() < 1e-3
     assert torch.equal(launch(x[:, :1], None, shift, scale, norm("rms"))[1], torch.ones_like(x[:, :1]))
 
 
@@ -153,7 +154,7 @@ def test_the_last_layer_writes_no_stream() -> None:
 def test_public_functions_pick_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     x, gated, shift, scale, _ = data(CASES[1], torch.float16)
     for uses in (True, False):
-        monkeypatch.setattr(adaln, "fused", lambda x, uses=uses: uses)
+        monkeypatch.setattr(adaln, "fused", lambda *tensors, uses=uses: uses)
         call = launch if uses else reference
         assert torch.equal(norm_modulate(x, shift, scale, norm("layer")), call(x, None, shift, scale, norm("layer"))[1])
         got = gate_norm_modulate(x, gated.gate_BE, gated.branch_BlE, shift, scale, norm("layer"))

@@ -6,14 +6,22 @@ import json
 import os
 import subprocess
 import sys
+import time
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from launch.sample import Args, mesh_axes, parse_size
+from launch.sample import Args, Progress, check, mesh_axes, parse_size
+from seqpar.local import sdpa
+from seqpar.mesh import Mesh
+from seqpar.models._find import Blueprint
+from seqpar.plan import choose_mesh, parse_mesh
+from seqpar.trajectory import Guidance
 from tests.tiny import diffusers_dit
 
 ROOT = Path(__file__).parent.parent
@@ -52,9 +60,12 @@ def test_two_ranks_make_a_picture_that_says_how_it_was_made(folder: Path, tmp_pa
         assert max(abs(a - b) for a, b in zip(two.tobytes(), one.tobytes(), strict=True)) <= 2  # fp32, two orders
         told = json.loads(two.info["seqpar"])
     assert told["seed"] == 0
+    assert told["latents"] in done.stdout + alone.stdout
     assert told["classes"] == ["3", "5"]
-    assert told["chosen"] == {"strategy": "ulysses", "local": "sdpa",
-                              "mesh": {"data": 1, "cfg": 1, "ring": 1, "ulysses": 2}}  # fmt: skip
+    assert told["chosen"] == {"strategy": "ulysses", "local": "sdpa", "world": 2, "device": "CPU", "dtype": "fp32",
+                              "mesh": {"data": 1, "cfg": 1, "ring": 1, "ulysses": 2}, "size": "96x64",
+                              "scheduler": "DDIMScheduler", "classes": ["3", "5"]}  # fmt: skip
+    assert told["versions"] == {name: version(name) for name in ("torch", "diffusers", "seqpar")}
     assert set(Args.__dataclass_fields__) <= set(told)
 
 
@@ -62,6 +73,23 @@ def test_a_preset_makes_a_preview_without_a_decoder(tmp_path: Path) -> None:
     done = launch("--model", "dit-s/8", "--steps", "2", "--size", "128", "--classes", "1", "--out", tmp_path / "x.png")
     assert done.returncode == 0, done.stderr
     assert "first three latent channels" in done.stdout
+
+
+def test_a_named_strategy_exchanges_and_the_metadata_hold_what_was_chosen(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "x.png"
+    flags = ("--strategy", "ring", "--scheduler", "HeunDiscreteScheduler", "--steps", "2", "--repeat", "2")
+    done = launch(*flags, "--classes", "cat", "1", "--out", out, ranks=2)
+    assert done.returncode == 0, done.stderr
+    for shown in ("mesh      ring 2 (2 x CPU", "strategy  ring (as asked)", "branches  both on all ranks", "4 pictures",
+                  "the scheduler calls the model 3 times"):  # fmt: skip
+        assert shown in done.stdout
+    assert "3/3" in done.stderr
+    with Image.open(out) as picture:
+        told = json.loads(picture.info["seqpar"])
+    assert told["dtype"] == "auto"  # as given, beside what it came to
+    chosen = {"dtype": "fp32", "size": "64x64", "scheduler": "HeunDiscreteScheduler", "classes": ["cat", "1"]}
+    assert {name: told["chosen"][name] for name in chosen} == chosen
+    assert told["chosen"]["mesh"] == {"data": 1, "cfg": 1, "ring": 2, "ulysses": 1}
 
 
 def truncated(folder: Path, tmp_path: Path) -> Path:
@@ -78,7 +106,9 @@ def truncated(folder: Path, tmp_path: Path) -> Path:
         (("--mesh", "rings=2"), "error: got --mesh rings=2, expected axes like cfg=2,ulysses=2"),
         (("--classes", "99"), "error: got class '99', expected a number 0 to 9"),
         (("--model", "nothing-there"), "error: got model 'nothing-there': there is no such path; presets"),
-        (("--strategy", "ulises"), "error: got attention 'ulises', expected one of kv_gather, ring, ulysses, usp"),
+        (("--strategy", "ulises"), "error: got strategy 'ulises', expected one of kv_gather, ring, ulysses, usp"),
+        (("--local-attention", "flush"), "error: got local attention 'flush', expected one of flash, reference, sdpa"),
+        (("--mesh", "ulysses=2,ulysses=2"), "expected each axis once: ulysses is there twice"),
         (("--local-attention", "flash"), "error: got local attention 'flash', which does not work here: needs a GPU"),
         (("--size", "100"), "error: got size 100x100, expected multiples of 16"),
         (("--size", "16"), "error: got 1 tokens for 2 ranks"),
@@ -99,7 +129,57 @@ def test_a_mistake_is_one_message_and_no_hang(
     done = launch(*rest, *flags, ranks=2)
     assert done.returncode != 0
     assert (done.stderr + done.stdout).count(message) == 1, done.stderr
+    assert "step/s" not in done.stderr  # no bar before anything has been done
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": -1}, "got --seed -1, expected 0 to 2\\*\\*63 - 1"),
+        ({"seed": 2**63}, "got --seed 9223372036854775808"),
+        (
+            {"guidance": 1.0, "guidance_channels": 3},
+            "got --guidance-channels 3 with --guidance 1, expected guidance over",
+        ),
+        ({"guidance_channels": 5}, "got guidance on 5 channels"),
+        ({"eta": 2.0}, "got eta 2, expected 0"),
+        ({"eta": 0.5, "scheduler": "EulerDiscreteScheduler"}, "this scheduler has no eta"),
+        ({"scheduler": "FlowMatchEulerDiscreteScheduler"}, "has no scale_model_input"),
+        ({"scheduler": "PNDMScheduler", "steps": 3}, "got 3 steps, which PNDMScheduler cannot do"),
+        ({"steps": 1001}, "got 1001 steps, expected 1 to 1000"),
+        ({"repeat": 0}, "--repeat 0"),
+    ],
+    ids=str,
+)
+def test_the_check_refuses_before_weights_load_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(Blueprint, "build", refuse)
+    args = Args(**{"out": tmp_path / "new" / "x.png", **change})
+    guidance = Guidance(args.guidance, args.guidance_channels)
+    with pytest.raises(ValueError, match=message):
+        check(args, Mesh.single(), guidance)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_bar_comes_with_the_first_step_and_one_step_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(2, Mesh.single()) as progress:
+        assert capsys.readouterr().err == ""
+        progress(0)
+        assert "step/s" in capsys.readouterr().err
+        assert progress.finish() is None
+        time.sleep(0.01)
+        progress(1)
+        per_step = progress.finish()
+        assert per_step is not None
+        assert per_step >= 10
+    with Progress(2, Mesh.single()):
+        pass
+    assert "0/2" not in capsys.readouterr().err  # no step, no bar
 
 
 def test_a_truncated_checkpoint_is_one_message(folder: Path, tmp_path: Path) -> None:
@@ -145,11 +225,52 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [("ring", {"cfg": 2, "ring": 2, "ulysses": 1}), ("auto", {"cfg": 2, "ring": 1, "ulysses": 2})],
+    ("world", "strategy", "mesh", "cfg_ring_ulysses"),
+    [
+        (4, "auto", "auto", (2, 1, 2)),
+        (3, "auto", "auto", (1, 1, 3)),
+        (1, "ring", "auto", (1, 1, 1)),
+        (2, "ring", "auto", (1, 2, 1)),
+        (4, "ulysses", "auto", (1, 1, 4)),
+        (4, "kv_gather", "auto", (1, 1, 4)),
+        (4, "usp", "auto", (1, 2, 2)),
+        (3, "usp", "auto", (1, 1, 3)),
+        (2, "ring", "cfg=1", (1, 2, 1)),
+        (4, "ring", "cfg=2", (2, 2, 1)),
+        (8, "usp", "cfg=2", (2, 2, 2)),
+        (4, "ring", "ring=2", (2, 2, 1)),  # all axes of the sequence are given: the rest is for guidance
+        (4, "ulysses", "ulysses=2", (2, 1, 2)),
+        (4, "usp", "ulysses=2", (1, 2, 2)),
+        (4, "auto", "cfg=1,ring=2", (1, 2, 2)),
+        (4, "auto", "ulysses=4", (1, 1, 4)),
+        (2, "auto", "ulysses=3", (1, 1, 3)),  # cannot be: `Mesh.from_env` says so
+    ],
 )
-def test_auto_mesh_follows_the_strategy(
-    monkeypatch: pytest.MonkeyPatch, strategy: str, expected: dict[str, int]
+def test_mesh_and_strategy_combine(
+    monkeypatch: pytest.MonkeyPatch, world: int, strategy: str, mesh: str, cfg_ring_ulysses: tuple[int, int, int]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert mesh_axes(Args(strategy=strategy), guidance=True) == expected
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    expected = dict(zip(("cfg", "ring", "ulysses"), cfg_ring_ulysses, strict=True))
+    assert mesh_axes(Args(strategy=strategy, mesh=mesh), guidance=True) == {"data": 1, **expected}
+
+
+def test_without_guidance_all_ranks_are_on_the_sequence() -> None:
+    assert choose_mesh(4, "auto", guidance=False) == {"data": 1, "cfg": 1, "ring": 1, "ulysses": 4}
+    assert choose_mesh(4, "auto", guidance=True, data=2) == {"data": 2, "cfg": 2, "ring": 1, "ulysses": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("cfg=2,cfg=1", "each axis once: cfg is there twice"), ("rings=2", "expected axes like"), ("cfg", "expected axes"),
+     ("", "expected axes"), ("cfg=-1", "expected axes")],
+)  # fmt: skip
+def test_a_mesh_that_is_none_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_mesh(text)
+
+
+@pytest.mark.parametrize(("dim", "takes"), [(72, True), (256, True), (264, False), (320, False), (60, False)])
+def test_sdpa_says_which_head_dims_it_takes_in_half_precision(dim: int, takes: bool) -> None:
+    cuda = torch.device("cuda")
+    assert (sdpa.supports(cuda, torch.bfloat16, dim) is None) == takes
+    assert sdpa.supports(cuda, torch.float32, 320) is None

@@ -168,7 +168,7 @@ def talkative(rank: int, world: int, device: torch.device) -> dict[str, int]:
         (dist.isend(x, other) if rank == 0 else dist.irecv(x, other)).wait()  # pyright: ignore
         (dist.send if rank == 0 else dist.recv)(x, other)
         dist.all_reduce(x)
-        dist.all_gather(parts, parts[rank])
+        dist.all_gather(parts, x[:1].clone())
         dist.all_gather_object([None] * world, rank)
         dist.broadcast_object_list([rank], src=0, device=torch.device("cpu"))
         for move in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, x + 1, other)]):

@@ -23,9 +23,19 @@ except ImportError:  # no Triton for this platform
         return function
 
 
-def fused(x: torch.Tensor) -> bool:
-    """Whether kernels run on this tensor: on GPUs, for what is not fp64 (the references' own ground)."""
-    return x.is_cuda and x.dtype != torch.float64 and triton is not None
+def fused(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether kernels run on these: on GPUs, not in fp64 (the references' own ground), without gradients."""
+    if not x.is_cuda or x.dtype == torch.float64 or triton is None:
+        return False
+    given = (tensor for tensor in (x, *others) if tensor is not None)
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))
 
 
-__all__ = ["fused", "jit", "tl", "triton"]
+def contiguous_rows(*tensors: torch.Tensor | None) -> None:
+    """Raise `ValueError` where a last dim is not contiguous: kernels read rows as they are, and copy nothing."""
+    for tensor in tensors:
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(f"got strides {tensor.stride()}, expected a contiguous last dim")
+
+
+__all__ = ["contiguous_rows", "fused", "jit", "tl", "triton"]

@@ -61,7 +61,8 @@ CASES: tuple[dict[str, int], ...] = (
 
 def norm_modulate(x_BlE: Tensor, shift_BE: Tensor, scale_BE: Tensor, norm: Norm) -> Tensor:
     """norm(x) * (1 + scale) + shift, in x's dtype."""
-    return (launch if fused(x_BlE) else reference)(x_BlE, None, shift_BE, scale_BE, norm)[1]
+    chosen = launch if fused(x_BlE, shift_BE, scale_BE, norm.weight) else reference
+    return chosen(x_BlE, None, shift_BE, scale_BE, norm)[1]
 
 
 def gate_norm_modulate(
@@ -79,7 +80,8 @@ def gate_norm_modulate(
     keep=False: nobody reads the stream again (the last layer), so it is not written and x comes back as it was.
     """
     gated = Gated(gate_BE, branch_BlE)
-    return (launch if fused(x_BlE) else reference)(x_BlE, gated, shift_BE, scale_BE, norm, keep=keep)
+    chosen = launch if fused(x_BlE, gate_BE, branch_BlE, shift_BE, scale_BE, norm.weight) else reference
+    return chosen(x_BlE, gated, shift_BE, scale_BE, norm, keep=keep)
 
 
 def reference(

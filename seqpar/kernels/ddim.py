@@ -56,7 +56,9 @@ def guided_step(
     guidance. step: the index of this step, a scalar on the device. bad: the first step that made something non-finite,
     a scalar of the same kind; it starts at the number of steps.
     """
-    (launch if fused(tokens_nlC) else reference)(tokens_nlC, cond_nlM, uncond_nlM, update, step, bad)
+    (launch if fused(tokens_nlC, cond_nlM, uncond_nlM) else reference)(
+        tokens_nlC, cond_nlM, uncond_nlM, update, step, bad
+    )
 
 
 def reference(

@@ -6,11 +6,10 @@ product adds the bias in its epilogue for nothing, pass None. Source: GELU (arXi
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._triton import fused, jit, tl, triton
+from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
 from seqpar.protocols import state_dtype
 
 CASES = (
@@ -25,10 +24,7 @@ BLOCK = 1024
 
 def bias_gelu(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
     """GELU-tanh of x + bias, contiguous; computed in fp32 (fp64 for fp64)."""
-    given = (x_BlF,) if bias_F is None else (x_BlF, bias_F)
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    plain = gradients or not fused(x_BlF) or any(x.stride(-1) != 1 for x in given)
-    return (reference if plain else launch)(x_BlF, bias_F)
+    return (launch if fused(x_BlF, bias_F) else reference)(x_BlF, bias_F)
 
 
 def reference(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
@@ -40,6 +36,7 @@ def reference(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
 
 def launch(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
     """The same by the kernel; any strides with a contiguous last dim."""
+    contiguous_rows(x_BlF, bias_F)
     batch, tokens, width = x_BlF.shape
     out = x_BlF.new_empty(batch, tokens, width)
     if out.numel():

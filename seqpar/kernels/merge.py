@@ -41,7 +41,7 @@ def merge(
     None for both is no state yet: the part becomes it. What is passed as state must not be used again: it may be
     written over. Give `dtype` with the last part. A part over no keys has lse -inf; its values do not matter.
     """
-    if fused(part_BLHD):
+    if fused(part_BLHD, out_BLHD):
         return launch(out_BLHD, lse_BHL, part_BLHD, part_lse_BHL, dtype=dtype)
     return reference(out_BLHD, lse_BHL, part_BLHD, part_lse_BHL, dtype=dtype)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._triton import fused, jit, tl, triton
+from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
 from seqpar.protocols import Outbox, Outboxes, Places, Prepare, state_dtype
 
 CASES = (
@@ -85,15 +85,14 @@ def launch_into(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, ou
 
 
 def _takes(*inputs: Tensor, how: Prepare) -> bool:
-    """Whether the kernel computes this: forward only, one dtype, contiguous last dims."""
-    extra = (how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
-    tensors = (*inputs, *(x for x in extra if x is not None))
-    if not fused(inputs[0]) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-        return False
-    return all(x.dtype == inputs[0].dtype for x in inputs) and all(x.stride(-1) == 1 for x in tensors)
+    """Whether the kernel computes this."""
+    return fused(*inputs, how.q_weight, how.q_bias, how.k_weight, how.k_bias)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor | None, how: Prepare, into: Places | tuple[Tensor, Tensor]) -> None:
+    contiguous_rows(q, k, v, how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
+    if k.dtype != q.dtype or (v is not None and v.dtype != q.dtype):
+        raise ValueError(f"got q of {q.dtype} and k of {k.dtype}, expected q, k and v of one dtype")
     (batch, tokens, heads, dim), groups, parts = q.shape, k.shape[2], 2 if v is None else 3
     if isinstance(into, Places):
         table, (q_out, k_out), write, shape = into.table, (None, None), into.alignment, into.table.shape

@@ -6,11 +6,10 @@ Source: GLU variants (arXiv 2002.05202); w1 and w3 as one matrix product, seeds/
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._triton import fused, jit, tl, triton
+from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
 from seqpar.protocols import state_dtype
 
 CASES = (
@@ -27,9 +26,7 @@ BLOCK = 1024
 
 def swiglu(packed_BlF2: Tensor) -> Tensor:
     """(B, l, 2F), rows [w1 x | w3 x] -> (B, l, F); computed in fp32 (fp64 for fp64)."""
-    gradients = torch.is_grad_enabled() and packed_BlF2.requires_grad
-    plain = gradients or not fused(packed_BlF2) or packed_BlF2.stride(-1) != 1
-    return (reference if plain else launch)(packed_BlF2)
+    return (launch if fused(packed_BlF2) else reference)(packed_BlF2)
 
 
 def reference(packed_BlF2: Tensor) -> Tensor:
@@ -40,6 +37,7 @@ def reference(packed_BlF2: Tensor) -> Tensor:
 
 def launch(packed_BlF2: Tensor) -> Tensor:
     """The same by the kernel; any strides with a contiguous last dim."""
+    contiguous_rows(packed_BlF2)
     batch, tokens, width = packed_BlF2.shape
     out = packed_BlF2.new_empty(batch, tokens, width // 2)
     if out.numel():

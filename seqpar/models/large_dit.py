@@ -184,10 +184,8 @@ def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] |
     channels, heads = 4, 32
     patch = round((inputs / channels) ** 0.5)
     if width % heads or channels * patch**2 != inputs:
-        raise ValueError(
-            f"got a Large-DiT with x_embedder.weight of shape {(width, inputs)}, expected a multiple of {heads} rows "
-            f"and {channels} x patch x patch columns"
-        )
+        expected = f"a multiple of {heads} rows, {channels} x patch x patch columns"
+        raise ValueError(f"got a Large-DiT with x_embedder.weight of shape {(width, inputs)}, expected {expected}")
     found = Config(
         width=width,
         num_layers=count_layers(shapes, "layers"),

@@ -121,7 +121,9 @@ def run_watched(rank: int, world: int, device: torch.device, strategy: str) -> b
         torch.cuda.set_sync_debug_mode("error" if index < 4 else "default")
 
     try:
-        latents = sample(sharded, scheduler(), noise, labels, steps=5, guidance=Guidance(3.0), on_step=watch)
+        latents = sample(
+            sharded, scheduler(), noise, labels, steps=5, guidance=Guidance(3.0), graph=False, on_step=watch
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return bool(latents.isfinite().all())

@@ -1,5 +1,7 @@
 """The library in ten lines: a sharded model in a diffusers pipeline, and our own loop. Runs alone or under torchrun."""
 
+from typing import Any
+
 import torch
 from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
 
@@ -13,7 +15,7 @@ theirs = DiTPipeline.from_pretrained(BUILTIN).to(mesh.device)
 theirs.transformer = DistributedDiT(theirs.transformer, mesh)
 seed = torch.Generator().manual_seed(1)  # every rank must draw the same noise
 labels = theirs.get_label_ids(["cat", "rocket"])
-pictures = theirs(labels, generator=seed, num_inference_steps=4, output_type="pt")
+pictures: Any = theirs(labels, generator=seed, num_inference_steps=4, output_type="pt")
 
 # our loop: tokens stay split from the first noise to the last step
 ours = Pipeline.load(Files.locate("builtin"), mesh)

@@ -122,9 +122,10 @@ def plain_step(model: Any, side: int) -> Callable[[], Tensor]:
     config, device = model.config, torch.device("cuda")
     large = isinstance(config, large_dit.Config)
     with torch.device("meta"):
-        plain: nn.Module = PlainLargeDiT(config) if large else DiTTransformer2DModel(
+        made: nn.Module = PlainLargeDiT(config) if large else DiTTransformer2DModel(
             config.num_attention_heads, config.attention_head_dim, out_channels=config.out_channels,
             num_layers=config.num_layers, sample_size=side, patch_size=config.patch_size)  # fmt: skip
+    plain: Any = made
     plain = plain.to(BF16).to_empty(device=device).requires_grad_(False).eval()
     randomise(plain, 0)
     x = torch.randn(1, 4, side, side, device=device)

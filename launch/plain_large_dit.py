@@ -35,7 +35,7 @@ class PlainAttention(nn.Module):
         k = rotate(self.k_norm(self.wk(x)).unflatten(-1, (self.kv_heads, self.dim)), freqs_LD2)
         v = self.wv(x).unflatten(-1, (self.kv_heads, self.dim))
         k, v = (y.repeat_interleave(self.heads // self.kv_heads, dim=2) for y in (k, v))
-        out = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)))
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -93,7 +93,8 @@ class PlainTimestep(nn.Module):
         half = FREQUENCIES // 2
         freqs = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
         angles = t.float()[:, None] * freqs
-        return self.mlp(torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.mlp[0].weight.dtype))
+        dtype = next(self.mlp.parameters()).dtype
+        return self.mlp(torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype))
 
 
 class PlainLabel(nn.Module):

@@ -14,14 +14,15 @@ import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import diffusers
 import torch
 import tyro
 from tqdm import tqdm
 
+import seqpar
 from seqpar import mesh as meshes
 from seqpar.mesh import Mesh
 from seqpar.pictures import check_writable, grid, save, to_pil
@@ -213,7 +214,7 @@ def parameters(args: Args, pipeline: Pipeline, job: Job) -> dict[str, Any]:
               "device": _device(mesh), "dtype": next(name for name, dtype in DTYPES.items() if dtype == job.dtype),
               "size": f"{height}x{width}", "scheduler": type(job.scheduler).__name__,
               "classes": list(job.classes)}  # fmt: skip
-    versions = {name: version(name) for name in ("torch", "diffusers", "seqpar")}
+    versions = {module.__name__: module.__version__ for module in (torch, diffusers, seqpar)}
     return asdict(args) | {"out": str(args.out), "chosen": chosen, "versions": versions}
 
 

@@ -95,11 +95,10 @@ def run(args: Steps) -> None:
     device = meshes.pick_device(world)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = locate(args.model).build(dtype, device)
-    lines = []
     for tokens in args.tokens:
-        lines += measure(args, model, tokens, world, device)
-    if not dist.is_initialized() or meshes.join()[0] == 0:
-        report(lines, args.out)
+        lines = measure(args, model, tokens, world, device)
+        if not dist.is_initialized() or meshes.join()[0] == 0:
+            report(lines, args.out)  # as they come: a run that is cut short keeps what it measured
     meshes.close()
 
 

@@ -13,10 +13,37 @@ from typing import Any
 
 
 def main(path: str) -> None:
-    """Best strategy by number of GPUs, then every strategy on the most GPUs."""
+    """All tables that the lines of a file make."""
     lines = [json.loads(text) for text in Path(path).read_text().splitlines()]
-    steps = [line for line in lines if line["bench"] == "steps"]
-    print(best(steps), every(steps), sep="\n\n")
+    print("\n\n".join(tables(lines)))
+
+
+def tables(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Steps (best layouts, all layouts), ladder, kernels: those there are lines for."""
+    kinds = {kind: [line for line in lines if line["bench"] == kind] for kind in ("steps", "ladder", "kernels")}
+    makers = (("steps", best), ("steps", every), ("ladder", ladder), ("kernels", kernels))
+    return [make(kinds[kind]) for kind, make in makers if kinds[kind]]
+
+
+def ladder(lines: Sequence[dict[str, Any]]) -> str:
+    """ms a step of each way of computing it, against the ceiling of the same run."""
+    rows = []
+    for line in lines:
+        case, ms = line["case"], line["ms"]
+        span, share = f"{ms['min']:.2f} - {ms['max']:.2f}", f"{ms['median'] / line['ceiling_ms']:.3f}"
+        cells = [case["model"], str(case["tokens"]), case["way"], f"{ms['median']:.2f}", span, share]
+        rows.append([*cells, f"{line['tflops']:.0f}"])
+    return _table(["model", "tokens", "way", "ms", "least - most", "x ceiling", "TFLOP/s"], rows)
+
+
+def kernels(lines: Sequence[dict[str, Any]]) -> str:
+    """us of each kernel, its share of the copy bandwidth of the same run, and plain torch's us."""
+    rows = []
+    for line in lines:
+        case, us = line["case"], 1e3 * line["ms"]["median"]
+        rows.append([case["kernel"], str(case["rows"]), f"{us:.1f}", f"{100 * line['share_of_copy']:.0f} %",
+                     f"{1e3 * line['plain_ms']['median']:.0f}"])  # fmt: skip
+    return _table(["kernel (7B widths)", "rows", "us", "of copy bandwidth", "plain torch, us"], rows)
 
 
 def best(lines: Sequence[dict[str, Any]]) -> str:

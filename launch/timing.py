@@ -109,7 +109,7 @@ def environment(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         import triton
 
-        nccl: Any = torch.cuda.nccl.version()
+        nccl: Any = torch.cuda.nccl.version()  # pyright: ignore[reportAttributeAccessIssue]
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
         found |= {"triton": triton.__version__, "nccl": ".".join(map(str, nccl))}
         found |= {"cudnn": str(torch.backends.cudnn.version())}

@@ -8,4 +8,6 @@ from seqpar.mesh import Mesh
 from seqpar.sampling import sample
 from seqpar.trajectory import Guidance
 
+__version__ = "0.1.0"
+
 __all__ = ["DistributedDiT", "Guidance", "Mesh", "sample"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +118,23 @@ def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
             raise ValueError(f"{checkpoint.name}: got {got}, which cannot make {name}: {error}") from error
         if made != tuple(parameter.shape):
             raise ValueError(f"{checkpoint.name}: got {got}, expected {tuple(parameter.shape)} for {name}")
+
+
+def shape_of(shapes: Mapping[str, tuple[int, ...]], key: str, dims: int) -> tuple[int, ...]:
+    """The shape of a key that a model's `recognise` reads sizes from; `ValueError` where it is missing or odd."""
+    if key not in shapes:
+        raise ValueError(
+            f"got a checkpoint that lacks {key}, expected a complete one: the model's sizes follow from it"
+        )
+    if len(shapes[key]) != dims or 0 in shapes[key]:
+        raise ValueError(f"got a checkpoint with {key} of shape {shapes[key]}, expected {dims} dims, none empty")
+    return shapes[key]
+
+
+def count_layers(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
+    """One more than the highest number N in keys like `prefix.N.name`."""
+    found = (re.match(rf"{re.escape(prefix)}\.(\d+)\.", key) for key in shapes)
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
 def _some(keys: Iterable[str], most: int = 4) -> str:

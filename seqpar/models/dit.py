@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import bias_gelu
 from seqpar.models import _layers
-from seqpar.models._find import count_layers, shape_of
 from seqpar.protocols import Attend, Condition, Prepare, SequenceModel, state_dtype
-from seqpar.weights import KeyMap, Source
+from seqpar.weights import KeyMap, Source, count_layers, shape_of
 
 FREQUENCIES = 256  # width of the timestep sinusoid, in every published DiT
 NORM = Norm("layer", 1e-6)  # before attention and at the end, in both variants
@@ -188,7 +187,7 @@ def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] |
     if config is not None:
         names = ("DiTTransformer2DModel", "Transformer2DModel")
         return (_from_diffusers(config), "diffusers") if config.get("_class_name") in names else None
-    if "blocks.0.attn.qkv.weight" in shapes and "y_embedder.embedding_table.weight" in shapes:
+    if any(key.startswith("blocks.0.attn.") for key in shapes):
         return _from_shapes(shapes), "original"
     return None
 

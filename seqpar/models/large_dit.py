@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.swiglu import swiglu
 from seqpar.models import _layers
-from seqpar.models._find import count_layers, shape_of
 from seqpar.protocols import Attend, Condition, Prepare, SequenceModel, state_dtype
-from seqpar.weights import KeyMap, Source
+from seqpar.weights import KeyMap, Source, count_layers, shape_of
 
 FREQUENCIES = 256  # width of the timestep sinusoid
 CONDITION = 1024  # width of timestep and label embeddings, at most the model's

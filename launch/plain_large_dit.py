@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.models.large_dit import CONDITION, FREQUENCIES, Config
+from seqpar.models._label_dit import FREQUENCIES
+from seqpar.models.large_dit import CONDITION, Config
 
 
 class PlainAttention(nn.Module):

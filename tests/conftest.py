@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -14,6 +15,9 @@ DEVICE = os.environ.get("SEQPAR_TEST_DEVICE") or ("cuda" if torch.cuda.is_availa
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # kernels are tested on the CPU too; read when a kernel is defined
 
+# no Triton outside Linux: nothing launches its kernels there
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_kernel_*.py"]
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
@@ -24,16 +28,14 @@ def ranks() -> Iterator[Pool]:
     pool.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what needs more GPUs than there are; tests of one world follow each other, so groups are reused."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs (more) GPUs than there are; tests of one world follow each other, so groups are reused."""
     gpus = torch.cuda.device_count() if DEVICE == "cuda" else None
-    items.sort(key=_world)
-    for item in items:
-        world = _world(item)
-        if gpus is not None and world and world > gpus:
-            item.add_marker(pytest.mark.skip(reason=f"needs {world} GPUs, there are {gpus}"))
-        if item.get_closest_marker("gpu") and DEVICE != "cuda":
-            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+    left_out = [item for item in items if DEVICE != "cuda" and item.get_closest_marker("gpu")]
+    left_out += [item for item in items if gpus is not None and _world(item) > gpus]
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = sorted((item for item in items if item not in gone), key=_world)
 
 
 def _world(item: pytest.Item) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import bias_gelu
 from seqpar.models import _layers
-from seqpar.protocols import Attend, Condition, Prepare, SequenceModel, state_dtype
+from seqpar.models._label_dit import LabelDiT
+from seqpar.protocols import Attend, Condition, Prepare
 from seqpar.weights import KeyMap, Source, count_layers, shape_of
 
-FREQUENCIES = 256  # width of the timestep sinusoid, in every published DiT
 NORM = Norm("layer", 1e-6)  # before attention and at the end, in both variants
 
 
@@ -77,28 +77,13 @@ class Block(nn.Module):
         return gate_norm_modulate(x, gate_mlp, branch, *after)
 
 
-class Model(SequenceModel):
-    """See the module's docstring. `condition` returns {"blocks": (R, layers, 6, E), "final": (R, 2, E)}."""
+class Model(LabelDiT):
+    """See the module's docstring. The condition is as wide as the model."""
 
-    LABELS: ClassVar[tuple[str, ...]] = ("class_labels",)
     config: Config
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config = config
-        width, area = config.width, config.patch_size**2
-        self.x_embedder = nn.Linear(config.in_channels * area, width)
-        self.t_embedder = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
-        self.y_embedder = nn.Embedding(config.num_classes + 1, width)  # the last row is "no class"
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.final_modulation = nn.Linear(width, 2 * width)
-        self.final = nn.Linear(width, config.out_channels * area)
-
-    def patchify(self, x_BCHW: Tensor) -> Tensor:
-        return _layers.patchify(x_BCHW, self.config.patch_size)
-
-    def unpatchify(self, tokens_BLC: Tensor, height: int, width: int) -> Tensor:
-        return _layers.unpatchify(tokens_BLC, self.config.patch_size, height, width)
+        super().__init__(config, config.width, lambda: Block(config), config.freq_shift)
 
     def positions(self, height: int, width: int) -> Tensor:
         """(L, E) sine-cosine rows. Off the trained size positions are squeezed onto it, or run on ("none")."""
@@ -110,21 +95,6 @@ class Model(SequenceModel):
             return index / (len(index) / base) if self.config.pos_scaling == "interpolate" else index
 
         return _layers.sincos_2d(axis(height), axis(width), self.config.width)
-
-    def condition(self, t_R: Tensor, **labels: Tensor) -> Condition:
-        wide = state_dtype(self.x_embedder.weight.dtype)
-        first, _, second = self.t_embedder
-        t = _layers.linear(
-            F.silu(_layers.linear(_layers.sinusoid(t_R, FREQUENCIES, self.config.freq_shift), first, wide)),
-            second,
-            wide,
-        )
-        c_RE = F.silu(t + self.y_embedder(labels["class_labels"]).to(wide))
-        # one layer upcast at a time: the whole model in fp32 would double its memory
-        blocks = c_RE.new_empty(len(t_R), len(self.blocks), 6, self.config.width)
-        for index, block in enumerate(self.blocks):
-            blocks[:, index] = _layers.linear(c_RE, block.get_submodule("modulation"), wide).unflatten(-1, (6, -1))
-        return {"blocks": blocks, "final": _layers.linear(c_RE, self.final_modulation, wide).unflatten(-1, (2, -1))}
 
     def forward_tokens(
         self, inputs: Mapping[str, Tensor], positions: Tensor, condition: Condition, attend: Attend
@@ -138,9 +108,6 @@ class Model(SequenceModel):
         for block, modulation, after in zip(self.blocks, blocks_BN6E.unbind(1), ends, strict=True):
             x, h = block(x, h, modulation, after, attend)
         return self.final(h)
-
-    def null_labels(self, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: torch.full_like(label, self.config.num_classes) for name, label in labels.items()}
 
 
 # Presets: random weights, for benchmarks and tests -------------------------------------------------------------

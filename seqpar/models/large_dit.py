@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.swiglu import swiglu
 from seqpar.models import _layers
-from seqpar.protocols import Attend, Condition, Prepare, SequenceModel, state_dtype
+from seqpar.models._label_dit import LabelDiT
+from seqpar.protocols import Attend, Condition, Prepare
 from seqpar.weights import KeyMap, Source, count_layers, shape_of
 
-FREQUENCIES = 256  # width of the timestep sinusoid
 CONDITION = 1024  # width of timestep and label embeddings, at most the model's
 FINAL_NORM = Norm("layer", 1e-6)
 QK_EPS = 1e-5
@@ -104,28 +103,13 @@ class Block(nn.Module):
         return gate_norm_modulate(x, gate_mlp, self.w2(swiglu(self.w13(h))), *after)
 
 
-class Model(SequenceModel):
-    """See the module's docstring. `condition` returns {"blocks": (R, layers, 6, E), "final": (R, 2, E)}."""
+class Model(LabelDiT):
+    """See the module's docstring. The condition is at most 1024 wide."""
 
-    LABELS: ClassVar[tuple[str, ...]] = ("class_labels",)
     config: Config
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config = config
-        width, area, condition = config.width, config.patch_size**2, config.condition_width
-        self.x_embedder = nn.Linear(config.in_channels * area, width)
-        self.t_embedder = nn.Sequential(nn.Linear(FREQUENCIES, condition), nn.SiLU(), nn.Linear(condition, condition))
-        self.y_embedder = nn.Embedding(config.num_classes + 1, condition)  # the last row is "no class"
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.final_modulation = nn.Linear(condition, 2 * width)
-        self.final = nn.Linear(width, config.out_channels * area)
-
-    def patchify(self, x_BCHW: Tensor) -> Tensor:
-        return _layers.patchify(x_BCHW, self.config.patch_size)
-
-    def unpatchify(self, tokens_BLC: Tensor, height: int, width: int) -> Tensor:
-        return _layers.unpatchify(tokens_BLC, self.config.patch_size, height, width)
+        super().__init__(config, config.condition_width, lambda: Block(config))
 
     def positions(self, height: int, width: int) -> Tensor:
         """(L, D): cosines, then sines, of the raster index; fp32 angles as in the original, for any length."""
@@ -134,18 +118,6 @@ class Model(SequenceModel):
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
         angles = torch.outer(index, 1.0 / _layers.MAX_PERIOD**exponent)
         return torch.cat((angles.cos(), angles.sin()), dim=-1)
-
-    def condition(self, t_R: Tensor, **labels: Tensor) -> Condition:
-        wide = state_dtype(self.x_embedder.weight.dtype)
-        first, _, second = self.t_embedder
-        t = _layers.linear(F.silu(_layers.linear(_layers.sinusoid(t_R, FREQUENCIES), first, wide)), second, wide)
-        c_RC = F.silu(t + self.y_embedder(labels["class_labels"]).to(wide))
-        # one layer upcast at a time: adaLN is a tenth of the model
-        blocks = c_RC.new_empty(len(t_R), len(self.blocks), 6, self.config.width)
-        for index, block in enumerate(self.blocks):
-            modulation = _layers.linear(c_RC, block.get_submodule("modulation"), wide)
-            blocks[:, index] = modulation.unflatten(-1, (6, -1))
-        return {"blocks": blocks, "final": _layers.linear(c_RC, self.final_modulation, wide).unflatten(-1, (2, -1))}
 
     def forward_tokens(
         self, inputs: Mapping[str, Tensor], positions: Tensor, condition: Condition, attend: Attend
@@ -160,9 +132,6 @@ class Model(SequenceModel):
         for block, modulation, after in zip(blocks, modulations, ends, strict=True):
             x, h = block(x, h, modulation, rotary, after, attend)
         return self.final(h)
-
-    def null_labels(self, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: torch.full_like(label, self.config.num_classes) for name, label in labels.items()}
 
 
 PRESETS: dict[str, Config] = {

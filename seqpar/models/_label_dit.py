@@ -1,0 +1,63 @@
+"""What class-conditional DiTs have in common around their blocks: patches in and out, timestep and label embedding,
+adaLN modulation of all blocks and the final layer. A model adds its block, its positions and the order of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqpar.models import _layers
+from seqpar.protocols import Condition, SequenceModel, state_dtype
+
+FREQUENCIES = 256  # width of the timestep sinusoid, in every published model
+
+
+class LabelDiT(SequenceModel):
+    """Embedders, `blocks` (each with a `modulation` of 6 widths) and the final layer.
+
+    config: patch_size, in_channels, out_channels, num_classes, num_layers, width. c: width of the condition.
+    """
+
+    LABELS: ClassVar[tuple[str, ...]] = ("class_labels",)
+
+    def __init__(self, config: Any, c: int, block: Callable[[], nn.Module], freq_shift: float = 0.0) -> None:
+        super().__init__()
+        self.config, self._freq_shift = config, freq_shift
+        width, area = config.width, config.patch_size**2
+        self.x_embedder = nn.Linear(config.in_channels * area, width)
+        self.t_embedder = nn.Sequential(nn.Linear(FREQUENCIES, c), nn.SiLU(), nn.Linear(c, c))
+        self.y_embedder = nn.Embedding(config.num_classes + 1, c)  # the last row is "no class"
+        self.blocks = nn.ModuleList(block() for _ in range(config.num_layers))
+        self.final_modulation = nn.Linear(c, 2 * width)
+        self.final = nn.Linear(width, config.out_channels * area)
+
+    def patchify(self, x_BCHW: Tensor) -> Tensor:
+        """See `SequenceModel`."""
+        return _layers.patchify(x_BCHW, self.config.patch_size)
+
+    def unpatchify(self, tokens_BLC: Tensor, height: int, width: int) -> Tensor:
+        """See `SequenceModel`."""
+        return _layers.unpatchify(tokens_BLC, self.config.patch_size, height, width)
+
+    def condition(self, t_R: Tensor, **labels: Tensor) -> Condition:
+        """{"blocks": (R, layers, 6, E), "final": (R, 2, E)}: shift, scale and gate of each half of each block."""
+        wide = state_dtype(self.x_embedder.weight.dtype)
+        first, _, second = self.t_embedder
+        sines = _layers.sinusoid(t_R, FREQUENCIES, self._freq_shift)
+        t = _layers.linear(F.silu(_layers.linear(sines, first, wide)), second, wide)
+        c_RC = F.silu(t + self.y_embedder(labels["class_labels"]).to(wide))
+        # one layer upcast at a time: the whole model in fp32 would double its memory
+        blocks = c_RC.new_empty(len(t_R), len(self.blocks), 6, self.config.width)
+        for index, block in enumerate(self.blocks):
+            modulation = _layers.linear(c_RC, block.get_submodule("modulation"), wide)
+            blocks[:, index] = modulation.unflatten(-1, (6, -1))
+        return {"blocks": blocks, "final": _layers.linear(c_RC, self.final_modulation, wide).unflatten(-1, (2, -1))}
+
+    def null_labels(self, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `SequenceModel`."""
+        return {name: torch.full_like(label, self.config.num_classes) for name, label in labels.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor, nn
 
 from launch.plain_large_dit import PlainLargeDiT
+from launch.steps import check_squares
 from launch.timing import Sensors, append, command, environment, graphed, in_turn, spread, timed
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
@@ -56,6 +58,7 @@ class Ladder:
 
 def main(args: Ladder) -> None:
     """Measure, print a table, append the lines."""
+    check_squares(args.tokens)
     for tokens in args.tokens:
         lines = measure(args, tokens)
         for line in lines:
@@ -68,8 +71,9 @@ def main(args: Ladder) -> None:
 def measure(args: Ladder, tokens: int) -> list[dict[str, Any]]:
     """One line for each way of computing a step."""
     torch.manual_seed(0)
-    side, device = 2 * round(tokens**0.5), torch.device("cuda")
+    device = torch.device("cuda")
     model = locate(args.model).build(BF16, device)
+    side = isqrt(tokens) * model.config.patch_size
     plain = plain_step(model, side)
     dit = DistributedDiT(model, Mesh.single(device))
     ways = dict(ours(dit, side))
@@ -143,7 +147,7 @@ def plain_step(model: Any, side: int) -> Callable[[], Tensor]:
 
 def ceiling(model: Any, side: int, local: str) -> Callable[[], object]:
     """The matrix products of all blocks by cuBLAS, and attention, and nothing else: same shapes, random data."""
-    config, tokens = model.config, (side // 2) ** 2
+    config, tokens = model.config, (side // model.config.patch_size) ** 2
     x = torch.randn(2, tokens, config.width, device="cuda").to(BF16)
     attend, head_dim = load_local(local), config.attention_head_dim
     large = isinstance(config, large_dit.Config)

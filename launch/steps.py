@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
@@ -104,14 +105,19 @@ def run(args: Steps) -> None:
 
 def check(args: Steps, world: int) -> None:
     """Raise `ValueError` for flags that cannot be measured, before any weight is read."""
-    for tokens in args.tokens:
+    check_squares(args.tokens)
+    if args.steps < 1 or args.rounds < 1:
+        raise ValueError(f"got --steps {args.steps} --rounds {args.rounds}, expected at least 1 of each")
+    layouts(args, world)
+
+
+def check_squares(counts: Sequence[int]) -> None:
+    """Raise `ValueError` for a token count that is no square picture's."""
+    for tokens in counts:
         side = isqrt(max(0, tokens))
         if tokens < 1 or side**2 != tokens:
             near = f"{side**2} or {(side + 1) ** 2}" if side else "1"
             raise ValueError(f"got --tokens {tokens}, expected squares: {near}")
-    if args.steps < 1 or args.rounds < 1:
-        raise ValueError(f"got --steps {args.steps} --rounds {args.rounds}, expected at least 1 of each")
-    layouts(args, world)
 
 
 def measure(args: Steps, model: SequenceModel, tokens: int, world: int, device: torch.device) -> list[dict[str, Any]]:

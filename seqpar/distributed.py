@@ -158,17 +158,20 @@ class DistributedDiT(nn.Module):
         parts = self.mesh.data.size * self.mesh.cfg.size
         if len(x) < parts:
             raise ValueError(f"got a batch of {len(x)} for data x cfg = {parts}, expected one row a rank; use cfg=1")
-        self._check_same(x)
+        self._check_same(x, timestep, labels)
 
-    def _check_same(self, x: Tensor) -> None:
+    def _check_same(self, x: Tensor, timestep: Any, labels: Mapping[str, Tensor]) -> None:
         """Refuse inputs that differ between ranks: each would compute its tokens of another picture."""
         if self.mesh.world.size == 1 or x.shape in self._seen:
             return
+        inputs = [x, torch.as_tensor(timestep), *(labels[name] for name in sorted(labels))]
+        mine = hashlib.sha256(repr([(z.shape, z.dtype) for z in inputs]).encode())
+        for z in inputs:
+            mine.update(z.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        if len(set(self.mesh.collect(mine.hexdigest()))) > 1:
+            raise ValueError("got inputs that differ between ranks, expected the same on all; draw noise with the same "
+                             "seed everywhere (generator=torch.Generator().manual_seed(0))")  # fmt: skip
         self._seen.add(x.shape)
-        mine = hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        if len(set(self.mesh.collect(mine))) > 1:
-            raise ValueError("got hidden_states that differ between ranks, expected the same on all; draw noise with "
-                             "the same seed everywhere (generator=torch.Generator().manual_seed(0))")  # fmt: skip
 
 
 def choose(mesh: Mesh, config: Any, dtype: torch.dtype, strategy: str, local: str) -> tuple[Choice, Choice]:

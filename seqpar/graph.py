@@ -20,18 +20,23 @@ class StepGraph:
 
     def __init__(self, step: Callable[[], None], state: Sequence[Tensor]) -> None:
         before = [tensor.clone() for tensor in state]
+
+        def restore() -> None:
+            for tensor, value in zip(state, before, strict=True):
+                tensor.copy_(value)
+
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
+            for _ in range(WARM_UP):  # always the same step: there may be no other in its tables
                 step()
+                restore()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog may query its events while we capture
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             step()
-        for tensor, value in zip(state, before, strict=True):
-            tensor.copy_(value)
+        restore()  # capturing runs nothing, but not all that it calls need know
 
     def replay(self) -> None:
         """One step, queued on the current stream."""

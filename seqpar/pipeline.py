@@ -236,6 +236,8 @@ def _why_not(scheduler: Any, config: Mapping[str, Any]) -> str | None:
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     if required != STEP:
         return f"steps with ({', '.join(required)}), not with ({', '.join(STEP)})"
+    if str(getattr(scheduler.config, "variance_type", "")).startswith("learned"):
+        return "needs the model's variances (variance_type learned), which the loop does not pass on"
     if "beta_schedule" in config and "beta_schedule" not in signature(type(scheduler).__init__).parameters:
         return "does not know the noise schedule (betas) that the model was trained with"
     return None

@@ -110,11 +110,6 @@ def parse_mesh(text: str) -> dict[str, int]:
     return axes
 
 
-def strategies() -> list[str]:
-    """All strategies there are."""
-    return list(plugins(seqpar.attention))
-
-
 def load_strategy(name: str) -> ModuleType:
     """The strategy's file."""
     return plugin(seqpar.attention, name, "strategy")

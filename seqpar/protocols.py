@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -201,8 +201,3 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def rows(condition: Condition, index_B: Tensor) -> dict[str, Tensor]:
     """Some rows of a condition, one for each batch row."""
     return {name: table.index_select(0, index_B) for name, table in condition.items()}
-
-
-def stack(conditions: Sequence[Condition]) -> dict[str, Tensor]:
-    """Conditions one after the other along the row dim."""
-    return {name: torch.cat([condition[name] for condition in conditions]) for name in conditions[0]}

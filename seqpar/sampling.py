@@ -51,13 +51,16 @@ def sample(
     """
     run = Run(dit, scheduler, noise_NCHW, labels, steps, guidance, eta, generator)
     with torch.no_grad():  # not inference_mode: buffers made here must serve calls outside, too
-        for chunk in run.trajectory.chunks():
-            if graph and why_no_graph(dit, scheduler) is None:
-                run.capture()
-            for index in chunk:
-                run.step(index)
-                on_step(index)
-        latents = run.finish()
+        try:
+            for chunk in run.trajectory.chunks():
+                if graph and why_no_graph(dit, scheduler) is None:
+                    run.capture()
+                for index in chunk:
+                    run.step(index)
+                    on_step(index)
+            latents = run.latents()
+        finally:
+            run.release()
     check_finite(min(dit.mesh.collect(int(run.bad))), run.timesteps)
     return latents
 
@@ -105,14 +108,16 @@ class Run:
         if self._graph is None:
             self._graph = StepGraph(lambda: self.step(0), (self.trajectory.tokens, self._count, self.bad))
 
-    def finish(self) -> Tensor:
-        """The latents, whole; ends the graph, whose memory it gives back."""
-        whole = self._advance.latents if isinstance(self._advance, Replicated) else self.trajectory.gather()
+    def latents(self) -> Tensor:
+        """The latents as they are, whole, on every rank."""
+        return self._advance.latents if isinstance(self._advance, Replicated) else self.trajectory.gather()
+
+    def release(self) -> None:
+        """End the graph, if there is one, and give its memory back."""
         if self._graph is not None:
             torch.cuda.synchronize()
             self._graph.release()
             self._graph = None
-        return whole
 
 
 def why_no_graph(dit: DistributedDiT, scheduler: Any) -> str | None:
@@ -216,13 +221,19 @@ def ddim_coefficients(scheduler: Any, steps: int, eta: float) -> Tensor:
         before = float(scheduler.alphas_cumprod[t - stride] if t >= stride else scheduler.final_alpha_cumprod)
         sigma = eta * ((1 - before) / (1 - now) * (1 - now / before)) ** 0.5
         x0_e = _prediction(scheduler.config.prediction_type, now**0.5, (1 - now) ** 0.5)
-        rows.append((*x0_e, before**0.5, (1 - before - sigma**2) ** 0.5, sigma))
+        rows.append((*x0_e, before**0.5, max(0.0, 1 - before - sigma**2) ** 0.5, sigma))
     return torch.tensor(rows, dtype=torch.float64)
 
 
 def _prediction(kind: str, a: float, b: float) -> tuple[float, float, float, float]:
     """How x0 and noise e follow from state x = a x0 + b e and model output m: (x0/x, x0/m, e/x, e/m)."""
-    known = {"epsilon": (1 / a, -b / a, 0.0, 1.0), "sample": (0.0, 1.0, 1 / b, -a / b), "v_prediction": (a, -b, b, a)}
-    if kind not in known:
-        raise ValueError(f"got a scheduler with prediction_type {kind!r}, expected one of {', '.join(known)}")
-    return known[kind]
+    if kind == "epsilon":
+        if a == 0:
+            raise ValueError("got prediction_type 'epsilon' with zero terminal SNR, expected 'v_prediction' or "
+                             "'sample': pure noise says nothing of the picture")  # fmt: skip
+        return 1 / a, -b / a, 0.0, 1.0
+    if kind == "sample":
+        return 0.0, 1.0, 1 / b, -a / b
+    if kind == "v_prediction":
+        return a, -b, b, a
+    raise ValueError(f"got a scheduler with prediction_type {kind!r}, expected epsilon, sample or v_prediction")

@@ -6,6 +6,7 @@ by a step counter that lives on the device, so nothing waits on the host.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -30,6 +31,10 @@ class Guidance:
 
     scale: float = 4.0
     channels: int | None = None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise ValueError(f"got guidance {self.scale}, expected a finite number; 1 or less is no guidance")
 
     @property
     def on(self) -> bool:
@@ -65,7 +70,7 @@ class Trajectory:
         self._images, self._size = noise.shape[0], (noise.shape[2], noise.shape[3])
         whole = model.patchify(noise)
         self._shard, self._mine = Shard(whole.shape[1], mesh.sequence.size), Shard(self._images, mesh.data.size)
-        self.tokens = self.slice(noise)
+        self.tokens = self.slice(noise).clone()  # a step writes here: never into what the caller holds
         self._positions = model.positions(*self._size)[self._shard.slice(mesh.sequence.rank)]
         self._width = whole.shape[2]
         self._timesteps = conditions.timesteps.to(mesh.device)

@@ -40,7 +40,5 @@ def test_what_the_schedule_was_not_fixed_for_is_refused(steps: int, labels: list
     model, schedule = build(), scheduler()
     schedule.set_timesteps(STEPS)
     model.fix_schedule(schedule.timesteps, torch.tensor(LABELS))
-    with pytest.raises(
-        ValueError, match=r"outside the fixed schedule, expected timesteps \[0\.0, .* labels \[3, 7, 10\]"
-    ):
+    with pytest.raises(ValueError, match=r"outside the fixed schedule, .* timesteps \[0\.0, .* labels \[3, 7, 10\]"):
         latents(model, steps, labels)

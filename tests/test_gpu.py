@@ -111,6 +111,13 @@ def test_gpu_a_hundred_replays_have_the_eager_bits(ranks: Pool, world: int, stra
     assert all(torch.equal(a, b) for a, b in zip(eager, graphed, strict=True))
 
 
+def test_gpu_a_graph_of_a_table_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many labels: the modulation table holds a step at a time, and warming up must not read past it."""
+    whole = long_run(0, 1, torch.device("cuda", 0), "ulysses", 1, True)
+    monkeypatch.setattr("seqpar.trajectory.TABLE_BYTES", 1)
+    assert torch.equal(long_run(0, 1, torch.device("cuda", 0), "ulysses", 1, True), whole)
+
+
 def run_watched(rank: int, world: int, device: torch.device, strategy: str) -> bool:
     """A run whose steps, after the first, may not make the host wait."""
     sharded = DistributedDiT(model(BF16, device), mesh_for(strategy, world, device), strategy)

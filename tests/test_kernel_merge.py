@@ -136,3 +136,15 @@ def test_fp64_stays_fp64() -> None:
     want = exact(pieces)
     assert max(error(out, want[0]), error(lse, want[1])) < 1e-12
     assert out.dtype == lse.dtype == torch.float64
+
+
+@pytest.mark.parametrize("function", [launch, reference])
+def test_nan_comes_out(function: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Three parts, the second broken: what follows must not hide it."""
+    part, lse = torch.ones(1, 2, 1, 8, device=DEVICE), torch.zeros(1, 1, 2, device=DEVICE)
+    broken = torch.tensor([0.0, float("nan")], device=DEVICE).view(1, 1, 2)
+    state = function(None, None, part, lse)
+    state = function(*state, part + broken.view(1, 2, 1, 1), lse + broken)
+    out, total = function(*state, part, lse)
+    assert out[0, :, 0, 0].isnan().tolist() == [False, True]
+    assert total[0, 0].isnan().tolist() == [False, True]

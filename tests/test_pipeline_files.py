@@ -172,6 +172,14 @@ def test_a_scheduler_that_cannot_do_it_is_refused(name: str | None, steps: int, 
         Files.locate("builtin").schedule(name, steps)
 
 
+def test_learned_variances_are_refused(copy: Path) -> None:
+    path = copy / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"_class_name": "DDPMScheduler",
+                                                               "variance_type": "learned_range"}))  # fmt: skip
+    with pytest.raises(ValueError, match=r"variance_type learned"):
+        Files.locate(copy).schedule(None, 4)
+
+
 def test_a_scheduler_whose_package_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class NeedsScheduler:
         @staticmethod

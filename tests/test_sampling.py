@@ -81,8 +81,16 @@ def noise(images: int = 3) -> Tensor:
 @pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction"])
 @pytest.mark.parametrize("eta", [0.0, 0.7])
 @pytest.mark.parametrize("steps", [1, 7, 25])
-def test_ddim_coefficients_are_diffusers(prediction: str, eta: float, steps: int) -> None:
-    sched = diffusers.DDIMScheduler(**LINEAR, clip_sample=False, prediction_type=prediction)  # pyright: ignore
+@pytest.mark.parametrize("zero_snr", [False, True])
+def test_ddim_coefficients_are_diffusers(prediction: str, eta: float, steps: int, zero_snr: bool) -> None:
+    """With zero terminal SNR the first state is pure noise, of which an epsilon prediction says nothing."""
+    options: Any = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"} if zero_snr else {}
+    sched = scheduler(prediction_type=prediction, **options)
+    if zero_snr and prediction == "epsilon":
+        sched.set_timesteps(steps)
+        with pytest.raises(ValueError, match="'epsilon' with zero terminal SNR"):
+            ddim_coefficients(sched, steps, eta)
+        return
     sched.alphas_cumprod = sched.alphas_cumprod.double()
     sched.final_alpha_cumprod = sched.final_alpha_cumprod.double()
     sched.set_timesteps(steps)
@@ -290,3 +298,20 @@ def refused(rank: int, world: int, device: torch.device, change: dict[str, Any])
     except ValueError as error:
         return str(error)
     return "nothing"
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_guidance_that_is_no_number_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match="expected a finite number"):
+        Guidance(scale)
+
+
+def test_a_run_never_writes_into_the_callers_noise() -> None:
+    """One token: there patches are a view of the picture."""
+    dit = DistributedDiT(diffusers_dit(), Mesh.single())
+    start = draw_noise((1, 4, 2, 2), torch.Generator().manual_seed(2)).double()
+    before = start.clone()
+    for name in ("DDIMScheduler", "EulerDiscreteScheduler"):
+        labels = {"class_labels": torch.tensor([3])}
+        sample(dit, scheduler(name), start, labels, steps=STEPS, guidance=Guidance(1.0))
+        assert torch.equal(start, before)

@@ -60,8 +60,10 @@ class KVGather:
         (batch, mine, heads, dim), groups = q_BlHD.shape, k_BlGD.shape[2]
         key = (batch, heads, groups, dim, q_BlHD.dtype, q_BlHD.device)
         if key not in self._buffers:
-            exchange = Gather(self._axis, self._sizes, (batch, 2 * groups, dim), k_BlGD)
-            q_lBHD, (k, v) = q_BlHD.new_empty(mine, batch, heads, dim), exchange.outbox().split((groups, groups), dim=2)
-            box = Outbox(q_lBHD, k, v, heads=slice(0, heads), kv_heads=slice(0, groups))
-            self._buffers[key] = _Buffers(q_lBHD, exchange, Outboxes([box]))
+            with torch.inference_mode(False):  # buffers outlive the caller's mode
+                exchange = Gather(self._axis, self._sizes, (batch, 2 * groups, dim), k_BlGD)
+                q_lBHD = q_BlHD.new_empty(mine, batch, heads, dim)
+                k, v = exchange.outbox().split((groups, groups), dim=2)
+                box = Outbox(q_lBHD, k, v, heads=slice(0, heads), kv_heads=slice(0, groups))
+                self._buffers[key] = _Buffers(q_lBHD, exchange, Outboxes([box]))
         return self._buffers[key]

@@ -62,5 +62,6 @@ class Ring:
         batch, _, groups, dim = k_BLGD.shape
         key = (batch, groups, dim, k_BLGD.dtype, k_BLGD.device)
         if key not in self._rotations:
-            self._rotations[key] = Rotation(self._axis, self._sizes, (batch, 2 * groups, dim), k_BLGD)
+            with torch.inference_mode(False):  # buffers outlive the caller's mode
+                self._rotations[key] = Rotation(self._axis, self._sizes, (batch, 2 * groups, dim), k_BLGD)
         return self._rotations[key]

@@ -57,7 +57,8 @@ class Ulysses:
         batch, _, heads, dim = q_BlHD.shape
         layout = HeadLayout(batch, self._sizes, heads, k_BlGD.shape[2], dim, q_BlHD.dtype, q_BlHD.device)
         if layout not in self._exchanges:
-            self._exchanges[layout] = ToHeads(self._axis, layout), ToTokens(self._axis, layout)
+            with torch.inference_mode(False):  # buffers outlive the caller's mode
+                self._exchanges[layout] = ToHeads(self._axis, layout), ToTokens(self._axis, layout)
         return self._exchanges[layout]
 
     def _differentiable(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor) -> Tensor:

@@ -172,15 +172,15 @@ def _kernel(
     top = tl.where(top == nothing, 0.0, top)
     a, b = tl.exp(ours - top), tl.exp(theirs - top)
     total = a + b
-    whole = tl.where(total > 0, total, 1.0)
+    whole = tl.where(total == 0, 1.0, total)  # NaN is not nothing: it must come out
     a, b = (a / whole)[:, None], (b / whole)[:, None]
     at = (batch * out_batch + head * out_head + token * out_token) * UNIT
     state_RD = tl.load(out + at[:, None] + column[None, :], mask, 0.0).to(tl.float32)
     at = (batch * part_batch + head * part_head + token * part_token) * UNIT
     part_RD = tl.load(part + at[:, None] + column[None, :], mask, 0.0).to(tl.float32)
     # what has no weight does not count, even where it is NaN
-    merged = tl.where(a > 0, state_RD, 0.0) * a + tl.where(b > 0, part_RD, 0.0) * b
+    merged = tl.where(a == 0, 0.0, state_RD) * a + tl.where(b == 0, 0.0, part_RD) * b
     at = (batch * into_batch + head * into_head + token * into_token) * UNIT
     tl.store(into + at[:, None] + column[None, :], merged.to(into.dtype.element_ty), mask)
     at = batch * into_lse_batch + head * into_lse_head + token * into_lse_token
-    tl.store(into_lse + at, tl.where(total > 0, top + tl.log(whole), nothing), row_mask)
+    tl.store(into_lse + at, tl.where(total == 0, nothing, top + tl.log(whole)), row_mask)

@@ -62,19 +62,20 @@ class Block(nn.Module):
         self.fc2 = nn.Linear(4 * width, width)
 
     def forward(
-        self, x_BlE: Tensor, h_BlE: Tensor, modulation_B6E: Tensor, after: tuple[Tensor, Tensor, Norm], attend: Attend
-    ) -> tuple[Tensor, Tensor]:
+        self, x_BlE: Tensor, h_BlE: Tensor, modulation_B6E: Tensor, after: tuple[Tensor, Tensor, Norm], attend: Attend,
+        *, keep: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The stream x and its normalised, modulated form h -> both after this block.
 
         `after` is shift, scale and norm of whatever comes next, because gating this block's branch into the stream
-        and normalising it for the next one is a single pass.
+        and normalising it for the next one is a single pass. The last block need not `keep` the stream.
         """
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
         q, k, v = self.qkv(h_BlE).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
         branch = self.proj(attend(q, k, v, Prepare()).flatten(2))
         x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, self.mlp_norm)
         branch = self.fc2(bias_gelu(F.linear(h, self.fc1.weight), self.fc1.bias))
-        return gate_norm_modulate(x, gate_mlp, branch, *after)
+        return gate_norm_modulate(x, gate_mlp, branch, *after, keep=keep)
 
 
 class Model(LabelDiT):
@@ -105,8 +106,8 @@ class Model(LabelDiT):
         starts = [(modulation[:, 0], modulation[:, 1], NORM) for modulation in blocks_BN6E.unbind(1)]
         ends = [*starts[1:], (final_B2E[:, 0], final_B2E[:, 1], NORM)]
         h = norm_modulate(x, *starts[0])
-        for block, modulation, after in zip(self.blocks, blocks_BN6E.unbind(1), ends, strict=True):
-            x, h = block(x, h, modulation, after, attend)
+        for index, (block, modulation) in enumerate(zip(self.blocks, blocks_BN6E.unbind(1), strict=True)):
+            x, h = block(x, h, modulation, ends[index], attend, keep=index + 1 < len(ends))
         return self.final(h)
 
 

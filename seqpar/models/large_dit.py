@@ -94,13 +94,15 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor],
         after: tuple[Tensor, Tensor, Norm],
         attend: Attend,
+        *,
+        keep: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """The stream x and its normalised, modulated form h -> both after this block (see `seqpar.models.dit`)."""
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
         q, k, v = self.qkv(h_BlE).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=2)
         branch = self.wo(attend(q, k, v, self.prepare(*rotary)).flatten(2))
         x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight))
-        return gate_norm_modulate(x, gate_mlp, self.w2(swiglu(self.w13(h))), *after)
+        return gate_norm_modulate(x, gate_mlp, self.w2(swiglu(self.w13(h))), *after, keep=keep)
 
 
 class Model(LabelDiT):
@@ -129,8 +131,8 @@ class Model(LabelDiT):
         rotary = positions.chunk(2, dim=-1)
         x = self.x_embedder(inputs["tokens"].to(self.x_embedder.weight.dtype))
         h = norm_modulate(x, *starts[0])
-        for block, modulation, after in zip(blocks, modulations, ends, strict=True):
-            x, h = block(x, h, modulation, rotary, after, attend)
+        for index, (block, modulation) in enumerate(zip(blocks, modulations, strict=True)):
+            x, h = block(x, h, modulation, rotary, ends[index], attend, keep=index + 1 < len(ends))
         return self.final(h)
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar import trajectory as trajectories
 from seqpar.mesh import Mesh
-from seqpar.sampling import ddim_coefficients, draw_noise, steps_locally
+from seqpar.sampling import draw_noise
 from seqpar.trajectory import Conditions
 from tests.conftest import DEVICE
 from tests.meshes import mesh as make_mesh
-from tests.meshes import mesh_for, random
+from tests.meshes import mesh_for
 from tests.pool import Pool
 from tests.test_distributed import local
 from tests.tiny import CLASSES, diffusers_dit
@@ -76,29 +76,6 @@ def run(
 
 def noise(images: int = 3) -> Tensor:
     return draw_noise((images, 4, 8, 8), torch.Generator().manual_seed(2))
-
-
-@pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction"])
-@pytest.mark.parametrize("eta", [0.0, 0.7])
-@pytest.mark.parametrize("steps", [1, 7, 25])
-@pytest.mark.parametrize("zero_snr", [False, True])
-def test_ddim_coefficients_are_diffusers(prediction: str, eta: float, steps: int, zero_snr: bool) -> None:
-    """With zero terminal SNR the first state is pure noise, of which an epsilon prediction says nothing."""
-    options: Any = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"} if zero_snr else {}
-    sched = scheduler(prediction_type=prediction, **options)
-    if zero_snr and prediction == "epsilon":
-        sched.set_timesteps(steps)
-        with pytest.raises(ValueError, match="'epsilon' with zero terminal SNR"):
-            ddim_coefficients(sched, steps, eta)
-        return
-    sched.alphas_cumprod = sched.alphas_cumprod.double()
-    sched.final_alpha_cumprod = sched.final_alpha_cumprod.double()
-    sched.set_timesteps(steps)
-    x, m, z = (random((2, 4, 4, 4), seed) for seed in range(3))
-    for t, c in zip(sched.timesteps, ddim_coefficients(sched, steps, eta), strict=True):
-        ours = c[4] * (c[0] * x + c[1] * m) + c[5] * (c[2] * x + c[3] * m) + c[6] * z
-        theirs: Any = sched.step(m, int(t), x, eta=eta, variance_noise=z if eta else None)  # pyright: ignore
-        assert torch.allclose(ours, theirs.prev_sample, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("eta", [0.0, 1.0])
@@ -226,23 +203,6 @@ def test_modulation_in_chunks_of_steps_changes_nothing(monkeypatch: pytest.Monke
     chunked = run(0, 1, torch.device("cpu"), ("ulysses", 1, 1), Guidance(3.0))
     assert made[1:] == [6, 6]  # two steps x three labels each, after one row to learn its size
     assert (chunked - whole).abs().max() < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"), [({}, True), ({"thresholding": True}, False), ({"clip_sample": True}, True)]
-)
-def test_which_schedulers_step_locally(config: dict[str, Any], expected: bool) -> None:
-    assert steps_locally(scheduler(**config)) == expected
-    assert not steps_locally(scheduler("EulerDiscreteScheduler"))
-
-
-def test_ddim_with_clipping_equals_diffusers() -> None:
-    sched = scheduler(clip_sample=True, clip_sample_range=0.5)
-    dit = DistributedDiT(diffusers_dit().to(DEVICE), Mesh.single(DEVICE), local=local(torch.device(DEVICE)))
-    labels = {"class_labels": torch.tensor(LABELS)}
-    got = sample(dit, sched, noise(), labels, steps=STEPS, guidance=Guidance(1.0)).cpu()
-    truth = by_hand(noise(), STEPS, Guidance(1.0), scheduler(clip_sample=True, clip_sample_range=0.5))
-    assert (got - truth).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("world", [1, 2])

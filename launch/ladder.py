@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor, nn
 
 from launch.plain_large_dit import PlainLargeDiT
+from launch.rungs import RUNGS, forward
 from launch.steps import check_squares
 from launch.timing import Sensors, append, command, environment, graphed, in_turn, spread, timed
 from seqpar.distributed import DistributedDiT
@@ -76,7 +78,7 @@ def measure(args: Ladder, tokens: int) -> list[dict[str, Any]]:
     side = isqrt(tokens) * model.config.patch_size
     plain = plain_step(model, side)
     dit = DistributedDiT(model, Mesh.single(device))
-    ways = dict(ours(dit, side))
+    ways = {**rungs(model, side, dit.local.name), **ours(dit, side)}
     ways |= {"plain eager": plain, "plain graph": graphed(plain)}
     if args.compiled:
         compiled = torch.compile(plain, dynamic=False)
@@ -107,6 +109,19 @@ def measure(args: Ladder, tokens: int) -> list[dict[str, Any]]:
 def ours(dit: DistributedDiT, side: int) -> dict[str, Callable[[], object]]:
     """The engine's step: kernels, eager and as a graph."""
     return {"engine: kernels, eager": engine(dit, side, False), ENGINE: engine(dit, side, True)}
+
+
+def rungs(model: Any, side: int, local: str) -> dict[str, Callable[[], object]]:
+    """The rungs between plain and engine, for Large-DiT."""
+    if not isinstance(model, large_dit.Model):
+        return {}
+    tokens = torch.randn(2, (side // model.config.patch_size) ** 2, model.x_embedder.in_features, device="cuda")
+    t, y = torch.full((2,), 480, device="cuda"), torch.tensor([1, 1000], device="cuda")
+    with torch.inference_mode():
+        table, core = model.condition(t, class_labels=y), load_local(local)
+    return {
+        rung.name: torch.inference_mode()(partial(forward, model, rung, tokens, t, y, table, core)) for rung in RUNGS
+    }
 
 
 def engine(dit: DistributedDiT, side: int, graph: bool) -> Callable[[], object]:

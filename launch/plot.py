@@ -1,0 +1,73 @@
+"""Pictures from the JSON lines of `launch/bench.py`: the ladder as bars against its ceiling, steps against GPUs.
+
+python launch/plot.py docs/benchmarks/2026-11-20-h200-engine.jsonl        # writes .png files beside it
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Line = dict[str, Any]
+INK, OURS, THEIRS = "#333333", "#2f7d4f", "#9aa5b1"
+
+
+def main(path: Path) -> None:
+    """One picture for each kind of lines that the file has."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    for kind, draw in (("ladder", ladder), ("steps", steps)):
+        if mine := [line for line in lines if line["bench"] == kind]:
+            target = path.with_name(f"{path.stem}-{kind}.png")
+            figure = draw(mine)
+            figure.savefig(target, dpi=120, bbox_inches="tight")
+            print(target)
+
+
+def ladder(lines: Sequence[Line]) -> Any:
+    """A panel for each run of a model and token count: ms of each way, the run's ceiling as a line."""
+    runs = [list(run) for _, run in groupby(lines, key=lambda line: (line["case"]["model"], line["case"]["tokens"],
+                                                                     line["ceiling_ms"]))]  # fmt: skip
+    figure, panels = plt.subplots(len(runs), 1, figsize=(9, 1.6 * len(runs)), squeeze=False)
+    for panel, run in zip(panels[:, 0], runs, strict=True):
+        ways = [line for line in run if line["case"]["way"] != "ceiling"]
+        ways.sort(key=lambda line: line["ms"]["median"])
+        names, ms = [line["case"]["way"] for line in ways], [line["ms"]["median"] for line in ways]
+        bars = panel.barh(names, ms, color=[OURS if name.startswith("engine") else THEIRS for name in names])
+        panel.bar_label(bars, [f" {value:.2f} ms, {value / run[0]['ceiling_ms']:.2f} x" for value in ms], color=INK)
+        panel.axvline(run[0]["ceiling_ms"], color=INK, linewidth=1, linestyle="--")
+        panel.set_xlim(0, 1.3 * max(ms))
+        panel.invert_yaxis()
+        panel.set_title(f"{run[0]['case']['model']}, {run[0]['case']['tokens']} tokens (dashed: ceiling)", loc="left")
+    figure.tight_layout()
+    return figure
+
+
+def steps(lines: Sequence[Line]) -> Any:
+    """ms a step against GPUs, a panel for each token count, every layout a point, the fastest joined."""
+    tokens = sorted({line["case"]["tokens"] for line in lines})
+    figure, panels = plt.subplots(1, len(tokens), figsize=(4 * len(tokens), 3.2), squeeze=False)
+    for panel, count in zip(panels[0], tokens, strict=True):
+        mine = [line for line in lines if line["case"]["tokens"] == count]
+        gpus = sorted({line["gpus"] for line in mine})
+        best = [min(line["ms"]["median"] for line in mine if line["gpus"] == n) for n in gpus]
+        panel.scatter([line["gpus"] for line in mine], [line["ms"]["median"] for line in mine], color=THEIRS, s=18)
+        panel.plot(gpus, best, color=OURS, marker="o", label="fastest layout")
+        panel.plot(gpus, [best[0] * gpus[0] / n for n in gpus], color=INK, linewidth=1, linestyle="--", label="perfect")
+        panel.set(title=f"{mine[0]['case']['model']}, {count} tokens", xlabel="GPUs", ylabel="ms a step", xticks=gpus)
+        panel.set_ylim(bottom=0)
+    panels[0, 0].legend(frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

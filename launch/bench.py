@@ -10,11 +10,18 @@ from __future__ import annotations
 import tyro
 
 from launch import kernels, ladder, steps
+from launch.exits import guarded
 
 
 def main() -> None:
-    """Run the bench that was asked for."""
-    args = tyro.cli(steps.Steps | kernels.Kernels | ladder.Ladder, description=__doc__)
+    """Run the bench that was asked for; a mistake is one message and a non-zero exit everywhere."""
+    guarded(run)
+
+
+def run(rank: int) -> None:
+    """Parse and measure."""
+    benches = steps.Steps | kernels.Kernels | ladder.Ladder
+    args = tyro.cli(benches, description=__doc__, console_outputs=rank == 0)
     if isinstance(args, steps.Steps):
         steps.main(args)
     elif isinstance(args, kernels.Kernels):

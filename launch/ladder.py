@@ -75,35 +75,45 @@ def measure(args: Ladder, tokens: int) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     device = torch.device("cuda")
     model = locate(args.model).build(BF16, device)
-    side = isqrt(tokens) * model.config.patch_size
-    plain = plain_step(model, side)
     dit = DistributedDiT(model, Mesh.single(device))
-    ways = {**rungs(model, side, dit.local.name), **ours(dit, side)}
-    ways |= {"plain eager": plain, "plain graph": graphed(plain)}
-    if args.compiled:
-        compiled = torch.compile(plain, dynamic=False)
-        ways |= {"plain compiled": compiled, "plain compiled + graph": graphed(compiled)}
-    ways["ceiling"] = graphed(ceiling(model, side, dit.local.name))
+    ways = all_ways(dit, isqrt(tokens) * model.config.patch_size, args.compiled)
     repeat = max(2, int(args.seconds * 1e3 / timed(ways["ceiling"], 3)))
     with torch.inference_mode():
         times = in_turn(ways, args.rounds, repeat)
-    flops, weights = work(model.config, tokens)
-    roofline = 1e3 * max(flops / MATRIX_FLOPS, weights / MEMORY_BYTES)
     with Sensors() as sensors:
         timed(ways[ENGINE], max(4, int(2000 / min(times["ceiling"]))))
     clock, watts = sensors.medians()
+    lines = described(args, dit, tokens, times)
+    for line in lines:
+        if line["case"]["way"] == ENGINE:
+            line |= {"sm_mhz": clock, "joules": watts * line["ms"]["median"] * 1e-3}
+    return lines
+
+
+def all_ways(dit: DistributedDiT, side: int, compiled: bool) -> dict[str, Callable[[], object]]:
+    """Every way of computing a step, and the ceiling."""
+    model, plain = dit.model, plain_step(dit.model, side)
+    ways = {**rungs(model, side, dit.local.name), **ours(dit, side)}
+    ways |= {"plain eager": plain, "plain graph": graphed(plain)}
+    if compiled:
+        faster = torch.compile(plain, dynamic=False)
+        ways |= {"plain compiled": faster, "plain compiled + graph": graphed(faster)}
+    return ways | {"ceiling": graphed(ceiling(model, side, dit.local.name))}
+
+
+def described(args: Ladder, dit: DistributedDiT, tokens: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """A line for each way: its times beside the yardsticks."""
+    flops, weights = work(dit.config, tokens)
     case = {"model": args.model, "tokens": tokens, "layout": "one GPU", "guidance": "batched"}
     case |= {"local": dit.local.name, "dtype": "bfloat16"}
-    common = {"gpus": 1, "ceiling_ms": spread(times["ceiling"])["median"], "roofline_ms": roofline,
-              "command": command(), "env": environment(device)}  # fmt: skip
-    lines = []
-    for way, values in times.items():
-        line = {"bench": "ladder", "case": case | {"way": way}, "ms": spread(values), **common}
-        line["tflops"] = flops / line["ms"]["median"] / 1e9
-        if way == ENGINE:
-            line |= {"sm_mhz": clock, "joules": watts * line["ms"]["median"] * 1e-3}
-        lines.append(line)
-    return lines
+    yardsticks = {"ceiling_ms": spread(times["ceiling"])["median"],
+                  "roofline_ms": 1e3 * max(flops / MATRIX_FLOPS, weights / MEMORY_BYTES)}  # fmt: skip
+    made = {"gpus": 1, **yardsticks, "command": command(), "env": environment(dit.device)}
+    return [
+        {"bench": "ladder", "case": case | {"way": way}, "ms": (ms := spread(values)), **made,
+         "tflops": flops / ms["median"] / 1e9}
+        for way, values in times.items()
+    ]  # fmt: skip
 
 
 def ours(dit: DistributedDiT, side: int) -> dict[str, Callable[[], object]]:

@@ -10,7 +10,6 @@ message and a non-zero exit on all ranks.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ import tyro
 from tqdm import tqdm
 
 import seqpar
-from seqpar import mesh as meshes
+from launch.exits import guarded
 from seqpar.mesh import Mesh
 from seqpar.pictures import check_writable, grid, save, to_pil
 from seqpar.pipeline import Files, Pipeline
@@ -33,7 +32,6 @@ from seqpar.trajectory import Guidance, check_layout
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN_BY_DEFAULT = 12  # classes, where none are named
-GRACE_S = 5.0  # how long other ranks leave rank 0 to say what is wrong
 
 
 @dataclass(frozen=True)
@@ -73,17 +71,8 @@ class Args:
 
 
 def main() -> None:
-    """Parse, run, and turn mistakes into one message and a non-zero exit everywhere."""
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        args = tyro.cli(Args, description=__doc__, console_outputs=rank == 0)
-        run(args)
-    except SystemExit as stop:
-        _leave(rank, None, stop.code)
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        _leave(rank, f"error: {error}", 1)
-    finally:
-        meshes.close()
+    """Parse and run; a mistake is one message and a non-zero exit everywhere."""
+    guarded(lambda rank: run(tyro.cli(Args, description=__doc__, console_outputs=rank == 0)))
 
 
 @dataclass(frozen=True)
@@ -128,13 +117,14 @@ def run(args: Args) -> None:
                                    eta=args.eta, scheduler=args.scheduler, on_step=progress)  # fmt: skip
         per_step = progress.finish()
     images = pipeline.decode(latents)
+    bits = digest(latents)
     if mesh.is_main:
         labels = [job.files.class_name(number) for number in job.files.class_ids(job.pictures)]
-        told = parameters(args, pipeline, job) | {"ms_per_step": per_step, "latents": digest(latents)}
+        told = parameters(args, pipeline, job) | {"ms_per_step": per_step, "latents": bits}
         save(grid(to_pil(images), labels), args.out, told)
     speed = "a step not measured (one alone is warm-up)" if per_step is None else f"{per_step:.1f} ms a step"
     _say(mesh, f"{args.out}: {len(images)} pictures, {speed}, {loaded:.1f} s to load, "
-               f"{time.perf_counter() - started:.1f} s in all, latents {digest(latents)}")  # fmt: skip
+               f"{time.perf_counter() - started:.1f} s in all, latents {bits}")  # fmt: skip
 
 
 def check(args: Args, mesh: Mesh, guidance: Guidance) -> Job:
@@ -280,19 +270,6 @@ def _device(mesh: Mesh) -> str:
 def _say(mesh: Mesh, text: str) -> None:
     if mesh.is_main:
         print(text, flush=True)
-
-
-def _leave(rank: int, message: str | None, code: int | str | None) -> None:
-    """Exit; rank 0 speaks first. Others speak only where rank 0 had nothing to say and still runs."""
-    if not code:
-        return
-    if rank > 0:
-        time.sleep(GRACE_S)
-        message = message and f"rank {rank}: {message}"
-    if message:
-        print(message, file=sys.stderr, flush=True)
-    # not sys.exit: a process group whose other ranks wait in a collective would hold the exit up
-    os._exit(code if isinstance(code, int) else 1)
 
 
 if __name__ == "__main__":

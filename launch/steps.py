@@ -10,8 +10,6 @@ counts.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +33,6 @@ from seqpar.trajectory import Guidance
 
 GUIDANCE = Guidance(4.0)
 DIGEST_STEPS = 25
-GRACE_S = 5.0  # how long other ranks leave rank 0 to say what is wrong
 
 
 @dataclass(frozen=True)
@@ -79,17 +76,6 @@ class Layout:
 
 
 def main(args: Steps) -> None:
-    """Measure all cases; a mistake is one message and exit code 1."""
-    try:
-        run(args)
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        if (rank := int(os.environ.get("RANK", "0"))) > 0:
-            time.sleep(GRACE_S)
-        print(f"rank {rank}: {error}" if rank else f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(1)  # not sys.exit: a group whose other ranks wait in a collective would hold the exit up
-
-
-def run(args: Steps) -> None:
     """Measure all cases, print a table on rank 0, append the lines."""
     _, world = meshes.join()
     check(args, world)
@@ -100,7 +86,6 @@ def run(args: Steps) -> None:
         lines = measure(args, model, tokens, world, device)
         if not dist.is_initialized() or meshes.join()[0] == 0:
             report(lines, args.out)  # as they come: a run that is cut short keeps what it measured
-    meshes.close()
 
 
 def check(args: Steps, world: int) -> None:
@@ -122,7 +107,7 @@ def check_squares(counts: Sequence[int]) -> None:
 
 def measure(args: Steps, model: SequenceModel, tokens: int, world: int, device: torch.device) -> list[dict[str, Any]]:
     """One line for each layout of one token count."""
-    side = round(tokens**0.5) * model.config.patch_size
+    side = isqrt(tokens) * model.config.patch_size
     runs = {layout: Run(args, model, layout, side, device) for layout in layouts(args, world)}
     digests = {layout: run.digest() for layout, run in runs.items()}
     times: dict[Layout, list[float]] = {layout: [] for layout in runs}

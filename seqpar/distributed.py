@@ -29,7 +29,8 @@ class DistributedDiT(nn.Module):
     """A sequence-parallel diffusion transformer.
 
     model: a `seqpar` model or a diffusers transformer (its weights are taken over as they are). mesh None: all
-    processes there are (`Mesh.from_env()`). strategy, local: a name, or "auto"; `choices` says what was taken and why.
+    processes there are (`Mesh.from_env()`). strategy, local: a name, or "auto"; the attributes of the same names
+    say what was taken and why.
     Raises ValueError where model, mesh and names do not fit together.
     """
 

@@ -18,7 +18,7 @@ from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.models._find import Blueprint, locate, resolve
 from seqpar.pictures import to_pil
-from seqpar.sampling import ddim_coefficients, draw_noise, sample, steps_locally
+from seqpar.sampling import check_eta, ddim_coefficients, draw_noise, sample, steps_locally
 from seqpar.trajectory import Guidance
 from seqpar.vae import check_vae, decode, load_vae, preview, vae_factor
 from seqpar.weights import read_json
@@ -119,10 +119,7 @@ class Files:
         chosen, most = type(scheduler).__name__, getattr(scheduler.config, "num_train_timesteps", steps)
         if not 1 <= steps <= most:
             raise ValueError(f"got {steps} steps, expected 1 to {most}")
-        if not 0 <= eta <= 1:
-            raise ValueError(f"got eta {eta:g}, expected 0 (deterministic) to 1 (DDPM's noise)")
-        if eta > 0 and "eta" not in signature(scheduler.step).parameters:
-            raise ValueError(f"got eta {eta:g} with {chosen}, expected 0: this scheduler has no eta")
+        check_eta(scheduler, eta)
         try:
             scheduler.set_timesteps(steps)
         except (ValueError, TypeError, IndexError, KeyError, RuntimeError, ZeroDivisionError) as error:

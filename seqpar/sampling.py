@@ -79,8 +79,7 @@ class Run:
         eta: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
-        if not 0 <= eta <= 1:
-            raise ValueError(f"got eta={eta}, expected 0 (deterministic) to 1 (DDPM's noise)")
+        check_eta(scheduler, eta)
         generator = generator or torch.Generator().manual_seed(0)
         scheduler.set_timesteps(steps)
         self.timesteps = torch.as_tensor(scheduler.timesteps)
@@ -146,6 +145,14 @@ def digest(latents: Tensor) -> str:
     return hashlib.sha256(latents.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
+def check_eta(scheduler: Any, eta: float) -> None:
+    """Raise ValueError for an amount of noise that is none, or that this scheduler does not know."""
+    if not 0 <= eta <= 1:
+        raise ValueError(f"got eta {eta:g}, expected 0 (deterministic) to 1 (DDPM's noise)")
+    if eta > 0 and "eta" not in inspect.signature(scheduler.step).parameters:
+        raise ValueError(f"got eta {eta:g} with {type(scheduler).__name__}, expected 0: this scheduler has no eta")
+
+
 def check_finite(first_bad: int, timesteps: Tensor) -> None:
     """Raise ValueError where a step produced NaN or infinity."""
     if first_bad < len(timesteps):
@@ -188,8 +195,6 @@ class Replicated:
         self, scheduler: Any, eta: float, trajectory: Trajectory, noise: Tensor, generator: torch.Generator
     ) -> None:
         accepted = inspect.signature(scheduler.step).parameters
-        if eta > 0 and "eta" not in accepted:
-            raise ValueError(f"got eta={eta} with {type(scheduler).__name__}, expected 0: this scheduler has no eta")
         options = {"eta": eta, "generator": generator}
         self._scheduler, self._options = scheduler, {key: x for key, x in options.items() if key in accepted}
         self.latents = noise.to(trajectory.tokens.device, trajectory.tokens.dtype)

@@ -2,7 +2,8 @@
 
 When it wins: always better than permute -> collective -> permute, because the one pass that norm and rotary need
 anyway also does the layout of the exchange. q, k and v are read once, where the projection wrote them, and written
-once, where the reader reads them; in between is fp32. Source: seeds/000 (QK-norm with rotary); the outboxes are ours.
+once, where the reader reads them; in between is fp32. Source: QK-norm (arXiv 2010.04245),
+rotary embedding (arXiv 2104.09864).
 """
 
 from __future__ import annotations

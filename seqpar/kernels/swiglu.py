@@ -1,7 +1,7 @@
 """SwiGLU on packed w1|w3: silu(first half) * second half, in one pass.
 
 When it wins: always on a GPU; plain torch writes silu's result and reads it back, 5 F numbers a row instead of 3 F.
-Source: GLU variants (arXiv 2002.05202); w1 and w3 as one matrix product, seeds/000.
+Source: GLU variants (arXiv 2002.05202); w1 and w3 are one matrix product.
 """
 
 from __future__ import annotations

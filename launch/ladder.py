@@ -31,7 +31,7 @@ from seqpar.models import large_dit
 from seqpar.models._find import locate, randomise
 from seqpar.pipeline import DDIM_DEFAULT
 from seqpar.plan import load_local
-from seqpar.sampling import Run, draw_noise
+from seqpar.sampling import Order, Run, draw_noise
 from seqpar.trajectory import Guidance
 
 GUIDANCE = Guidance(4.0)
@@ -138,7 +138,7 @@ def engine(dit: DistributedDiT, side: int, graph: bool) -> Callable[[], object]:
     """A step of a run of 25, again and again."""
     noise = draw_noise((1, dit.config.in_channels, side, side), torch.Generator().manual_seed(0))
     scheduler = DDIMScheduler.from_config(DDIM_DEFAULT)
-    run = Run(dit, scheduler, noise, {"class_labels": torch.zeros(1, dtype=torch.int64)}, 25, GUIDANCE)
+    run = Run(dit, Order(scheduler, noise, {"class_labels": torch.zeros(1, dtype=torch.int64)}, 25, GUIDANCE))
     with torch.inference_mode():
         next(run.trajectory.chunks())
         if graph:

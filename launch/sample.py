@@ -27,7 +27,8 @@ from seqpar.mesh import Mesh
 from seqpar.pictures import check_writable, grid, save, to_pil
 from seqpar.pipeline import Files, Pipeline
 from seqpar.plan import choose_mesh, parse_mesh
-from seqpar.sampling import digest, steps_locally, why_no_graph
+from seqpar.sampling import digest, why_no_graph
+from seqpar.steppers import steps_locally
 from seqpar.trajectory import Guidance, check_layout
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -112,7 +113,7 @@ def run(args: Args) -> None:
     pipeline = Pipeline.load(job.files, mesh, job.dtype, args.strategy, args.local)
     loaded = time.perf_counter() - started
     _say(mesh, summary(args, pipeline, job))
-    with Progress(job.evaluations, mesh) as progress:
+    with pipeline, Progress(job.evaluations, mesh) as progress:
         latents = pipeline.latents(job.pictures, steps=args.steps, guidance=guidance, seed=args.seed, size=job.size,
                                    eta=args.eta, scheduler=args.scheduler, on_step=progress)  # fmt: skip
         per_step = progress.finish()

@@ -5,9 +5,9 @@
 
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
-from seqpar.sampling import sample
+from seqpar.sampling import Sampler, sample
 from seqpar.trajectory import Guidance
 
 __version__ = "0.1.0"
 
-__all__ = ["DistributedDiT", "Guidance", "Mesh", "sample"]
+__all__ = ["DistributedDiT", "Guidance", "Mesh", "Sampler", "sample"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.models._find import Blueprint, locate, resolve
 from seqpar.pictures import to_pil
-from seqpar.sampling import check_eta, ddim_coefficients, draw_noise, sample, steps_locally
+from seqpar.sampling import Sampler, draw_noise
+from seqpar.steppers import check_eta, ddim_coefficients, steps_locally
 from seqpar.trajectory import Guidance
 from seqpar.vae import check_vae, decode, load_vae, preview, vae_factor
 from seqpar.weights import read_json
@@ -144,11 +146,30 @@ class Files:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A loaded pipeline on a mesh. `vae` is diffusers' AutoencoderKL, or None (pictures are previews of latents)."""
+    """A loaded pipeline on a mesh. `vae` is diffusers' AutoencoderKL, or None (pictures are previews of latents).
+
+    It keeps the last run's graph for the next call of its kind: use it in a `with`, or `release` it, before the process
+    group ends.
+    """
 
     dit: DistributedDiT
     files: Files
     vae: Any
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Free what is kept between calls."""
+        self.sampler.release()
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """The denoising loop, with what it keeps."""
+        return Sampler(self.dit)
 
     @staticmethod
     def load(
@@ -180,8 +201,8 @@ class Pipeline:
         self.dit.check_size(height, width)
         generator = torch.Generator().manual_seed(seed)
         noise = draw_noise((len(ids), self.dit.config.in_channels, height, width), generator)
-        return sample(self.dit, self.files.scheduler(scheduler), noise, {"class_labels": ids}, steps=steps,
-                      guidance=guidance, eta=eta, generator=generator, on_step=on_step)  # fmt: skip
+        return self.sampler(self.files.scheduler(scheduler), noise, {"class_labels": ids}, steps=steps,
+                            guidance=guidance, eta=eta, generator=generator, on_step=on_step)  # fmt: skip
 
     def decode(self, latents_NCHW: Tensor) -> Tensor:
         """(N, 3, H, W) in [0, 1] on every rank."""
@@ -205,8 +226,8 @@ def generate(
     mesh = mesh or Mesh.from_env(guidance=wanted.on)
     files = mesh.together(lambda: Files.locate(model))
     mesh.together(lambda: (files.class_ids(classes), files.schedule(None, steps)))
-    pipeline = Pipeline.load(files, mesh, dtype)
-    return to_pil(pipeline.decode(pipeline.latents(classes, steps=steps, guidance=wanted, seed=seed)))
+    with Pipeline.load(files, mesh, dtype) as pipeline:
+        return to_pil(pipeline.decode(pipeline.latents(classes, steps=steps, guidance=wanted, seed=seed)))
 
 
 def _labels(index: Mapping[str, Any], classes: int) -> dict[int, tuple[str, ...]]:

@@ -83,6 +83,27 @@ class Trajectory:
         self._loaded = -1
         self._load(0)
 
+    def restart(self, noise: Tensor, conditions: Conditions) -> bool:
+        """Begin again with other noise, timesteps and labels, in the same buffers: a captured step stays true.
+
+        Shapes are those of the first run, else ValueError. False, and nothing changed, where the number of different
+        labels is another: the table has no room for them.
+        """
+        check(self._model, self._mesh, noise, conditions, self._guidance)
+        shape, steps = (*noise.shape[:1], *noise.shape[2:]), len(conditions.timesteps)
+        if shape != (self._images, *self._size) or steps != len(self._timesteps):
+            raise ValueError(f"got another run's shape {shape} of {steps} steps, expected that of the first one")
+        labels, row_labels = self._distinct(conditions.labels)
+        if {name: len(label) for name, label in labels.items()} != {name: len(x) for name, x in self._labels.items()}:
+            return False
+        self._labels = labels
+        self._row_labels.copy_(row_labels)
+        self._timesteps = conditions.timesteps.to(self._mesh.device)
+        self.tokens.copy_(self.slice(noise))
+        self._loaded = -1
+        self._load(0)
+        return True
+
     def slice(self, x_BCHW: Tensor) -> Tensor:
         """My images' and tokens' part of something latent-shaped that every rank has whole."""
         dtype = state_dtype(next(self._model.parameters()).dtype)

@@ -9,7 +9,7 @@ import torch
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.mesh import Mesh
-from seqpar.sampling import ddim_coefficients, steps_locally
+from seqpar.steppers import ddim_coefficients, steps_locally
 from tests.conftest import DEVICE
 from tests.meshes import random
 from tests.test_distributed import local

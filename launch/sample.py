@@ -65,6 +65,8 @@ class Args:
     """How attention sees the whole sequence: ulysses, ring, usp, kv_gather. A named one gets all ranks (cfg=1)."""
     local: Annotated[str, tyro.conf.arg(name="local-attention", aliases=["--local"])] = "auto"
     """One device's attention: flash, sdpa, reference. (torchrun on Python 3.11 takes --local for its own.)"""
+    transport: str = "auto"
+    """How blocks travel between ranks: collective (NCCL, gloo), or peer (each other's memory, on one machine)."""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Of weights and activations; bf16 on GPUs and fp32 on CPUs where auto."""
     out: Path = Path("seqpar.png")
@@ -110,7 +112,7 @@ def run(args: Args) -> None:
     mesh = Mesh.from_env(**mesh_axes(args, guidance.on))
     job = mesh.together(lambda: check(args, mesh, guidance))
     started = time.perf_counter()
-    pipeline = Pipeline.load(job.files, mesh, job.dtype, args.strategy, args.local)
+    pipeline = Pipeline.load(job.files, mesh, job.dtype, args.strategy, args.local, args.transport)
     loaded = time.perf_counter() - started
     _say(mesh, summary(args, pipeline, job))
     with pipeline, Progress(job.evaluations, mesh) as progress:
@@ -182,6 +184,7 @@ def summary(args: Args, pipeline: Pipeline, job: Job) -> str:
     lines = [
         f"mesh      {mesh} ({mesh.world.size} x {_device(mesh)}, {backend})",
         f"strategy  {dit.strategy}",
+        f"transport {dit.transport}",
         f"local     {dit.local}",
         f"work      {len(job.pictures)} pictures, {job.tokens} tokens, {str(job.dtype).removeprefix('torch.')}, "
         f"{args.steps} steps of {type(job.scheduler).__name__} {steps}, guidance {args.guidance:g}",
@@ -201,7 +204,8 @@ def parameters(args: Args, pipeline: Pipeline, job: Job) -> dict[str, Any]:
     """The flags as given, "chosen": what they came to, "versions": of what ran."""
     dit, mesh = pipeline.dit, pipeline.dit.mesh
     height, width = (side * job.files.factor for side in job.latent_size)
-    chosen = {"strategy": dit.strategy.name, "local": dit.local.name, "mesh": mesh.sizes, "world": mesh.world.size,
+    chosen = {"strategy": dit.strategy.name, "local": dit.local.name, "transport": dit.transport.name,
+              "mesh": mesh.sizes, "world": mesh.world.size,
               "device": _device(mesh), "dtype": next(name for name, dtype in DTYPES.items() if dtype == job.dtype),
               "size": f"{height}x{width}", "scheduler": type(job.scheduler).__name__,
               "classes": list(job.classes)}  # fmt: skip

@@ -51,6 +51,8 @@ class Steps:
     """Only these, as strategy:cfg:ring (ulysses:2:1); all that fit where none are given."""
     local: str = "auto"
     """Local attention."""
+    transport: str = "auto"
+    """How blocks travel between ranks."""
     graph: bool = True
     """Replay the step as a CUDA graph where that is possible."""
     out: Path | None = None
@@ -122,6 +124,7 @@ def line(
 ) -> dict[str, Any]:
     """All there is to say about one row."""
     case = {"model": args.model, "tokens": tokens, "layout": str(layout), "local": dit.local.name, "graph": args.graph}
+    case |= {"transport": dit.transport.name}
     case |= {"guidance": "axis" if layout.cfg == 2 else "batched", "dtype": str(dit.dtype).removeprefix("torch.")}
     return {"bench": "steps", "case": case, "gpus": world, "ms": spread(times), "digest": bits, "command": command(),
             "env": environment(dit.device)}  # fmt: skip
@@ -149,7 +152,7 @@ class Run:
 
     def __init__(self, args: Steps, model: SequenceModel, layout: Layout, side: int, device: torch.device) -> None:
         self._mesh = Mesh.from_env(cfg=layout.cfg, ring=layout.ring, ulysses=layout.ulysses, device=device)
-        self.dit = DistributedDiT(model, self._mesh, layout.strategy, args.local)
+        self.dit = DistributedDiT(model, self._mesh, layout.strategy, args.local, args.transport)
         self._graph = args.graph
         self._noise = draw_noise((1, model.config.in_channels, side, side), torch.Generator().manual_seed(0))
 

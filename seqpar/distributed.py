@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from seqpar.comm.point_to_point import gather
 from seqpar.mesh import Mesh
 from seqpar.models._find import Blueprint, from_diffusers, locate
-from seqpar.plan import Choice, choose_local, choose_strategy, load_local, load_strategy
+from seqpar.plan import (
+    Choice,
+    choose_local,
+    choose_strategy,
+    choose_transport,
+    load_local,
+    load_strategy,
+    load_transport,
+)
 from seqpar.protocols import Attend, SequenceModel, sharded
 from seqpar.shard import Shard, check_tokens
 from seqpar.trajectory import Conditions, Guidance, Trajectory, batch_rows
@@ -29,19 +37,28 @@ class DistributedDiT(nn.Module):
     """A sequence-parallel diffusion transformer.
 
     model: a `seqpar` model or a diffusers transformer (its weights are taken over as they are). mesh None: all
-    processes there are (`Mesh.from_env()`). strategy, local: a name, or "auto"; the attributes of the same names
-    say what was taken and why.
+    processes there are (`Mesh.from_env()`). strategy, local, transport: a name, or "auto"; the attributes of the same
+    names say what was taken and why.
     Raises ValueError where model, mesh and names do not fit together.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh | None = None, strategy: str = "auto", local: str = "auto") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh | None = None,
+        strategy: str = "auto",
+        local: str = "auto",
+        transport: str = "auto",
+    ) -> None:
         super().__init__()
         self.mesh = mesh or Mesh.from_env()
         if not isinstance(model, SequenceModel):
             dtype = next(model.parameters()).dtype
             model = from_diffusers(model).build(dtype, self.mesh.device)
         self.model = model.to(self.mesh.device)
-        self.strategy, self.local = choose(self.mesh, model.config, self.dtype, strategy, local)
+        chosen = choose(self.mesh, model.config, self.dtype, strategy, local, transport)
+        self.strategy, self.local, self.transport = chosen
+        self._moves = load_transport(self.transport.name)
         self._attends: dict[tuple[int, int], Attend] = {}
         self._positions: dict[tuple[int, int], Tensor] = {}
         self._seen: set[torch.Size] = set()
@@ -54,6 +71,7 @@ class DistributedDiT(nn.Module):
         dtype: torch.dtype = torch.float32,
         strategy: str = "auto",
         local: str = "auto",
+        transport: str = "auto",
     ) -> DistributedDiT:
         """From a diffusers folder (pipeline or transformer), an original `.pt`, a hub id, or a preset (random weights).
 
@@ -61,9 +79,9 @@ class DistributedDiT(nn.Module):
         """
         mesh = mesh or Mesh.from_env()
         blueprint = path if isinstance(path, Blueprint) else mesh.together(lambda: locate(path))
-        choose(mesh, blueprint.config, dtype, strategy, local)
+        choose(mesh, blueprint.config, dtype, strategy, local, transport)
         model = mesh.together(lambda: blueprint.build(dtype, mesh.device))
-        return cls(model, mesh, strategy, local)
+        return cls(model, mesh, strategy, local, transport)
 
     @property
     def config(self) -> Any:
@@ -117,8 +135,17 @@ class DistributedDiT(nn.Module):
         if (batch, tokens) not in self._attends:
             build = load_strategy(self.strategy.name).build
             shard = Shard(tokens, self.mesh.sequence.size)
-            self._attends[batch, tokens] = build(self.mesh, shard, load_local(self.local.name))
+            self._attends[batch, tokens] = build(self.mesh, shard, load_local(self.local.name), self._moves)
         return self._attends[batch, tokens]
+
+    def check_delivered(self) -> None:
+        """Raise TimeoutError where a rank waited in vain for another one; waits for the device."""
+        self._moves.check()
+
+    def release(self) -> None:
+        """Free the exchanges' buffers, together with the other ranks; the next call makes new ones."""
+        self._attends.clear()
+        self._moves.release()
 
     def check_size(self, height: int, width: int) -> None:
         """Raise ValueError for a latent that cannot be cut into patches, or has fewer tokens than ranks."""
@@ -175,12 +202,15 @@ class DistributedDiT(nn.Module):
         self._seen.add(x.shape)
 
 
-def choose(mesh: Mesh, config: Any, dtype: torch.dtype, strategy: str, local: str) -> tuple[Choice, Choice]:
-    """Strategy and local attention for a model of this config; rank 0 decides for all."""
+def choose(
+    mesh: Mesh, config: Any, dtype: torch.dtype, strategy: str, local: str, transport: str
+) -> tuple[Choice, Choice, Choice]:
+    """Strategy, local attention and transport for a model of this config; rank 0 decides for all."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
     def decide() -> tuple[Choice, Choice]:
         chosen = choose_strategy(strategy, mesh, heads)
         return chosen, choose_local(local, mesh.device, dtype, config.attention_head_dim)
 
-    return mesh.share(mesh.together(decide))
+    moved = mesh.together(lambda: choose_transport(transport, mesh))
+    return mesh.share((*mesh.together(decide), moved))

@@ -173,10 +173,15 @@ class Pipeline:
 
     @staticmethod
     def load(
-        files: Files, mesh: Mesh, dtype: torch.dtype = torch.float32, strategy: str = "auto", local: str = "auto"
+        files: Files,
+        mesh: Mesh,
+        dtype: torch.dtype = torch.float32,
+        strategy: str = "auto",
+        local: str = "auto",
+        transport: str = "auto",
     ) -> Pipeline:
         """Read the weights; the decoder in the transformer's dtype."""
-        dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local)
+        dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local, transport)
         folder = files.folder
         if folder is None or files.vae is None:
             return Pipeline(dit, files, None)

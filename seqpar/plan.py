@@ -1,4 +1,4 @@
-"""What is chosen when the caller says "auto", and why: strategy and local attention.
+"""What is chosen when the caller says "auto", and why: strategy, transport and local attention.
 
 The choice of local attention is a table keyed by (major compute capability, head dim), of which those remain that
 support the dtype; never by row counts: the same kernel on any number of ranks makes results comparable bit by bit.
@@ -15,6 +15,8 @@ import torch
 
 import seqpar.attention
 import seqpar.local
+import seqpar.transports
+from seqpar.comm.transport import Transport
 from seqpar.mesh import AXES, Mesh
 from seqpar.protocols import plugin, plugins
 
@@ -62,6 +64,17 @@ def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
     return Choice(
         order[0], f"first choice for {device.type}, head dim {head_dim}, {dtype}{refused}".replace("torch.", "")
     )
+
+
+def choose_transport(name: str, mesh: Mesh) -> Choice:
+    """How blocks travel; `ValueError` where the named way does not work here. Every rank asks at the same time."""
+    if name == "auto":
+        backend = "NCCL" if mesh.device.type == "cuda" else "gloo"
+        return Choice("collective", backend if mesh.sequence.size > 1 else "one rank on the sequence")
+    reason = plugin(seqpar.transports, name, "transport").supports(mesh)
+    if reason is not None:
+        raise ValueError(f"got transport {name!r}, which does not work here: {reason}; use transport collective")
+    return Choice(name, "as asked")
 
 
 def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[list[str], Mapping[str, str]]:
@@ -113,6 +126,11 @@ def parse_mesh(text: str) -> dict[str, int]:
 def load_strategy(name: str) -> ModuleType:
     """The strategy's file."""
     return plugin(seqpar.attention, name, "strategy")
+
+
+def load_transport(name: str) -> Transport:
+    """A transport of that name, with nothing made yet."""
+    return plugin(seqpar.transports, name, "transport").Transport()
 
 
 def load_local(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:

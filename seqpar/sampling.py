@@ -93,6 +93,7 @@ class Sampler:
             for index in chunk:
                 run.step(index)
                 on_step(index)
+        self.dit.check_delivered()  # before the next collective, which would wait for whoever is gone
         latents = run.latents()
         check_finite(min(self.dit.mesh.collect(int(run.bad))), run.timesteps)
         return latents

@@ -15,6 +15,9 @@ from torch.distributed import distributed_c10d
 
 from seqpar.local import reference, sdpa
 from seqpar.mesh import Mesh
+from seqpar.plan import load_strategy, load_transport
+from seqpar.protocols import Attend, Core
+from seqpar.shard import Tokens
 
 # strategy -> ring size on a world of this many ranks (ulysses takes the rest)
 LAYOUTS = {
@@ -24,6 +27,8 @@ LAYOUTS = {
     "kv_gather": lambda world: 2 if world % 4 == 0 else 1,
 }
 
+
+TRANSPORTS = ("collective", "peer")
 
 # beginnings of the names of all public functions of torch.distributed that talk to other ranks
 TALKS = ("all_", "barrier", "batch_isend", "broadcast", "gather", "irecv", "isend", "monitored_barrier", "recv",
@@ -56,6 +61,11 @@ def coded(batch: int, tokens: int, heads: int, dim: int, name: int) -> Tensor:
     """(B, L, H, D) whose every element says which it is: exact in fp64."""
     count = batch * tokens * heads * dim
     return torch.arange(count, dtype=torch.float64).view(batch, tokens, heads, dim) + name * 10.0**9
+
+
+def build(strategy: str, mesh: Mesh, tokens: Tokens, local: Core, transport: str = "collective") -> Attend:
+    """A strategy's attention, its exchanges by this transport."""
+    return load_strategy(strategy).build(mesh, tokens, local, load_transport(transport))
 
 
 def local_for(device: torch.device) -> Any:

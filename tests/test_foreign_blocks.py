@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from seqpar.mesh import Mesh
-from seqpar.plan import load_strategy
 from seqpar.shard import JointShard, Shard, Tokens
 from tests.foreign import BLOCKS, Foreign, StayDouble, Stream
-from tests.meshes import LAYOUTS, local_for, mesh_for
+from tests.meshes import LAYOUTS, build, local_for, mesh_for
 from tests.pool import Pool
 
 TOLERANCE = 1e-12
@@ -56,7 +55,7 @@ def sharded(
     foreign, mesh = BLOCKS[name], mesh_for(strategy, world, device)
     block, (text, image, condition) = foreign.build(device), foreign.inputs(lengths, device)
     tokens, text, image = cut(foreign, text, image, mesh, mistake)
-    foreign.install(block, load_strategy(strategy).build(mesh, tokens, local_for(device)))
+    foreign.install(block, build(strategy, mesh, tokens, local_for(device)))
     with StayDouble():
         out = foreign.forward(block, text, image, condition)
     return out if foreign.joint else out[1:]

@@ -11,11 +11,10 @@ from seqpar.local import flash, sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import dit
 from seqpar.models._find import randomise
-from seqpar.plan import load_strategy
 from seqpar.protocols import Core, Prepare
 from seqpar.sampling import draw_noise
 from seqpar.shard import Shard
-from tests.meshes import LAYOUTS, mesh_for, random
+from tests.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
 from tests.pool import Pool
 from tests.test_sampling import scheduler
 
@@ -24,11 +23,13 @@ WORSE = 1.25  # a sharded bf16 result may be this much further from fp64 than on
 BF16 = torch.bfloat16
 
 
-def attention(rank: int, world: int, device: torch.device, strategy: str, name: str, case: tuple[int, ...]) -> Tensor:
+def attention(
+    rank: int, world: int, device: torch.device, strategy: str, transport: str, name: str, case: tuple[int, ...]
+) -> Tensor:
     batch, tokens, heads, kv, dim = case
     core: Core = {"sdpa": sdpa, "flash": flash}[name].attend
     mesh, shard = mesh_for(strategy, world, device), Shard(tokens, world)
-    attend = load_strategy(strategy).build(mesh, shard, core)
+    attend = build(strategy, mesh, shard, core, transport)
     q, k, v = (random((batch, tokens, n, dim), seed, device, BF16) for seed, n in enumerate((heads, kv, kv)))
     mine = shard.slice(mesh.sequence.rank)
     return attend(q[:, mine], k[:, mine], v[:, mine], Prepare())
@@ -37,15 +38,16 @@ def attention(rank: int, world: int, device: torch.device, strategy: str, name: 
 @pytest.mark.parametrize("case", [(2, 1024, 16, 16, 72), (1, 1025, 6, 6, 128), (3, 257, 8, 2, 64)], ids=str)
 @pytest.mark.parametrize("name", ["sdpa", "flash"])
 @pytest.mark.parametrize("strategy", ["ulysses", "kv_gather"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_gpu_strategy_that_only_moves_data_has_one_gpus_bits(
-    ranks: Pool, world: int, strategy: str, name: str, case: tuple[int, ...]
+    ranks: Pool, world: int, transport: str, strategy: str, name: str, case: tuple[int, ...]
 ) -> None:
     module = {"sdpa": sdpa, "flash": flash}[name]
     if (reason := module.supports(torch.device("cuda"), BF16, case[4])) is not None:
         pytest.skip(reason)
-    one = ranks.run(1, attention, strategy, name, case)[0]
-    assert torch.equal(torch.cat(ranks.run(world, attention, strategy, name, case), dim=1), one)
+    one = ranks.run(1, attention, strategy, transport, name, case)[0]
+    assert torch.equal(torch.cat(ranks.run(world, attention, strategy, transport, name, case), dim=1), one)
 
 
 def model(dtype: torch.dtype, device: torch.device | str) -> dit.Model:
@@ -93,21 +95,27 @@ def test_gpu_every_rank_ends_with_the_same_bits(ranks: Pool, world: int, strateg
     assert all(torch.equal(first, other) for other in others)
 
 
-def long_run(rank: int, world: int, device: torch.device, strategy: str, cfg: int, graph: bool) -> Tensor:
-    sharded = DistributedDiT(model(BF16, device), mesh_for(strategy, world, device, cfg), strategy)
+def long_run(
+    rank: int, world: int, device: torch.device, strategy: str, cfg: int, graph: bool, transport: str = "collective"
+) -> Tensor:
+    sharded = DistributedDiT(model(BF16, device), mesh_for(strategy, world, device, cfg), strategy, "auto", transport)
     noise = draw_noise((2, 4, 34, 30), torch.Generator().manual_seed(0))
     labels = {"class_labels": torch.tensor([3, 4])}
     return sample(sharded, scheduler(), noise, labels, steps=100, guidance=Guidance(3.0), eta=0.5, graph=graph,
                   generator=torch.Generator().manual_seed(1))  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "cfg"), [*((name, 1) for name in LAYOUTS), ("ulysses", 2)])
+@pytest.mark.parametrize(("strategy", "cfg"), [*((name, 1) for name in LAYOUTS), ("ulysses", 2), ("kv_gather", 2)])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_gpu_a_hundred_replays_have_the_eager_bits(ranks: Pool, world: int, strategy: str, cfg: int) -> None:
-    """Another timestep, modulation, noise and state in each: also with NCCL inside the graph."""
+def test_gpu_a_hundred_replays_have_the_eager_bits(
+    ranks: Pool, world: int, transport: str, strategy: str, cfg: int
+) -> None:
+    """Another timestep, modulation, noise and state in each: also with the exchanges inside the graph."""
     if cfg > world:
         pytest.skip("one rank has no axis for guidance")
-    eager, graphed = (ranks.run(world, long_run, strategy, cfg, graph) for graph in (False, True))
+    eager = ranks.run(world, long_run, strategy, cfg, False, "collective")
+    graphed = ranks.run(world, long_run, strategy, cfg, True, transport)
     assert all(torch.equal(a, b) for a, b in zip(eager, graphed, strict=True))
 
 

@@ -10,10 +10,9 @@ from torch import Tensor
 from seqpar.kernels.prepare import prepare
 from seqpar.local import reference
 from seqpar.mesh import Mesh
-from seqpar.plan import load_strategy
 from seqpar.protocols import Prepare
 from seqpar.shard import JointShard, Shard, Tokens
-from tests.meshes import LAYOUTS, counted_calls, local_for, mesh_for, random, talking
+from tests.meshes import LAYOUTS, TRANSPORTS, build, counted_calls, local_for, mesh_for, random, talking
 from tests.meshes import mesh as make_mesh
 from tests.pool import Pool
 
@@ -45,10 +44,10 @@ def preparation(heads: int, kv: int, rows: tuple[Tensor, Tensor], device: torch.
 
 
 def sharded(
-    rank: int, world: int, device: torch.device, strategy: str, case: tuple[int, ...], shift: int = 0
+    rank: int, world: int, device: torch.device, strategy: str, transport: str, case: tuple[int, ...], shift: int = 0
 ) -> Tensor:
     mesh, shard = mesh_for(strategy, world, device), Shard(case[1], world)
-    attend = load_strategy(strategy).build(mesh, shard, local_for(device))
+    attend = build(strategy, mesh, shard, local_for(device), transport)
     mine = shard.slice(mesh.sequence.rank)
     cos, sin = rotary(case[1] + 1, device)
     rows = cos[mine.start + shift : mine.stop + shift], sin[mine.start + shift : mine.stop + shift]
@@ -70,9 +69,12 @@ def whole(case: tuple[int, ...], device: str) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_strategy_equals_unsharded_attention(ranks: Pool, world: int, strategy: str, case: tuple[int, ...]) -> None:
-    got = torch.cat(ranks.run(world, sharded, strategy, case), dim=1)
+def test_strategy_equals_unsharded_attention(
+    ranks: Pool, world: int, transport: str, strategy: str, case: tuple[int, ...]
+) -> None:
+    got = torch.cat(ranks.run(world, sharded, strategy, transport, case), dim=1)
     assert (got - whole(case, ranks.device)).abs().max() < TOLERANCE
 
 
@@ -86,28 +88,30 @@ def row_by_row(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tenso
     return out, q_BLHD.new_empty(0)
 
 
-def moved(rank: int, world: int, device: torch.device, strategy: str, case: tuple[int, ...]) -> Tensor:
+def moved(rank: int, world: int, device: torch.device, strategy: str, transport: str, case: tuple[int, ...]) -> Tensor:
     mesh, shard = mesh_for(strategy, world, device), Shard(case[1], world)
-    attend = load_strategy(strategy).build(mesh, shard, row_by_row)
+    attend = build(strategy, mesh, shard, row_by_row, transport)
     q, k, v = (x[:, shard.slice(mesh.sequence.rank)] for x in inputs(case, device))
     return attend(q, k, v, Prepare())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("strategy", ["ulysses", "kv_gather"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_strategy_that_only_moves_data_has_one_ranks_bits(
-    ranks: Pool, world: int, strategy: str, case: tuple[int, ...]
+    ranks: Pool, world: int, transport: str, strategy: str, case: tuple[int, ...]
 ) -> None:
-    one = ranks.run(1, moved, strategy, case)[0]
-    assert torch.equal(torch.cat(ranks.run(world, moved, strategy, case), dim=1), one)
+    one = ranks.run(1, moved, strategy, transport, case)[0]
+    assert torch.equal(torch.cat(ranks.run(world, moved, strategy, transport, case), dim=1), one)
 
 
 @pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [6, 8])
-def test_strategy_with_many_ranks(ranks: Pool, world: int, strategy: str) -> None:
+def test_strategy_with_many_ranks(ranks: Pool, world: int, transport: str, strategy: str) -> None:
     case = (2, 19, 5, 5)
-    got = torch.cat(ranks.run(world, sharded, strategy, case), dim=1)
+    got = torch.cat(ranks.run(world, sharded, strategy, transport, case), dim=1)
     assert (got - whole(case, ranks.device)).abs().max() < TOLERANCE
 
 
@@ -120,12 +124,12 @@ def test_strategy_negative_control_wrong_rotary_offset_is_noticed(ranks: Pool, s
 
 
 def shifted_on_last(rank: int, world: int, device: torch.device, strategy: str, case: tuple[int, ...]) -> Tensor:
-    return sharded(rank, world, device, strategy, case, shift=int(rank == world - 1))
+    return sharded(rank, world, device, strategy, "collective", case, shift=int(rank == world - 1))
 
 
 def gradients(rank: int, world: int, device: torch.device, case: tuple[int, ...]) -> list[Tensor]:
     mesh, shard = mesh_for("ulysses", world, device), Shard(case[1], world)
-    attend = load_strategy("ulysses").build(mesh, shard, reference.attend)
+    attend = build("ulysses", mesh, shard, reference.attend)
     mine = shard.slice(mesh.sequence.rank)
     q, k, v = (x[:, mine].clone().requires_grad_() for x in inputs(case, device))
     out = attend(q, k, v, Prepare())
@@ -146,7 +150,7 @@ def test_ulysses_gradients_equal_the_unsharded_ones(ranks: Pool, world: int, cas
 
 
 def refuses_gradients(rank: int, world: int, device: torch.device, strategy: str) -> str:
-    attend = load_strategy(strategy).build(mesh_for(strategy, world, device), Shard(8, world), reference.attend)
+    attend = build(strategy, mesh_for(strategy, world, device), Shard(8, world), reference.attend)
     x = torch.ones(1, 4, 2, DIM, requires_grad=True, device=device)
     try:
         attend(x, x, x, Prepare())
@@ -188,10 +192,11 @@ def test_no_call_of_torch_distributed_is_unseen(ranks: Pool) -> None:
     assert talking()["isend"] is dist.isend  # as it was
 
 
-def counted(rank: int, world: int, device: torch.device, strategy: str) -> dict[str, int]:
+def counted(rank: int, world: int, device: torch.device, strategy: str, transport: str) -> dict[str, int]:
     mesh, shard = mesh_for(strategy, world, device), Shard(13, world)
-    attend = load_strategy(strategy).build(mesh, shard, local_for(device))
+    attend = build(strategy, mesh, shard, local_for(device), transport)
     q, k, v = (x[:, shard.slice(mesh.sequence.rank)] for x in inputs((2, 13, 5, 5), device))
+    attend(q, k, v, Prepare())  # makes its buffers
     return counted_calls(lambda: attend(q, k, v, Prepare()))
 
 
@@ -206,7 +211,8 @@ def counted(rank: int, world: int, device: torch.device, strategy: str) -> dict[
 )
 def test_strategy_calls_as_few_collectives_as_it_says(ranks: Pool, strategy: str, expected: dict[str, int]) -> None:
     """Uneven tokens and heads included: no size exchange."""
-    assert ranks.run(4, counted, strategy) == [expected] * 4
+    assert ranks.run(4, counted, strategy, "collective") == [expected] * 4
+    assert ranks.run(4, counted, strategy, "peer") == [{}] * 4
 
 
 @pytest.mark.parametrize(
@@ -221,7 +227,7 @@ def test_strategy_refuses_a_mesh_that_it_would_not_use(
 
 def refused_mesh(rank: int, world: int, device: torch.device, strategy: str, axes: dict[str, int]) -> str:
     try:
-        load_strategy(strategy).build(make_mesh(device, cfg=1, **axes), Shard(8, world), reference.attend)
+        build(strategy, make_mesh(device, cfg=1, **axes), Shard(8, world), reference.attend)
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -230,7 +236,7 @@ def refused_mesh(rank: int, world: int, device: torch.device, strategy: str, axe
 def refused_tokens(rank: int, world: int, device: torch.device, strategy: str, tokens: Tokens) -> str:
     mesh = mesh_for(strategy, world, device) if world > 1 else Mesh.single(device)
     try:
-        load_strategy(strategy).build(mesh, tokens, reference.attend)
+        build(strategy, mesh, tokens, reference.attend)
     except ValueError as error:
         return str(error)
     return "nothing"

@@ -7,15 +7,14 @@ key-value heads, head counts that do not divide. From four ranks on it moves mor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from seqpar.comm.point_to_point import Gather
+from seqpar.comm.exchange import HeadLayout
+from seqpar.comm.transport import Into, Transport
 from seqpar.kernels.prepare import prepare, prepare_into
 from seqpar.mesh import Axis, Mesh
-from seqpar.protocols import Attend, Core, Outbox, Outboxes, Prepare
+from seqpar.protocols import Attend, Core, Prepare
 from seqpar.shard import Tokens, check_tokens
 
 
@@ -23,25 +22,18 @@ def check(mesh: Mesh) -> None:
     """Any mesh: ring and ulysses axes are used as one."""
 
 
-def build(mesh: Mesh, tokens: Tokens, local: Core) -> Attend:
+def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size)
-    return KVGather(local, mesh.sequence, tokens.sizes)
-
-
-@dataclass(frozen=True)
-class _Buffers:
-    q_lBHD: Tensor
-    exchange: Gather
-    outboxes: Outboxes
+    return KVGather(local, mesh.sequence, tokens.sizes, transport)
 
 
 class KVGather:
     """A local attention of my queries over everybody's keys and values. Owns its buffers (see `Attend`)."""
 
-    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...]) -> None:
-        self._local, self._axis, self._sizes = local, axis, sizes
-        self._buffers: dict[tuple[object, ...], _Buffers] = {}
+    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
+        self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
+        self._exchanges: dict[HeadLayout, Into] = {}
 
     def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:
         """See `seqpar.protocols.Attend`."""
@@ -51,19 +43,14 @@ class KVGather:
             raise ValueError(
                 "got inputs that require gradients, expected none: kv_gather is for inference; use ulysses"
             )
-        buffers, groups = self._for(q_BlHD, k_BlGD), k_BlGD.shape[2]
-        prepare_into(q_BlHD, k_BlGD, v_BlGD, how, buffers.outboxes)
-        k, v = buffers.exchange.deliver().transpose(0, 1).split((groups, groups), dim=2)
-        return self._local(buffers.q_lBHD.transpose(0, 1), k, v)[0]
+        exchange = self._exchange(q_BlHD, k_BlGD)
+        prepare_into(q_BlHD, k_BlGD, v_BlGD, how, exchange.outboxes())
+        return self._local(*exchange.deliver())[0]
 
-    def _for(self, q_BlHD: Tensor, k_BlGD: Tensor) -> _Buffers:
-        (batch, mine, heads, dim), groups = q_BlHD.shape, k_BlGD.shape[2]
-        key = (batch, heads, groups, dim, q_BlHD.dtype, q_BlHD.device)
-        if key not in self._buffers:
+    def _exchange(self, q_BlHD: Tensor, k_BlGD: Tensor) -> Into:
+        batch, _, heads, dim = q_BlHD.shape
+        layout = HeadLayout(batch, self._sizes, heads, k_BlGD.shape[2], dim, q_BlHD.dtype, q_BlHD.device)
+        if layout not in self._exchanges:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
-                exchange = Gather(self._axis, self._sizes, (batch, 2 * groups, dim), k_BlGD)
-                q_lBHD = q_BlHD.new_empty(mine, batch, heads, dim)
-                k, v = exchange.outbox().split((groups, groups), dim=2)
-                box = Outbox(q_lBHD, k, v, heads=slice(0, heads), kv_heads=slice(0, groups))
-                self._buffers[key] = _Buffers(q_lBHD, exchange, Outboxes([box]))
-        return self._buffers[key]
+                self._exchanges[layout] = self._transport.everywhere(self._axis, layout)
+        return self._exchanges[layout]

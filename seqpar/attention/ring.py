@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.ulysses import Ulysses
-from seqpar.comm.point_to_point import Rotation
+from seqpar.comm.transport import Rotate, Transport
 from seqpar.kernels.merge import merge
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core
@@ -25,19 +25,20 @@ def check(mesh: Mesh) -> None:
         raise ValueError(f"got strategy ring with ulysses={mesh.ulysses.size}, expected ulysses=1; use strategy usp")
 
 
-def build(mesh: Mesh, tokens: Tokens, local: Core) -> Attend:
+def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Attention for one token count: ulysses over an axis of one, around a ring."""
     check(mesh)
     check_tokens(tokens, mesh.sequence.size)
-    return Ulysses(Ring(local, mesh.ring, tokens.sizes), mesh.ulysses, (tokens.sizes[mesh.ring.rank],))
+    ring = Ring(local, mesh.ring, tokens.sizes, transport)
+    return Ulysses(ring, mesh.ulysses, (tokens.sizes[mesh.ring.rank],), transport)
 
 
 class Ring:
     """A Core whose keys and values are spread over an axis, `sizes` tokens a rank. Owns two key-value blocks."""
 
-    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...]) -> None:
-        self._local, self._axis, self._sizes = local, axis, sizes
-        self._rotations: dict[tuple[object, ...], Rotation] = {}
+    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
+        self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
+        self._rotations: dict[tuple[object, ...], Rotate] = {}
 
     def __call__(self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]:
         """My queries against everybody's keys and values; see `seqpar.protocols.Core`."""
@@ -58,10 +59,10 @@ class Ring:
         assert lse is not None
         return out, lse
 
-    def _rotation(self, k_BLGD: Tensor) -> Rotation:
+    def _rotation(self, k_BLGD: Tensor) -> Rotate:
         batch, _, groups, dim = k_BLGD.shape
         key = (batch, groups, dim, k_BLGD.dtype, k_BLGD.device)
         if key not in self._rotations:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._rotations[key] = Rotation(self._axis, self._sizes, (batch, 2 * groups, dim), k_BLGD)
+                self._rotations[key] = self._transport.ring(self._axis, self._sizes, (batch, 2 * groups, dim), k_BLGD)
         return self._rotations[key]

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from seqpar.comm.differentiable import to_heads, to_tokens
-from seqpar.comm.exchange import HeadLayout, ToHeads, ToTokens
+from seqpar.comm.exchange import HeadLayout
+from seqpar.comm.transport import Back, Into, Transport
 from seqpar.kernels.prepare import prepare, prepare_into
+from seqpar.kernels.push import push
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core, Prepare
 from seqpar.shard import Tokens, check_tokens
@@ -24,19 +26,19 @@ def check(mesh: Mesh) -> None:
         raise ValueError(f"got strategy ulysses with ring={mesh.ring.size}, expected ring=1; use strategy usp for both")
 
 
-def build(mesh: Mesh, tokens: Tokens, local: Core) -> Attend:
+def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Attention for one token count; `tokens` is sharded over `mesh.sequence`."""
     check(mesh)
     check_tokens(tokens, mesh.sequence.size)
-    return Ulysses(local, mesh.ulysses, tokens.sizes)
+    return Ulysses(local, mesh.ulysses, tokens.sizes, transport)
 
 
 class Ulysses:
     """Any Core on all tokens of one axis, some heads each. Owns the buffers of its exchanges (see `Attend`)."""
 
-    def __init__(self, core: Core, axis: Axis, sizes: tuple[int, ...]) -> None:
-        self._core, self._axis, self._sizes = core, axis, sizes
-        self._exchanges: dict[HeadLayout, tuple[ToHeads, ToTokens]] = {}
+    def __init__(self, core: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
+        self._core, self._axis, self._sizes, self._transport = core, axis, sizes, transport
+        self._exchanges: dict[HeadLayout, tuple[Into, Back]] = {}
 
     def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:
         """See `seqpar.protocols.Attend`."""
@@ -48,17 +50,15 @@ class Ulysses:
         prepare_into(q_BlHD, k_BlGD, v_BlGD, how, into.outboxes())
         q, k, v = into.deliver()
         if q.shape[2]:  # a rank without heads only takes part in the exchanges
-            out_LBhD = self._core(q, k, v)[0].transpose(0, 1)
-            for box, part in zip(back.outboxes(), out_LBhD.split(self._sizes), strict=True):
-                box.copy_(part)
+            push(self._core(q, k, v)[0], back.outboxes())
         return back.deliver()
 
-    def _exchange(self, q_BlHD: Tensor, k_BlGD: Tensor) -> tuple[ToHeads, ToTokens]:
+    def _exchange(self, q_BlHD: Tensor, k_BlGD: Tensor) -> tuple[Into, Back]:
         batch, _, heads, dim = q_BlHD.shape
         layout = HeadLayout(batch, self._sizes, heads, k_BlGD.shape[2], dim, q_BlHD.dtype, q_BlHD.device)
         if layout not in self._exchanges:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._exchanges[layout] = ToHeads(self._axis, layout), ToTokens(self._axis, layout)
+                self._exchanges[layout] = self._transport.heads(self._axis, layout)
         return self._exchanges[layout]
 
     def _differentiable(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor) -> Tensor:

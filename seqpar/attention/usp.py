@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from seqpar.attention.ring import Ring
 from seqpar.attention.ulysses import Ulysses
+from seqpar.comm.transport import Transport
 from seqpar.mesh import Mesh
 from seqpar.protocols import Attend, Core
 from seqpar.shard import Tokens, check_tokens
@@ -17,10 +18,10 @@ def check(mesh: Mesh) -> None:
     """Any mesh: an axis of one is no special case."""
 
 
-def build(mesh: Mesh, tokens: Tokens, local: Core) -> Attend:
+def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Attention for one token count; ring block r is parts r*U ... r*U + U - 1 of the flat shard."""
     check_tokens(tokens, mesh.sequence.size)
     width = mesh.ulysses.size
     parts = [tokens.sizes[row * width : (row + 1) * width] for row in range(mesh.ring.size)]
-    ring = Ring(local, mesh.ring, tuple(map(sum, parts)))
-    return Ulysses(ring, mesh.ulysses, parts[mesh.ring.rank])
+    ring = Ring(local, mesh.ring, tuple(map(sum, parts)), transport)
+    return Ulysses(ring, mesh.ulysses, parts[mesh.ring.rank], transport)

@@ -1,4 +1,5 @@
-"""The two exchanges of Ulysses: tokens sharded -> heads sharded (q, k and v in ONE all-to-all), and back.
+"""The exchanges of attention by collectives: tokens sharded -> heads sharded (q, k and v in ONE all-to-all), and back;
+keys and values to all.
 
 Source: DeepSpeed-Ulysses (arXiv 2309.14509), which uses three all-to-alls in and one out, and needs even counts. Here
 sizes come from `Shard`, so uneven tokens and heads are the same path. Buffers belong to the exchange and are reused:
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from seqpar.comm.point_to_point import Gather
+from seqpar.kernels.push import Destinations
 from seqpar.mesh import Axis
 from seqpar.protocols import Outbox, Outboxes
 from seqpar.shard import Shard
@@ -131,10 +134,11 @@ class ToTokens:
         )
         shape = (layout.batch, tokens, layout.heads, layout.head_dim)
         self._out = torch.empty(shape, dtype=layout.dtype, device=layout.device)
+        self._boxes = Destinations(self._move.outgoing)
 
-    def outboxes(self) -> list[Tensor]:
+    def outboxes(self) -> Destinations:
         """Where to write my heads of each rank's tokens, (l_r, B, h, D) each."""
-        return self._move.outgoing
+        return self._boxes
 
     def deliver(self) -> Tensor:
         """(B, l, H, D). Interleaving the heads of the ranks is the one copy that a collective cannot avoid."""
@@ -142,6 +146,29 @@ class ToTokens:
         for rank, slab in enumerate(self._move.incoming):
             self._out[:, :, self._layout.q_slice(rank)].copy_(slab.transpose(0, 1))
         return self._out
+
+
+class ToAll:
+    """k and v of all tokens on every rank; q stays. No rule about heads."""
+
+    def __init__(self, axis: Axis, layout: HeadLayout) -> None:
+        self._groups = layout.kv_heads
+        mine, rest = layout.tokens[axis.rank], (layout.batch, 2 * layout.kv_heads, layout.head_dim)
+        q_shape = (mine, layout.batch, layout.heads, layout.head_dim)
+        self._q_lBHD = torch.empty(q_shape, dtype=layout.dtype, device=layout.device)
+        self._gather = Gather(axis, layout.tokens, rest, self._q_lBHD)
+        k, v = self._gather.outbox().split((self._groups, self._groups), dim=2)
+        box = Outbox(self._q_lBHD, k, v, heads=slice(0, layout.heads), kv_heads=slice(0, layout.kv_heads))
+        self._boxes = Outboxes([box])
+
+    def outboxes(self) -> Outboxes:
+        """Where to write q, k and v of my tokens: once, for all."""
+        return self._boxes
+
+    def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, l, H, D) of my tokens, k and v (B, L, G, D) of all; valid until the next call of `outboxes`."""
+        k, v = self._gather.deliver().transpose(0, 1).split((self._groups, self._groups), dim=2)
+        return self._q_lBHD.transpose(0, 1), k, v
 
 
 def _views(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:

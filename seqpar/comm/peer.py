@@ -1,0 +1,225 @@
+"""The exchanges without collectives: what a rank writes is at once where its reader reads (see `seqpar.comm.arena`).
+
+`outboxes()` are views of the readers' own buffers, `deliver()` tells all peers and waits for all of them: no send
+buffer, no copy on arrival, no host. When it wins: one machine whose GPUs reach each other's memory; against NCCL most
+at small blocks, where its launch and its permutes cost more than the bytes.
+
+Nobody may write where a peer still reads. Ulysses needs no rule for that: to begin the next exchange into the heads a
+rank must have met all peers on the way back, which each does after it has read; and the other way round. `ToAll` has
+nothing on the way back, so its two slots take turns: who has met all peers for one slot knows that they have left the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from seqpar.comm.arena import Arena, Fields
+from seqpar.comm.exchange import HeadLayout
+from seqpar.kernels.flags import Flags
+from seqpar.kernels.push import Destinations
+from seqpar.mesh import Axis
+from seqpar.protocols import Outbox, Outboxes
+
+FLAG_BYTES = 8
+
+
+class PeerHeads:
+    """q, k, v to their heads' ranks and the output back: both ways in one arena. See `seqpar.comm.exchange`."""
+
+    def __init__(self, axis: Axis, layout: HeadLayout, deadline_s: float) -> None:
+        self._layout, self._rank = layout, axis.rank
+        size, (batch, dim) = layout.dtype.itemsize, (layout.batch, layout.head_dim)
+        rows = [h + 2 * g for h, g in map(layout.counts, range(axis.size))]
+        fields = Fields()
+        slabs = fields.add(*(sum(layout.tokens) * batch * n * dim * size for n in rows))
+        outs = fields.add(*(n * batch * layout.heads * dim * size for n in layout.tokens))
+        flags = [fields.add(axis.size * FLAG_BYTES) for _ in range(2)]
+        self.arena = arena = Arena(axis, fields.nbytes, layout.device)
+        shapes = [(sum(layout.tokens), batch, n, dim) for n in rows]
+        self._slabs = [arena.view(rank, slabs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
+        shapes = [(batch, n, layout.heads, dim) for n in layout.tokens]
+        self._outs = [arena.view(rank, outs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
+        self.flags = [_flags(arena, axis, start, deadline_s) for start in flags]
+        self.into, self.back = IntoHeads(self), BackToTokens(self)
+
+    def outboxes(self) -> Outboxes:
+        """Of q, k, v: for each rank its heads of my tokens, in its slab."""
+        mine = _slices(self._layout.tokens)[self._rank]
+        boxes = []
+        for rank, slab in enumerate(self._slabs):
+            h, g = self._layout.counts(rank)
+            q, k, v = slab[mine].split((h, g, g), dim=2)
+            boxes.append(Outbox(q, k, v, self._layout.q_slice(rank), self._layout.kv_slice(rank)))
+        return Outboxes(boxes)
+
+    def destinations(self) -> Destinations:
+        """Of the output: for each rank my heads of its tokens, in its output."""
+        heads = self._layout.q_slice(self._rank)
+        views = [out[:, :, heads].transpose(0, 1) for out in self._outs]
+        return Destinations(views, (self._rank + 1) % len(views))
+
+    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        """My heads of all tokens, as my slab holds them: q (B, L, h, D), k and v (B, L, g, D)."""
+        h, g = self._layout.counts(self._rank)
+        q, k, v = self._slabs[self._rank].transpose(0, 1).split((h, g, g), dim=2)
+        return q, k, v
+
+    def out(self) -> Tensor:
+        """(B, l, H, D): the output of my tokens."""
+        return self._outs[self._rank]
+
+
+class IntoHeads:
+    """See `seqpar.comm.exchange.ToHeads`."""
+
+    def __init__(self, heads: PeerHeads) -> None:
+        self._flags, self._boxes, self._heads = heads.flags[0], heads.outboxes(), heads.heads()
+
+    def outboxes(self) -> Outboxes:
+        """Where to write each rank's heads of my tokens: in its memory."""
+        return self._boxes
+
+    def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, L, h, D), k and v (B, L, g, D): strided views of my slab."""
+        self._flags.meet()
+        return self._heads
+
+
+class BackToTokens:
+    """See `seqpar.comm.exchange.ToTokens`; without its copy."""
+
+    def __init__(self, heads: PeerHeads) -> None:
+        self._flags, self._boxes, self._out = heads.flags[1], heads.destinations(), heads.out()
+
+    def outboxes(self) -> Destinations:
+        """Where to write my heads of each rank's tokens: in its memory."""
+        return self._boxes
+
+    def deliver(self) -> Tensor:
+        """(B, l, H, D)."""
+        self._flags.meet()
+        return self._out
+
+
+class PeerToAll:
+    """Every rank's keys and values in every rank's memory. See `seqpar.comm.exchange.ToAll`."""
+
+    def __init__(self, axis: Axis, layout: HeadLayout, deadline_s: float) -> None:
+        self._layout, self._rank, self._slot = layout, axis.rank, 0
+        shape = (sum(layout.tokens), layout.batch, 2 * layout.kv_heads, layout.head_dim)
+        fields = Fields()
+        nbytes = torch.Size(shape).numel() * layout.dtype.itemsize
+        slots = [fields.add(nbytes) for _ in range(2)]
+        flags = [fields.add(axis.size * FLAG_BYTES) for _ in range(2)]
+        self.arena = arena = Arena(axis, fields.nbytes, layout.device)
+        self._slots = [[arena.view(rank, start, shape, layout.dtype) for rank in range(axis.size)] for start in slots]
+        self._arrived, self._begun = self.flags = [_flags(arena, axis, start, deadline_s) for start in flags]
+        mine = layout.tokens[axis.rank]
+        q_shape = (mine, layout.batch, layout.heads, layout.head_dim)
+        self.q_lBHD = torch.empty(q_shape, dtype=layout.dtype, device=layout.device)
+        self._boxes = [self._outboxes(slot) for slot in self._slots]
+        self._in_capture = False
+
+    def outboxes(self) -> Outboxes:
+        """Where to write: q to my own buffer, k and v into every rank's."""
+        # a graph begins after whatever ran before, its own last call too, so its first call makes sure that all have
+        # left both slots; calls of the host are not for speed, and do so always
+        capturing = self._layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing and self._in_capture:
+            self._slot = 1 - self._slot
+        else:
+            self._begun.meet()
+            self._slot = 0
+        self._in_capture = capturing
+        return self._boxes[self._slot]
+
+    def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, l, H, D) of my tokens, k and v (B, L, G, D) of all; valid until the next call of `outboxes`."""
+        self._arrived.meet()
+        groups = self._layout.kv_heads
+        k, v = self._slots[self._slot][self._rank].transpose(0, 1).split((groups, groups), dim=2)
+        return self.q_lBHD.transpose(0, 1), k, v
+
+    def _outboxes(self, slot: list[Tensor]) -> Outboxes:
+        mine, groups = _slices(self._layout.tokens)[self._rank], self._layout.kv_heads
+        every = {"heads": slice(0, self._layout.heads), "kv_heads": slice(0, groups)}
+        boxes = []
+        for step in range(1, len(slot) + 1):  # the rank after mine first: no rank is written to by all at once
+            rank = (self._rank + step) % len(slot)
+            k, v = slot[rank][mine].split((groups, groups), dim=2)
+            boxes.append(Outbox(self.q_lBHD if rank == self._rank else None, k, v, **every))
+        return Outboxes(boxes)
+
+
+class PeerRotation:
+    """Blocks that are copied into the next rank's memory while they are read. See `seqpar.comm.point_to_point`.
+
+    Two slots a rank: one is read, one is written to. A rank tells the one before it when a slot is free, and the one
+    after it when a block has arrived. On GPUs the copies have a stream of their own, so that they run under attention.
+    """
+
+    def __init__(
+        self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor, deadline_s: float
+    ) -> None:
+        """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
+        self._rank, self._sizes = axis.rank, sizes
+        before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
+        whole, fields = (max(sizes), *shape), Fields()
+        slots = [fields.add(torch.Size(whole).numel() * like.element_size()) for _ in range(2)]
+        flags = [fields.add(FLAG_BYTES) for _ in range(2)]
+        self.arena = arena = Arena(axis, fields.nbytes, like.device)
+        self._here, self._there = ([arena.view(rank, start, whole, like.dtype) for start in slots]
+                                   for rank in (axis.rank, after))  # fmt: skip
+        self._arrived, self._free = self.flags = [
+            Flags.of((arena.view(told, start, (), torch.int64),), arena.view(axis.rank, start, (1,), torch.int64),
+                     deadline_s) for start, told in zip(flags, (after, before), strict=True)]  # fmt: skip
+        self._copies = torch.cuda.Stream(like.device) if like.is_cuda else None
+
+    def outbox(self) -> Tensor:
+        """Where to write my own block before `rotate`."""
+        return self._here[0][: self._sizes[self._rank]]
+
+    def rotate(self) -> Iterator[Tensor]:
+        """Yield my block, then those of the ranks before me. Read a block before asking for the next."""
+        count = len(self._sizes)
+        self._free.tell()  # all that I read in the last call: the second slot is free
+        for step in range(count):
+            size = self._sizes[(self._rank - step) % count]
+            block = self._here[step % 2][:size]
+            if step + 1 < count:
+                self._pass_on(block, self._there[(step + 1) % 2][:size])
+            yield block
+            if step + 1 < count:
+                self._passed_on()
+                if step + 2 < count:
+                    self._free.tell()
+                self._arrived.wait()
+
+    def _pass_on(self, block: Tensor, room: Tensor) -> None:
+        if self._copies is not None:
+            self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies):  # of no stream on a CPU: nothing
+            self._free.wait()
+            room.copy_(block)
+            self._arrived.tell()
+
+    def _passed_on(self) -> None:
+        """What comes next may write over the block."""
+        if self._copies is not None:
+            torch.cuda.current_stream().wait_stream(self._copies)
+
+
+def _flags(arena: Arena, axis: Axis, start: int, deadline_s: float) -> Flags:
+    """One flag of every peer in every rank's memory, mine included: it is raised as the others are."""
+    flag = start + axis.rank * FLAG_BYTES
+    theirs = tuple(arena.view(rank, flag, (), torch.int64) for rank in range(axis.size))
+    return Flags.of(theirs, arena.view(axis.rank, start, (axis.size,), torch.int64), deadline_s)
+
+
+def _slices(sizes: tuple[int, ...]) -> list[slice]:
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]

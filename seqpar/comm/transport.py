@@ -1,0 +1,78 @@
+"""What moves blocks between ranks, as strategies see it: exchanges with `outboxes()` to write and `deliver()` to read.
+
+One transport = one file in `seqpar/transports`. All ranks make the same exchanges in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from seqpar.comm.exchange import HeadLayout
+from seqpar.kernels.push import Destinations
+from seqpar.mesh import Axis
+from seqpar.protocols import Outboxes
+
+DEADLINE_S = 120.0  # how long a rank waits for a peer: longer than any kernel compiles, shorter than patience
+
+
+class Into(Protocol):
+    """q, k, v of my tokens to those who read them."""
+
+    def outboxes(self) -> Outboxes:
+        """Where to write."""
+        ...
+
+    def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as attention takes them, (B, L, heads, D); valid until the next call of `outboxes`."""
+        ...
+
+
+class Back(Protocol):
+    """Attention's output to the ranks of its tokens."""
+
+    def outboxes(self) -> Destinations:
+        """Where to write."""
+        ...
+
+    def deliver(self) -> Tensor:
+        """(B, l, H, D); valid until the next call."""
+        ...
+
+
+class Rotate(Protocol):
+    """A block a rank, passed around an axis."""
+
+    def outbox(self) -> Tensor:
+        """Where to write my own block before `rotate`."""
+        ...
+
+    def rotate(self) -> Iterator[Tensor]:
+        """Yield my block, then those of the ranks before me. Read a block before asking for the next."""
+        ...
+
+
+class Transport(Protocol):
+    """Makes exchanges; each owns its buffers."""
+
+    def heads(self, axis: Axis, layout: HeadLayout) -> tuple[Into, Back]:
+        """Tokens sharded to heads sharded, and back."""
+        ...
+
+    def everywhere(self, axis: Axis, layout: HeadLayout) -> Into:
+        """Keys and values of all tokens on every rank."""
+        ...
+
+    def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotate:
+        """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
+        ...
+
+    def check(self) -> None:
+        """Raise `TimeoutError` where a peer was waited for in vain; names it. Waits for the device."""
+        ...
+
+    def release(self) -> None:
+        """Free all buffers, together with the other ranks. Exchanges made before are of no use after it."""
+        ...

@@ -1,0 +1,128 @@
+"""Flags between ranks that write each other's memory: "what you will read is there", told and waited for on the device.
+
+When it wins: an exchange without a collective and without the host, so a CUDA graph replays it. Flags count: a rank
+tells its peers how often it has told them, a reader waits until the count is high enough, so nothing is ever reset and
+a fast rank does no harm. Telling is a release, waiting an acquire, at system scope: what this stream wrote before is
+visible to whoever has seen the flag. A wait ends at a deadline and leaves a note of who was late.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels._triton import fused, jit, tl, triton
+
+NANOSECONDS = 10**9
+
+
+@dataclass(frozen=True)
+class Flags:
+    """One direction of telling, between this rank and some peers. All counters are int64 and begin at zero.
+
+    theirs: for each peer the flag in its memory that I raise, 0-d views. addresses: of these, on the device.
+    mine: the flags that peers raise here, (n,). counts: (2,), how often I told and how often I waited.
+    late: (n,), for each peer the wait that it missed, 0 where it missed none.
+    """
+
+    theirs: tuple[Tensor, ...]
+    addresses: Tensor
+    mine: Tensor
+    counts: Tensor
+    late: Tensor
+    deadline_s: float
+
+    @staticmethod
+    def of(theirs: tuple[Tensor, ...], mine: Tensor, deadline_s: float) -> Flags:
+        """Over these flags, with new counters."""
+        addresses = torch.tensor([flag.data_ptr() for flag in theirs], dtype=torch.int64).to(mine.device)
+        return Flags(theirs, addresses, mine, mine.new_zeros(2), torch.zeros_like(mine), deadline_s)
+
+    def tell(self) -> None:
+        """Raise my flag at every peer."""
+        _run(self, True, False)
+
+    def wait(self) -> None:
+        """Wait until every peer has told me as often as I have waited, this time included."""
+        _run(self, False, True)
+
+    def meet(self) -> None:
+        """Tell, then wait."""
+        _run(self, True, True)
+
+
+def _run(flags: Flags, tell: bool, wait: bool) -> None:
+    (launch if fused(flags.mine) else reference)(flags, tell, wait)
+
+
+def reference(flags: Flags, tell: bool, wait: bool) -> None:
+    """The same on the host, for ranks whose memory is the host's."""
+    if tell:
+        flags.counts[0] += 1
+        for flag in flags.theirs:
+            flag.copy_(flags.counts[0])
+    if not wait:
+        return
+    flags.counts[1] += 1
+    wanted, end = int(flags.counts[1]), time.monotonic() + flags.deadline_s
+    while int(flags.mine.min()) < wanted:
+        if int(flags.late.max()):  # who was late once ends the run: nobody is waited for, or blamed, after that
+            return
+        if time.monotonic() > end:
+            flags.late.copy_(torch.where(flags.mine < wanted, wanted, 0))
+            return
+        time.sleep(0)  # a rank on the same core may be the one that is waited for
+
+
+def launch(flags: Flags, tell: bool, wait: bool, *, polls: int | None = None) -> None:
+    """The same by the kernel. polls: give up after so many looks, where there is no timer (Triton's interpreter)."""
+    budget = int(flags.deadline_s * NANOSECONDS) if polls is None else polls
+    count = len(flags.theirs)
+    flags_kernel[(1,)](
+        flags.addresses, flags.mine, flags.counts, flags.late, count, budget, triton.next_power_of_2(count),
+        tell, wait, polls is None, num_warps=1,
+    )  # fmt: skip
+
+
+@jit
+def flags_kernel(
+    addresses, mine, counts, late, count, budget,
+    LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr, TIMER: tl.constexpr,
+):  # fmt: skip
+    """One program, one lane a peer."""
+    lane = tl.arange(0, LANES)
+    here = lane < count
+    if TELL:
+        told = tl.load(counts) + 1
+        place = tl.load(addresses + lane, here, 0).to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(place, tl.full((LANES,), 0, tl.int64) + told, here, sem="release", scope="sys")
+        tl.store(counts, told)
+    if WAIT:
+        wanted = tl.load(counts + 1) + 1
+        noted = tl.load(late + lane, here, 0)
+        # who was late once ends the run: nobody is waited for, or blamed, after that
+        clean = tl.sum((noted > 0).to(tl.int32), 0) == 0
+        left = tl.where(clean, budget, 0).to(tl.int64)
+        start = _now(0, TIMER)
+        spent = tl.zeros((), tl.int64)
+        behind = here & (tl.atomic_add(mine + lane, tl.zeros((LANES,), tl.int64), here, sem="acquire", scope="sys")
+                         < wanted)  # fmt: skip
+        missing = tl.sum(behind.to(tl.int32), 0)
+        while (missing > 0) & (spent < left):  # pyright: ignore[reportOperatorIssue]
+            seen = tl.atomic_add(mine + lane, tl.zeros((LANES,), tl.int64), here, sem="acquire", scope="sys")
+            behind = here & (seen < wanted)
+            missing = tl.sum(behind.to(tl.int32), 0)
+            spent = _now(spent + 1, TIMER) - start
+        tl.store(late + lane, tl.where(behind & clean, wanted, noted), here)
+        tl.store(counts + 1, wanted)
+
+
+@jit
+def _now(polls, TIMER: tl.constexpr):
+    if TIMER:
+        return tl.extra.cuda.globaltimer()  # pyright: ignore[reportAttributeAccessIssue]
+    else:  # noqa: RET505 (decided at compile time)
+        return tl.full((), 0, tl.int64) + polls

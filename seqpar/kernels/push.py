@@ -1,0 +1,119 @@
+"""Attention's output to the ranks whose tokens it is of, straight into their memory (or a send buffer): one launch.
+
+When it wins: always on a GPU; a copy for each destination is a launch for each, and torch's copies of strided views
+are not vectorized. Every rank begins with the tokens of the rank after it, so that no rank is written to by all at
+once. The bytes are read and written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels._triton import fused, jit, tl, triton
+
+CASES = (
+    *({"batch": 2, "tokens": n, "heads": 8, "dim": 128} for n in (256, 4096)),  # Large-DiT 7B on 4 ranks
+    {"batch": 2, "tokens": 1024, "heads": 4, "dim": 72},  # DiT-XL
+    {"batch": 1, "tokens": 4097, "heads": 2, "dim": 96},
+    {"batch": 3, "tokens": 7, "heads": 3, "dim": 6},
+)
+COLUMNS = 4096  # of a row, at most, that one program moves
+
+
+class Destinations(tuple[Tensor, ...]):
+    """Views (l_r, B, h, D), one for each rank's tokens, rank after rank; `first` is where writing begins.
+
+    Made once with the buffers of an exchange, so that no call computes or copies addresses.
+    """
+
+    first: int
+
+    def __new__(cls, views: Sequence[Tensor], first: int = 0) -> Destinations:
+        """first: the index of the view that is written first."""
+        made = super().__new__(cls, views)
+        made.first = first
+        return made
+
+    @property
+    def starts(self) -> list[int]:
+        """The first token of each view."""
+        sizes = [view.shape[0] for view in self]
+        return [sum(sizes[:index]) for index in range(len(self))]
+
+    @cached_property
+    def table(self) -> Tensor:
+        """(n, 4): first token, address, token stride, batch stride in elements; int64 on the device of the views.
+
+        Made at first use, which copies to the device: before a CUDA graph is captured.
+        """
+        rows = [(start, view.data_ptr(), view.stride(0), view.stride(1))
+                for start, view in zip(self.starts, self, strict=True) if view.shape[0]]  # fmt: skip
+        return torch.tensor(rows, dtype=torch.int64).to(self[0].device)
+
+    @cached_property
+    def alignment(self) -> int:
+        """The bytes that divide every row's place, at most 16."""
+        size = self[0].element_size()
+        places = [n for x in self for n in (x.data_ptr(), x.stride(0) * size, x.stride(1) * size)]
+        return gcd(16, *places)
+
+
+def push(out_BLhD: Tensor, into: Destinations) -> None:
+    """Write the tokens of each rank to its view. Heads and head dims of a view lie side by side, as those of `out`."""
+    if fused(out_BLhD) and out_BLhD.stride(-1) == 1 and out_BLhD.stride(-2) == out_BLhD.shape[-1]:
+        launch(out_BLhD, into)
+    else:
+        reference(out_BLhD, into)
+
+
+def reference(out_BLhD: Tensor, into: Destinations) -> None:
+    """The same, copy by copy; any strides."""
+    out_LBhD = out_BLhD.transpose(0, 1)
+    for start, view in zip(into.starts, into, strict=True):
+        view.copy_(out_LBhD[start : start + view.shape[0]])
+
+
+def launch(out_BLhD: Tensor, into: Destinations) -> None:
+    """The same by the kernel."""
+    batch, tokens, heads, dim = out_BLhD.shape
+    width, size = heads * dim, out_BLhD.element_size()
+    if any(view.dtype != out_BLhD.dtype or (view.stride(2), view.stride(3)) != (dim, 1) for view in into):
+        raise ValueError("got views of another dtype or with strided heads, expected those of the output")
+    align = gcd(into.alignment, out_BLhD.data_ptr(), out_BLhD.stride(0) * size, out_BLhD.stride(1) * size)
+    block = min(COLUMNS, triton.next_power_of_2(width))
+    if out_BLhD.numel():
+        push_kernel[(batch * tokens, triton.cdiv(width, block))](
+            out_BLhD, into.table, out_BLhD.stride(0), out_BLhD.stride(1), tokens, into.starts[into.first],
+            len(into.table), width, block, align, num_warps=max(1, min(8, block // 256)),
+        )  # fmt: skip
+
+
+@jit
+def push_kernel(
+    out, table, batch_stride, token_stride, tokens, first,
+    RANKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Program = a row of one token; neighbours are neighbouring tokens, from `first` on and around."""
+    batch = (tl.program_id(0) // tokens).to(tl.int64)
+    token = ((tl.program_id(0) % tokens + first) % tokens).to(tl.int64)
+    start = tl.zeros((), tl.int64)
+    place = tl.zeros((), tl.int64)
+    token_step = tl.zeros((), tl.int64)
+    batch_step = tl.zeros((), tl.int64)
+    for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
+        begin = tl.load(table + rank * 4)
+        owns = token >= begin  # the last one that does
+        start = tl.where(owns, begin, start)
+        place = tl.where(owns, tl.load(table + rank * 4 + 1), place)
+        token_step = tl.where(owns, tl.load(table + rank * 4 + 2), token_step)
+        batch_step = tl.where(owns, tl.load(table + rank * 4 + 3), batch_step)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    source = tl.multiple_of(out + batch * batch_stride + token * token_stride + column, [ALIGN])
+    row = place.to(tl.pointer_type(out.dtype.element_ty)) + (token - start) * token_step + batch * batch_step
+    tl.store(tl.multiple_of(row + column, [ALIGN]), tl.load(source, inside, 0.0), inside)

@@ -1,0 +1,1 @@
+"""How blocks travel between ranks; one transport = one file that exports `supports` and `Transport`."""

@@ -1,0 +1,40 @@
+"""Collectives of torch.distributed: NCCL between GPUs, gloo between CPUs. Works everywhere, between machines too.
+
+When it wins: big blocks between machines; and where ranks cannot reach each other's memory it is the only one.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from seqpar.comm.exchange import HeadLayout, ToAll, ToHeads, ToTokens
+from seqpar.comm.point_to_point import Rotation
+from seqpar.comm.transport import Back, Into, Rotate
+from seqpar.mesh import Axis, Mesh
+
+
+def supports(mesh: Mesh) -> str | None:
+    """Any mesh."""
+    return None
+
+
+class Transport:
+    """See `seqpar.comm.transport.Transport`. Deadlines are the process group's."""
+
+    def heads(self, axis: Axis, layout: HeadLayout) -> tuple[Into, Back]:
+        """Two all-to-alls."""
+        return ToHeads(axis, layout), ToTokens(axis, layout)
+
+    def everywhere(self, axis: Axis, layout: HeadLayout) -> Into:
+        """One group of sends and receives."""
+        return ToAll(axis, layout)
+
+    def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotate:
+        """A send and a receive a step."""
+        return Rotation(axis, sizes, shape, like)
+
+    def check(self) -> None:
+        """Nothing to say: a collective that fails raises by itself."""
+
+    def release(self) -> None:
+        """Nothing that does not go with its exchange."""

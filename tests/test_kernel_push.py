@@ -1,0 +1,66 @@
+"""The push kernel against copies: every token to its rank's view, any split, nothing beside it; in Triton's interpreter
+on CPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.kernels import push
+from seqpar.kernels.push import CASES, Destinations
+from seqpar.shard import Shard
+from tests.conftest import DEVICE
+
+DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.bfloat16]
+SMALL = [case for case in CASES if DEVICE == "cuda" or case["tokens"] * case["batch"] <= 256] + [
+    {"batch": 2, "tokens": 85, "heads": 2, "dim": 72},
+    {"batch": 1, "tokens": 4, "heads": 40, "dim": 128},  # a row of several programs
+]
+
+
+def views(case: dict[str, int], parts: int, dtype: torch.dtype, pad: int) -> tuple[list[Tensor], Tensor]:
+    """Each rank's view, some heads of a wider output, and all memory behind them; poisoned."""
+    batch, tokens, heads, dim = case.values()
+    wide = heads + pad
+    memory = torch.full((batch * tokens * wide * dim,), float("nan"), dtype=dtype, device=DEVICE)
+    found, start = [], 0
+    for size in Shard(tokens, parts).sizes:
+        count = batch * size * wide * dim
+        out = memory[start : start + count].view(batch, size, wide, dim)
+        found.append(out[:, :, pad:].transpose(0, 1))
+        start += count
+    return found, memory
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "slab"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_push_writes_every_token_and_nothing_else(
+    case: dict[str, int], parts: int, dtype: torch.dtype, strided: bool
+) -> None:
+    batch, tokens, heads, dim = case.values()
+    out = torch.randn(tokens, batch, heads + strided, dim, device=DEVICE).to(dtype)[:, :, strided:].transpose(0, 1)
+    into, memory = views(case, parts, dtype, pad=3)
+    expected, truth = views(case, parts, dtype, pad=3)
+    for first in range(parts):
+        memory.fill_(float("nan"))
+        push.launch(out, Destinations(into, first))
+        push.reference(out, Destinations(expected, first))
+        assert torch.equal(memory.nan_to_num(7.0), truth.nan_to_num(7.0))
+
+
+def test_push_negative_control_another_order_of_ranks_is_noticed() -> None:
+    case = {"batch": 1, "tokens": 8, "heads": 2, "dim": 8}
+    out = torch.randn(1, 8, 2, 8, device=DEVICE)
+    into, memory = views(case, 2, torch.float32, pad=0)
+    push.launch(out, Destinations(into[::-1]))
+    assert not torch.equal(memory, out.flatten())
+
+
+def test_push_refuses_views_that_it_would_write_wrongly() -> None:
+    out = torch.randn(1, 8, 2, 8, device=DEVICE)
+    strided = torch.empty(8, 1, 2, 16, device=DEVICE)[..., :8]
+    with pytest.raises(ValueError, match="strided heads"):
+        push.launch(out, Destinations([strided]))

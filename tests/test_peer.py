@@ -1,0 +1,256 @@
+"""Peer memory: every element in its place with nothing but flags between the ranks, and an end where one is gone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.comm.arena import Arena, together
+from seqpar.comm.exchange import HeadLayout
+from seqpar.kernels import flags, prepare, push
+from seqpar.mesh import Axis
+from seqpar.protocols import Outboxes, Prepare
+from seqpar.shard import Shard
+from seqpar.transports import peer
+from tests.meshes import coded, counted_calls
+from tests.meshes import mesh as make_mesh
+from tests.pool import Pool
+from tests.test_exchange_moves import late
+
+CASES = [(1, 8, 4, 4), (2, 7, 3, 3), (3, 11, 8, 2), (1, 9, 2, 1)]  # batch, tokens, heads, kv heads
+DIM, REPLAYS = 2, 500
+
+
+def layout_of(axis: Axis, case: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> HeadLayout:
+    batch, tokens, heads, kv = case
+    return HeadLayout(batch, Shard(tokens, axis.size).sizes, heads, kv, DIM, dtype, device)
+
+
+def payload(case: tuple[int, ...], round_: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v of all tokens; other numbers each round, exact in fp32."""
+    batch, tokens, heads, kv = case
+    numbers = (coded(batch, tokens, n, DIM, 0) + 1000 * (name + 3 * round_) for name, n in enumerate((heads, kv, kv)))
+    return [x.to(device, dtype) for x in numbers]
+
+
+def write(whole: list[Tensor], mine: slice, outboxes: Outboxes) -> None:
+    q, k, v = (x[:, mine] for x in whole)
+    prepare.prepare_into(q, k, v, Prepare(), outboxes)
+
+
+def there_and_back(
+    rank: int, world: int, device: torch.device, case: tuple[int, ...], rounds: int, poison: bool
+) -> None:
+    axis = make_mesh(device, cfg=1).ulysses
+    layout = layout_of(axis, case, device, torch.float64)
+    transport, shard = peer.Transport(), Shard(case[1], world)
+    into, back = transport.heads(axis, layout)
+    mine, q_heads, kv_heads = shard.slice(axis.rank), layout.q_slice(axis.rank), layout.kv_slice(axis.rank)
+    for round_ in range(rounds):
+        whole = payload(case, round_, device, torch.float64)
+        if poison:
+            exchange: Any = transport._made[0][2]
+            for mine_ in (exchange._slabs[axis.rank], exchange._outs[axis.rank]):
+                mine_.fill_(float("nan"))
+            together(axis, None)  # peers may write from here on
+        if round_ < 20 or round_ % 25 == 0:
+            late(rank, round_)
+        write(whole, mine, into.outboxes())
+        received = into.deliver()
+        for got, x, which in zip(received, whole, (q_heads, kv_heads, kv_heads), strict=True):
+            assert torch.equal(got, x[:, :, which])
+        if received[0].shape[2]:
+            push.push(received[0], back.outboxes())
+        assert torch.equal(back.deliver(), whole[0][:, mine])
+    transport.check()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ulysses_peer_moves_every_element_to_its_place(ranks: Pool, world: int, case: tuple[int, ...]) -> None:
+    ranks.run(world, there_and_back, case, 3, True)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ulysses_peer_keeps_its_places_through_many_exchanges(ranks: Pool, world: int) -> None:
+    """Nothing but flags holds ranks together, and some are late: nobody may read too early or write too early."""
+    ranks.run(world, there_and_back, CASES[1], REPLAYS, False)
+
+
+def everywhere(rank: int, world: int, device: torch.device, case: tuple[int, ...], rounds: int) -> None:
+    axis = make_mesh(device, cfg=1).sequence
+    layout = layout_of(axis, case, device, torch.float64)
+    transport, mine = peer.Transport(), Shard(case[1], world).slice(axis.rank)
+    exchange = transport.everywhere(axis, layout)
+    for round_ in range(rounds):
+        whole = payload(case, round_, device, torch.float64)
+        if round_ < 20 or round_ % 25 == 0:
+            late(rank, round_)
+        write(whole, mine, exchange.outboxes())
+        q, k, v = exchange.deliver()
+        if round_ < 20 or round_ % 25 == 0:
+            late(rank, round_ + 1)  # a slow reader
+        assert torch.equal(q, whole[0][:, mine])
+        assert torch.equal(k, whole[1])
+        assert torch.equal(v, whole[2])
+    transport.check()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_kv_gather_peer_shows_all_keys_and_values_to_all(ranks: Pool, world: int, case: tuple[int, ...]) -> None:
+    ranks.run(world, everywhere, case, 60)
+
+
+def around(rank: int, world: int, device: torch.device, tokens: int, rounds: int) -> None:
+    axis, shard = make_mesh(device, ring=world, cfg=1).ring, Shard(tokens, world)
+    whole = coded(2, tokens, 3, DIM, 1).transpose(0, 1).to(device)
+    transport = peer.Transport()
+    rotation = transport.ring(axis, shard.sizes, (2, 3, DIM), whole)
+    for round_ in range(rounds):
+        rotation.outbox().copy_(whole[shard.slice(axis.rank)] + round_)
+        for step, block in enumerate(rotation.rotate()):
+            if round_ < 20:
+                late(rank, step + 7 * round_)
+            owner = (axis.rank - step) % world
+            assert torch.equal(block, whole[shard.slice(owner)] + round_)
+    transport.check()
+
+
+@pytest.mark.parametrize("tokens", [8, 11])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ring_peer_shows_every_block_once(ranks: Pool, world: int, tokens: int) -> None:
+    ranks.run(world, around, tokens, 100)
+
+
+def by_kernels(rank: int, world: int, device: torch.device, case: tuple[int, ...], rounds: int) -> None:
+    """The same as `there_and_back`, by the kernels themselves: on CPUs under Triton's interpreter."""
+    axis = make_mesh(device, cfg=1).ulysses
+    layout = layout_of(axis, case, device, torch.float32)
+    exchange: Any = peer.Transport()
+    exchange.heads(axis, layout)
+    made, mine = exchange._made[0][2], Shard(case[1], world).slice(axis.rank)
+    into, back = made.outboxes(), made.destinations()
+    polls = None if device.type == "cuda" else 10**6
+    for round_ in range(rounds):
+        q, k, v = (x[:, mine] for x in payload(case, round_, device, torch.float32))
+        prepare.launch_into(q, k, v, Prepare(), into)
+        flags.launch(made.flags[0], True, True, polls=polls)
+        heads = made.heads()[0]
+        if heads.shape[2]:
+            push.launch(heads.contiguous(), back)
+        flags.launch(made.flags[1], True, False, polls=polls)
+        flags.launch(made.flags[1], False, True, polls=polls)
+        assert torch.equal(made.out(), q)
+    exchange.check()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+def test_ulysses_peer_by_the_kernels_themselves(ranks: Pool, world: int, case: tuple[int, ...]) -> None:
+    pytest.importorskip("triton")
+    ranks.run(world, by_kernels, case, 3)
+
+
+def silent(rank: int, world: int, device: torch.device, kernel: bool) -> tuple[str, float]:
+    """The last rank takes no part; what the others are told, and how long it took."""
+    axis = make_mesh(device, cfg=1).ulysses
+    transport = peer.Transport(deadline_s=0.2)
+    into, _ = transport.heads(axis, layout_of(axis, CASES[0], device, torch.float32))
+    start = time.monotonic()
+    if rank < world - 1:
+        made: Any = transport._made[0][2]
+        for _ in range(3):  # once late, nobody waits again
+            if kernel and device.type != "cuda":
+                flags.launch(made.flags[0], True, True, polls=2000)
+            else:
+                into.deliver()
+    try:
+        transport.check()
+    except TimeoutError as error:
+        return str(error), time.monotonic() - start
+    return "nothing", time.monotonic() - start
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
+def test_peer_that_is_gone_is_named_within_the_deadline(ranks: Pool, kernel: bool) -> None:
+    if kernel:
+        pytest.importorskip("triton")
+    *told, last = ranks.run(3, silent, kernel)
+    for rank, (message, seconds) in enumerate(told):
+        assert f"rank {rank} of axis ulysses waited 0.2 s in vain for 2 (exchange 1: q, k, v" in message
+        assert seconds < 5
+    assert last[0] == "nothing"  # it waited for nobody
+
+
+def two_engines(rank: int, world: int, device: torch.device) -> None:
+    """Exchanges of two transports, in turn, on one axis: neither sees the other's flags or memory."""
+    axis, case = make_mesh(device, cfg=1).sequence, CASES[1]
+    layout = layout_of(axis, case, device, torch.float64)
+    transports = [peer.Transport(), peer.Transport()]
+    exchanges = [transport.everywhere(axis, layout) for transport in transports]
+    mine = Shard(case[1], world).slice(axis.rank)
+    for round_ in range(20):
+        for which, exchange in enumerate(exchanges):
+            whole = payload(case, 2 * round_ + which, device, torch.float64)
+            late(rank, round_)
+            write(whole, mine, exchange.outboxes())
+            assert torch.equal(exchange.deliver()[1], whole[1])
+    for transport in transports:
+        transport.release()
+
+
+def test_peer_engines_side_by_side(ranks: Pool) -> None:
+    ranks.run(3, two_engines)
+
+
+def no_files(rank: int, world: int, device: torch.device) -> tuple[int, list[str]]:
+    """Of all ranks: what is left in memory's file system while an arena is mapped, and whether it is shared."""
+    axis = make_mesh(device, cfg=1).sequence
+    arena = Arena(axis, 1 << 16, device)
+    arena.view((axis.rank + 1) % world, 8 * axis.rank, (), torch.int64).fill_(7 + axis.rank)
+    together(axis, None)
+    before = (axis.rank - 1) % world
+    got = int(arena.view(axis.rank, 8 * before, (), torch.int64))
+    left = [path.name for path in Path("/dev/shm").glob("seqpar-*")] if Path("/dev/shm").is_dir() else []
+    arena.close()
+    return got - 7 - before, left
+
+
+def test_an_arena_is_shared_and_leaves_no_file(ranks: Pool) -> None:
+    assert ranks.run(2, no_files) == [(0, []), (0, [])]
+
+
+def no_talk(rank: int, world: int, device: torch.device) -> dict[str, int]:
+    axis = make_mesh(device, cfg=1).sequence
+    exchange = peer.Transport().everywhere(axis, layout_of(axis, CASES[0], device, torch.float64))
+    return counted_calls(lambda: (exchange.outboxes(), exchange.deliver()))
+
+
+def test_a_peer_exchange_calls_no_collective(ranks: Pool) -> None:
+    assert ranks.run(2, no_talk) == [{}, {}]
+
+
+def too_early(rank: int, world: int, device: torch.device) -> bool:
+    """Whether what was read without waiting for the flags was already right."""
+    axis, case = make_mesh(device, cfg=1).ulysses, CASES[0]
+    transport: Any = peer.Transport()
+    into, _ = transport.heads(axis, layout_of(axis, case, device, torch.float64))
+    whole, mine = payload(case, 1, device, torch.float64), Shard(case[1], world).slice(axis.rank)
+    if rank == 1:
+        time.sleep(0.3)
+    write(whole, mine, into.outboxes())
+    early = transport._made[0][2].heads()[1].clone()
+    late_k = into.deliver()[1]
+    kv_heads = slice(2 * axis.rank, 2 * axis.rank + 2)
+    assert torch.equal(late_k, whole[1][:, :, kv_heads])
+    return torch.equal(early, late_k)
+
+
+def test_peer_negative_control_reading_before_the_flags_is_noticed(ranks: Pool) -> None:
+    assert ranks.run(2, too_early)[0] is False

@@ -62,8 +62,8 @@ def test_two_ranks_make_a_picture_that_says_how_it_was_made(folder: Path, tmp_pa
     assert told["seed"] == 0
     assert told["latents"] in done.stdout + alone.stdout
     assert told["classes"] == ["3", "5"]
-    assert told["chosen"] == {"strategy": "ulysses", "local": "sdpa", "world": 2, "device": "CPU", "dtype": "fp32",
-                              "mesh": {"data": 1, "cfg": 1, "ring": 1, "ulysses": 2}, "size": "96x64",
+    assert told["chosen"] == {"strategy": "ulysses", "local": "sdpa", "transport": "collective", "world": 2,
+                              "device": "CPU", "dtype": "fp32", "mesh": {"data": 1, "cfg": 1, "ring": 1, "ulysses": 2}, "size": "96x64",
                               "scheduler": "DDIMScheduler", "classes": ["3", "5"]}  # fmt: skip
     assert told["versions"] == {name: version(name) for name in ("torch", "diffusers", "seqpar")}
     assert set(Args.__dataclass_fields__) <= set(told)

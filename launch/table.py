@@ -19,9 +19,10 @@ def main(path: str) -> None:
 
 
 def tables(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Steps (best layouts, all layouts), ladder, kernels: those there are lines for."""
+    """Steps (best layouts, all layouts), ladder (a step, whole runs), kernels: those there are lines for."""
     kinds = {kind: [line for line in lines if line["bench"] == kind] for kind in ("steps", "ladder", "kernels")}
-    makers = (("steps", best), ("steps", every), ("ladder", ladder), ("kernels", kernels))
+    kinds["runs"] = [line for line in kinds["ladder"] if "run_ms" in line]
+    makers = (("steps", best), ("steps", every), ("ladder", ladder), ("runs", runs), ("kernels", kernels))
     return [make(kinds[kind]) for kind, make in makers if kinds[kind]]
 
 
@@ -34,6 +35,24 @@ def ladder(lines: Sequence[dict[str, Any]]) -> str:
         cells = [case["model"], str(case["tokens"]), case["way"], f"{ms['median']:.2f}", span, share]
         rows.append([*cells, f"{line['tflops']:.0f}"])
     return _table(["model", "tokens", "way", "ms", "least - most", "x ceiling", "TFLOP/s"], rows)
+
+
+def runs(lines: Sequence[dict[str, Any]]) -> str:
+    """How many times faster than each plain way a step is, and a whole run of 25 steps: ms, and times again."""
+    plain = ("plain eager", "plain graph", "plain compiled", "plain compiled + graph")
+    rows = []
+    for line in lines:
+        same = {other["case"]["way"]: other for other in lines if _run(other) == _run(line)}
+        pairs = [(same.get(way), key, kind) for key, kind in (("ms", "median"), ("run_ms", "mean")) for way in plain]
+        times = [f"{other[key][kind] / line[key][kind]:.2f}" if other else "" for other, key, kind in pairs]
+        cells = [line["case"]["model"], str(line["case"]["tokens"]), line["case"]["way"], f"{_median(line):.2f}"]
+        rows.append([*cells, *times[:4], f"{line['run_ms']['mean']:.0f}", *times[4:]])
+    ratios = [f"x {way.removeprefix('plain ')}" for way in plain]
+    return _table(["model", "tokens", "way", "ms a step", *ratios, "25 steps, ms", *ratios], rows)
+
+
+def _run(line: dict[str, Any]) -> tuple[Any, ...]:
+    return line["case"]["model"], line["case"]["tokens"], line["ceiling_ms"]
 
 
 def kernels(lines: Sequence[dict[str, Any]]) -> str:

@@ -26,9 +26,15 @@ def plain_model(config: Any, side: int, dtype: torch.dtype, device: torch.device
             made = DiTTransformer2DModel(
                 config.num_attention_heads, config.attention_head_dim, config.in_channels, config.out_channels,
                 config.num_layers, sample_size=side, patch_size=config.patch_size,
-                num_embeds_ada_norm=config.num_classes).to(dtype)  # fmt: skip
+                num_embeds_ada_norm=config.num_classes)  # fmt: skip
+        made = cast(made, dtype)
     randomise(made, 0)
     return made.requires_grad_(False).eval()
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """All of it, by torch's own method: diffusers' warns that some may be better kept, and lists none."""
+    return nn.Module.to(model, dtype)
 
 
 def predict(plain: nn.Module, x_BCHW: Tensor, t_B: Tensor, y_B: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def main(args: Ladder) -> None:
     """Measure, print a table, append the lines."""
     check_squares(args.tokens)
     for tokens in args.tokens:
-        lines = measure(args, tokens)
+        lines = measure(args, tokens, torch.device("cuda"))
         for line in lines:
             print(row(line), flush=True)
         append(lines, args.out)
@@ -89,10 +89,9 @@ def main(args: Ladder) -> None:
         torch.cuda.empty_cache()
 
 
-def measure(args: Ladder, tokens: int) -> list[dict[str, Any]]:
+def measure(args: Ladder, tokens: int, device: torch.device) -> list[dict[str, Any]]:
     """One line for each way of computing a step."""
     torch.manual_seed(0)
-    device = torch.device("cuda")
     model = locate(args.model).build(BF16, device)
     dit = DistributedDiT(model, Mesh.single(device))
     side = isqrt(tokens) * model.config.patch_size
@@ -143,7 +142,7 @@ def whole_runs(dit: DistributedDiT, side: int, ways: Mapping[str, Way]) -> dict[
         for _ in range(RUN_STEPS):
             way()
 
-    plain = {name: partial(repeated, ways[name]) for name in PLAIN if name in ways}
+    plain: dict[str, Way] = {name: partial(repeated, ways[name]) for name in PLAIN if name in ways}
     noise, labels = start_of_run(dit, side)
     return plain | {ENGINE: lambda: sample(dit, DDIMScheduler.from_config(DDIM_DEFAULT), noise, labels,
                                            steps=RUN_STEPS, guidance=GUIDANCE)}  # fmt: skip
@@ -218,11 +217,12 @@ def plain_step(model: Any, side: int) -> Callable[[], Tensor]:
 def ceiling(model: Any, side: int, local: str) -> Way:
     """The matrix products of all blocks by cuBLAS, and attention, and nothing else: same shapes, random data."""
     config, tokens = model.config, (side // model.config.patch_size) ** 2
-    x = torch.randn(2, tokens, config.width, device="cuda").to(BF16)
+    weight = model.x_embedder.weight
+    x = torch.randn(2, tokens, config.width, device=weight.device).to(weight.dtype)
     attend, head_dim = load_local(local), config.attention_head_dim
     large = isinstance(config, large_dit.Config)
     hidden = config.feed_forward if large else 4 * config.width
-    inner = torch.randn(2, tokens, hidden, device="cuda").to(BF16)
+    inner = torch.randn(2, tokens, hidden, device=weight.device).to(weight.dtype)
 
     def step() -> Tensor:
         for block in model.blocks:

@@ -43,19 +43,26 @@ def ladder(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def runs(lines: Sequence[dict[str, Any]]) -> str:
-    """How many times faster than each plain way a step is, and a whole run of 25 steps: ms, and times again."""
+    """How many times faster than each plain way a step is, and a whole run of 25 steps: ms, and times again.
+
+    Empty where no whole run was timed.
+    """
+    whole = {_run(line) for line in lines if "run_ms" in line}
     plain = ("plain eager", "plain graph", "plain compiled", "plain compiled + graph")
-    lines, rows = [line for line in lines if "run_ms" in line], []
-    if not lines:
-        return ""
-    for line in lines:
+    rows = []
+    for line in (line for line in lines if _run(line) in whole):
         same = {other["case"]["way"]: other for other in lines if _run(other) == _run(line)}
-        pairs = [(same.get(way), key, kind) for key, kind in (("ms", "median"), ("run_ms", "mean")) for way in plain]
-        times = [f"{other[key][kind] / line[key][kind]:.2f}" if other else "" for other, key, kind in pairs]
+        others = [same.get(way, {}) for way in plain]
+        step, run = ([_times(other, line, *key) for other in others] for key in (("ms", "median"), ("run_ms", "mean")))
         cells = [line["case"]["model"], str(line["case"]["tokens"]), line["case"]["way"], f"{_median(line):.2f}"]
-        rows.append([*cells, *times[:4], f"{line['run_ms']['mean']:.0f}", *times[4:]])
+        rows.append([*cells, *step, f"{line['run_ms']['mean']:.0f}" if "run_ms" in line else "", *run])
     ratios = [f"x {way.removeprefix('plain ')}" for way in plain]
-    return _table(["model", "tokens", "way", "ms a step", *ratios, "25 steps, ms", *ratios], rows)
+    head = ["model", "tokens", "way", "ms a step", *ratios, "25 steps, ms", *ratios]
+    return _table(head, rows) if rows else ""
+
+
+def _times(other: dict[str, Any], line: dict[str, Any], key: str, kind: str) -> str:
+    return f"{other[key][kind] / line[key][kind]:.2f}" if key in other and key in line else ""
 
 
 def _run(line: dict[str, Any]) -> tuple[Any, ...]:

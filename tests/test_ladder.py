@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launch import ladder, table
+from launch import ladder, table, timing
 from launch.plain import predict
 from launch.rungs import RUNGS, Inputs, Rung, forward
 from seqpar.local import sdpa
@@ -128,6 +128,46 @@ def test_what_is_compiled_is_one_graph_in_real_numbers_compiled_once(
     torch._dynamo.reset()
 
 
+class Still:
+    """Sensors of a machine that has none."""
+
+    def __enter__(self) -> Still:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def medians(self) -> tuple[float, float]:
+        return 1500.0, 700.0
+
+
+def test_the_ladder_has_a_line_for_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the bench on a CPU, with a clock that counts calls instead of graphs, events and sensors."""
+    calls: list[object] = []
+
+    def clock(work: Callable[[], object], repeat: int = 1) -> float:
+        calls.append(work())
+        return 2.0
+
+    for module, names in ((ladder, ("timed", "walled")), (timing, ("timed",))):
+        for name in names:
+            monkeypatch.setattr(module, name, clock)
+    monkeypatch.setattr(ladder, "graphed", lambda work: work)
+    monkeypatch.setattr(ladder, "compiled_step", lambda step: step)
+    monkeypatch.setattr(ladder, "Sensors", Still)
+    monkeypatch.setattr(ladder.Run, "capture", lambda run: None)
+    lines = ladder.measure(ladder.Ladder("dit-s/8", (16,), rounds=2, runs=2), 16, CPU)
+    ways = [line["case"]["way"] for line in lines]
+    ours = ["engine: kernels, eager", ladder.ENGINE]
+    assert ways == [*(rung.name for rung in RUNGS), *ours, *ladder.PLAIN, "ceiling"]
+    assert {line["case"]["way"] for line in lines if "run_ms" in line} == {*ladder.PLAIN, ladder.ENGINE}
+    assert all(line["ms"]["median"] == line["run_ms"]["mean"] == 2.0 for line in lines if "run_ms" in line)
+    (engine,) = (line for line in lines if "joules" in line)
+    assert (engine["case"]["way"], engine["joules"]) == (ladder.ENGINE, pytest.approx(1.4))
+    assert len(calls) == 1 + 2 * len(ways) + 1 + 2 * 5
+    assert len(table.tables(lines)) == 2
+    assert all(ladder.row(line) for line in lines)
+
+
 def line(way: str, ms: float, run_ms: float | None, ceiling: float = 1.0) -> dict[str, Any]:
     case = {"model": "m", "tokens": 256, "way": way}
     made = {"bench": "ladder", "case": case, "ms": {"median": ms, "min": ms, "max": ms}, "tflops": 1.0}
@@ -140,6 +180,7 @@ def test_runs_are_compared_with_the_plain_ways_of_the_same_run() -> None:
     _, made = table.tables(lines + other)
     assert made.splitlines()[2:] == [
         "| m | 256 | plain eager | 8.00 | 1.00 |  |  |  | 200 | 1.00 |  |  |  |",
+        "| m | 256 | + fused adaLN | 6.00 | 1.33 |  |  |  |  |  |  |  |  |",
         "| m | 256 | engine | 2.00 | 4.00 |  |  |  | 100 | 2.00 |  |  |  |",
         "| m | 256 | plain eager | 80.00 | 1.00 |  |  |  | 2000 | 1.00 |  |  |  |",
     ]

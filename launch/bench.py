@@ -1,15 +1,17 @@
-"""The benches: `launch/bench.py steps`, `kernels`, `ladder`; each writes JSON lines and prints a table.
+"""The benches: `launch/bench.py steps`, `kernels`, `ladder` ...; each writes JSON lines and prints a table.
 
 torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2       # every layout, and whether the bits agree
 python launch/bench.py kernels                                           # each kernel against copy bandwidth
 python launch/bench.py ladder --model large-dit-7b --tokens 256          # from plain eager to the graphed engine
+python launch/bench.py start                                             # process start to first picture, and our part
+python launch/bench.py numerics --models builtin large-dit-7b            # error of each step, beside plain bf16's
 """
 
 from __future__ import annotations
 
 import tyro
 
-from launch import kernels, ladder, steps
+from launch import kernels, ladder, numerics, start, steps
 from launch.exits import guarded
 
 
@@ -20,12 +22,16 @@ def main() -> None:
 
 def run(rank: int) -> None:
     """Parse and measure."""
-    benches = steps.Steps | kernels.Kernels | ladder.Ladder
+    benches = steps.Steps | kernels.Kernels | ladder.Ladder | numerics.Numerics | start.Start
     args = tyro.cli(benches, description=__doc__, console_outputs=rank == 0)
     if isinstance(args, steps.Steps):
         steps.main(args)
     elif isinstance(args, kernels.Kernels):
         kernels.main(args)
+    elif isinstance(args, numerics.Numerics):
+        numerics.main(args)
+    elif isinstance(args, start.Start):
+        start.main(args)
     else:
         ladder.main(args)
 

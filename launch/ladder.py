@@ -3,41 +3,58 @@
 Rungs: the published arithmetic, eager -> modulation hoisted -> our kernels, eager -> the same as one CUDA graph. Beside
 them the plain model in a graph, under torch.compile, and both. Yardsticks of the same run: the *ceiling* (the same
 matrix products by cuBLAS and the same attention, alone in a graph), the *roofline* (FLOPs at 790 TFLOP/s or weights at
-4.3 TB/s, whichever takes longer), and achieved TFLOP/s, SM clock and joules a step.
+4.3 TB/s, whichever takes longer), and achieved TFLOP/s, TB/s of weights, SM clock and joules a step.
+
+A run of 25 steps is 25 plain steps, but more than 25 of the engine's: its table of modulation, warm-up and capture come
+before them. So whole runs are timed too, by the clock on the wall.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import isqrt
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
-from torch import Tensor, nn
+from torch import Tensor
 
-from launch.plain_large_dit import PlainLargeDiT
-from launch.rungs import RUNGS, forward
+from launch.plain import moved, plain_model, predict
+from launch.rungs import RUNGS, Inputs, Rung, forward
 from launch.steps import check_squares
-from launch.timing import Sensors, append, command, environment, graphed, in_turn, spread, timed
+from launch.timing import (
+    Sensors,
+    append,
+    by_rounds,
+    command,
+    environment,
+    graphed,
+    in_turn,
+    spread,
+    timed,
+    walled,
+)
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.models import large_dit
-from seqpar.models._find import locate, randomise
+from seqpar.models._find import locate
 from seqpar.pipeline import DDIM_DEFAULT
 from seqpar.plan import load_local
-from seqpar.sampling import Order, Run, draw_noise
+from seqpar.sampling import Order, Run, draw_noise, sample
 from seqpar.trajectory import Guidance
 
 GUIDANCE = Guidance(4.0)
 MATRIX_FLOPS, MEMORY_BYTES = 790e12, 4.3e12  # a second; measured on an H200
 BF16 = torch.bfloat16
 ENGINE = "engine: kernels + graph"
+PLAIN = ("plain eager", "plain graph", "plain compiled", "plain compiled + graph")
+RUN_STEPS = 25
+Way = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,8 @@ class Ladder:
     """Rounds in turn."""
     seconds: float = 0.5
     """How long one way runs in a round."""
+    runs: int = 5
+    """Whole runs of 25 steps of the plain ways and the engine; 0: none."""
     out: Path | None = None
     """Append JSON lines here."""
 
@@ -62,7 +81,7 @@ def main(args: Ladder) -> None:
     """Measure, print a table, append the lines."""
     check_squares(args.tokens)
     for tokens in args.tokens:
-        lines = measure(args, tokens)
+        lines = measure(args, tokens, torch.device("cuda"))
         for line in lines:
             print(row(line), flush=True)
         append(lines, args.out)
@@ -70,13 +89,13 @@ def main(args: Ladder) -> None:
         torch.cuda.empty_cache()
 
 
-def measure(args: Ladder, tokens: int) -> list[dict[str, Any]]:
+def measure(args: Ladder, tokens: int, device: torch.device) -> list[dict[str, Any]]:
     """One line for each way of computing a step."""
     torch.manual_seed(0)
-    device = torch.device("cuda")
     model = locate(args.model).build(BF16, device)
     dit = DistributedDiT(model, Mesh.single(device))
-    ways = all_ways(dit, isqrt(tokens) * model.config.patch_size, args.compiled)
+    side = isqrt(tokens) * model.config.patch_size
+    ways = all_ways(dit, side, args.compiled)
     repeat = max(2, int(args.seconds * 1e3 / timed(ways["ceiling"], 3)))
     with torch.inference_mode():
         times = in_turn(ways, args.rounds, repeat)
@@ -84,21 +103,49 @@ def measure(args: Ladder, tokens: int) -> list[dict[str, Any]]:
         timed(ways[ENGINE], max(4, int(2000 / min(times["ceiling"]))))
     clock, watts = sensors.medians()
     lines = described(args, dit, tokens, times)
+    whole = by_rounds(whole_runs(dit, side, ways), args.runs, walled) if args.runs else {}
     for line in lines:
-        if line["case"]["way"] == ENGINE:
+        way = line["case"]["way"]
+        if way == ENGINE:
             line |= {"sm_mhz": clock, "joules": watts * line["ms"]["median"] * 1e-3}
+        if way in whole:
+            line["run_ms"] = spread(whole[way]) | {"mean": fmean(whole[way]), "steps": RUN_STEPS}
     return lines
 
 
-def all_ways(dit: DistributedDiT, side: int, compiled: bool) -> dict[str, Callable[[], object]]:
+def all_ways(dit: DistributedDiT, side: int, compiled: bool) -> dict[str, Way]:
     """Every way of computing a step, and the ceiling."""
-    model, plain = dit.model, plain_step(dit.model, side)
+    model, step = dit.model, plain_step(dit.model, side)
+    plain = torch.inference_mode()(step)
     ways = {**rungs(model, side, dit.local.name), **ours(dit, side)}
-    ways |= {"plain eager": plain, "plain graph": graphed(plain)}
+    ways |= dict(zip(PLAIN[:2], (plain, graphed(plain)), strict=True))
     if compiled:
-        faster = torch.compile(plain, dynamic=False)
-        ways |= {"plain compiled": faster, "plain compiled + graph": graphed(faster)}
+        faster = compiled_step(step)
+        faster()  # here, and not in the warm-up of the graph: compiling tunes and loads on a stream of its own
+        ways |= dict(zip(PLAIN[2:], (faster, graphed(faster)), strict=True))
     return ways | {"ceiling": graphed(ceiling(model, side, dit.local.name))}
+
+
+def compiled_step(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Compiled for its one shape, without inductor's own CUDA graphs: ours is what makes the difference between ways.
+
+    Inference mode is around what is compiled, not within: it is part of the guards, so a call in another mode would
+    compile again, and no capture survives that.
+    """
+    return torch.inference_mode()(torch.compile(step, dynamic=False, options={"triton.cudagraphs": False}))
+
+
+def whole_runs(dit: DistributedDiT, side: int, ways: Mapping[str, Way]) -> dict[str, Way]:
+    """25 steps of each plain way, its graph captured before; ours from noise to latents, capture and all."""
+
+    def repeated(way: Way) -> None:
+        for _ in range(RUN_STEPS):
+            way()
+
+    plain: dict[str, Way] = {name: partial(repeated, ways[name]) for name in PLAIN if name in ways}
+    noise, labels = start_of_run(dit, side)
+    return plain | {ENGINE: lambda: sample(dit, DDIMScheduler.from_config(DDIM_DEFAULT), noise, labels,
+                                           steps=RUN_STEPS, guidance=GUIDANCE)}  # fmt: skip
 
 
 def described(args: Ladder, dit: DistributedDiT, tokens: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -111,34 +158,35 @@ def described(args: Ladder, dit: DistributedDiT, tokens: int, times: dict[str, l
     made = {"gpus": 1, **yardsticks, "command": command(), "env": environment(dit.device)}
     return [
         {"bench": "ladder", "case": case | {"way": way}, "ms": (ms := spread(values)), **made,
-         "tflops": flops / ms["median"] / 1e9}
+         "tflops": flops / ms["median"] / 1e9, "tb_per_s": weights / ms["median"] / 1e9}
         for way, values in times.items()
     ]  # fmt: skip
 
 
-def ours(dit: DistributedDiT, side: int) -> dict[str, Callable[[], object]]:
+def ours(dit: DistributedDiT, side: int) -> dict[str, Way]:
     """The engine's step: kernels, eager and as a graph."""
     return {"engine: kernels, eager": engine(dit, side, False), ENGINE: engine(dit, side, True)}
 
 
-def rungs(model: Any, side: int, local: str) -> dict[str, Callable[[], object]]:
-    """The rungs between plain and engine, for Large-DiT."""
-    if not isinstance(model, large_dit.Model):
-        return {}
-    tokens = torch.randn(2, (side // model.config.patch_size) ** 2, model.x_embedder.in_features, device="cuda")
-    t, y = torch.full((2,), 480, device="cuda"), torch.tensor([1, 1000], device="cuda")
+def rungs(model: Any, side: int, local: str) -> dict[str, Way]:
+    """A step of each rung between plain and engine; guidance and DDIM in plain torch, as the plain model's."""
+    config, device = model.config, model.x_embedder.weight.device
+    x = torch.randn(1, (side // config.patch_size) ** 2, model.x_embedder.in_features, device=device)
+    t, y = torch.full((2,), 480, device=device), torch.tensor([1, config.num_classes], device=device)
     with torch.inference_mode():
-        table, core = model.condition(t, class_labels=y), load_local(local)
-    return {
-        rung.name: torch.inference_mode()(partial(forward, model, rung, tokens, t, y, table, core)) for rung in RUNGS
-    }
+        table, positions, core = model.condition(t, class_labels=y), model.positions(side, side), load_local(local)
+
+    def step(rung: Rung) -> Tensor:
+        out = forward(model, rung, Inputs(torch.cat((x, x)), positions, t, y, table), core)
+        return moved(x, out[..., : x.shape[-1]], GUIDANCE.scale)
+
+    return {rung.name: torch.inference_mode()(partial(step, rung)) for rung in RUNGS}
 
 
-def engine(dit: DistributedDiT, side: int, graph: bool) -> Callable[[], object]:
+def engine(dit: DistributedDiT, side: int, graph: bool) -> Way:
     """A step of a run of 25, again and again."""
-    noise = draw_noise((1, dit.config.in_channels, side, side), torch.Generator().manual_seed(0))
-    scheduler = DDIMScheduler.from_config(DDIM_DEFAULT)
-    run = Run(dit, Order(scheduler, noise, {"class_labels": torch.zeros(1, dtype=torch.int64)}, 25, GUIDANCE))
+    noise, labels = start_of_run(dit, side)
+    run = Run(dit, Order(DDIMScheduler.from_config(DDIM_DEFAULT), noise, labels, RUN_STEPS, GUIDANCE))
     with torch.inference_mode():
         next(run.trajectory.chunks())
         if graph:
@@ -146,38 +194,35 @@ def engine(dit: DistributedDiT, side: int, graph: bool) -> Callable[[], object]:
     return torch.inference_mode()(lambda: run.step(0))
 
 
+def start_of_run(dit: DistributedDiT, side: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Noise and label of one image."""
+    noise = draw_noise((1, dit.config.in_channels, side, side), torch.Generator().manual_seed(0))
+    return noise, {"class_labels": torch.zeros(1, dtype=torch.int64)}
+
+
 def plain_step(model: Any, side: int) -> Callable[[], Tensor]:
     """The published model's step: two branches in one batch, guidance, DDIM; plain torch, its own adaLN every step."""
-    config, device = model.config, torch.device("cuda")
-    large = isinstance(config, large_dit.Config)
-    with torch.device("meta"):
-        made: nn.Module = PlainLargeDiT(config) if large else DiTTransformer2DModel(
-            config.num_attention_heads, config.attention_head_dim, out_channels=config.out_channels,
-            num_layers=config.num_layers, sample_size=side, patch_size=config.patch_size)  # fmt: skip
-    plain: Any = made
-    plain = plain.to(BF16).to_empty(device=device).requires_grad_(False).eval()
-    randomise(plain, 0)
-    x = torch.randn(1, 4, side, side, device=device)
-    t, y = torch.full((2,), 480, device=device), torch.tensor([1, 1000], device=device)
-    keep, direction = 0.99, -0.01
+    weight, config = model.x_embedder.weight, model.config
+    plain = plain_model(config, side, weight.dtype, weight.device)
+    x = torch.randn(1, config.in_channels, side, side, device=weight.device)
+    t, y = torch.full((2,), 480, device=weight.device), torch.tensor([1, config.num_classes], device=weight.device)
 
     def step() -> Tensor:
-        both = torch.cat((x, x)).to(BF16)
-        out = plain(both, t, y) if large else plain(both, timestep=t, class_labels=y, return_dict=False)[0]
-        c, u = out[:, :4].chunk(2)
-        return keep * x + direction * (u + GUIDANCE.scale * (c - u))
+        out = predict(plain, torch.cat((x, x)), t, y)
+        return moved(x, out[:, : config.in_channels], GUIDANCE.scale)
 
-    return torch.inference_mode()(step)
+    return step
 
 
-def ceiling(model: Any, side: int, local: str) -> Callable[[], object]:
+def ceiling(model: Any, side: int, local: str) -> Way:
     """The matrix products of all blocks by cuBLAS, and attention, and nothing else: same shapes, random data."""
     config, tokens = model.config, (side // model.config.patch_size) ** 2
-    x = torch.randn(2, tokens, config.width, device="cuda").to(BF16)
+    weight = model.x_embedder.weight
+    x = torch.randn(2, tokens, config.width, device=weight.device).to(weight.dtype)
     attend, head_dim = load_local(local), config.attention_head_dim
     large = isinstance(config, large_dit.Config)
     hidden = config.feed_forward if large else 4 * config.width
-    inner = torch.randn(2, tokens, hidden, device="cuda").to(BF16)
+    inner = torch.randn(2, tokens, hidden, device=weight.device).to(weight.dtype)
 
     def step() -> Tensor:
         for block in model.blocks:
@@ -202,9 +247,10 @@ def work(config: Any, tokens: int) -> tuple[float, float]:
 def row(line: dict[str, Any]) -> str:
     """One line of the table."""
     case, ms = line["case"], line["ms"]
+    whole = f"  {RUN_STEPS} steps {line['run_ms']['mean']:.1f} ms" if "run_ms" in line else ""
     return (
         f"{case['model']:<14} {case['tokens']:>6} tokens  {case['way']:<26} "
         f"{ms['median']:9.3f} ms ({ms['min']:.3f} - {ms['max']:.3f})  "
         f"{ms['median'] / line['ceiling_ms']:6.3f} x ceiling  {line['tflops']:6.0f} TFLOP/s  "
-        f"roofline {line['roofline_ms']:.2f} ms"
+        f"roofline {line['roofline_ms']:.2f} ms{whole}"
     )

@@ -35,7 +35,8 @@ class PlainAttention(nn.Module):
         q = rotate(self.q_norm(self.wq(x)).unflatten(-1, (self.heads, self.dim)), freqs_LD2)
         k = rotate(self.k_norm(self.wk(x)).unflatten(-1, (self.kv_heads, self.dim)), freqs_LD2)
         v = self.wv(x).unflatten(-1, (self.kv_heads, self.dim))
-        k, v = (y.repeat_interleave(self.heads // self.kv_heads, dim=2) for y in (k, v))
+        if self.kv_heads < self.heads:
+            k, v = (y.repeat_interleave(self.heads // self.kv_heads, dim=2) for y in (k, v))
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.wo(out.transpose(1, 2).flatten(2))
 
@@ -142,14 +143,22 @@ def block_norm(config: Config) -> nn.Module:
 
 
 def rotary(length: int, dim: int, device: torch.device) -> Tensor:
-    """(L, D/2) complex rows of the raster index."""
+    """(L, D/2, 2): cosine and sine of the raster index."""
     freqs = 1.0 / 10000.0 ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), freqs)
-    return torch.complex(angles.cos(), angles.sin())
+    return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
 
 def rotate(x_BLHD: Tensor, freqs_LD2: Tensor) -> Tensor:
-    """Neighbouring pairs as complex numbers, turned in fp32 (fp64 for fp64)."""
+    """Neighbouring pairs as complex numbers, turned in fp32 (fp64 for fp64).
+
+    Under torch.compile the same in real numbers, as a user would write it there: inductor does not fuse complex ones.
+    """
     wide = torch.promote_types(x_BLHD.dtype, torch.float32)
-    pairs = torch.view_as_complex(x_BLHD.to(wide).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * freqs_LD2[:, None]).flatten(-2).to(x_BLHD.dtype)
+    pairs, turns = x_BLHD.to(wide).unflatten(-1, (-1, 2)), freqs_LD2[:, None]
+    if torch.compiler.is_compiling():
+        (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turns))
+    return turned.flatten(-2).to(x_BLHD.dtype)

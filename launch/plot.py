@@ -1,4 +1,5 @@
-"""Pictures from the JSON lines of `launch/bench.py`: the ladder as bars against its ceiling, steps against GPUs.
+"""Pictures from the JSON lines of `launch/bench.py`: the ladder as bars against its ceiling, steps against GPUs, the
+start of a process as a stack of its parts, errors of steps.
 
 python launch/plot.py docs/benchmarks/2026-11-20-h200-engine.jsonl        # writes .png files beside it
 """
@@ -24,7 +25,7 @@ INK, OURS, THEIRS = "#333333", "#2f7d4f", "#9aa5b1"
 def main(path: Path) -> None:
     """One picture for each kind of lines that the file has."""
     lines = [json.loads(text) for text in path.read_text().splitlines()]
-    for kind, draw in (("ladder", ladder), ("steps", steps)):
+    for kind, draw in (("ladder", ladder), ("steps", steps), ("start", start), ("numerics", numerics)):
         if mine := [line for line in lines if line["bench"] == kind]:
             target = path.with_name(f"{path.stem}-{kind}.png")
             figure = draw(mine)
@@ -64,6 +65,37 @@ def steps(lines: Sequence[Line]) -> Any:
         panel.plot(gpus, [best[0] * gpus[0] / n for n in gpus], color=INK, linewidth=1, linestyle="--", label="perfect")
         panel.set(title=f"{mine[0]['case']['model']}, {count} tokens", xlabel="GPUs", ylabel="ms a step", xticks=gpus)
         panel.set_ylim(bottom=0)
+    panels[0, 0].legend(frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+def start(lines: Sequence[Line]) -> Any:
+    """Two stacks for each line, to the first picture and the floor without us; a part has one colour in all."""
+    parts = list(dict.fromkeys(part for line in lines for part in line["seconds"]))
+    figure, panel = plt.subplots(figsize=(9, 1.2 + 0.9 * len(lines)))
+    for index, line in enumerate(lines):
+        for key, y, name in (("", 2.5 * index, "first picture"), ("floor_", 2.5 * index + 1, "without us")):
+            seconds, left = line[f"{key}seconds"], 0.0
+            for part in (part for part in parts if part in seconds):
+                panel.barh(y, seconds[part], left=left, color=plt.get_cmap("tab20")(parts.index(part)),
+                           label=part if not index and not key else None)  # fmt: skip
+                left += seconds[part]
+            panel.text(left, y, f" {line['case']['model']}, {name}: {left:.1f} s", va="center", color=INK)
+    panel.set(xlabel="seconds", yticks=[], xlim=(0, 1.6 * max(line["total"]["max"] for line in lines)))
+    panel.invert_yaxis()
+    panel.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    return figure
+
+
+def numerics(lines: Sequence[Line]) -> Any:
+    """Error of each step on the same inputs, a panel for each model, plain bf16 beside the engine."""
+    figure, panels = plt.subplots(1, len(lines), figsize=(4.5 * len(lines), 3.2), squeeze=False)
+    for panel, line in zip(panels[0], lines, strict=True):
+        for (way, errors), color in zip(line["error"].items(), (OURS, THEIRS), strict=True):
+            panel.plot(range(1, len(errors) + 1), errors, color=color, marker="o", markersize=3, label=way)
+        title = f"{line['case']['model']}: ratio {line['ratio']['median']:.2f} (most {line['ratio']['max']:.2f})"
+        panel.set(title=title, xlabel="step", ylabel="relative error", yscale="log")
     panels[0, 0].legend(frameon=False)
     figure.tight_layout()
     return figure

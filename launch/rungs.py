@@ -1,12 +1,13 @@
-"""The rungs between plain Large-DiT and the engine: the same weights, one more fusion each, eager.
+"""The rungs between a plain model and the engine: the same weights, one more fusion each, eager.
 
-The ladder of the PaddleMIX notes on Large-DiT, rebuilt: modulation hoisted out of the loop, then norm + modulate,
-gate + residual + norm, the feed-forward, qkv and QK-norm + rotary as one pass each. Local attention is the same on all
-rungs, so a rung's gain is its fusion's.
+The ladder of the PaddleMIX notes on Large-DiT, rebuilt for both models: modulation hoisted out of the loop, then norm +
+modulate, gate + residual + norm and the feed-forward as one pass each; the next rung, fused qkv and QK-norm + rotary,
+is the engine's own block. Local attention is the same on all rungs, so a rung's gain is its fusion's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from launch.plain_large_dit import rotary, rotate
+from launch.plain_large_dit import rotate
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
+from seqpar.kernels.gelu import bias_gelu
 from seqpar.kernels.swiglu import swiglu
-from seqpar.models import _layers
-from seqpar.models._label_dit import FREQUENCIES
-from seqpar.models.large_dit import FINAL_NORM, Model
+from seqpar.models import _layers, dit, large_dit
+from seqpar.models._label_dit import FREQUENCIES, LabelDiT
 from seqpar.protocols import Condition, Core
 
 Step = tuple[Tensor, Tensor, Norm]
@@ -42,63 +43,57 @@ RUNGS = (
     Rung("+ fused adaLN", gate=False, feed_forward=False),
     Rung("+ gate and residual", feed_forward=False),
     Rung("+ fused feed-forward"),
-)  # the next one, fused qkv and QK-norm + rotary, is the engine's own block
+)
 
 
-def forward(
-    model: Model, rung: Rung, tokens_BLC: Tensor, t_B: Tensor, y_B: Tensor, table: Condition, core: Core
-) -> Tensor:
-    """One prediction; `table` is `model.condition(t_B, class_labels=y_B)`, made before the loop, for hoisted rungs."""
-    made = table if rung.hoisted else _condition(model, t_B, y_B)
-    x = model.x_embedder(tokens_BLC.to(model.x_embedder.weight.dtype))
-    freqs_LD2 = rotary(x.shape[1], model.config.attention_head_dim, x.device)
+@dataclass(frozen=True)
+class Inputs:
+    """Of one prediction; positions and table (`model.condition(t_B, class_labels=y_B)`) are made before the loop."""
+
+    tokens_BLC: Tensor
+    positions: Tensor
+    t_B: Tensor
+    y_B: Tensor
+    table: Condition
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a model's blocks differ: its norms (attention, feed-forward, final), embedding, and two branches."""
+
+    norms: Callable[[Any], tuple[Norm, Norm]]
+    final: Norm
+    embed: Callable[[Any, Inputs], tuple[Tensor, Tensor | None]]
+    attention: Callable[[Any, Tensor, Tensor | None, Core], Tensor]
+    feed_forward: Callable[[Any, Tensor, bool], Tensor]
+
+
+def forward(model: LabelDiT, rung: Rung, given: Inputs, core: Core) -> Tensor:
+    """One prediction, tokens to tokens."""
+    kind = LARGE_DIT if isinstance(model, large_dit.Model) else DIT
+    made = given.table if rung.hoisted else _condition(model, given.t_B, given.y_B)
+    x, rotary = kind.embed(model, given)
     modulations, final_B2E, blocks = made["blocks"].unbind(1), made["final"], list[Any](model.blocks)
     starts: list[Step] = [
-        (modulation[:, 0], modulation[:, 1], _norm(block, block.attention_norm))
-        for block, modulation in zip(blocks, modulations, strict=True)
+        (m[:, 0], m[:, 1], kind.norms(block)[0]) for block, m in zip(blocks, modulations, strict=True)
     ]
-    ends = [*starts[1:], (final_B2E[:, 0], final_B2E[:, 1], FINAL_NORM)]
+    ends = [*starts[1:], (final_B2E[:, 0], final_B2E[:, 1], kind.final)]
     h = _normed(rung, x, starts[0])
-    for block, modulation, after in zip(blocks, modulations, ends, strict=True):
-        x, h = _block(rung, block, x, h, modulation, freqs_LD2, after, core)
+    for block, modulation_B6E, after in zip(blocks, modulations, ends, strict=True):
+        gate, shift, scale, gate_mlp = (modulation_B6E[:, i] for i in (2, 3, 4, 5))
+        branch = kind.attention(block, h, rotary, core)
+        x, h = _gated(rung, x, gate, branch, (shift, scale, kind.norms(block)[1]))
+        x, h = _gated(rung, x, gate_mlp, kind.feed_forward(block, h, rung.feed_forward), after)
     return model.final(h)
 
 
-def _norm(block: Any, layer: Any) -> Norm:
-    kind, eps = block.norm
-    return Norm(kind, eps, layer.weight)
-
-
-def _condition(model: Model, t_B: Tensor, y_B: Tensor) -> Condition:
+def _condition(model: LabelDiT, t_B: Tensor, y_B: Tensor) -> Condition:
     """The modulation of this step as the published model makes it: in the model's dtype, in every step."""
     dtype = model.x_embedder.weight.dtype
-    c = F.silu(model.t_embedder(_layers.sinusoid(t_B, FREQUENCIES).to(dtype)) + model.y_embedder(y_B))
+    sines = _layers.sinusoid(t_B, FREQUENCIES, getattr(model.config, "freq_shift", 0.0))
+    c = F.silu(model.t_embedder(sines.to(dtype)) + model.y_embedder(y_B))
     blocks = [block.modulation(c).unflatten(-1, (6, -1)) for block in list[Any](model.blocks)]
     return {"blocks": torch.stack(blocks, dim=1), "final": model.final_modulation(c).unflatten(-1, (2, -1))}
-
-
-def _block(
-    rung: Rung, block: Any, x: Tensor, h: Tensor, modulation_B6E: Tensor, freqs_LD2: Tensor, after: Any, core: Core
-) -> tuple[Tensor, Tensor]:
-    """One block with separate projections: the weights are rows of the fused ones."""
-    gate, shift, scale, gate_mlp = (modulation_B6E[:, i] for i in (2, 3, 4, 5))
-    branch = block.wo(_attention(block, h, freqs_LD2, core).flatten(2))
-    middle: Step = (shift, scale, _norm(block, block.ffn_norm))
-    x, h = _gated(rung, x, gate, branch, middle)
-    if rung.feed_forward:
-        branch = block.w2(swiglu(block.w13(h)))
-    else:
-        w1, w3 = block.w13.weight.chunk(2)
-        branch = block.w2(F.silu(F.linear(h, w1)) * F.linear(h, w3))
-    return _gated(rung, x, gate_mlp, branch, after)
-
-
-def _attention(block: Any, h: Tensor, freqs_LD2: Tensor, core: Core) -> Tensor:
-    q, k, v = (F.linear(h, weight) for weight in block.qkv.weight.split([n * block.head_dim for n in block.heads]))
-    if block.q_norm is not None:
-        q, k = block.q_norm(q), block.k_norm(k)
-    q, k, v = (z.unflatten(-1, (-1, block.head_dim)) for z in (q, k, v))
-    return core(rotate(q, freqs_LD2), rotate(k, freqs_LD2), v)[0]
 
 
 def _gated(rung: Rung, x: Tensor, gate_BE: Tensor, branch: Tensor, after: Step) -> tuple[Tensor, Tensor]:
@@ -118,3 +113,62 @@ def _normed(rung: Rung, x: Tensor, after: Step) -> Tensor:
     else:
         normed = F.rms_norm(x, shape, norm.weight, norm.eps)
     return normed * (1 + scale_BE[:, None].to(x.dtype)) + shift_BE[:, None].to(x.dtype)
+
+
+# Large-DiT: separate projections are rows of the fused ones; QK-norm and rotary as published ----------------------
+
+
+def _large_norms(block: Any) -> tuple[Norm, Norm]:
+    kind, eps = block.norm
+    return Norm(kind, eps, block.attention_norm.weight), Norm(kind, eps, block.ffn_norm.weight)
+
+
+def _large_embed(model: Any, given: Inputs) -> tuple[Tensor, Tensor | None]:
+    x = model.x_embedder(given.tokens_BLC.to(model.x_embedder.weight.dtype))
+    return x, torch.stack(given.positions.chunk(2, dim=-1), dim=-1)
+
+
+def _large_attention(block: Any, h: Tensor, rotary: Tensor | None, core: Core) -> Tensor:
+    assert rotary is not None
+    q, k, v = (F.linear(h, weight) for weight in block.qkv.weight.split([n * block.head_dim for n in block.heads]))
+    if block.q_norm is not None:
+        q, k = block.q_norm(q), block.k_norm(k)
+    q, k, v = (z.unflatten(-1, (-1, block.head_dim)) for z in (q, k, v))
+    return block.wo(core(rotate(q, rotary), rotate(k, rotary), v)[0].flatten(2))
+
+
+def _large_feed_forward(block: Any, h: Tensor, fused: bool) -> Tensor:
+    if fused:
+        return block.w2(swiglu(block.w13(h)))
+    w1, w3 = block.w13.weight.chunk(2)
+    return block.w2(F.silu(F.linear(h, w1)) * F.linear(h, w3))
+
+
+LARGE_DIT = Kind(_large_norms, large_dit.FINAL_NORM, _large_embed, _large_attention, _large_feed_forward)
+
+# DiT: projections with biases, positions added once ---------------------------------------------------------------
+
+
+def _dit_norms(block: Any) -> tuple[Norm, Norm]:
+    return dit.NORM, block.mlp_norm
+
+
+def _dit_embed(model: Any, given: Inputs) -> tuple[Tensor, Tensor | None]:
+    dtype = model.x_embedder.weight.dtype
+    return model.x_embedder(given.tokens_BLC.to(dtype)) + given.positions.to(dtype), None
+
+
+def _dit_attention(block: Any, h: Tensor, rotary: Tensor | None, core: Core) -> Tensor:
+    biases = (None,) * 3 if block.qkv.bias is None else block.qkv.bias.chunk(3)
+    layers = zip(block.qkv.weight.chunk(3), biases, strict=True)
+    q, k, v = (F.linear(h, weight, bias).unflatten(-1, (-1, block.head_dim)) for weight, bias in layers)
+    return block.proj(core(q, k, v)[0].flatten(2))
+
+
+def _dit_feed_forward(block: Any, h: Tensor, fused: bool) -> Tensor:
+    if fused:
+        return block.fc2(bias_gelu(F.linear(h, block.fc1.weight), block.fc1.bias))
+    return block.fc2(F.gelu(block.fc1(h), approximate="tanh"))
+
+
+DIT = Kind(_dit_norms, dit.NORM, _dit_embed, _dit_attention, _dit_feed_forward)

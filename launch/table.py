@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 
@@ -19,10 +20,15 @@ def main(path: str) -> None:
 
 
 def tables(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Steps (best layouts, all layouts), ladder, kernels: those there are lines for."""
-    kinds = {kind: [line for line in lines if line["bench"] == kind] for kind in ("steps", "ladder", "kernels")}
-    makers = (("steps", best), ("steps", every), ("ladder", ladder), ("kernels", kernels))
-    return [make(kinds[kind]) for kind, make in makers if kinds[kind]]
+    """Steps (best layouts, all layouts), ladder (a step, whole runs), kernels ...: those there are lines for."""
+    makers = (("steps", best), ("steps", every), ("ladder", ladder), ("ladder", runs), ("kernels", kernels),
+              ("start", start), ("numerics", numerics))  # fmt: skip
+    made = [make([line for line in lines if line["bench"] == kind]) for kind, make in makers if _has(lines, kind)]
+    return [text for text in made if text]
+
+
+def _has(lines: Sequence[dict[str, Any]], kind: str) -> bool:
+    return any(line["bench"] == kind for line in lines)
 
 
 def ladder(lines: Sequence[dict[str, Any]]) -> str:
@@ -36,6 +42,33 @@ def ladder(lines: Sequence[dict[str, Any]]) -> str:
     return _table(["model", "tokens", "way", "ms", "least - most", "x ceiling", "TFLOP/s"], rows)
 
 
+def runs(lines: Sequence[dict[str, Any]]) -> str:
+    """How many times faster than each plain way a step is, and a whole run of 25 steps: ms, and times again.
+
+    Empty where no whole run was timed.
+    """
+    whole = {_run(line) for line in lines if "run_ms" in line}
+    plain = ("plain eager", "plain graph", "plain compiled", "plain compiled + graph")
+    rows = []
+    for line in (line for line in lines if _run(line) in whole):
+        same = {other["case"]["way"]: other for other in lines if _run(other) == _run(line)}
+        others = [same.get(way, {}) for way in plain]
+        step, run = ([_times(other, line, *key) for other in others] for key in (("ms", "median"), ("run_ms", "mean")))
+        cells = [line["case"]["model"], str(line["case"]["tokens"]), line["case"]["way"], f"{_median(line):.2f}"]
+        rows.append([*cells, *step, f"{line['run_ms']['mean']:.0f}" if "run_ms" in line else "", *run])
+    ratios = [f"x {way.removeprefix('plain ')}" for way in plain]
+    head = ["model", "tokens", "way", "ms a step", *ratios, "25 steps, ms", *ratios]
+    return _table(head, rows) if rows else ""
+
+
+def _times(other: dict[str, Any], line: dict[str, Any], key: str, kind: str) -> str:
+    return f"{other[key][kind] / line[key][kind]:.2f}" if key in other and key in line else ""
+
+
+def _run(line: dict[str, Any]) -> tuple[Any, ...]:
+    return line["case"]["model"], line["case"]["tokens"], line["ceiling_ms"]
+
+
 def kernels(lines: Sequence[dict[str, Any]]) -> str:
     """us of each kernel, its share of the copy bandwidth of the same run, and plain torch's us."""
     rows = []
@@ -44,6 +77,33 @@ def kernels(lines: Sequence[dict[str, Any]]) -> str:
         rows.append([case["kernel"], str(case["rows"]), f"{us:.1f}", f"{100 * line['share_of_copy']:.0f} %",
                      f"{1e3 * line['plain_ms']['median']:.0f}"])  # fmt: skip
     return _table(["kernel (7B widths)", "rows", "us", "of copy bandwidth", "plain torch, us"], rows)
+
+
+def start(lines: Sequence[dict[str, Any]]) -> str:
+    """Seconds of each part of a process's start, without us, and the difference."""
+    rows = []
+    for line in lines:
+        name, whole = f"{line['case']['model']}, {line['case']['tokens']} tokens", line["total"]
+        for part, seconds in line["seconds"].items():
+            bare = line["floor_seconds"].get(part)
+            shown = "" if bare is None else f"{bare:.2f}"
+            rows.append([name, part, f"{seconds:.2f}", shown, f"{seconds - (bare or 0):.2f}"])
+        bare = line["floor_total"]["median"]
+        rows.append([name, f"total ({whole['min']:.1f} - {whole['max']:.1f})", f"{whole['median']:.2f}", f"{bare:.2f}",
+                     f"{whole['median'] - bare:.2f}"])  # fmt: skip
+    return _table(["start", "part", "s", "without us, s", "ours, s"], rows)
+
+
+def numerics(lines: Sequence[dict[str, Any]]) -> str:
+    """Error of a step against full precision on the same inputs: median over the steps (most), and the ratio."""
+    rows = []
+    for line in lines:
+        case, ratio = line["case"], line["ratio"]
+        errors = [f"{median(values):.2e} ({max(values):.2e})" for values in line["error"].values()]
+        cells = [case["model"], str(case["tokens"]), str(case["steps"]), case["truth"], *errors]
+        rows.append([*cells, f"{ratio['median']:.3f} ({ratio['max']:.3f})"])
+    ways = lines[0]["error"]
+    return _table(["model", "tokens", "steps", "against", *(f"{way} (most)" for way in ways), "ratio (most)"], rows)
 
 
 def best(lines: Sequence[dict[str, Any]]) -> str:

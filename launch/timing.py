@@ -44,14 +44,30 @@ def timed(work: Callable[[], object], repeat: int) -> float:
     return start.elapsed_time(end) / repeat
 
 
+def walled(work: Callable[[], object]) -> float:
+    """ms of one call as a person waits for it: host and device."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
 def in_turn(works: Mapping[str, Callable[[], object]], rounds: int, repeat: int) -> dict[str, list[float]]:
-    """ms of each, round after round (A B C A B C), so that drifting clocks hit all alike."""
+    """ms of one call of each, in rounds, timed on the device."""
+    return by_rounds(works, rounds, lambda work: timed(work, repeat))
+
+
+def by_rounds(
+    works: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[Callable[[], object]], float]
+) -> dict[str, list[float]]:
+    """What `clock` says of each, round after round (A B C A B C), so that drifting clocks hit all alike."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         work()
     for _ in range(rounds):
         for name, work in works.items():
-            times[name].append(timed(work, repeat))
+            times[name].append(clock(work))
     return times
 
 

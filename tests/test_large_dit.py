@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from launch.plain_large_dit import PlainLargeDiT
-from launch.rungs import RUNGS, Rung, forward
 from seqpar import DistributedDiT
-from seqpar.local import sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import large_dit
 from seqpar.models._find import Blueprint, locate
@@ -113,15 +111,3 @@ def test_rotary_has_rows_for_any_length() -> None:
 )
 def test_presets_have_the_released_number_of_parameters(name: str, count: int) -> None:
     assert sum(p.numel() for p in locate(name).meta().parameters()) == count
-
-
-@pytest.mark.parametrize("variant", ["released", "paddle", "no qk norm", "grouped"])
-@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
-def test_every_rung_of_the_ladder_is_the_same_model(rung: Rung, variant: str) -> None:
-    config = VARIANTS[variant]
-    x, t, y = inputs((6, 10))
-    model = ours(config, torch.device("cpu"))
-    table = model.condition(t, class_labels=y)
-    out = forward(model, rung, model.patchify(x), t, y, table, sdpa.attend)
-    truth = plain(config)(x, t, y)
-    assert (model.unpatchify(out, 6, 10) - truth).abs().max() < CLOSE * truth.abs().max()

@@ -128,7 +128,7 @@ class DistributedDiT(nn.Module):
         """A denoising run that stays sharded; see `Trajectory`. The noise is whole and the same on every rank."""
         batch = batch_rows(self.mesh, len(noise_BCHW), guidance)
         attend = self.attend(batch, self._tokens(*noise_BCHW.shape[2:]))
-        return Trajectory(self.model, self.mesh, attend, noise_BCHW, conditions, guidance)
+        return Trajectory(self.model, self.mesh, attend, self._moves, noise_BCHW, conditions, guidance)
 
     def attend(self, batch: int, tokens: int) -> Attend:
         """The sharded attention for this batch and token count; made once, owns its buffers."""

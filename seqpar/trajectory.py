@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqpar.comm.point_to_point import Gather, gather
+from seqpar.comm.point_to_point import gather
+from seqpar.comm.transport import Collect, Transport
 from seqpar.kernels.ddim import guide
 from seqpar.mesh import Mesh
 from seqpar.protocols import Attend, SequenceModel, rows, sharded, state_dtype
@@ -60,6 +61,7 @@ class Trajectory:
         model: SequenceModel,
         mesh: Mesh,
         attend: Attend,
+        transport: Transport,
         noise: Tensor,
         conditions: Conditions,
         guidance: Guidance,
@@ -76,7 +78,9 @@ class Trajectory:
         self._timesteps = conditions.timesteps.to(mesh.device)
         self._labels, self._row_labels = self._distinct(conditions.labels)
         self._start = torch.zeros((), dtype=torch.int64, device=mesh.device)
-        self._swap = self._make_swap()
+        self._swap: Collect | None = None
+        if mesh.cfg.size > 1:
+            self._swap = transport.gather(mesh.cfg, (1, 1), tuple(self.tokens.shape), self.tokens)
         self._table: dict[str, Tensor] = {}
         self._count = max(1, len(next(iter(self._labels.values()), self._start[None])))  # distinct labels
         self._chunk = max(1, min(len(self._timesteps), TABLE_BYTES // max(1, self._count * self._row_bytes())))
@@ -175,10 +179,6 @@ class Trajectory:
         if self._mesh.data.size > 1:
             tokens = gather(tokens, self._mesh.data, self._mine.sizes)
         return self._model.unpatchify(tokens, *self._size)
-
-    def _make_swap(self) -> Gather | None:
-        cfg = self._mesh.cfg
-        return Gather(cfg, (1, 1), tuple(self.tokens.shape), self.tokens) if cfg.size > 1 else None
 
     def _swapped(self, out: Tensor) -> tuple[Tensor, Tensor]:
         """(conditional, unconditional): rank 0 of the cfg axis computes the first, rank 1 the second."""

@@ -10,17 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from seqpar import DistributedDiT, Guidance, sample
 from seqpar.comm.arena import Arena, together
 from seqpar.comm.exchange import HeadLayout
 from seqpar.kernels import flags, prepare, push
 from seqpar.mesh import Axis
 from seqpar.protocols import Outboxes, Prepare
+from seqpar.sampling import draw_noise
 from seqpar.shard import Shard
 from seqpar.transports import peer
-from tests.meshes import coded, counted_calls
+from tests.meshes import coded, counted_calls, mesh_for
 from tests.meshes import mesh as make_mesh
 from tests.pool import Pool
+from tests.test_distributed import local
 from tests.test_exchange_moves import late
+from tests.test_sampling import scheduler
+from tests.tiny import diffusers_dit
 
 CASES = [(1, 8, 4, 4), (2, 7, 3, 3), (3, 11, 8, 2), (1, 9, 2, 1)]  # batch, tokens, heads, kv heads
 DIM, REPLAYS = 2, 500
@@ -254,3 +259,48 @@ def too_early(rank: int, world: int, device: torch.device) -> bool:
 
 def test_peer_negative_control_reading_before_the_flags_is_noticed(ranks: Pool) -> None:
     assert ranks.run(2, too_early)[0] is False
+
+
+def gathered(rank: int, world: int, device: torch.device, rounds: int) -> None:
+    """Blocks that only this exchange holds together, with slow readers."""
+    axis, sizes = make_mesh(device, cfg=1).sequence, tuple(range(1, world + 1))
+    like = torch.zeros((), dtype=torch.float32, device=device)
+    exchange = peer.Transport().gather(axis, sizes, (2, 3), like)
+    whole = coded(1, sum(sizes), 2, 3, 0)[0].to(device, torch.float32)
+    for round_ in range(rounds):
+        late(rank, round_)
+        exchange.outbox().copy_((whole + round_)[_own(sizes, rank)])
+        got = exchange.deliver()
+        late(rank, round_ + 1)
+        assert torch.equal(got, whole + round_)
+
+
+def _own(sizes: tuple[int, ...], rank: int) -> slice:
+    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gather_peer_of_uneven_blocks(ranks: Pool, world: int) -> None:
+    ranks.run(world, gathered, 40)
+
+
+def sampled(rank: int, world: int, device: torch.device, strategy: str, cfg: int, transport: str) -> Tensor:
+    model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
+    dit = DistributedDiT(model, mesh_for(strategy, world, device, cfg), strategy, local(device), transport)
+    noise = draw_noise((2, 4, 6, 10), torch.Generator().manual_seed(0))
+    labels = {"class_labels": torch.tensor([3, 4])}
+    latents = sample(dit, scheduler(), noise, labels, steps=5, guidance=Guidance(3.0))
+    assert dit.transport.name == transport
+    dit.release()
+    return latents
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "cfg"),
+    [(1, "ulysses", 1), (2, "ulysses", 2), (2, "kv_gather", 1), (3, "ulysses", 1), (3, "ring", 1), (4, "usp", 1),
+     (4, "ulysses", 2), (4, "kv_gather", 2)],
+)  # fmt: skip
+def test_latents_have_the_same_bits_by_either_transport(ranks: Pool, world: int, strategy: str, cfg: int) -> None:
+    truth = ranks.run(world, sampled, strategy, cfg, "collective")
+    got = ranks.run(world, sampled, strategy, cfg, "peer")
+    assert all(torch.equal(a, truth[0]) for a in (*truth, *got))

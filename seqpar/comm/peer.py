@@ -155,6 +155,38 @@ class PeerToAll:
         return Outboxes(boxes)
 
 
+class PeerGather:
+    """Every rank's block in every rank's memory. See `seqpar.comm.point_to_point.Gather`.
+
+    For what is exchanged once a step: nothing else holds these ranks together, so it asks first whether all have begun.
+    """
+
+    def __init__(
+        self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor, deadline_s: float
+    ) -> None:
+        """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
+        self._rank, fields = axis.rank, Fields()
+        whole = (sum(sizes), *shape)
+        start = fields.add(torch.Size(whole).numel() * like.element_size())
+        flags = [fields.add(axis.size * FLAG_BYTES) for _ in range(2)]
+        self.arena = arena = Arena(axis, fields.nbytes, like.device)
+        self._wholes = [arena.view(rank, start, whole, like.dtype) for rank in range(axis.size)]
+        self._mine = slice(sum(sizes[: axis.rank]), sum(sizes[: axis.rank + 1]))
+        self._begun, self._arrived = self.flags = [_flags(arena, axis, start, deadline_s) for start in flags]
+
+    def outbox(self) -> Tensor:
+        """Where to write my own block: its place in the whole."""
+        return self._wholes[self._rank][self._mine]
+
+    def deliver(self) -> Tensor:
+        """The whole; valid until `outbox` is written again."""
+        self._begun.meet()
+        for step in range(1, len(self._wholes)):
+            self._wholes[(self._rank + step) % len(self._wholes)][self._mine].copy_(self.outbox())
+        self._arrived.meet()
+        return self._wholes[self._rank]
+
+
 class PeerRotation:
     """Blocks that are copied into the next rank's memory while they are read. See `seqpar.comm.point_to_point`.
 

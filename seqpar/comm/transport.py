@@ -54,6 +54,18 @@ class Rotate(Protocol):
         ...
 
 
+class Collect(Protocol):
+    """Every rank's block on every rank."""
+
+    def outbox(self) -> Tensor:
+        """Where to write my own block."""
+        ...
+
+    def deliver(self) -> Tensor:
+        """All blocks, one after another; valid until `outbox` is written again."""
+        ...
+
+
 class Transport(Protocol):
     """Makes exchanges; each owns its buffers."""
 
@@ -67,6 +79,10 @@ class Transport(Protocol):
 
     def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotate:
         """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
+        ...
+
+    def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Collect:
+        """Every rank's (sizes[r], *shape) on every rank, with dtype and device of `like`."""
         ...
 
     def check(self) -> None:

@@ -36,6 +36,14 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
     return None
 
 
+def invariant(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """None where a query's bits depend on that query alone (measured: generation 4), else the reason why not."""
+    found = _find()
+    if isinstance(found, str):
+        return found
+    return None if found[0] == 4 else f"FlashAttention-{found[0]} may split its work by row counts"
+
+
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]:
     """See `seqpar.protocols.Core`; grouped-query heads as they are."""
     found = _find()

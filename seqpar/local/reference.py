@@ -16,6 +16,11 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
     return None
 
 
+def invariant(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why a query's bits may depend on how many there are."""
+    return "batched matrix products choose their tiles by row counts"
+
+
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]:
     """softmax(q k^T / sqrt(D)) v and the log-sum-exp of the scores; see `seqpar.protocols.Core`."""
     wide, group = state_dtype(q_BLHD.dtype), q_BLHD.shape[2] // k_BLGD.shape[2]

@@ -31,6 +31,12 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
     return f"head dim {head_dim} is over {FLASH_MOST} in {dtype}" if dtype in HALF and head_dim > FLASH_MOST else None
 
 
+def invariant(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """None where a query's bits depend on that query alone (measured: cuDNN's do), else the reason why not."""
+    chosen = kernel(device, dtype, head_dim)
+    return None if chosen is cudnn else f"the kernel for this ({chosen.__name__}) may split its work by row counts"
+
+
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]:
     """See `seqpar.protocols.Core`. The kernel depends on device, dtype and head dim alone, never on row counts."""
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLGD, v_BLGD))

@@ -8,8 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from seqpar.comm.exchange import HeadLayout, ToAll, ToHeads, ToTokens
-from seqpar.comm.point_to_point import Rotation
-from seqpar.comm.transport import Back, Into, Rotate
+from seqpar.comm.point_to_point import Gather, Rotation
+from seqpar.comm.transport import Back, Collect, Into, Rotate
 from seqpar.mesh import Axis, Mesh
 
 
@@ -32,6 +32,10 @@ class Transport:
     def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotate:
         """A send and a receive a step."""
         return Rotation(axis, sizes, shape, like)
+
+    def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Collect:
+        """One group of sends and receives."""
+        return Gather(axis, sizes, shape, like)
 
     def check(self) -> None:
         """Nothing to say: a collective that fails raises by itself."""

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from seqpar.comm.arena import why_no_peers
 from seqpar.comm.exchange import HeadLayout
-from seqpar.comm.peer import PeerHeads, PeerRotation, PeerToAll
-from seqpar.comm.transport import DEADLINE_S, Back, Into, Rotate
+from seqpar.comm.peer import PeerGather, PeerHeads, PeerRotation, PeerToAll
+from seqpar.comm.transport import DEADLINE_S, Back, Collect, Into, Rotate
 from seqpar.mesh import Axis, Mesh
 
 
 def supports(mesh: Mesh) -> str | None:
     """None where the ranks that exchange are on one machine and reach each other's memory, else why not."""
-    return why_no_peers(mesh.sequence, mesh.device)
+    # both are asked on every rank: the answer is the same on all ranks of an axis only
+    reasons = [why_no_peers(axis, mesh.device) for axis in (mesh.sequence, mesh.cfg)]
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 class Transport:
@@ -41,6 +43,11 @@ class Transport:
         """Copies under attention."""
         rotation = PeerRotation(axis, sizes, shape, like, self._deadline_s)
         return self._keep(axis, f"ring blocks of {sum(sizes)} tokens", rotation)
+
+    def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Collect:
+        """A copy to each peer."""
+        collect = PeerGather(axis, sizes, shape, like, self._deadline_s)
+        return self._keep(axis, f"blocks of {sizes} x {shape}", collect)
 
     def check(self) -> None:
         """See `seqpar.comm.transport.Transport`."""

@@ -1,0 +1,134 @@
+"""Exact mode: what it refuses, and on a GPU that the bits of a row are its own, layer by layer and for whole runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar import exact
+from seqpar.local import flash, reference, sdpa
+
+ROOT = Path(__file__).parents[1]
+# rows of a call, and where they begin in the whole; odd ones, few and many
+CUTS = [(16, 0), (85, 3), (86, 0), (128, 129), (1025, 1), (2048, 5)]
+WHOLE = 4100
+# K, N of DiT-XL/2 and Large-DiT-7B: qkv, output, feed-forward in and out, final layer, embedding
+PRODUCTS = [(1152, 3456), (1152, 1152), (1152, 4608), (4608, 1152), (1152, 32), (16, 1152),
+            (4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096), (4096, 32), (16, 4096)]  # fmt: skip
+BF16 = torch.bfloat16
+
+
+def test_exact_mode_is_off_where_nobody_asked() -> None:
+    assert not exact.is_on()
+
+
+def test_exact_mode_refuses_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="without a GPU, expected one"):
+        exact.turn_on()
+
+
+def test_exact_mode_refuses_to_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG=:16:8"):
+        exact.turn_on()
+    assert not exact.is_on()
+
+
+@pytest.mark.parametrize("module", [flash, reference, sdpa])
+def test_no_attention_on_a_cpu_is_said_to_be_exact(module: object) -> None:
+    assert isinstance(module.invariant(torch.device("cpu"), torch.float32, 64), str)  # pyright: ignore
+
+
+def differing_products() -> list[str]:
+    """Matrix products, with and without bias, whose rows are not the rows of the whole product."""
+    wrong = []
+    for k, n in PRODUCTS:
+        x, weight, bias = _random(WHOLE, k), _random(n, k), _random(n)
+        for name, b in (("", None), (" + bias", bias)):
+            whole = F.linear(x, weight, b)
+            cut = {rows: F.linear(x[start : start + rows], weight, b) for rows, start in CUTS}
+            wrong += [f"{k} -> {n}{name}, {rows} rows" for rows, start in CUTS
+                      if not torch.equal(cut[rows], whole[start : start + rows])]  # fmt: skip
+    return wrong
+
+
+def differing_attentions() -> list[str]:
+    """Attentions whose queries, heads or batch rows are not those of the whole call."""
+    wrong, device = [], torch.device("cuda")
+    for dim in (64, 72, 128):
+        for module in (flash, sdpa):
+            if module.supports(device, BF16, dim) is not None or module.invariant(device, BF16, dim) is not None:
+                continue
+            q, k, v = (_random(2, 1025, 8, dim) for _ in range(3))
+            whole = module.attend(q, k, v)[0]
+            parts = {
+                "queries": torch.equal(module.attend(q[:, 3:88], k, v)[0], whole[:, 3:88]),
+                "heads": torch.equal(module.attend(q[:, :, 3:5], k[:, :, 3:5], v[:, :, 3:5])[0], whole[:, :, 3:5]),
+                "batch": torch.equal(module.attend(q[1:], k[1:], v[1:])[0], whole[1:]),
+            }
+            wrong += [f"{module.__name__}, head dim {dim}: {part}" for part, equal in parts.items() if not equal]
+    return wrong
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda").to(BF16)
+
+
+def in_exact_mode(work: str) -> str:
+    """What a function of this module returns in a process that turned exact mode on first."""
+    code = "from seqpar import exact; exact.turn_on(); import tests.test_exact as t; assert exact.is_on(); "
+    code += f"print(t.{work}())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("work", ["differing_products", "differing_attentions"])
+def test_gpu_rows_do_not_depend_on_each_other_in_exact_mode(work: str) -> None:
+    assert in_exact_mode(work) == "[]"
+
+
+@pytest.mark.gpu
+def test_gpu_negative_control_the_check_sees_rows_that_depend_on_each_other() -> None:
+    """cuBLAS by default splits the final layer's sums at few rows; where it no longer does, nobody needs the mode."""
+    assert any("4096 -> 32" in text for text in differing_products())
+
+
+def latents(folder: Path, gpus: int, *flags: str) -> str:
+    """The digest that the launcher prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
+    command += [
+        "launch/sample.py",
+        "--model",
+        "dit-xl/2",
+        "--steps",
+        "5",
+        "--size",
+        "128",
+        "--out",
+        str(folder / "x.png"),
+    ]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.rpartition("latents ")[2].split()[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_gpu_latents_of_64_tokens_have_one_gpus_bits_in_exact_mode(tmp_path: Path, world: int) -> None:
+    one = latents(tmp_path, 1, "--exact")
+    meshes = ["auto", f"cfg=1,ulysses={world}"]
+    found = [latents(tmp_path, world, "--exact", "--strategy", strategy, "--mesh", mesh)
+             for strategy in ("ulysses", "kv_gather") for mesh in meshes]  # fmt: skip
+    assert found == [one] * len(found)

@@ -40,9 +40,8 @@ def here(device: torch.device, count: int) -> Machine:
 
 def imagined(device: torch.device, count: int) -> Machine:
     """GPUs like this one, or H200s where there is no GPU."""
-    return (
-        here(device, count) if device.type == "cuda" else Machine(rates.H200.device, count, "nccl", rates.H200.memory)
-    )
+    h200 = Machine(rates.H200.device, count, "nccl", rates.H200.memory)
+    return here(device, count) if device.type == "cuda" else h200
 
 
 def make_plan(load: Load, model: Blueprint, machine: Machine, mesh: str, strategy: str, dtype: torch.dtype) -> Plan:

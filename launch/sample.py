@@ -128,7 +128,7 @@ def run(args: Args) -> None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks))))
         return
     plan = shared_plan(job.load, job.files.blueprint, ranks, args.mesh, args.strategy, job.dtype)
-    mesh = Mesh.from_env(**plan.best.sizes)
+    mesh = Mesh.from_env(*plan.best.sizes.values())
     started = time.perf_counter()
     pipeline = Pipeline.load(job.files, mesh, job.dtype, plan.best.strategy, args.local)
     loaded = time.perf_counter() - started
@@ -167,9 +167,7 @@ def check(args: Args, mesh: Mesh, guidance: Guidance) -> Job:
 
 def _check_ranges(args: Args, guidance: Guidance) -> None:
     if any(count < 1 for count in args.dry_run or ()):
-        raise ValueError(
-            f"got --dry-run {' '.join(map(str, args.dry_run or ()))}, expected numbers of processes from 1"
-        )
+        raise ValueError(f"got --dry-run {args.dry_run}, expected numbers of processes, from 1")
     if args.steps < 1 or args.repeat < 1:
         raise ValueError(f"got --steps {args.steps} --repeat {args.repeat}, expected at least 1 of each")
     if not 0 <= args.seed < 2**63:

@@ -114,8 +114,8 @@ def allowed(world: int, wish: Wish, work: Work, load: Load, transport: str) -> l
 
 def _axes(world: int, wish: Wish, load: Load) -> Iterator[tuple[int, int, int, int]]:
     """All sizes whose product is `world`, with an image for each data rank and a token for each rank of a sequence."""
-    free = {"data": None if wish.aim == "throughput" else 1} | wish.axes
-    for data in _divisors(world, free["data"]):
+    free = dict(wish.axes) if wish.aim == "throughput" else {"data": 1, **wish.axes}
+    for data in _divisors(world, free.get("data")):
         for cfg in (2, 1) if load.guidance else (1,):
             if free.get("cfg", cfg) != cfg or world % (data * cfg) or data > load.images:
                 continue

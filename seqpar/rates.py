@@ -97,17 +97,17 @@ H200 = Rates(
     },
     memory=139,
 )  # fmt: skip
-# A coarse guess at one core of a server and at gloo on one host: enough to rank layouts
+# One core of a server for each process, gloo between two of them, rounded: enough to rank layouts
 CPU = Rates(
     device="CPU",
     dtype="float32",
     source="coarse defaults of a CPU",
-    gemm=((1e4, 0.02), (1e5, 0.05)),
-    weights=0.01,
-    attention={64: ((1e7, 0.02), (1e9, 0.04))},
-    copy=0.01,
-    kernel_us=10,
-    exchange={"gloo": ((1e4, 300), (1e6, 1500), (1e8, 100_000))},
+    gemm=((4.1e3, 0.09), (2.6e5, 0.11)),
+    weights=0.06,
+    attention={64: ((1.0e6, 0.05), (3.4e7, 0.09), (5.4e8, 0.05))},
+    copy=0.02,
+    kernel_us=0.6,
+    exchange={"gloo": ((1.6e4, 190), (2.6e5, 220), (4.2e6, 3400))},
 )
 
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from launch.planning import here
 from launch.timing import graphed, timed
 from seqpar import rates
+from seqpar.costs import core
 from seqpar.mesh import Mesh
 from seqpar.plan import choose_local, load_local
 
@@ -98,8 +99,8 @@ def measure(mesh: Mesh, dtype: torch.dtype) -> rates.Rates:
         source=f"measured here on {date.today()}",
         gemm=tuple((m * n, 2e-6 * m * k * n / us(product(m, k, n, dtype, device))) for m, k, n in sizes.products),
         weights=1e-6 * inputs * outputs * dtype.itemsize / us(product(*sizes.weights, dtype, device)),
-        attention={dim: tuple((flops := 4 * b * h * s**2 * dim, 1e-6 * flops / us(attention(b, h, s, dim, dtype, device)))
-                              for b, h, s in sizes.attentions) for dim in HEAD_DIMS},
+        attention={dim: tuple(attention(us, *shape, dim, dtype, device) for shape in sizes.attentions)
+                   for dim in HEAD_DIMS},
         copy=2e-6 * sizes.copied / copy,
         kernel_us=us(copying(16, device)),
         exchange=exchanges(mesh, sizes.sent) if mesh.world.size > 1 else {},
@@ -114,12 +115,19 @@ def product(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: to
 
 
 def attention(
-    batch: int, heads: int, tokens: int, dim: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[], object]:
-    """The local attention that would be chosen."""
+    us: Callable[[Callable[[], object]], float],
+    batch: int,
+    heads: int,
+    tokens: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[float, float]:
+    """(FLOPs, TFLOP/s) of the local attention that would be chosen."""
     attend = load_local(choose_local("auto", device, dtype, dim).name)
     q, k, v = (torch.randn(batch, tokens, heads, dim, device=device).to(dtype) for _ in range(3))
-    return lambda: attend(q, k, v)
+    flops = core(batch, tokens, tokens, heads, dim).flops
+    return flops, 1e-6 * flops / us(lambda: attend(q, k, v))
 
 
 def copying(size: int, device: torch.device) -> Callable[[], object]:

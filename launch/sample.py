@@ -203,10 +203,11 @@ def summary(args: Args, pipeline: Pipeline, job: Job, plan: Plan) -> str:
     dit, mesh = pipeline.dit, pipeline.dit.mesh
     backend = "one process" if mesh.world.size == 1 else "NCCL" if mesh.device.type == "cuda" else "gloo"
     steps = "on local tokens" if steps_locally(job.scheduler) else "on the gathered prediction: not DDIM"
+    why = "as asked" if args.strategy != "auto" else "planned" if mesh.sequence.size > 1 else "one rank a sequence"
     lines = [
         f"plan      {plan}",
         f"mesh      {mesh} ({mesh.world.size} x {_device(mesh)}, {backend})",
-        f"strategy  {dit.strategy.name} ({'planned' if args.strategy == 'auto' else 'as asked'})",
+        f"strategy  {dit.strategy.name} ({why})",
         f"local     {dit.local}",
         f"work      {len(job.pictures)} pictures, {job.tokens} tokens, {str(job.dtype).removeprefix('torch.')}, "
         f"{args.steps} steps of {type(job.scheduler).__name__} {steps}, guidance {args.guidance:g}",

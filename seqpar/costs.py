@@ -173,10 +173,13 @@ def moves(work: Work, layout: Layout, tokens: int, rank: int) -> tuple[Move, ...
 
 
 def _ring_moves(blocks: list[int], rank: int, heads: int) -> tuple[Move, ...]:
-    """At step s a rank passes on the block of the rank s before it, and gets that of one more before."""
+    """At step s a rank passes on the block of the rank s before it, and gets that of one more before.
+
+    Ranks without heads have nothing to pass on: they leave it out.
+    """
     size = len(blocks)
     return tuple(
-        Move(blocks[(rank - step) % size] * heads, blocks[(rank - step - 1) % size] * heads, 1)
+        Move(blocks[(rank - step) % size] * heads, blocks[(rank - step - 1) % size] * heads, min(heads, 1))
         for step in range(size - 1)
     )
 
@@ -199,10 +202,11 @@ def copies(work: Work, layout: Layout, tokens: int) -> tuple[tuple[int, int], ..
     in_place = [(2 * mine * (work.heads + work.kv_heads), 1)] if work.prepares else []
     if layout.strategy == "kv_gather":
         return ((2 * mine * whole, 1),) if sequence > 1 else tuple(in_place)
-    packs = [(4 * mine * layout.ulysses * _shares(work, layout)[1], 2)] if layout.ring > 1 else []
+    (heads, groups), block = _shares(work, layout), _block(layout, tokens)
+    packs = [(4 * block * groups, 2)] if layout.ring > 1 else []
     if layout.ulysses == 1:
         return (*in_place, *packs)
-    local = mine * _shares(work, layout)[0] * layout.ulysses  # my heads of the whole block
+    local = block * heads
     here = mine * whole // layout.ulysses if direct else mine * whole
     back = [(local + (local // layout.ulysses if direct else local), 1 if direct else layout.ulysses)]
     rearranged = [] if direct else [(2 * mine * work.heads, layout.ulysses)]
@@ -215,6 +219,11 @@ def _shares(work: Work, layout: Layout) -> tuple[int, int]:
     return groups * work.heads // work.kv_heads, groups
 
 
+def _block(layout: Layout, tokens: int) -> int:
+    """Tokens of the largest ring block, which is the first."""
+    return sum(Shard(tokens, layout.sequence).sizes[: layout.ulysses])
+
+
 def attention_calls(work: Work, layout: Layout, b: int, tokens: int) -> tuple[Cost, ...]:
     """The local attentions of one layer on the slowest rank: one, or one for each block of a ring."""
     if layout.strategy == "kv_gather":
@@ -222,14 +231,14 @@ def attention_calls(work: Work, layout: Layout, b: int, tokens: int) -> tuple[Co
         return (core(b, mine, tokens, work.heads, work.head_dim, work.kv_heads),)
     (heads, groups), sizes = _shares(work, layout), Shard(tokens, layout.sequence).sizes
     blocks = [sum(sizes[r * layout.ulysses : (r + 1) * layout.ulysses]) for r in range(layout.ring)]
-    return tuple(core(b, max(blocks), block, heads, work.head_dim, groups) for block in blocks)
+    return tuple(core(b, blocks[0], block, heads, work.head_dim, groups) for block in blocks)
 
 
 def merge_bytes(work: Work, layout: Layout, b: int, tokens: int, itemsize: int) -> tuple[int, int]:
     """(bytes, kernels) of the merges of a ring's parts: the first of two in the model's dtype, then into fp32."""
     if layout.ring == 1 or layout.strategy == "kv_gather":
         return 0, 0
-    values = b * Shard(tokens, layout.sequence).sizes[0] * layout.ulysses * _shares(work, layout)[0] * work.head_dim
+    values = b * _block(layout, tokens) * _shares(work, layout)[0] * work.head_dim
     return values * (3 * itemsize + (layout.ring - 2) * (itemsize + 8)), layout.ring - 1
 
 
@@ -242,8 +251,7 @@ def buffer_values(work: Work, layout: Layout, tokens: int) -> int:
     twice = 2 if layout.transport == "peer" else 1  # peers write the next layer's while this one's is read
     if layout.strategy == "kv_gather":
         return mine * work.heads + twice * 2 * tokens * work.kv_heads
-    heads, groups = _shares(work, layout)
-    block = mine * layout.ulysses
+    (heads, groups), block = _shares(work, layout), _block(layout, tokens)
     ring = 4 * block * groups if layout.ring > 1 else 0
     if layout.ulysses == 1:
         return ring

@@ -16,6 +16,7 @@ from seqpar.predict import GIB, Load, Prediction, predict
 from seqpar.rates import Rates
 
 ORDER = ("ulysses", "kv_gather", "usp", "ring")
+EXACT = ORDER[:2]  # move data only: one rank's bits
 TIE = 0.01  # predictions that differ by less say nothing: then the first in the order of `allowed`
 
 Aim = Literal["latency", "throughput"]
@@ -87,8 +88,10 @@ def plan(work: Work, load: Load, world: int, wish: Wish, rates: Rates, transport
             f"got a run of which the smallest layout on {world} rank(s) ({_name(least[0].layout)}) {least[1]}, "
             f"expected it to fit; start more processes, take a smaller --size, fewer classes or another --dtype"
         )
-    least_ms = min(row.ms for row in fitting)
-    first = next(row for row in fitting if row.ms <= (1 + TIE) * least_ms)
+    # rings round otherwise than one rank: unasked, only where nothing else fits
+    exact = [row for row in fitting if row.layout.strategy in EXACT] or fitting
+    least_ms = min(row.ms for row in exact)
+    first = next(row for row in exact if row.ms <= (1 + TIE) * least_ms)
     rest = sorted((row for row in fitting if row is not first), key=lambda row: row.ms)
     return Plan(wish, load, rates, (first, *rest), too_big)
 

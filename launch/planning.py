@@ -57,13 +57,7 @@ def make_plan(load: Load, model: Blueprint, machine: Machine, mesh: str, strateg
 def shared_plan(load: Load, model: Blueprint, ranks: Mesh, mesh: str, strategy: str, dtype: torch.dtype) -> Plan:
     """The plan for the processes there are. Rank 0's rates decide, so that all ranks have the same."""
     machine = here(ranks.device, ranks.world.size)
-
-    def decide() -> Plan | None:
-        return make_plan(load, model, machine, mesh, strategy, dtype) if ranks.is_main else None
-
-    made = ranks.share(ranks.together(decide))
-    assert made is not None
-    return made
+    return ranks.share(ranks.together(lambda: make_plan(load, model, machine, mesh, strategy, dtype)))
 
 
 def tables(load: Load, model: Blueprint, machines: Sequence[Machine], mesh: str, strategy: str,

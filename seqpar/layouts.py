@@ -43,11 +43,19 @@ class Plan:
 
     @property
     def best(self) -> Layout:
-        """What is taken."""
+        """What is taken; `ValueError` where nothing fits the memory."""
+        if not self.ranked:
+            row, reason = min(self.too_big, key=lambda pair: pair[0].memory.total)
+            raise ValueError(
+                f"got a run that does not fit: its smallest layout ({_name(row.layout)}) {reason}, expected one that "
+                f"does; start more processes, take a smaller --size, fewer classes or another --dtype"
+            )
         return self.ranked[0].layout
 
     def __str__(self) -> str:
         """One line: what, what is expected, what came next, on what grounds."""
+        if not self.ranked:
+            return f"nothing fits; rates: {self.rates.source}"
         first, *others = self.ranked
         aim = "the first picture soonest" if self.wish.aim == "latency" else "most pictures a second"
         text = f"{_name(first.layout)}, {_ms(first)} predicted"
@@ -74,7 +82,7 @@ class Plan:
 def plan(work: Work, load: Load, world: int, wish: Wish, rates: Rates, transport: str, memory: float | None) -> Plan:
     """The best layout of `world` ranks with `memory` GiB each (None: no limit), and all others.
 
-    Raises ValueError where no layout is what was asked for, or none fits the memory.
+    Raises ValueError where no layout is what was asked for.
     """
     layouts = allowed(world, wish, work, load, transport)
     if not layouts:
@@ -82,18 +90,19 @@ def plan(work: Work, load: Load, world: int, wish: Wish, rates: Rates, transport
     found = [predict(work, load, layout, rates) for layout in layouts]
     too_big = tuple((row, reason) for row in found if (reason := row.too_big(memory)) is not None)
     fitting = [row for row in found if row.too_big(memory) is None]
+    return Plan(wish, load, rates, _ranked(fitting), too_big)
+
+
+def _ranked(fitting: list[Prediction]) -> tuple[Prediction, ...]:
+    """What is taken, then the others, fastest first."""
     if not fitting:
-        least = min(too_big, key=lambda pair: pair[0].memory.total)
-        raise ValueError(
-            f"got a run of which the smallest layout on {world} rank(s) ({_name(least[0].layout)}) {least[1]}, "
-            f"expected it to fit; start more processes, take a smaller --size, fewer classes or another --dtype"
-        )
+        return ()
     # rings round otherwise than one rank: unasked, only where nothing else fits
     exact = [row for row in fitting if row.layout.strategy in EXACT] or fitting
     least_ms = min(row.ms for row in exact)
     first = next(row for row in exact if row.ms <= (1 + TIE) * least_ms)
     rest = sorted((row for row in fitting if row is not first), key=lambda row: row.ms)
-    return Plan(wish, load, rates, (first, *rest), too_big)
+    return first, *rest
 
 
 def allowed(world: int, wish: Wish, work: Work, load: Load, transport: str) -> list[Layout]:
@@ -161,12 +170,13 @@ def _why_none(world: int, wish: Wish, load: Load) -> str:
     """What cannot be, for people."""
     axes = wish.axes
     try:
-        fill(world, axes.get("data", 1), axes.get("cfg"), axes.get("ring", 1), axes.get("ulysses"), load.guidance)
+        _, _, ring, ulysses = fill(
+            world, axes.get("data", 1), axes.get("cfg"), axes.get("ring", 1), axes.get("ulysses"), load.guidance
+        )
     except ValueError as error:
         return str(error)
-    ranks = world // (axes.get("data", 1) * (axes.get("cfg") or (2 if load.guidance and world % 2 == 0 else 1)))
-    if load.tokens < ranks:
-        return f"got {load.tokens} tokens for {ranks} ranks, expected one a rank; use a larger --size"
+    if load.tokens < ring * ulysses:
+        return f"got {load.tokens} tokens for {ring * ulysses} ranks, expected one a rank; use a larger --size"
     named = " ".join(f"{name}={size}" for name, size in axes.items()) or "no axes named"
     return (
         f"got strategy {wish.strategy} with {named} for {world} process(es), {load.images} picture(s) and "

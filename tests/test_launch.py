@@ -286,13 +286,13 @@ def test_a_dry_run_on_two_processes_prints_once_and_ends_well(tmp_path: Path) ->
 
 
 def test_a_dry_run_says_what_does_not_fit_and_a_run_ends_before_weights_load(tmp_path: Path) -> None:
-    flags = ("--model", "dit-xl/2", "--classes", "1", "--size", "32768", "--out", tmp_path / "x.png")
-    done = launch(*flags, "--dry-run", "1", "4")
+    flags = ("--model", "dit-xl/2", "--classes", "1", "--out", tmp_path / "x.png")
+    done = launch(*flags, "--size", "32768", "--dry-run", "1", "4")
     assert done.returncode == 0, done.stderr
     assert "1 x NVIDIA H200: nothing fits" in done.stdout
     assert "does not fit: needs" in done.stdout
     assert "4 x NVIDIA H200: cfg 2 x ulysses 2" in done.stdout
-    refused = launch(*flags, ranks=2)
+    refused = launch(*flags, "--size", "131072", ranks=2)  # terabytes
     assert refused.returncode != 0
     assert refused.stderr.count("error: got a run that does not fit: its smallest layout") == 1
 

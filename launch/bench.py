@@ -1,17 +1,20 @@
 """The benches: `launch/bench.py steps`, `kernels`, `ladder` ...; each writes JSON lines and prints a table.
 
+And `rates`, which measures what the planner must know of a machine.
+
 torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2       # every layout, and whether the bits agree
 python launch/bench.py kernels                                           # each kernel against copy bandwidth
 python launch/bench.py ladder --model large-dit-7b --tokens 256          # from plain eager to the graphed engine
 python launch/bench.py start                                             # process start to first picture, and our part
 python launch/bench.py numerics --models builtin large-dit-7b            # error of each step, beside plain bf16's
+torchrun --nproc_per_node=4 launch/bench.py rates                        # measured once, kept for --mesh auto
 """
 
 from __future__ import annotations
 
 import tyro
 
-from launch import kernels, ladder, numerics, start, steps
+from launch import kernels, ladder, measure, numerics, start, steps
 from launch.exits import guarded
 
 
@@ -22,7 +25,7 @@ def main() -> None:
 
 def run(rank: int) -> None:
     """Parse and measure."""
-    benches = steps.Steps | kernels.Kernels | ladder.Ladder | numerics.Numerics | start.Start
+    benches = steps.Steps | kernels.Kernels | ladder.Ladder | numerics.Numerics | start.Start | measure.Rates
     args = tyro.cli(benches, description=__doc__, console_outputs=rank == 0)
     if isinstance(args, steps.Steps):
         steps.main(args)
@@ -32,6 +35,8 @@ def run(rank: int) -> None:
         numerics.main(args)
     elif isinstance(args, start.Start):
         start.main(args)
+    elif isinstance(args, measure.Rates):
+        measure.main(args)
     else:
         ladder.main(args)
 

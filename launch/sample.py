@@ -9,9 +9,7 @@ message and a non-zero exit on all ranks.
 
 from __future__ import annotations
 
-import os
 import time
-from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,17 +17,20 @@ from typing import Annotated, Any, Literal
 import diffusers
 import torch
 import tyro
-from tqdm import tqdm
 
 import seqpar
 from launch.exits import guarded
+from launch.planning import here, imagined, shared_plan, tables
+from launch.progress import Progress
+from seqpar.layouts import Plan
 from seqpar.mesh import Mesh
 from seqpar.pictures import check_writable, grid, save, to_pil
 from seqpar.pipeline import Files, Pipeline
-from seqpar.plan import choose_mesh, parse_mesh
+from seqpar.plan import parse_mesh
+from seqpar.predict import Load
 from seqpar.sampling import digest, why_no_graph
 from seqpar.steppers import steps_locally
-from seqpar.trajectory import Guidance, check_layout
+from seqpar.trajectory import TABLE_BYTES, Guidance, check_layout
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN_BY_DEFAULT = 12  # classes, where none are named
@@ -60,7 +61,8 @@ class Args:
     size: str | None = None
     """Pixels, as 256 or 256x384 (height x width); the size the model was trained for where not given."""
     mesh: str = "auto"
-    """Axes, as cfg=2,ulysses=2 (data, cfg, ring, ulysses); what is not named is chosen."""
+    """"auto" (the first picture soonest), "throughput" (most pictures a second: data is chosen, too), or axes as
+    cfg=2,ulysses=2 (data, cfg, ring, ulysses); what is not named is chosen."""
     strategy: str = "auto"
     """How attention sees the whole sequence: ulysses, ring, usp, kv_gather. A named one gets all ranks (cfg=1)."""
     local: Annotated[str, tyro.conf.arg(name="local-attention", aliases=["--local"])] = "auto"
@@ -71,6 +73,9 @@ class Args:
     """Of weights and activations; bf16 on GPUs and fp32 on CPUs where auto."""
     out: Path = Path("seqpar.png")
     """The picture; its metadata holds every parameter."""
+    dry_run: tuple[int, ...] | None = None
+    """Only print what each layout would take, best first, and load no weights: for the processes there are, or for
+    each number given, as --dry-run 1 2 4 8."""
 
 
 def main() -> None:
@@ -105,16 +110,32 @@ class Job:
         """Of one picture."""
         return self.latent_size[0] * self.latent_size[1] // self.files.blueprint.config.patch_size**2
 
+    @property
+    def load(self) -> Load:
+        """What the planner must know."""
+        model, config = self.files.blueprint.meta(), self.files.blueprint.config
+        return Load(
+            images=len(self.pictures), tokens=self.tokens, guidance=self.guidance.on, steps=self.evaluations,
+            itemsize=self.dtype.itemsize, parameters=sum(x.numel() for x in model.parameters()),
+            latent=config.in_channels * config.patch_size**2, labels=len(set(self.pictures)) + self.guidance.on,
+            table=TABLE_BYTES,
+        )  # fmt: skip
+
 
 def run(args: Args) -> None:
     """The whole path, from flags to a file."""
     guidance = Guidance(args.guidance, args.guidance_channels)
-    mesh = Mesh.from_env(**mesh_axes(args, guidance.on))
-    job = mesh.together(lambda: check(args, mesh, guidance))
+    ranks = Mesh.joined()
+    job = ranks.together(lambda: check(args, ranks, guidance))
+    if args.dry_run is not None:
+        _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks))))
+        return
+    plan = shared_plan(job.load, job.files.blueprint, ranks, args.mesh, args.strategy, args.transport, job.dtype)
+    mesh = Mesh.from_env(*plan.best.sizes.values())
     started = time.perf_counter()
-    pipeline = Pipeline.load(job.files, mesh, job.dtype, args.strategy, args.local, args.transport)
+    pipeline = Pipeline.load(job.files, mesh, job.dtype, plan.best.strategy, args.local, args.transport)
     loaded = time.perf_counter() - started
-    _say(mesh, summary(args, pipeline, job))
+    _say(mesh, summary(args, pipeline, job, plan))
     with pipeline, Progress(job.evaluations, mesh) as progress:
         latents = pipeline.latents(job.pictures, steps=args.steps, guidance=guidance, seed=args.seed, size=job.size,
                                    eta=args.eta, scheduler=args.scheduler, on_step=progress)  # fmt: skip
@@ -138,17 +159,18 @@ def check(args: Args, mesh: Mesh, guidance: Guidance) -> Job:
     classes = args.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
     files.class_ids(classes)
     pictures = [label for label in classes for _ in range(args.repeat)]
-    dtype = DTYPES.get(args.dtype, torch.bfloat16 if mesh.device.type == "cuda" else torch.float32)
+    gpu = mesh.device.type == "cuda" or args.dry_run  # --dry-run 4 imagines GPUs where there are none
+    dtype = DTYPES.get(args.dtype, torch.bfloat16 if gpu else torch.float32)
     scheduler = files.schedule(args.scheduler, args.steps, args.eta)
-    job = Job(files, classes, pictures, parse_size(args.size), guidance, scheduler, dtype)
-    if job.tokens < mesh.sequence.size:
-        ranks = mesh.sequence.size
-        raise ValueError(f"got {job.tokens} tokens for {ranks} ranks, expected one a rank; use a larger --size")
-    check_layout(mesh, len(pictures), guidance, files.blueprint.config.in_channels)
-    return job
+    _, axes = parse_mesh(args.mesh)
+    data, cfg = axes.get("data", 1), axes.get("cfg", 1)
+    check_layout(data, cfg, len(pictures), guidance, files.blueprint.config.in_channels)
+    return Job(files, classes, pictures, parse_size(args.size), guidance, scheduler, dtype)
 
 
 def _check_ranges(args: Args, guidance: Guidance) -> None:
+    if any(count < 1 for count in args.dry_run or ()):
+        raise ValueError(f"got --dry-run {args.dry_run}, expected numbers of processes, from 1")
     if args.steps < 1 or args.repeat < 1:
         raise ValueError(f"got --steps {args.steps} --repeat {args.repeat}, expected at least 1 of each")
     if not 0 <= args.seed < 2**63:
@@ -160,10 +182,14 @@ def _check_ranges(args: Args, guidance: Guidance) -> None:
         )
 
 
-def mesh_axes(args: Args, guidance: bool) -> dict[str, Any]:
-    """`Mesh.from_env`'s axes for --mesh and --strategy together."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    return choose_mesh(world, args.strategy, guidance, **parse_mesh(args.mesh))
+def dry_run(args: Args, job: Job, ranks: Mesh) -> str:
+    """The tables that --dry-run prints."""
+    load, model = job.load, job.files.blueprint
+    head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, guidance {args.guidance:g}, {job.dtype}"
+    machines = [imagined(ranks.device, count, args.transport) for count in args.dry_run or ()]
+    machines = machines or [here(ranks.device, ranks.world.size, args.transport)]
+    shown = tables(load, model, machines, args.mesh, args.strategy, job.dtype)
+    return f"{head.replace('torch.', '')}\n\n{shown}"
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:
@@ -176,14 +202,16 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     return int(sides[0]), int(sides[-1])
 
 
-def summary(args: Args, pipeline: Pipeline, job: Job) -> str:
+def summary(args: Args, pipeline: Pipeline, job: Job, plan: Plan) -> str:
     """What runs, where, and why, in a few lines."""
     dit, mesh = pipeline.dit, pipeline.dit.mesh
     backend = "one process" if mesh.world.size == 1 else "NCCL" if mesh.device.type == "cuda" else "gloo"
     steps = "on local tokens" if steps_locally(job.scheduler) else "on the gathered prediction: not DDIM"
+    why = "as asked" if args.strategy != "auto" else "planned" if mesh.sequence.size > 1 else "one rank a sequence"
     lines = [
+        f"plan      {plan}",
         f"mesh      {mesh} ({mesh.world.size} x {_device(mesh)}, {backend})",
-        f"strategy  {dit.strategy}",
+        f"strategy  {dit.strategy.name} ({why})",
         f"transport {dit.transport}",
         f"local     {dit.local}",
         f"work      {len(job.pictures)} pictures, {job.tokens} tokens, {str(job.dtype).removeprefix('torch.')}, "
@@ -211,61 +239,6 @@ def parameters(args: Args, pipeline: Pipeline, job: Job) -> dict[str, Any]:
               "classes": list(job.classes)}  # fmt: skip
     versions = {module.__name__: module.__version__ for module in (torch, diffusers, seqpar)}
     return asdict(args) | {"out": str(args.out), "chosen": chosen, "versions": versions}
-
-
-class Progress:
-    """A bar on rank 0 that follows the device without making it wait: it polls events, and waits only at the end.
-
-    It appears with the first step, so that no error is told below an empty bar.
-    """
-
-    def __init__(self, steps: int, mesh: Mesh) -> None:
-        self._steps, self._main = steps, mesh.is_main
-        self._bar: tqdm | None = None
-        self._cuda = mesh.device.type == "cuda"
-        self._times: list[float] = []
-        self._events: list[torch.cuda.Event] = []
-        self._open: deque[torch.cuda.Event] = deque()
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def __call__(self, index: int) -> None:
-        """A step has been queued (GPU) or done (CPU)."""
-        if not self._cuda:
-            self._times.append(time.perf_counter())
-            self._show(1)
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._events.append(event)
-        self._open.append(event)
-        self._show(0)
-        while self._open and self._open[0].query():
-            self._open.popleft()
-            self._show(1)
-
-    def finish(self) -> float | None:
-        """Wait for the rest; ms per step without the first one, which is warm-up; None where there is no other."""
-        while self._open:
-            self._open.popleft().synchronize()
-            self._show(1)
-        marks = self._events if self._cuda else self._times
-        if len(marks) < 2:
-            return None
-        spent = (
-            self._events[0].elapsed_time(self._events[-1]) if self._cuda else 1e3 * (self._times[-1] - self._times[0])
-        )
-        return spent / (len(marks) - 1)
-
-    def _show(self, done: int) -> None:
-        if self._bar is None:
-            self._bar = tqdm(total=self._steps, unit="step", disable=not self._main)
-        self._bar.update(done)
 
 
 def _device(mesh: Mesh) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import prod
 from typing import Any, TypeVar
@@ -46,6 +46,13 @@ class Mesh:
     def single(device: torch.device | str = "cpu") -> Mesh:
         """A mesh of one rank; needs no process group."""
         return Mesh(*(Axis(name) for name in (*AXES, "sequence", "world")), device=torch.device(device))
+
+    @staticmethod
+    def joined(device: torch.device | None = None) -> Mesh:
+        """All processes before they have axes (all of size 1): enough to share and to agree on what axes to take."""
+        rank, world = join(device)
+        mesh = Mesh.single(device or pick_device(world))
+        return mesh if world == 1 else replace(mesh, world=Axis("world", rank, world, dist.group.WORLD))
 
     @staticmethod
     def from_env(

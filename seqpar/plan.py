@@ -1,5 +1,6 @@
-"""What is chosen when the caller says "auto", and why: strategy, transport and local attention.
+"""What is chosen when the caller says "auto", and why: strategy, transport, local attention, for a mesh that is there.
 
+The launcher chooses the mesh before, by predictions (`seqpar.layouts`), and names the strategy.
 The choice of local attention is a table keyed by (major compute capability, head dim), of which those remain that
 support the dtype; never by row counts: the same kernel on any number of ranks makes results comparable bit by bit.
 """
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from types import ModuleType
 
 import torch
@@ -17,6 +17,7 @@ import seqpar.attention
 import seqpar.local
 import seqpar.transports
 from seqpar.comm.transport import Transport
+from seqpar.layouts import Aim
 from seqpar.mesh import AXES, Mesh
 from seqpar.protocols import plugin, plugins
 
@@ -91,36 +92,19 @@ def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[l
     return working, reasons
 
 
-def choose_mesh(world: int, strategy: str, guidance: bool, **given: int) -> dict[str, int]:
-    """All four axis sizes; those in `given` stay, the others are chosen so that the product is `world` where it can be.
-
-    A named strategy gets all ranks on the sequence (cfg 1), so that it really exchanges, unless `given` fixes its axes.
-    "auto" first puts the guidance branches apart where the ranks are even.
-    """
-    sizes = {"data": 1} | {"ring": {"ulysses": 1}, "ulysses": {"ring": 1}}.get(strategy, {}) | given
-
-    def rest() -> int:
-        return max(1, world // max(1, prod(sizes.values())))
-
-    fixed = {"ring", "ulysses"} <= set(sizes)
-    apart = guidance and rest() % 2 == 0 and (strategy == "auto" or fixed)
-    sizes.setdefault("cfg", 2 if apart else 1)
-    if not {"ring", "ulysses"} & set(sizes):
-        sizes["ring"] = 2 if strategy == "usp" and rest() % 2 == 0 else 1
-    return {"ring": rest(), "ulysses": rest()} | sizes
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """The axes that a text like "cfg=2,ulysses=2" names, none for "auto"; ValueError where it is no such text."""
+def parse_mesh(text: str) -> tuple[Aim, dict[str, int]]:
+    """What a text like "cfg=2,ulysses=2" names; only an aim for "auto" and "throughput"; ValueError for other texts."""
     axes: dict[str, int] = {}
-    for part in text.split(",") if text != "auto" else ():
+    for part in text.split(",") if text not in ("auto", "throughput") else ():
         name, _, size = part.partition("=")
         if name not in AXES or not size.isdecimal():
-            raise ValueError(f"got --mesh {text}, expected axes like cfg=2,ulysses=2 of {', '.join(AXES)}")
+            raise ValueError(
+                f"got --mesh {text}, expected axes like cfg=2,ulysses=2 of {', '.join(AXES)}, or auto, or throughput"
+            )
         if name in axes:
             raise ValueError(f"got --mesh {text}, expected each axis once: {name} is there twice")
         axes[name] = int(size)
-    return axes
+    return "throughput" if text == "throughput" else "latency", axes
 
 
 def load_strategy(name: str) -> ModuleType:

@@ -219,7 +219,7 @@ def check(model: SequenceModel, mesh: Mesh, noise: Tensor, conditions: Condition
     if noise.dim() != 4 or noise.shape[1] != config.in_channels:
         raise ValueError(f"got noise of shape {tuple(noise.shape)}, expected (N, {config.in_channels}, H, W)")
     model.check_size(*noise.shape[2:])
-    check_layout(mesh, noise.shape[0], guidance, config.in_channels)
+    check_layout(mesh.data.size, mesh.cfg.size, noise.shape[0], guidance, config.in_channels)
     if set(conditions.labels) != set(model.LABELS):
         raise ValueError(f"got labels {sorted(conditions.labels)}, expected {sorted(model.LABELS)}")
     for name, label in conditions.labels.items():
@@ -227,14 +227,14 @@ def check(model: SequenceModel, mesh: Mesh, noise: Tensor, conditions: Condition
             raise ValueError(f"got {name} of shape {tuple(label.shape)}, expected ({noise.shape[0]},), one an image")
 
 
-def check_layout(mesh: Mesh, images: int, guidance: Guidance, channels: int) -> None:
-    """Raise ValueError where images or guidance do not fit the mesh."""
-    if mesh.cfg.size > 1 and not guidance.on:
+def check_layout(data: int, cfg: int, images: int, guidance: Guidance, channels: int) -> None:
+    """Raise ValueError where images or guidance do not fit the sizes of the data and cfg axes."""
+    if cfg > 1 and not guidance.on:
         raise ValueError(
-            f"got cfg={mesh.cfg.size} with guidance {guidance.scale}, expected guidance > 1; without it "
+            f"got cfg={cfg} with guidance {guidance.scale}, expected guidance > 1; without it "
             f"there is one branch: use cfg=1"
         )
-    if images < mesh.data.size:
-        raise ValueError(f"got {images} image(s) for data={mesh.data.size}, expected at least one a data rank")
+    if images < data:
+        raise ValueError(f"got {images} image(s) for data={data}, expected at least one a data rank")
     if guidance.channels is not None and not 1 <= guidance.channels <= channels:
         raise ValueError(f"got guidance on {guidance.channels} channels, expected 1 to {channels} or None for all")

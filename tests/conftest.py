@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,9 @@ from tests.pool import Pool
 DEVICE = os.environ.get("SEQPAR_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # kernels are tested on the CPU too; read when a kernel is defined
+
+# what was measured on this machine must not decide what tests see
+os.environ["SEQPAR_CACHE"] = os.path.join(tempfile.gettempdir(), "seqpar-tests-without-rates")
 
 # no Triton outside Linux: nothing launches its kernels there
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_kernel_*.py"]

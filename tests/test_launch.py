@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from launch.sample import Args, Progress, check, mesh_axes, parse_size
+from launch.sample import Args, Progress, check, parse_size, run
 from seqpar.local import sdpa
 from seqpar.mesh import Mesh
 from seqpar.models._find import Blueprint
-from seqpar.plan import choose_mesh, parse_mesh
+from seqpar.plan import parse_mesh
 from seqpar.trajectory import Guidance
 from tests.tiny import diffusers_dit
 
@@ -49,7 +49,8 @@ def test_two_ranks_make_a_picture_that_says_how_it_was_made(folder: Path, tmp_pa
     flags = ("--model", folder, "--classes", "3", "5", "--steps", "3", "--size", "96x64", "--out")
     done = launch(*flags, tmp_path / "two.png", "--mesh", "ulysses=2", ranks=2)
     assert done.returncode == 0, done.stderr
-    for shown in ("mesh      ulysses 2 (2 x CPU, gloo)", "strategy  ulysses (3 heads on 2 ranks)", "local     sdpa",
+    for shown in ("mesh      ulysses 2 (2 x CPU, gloo)", "plan      ulysses 2 by ulysses, ",
+                  "nothing was measured here", "strategy  ulysses (planned)", "local     sdpa",
                   "24 tokens", "ms a step"):  # fmt: skip
         assert shown in done.stdout
     assert "3/3" in done.stderr  # the progress bar
@@ -117,6 +118,7 @@ def truncated(folder: Path, tmp_path: Path) -> Path:
         (("--guidance", "1", "--mesh", "cfg=2"), "error: got cfg=2 with guidance 1.0, expected guidance > 1"),
         (("--scheduler", "DDIMSchedular"), "error: got scheduler 'DDIMSchedular', expected one of diffusers': DDIMS"),
         (("--steps", "0"), "error: got --steps 0"),
+        (("--dry-run", "0"), "error: got --dry-run (0,), expected numbers of processes, from 1"),
         (("--step", "x"), "Unrecognized options:"),
     ],
     ids=lambda value: "-".join(map(str, value)).strip("-") if isinstance(value, tuple) else "",
@@ -205,13 +207,19 @@ def test_help_explains_every_flag_and_there_are_few() -> None:
     done = launch("--help")
     assert done.returncode == 0
     flags = Args.__dataclass_fields__
-    assert len(flags) <= 17
+    assert len(flags) <= 18  # 15 that say what to do, and --transport, --exact, --dry-run
     assert all(f"--{name.replace('_', '-')}" in done.stdout for name in flags)
 
 
 def test_local_is_short_for_local_attention(folder: Path, tmp_path: Path) -> None:
     done = launch("--model", folder, "--local", "flash", "--out", tmp_path / "x.png")
     assert "local attention 'flash', which does not work here" in done.stderr
+
+
+def test_a_mesh_names_an_aim_or_axes() -> None:
+    assert parse_mesh("auto") == ("latency", {})
+    assert parse_mesh("throughput") == ("throughput", {})
+    assert parse_mesh("cfg=2,ulysses=2") == ("latency", {"cfg": 2, "ulysses": 2})
 
 
 @pytest.mark.parametrize(("text", "size"), [(None, None), ("256", (256, 256)), ("64x96", (64, 96))])
@@ -225,39 +233,69 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
         parse_size(text)
 
 
-@pytest.mark.parametrize(
-    ("world", "strategy", "mesh", "cfg_ring_ulysses"),
-    [
-        (4, "auto", "auto", (2, 1, 2)),
-        (3, "auto", "auto", (1, 1, 3)),
-        (1, "ring", "auto", (1, 1, 1)),
-        (2, "ring", "auto", (1, 2, 1)),
-        (4, "ulysses", "auto", (1, 1, 4)),
-        (4, "kv_gather", "auto", (1, 1, 4)),
-        (4, "usp", "auto", (1, 2, 2)),
-        (3, "usp", "auto", (1, 1, 3)),
-        (2, "ring", "cfg=1", (1, 2, 1)),
-        (4, "ring", "cfg=2", (2, 2, 1)),
-        (8, "usp", "cfg=2", (2, 2, 2)),
-        (4, "ring", "ring=2", (2, 2, 1)),  # all axes of the sequence are given: the rest is for guidance
-        (4, "ulysses", "ulysses=2", (2, 1, 2)),
-        (4, "usp", "ulysses=2", (1, 2, 2)),
-        (4, "auto", "cfg=1,ring=2", (1, 2, 2)),
-        (4, "auto", "ulysses=4", (1, 1, 4)),
-        (2, "auto", "ulysses=3", (1, 1, 3)),  # cannot be: `Mesh.from_env` says so
-    ],
-)
-def test_mesh_and_strategy_combine(
-    monkeypatch: pytest.MonkeyPatch, world: int, strategy: str, mesh: str, cfg_ring_ulysses: tuple[int, int, int]
+def test_auto_plans_for_the_processes_there_are(folder: Path, tmp_path: Path) -> None:
+    done = launch(
+        "--model", folder, "--steps", "2", "--size", "64", "--classes", "1", "--out", tmp_path / "x.png", ranks=2
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nplan ") + done.stdout.startswith("plan ") == 1
+    assert "plan      cfg 2, " in done.stdout
+    assert "(the first picture soonest); next ulysses 2 by kv_gather" in done.stdout
+    assert "mesh      cfg 2 (2 x CPU, gloo)" in done.stdout
+    with Image.open(tmp_path / "x.png") as picture:
+        assert json.loads(picture.info["seqpar"])["chosen"]["mesh"]["cfg"] == 2
+
+
+def test_throughput_gives_each_process_its_own_pictures(folder: Path, tmp_path: Path) -> None:
+    flags = ("--model", folder, "--steps", "2", "--size", "64", "--classes", "1", "2", "--mesh", "throughput")
+    done = launch(*flags, "--out", tmp_path / "x.png", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "plan      data 2, " in done.stdout
+    assert "(most pictures a second)" in done.stdout
+    assert "mesh      data 2 (2 x CPU, gloo)" in done.stdout
+
+
+@pytest.mark.parametrize("counts", [(), (1, 4)], ids=str)
+def test_a_dry_run_ranks_layouts_and_loads_no_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, counts: tuple[int, ...]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(world))
-    expected = dict(zip(("cfg", "ring", "ulysses"), cfg_ring_ulysses, strict=True))
-    assert mesh_axes(Args(strategy=strategy, mesh=mesh), guidance=True) == {"data": 1, **expected}
+    def refuse(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(Blueprint, "build", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run(Args(model="large-dit-600m", size="1024", classes=("1",), out=tmp_path / "x.png", dry_run=counts))
+    shown = capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    tables = shown.split("\n\n")[1:]
+    assert [table.split(" x ")[0] for table in tables] == ([str(count) for count in counts] or ["1"])
+    assert all(("NVIDIA H200" if counts else "CPU") in table for table in tables)
+    rows = tables[-1].splitlines()[2:]
+    assert len(rows) == (7 if counts else 1)
+    assert all("GiB" not in row for row in rows)
+    times = [float(row[46:56]) for row in rows]
+    assert times[1:] == sorted(times[1:])
+    assert times[0] <= 1.01 * min(times)
 
 
-def test_without_guidance_all_ranks_are_on_the_sequence() -> None:
-    assert choose_mesh(4, "auto", guidance=False) == {"data": 1, "cfg": 1, "ring": 1, "ulysses": 4}
-    assert choose_mesh(4, "auto", guidance=True, data=2) == {"data": 2, "cfg": 2, "ring": 1, "ulysses": 1}
+def test_a_dry_run_on_two_processes_prints_once_and_ends_well(tmp_path: Path) -> None:
+    done = launch("--model", "dit-s/8", "--size", "128", "--dry-run", "--out", tmp_path / "x.png", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 x CPU: cfg 2, ") == 1
+    assert done.stdout.count("does not fit") == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_says_what_does_not_fit_and_a_run_ends_before_weights_load(tmp_path: Path) -> None:
+    flags = ("--model", "dit-xl/2", "--classes", "1", "--out", tmp_path / "x.png")
+    done = launch(*flags, "--size", "32768", "--dry-run", "1", "4")
+    assert done.returncode == 0, done.stderr
+    assert "1 x NVIDIA H200: nothing fits" in done.stdout
+    assert "does not fit: needs" in done.stdout
+    assert "4 x NVIDIA H200: cfg 2 x ulysses 2" in done.stdout
+    refused = launch(*flags, "--size", "131072", ranks=2)  # terabytes
+    assert refused.returncode != 0
+    assert refused.stderr.count("error: got a run that does not fit: its smallest layout") == 1
 
 
 @pytest.mark.parametrize(

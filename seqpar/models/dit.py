@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.costs import Work
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import bias_gelu
 from seqpar.models import _layers
@@ -109,6 +110,19 @@ class Model(LabelDiT):
         for index, (block, modulation) in enumerate(zip(self.blocks, blocks_BN6E.unbind(1), strict=True)):
             x, h = block(x, h, modulation, ends[index], attend, keep=index + 1 < len(ends))
         return self.final(h)
+
+
+def work(config: Config) -> Work:
+    """What a token costs: two gated norms (4 E each), bias + GELU (8 E); widest between the two products of the MLP."""
+    width, area = config.width, config.patch_size**2
+    return Work(
+        layers=config.num_layers, width=width, heads=config.num_attention_heads, kv_heads=config.num_attention_heads,
+        head_dim=config.attention_head_dim,
+        gemms=((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)),
+        passes=(4 * width, 4 * width, 8 * width), prepares=False,
+        once=((config.in_channels * area, width), (width, config.out_channels * area)),
+        table=(6 * config.num_layers + 2) * width, live=12 * width,
+    )  # fmt: skip
 
 
 # Presets: random weights, for benchmarks and tests -------------------------------------------------------------

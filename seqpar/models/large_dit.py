@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from seqpar.costs import Work
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.swiglu import swiglu
 from seqpar.models import _layers
@@ -134,6 +135,20 @@ class Model(LabelDiT):
         for index, (block, modulation) in enumerate(zip(blocks, modulations, strict=True)):
             x, h = block(x, h, modulation, rotary, ends[index], attend, keep=index + 1 < len(ends))
         return self.final(h)
+
+
+def work(config: Config) -> Work:
+    """What a token costs: two gated norms (4 E each), SwiGLU (3 F); widest after it, or between qkv and wo."""
+    width, ffn, area = config.width, config.feed_forward, config.patch_size**2
+    kv_width = config.num_key_value_heads * config.attention_head_dim
+    return Work(
+        layers=config.num_layers, width=width, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
+        head_dim=config.attention_head_dim,
+        gemms=((width, width + 2 * kv_width), (width, width), (width, 2 * ffn), (ffn, width)),
+        passes=(4 * width, 4 * width, 3 * ffn), prepares=True,
+        once=((config.in_channels * area, width), (width, config.out_channels * area)),
+        table=(6 * config.num_layers + 2) * width, live=max(4 * width + 3 * ffn, 5 * width + 2 * kv_width),
+    )  # fmt: skip
 
 
 PRESETS: dict[str, Config] = {

@@ -1,0 +1,84 @@
+"""The launcher's side of the planner: a model, the user's words and the devices there are -> a plan, or tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+import seqpar.attention
+from seqpar import rates
+from seqpar.layouts import Plan, Wish, plan
+from seqpar.mesh import Mesh
+from seqpar.models._find import Blueprint
+from seqpar.plan import parse_mesh
+from seqpar.predict import GIB, Load
+from seqpar.protocols import plugin
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`count` devices of one kind with `memory` GiB each (None: not known), and how they exchange."""
+
+    device: str
+    count: int
+    transport: str
+    memory: float | None
+
+
+def here(device: torch.device, count: int, transport: str) -> Machine:
+    """Devices like this one; transport as the launcher takes it."""
+    peer = transport == "peer"
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory / GIB
+        return Machine(torch.cuda.get_device_name(device), count, "peer" if peer else "nccl", memory)
+    known = hasattr(os, "sysconf")  # not on Windows
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB / count if known else None
+    return Machine("CPU", count, "peer" if peer else "gloo", memory)
+
+
+def imagined(device: torch.device, count: int, transport: str) -> Machine:
+    """GPUs like this one, or H200s where there is no GPU."""
+    h200 = Machine(rates.H200.device, count, "peer" if transport == "peer" else "nccl", rates.H200.memory)
+    return here(device, count, transport) if device.type == "cuda" else h200
+
+
+def make_plan(load: Load, model: Blueprint, machine: Machine, mesh: str, strategy: str, dtype: torch.dtype) -> Plan:
+    """The plan; `ValueError` for a --mesh or --strategy that is none, and where nothing fits."""
+    if strategy != "auto":
+        plugin(seqpar.attention, strategy, "strategy")
+    found = rates.load(machine.device, machine.count, str(dtype).removeprefix("torch."))
+    if machine.count > 1 and machine.transport not in found.exchange:
+        known = ", ".join(found.exchange)
+        raise ValueError(
+            f"got transport {machine.transport}, of which {found.source} know nothing ({known} only); measure it "
+            f"with launch/bench.py rates, or use another transport"
+        )
+    wish = Wish(*parse_mesh(mesh), strategy)
+    work = model.module.work(model.config)
+    return plan(work, load, machine.count, wish, found, machine.transport, machine.memory)
+
+
+def shared_plan(
+    load: Load, model: Blueprint, ranks: Mesh, mesh: str, strategy: str, transport: str, dtype: torch.dtype
+) -> Plan:
+    """The plan for the processes there are. Rank 0's rates decide, so that all ranks have the same."""
+    machine = here(ranks.device, ranks.world.size, transport)
+    return ranks.share(ranks.together(lambda: make_plan(load, model, machine, mesh, strategy, dtype)))
+
+
+def tables(load: Load, model: Blueprint, machines: Sequence[Machine], mesh: str, strategy: str,
+           dtype: torch.dtype) -> str:  # fmt: skip
+    """What --dry-run prints: for each machine the plan and all layouts; why not, where there is none."""
+    parts = []
+    for machine in machines:
+        try:
+            made = make_plan(load, model, machine, mesh, strategy, dtype)
+            parts.append(f"{machine.count} x {machine.device}: {made}\n{made.table()}")
+        except ValueError as error:
+            if len(machines) == 1:
+                raise
+            parts.append(f"{machine.count} x {machine.device}: {error}")
+    return "\n\n".join(parts)

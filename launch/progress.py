@@ -1,0 +1,66 @@
+"""A progress bar and the time of a step, without making the device wait."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import torch
+from tqdm import tqdm
+
+from seqpar.mesh import Mesh
+
+
+class Progress:
+    """A bar on rank 0 that follows the device without making it wait: it polls events, and waits only at the end.
+
+    It appears with the first step, so that no error is told below an empty bar.
+    """
+
+    def __init__(self, steps: int, mesh: Mesh) -> None:
+        self._steps, self._main = steps, mesh.is_main
+        self._bar: tqdm | None = None
+        self._cuda = mesh.device.type == "cuda"
+        self._times: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+        self._open: deque[torch.cuda.Event] = deque()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, index: int) -> None:
+        """A step has been queued (GPU) or done (CPU)."""
+        if not self._cuda:
+            self._times.append(time.perf_counter())
+            self._show(1)
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+        self._open.append(event)
+        self._show(0)
+        while self._open and self._open[0].query():
+            self._open.popleft()
+            self._show(1)
+
+    def finish(self) -> float | None:
+        """Wait for the rest; ms per step without the first one, which is warm-up; None where there is no other."""
+        while self._open:
+            self._open.popleft().synchronize()
+            self._show(1)
+        marks = self._events if self._cuda else self._times
+        if len(marks) < 2:
+            return None
+        spent = (
+            self._events[0].elapsed_time(self._events[-1]) if self._cuda else 1e3 * (self._times[-1] - self._times[0])
+        )
+        return spent / (len(marks) - 1)
+
+    def _show(self, done: int) -> None:
+        if self._bar is None:
+            self._bar = tqdm(total=self._steps, unit="step", disable=not self._main)
+        self._bar.update(done)

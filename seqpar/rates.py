@@ -1,0 +1,168 @@
+"""How fast this machine is: rates of matrix products, attention, copies and exchanges, and where they are kept.
+
+`launch/bench.py rates` measures them once per machine and writes them to the user's cache; where nothing was measured,
+committed defaults are used, and whoever prints a plan says which (`Rates.source`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Curve = tuple[tuple[float, float], ...]
+"""Measured points (x, y), x rising."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine reaches with one dtype.
+
+    gemm: elements of the product -> TFLOP/s. weights: TB/s at which a product of few rows reads its matrix.
+    attention: head dim -> (FLOPs of a call -> TFLOP/s). copy: TB/s, bytes read and written. kernel_us: what an
+    elementwise kernel takes besides its bytes. exchange: transport -> (bytes the busiest rank sends -> us).
+    memory: GiB of one device (None: not known).
+    """
+
+    device: str
+    dtype: str
+    source: str
+    gemm: Curve
+    weights: float
+    attention: Mapping[int, Curve]
+    copy: float
+    kernel_us: float
+    exchange: Mapping[str, Curve]
+    memory: float | None = None
+
+
+def rate_at(curve: Curve, x: float) -> float:
+    """A rate between measured points, straight in the logarithms: below the first the time, above the last the rate
+    stays what it is there."""
+    if x <= curve[0][0]:
+        return curve[0][1] * x / curve[0][0]
+    if x >= curve[-1][0]:
+        return curve[-1][1]
+    above = bisect_left(curve, (x,))
+    (x0, y0), (x1, y1) = curve[above - 1], curve[above]
+    return exp(log(y0) + (log(y1) - log(y0)) * log(x / x0) / log(x1 / x0))
+
+
+def time_at(curve: Curve, x: float) -> float:
+    """A time between measured points, straight: below the first that one's time, above the last its slope goes on."""
+    if x <= curve[0][0]:
+        return curve[0][1]
+    if len(curve) == 1:
+        return curve[0][1] * x / curve[0][0]
+    above = min(max(1, bisect_left(curve, (x,))), len(curve) - 1)
+    (x0, y0), (x1, y1) = curve[above - 1], curve[above]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+# Defaults ------------------------------------------------------------------------------------------------------
+
+_MIB = 1 << 20
+# 4 x H200, torch 2.11.0+cu130, NCCL 2.28.9, 2026-11-20, under sustained load where there is a choice. Products:
+# 4096 -> 4096 at 128 to 8192 rows, 4096 -> 12288 at 8192. Weights: 4096 -> 12288 and -> 22016 at 128 rows. Attention:
+# flash-attn-4 at head dims 64 and 128, cuDNN at 72; its two largest points are what the steps of
+# docs/benchmarks/2026-11-20-h200-engine.md leave to attention, and small calls of 64 and 72 are those of 128.
+# Exchanges: in a graph, of 0.25 to 256 MiB on each of four ranks three quarters leave.
+H200 = Rates(
+    device="NVIDIA H200",
+    dtype="bfloat16",
+    source="defaults of an H200",
+    gemm=((0.524e6, 306), (2.10e6, 597), (8.39e6, 660), (33.6e6, 663), (100.7e6, 670)),
+    weights=3.4,
+    attention={
+        64: ((0.537e9, 66), (2.15e9, 243), (206e9, 547)),
+        72: ((0.537e9, 66), (2.15e9, 243), (9.66e9, 282), (155e9, 328), (2470e9, 347)),
+        128: ((0.537e9, 66), (2.15e9, 243), (137e9, 695), (2200e9, 697)),
+    },
+    copy=4.28,
+    kernel_us=3.0,
+    exchange={
+        "nccl": ((0.1875 * _MIB, 12.8), (0.75 * _MIB, 16.1), (3 * _MIB, 24.4), (12 * _MIB, 64.7), (48 * _MIB, 188),
+                 (192 * _MIB, 676)),
+        "peer": ((0.1875 * _MIB, 6.0), (0.75 * _MIB, 8.2), (3 * _MIB, 13.8), (12 * _MIB, 40), (48 * _MIB, 144)),
+    },
+    memory=139,
+)  # fmt: skip
+# One core of a server for each process, gloo between two of them, rounded: enough to rank layouts
+CPU = Rates(
+    device="CPU",
+    dtype="float32",
+    source="coarse defaults of a CPU",
+    gemm=((4.1e3, 0.09), (2.6e5, 0.11)),
+    weights=0.06,
+    attention={64: ((1.0e6, 0.05), (3.4e7, 0.09), (5.4e8, 0.05))},
+    copy=0.02,
+    kernel_us=0.6,
+    exchange={"gloo": ((1.6e4, 190), (2.6e5, 220), (4.2e6, 3400)), "peer": ((1.6e4, 70), (2.6e5, 70), (4.2e6, 500))},
+)
+
+
+# The cache -----------------------------------------------------------------------------------------------------
+
+
+def load(device: str, count: int, dtype: str) -> Rates:
+    """The rates measured for `count` processes on this kind of device with this torch, else the defaults.
+
+    What a run of one process could not measure (exchanges) is taken from the defaults.
+    """
+    default = CPU if device == "CPU" else H200
+    path = _path(device, count, dtype)
+    if not path.exists():
+        other = "" if device == default.device else f", not of a {device}"
+        wide = "" if dtype == default.dtype else f", in {default.dtype}"
+        return replace(default, source=f"{default.source}{other}{wide}; nothing was measured here")
+    found = _read(path)
+    note = "" if found.exchange else f"; exchanges: {default.source}"
+    return replace(found, exchange={**default.exchange, **found.exchange}, source=found.source + note)
+
+
+def save(rates: Rates, count: int) -> Path:
+    """Write what was measured; the file appears whole or not at all."""
+    path = _path(rates.device, count, rates.dtype)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    with os.fdopen(handle, "w") as file:
+        json.dump(asdict(rates), file, indent=1)
+    os.replace(temporary, path)
+    return path
+
+
+def _path(device: str, count: int, dtype: str) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get("SEQPAR_CACHE") or Path(base) / "seqpar")
+    key = f"{device} x {count} {dtype} torch {torch.__version__}"
+    return folder / f"rates-{re.sub(r'[^a-z0-9.]+', '-', key.lower())}.json"
+
+
+def _read(path: Path) -> Rates:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        found["gemm"] = _curve(found["gemm"])
+        found["attention"] = {int(dim): _curve(points) for dim, points in found["attention"].items()}
+        found["exchange"] = {name: _curve(points) for name, points in found["exchange"].items()}
+        return Rates(**found)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"got {path}, which holds no rates ({error!r}); delete it, or measure again: launch/bench.py rates"
+        ) from error
+
+
+def _curve(points: Any) -> Curve:
+    curve = tuple((float(x), float(y)) for x, y in points)
+    if not curve or any(y <= 0 for _, y in curve) or any(a >= b for (a, _), (b, _) in pairwise(curve)):
+        raise ValueError(f"expected points of rising x and positive y, got {curve}")
+    return curve

@@ -1,6 +1,7 @@
 """What is chosen when the caller says "auto", and why: strategy and local attention, for a mesh that is there.
 
-The launcher chooses the mesh before, by predictions (`seqpar.layouts`), and names the strategy. The choice of local attention is a table keyed by (major compute capability, head dim), of which those remain that
+The launcher chooses the mesh before, by predictions (`seqpar.layouts`), and names the strategy.
+The choice of local attention is a table keyed by (major compute capability, head dim), of which those remain that
 support the dtype; never by row counts: the same kernel on any number of ranks makes results comparable bit by bit.
 """
 

@@ -59,6 +59,16 @@ def test_predictions_are_what_was_measured(work: Work, rows: dict[int, dict[Layo
             assert predict(work, replace(ONE, tokens=tokens), layout, H200).ms == pytest.approx(ms, rel=within), layout
 
 
+def test_the_page_shows_these_predictions() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "planner.md").read_text()
+    for layout in PEERS[256]:
+        pairs = [
+            (PEERS[tokens][layout], predict(SEVEN_B, replace(ONE, tokens=tokens), layout, H200)) for tokens in PEERS
+        ]
+        name = f"{layout} by {layout.strategy}" if layout.sequence > 1 else "one GPU"
+        assert f"| {name} | " + " | ".join(f"{ms} / {row.ms:.4g}" for ms, row in pairs) + " |" in text
+
+
 @pytest.mark.parametrize("tokens", PEERS)
 def test_the_pick_is_within_three_percent_of_the_best_measured(tokens: int) -> None:
     measured = {layout: ms for layout, ms in PEERS[tokens].items() if layout != ALONE}

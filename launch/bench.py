@@ -1,7 +1,8 @@
-"""The benches: `launch/bench.py steps`, `kernels`, `ladder`; each writes JSON lines and prints a table.
+"""The benches: `launch/bench.py steps`, `kernels`, `tiles`, `ladder`; each writes JSON lines and prints a table.
 
 torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2       # every layout, and whether the bits agree
 python launch/bench.py kernels                                           # each kernel against copy bandwidth
+python launch/bench.py tiles                                             # how each kernel's rows are best laid out
 python launch/bench.py ladder --model large-dit-7b --tokens 256          # from plain eager to the graphed engine
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import tyro
 
-from launch import kernels, ladder, steps
+from launch import kernels, ladder, steps, tiles
 from launch.exits import guarded
 
 
@@ -20,12 +21,14 @@ def main() -> None:
 
 def run(rank: int) -> None:
     """Parse and measure."""
-    benches = steps.Steps | kernels.Kernels | ladder.Ladder
+    benches = steps.Steps | kernels.Kernels | tiles.Tiles | ladder.Ladder
     args = tyro.cli(benches, description=__doc__, console_outputs=rank == 0)
     if isinstance(args, steps.Steps):
         steps.main(args)
     elif isinstance(args, kernels.Kernels):
         kernels.main(args)
+    elif isinstance(args, tiles.Tiles):
+        tiles.main(args)
     else:
         ladder.main(args)
 

@@ -15,14 +15,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from seqpar.kernels import adaln, ddim, gelu, merge, prepare, swiglu
-from seqpar.kernels.adaln import Gated, Norm
+from launch.kernels import Case, cases
+from launch.tiles import candidates
+from seqpar.kernels import adaln, ddim, prepare
+from seqpar.kernels.adaln import Norm
 from seqpar.protocols import Outbox, Outboxes, Prepare
 
 BF16 = torch.bfloat16
@@ -64,7 +66,7 @@ def facts(kernel: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         told = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
     return {
         "name": kernel.metadata.name,
@@ -89,44 +91,44 @@ def widths(ptx: str, operation: str) -> dict[int, int]:
 
 
 def launches() -> dict[str, Callable[[], object]]:
-    """Every kernel of `seqpar/kernels` on rows as wide as the 7B's, the 3B's or DiT-XL/2's; few rows are enough."""
+    """Every kernel of `seqpar/kernels` at the widths of the 7B and DiT-XL/2, in every tile that the bench tries."""
     made: dict[str, Callable[[], object]] = {}
-    for width, kind in ((4096, "rms"), (3072, "rms"), (1152, "layer")):
-        made |= adaln_launches(width, Norm(kind, 1e-5, rows(width) if kind == "rms" else None))
-    for heads, dim in ((32, 128), (32, 96), (16, 72)):
-        made |= prepare_launches(heads, dim)
-    made["swiglu 11008"] = lambda: swiglu.launch(rows(2, 8, 2 * 11008))
-    made["gelu 4608"] = lambda: gelu.launch(rows(2, 8, 4608), rows(4608))
-    state = torch.zeros(2, 32, 32, 128), torch.zeros(2, 32, 32)
-    made["merge 128"] = lambda: merge.launch(*state, state[0].to(BF16), state[1].clone())
-    step, outputs = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
-    update = ddim.Update(torch.zeros(25, 7), 4.0, clip=1.0)
-    made["ddim 16"] = lambda: ddim.launch(torch.zeros(1, 16, 16), outputs, outputs, update, step, step.clone())
-    return made
+    for width in (4096, 1152):
+        for case in cases(16, width, "cpu"):
+            for tile in candidates(case, width) or [None]:
+                made[f"{case.name}, {width}, {tile or 'today'}"] = launch_of(case, tile)
+        made[f"unaligned, {width}"] = unaligned(width)
+    made |= {f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))}
+    return made | {"ddim": update}
 
 
-def adaln_launches(width: int, norm: Norm) -> dict[str, Callable[[], object]]:
-    """Without a branch, with one, and rows that do not start on 16 bytes."""
-    x, padded, table = rows(2, 8, width), rows(2, 8, width + 1)[..., :width], torch.zeros(2, 6, width)
-    shift, scale, gated = table[:, 0], table[:, 1], Gated(table[:, 2], rows(2, 8, width))
-    return {
-        f"norm {width}": lambda: adaln.launch(x, None, shift, scale, norm),
-        f"gate {width}": lambda: adaln.launch(x, gated, shift, scale, norm),
-        f"norm {width} unaligned": lambda: adaln.launch(padded, None, shift, scale, norm),
-    }
+def launch_of(case: Case, tile: Any) -> Callable[[], object]:
+    return lambda: case.module.launch(*case.data(), **({} if tile is None else {"tiled": tile}))
 
 
-def prepare_launches(heads: int, dim: int) -> dict[str, Callable[[], object]]:
-    """LayerNorm over all heads and rotary, into tensors and into the outboxes of two readers."""
+def unaligned(width: int) -> Callable[[], object]:
+    """Rows that do not start on 16 bytes."""
+    shift, scale = torch.zeros(2, 2, width).unbind(1)
+    return lambda: adaln.launch(rows(2, 8, width + 1)[..., :width], None, shift, scale, Norm())
+
+
+def outboxes(heads: int, dim: int) -> Callable[[], object]:
+    """QK-norm and rotary into the outboxes of two readers."""
     q, k, v = rows(2, 8, 3, heads, dim).unbind(2)
-    halves = [slice(0, heads // 2), slice(heads // 2, heads)]
-    boxes = Outboxes(Outbox(*rows(8, 2, 3, heads // 2, dim).unbind(2), half, half) for half in halves)
+    halves = slice(0, heads // 2), slice(heads // 2, heads)
+    views = [rows(8, 2, 3, heads // 2, dim).unbind(2) for _ in halves]
+    boxes = Outboxes(Outbox(q, k, v, half, half) for (q, k, v), half in zip(views, halves, strict=True))
     angles = torch.zeros(8, dim // 2)
-    how = Prepare("layer", False, 1e-5, *(rows(heads * dim) for _ in range(4)), angles, angles)
-    return {
-        f"prepare {heads} x {dim}": lambda: prepare.launch(q, k, how),
-        f"outboxes {heads} x {dim}": lambda: prepare.launch_into(q, k, v, how, boxes),
-    }
+    weight, bias, k_weight, k_bias = (rows(heads * dim) for _ in range(4))
+    how = Prepare("layer", False, 1e-5, weight, bias, k_weight, k_bias, angles, angles)
+    return lambda: prepare.launch_into(q, k, v, how, boxes)
+
+
+def update() -> None:
+    """A DDIM step."""
+    step, outputs = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
+    how = ddim.Update(torch.zeros(25, 7), 4.0, clip=1.0)
+    ddim.launch(torch.zeros(1, 16, 16), outputs, outputs, how, step, step.clone())
 
 
 def rows(*shape: int) -> Tensor:

@@ -7,6 +7,9 @@ and a row's bits do not depend on how many rows there are.
 Source: adaLN-Zero, DiT (arXiv 2212.09748).
 """
 
+# pyright: reportPossiblyUnboundVariable=false
+# (what kernels branch on is known at compile time)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -108,7 +111,7 @@ def reference(
 
 def tile(width: int) -> Tile:
     """By width alone, never by the number of rows: 16 elements a thread are two 16-byte accesses of bf16."""
-    return Tile(1, max(1, min(16, _block(width) // 512)))
+    return Tile(1, max(1, min(16, block(width) // 512)))
 
 
 def launch(
@@ -130,7 +133,7 @@ def launch(
     h = torch.empty((batch, tokens, width), dtype=x_BlE.dtype, device=x_BlE.device)
     x_new = torch.empty_like(h) if branch is not None and keep else None
     rows, warps, late = tiled or tile(width)
-    constants = {"E": width, "BLOCK": _block(width), "ROWS": rows, "UNIT": unit, "CENTRE": norm.kind == "layer"}
+    constants = {"E": width, "BLOCK": block(width), "ROWS": rows, "UNIT": unit, "CENTRE": norm.kind == "layer"}
     if h.numel():
         grid = (-(-tokens // rows), batch)
         _kernel[grid](
@@ -140,7 +143,7 @@ def launch(
     return (x_BlE if x_new is None else x_new), h
 
 
-def _block(width: int) -> int:
+def block(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 

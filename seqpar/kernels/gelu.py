@@ -6,6 +6,8 @@ product adds the bias in its epilogue for nothing, pass None. Source: GELU (arXi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,8 +20,14 @@ CASES = (
     {"batch": 2, "tokens": 3, "width": 1544},  # only 8 divides it
     {"batch": 3, "tokens": 7, "width": 40},
 )
-BLOCK = 1024
-"""Columns a program: one 16-byte vector for each thread."""
+
+
+class Tile(NamedTuple):
+    """What one program does: rows (which share the bias it reads) x columns, powers of two, and with how many warps."""
+
+    rows: int
+    columns: int
+    warps: int
 
 
 def bias_gelu(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
@@ -34,32 +42,41 @@ def reference(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
     return F.gelu(x, approximate="tanh").to(x_BlF.dtype)
 
 
-def launch(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
+def tile(width: int) -> Tile:
+    """One 16-byte vector for each thread."""
+    columns = min(1024, triton.next_power_of_2(width))
+    return Tile(1, columns, max(1, columns // 256))
+
+
+def launch(x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None) -> Tensor:
     """The same by the kernel; any strides with a contiguous last dim."""
     contiguous_rows(x_BlF, bias_F)
     batch, tokens, width = x_BlF.shape
     out = x_BlF.new_empty(batch, tokens, width)
     if out.numel():
-        block = min(BLOCK, triton.next_power_of_2(width))
-        grid = (batch * tokens * triton.cdiv(width, block),)
-        strides = x_BlF.stride(0), x_BlF.stride(1)
-        gelu_kernel[grid](x_BlF, bias_F, out, tokens, *strides, width, block, num_warps=max(1, block // 256))
+        rows, columns, warps = tiled or tile(width)
+        grid = (triton.cdiv(batch * tokens, rows) * triton.cdiv(width, columns),)
+        gelu_kernel[grid](
+            x_BlF, bias_F, out, batch * tokens, tokens, x_BlF.stride(0), x_BlF.stride(1), width, rows, columns,
+            num_warps=warps, enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 
 @jit
 def gelu_kernel(
-    x, bias, out, tokens, batch_stride, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    x, bias, out, count, tokens, batch_stride, token_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program = some columns of one row; neighbours share a row, so memory is walked in order."""
-    blocks = tl.cdiv(WIDTH, BLOCK)
-    row = tl.program_id(0) // blocks
-    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    """Program = some columns of some rows; neighbours share rows, so memory is walked in order."""
+    blocks = tl.cdiv(WIDTH, COLUMNS)
+    row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     x += (row // tokens).to(tl.int64) * batch_stride + (row % tokens).to(tl.int64) * token_stride
-    inside = column < WIDTH
+    inside = (row < count) & (column < WIDTH)
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
-        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)): no tanh needed, nothing cancels, and an overflow of exp gives the limit 0
     twice_u = 1.5957691216057308 * (value + 0.044715 * value * value * value)  # 2 sqrt(2 / pi)
     result = value / (1.0 + tl.exp(-twice_u))

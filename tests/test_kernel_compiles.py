@@ -14,6 +14,7 @@ import pytest
 from tests.offline import launches
 
 ROOT = Path(__file__).parent.parent
+SHARED = 227 * 1024  # bytes that one program may have on Hopper
 NARROW = {
     "merge": {4},  # log-sum-exps, one for each row of a head
     "outboxes": {8},  # the table of places
@@ -38,7 +39,11 @@ def access(kernel: Facts) -> set[int]:
     return {int(size) for side in ("loads", "stores") for size in kernel[side]}
 
 
-@pytest.mark.parametrize("name", [name for name in launches() if not name.startswith("unaligned")])
+def named(*kinds: str) -> list[str]:
+    return [name for name in launches() if name.startswith(kinds)]
+
+
+@pytest.mark.parametrize("name", sorted({*launches()} - {*named("unaligned", "gated_linear")}))
 def test_kernels_for_hopper_read_and_write_16_bytes_at_a_time_and_spill_nothing(
     compiled: dict[str, list[Facts]], name: str
 ) -> None:
@@ -53,3 +58,17 @@ def test_rows_that_do_not_start_on_16_bytes_are_seen(compiled: dict[str, list[Fa
     """A negative control: the stream is read in pieces, and the count above would say so."""
     (kernel,) = compiled[f"unaligned, {width}"]
     assert access(kernel) - {16}
+
+
+@pytest.mark.parametrize("name", named("gated_linear"))
+def test_products_use_the_matrix_units_and_the_copy_engine_and_fit_a_multiprocessor(
+    compiled: dict[str, list[Facts]], name: str
+) -> None:
+    (kernel,) = compiled[name]
+    programs = int(name.partition("programs=")[2].rstrip(")"))
+    assert kernel["wgmma"] > 0
+    assert kernel["tma"] > 0
+    assert not access(kernel)
+    assert kernel["spilled"] == 0
+    assert programs * (kernel["shared"] + 1024) <= SHARED + 1024  # 1 KB of each program is the system's
+    assert programs * kernel["threads"] * kernel["registers"] <= 65536

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,6 +29,32 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     warps: int
+
+
+EPILOGUE: frozenset[tuple[tuple[int, int], int, int]] = frozenset()
+"""(compute capability, F, K) where cuBLAS does bias and GELU in the product's epilogue, faster than product and kernel,
+and with a row's bits independent of the number of rows: as a table of docs/benchmarks shows. None so far."""
+
+
+def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
+    """GELU-tanh of x W^T + bias; the product is rounded before, unless its shape is in `EPILOGUE`."""
+    if EPILOGUE and fused(x_BlE, weight_FE, bias_F):
+        capability = torch.cuda.get_device_capability(x_BlE.device)
+        if (capability, *weight_FE.shape) in EPILOGUE:
+            return linear_epilogue(x_BlE, weight_FE, bias_F)
+    return bias_gelu(F.linear(x_BlE, weight_FE), bias_F)
+
+
+def linear_epilogue(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
+    """`linear_gelu` by one call of cuBLASLt, rounded once; on GPUs only (elsewhere torch takes the other GELU)."""
+    made = torch.ops.aten._addmm_activation(bias_F, x_BlE.flatten(0, 1), weight_FE.t(), use_gelu=True)
+    return made.view(*x_BlE.shape[:2], -1)
+
+
+def linear_reference(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
+    """`linear_gelu` in plain torch, rounded once."""
+    wide = state_dtype(x_BlE.dtype)
+    return reference(F.linear(x_BlE.to(wide), weight_FE.to(wide)), bias_F).to(x_BlE.dtype)
 
 
 def bias_gelu(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:

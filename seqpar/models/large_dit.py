@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
-from seqpar.kernels.swiglu import swiglu
+from seqpar.kernels.gated_linear import gated_linear
 from seqpar.models import _layers
 from seqpar.models._label_dit import LabelDiT
 from seqpar.protocols import Attend, Condition, Prepare
@@ -102,7 +102,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(h_BlE).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=2)
         branch = self.wo(attend(q, k, v, self.prepare(*rotary)).flatten(2))
         x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight))
-        return gate_norm_modulate(x, gate_mlp, self.w2(swiglu(self.w13(h))), *after, keep=keep)
+        return gate_norm_modulate(x, gate_mlp, self.w2(gated_linear(h, self.w13.weight)), *after, keep=keep)
 
 
 class Model(LabelDiT):

@@ -62,7 +62,7 @@ def products() -> Sequence[Product]:
         "cuBLAS with GELU in its epilogue": gelu.linear_epilogue,
     }
     return (
-        Product("w1|w3 + SwiGLU, 7B", 4096, 2 * 11008, False, gated, gated_linear.reference),
+        Product("w1, w3 + SwiGLU, 7B", 4096, 2 * 11008, False, gated, gated_linear.reference),
         Product("fc1 + bias + GELU, DiT-XL/2", 1152, 4608, True, biased, gelu.linear_reference),
     )
 

@@ -62,13 +62,13 @@ def kernels_of(launch: Callable[[], object]) -> list[Any]:
 
 
 def facts(kernel: Any) -> dict[str, Any]:
-    """Widths of global accesses in bytes -> how many stand in the PTX; registers, spills and barriers."""
+    """Widths of global accesses in bytes -> how many stand in the PTX; registers, spills, shared memory.
+
+    wgmma: products of the matrix units, waits: how often the machine code waits for some; tma: bulk copies.
+    """
     ptx = kernel.asm["ptx"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        told = subprocess.run(usage, capture_output=True, text=True, check=True).stdout
+    told = disassembled(kernel, "-res-usage")
+    code = disassembled(kernel, "-sass") if "wgmma" in ptx else ""
     return {
         "name": kernel.metadata.name,
         "loads": widths(ptx, "ld.global"),
@@ -77,10 +77,19 @@ def facts(kernel: Any) -> dict[str, Any]:
         "spilled": sum(int(told.split(f"{where}:")[1].split()[0]) for where in ("STACK", "LOCAL")),
         "threads": 32 * kernel.metadata.num_warps,
         "shared": kernel.metadata.shared,
-        "barriers": ptx.count("bar.sync"),
-        "wgmma": ptx.count("wgmma.mma_async"),
+        "wgmma": code.count("HGMMA"),
+        "waits": code.count("WARPGROUP.DEPBAR"),
         "tma": ptx.count("cp.async.bulk.tensor"),
     }
+
+
+def disassembled(kernel: Any, how: str) -> str:
+    """What cuobjdump, which comes with Triton, tells of a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, how, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def widths(ptx: str, operation: str) -> dict[int, int]:

@@ -3,7 +3,8 @@
 When it wins: decided by `launch/bench.py kernels`, shape by shape; `FASTER` holds what a committed table shows, and it
 is empty: nothing has been measured yet. Until then this is cuBLAS and the kernel of `swiglu.py`, which writes and reads
 2F numbers a row more. Against that: cuBLAS shares tiles between neighbouring multiprocessors, this does not, and while
-a tile's epilogue runs (4 % of the instructions' time at K = 4096) its multiprocessor multiplies nothing.
+a program's epilogue runs it multiplies nothing (two programs a multiprocessor fill each other's gaps).
+The same for x + gate * (h W^T) was compiled and left: at 128 x 256, the tile that spares the cache, ptxas spills.
 
 Weights are used as the model holds them: a tile loads rows n.. of W1 and rows F + n.. of W3, into two accumulators.
 Sums are fp32, over K in one order, and a tile's shape does not depend on the number of rows: nor do a row's bits.
@@ -106,7 +107,8 @@ def kernel(
     """Program = every so many-th tile of the output; neighbours share weights first, then rows."""
     tall = tl.cdiv(count, ROWS)
     wide = tl.cdiv(width, COLUMNS)
-    for tile in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), flatten=True):  # pyright: ignore[reportGeneralTypeIssues]
+    # not flattened into the loop over K: then ptxas waits for each product before it starts the next (3.6, 3.9)
+    for tile in range(tl.program_id(0), tall * wide, tl.num_programs(0)):
         first = tile // (GROUP * wide) * GROUP
         together = tl.minimum(tall - first, GROUP)
         row = (first + tile % (GROUP * wide) % together) * ROWS

@@ -1,4 +1,4 @@
-"""Matrix products with arithmetic in their epilogue, against cuBLAS and a kernel: what decides `gated_linear.FASTER`.
+"""Matrix products with arithmetic in their epilogue, against cuBLAS and a kernel: what decides `FASTER`, `EPILOGUE`.
 
 Beside each way: TFLOP/s and the error against fp32 arithmetic. "alone" is the product without what follows it.
 """
@@ -17,11 +17,14 @@ from torch import Tensor
 
 from launch import timing
 from launch.timing import append, command, environment, over, timed_over
-from seqpar.kernels import gated_linear, gelu, swiglu
+from seqpar.kernels import adaln, gated_linear, gelu, residual_linear, swiglu
+from seqpar.kernels.adaln import Gated, Norm
 from seqpar.kernels.gated_linear import Tile
 
+NORM = Norm("rms", 1e-5)
+
 # what fits the registers and the shared memory of a Hopper multiprocessor, as ptxas counts
-TILES = (
+GATED = (
     Tile(128, 128, 64, 4, 8),
     Tile(128, 128, 64, 3, 8),
     Tile(256, 64, 64, 4, 8),
@@ -30,41 +33,87 @@ TILES = (
     Tile(128, 64, 128, 3, 4),
     Tile(64, 128, 64, 4, 4),  # few rows
 )
+RESIDUAL = (
+    Tile(128, 256, 64, 4, 8),
+    Tile(128, 256, 64, 3, 8),
+    Tile(128, 128, 64, 4, 8),
+    Tile(128, 128, 64, 3, 4, programs=2),
+    Tile(64, 256, 64, 4, 4),
+    Tile(64, 128, 64, 6, 4),
+)
 ALONE = "cuBLAS alone"
 
 
 @dataclass(frozen=True)
 class Product:
-    """x (rows, inner) times weights (columns, inner), the ways to compute it with its epilogue, and in plain torch."""
+    """x (rows, inner) times weights (columns, inner): what a way takes, the ways, and what they should make of it."""
 
     name: str
     inner: int
     columns: int
-    biased: bool
+    data: Callable[[int], tuple[Tensor, ...]]
     ways: Mapping[str, Callable[..., Tensor]]
     reference: Callable[..., Tensor]
 
-    def data(self, rows: int, device: str = "cuda") -> tuple[Tensor, ...]:
-        """x, weights and, where there is one, a bias."""
-        rand = partial(timing.rand, device=device)
-        weights = rand(self.columns, self.inner) / self.inner**0.5
-        return rand(2, rows // 2, self.inner), weights, *((rand(self.columns),) if self.biased else ())
+
+def products(device: str = "cuda") -> Sequence[Product]:
+    """The 7B's w1, w3 with SwiGLU; its wo and w2 with all that follows; the first layer of DiT-XL/2's feed-forward."""
+    rand = partial(timing.rand, device=device)
+
+    def weights(columns: int, inner: int) -> Tensor:
+        return rand(columns, inner) / inner**0.5
+
+    def residual(inner: int, rows: int) -> tuple[Tensor, ...]:
+        vectors = rand(2, 3, 4096, dtype=torch.float32).unbind(1)
+        return rand(2, rows // 2, inner), weights(4096, inner), rand(2, rows // 2, 4096), *vectors
+
+    return (
+        Product("w1, w3 + SwiGLU, 7B", 4096, 2 * 11008, lambda n: (rand(2, n // 2, 4096), weights(2 * 11008, 4096)),
+                gated_ways(), gated_linear.reference),
+        *(Product(f"{name} + gate, residual, norm, 7B", inner, 4096, partial(residual, inner), residual_ways(),
+                  lambda h, w, x, *vectors: branched(adaln.reference, F.linear(h, w), x, *vectors))
+          for name, inner in (("wo", 4096), ("w2", 11008))),
+        Product("fc1 + bias + GELU, DiT-XL/2", 1152, 4608,
+                lambda n: (rand(2, n // 2, 1152), weights(4608, 1152), rand(4608)), gelu_ways(), gelu.linear_reference),
+    )  # fmt: skip
 
 
-def products() -> Sequence[Product]:
-    """The 7B's w1|w3 with SwiGLU, and the first layer of DiT-XL/2's feed-forward with bias and GELU."""
-    gated: dict[str, Callable[..., Tensor]] = {ALONE: F.linear}
-    gated["cuBLAS + SwiGLU kernel"] = lambda x, w: swiglu.launch(F.linear(x, w))
-    gated |= {f"one kernel, {tile}": partial(gated_linear.launch, tiled=tile) for tile in TILES}
-    biased: dict[str, Callable[..., Tensor]] = {
+def gated_ways() -> Mapping[str, Callable[..., Tensor]]:
+    """x, weights -> SwiGLU of their product."""
+    two: dict[str, Callable[..., Tensor]] = {ALONE: F.linear}
+    two["cuBLAS + SwiGLU kernel"] = lambda x, w: swiglu.launch(F.linear(x, w))
+    return two | {f"one kernel, {tile}": partial(gated_linear.launch, tiled=tile) for tile in GATED}
+
+
+def residual_ways() -> Mapping[str, Callable[..., Tensor]]:
+    """h, weights, stream, gate, shift, scale -> what follows the stream, normalised and modulated."""
+
+    def fused(tile: Tile) -> Callable[..., Tensor]:
+        def way(h: Tensor, w: Tensor, x: Tensor, gate: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+            return adaln.launch(residual_linear.launch(x, gate, h, w, tiled=tile), None, shift, scale, NORM)[1]
+
+        return way
+
+    two: dict[str, Callable[..., Tensor]] = {ALONE: lambda h, w, *rest: F.linear(h, w)}
+    two["cuBLAS + gate, residual, norm kernel"] = lambda h, w, *rest: branched(adaln.launch, F.linear(h, w), *rest)
+    return two | {f"one kernel + norm kernel, {tile}": fused(tile) for tile in RESIDUAL}
+
+
+def branched(
+    adaln_by: Callable[..., tuple[Tensor, Tensor]], branch: Tensor, x: Tensor, gate: Tensor, shift: Tensor,
+    scale: Tensor,
+) -> Tensor:  # fmt: skip
+    """The branch gated into the stream, and that normalised and modulated."""
+    return adaln_by(x, Gated(gate, branch), shift, scale, NORM)[1]
+
+
+def gelu_ways() -> Mapping[str, Callable[..., Tensor]]:
+    """x, weights, bias -> GELU of their product."""
+    return {
         ALONE: lambda x, w, b: F.linear(x, w),
         "cuBLAS + bias + GELU kernel": lambda x, w, b: gelu.launch(F.linear(x, w), b),
         "cuBLAS with GELU in its epilogue": gelu.linear_epilogue,
     }
-    return (
-        Product("w1, w3 + SwiGLU, 7B", 4096, 2 * 11008, False, gated, gated_linear.reference),
-        Product("fc1 + bias + GELU, DiT-XL/2", 1152, 4608, True, biased, gelu.linear_reference),
-    )
 
 
 def main(rows: Sequence[int], rounds: int, out: Path | None) -> None:
@@ -92,11 +141,11 @@ def measure(product: Product, rows: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def error(way: Callable[..., Tensor], product: Product, data: tuple[Tensor, ...]) -> float | None:
-    """Relative, of some rows; None for the product alone, which is something else."""
+    """Relative; None for the product alone, which is something else."""
     if way is product.ways[ALONE]:
         return None
-    want = product.reference(data[0][:, :64].float(), *(x.float() for x in data[1:]))
-    return float((way(*data)[:, :64] - want).norm() / want.norm())
+    want = product.reference(*(x.float() for x in data))
+    return float((way(*data) - want).norm() / want.norm())
 
 
 def row(line: dict[str, Any]) -> str:

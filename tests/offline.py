@@ -22,9 +22,9 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from launch.kernels import Case, cases
-from launch.products import TILES
+from launch.products import GATED, RESIDUAL
 from launch.tiles import candidates
-from seqpar.kernels import adaln, ddim, gated_linear, prepare
+from seqpar.kernels import adaln, ddim, gated_linear, prepare, residual_linear
 from seqpar.kernels.adaln import Norm
 from seqpar.protocols import Outbox, Outboxes, Prepare
 
@@ -110,7 +110,8 @@ def launches() -> dict[str, Callable[[], object]]:
                 made[f"{case.name}, {width}, {tile or 'today'}"] = launch_of(case, tile)
         made[f"unaligned, {width}"] = unaligned(width)
     made |= {f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))}
-    made |= {f"gated_linear, {tile}": product_of(tile) for tile in TILES}
+    made |= {f"product, SwiGLU, {tile}": gated_product(tile) for tile in GATED}
+    made |= {f"product, residual, {tile}": residual_product(tile) for tile in RESIDUAL}
     return made | {"ddim": update}
 
 
@@ -136,8 +137,13 @@ def outboxes(heads: int, dim: int) -> Callable[[], object]:
     return lambda: prepare.launch_into(q, k, v, how, boxes)
 
 
-def product_of(tile: gated_linear.Tile) -> Callable[[], object]:
+def gated_product(tile: gated_linear.Tile) -> Callable[[], object]:
     return lambda: gated_linear.launch(rows(1, 256, 4096), rows(2 * 11008, 4096), tiled=tile)
+
+
+def residual_product(tile: gated_linear.Tile) -> Callable[[], object]:
+    h, weight, x, gate = rows(2, 128, 11008), rows(4096, 11008), rows(2, 128, 4096), torch.zeros(2, 6, 4096)[:, 2]
+    return lambda: residual_linear.launch(x, gate, h, weight, tiled=tile)
 
 
 def update() -> None:

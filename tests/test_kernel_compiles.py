@@ -43,7 +43,7 @@ def named(*kinds: str) -> list[str]:
     return [name for name in launches() if name.startswith(kinds)]
 
 
-@pytest.mark.parametrize("name", sorted({*launches()} - {*named("unaligned", "gated_linear")}))
+@pytest.mark.parametrize("name", sorted({*launches()} - {*named("unaligned", "product")}))
 def test_kernels_for_hopper_read_and_write_16_bytes_at_a_time_and_spill_nothing(
     compiled: dict[str, list[Facts]], name: str
 ) -> None:
@@ -60,7 +60,7 @@ def test_rows_that_do_not_start_on_16_bytes_are_seen(compiled: dict[str, list[Fa
     assert access(kernel) - {16}
 
 
-@pytest.mark.parametrize("name", named("gated_linear"))
+@pytest.mark.parametrize("name", named("product"))
 def test_products_use_the_matrix_units_and_the_copy_engine_and_fit_a_multiprocessor(
     compiled: dict[str, list[Facts]], name: str
 ) -> None:
@@ -68,7 +68,7 @@ def test_products_use_the_matrix_units_and_the_copy_engine_and_fit_a_multiproces
     programs = int(name.partition("programs=")[2].rstrip(")"))
     assert kernel["wgmma"] > kernel["waits"]  # products follow each other: otherwise one wait for each
     assert kernel["tma"] > 0
-    assert not access(kernel)
+    assert access(kernel) <= {16}  # the gate
     assert kernel["spilled"] == 0
     assert programs * (kernel["shared"] + 1024) <= SHARED + 1024  # 1 KB of each program is the system's
     assert programs * kernel["threads"] * kernel["registers"] <= 65536

@@ -107,7 +107,7 @@ def test_what_the_copy_engine_cannot_read_is_refused() -> None:
     x, packed = data(SMALL[0], torch.float16)
     with pytest.raises(ValueError, match="rows that start on 16 bytes"):
         launch(x[..., 1:], packed[:, 1:].contiguous())
-    with pytest.raises(ValueError, match="expected one dtype"):
+    with pytest.raises(ValueError, match="one dtype for all"):
         launch(x, packed.float())
 
 

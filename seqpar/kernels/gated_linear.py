@@ -4,7 +4,6 @@ When it wins: decided by `launch/bench.py kernels`, shape by shape; `FASTER` hol
 is empty: nothing has been measured yet. Until then this is cuBLAS and the kernel of `swiglu.py`, which writes and reads
 2F numbers a row more. Against that: cuBLAS shares tiles between neighbouring multiprocessors, this does not, and while
 a program's epilogue runs it multiplies nothing (two programs a multiprocessor fill each other's gaps).
-The same for x + gate * (h W^T) was compiled and left: at 128 x 256, the tile that spares the cache, ptxas spills.
 
 Weights are used as the model holds them: a tile loads rows n.. of W1 and rows F + n.. of W3, into two accumulators.
 Sums are fp32, over K in one order, and a tile's shape does not depend on the number of rows: nor do a row's bits.
@@ -14,7 +13,7 @@ Source: GLU variants (arXiv 2002.05202); persistent programs and the order of ti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +49,8 @@ class Tile(NamedTuple):
 
 
 TILE = Tile(128, 128, 64, 4, 8)
-FASTER: Mapping[tuple[tuple[int, int], int, int], Tile] = {}
+Table = Mapping[tuple[tuple[int, int], int, int], Tile]
+FASTER: Table = {}
 """(compute capability, F, K) -> the tile that beat cuBLAS and a kernel, in a table of docs/benchmarks; none so far."""
 
 
@@ -59,11 +59,17 @@ def gated_linear(x_BlE: Tensor, packed_F2E: Tensor) -> Tensor:
 
     Without an entry in `FASTER` the product is rounded too, as torch rounds it.
     """
-    if FASTER and fused(x_BlE, packed_F2E) and x_BlE.dtype != torch.float32:
-        width, inner = packed_F2E.shape[0] // 2, packed_F2E.shape[1]
-        if tiled := FASTER.get((torch.cuda.get_device_capability(x_BlE.device), width, inner)):
-            return launch(x_BlE, packed_F2E, tiled=tiled)
+    tiled = measured(FASTER, packed_F2E.shape[0] // 2, x_BlE, packed_F2E)
+    if tiled is not None:
+        return launch(x_BlE, packed_F2E, tiled=tiled)
     return swiglu.swiglu(F.linear(x_BlE, packed_F2E))
+
+
+def measured(table: Table, width: int, x_BlE: Tensor, weight: Tensor, *others: Tensor) -> Tile | None:
+    """What a table says of `width` columns, this weight's inner dim and this chip; None where no kernel may run."""
+    if not table or x_BlE.dtype == torch.float32 or not fused(x_BlE, weight, *others):
+        return None
+    return table.get((torch.cuda.get_device_capability(x_BlE.device), width, weight.shape[1]))
 
 
 def reference(x_BlE: Tensor, packed_F2E: Tensor) -> Tensor:
@@ -73,46 +79,58 @@ def reference(x_BlE: Tensor, packed_F2E: Tensor) -> Tensor:
 
 
 def launch(x_BlE: Tensor, packed_F2E: Tensor, *, tiled: Tile = TILE) -> Tensor:
-    """The same by the kernel; x's batch and tokens have to be one dim, rows have to start on 16 bytes."""
-    x_RE, width = x_BlE.flatten(0, 1), packed_F2E.shape[0] // 2
-    out_RF = x_BlE.new_empty(len(x_RE), width)
-    for name, matrix in (("x", x_RE), ("weights", packed_F2E), ("output", out_RF)):
-        if matrix.stride(1) != 1 or matrix.data_ptr() % 16 or matrix.stride(0) * matrix.element_size() % 16:
-            raise ValueError(f"got {name} with strides {matrix.stride()}, expected rows that start on 16 bytes")
-    if packed_F2E.dtype != x_BlE.dtype:
-        raise ValueError(f"got x of {x_BlE.dtype} and weights of {packed_F2E.dtype}, expected one dtype")
-    rows, columns, depth, stages, warps, programs = tiled
-    tiles = triton.cdiv(len(x_RE), rows) * triton.cdiv(width, columns)
-    if tiles:
-        x = TensorDescriptor.from_tensor(x_RE, [rows, depth])
-        packed = TensorDescriptor.from_tensor(packed_F2E, [columns, depth])
-        out = TensorDescriptor.from_tensor(out_RF, [rows, columns])
-        kernel[(min(tiles, programs * _multiprocessors(x_BlE.device)),)](
-            x, packed, out, len(x_RE), width, x_RE.shape[1], rows, columns, depth, GROUP, stages,
-            num_warps=warps, enable_fp_fusion=True,
+    """The same by the kernel; rows have to start on 16 bytes."""
+    batch, tokens, inner = x_BlE.shape
+    width, dtype = packed_F2E.shape[0] // 2, x_BlE.dtype
+    out = x_BlE.new_empty(batch, tokens, width)
+    rows, columns, depth, stages, warps, _ = tiled
+    if programs := grid(batch * tokens, width, tiled, x_BlE.device):
+        gated_kernel[(programs,)](
+            descriptor("x", x_BlE.flatten(0, 1), rows, depth, dtype),
+            descriptor("weights", packed_F2E, columns, depth, dtype),
+            descriptor("output", out.flatten(0, 1), rows, columns, dtype),
+            batch * tokens, width, inner, rows, columns, depth, GROUP, stages, num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
-    return out_RF.view(*x_BlE.shape[:2], width)
+    return out
 
 
-def _multiprocessors(device: torch.device) -> int:
+def descriptor(name: str, matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """What the copy engine has to know of a matrix that it reads or writes by tiles; outside of it are zeros."""
+    if matrix.stride(1) != 1 or matrix.data_ptr() % 16 or matrix.stride(0) * matrix.element_size() % 16:
+        raise ValueError(f"got {name} with strides {matrix.stride()}, expected rows that start on 16 bytes")
+    if matrix.dtype != dtype:
+        raise ValueError(f"got {name} of {matrix.dtype}, expected {dtype}: one dtype for all")
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
+def grid(count: int, width: int, tiled: Tile, device: torch.device) -> int:
+    """How many programs: no more than there are tiles, or than run at a time."""
     # on a CPU the interpreter runs: a few programs, so that each has several tiles
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return min(triton.cdiv(count, tiled.rows) * triton.cdiv(width, tiled.columns), units * tiled.programs)
 
 
 @jit
-def kernel(
+def place(tile, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """First row and column of a tile: GROUP tiles of rows use the same weights, then the next ones."""
+    tall = tl.cdiv(count, ROWS)
+    wide = tl.cdiv(width, COLUMNS)
+    first = tile // (GROUP * wide) * GROUP
+    together = tl.minimum(tall - first, GROUP)
+    row = (first + tile % (GROUP * wide) % together) * ROWS
+    return row, tile % (GROUP * wide) // together * COLUMNS
+
+
+@jit
+def gated_kernel(
     x, packed, out, count, width, inner, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program = every so many-th tile of the output; neighbours share weights first, then rows."""
-    tall = tl.cdiv(count, ROWS)
-    wide = tl.cdiv(width, COLUMNS)
+    tiles = tl.cdiv(count, ROWS) * tl.cdiv(width, COLUMNS)
     # not flattened into the loop over K: then ptxas waits for each product before it starts the next (3.6, 3.9)
-    for tile in range(tl.program_id(0), tall * wide, tl.num_programs(0)):
-        first = tile // (GROUP * wide) * GROUP
-        together = tl.minimum(tall - first, GROUP)
-        row = (first + tile % (GROUP * wide) % together) * ROWS
-        column = tile % (GROUP * wide) // together * COLUMNS
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, column = place(tile, count, width, ROWS, COLUMNS, GROUP)
         gate = tl.zeros((ROWS, COLUMNS), tl.float32)
         up = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in tl.range(0, inner, DEPTH, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]

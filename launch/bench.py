@@ -1,7 +1,7 @@
 """The benches: `launch/bench.py steps`, `kernels`, `tiles`, `ladder`; each writes JSON lines and prints a table.
 
 torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2       # every layout, and whether the bits agree
-python launch/bench.py kernels                                           # each kernel against copy bandwidth; products with an epilogue
+python launch/bench.py kernels                                           # each against copy bandwidth; fused products
 python launch/bench.py tiles                                             # how each kernel's rows are best laid out
 python launch/bench.py ladder --model large-dit-7b --tokens 256          # from plain eager to the graphed engine
 """

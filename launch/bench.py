@@ -1,9 +1,8 @@
-"""The benches: `launch/bench.py steps`, `kernels`, `ladder` ...; each writes JSON lines and prints a table.
-
-And `rates`, which measures what the planner must know of a machine.
+"""The benches: each writes JSON lines and prints a table. And `rates`: what the planner must know of a machine.
 
 torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2       # every layout, and whether the bits agree
-python launch/bench.py kernels                                           # each kernel against copy bandwidth
+python launch/bench.py kernels                                           # each against copy bandwidth; fused products
+python launch/bench.py tiles                                             # how each kernel's rows are best laid out
 python launch/bench.py ladder --model large-dit-7b --tokens 256          # from plain eager to the graphed engine
 python launch/bench.py start                                             # process start to first picture, and our part
 python launch/bench.py numerics --models builtin large-dit-7b            # error of each step, beside plain bf16's
@@ -12,10 +11,24 @@ torchrun --nproc_per_node=4 launch/bench.py rates                        # measu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Union
+
 import tyro
 
-from launch import kernels, ladder, measure, numerics, start, steps
+from launch import kernels, ladder, measure, numerics, start, steps, tiles
 from launch.exits import guarded
+
+# flags of a bench -> what runs it
+BENCHES: dict[type, Callable[[Any], None]] = {
+    steps.Steps: steps.main,
+    kernels.Kernels: kernels.main,
+    tiles.Tiles: tiles.main,
+    ladder.Ladder: ladder.main,
+    start.Start: start.main,
+    numerics.Numerics: numerics.main,
+    measure.Rates: measure.main,
+}
 
 
 def main() -> None:
@@ -25,20 +38,9 @@ def main() -> None:
 
 def run(rank: int) -> None:
     """Parse and measure."""
-    benches = steps.Steps | kernels.Kernels | ladder.Ladder | numerics.Numerics | start.Start | measure.Rates
+    benches: Any = Union[tuple(BENCHES)]  # noqa: UP007 (of a tuple)
     args = tyro.cli(benches, description=__doc__, console_outputs=rank == 0)
-    if isinstance(args, steps.Steps):
-        steps.main(args)
-    elif isinstance(args, kernels.Kernels):
-        kernels.main(args)
-    elif isinstance(args, numerics.Numerics):
-        numerics.main(args)
-    elif isinstance(args, start.Start):
-        start.main(args)
-    elif isinstance(args, measure.Rates):
-        measure.main(args)
-    else:
-        ladder.main(args)
+    BENCHES[type(args)](args)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def main(path: str) -> None:
 def tables(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Steps (best layouts, all layouts), ladder (a step, whole runs), kernels ...: those there are lines for."""
     makers = (("steps", best), ("steps", every), ("ladder", ladder), ("ladder", runs), ("kernels", kernels),
-              ("start", start), ("numerics", numerics))  # fmt: skip
+              ("products", products), ("tiles", tiles), ("start", start), ("numerics", numerics))  # fmt: skip
     made = [make([line for line in lines if line["bench"] == kind]) for kind, make in makers if _has(lines, kind)]
     return [text for text in made if text]
 
@@ -104,6 +104,27 @@ def numerics(lines: Sequence[dict[str, Any]]) -> str:
         rows.append([*cells, f"{ratio['median']:.3f} ({ratio['max']:.3f})"])
     ways = lines[0]["error"]
     return _table(["model", "tokens", "steps", "against", *(f"{way} (most)" for way in ways), "ratio (most)"], rows)
+
+
+def products(lines: Sequence[dict[str, Any]]) -> str:
+    """us of each way of a matrix product with what follows it, TFLOP/s, and the error against fp32 arithmetic."""
+    rows = []
+    for line in lines:
+        case, error = line["case"], "" if line["error"] is None else f"{line['error']:.1e}"
+        us, tflops = f"{1e3 * line['ms']['median']:.1f}", f"{line['tflops']:.0f}"
+        rows.append([case["product"], str(case["rows"]), case["way"], us, tflops, error])
+    return _table(["product", "rows", "way", "us", "TFLOP/s", "error"], rows)
+
+
+def tiles(lines: Sequence[dict[str, Any]]) -> str:
+    """The fastest tile of each kernel, width and number of rows, beside today's."""
+    rows, told = [], ("kernel", "width", "rows")
+    for at in dict.fromkeys(tuple(line["case"][name] for name in told) for line in lines):
+        mine = [line for line in lines if tuple(line["case"][name] for name in told) == at]
+        fastest, today = min(mine, key=_median), next(line for line in mine if line["case"]["tile"] == "today")
+        times = [f"{1e3 * _median(x):.1f} us, {100 * x['share_of_copy']:.0f} %" for x in (today, fastest)]
+        rows.append([*map(str, at), *times, fastest["case"]["tile"]])
+    return _table(["kernel", "width", "rows", "today, of copy", "fastest, of copy", "tile"], rows)
 
 
 def best(lines: Sequence[dict[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 COPY_BYTES = 1 << 31  # far more than the caches hold
+ROUND_MS = 10.0  # how long a kernel runs in a round; slower ways run as often
 
 
 def graphed(work: Callable[[], object]) -> Callable[[], None]:
@@ -69,6 +71,31 @@ def by_rounds(
         for name, work in works.items():
             times[name].append(clock(work))
     return times
+
+
+def over(size: int) -> int:
+    """How many inputs of `size` bytes make four times the cache: used in turn, none is in it when it is read again."""
+    return math.ceil(4 * torch.cuda.get_device_properties("cuda").L2_cache_size / size)
+
+
+def timed_over(
+    ways: Mapping[str, Callable[..., object]], sets: Sequence[Sequence[Any]], rounds: int
+) -> dict[str, dict[str, float]]:
+    """ms of one call of each way, which takes one of `sets`; a graph calls it with all of them, one after the other."""
+
+    def all_sets(way: Callable[..., object]) -> Callable[[], object]:
+        # the list keeps results apart: memory that is written again and again stays in the cache
+        return lambda: [way(*one) for one in sets]
+
+    graphs = {name: graphed(all_sets(way)) for name, way in ways.items()}
+    repeat = max(3, int(ROUND_MS / timed(next(iter(graphs.values())), 3)))
+    times = in_turn(graphs, rounds, repeat)
+    return {name: spread([ms / len(sets) for ms in values]) for name, values in times.items()}
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> torch.Tensor:
+    """Random data: zeros run faster than anything real."""
+    return torch.randn(shape, dtype=torch.float32, device=device).to(dtype)
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:

@@ -126,3 +126,16 @@ def test_the_tables_of_the_readme_are_made_of_committed_lines() -> None:
     assert set(shown) <= set(made)
     faster = [{**line, "ms": {name: ms / 2 for name, ms in line["ms"].items()}} for line in steps_of(PAGES[-1])]
     assert table.best(faster) not in shown  # a negative control
+
+
+def test_tables_of_tiles_and_products_name_the_fastest() -> None:
+    at = {"kernel": "SwiGLU", "width": 8, "rows": 2}
+    lines = [{"bench": "tiles", "case": at | {"tile": tile}, "ms": {"median": ms}, "share_of_copy": 0.5 / ms}
+             for tile, ms in (("wide", 2.0), ("today", 1.0), ("narrow", 0.5))]  # fmt: skip
+    at = {"product": "w1, w3", "rows": 2}
+    lines += [{"bench": "products", "case": at | {"way": way}, "ms": {"median": 1.0}, "tflops": 3.0, "error": error}
+              for way, error in (("alone", None), ("fused", 1e-3))]  # fmt: skip
+    products, tiles = table.tables(lines)
+    assert "| w1, w3 | 2 | alone | 1000.0 | 3 |  |" in products
+    assert "| w1, w3 | 2 | fused | 1000.0 | 3 | 1.0e-03 |" in products
+    assert tiles.endswith("| SwiGLU | 8 | 2 | 1000.0 us, 50 % | 500.0 us, 100 % | narrow |")

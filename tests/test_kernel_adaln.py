@@ -71,7 +71,7 @@ def test_kernel_is_as_close_to_fp64_as_plain_torch(
 
 
 @pytest.mark.parametrize("width", [384, 1160])
-@pytest.mark.parametrize("tile", [None, Tile(4, 2)])
+@pytest.mark.parametrize("tile", [None, Tile(4, 2), Tile(1, 2, late=True)])
 def test_a_row_does_not_depend_on_the_number_of_rows(width: int, tile: Tile | None) -> None:
     x, gated, shift, scale, _ = data({"batch": 3, "tokens": 85, "width": width, "pad": 0}, torch.float16)
     whole = launch(x, gated, shift, scale, norm("layer"), tiled=tile)
@@ -82,10 +82,12 @@ def test_a_row_does_not_depend_on_the_number_of_rows(width: int, tile: Tile | No
         assert all(torch.equal(a, b[one, some]) for a, b in zip(got, whole, strict=True))
 
 
-def test_rows_a_program_change_no_bits() -> None:
-    x, gated, shift, scale, _ = data({"batch": 2, "tokens": 5, "width": 384, "pad": 0}, torch.float16)
-    one, four = (launch(x, gated, shift, scale, norm("rms"), tiled=Tile(rows, 1)) for rows in (1, 4))
-    assert all(torch.equal(a, b) for a, b in zip(one, four, strict=True))
+@pytest.mark.parametrize("tile", [Tile(4, 1), Tile(1, 1, late=True), Tile(4, 1, late=True)])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_rows_a_program_and_when_vectors_are_read_change_no_bits(tile: Tile, kind: str) -> None:
+    x, gated, shift, scale, weight = data({"batch": 2, "tokens": 5, "width": 384, "pad": 0}, torch.float16)
+    one, other = (launch(x, gated, shift, scale, norm(kind, weight), tiled=tiled) for tiled in (Tile(1, 1), tile))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("case", [{"batch": 2, "tokens": 5, "width": 385, "pad": 2}, CASES[2]])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels.prepare import CASES, launch, launch_into, prepare, prepare_into, reference, reference_into
+from seqpar.kernels.prepare import CASES, Tile, launch, launch_into, prepare, prepare_into, reference, reference_into
 from seqpar.protocols import Outbox, Outboxes, Prepare
 from tests.conftest import DEVICE
 from tests.meshes import random
@@ -185,6 +185,22 @@ def test_a_row_does_not_depend_on_the_number_of_rows(case: Case, norm: str) -> N
     part = replace(how, cos_lD2=how.cos_lD2[3:5], sin_lD2=how.sin_lD2[3:5])
     for some, all_ in zip(launch(q[1:, 3:5], k[1:, 3:5], part), launch(q, k, how), strict=True):
         assert torch.equal(some, all_[1:, 3:5])
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("rotary", ROTARY)
+def test_rotary_rows_read_early_change_no_bits(norm: str, rotary: str) -> None:
+    case = SMALL[0]
+    q, k, v = project(case, torch.float16)
+    how, early = preparation(case, norm, rotary, torch.float16), Tile(2, early=True)
+    want, both = launch(q, k, how, tiled=Tile(2)), (boxes(case, torch.float16), boxes(case, torch.float16))
+    assert all(torch.equal(a, b) for a, b in zip(launch(q, k, how, tiled=early), want, strict=True))
+    for into, tiled in zip(both, (Tile(2), early), strict=True):
+        launch_into(q, k, v, how, into, tiled=tiled)
+    for one, other in zip(*both, strict=True):
+        for name in ("q", "k", "v"):
+            x, y = getattr(one, name), getattr(other, name)
+            assert x is y is None or torch.equal(x, y)
 
 
 def test_inputs_of_any_strides() -> None:

@@ -105,6 +105,17 @@ def test_a_row_does_not_depend_on_the_number_of_rows(dtype: torch.dtype, width: 
         assert torch.equal(call(x[1:, 2:4]), call(x)[1:, 2:4])
 
 
+@pytest.mark.parametrize("shape", [(4, 256, 2), (2, 1024, 4)])
+@pytest.mark.parametrize("width", [40, 1544])
+def test_tiles_change_no_bits(shape: tuple[int, int, int], width: int) -> None:
+    """Rows and columns that fill no tile, and more rows a program than there are."""
+    case = {"batch": 3, "tokens": 3, "width": width}
+    packed, x, extra = data(case, torch.float16, 2), data(case, torch.float16), bias(case, torch.float16)
+    assert torch.equal(swiglu.launch(packed, tiled=swiglu.Tile(*shape)), swiglu.launch(packed))
+    assert torch.equal(gelu.launch(x, extra, tiled=gelu.Tile(*shape)), gelu.launch(x, extra))
+    assert torch.equal(gelu.launch(x[:1, :1], extra, tiled=gelu.Tile(*shape)), gelu.launch(x, extra)[:1, :1])
+
+
 def test_no_rows_are_no_launch() -> None:
     assert swiglu.launch(torch.empty(2, 0, 16, device=DEVICE)).shape == (2, 0, 8)
     assert gelu.launch(torch.empty(2, 0, 16, device=DEVICE), None).shape == (2, 0, 16)

@@ -12,11 +12,13 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     jit: Any = triton.jit
 except ImportError:  # no Triton for this platform
     triton: Any = None
     tl: Any = None
+    TensorDescriptor: Any = None
 
     def _never(function: Any) -> Any:
         """Leave a kernel as it is; it is never called."""
@@ -40,4 +42,4 @@ def contiguous_rows(*tensors: torch.Tensor | None) -> None:
             raise ValueError(f"got strides {tensor.stride()}, expected a contiguous last dim")
 
 
-__all__ = ["contiguous_rows", "fused", "jit", "tl", "triton"]
+__all__ = ["TensorDescriptor", "contiguous_rows", "fused", "jit", "tl", "triton"]

@@ -7,6 +7,9 @@ and a row's bits do not depend on how many rows there are.
 Source: adaLN-Zero, DiT (arXiv 2212.09748).
 """
 
+# pyright: reportPossiblyUnboundVariable=false
+# (what kernels branch on is known at compile time)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -37,10 +40,16 @@ class Gated(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How rows are laid over programs: rows a program, warps a program. A row's arithmetic depends on warps alone."""
+    """How rows are laid over programs: rows a program, one after the other, and warps a program.
+
+    late: shift, scale and weight are read after the sums, from L1, not held in registers meanwhile: that makes room
+    for more rows at a time (counted by ptxas at width 4096, 4 warps: 64 registers a thread, not 127).
+    A row's bits depend on warps alone.
+    """
 
     rows: int
     warps: int
+    late: bool = False
 
 
 # what a kernel has to get right and a bench measures: batch rows, tokens, width, padding of a token's stride
@@ -102,7 +111,7 @@ def reference(
 
 def tile(width: int) -> Tile:
     """By width alone, never by the number of rows: 16 elements a thread are two 16-byte accesses of bf16."""
-    return Tile(1, max(1, min(16, _block(width) // 512)))
+    return Tile(1, max(1, min(16, block(width) // 512)))
 
 
 def launch(
@@ -123,18 +132,18 @@ def launch(
     unit, strides = _strides(width, x_BlE, branch, *vectors)
     h = torch.empty((batch, tokens, width), dtype=x_BlE.dtype, device=x_BlE.device)
     x_new = torch.empty_like(h) if branch is not None and keep else None
-    rows, warps = tiled or tile(width)
-    constants = {"E": width, "BLOCK": _block(width), "ROWS": rows, "UNIT": unit, "CENTRE": norm.kind == "layer"}
+    rows, warps, late = tiled or tile(width)
+    constants = {"E": width, "BLOCK": block(width), "ROWS": rows, "UNIT": unit, "CENTRE": norm.kind == "layer"}
     if h.numel():
         grid = (-(-tokens // rows), batch)
         _kernel[grid](
-            x_BlE, branch, *vectors, norm.weight, x_new, h, tokens, norm.eps, *strides, **constants, num_warps=warps,
-            enable_fp_fusion=True,
+            x_BlE, branch, *vectors, norm.weight, x_new, h, tokens, norm.eps, *strides, **constants, LATE=late,
+            num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
     return (x_BlE if x_new is None else x_new), h
 
 
-def _block(width: int) -> int:
+def block(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 
@@ -167,6 +176,11 @@ def _stream(pointer, col, inside):
 
 
 @jit
+def _modulation(shift, scale, col, inside):
+    return _vector(shift, col, inside), _vector(scale, col, inside) + 1.0
+
+
+@jit
 def _kernel(
     x,
     branch,
@@ -190,16 +204,19 @@ def _kernel(
     ROWS: tl.constexpr,
     UNIT: tl.constexpr,
     CENTRE: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     # a whole row is in registers, in one layout for all tensors: nothing is exchanged but the two sums
     batch = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * ROWS
     col = tl.arange(0, BLOCK)
     inside = col < E
-    shift_E = _vector(shift + batch * shift_batch * UNIT, col, inside)
-    scale_E = _vector(scale + batch * scale_batch * UNIT, col, inside) + 1.0
+    shift += batch * shift_batch * UNIT
+    scale += batch * scale_batch * UNIT
+    if not LATE:
+        shift_E, scale_E = _modulation(shift, scale, col, inside)
+        weight_E = None if weight is None else _vector(weight, col, inside)
     gate_E = None if branch is None else _vector(gate + batch * gate_batch * UNIT, col, inside)
-    weight_E = None if weight is None else _vector(weight, col, inside)
     for index in range(ROWS):
         # past the end the last row is computed again, to the same bits: cheaper than a mask that varies by row
         token = tl.minimum(first + index, tokens - 1).to(tl.int64)
@@ -213,6 +230,9 @@ def _kernel(
             row = tl.where(inside, row - tl.sum(row, 0) / E, 0.0)
         # of differences from the mean: the difference of two large sums would cancel
         row *= tl.rsqrt(tl.sum(row * row, 0) / E + eps)
+        if LATE:
+            shift_E, scale_E = _modulation(shift, scale, col, inside)
+            weight_E = None if weight is None else _vector(weight, col, inside)
         if weight is not None:
             row *= weight_E
         tl.store(h + here, (row * scale_E + shift_E).to(h.dtype.element_ty), inside)

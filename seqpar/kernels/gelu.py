@@ -6,6 +6,9 @@ product adds the bias in its epilogue for nothing, pass None. Source: GELU (arXi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,8 +21,40 @@ CASES = (
     {"batch": 2, "tokens": 3, "width": 1544},  # only 8 divides it
     {"batch": 3, "tokens": 7, "width": 40},
 )
-BLOCK = 1024
-"""Columns a program: one 16-byte vector for each thread."""
+
+
+class Tile(NamedTuple):
+    """What one program does: rows (which share the bias it reads) x columns, powers of two, and with how many warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+EPILOGUE: frozenset[tuple[tuple[int, int], int, int]] = frozenset()
+"""(compute capability, F, K) where cuBLAS does bias and GELU in the product's epilogue, faster than product and kernel,
+and with a row's bits independent of the number of rows: as a table of docs/benchmarks shows. None so far."""
+
+
+def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
+    """GELU-tanh of x W^T + bias; the product is rounded before, unless its shape is in `EPILOGUE`."""
+    if EPILOGUE and fused(x_BlE, weight_FE, bias_F):
+        capability = torch.cuda.get_device_capability(x_BlE.device)
+        if (capability, *weight_FE.shape) in EPILOGUE:
+            return linear_epilogue(x_BlE, weight_FE, bias_F)
+    return bias_gelu(F.linear(x_BlE, weight_FE), bias_F)
+
+
+def linear_epilogue(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
+    """`linear_gelu` by one call of cuBLASLt, rounded once; on GPUs only (elsewhere torch takes the other GELU)."""
+    made = torch.ops.aten._addmm_activation(bias_F, x_BlE.flatten(0, 1), weight_FE.t(), use_gelu=True)
+    return made.view(*x_BlE.shape[:2], -1)
+
+
+def linear_reference(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
+    """`linear_gelu` in plain torch, rounded once."""
+    wide = state_dtype(x_BlE.dtype)
+    return reference(F.linear(x_BlE.to(wide), weight_FE.to(wide)), bias_F).to(x_BlE.dtype)
 
 
 def bias_gelu(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
@@ -34,32 +69,41 @@ def reference(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
     return F.gelu(x, approximate="tanh").to(x_BlF.dtype)
 
 
-def launch(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
+def tile(width: int) -> Tile:
+    """One 16-byte vector for each thread."""
+    columns = min(1024, triton.next_power_of_2(width))
+    return Tile(1, columns, max(1, columns // 256))
+
+
+def launch(x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None) -> Tensor:
     """The same by the kernel; any strides with a contiguous last dim."""
     contiguous_rows(x_BlF, bias_F)
     batch, tokens, width = x_BlF.shape
     out = x_BlF.new_empty(batch, tokens, width)
     if out.numel():
-        block = min(BLOCK, triton.next_power_of_2(width))
-        grid = (batch * tokens * triton.cdiv(width, block),)
-        strides = x_BlF.stride(0), x_BlF.stride(1)
-        gelu_kernel[grid](x_BlF, bias_F, out, tokens, *strides, width, block, num_warps=max(1, block // 256))
+        rows, columns, warps = tiled or tile(width)
+        grid = (triton.cdiv(batch * tokens, rows) * triton.cdiv(width, columns),)
+        gelu_kernel[grid](
+            x_BlF, bias_F, out, batch * tokens, tokens, x_BlF.stride(0), x_BlF.stride(1), width, rows, columns,
+            num_warps=warps, enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 
 @jit
 def gelu_kernel(
-    x, bias, out, tokens, batch_stride, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    x, bias, out, count, tokens, batch_stride, token_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program = some columns of one row; neighbours share a row, so memory is walked in order."""
-    blocks = tl.cdiv(WIDTH, BLOCK)
-    row = tl.program_id(0) // blocks
-    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    """Program = some columns of some rows; neighbours share rows, so memory is walked in order."""
+    blocks = tl.cdiv(WIDTH, COLUMNS)
+    row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     x += (row // tokens).to(tl.int64) * batch_stride + (row % tokens).to(tl.int64) * token_stride
-    inside = column < WIDTH
+    inside = (row < count) & (column < WIDTH)
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
-        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)): no tanh needed, nothing cancels, and an overflow of exp gives the limit 0
     twice_u = 1.5957691216057308 * (value + 0.044715 * value * value * value)  # 2 sqrt(2 / pi)
     result = value / (1.0 + tl.exp(-twice_u))

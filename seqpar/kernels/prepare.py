@@ -6,10 +6,14 @@ once, where the reader reads them; in between is fp32. Source: QK-norm (arXiv 20
 rotary embedding (arXiv 2104.09864).
 """
 
+# pyright: reportPossiblyUnboundVariable=false
+# (what kernels branch on is known at compile time)
+
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +31,13 @@ CASES = (
     *({"batch": 2, "tokens": 5, "heads": 6, "kv_heads": 3, "dim": dim} for dim in (48, 72, 96, 128, 6)),
     {"batch": 1, "tokens": 1, "heads": 5, "kv_heads": 5, "dim": 72},
 )
-PER_THREAD = 16
-"""Elements of a row that a thread holds: two 16-byte vectors."""
+
+
+class Tile(NamedTuple):
+    """How one token's q, k or v is held: in how many warps; early: with its rotary row, not read after the norm."""
+
+    warps: int
+    early: bool = False
 
 
 def prepare(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]:
@@ -69,20 +78,27 @@ def reference_into(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare,
             box.v.copy_(v_BlGD[:, :, box.kv_heads].transpose(0, 1))
 
 
-def launch(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]:
+def tile(heads: int, dim: int) -> Tile:
+    """16 elements a thread are two 16-byte vectors."""
+    return Tile(min(16, max(1, triton.next_power_of_2(heads) * triton.next_power_of_2(dim) // 512)))
+
+
+def launch(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare, *, tiled: Tile | None = None) -> tuple[Tensor, Tensor]:
     """`prepare` by the kernel, into contiguous tensors."""
     q = torch.empty(q_BlHD.shape, dtype=q_BlHD.dtype, device=q_BlHD.device)
     k = torch.empty(k_BlGD.shape, dtype=k_BlGD.dtype, device=k_BlGD.device)
-    _run(q_BlHD, k_BlGD, None, how, (q, k))
+    _run(q_BlHD, k_BlGD, None, how, (q, k), tiled)
     return q, k
 
 
-def launch_into(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, outboxes: Outboxes) -> None:
+def launch_into(
+    q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, outboxes: Outboxes, *, tiled: Tile | None = None
+) -> None:
     """`prepare_into` by the kernel."""
     places = outboxes.places
     if places.dtype != q_BlHD.dtype:
         raise ValueError(f"got outboxes of {places.dtype} for {q_BlHD.dtype}, expected the same")
-    _run(q_BlHD, k_BlGD, v_BlGD, how, places)
+    _run(q_BlHD, k_BlGD, v_BlGD, how, places, tiled)
 
 
 def _takes(*inputs: Tensor, how: Prepare) -> bool:
@@ -90,7 +106,9 @@ def _takes(*inputs: Tensor, how: Prepare) -> bool:
     return fused(*inputs, how.q_weight, how.q_bias, how.k_weight, how.k_bias)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor | None, how: Prepare, into: Places | tuple[Tensor, Tensor]) -> None:
+def _run(
+    q: Tensor, k: Tensor, v: Tensor | None, how: Prepare, into: Places | tuple[Tensor, Tensor], tiled: Tile | None
+) -> None:
     contiguous_rows(q, k, v, how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
     if k.dtype != q.dtype or (v is not None and v.dtype != q.dtype):
         raise ValueError(f"got q of {q.dtype} and k of {k.dtype}, expected q, k and v of one dtype")
@@ -106,13 +124,13 @@ def _run(q: Tensor, k: Tensor, v: Tensor | None, how: Prepare, into: Places | tu
     if how.cos_lD2 is not None and how.sin_lD2 is not None:
         rotary, rows = "pairs" if how.interleaved else "halves", (how.cos_lD2.stride(0), how.sin_lD2.stride(0))
     wide, narrow, padded = (triton.next_power_of_2(n) for n in (heads, groups, max(dim, 2)))
-    warps = min(16, max(1, wide * padded // (32 * PER_THREAD)))
+    warps, early = tiled or tile(heads, dim)
     if batch * tokens:
         prepare_kernel[(batch * tokens * parts,)](
             q, k, v, q_out, k_out, table, *(norms or (None,) * 4), how.cos_lD2, how.sin_lD2,
             tokens, shape[2], *strides[0], *strides[1], *strides[2], *rows, how.eps,
             how.norm, how.per_head, rotary, heads, groups, dim, wide, narrow, padded, parts, shape[1],
-            _alignment(inputs, norms, how, dim), write, num_warps=warps,
+            _alignment(inputs, norms, how, dim), write, early, num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -155,7 +173,7 @@ def prepare_kernel(
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, cos_row, sin_row, eps,
     NORM: tl.constexpr, PER_HEAD: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     DIM: tl.constexpr, HEADS2: tl.constexpr, GROUPS2: tl.constexpr, DIM2: tl.constexpr, PARTS: tl.constexpr,
-    COPIES: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr,
+    COPIES: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program = one token's q, k or v; neighbours share a row of the projection, so memory is walked in order.
 
@@ -169,20 +187,20 @@ def prepare_kernel(
         _move(
             q + batch * q_batch + token * q_token, q_head, q_out, table, table_heads, row, batch, token,
             q_weight, q_bias, cos, sin, cos_row, sin_row, eps,
-            NORM, PER_HEAD, ROTARY, 0, HEADS, HEADS2, DIM, DIM2, COPIES, READ, WRITE,
+            NORM, PER_HEAD, ROTARY, 0, HEADS, HEADS2, DIM, DIM2, COPIES, READ, WRITE, EARLY,
         )  # fmt: skip
     if part == 1:
         _move(
             k + batch * k_batch + token * k_token, k_head, k_out, table, table_heads, row, batch, token,
             k_weight, k_bias, cos, sin, cos_row, sin_row, eps,
-            NORM, PER_HEAD, ROTARY, 1, GROUPS, GROUPS2, DIM, DIM2, COPIES, READ, WRITE,
+            NORM, PER_HEAD, ROTARY, 1, GROUPS, GROUPS2, DIM, DIM2, COPIES, READ, WRITE, EARLY,
         )  # fmt: skip
     if PARTS == 3:  # noqa: SIM102 (of the two, this one is decided at compile time)
         if part == 2:
             _move(
                 v + batch * v_batch + token * v_token, v_head, None, table, table_heads, row, batch, token,
                 None, None, None, None, 0, 0, eps,
-                "none", PER_HEAD, "none", 2, GROUPS, GROUPS2, DIM, DIM2, COPIES, READ, WRITE,
+                "none", PER_HEAD, "none", 2, GROUPS, GROUPS2, DIM, DIM2, COPIES, READ, WRITE, EARLY,
             )  # fmt: skip
 
 
@@ -191,12 +209,15 @@ def _move(
     source, head_stride, out, table, table_heads, row, batch, token, weight, bias, cos, sin, cos_row, sin_row, eps,
     NORM: tl.constexpr, PER_HEAD: tl.constexpr, ROTARY: tl.constexpr, PART: tl.constexpr, HEADS: tl.constexpr,
     HEADS2: tl.constexpr, DIM: tl.constexpr, DIM2: tl.constexpr, COPIES: tl.constexpr, READ: tl.constexpr,
-    WRITE: tl.constexpr,
+    WRITE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Read the heads of one token, normalise, rotate, write. All in halves a and b: rotary partners face each other."""
     head = tl.arange(0, HEADS2)
     pair = tl.arange(0, DIM2 // 2)
     a, b = _read(source, head_stride, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
+    if ROTARY != "none" and EARLY:
+        cosine = _row(cos + token * cos_row, DIM, DIM2, READ)
+        sine = _row(sin + token * sin_row, DIM, DIM2, READ)
     if NORM != "none":
         if NORM == "layer":
             mean = _mean(a + b, PER_HEAD, HEADS, DIM)
@@ -217,10 +238,9 @@ def _move(
             a = a + bias_a
             b = b + bias_b
     if ROTARY != "none":
-        at_cos = tl.multiple_of(cos + token * cos_row + pair, [READ])
-        at_sin = tl.multiple_of(sin + token * sin_row + pair, [READ])
-        cosine = tl.load(at_cos, mask=pair < DIM // 2, other=0.0).to(tl.float32)[None, :]
-        sine = tl.load(at_sin, mask=pair < DIM // 2, other=0.0).to(tl.float32)[None, :]
+        if not EARLY:
+            cosine = _row(cos + token * cos_row, DIM, DIM2, READ)
+            sine = _row(sin + token * sin_row, DIM, DIM2, READ)
         turned = a * cosine - b * sine
         b = b * cosine + a * sine
         a = turned
@@ -234,6 +254,14 @@ def _move(
             offset = token * tl.load(entry + 1, mask=known, other=0) + batch * tl.load(entry + 2, mask=known, other=0)
             place = address.to(tl.pointer_type(source.dtype.element_ty)) + offset
             _write(place, address != 0, a, b, ROTARY, DIM, HEADS2, DIM2, WRITE)
+
+
+@jit
+def _row(start, DIM: tl.constexpr, DIM2: tl.constexpr, READ: tl.constexpr):
+    """A token's cosines or sines, for all heads."""
+    pair = tl.arange(0, DIM2 // 2)
+    at = tl.multiple_of(start + pair, [READ])
+    return tl.load(at, mask=pair < DIM // 2, other=0.0).to(tl.float32)[None, :]
 
 
 @jit

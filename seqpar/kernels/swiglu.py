@@ -6,6 +6,8 @@ Source: GLU variants (arXiv 2002.05202); w1 and w3 are one matrix product.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,8 +22,14 @@ CASES = (
     {"batch": 3, "tokens": 7, "width": 40},
 )
 """Rows [w1 x | w3 x] of 2 `width` numbers."""
-BLOCK = 1024
-"""Columns a program: one 16-byte vector of each half for each thread."""
+
+
+class Tile(NamedTuple):
+    """What one program does: rows x columns of the output, powers of two, and with how many warps."""
+
+    rows: int
+    columns: int
+    warps: int
 
 
 def swiglu(packed_BlF2: Tensor) -> Tensor:
@@ -35,29 +43,38 @@ def reference(packed_BlF2: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(packed_BlF2.dtype)
 
 
-def launch(packed_BlF2: Tensor) -> Tensor:
+def tile(width: int) -> Tile:
+    """One 16-byte vector of each half for each thread."""
+    columns = min(1024, triton.next_power_of_2(width))
+    return Tile(1, columns, max(1, columns // 256))
+
+
+def launch(packed_BlF2: Tensor, *, tiled: Tile | None = None) -> Tensor:
     """The same by the kernel; any strides with a contiguous last dim."""
     contiguous_rows(packed_BlF2)
-    batch, tokens, width = packed_BlF2.shape
-    out = packed_BlF2.new_empty(batch, tokens, width // 2)
+    batch, tokens, width = *packed_BlF2.shape[:2], packed_BlF2.shape[2] // 2
+    out = packed_BlF2.new_empty(batch, tokens, width)
     if out.numel():
-        block = min(BLOCK, triton.next_power_of_2(width // 2))
-        grid = (batch * tokens * triton.cdiv(width // 2, block),)
-        strides = packed_BlF2.stride(0), packed_BlF2.stride(1)
-        swiglu_kernel[grid](packed_BlF2, out, tokens, *strides, width // 2, block, num_warps=max(1, block // 256))
+        rows, columns, warps = tiled or tile(width)
+        grid = (triton.cdiv(batch * tokens, rows) * triton.cdiv(width, columns),)
+        swiglu_kernel[grid](
+            packed_BlF2, out, batch * tokens, tokens, packed_BlF2.stride(0), packed_BlF2.stride(1), width, rows,
+            columns, num_warps=warps, enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 
 @jit
 def swiglu_kernel(
-    packed, out, tokens, batch_stride, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    packed, out, count, tokens, batch_stride, token_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Program = some columns of one row; neighbours share a row, so memory is walked in order."""
-    blocks = tl.cdiv(WIDTH, BLOCK)
-    row = tl.program_id(0) // blocks
-    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    """Program = some columns of some rows; neighbours share rows, so memory is walked in order."""
+    blocks = tl.cdiv(WIDTH, COLUMNS)
+    row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     packed += (row // tokens).to(tl.int64) * batch_stride + (row % tokens).to(tl.int64) * token_stride
-    inside = column < WIDTH
+    inside = (row < count) & (column < WIDTH)
     gate = tl.load(packed + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(packed + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     result = gate / (1.0 + tl.exp(-gate)) * up

@@ -12,12 +12,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.costs import Work
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
-from seqpar.kernels.gelu import bias_gelu
+from seqpar.kernels.gelu import linear_gelu
 from seqpar.models import _layers
 from seqpar.models._label_dit import LabelDiT
 from seqpar.protocols import Attend, Condition, Prepare
@@ -75,7 +74,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(h_BlE).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
         branch = self.proj(attend(q, k, v, Prepare()).flatten(2))
         x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, self.mlp_norm)
-        branch = self.fc2(bias_gelu(F.linear(h, self.fc1.weight), self.fc1.bias))
+        branch = self.fc2(linear_gelu(h, self.fc1.weight, self.fc1.bias))
         return gate_norm_modulate(x, gate_mlp, branch, *after, keep=keep)
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.costs import Work
-from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
-from seqpar.kernels.swiglu import swiglu
+from seqpar.kernels.adaln import Norm, norm_modulate
+from seqpar.kernels.gated_linear import gated_linear
+from seqpar.kernels.residual_linear import linear_gate_norm_modulate
 from seqpar.models import _layers
 from seqpar.models._label_dit import LabelDiT
 from seqpar.protocols import Attend, Condition, Prepare
@@ -101,9 +102,11 @@ class Block(nn.Module):
         """The stream x and its normalised, modulated form h -> both after this block (see `seqpar.models.dit`)."""
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
         q, k, v = self.qkv(h_BlE).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=2)
-        branch = self.wo(attend(q, k, v, self.prepare(*rotary)).flatten(2))
-        x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight))
-        return gate_norm_modulate(x, gate_mlp, self.w2(swiglu(self.w13(h))), *after, keep=keep)
+        h = attend(q, k, v, self.prepare(*rotary)).flatten(2)
+        inside = shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight)
+        x, h = linear_gate_norm_modulate(x_BlE, gate, h, self.wo.weight, *inside)
+        h = gated_linear(h, self.w13.weight)
+        return linear_gate_norm_modulate(x, gate_mlp, h, self.w2.weight, *after, keep=keep)
 
 
 class Model(LabelDiT):

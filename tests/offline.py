@@ -1,0 +1,183 @@
+"""What Triton makes of our launches for an H100 or H200, on a machine without one.
+
+A launch runs as models run it, on CPU tensors, up to the point where the kernel would start: the specialisation on
+alignments, strides and missing tensors is therefore the real one. Needs no GPU, but `TRITON_INTERPRET` must not be set:
+`tests/test_kernel_compiles.py` starts it as a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from launch.kernels import Case, cases
+from launch.products import GATED, RESIDUAL
+from launch.tiles import candidates
+from seqpar.kernels import adaln, ddim, flags, gated_linear, prepare, push, residual_linear
+from seqpar.kernels.adaln import Norm
+from seqpar.kernels.push import Destinations
+from seqpar.protocols import Outbox, Outboxes, Prepare
+
+BF16 = torch.bfloat16
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+class NoDriver:
+    """As much of a driver as compiling needs."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+
+def kernels_of(launch: Callable[[], object]) -> list[Any]:
+    """The compiled kernels that `launch` would have started, in order."""
+    found, run = [], JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    driver.set_active(NoDriver())  # pyright: ignore[reportArgumentType]
+    JITFunction.run = compile_only
+    try:
+        launch()
+    finally:
+        JITFunction.run = run
+    return found
+
+
+def facts(kernel: Any) -> dict[str, Any]:
+    """Widths of global accesses in bytes -> how many stand in the PTX; registers, spills, shared memory.
+
+    wgmma: products of the matrix units, waits: how often the machine code waits for some; tma: bulk copies. release,
+    acquire: atomics at system scope.
+    """
+    ptx = kernel.asm["ptx"]
+    flags_of = {word: len(re.findall(rf"atom\.global\.sys\.{word}", ptx)) for word in ("release", "acquire")}
+    told = disassembled(kernel, "-res-usage")
+    code = disassembled(kernel, "-sass") if "wgmma" in ptx else ""
+    return {
+        "name": kernel.metadata.name,
+        "loads": widths(ptx, "ld.global"),
+        "stores": widths(ptx, "st.global"),
+        "registers": int(told.split("REG:")[1].split()[0]),
+        "spilled": sum(int(told.split(f"{where}:")[1].split()[0]) for where in ("STACK", "LOCAL")),
+        "threads": 32 * kernel.metadata.num_warps,
+        "shared": kernel.metadata.shared,
+        "wgmma": code.count("HGMMA"),
+        "waits": code.count("WARPGROUP.DEPBAR"),
+        "tma": ptx.count("cp.async.bulk.tensor"),
+        **flags_of,
+    }
+
+
+def disassembled(kernel: Any, how: str) -> str:
+    """What cuobjdump, which comes with Triton, tells of a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, how, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def widths(ptx: str, operation: str) -> dict[int, int]:
+    """Bytes of one access -> how many there are."""
+    counts: dict[int, int] = {}
+    for vector, bits in re.findall(rf"\b{re.escape(operation)}[^\s]*?(?:\.v(\d))?\.[a-z](\d+)\s", ptx):
+        size = int(vector or 1) * int(bits) // 8
+        counts[size] = counts.get(size, 0) + 1
+    return counts
+
+
+def launches() -> dict[str, Callable[[], object]]:
+    """Every kernel of `seqpar/kernels` at the widths of the 7B and DiT-XL/2, in every tile that the bench tries."""
+    made: dict[str, Callable[[], object]] = {}
+    for width in (4096, 1152):
+        for case in cases(16, width, "cpu"):
+            for tile in candidates(case, width) or [None]:
+                made[f"{case.name}, {width}, {tile or 'today'}"] = launch_of(case, tile)
+        made[f"unaligned, {width}"] = unaligned(width)
+    made |= {f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))}
+    made |= {f"product, SwiGLU, {tile}": gated_product(tile) for tile in GATED}
+    made |= {f"product, residual, {tile}": residual_product(tile) for tile in RESIDUAL}
+    made |= {f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))}
+    return made | {"ddim": update, "flags": flagged}
+
+
+def launch_of(case: Case, tile: Any) -> Callable[[], object]:
+    return lambda: case.module.launch(*case.data(), **({} if tile is None else {"tiled": tile}))
+
+
+def unaligned(width: int) -> Callable[[], object]:
+    """Rows that do not start on 16 bytes."""
+    shift, scale = torch.zeros(2, 2, width).unbind(1)
+    return lambda: adaln.launch(rows(2, 8, width + 1)[..., :width], None, shift, scale, Norm())
+
+
+def outboxes(heads: int, dim: int) -> Callable[[], object]:
+    """QK-norm and rotary into the outboxes of two readers."""
+    q, k, v = rows(2, 8, 3, heads, dim).unbind(2)
+    halves = slice(0, heads // 2), slice(heads // 2, heads)
+    views = [rows(8, 2, 3, heads // 2, dim).unbind(2) for _ in halves]
+    boxes = Outboxes(Outbox(q, k, v, half, half) for (q, k, v), half in zip(views, halves, strict=True))
+    angles = torch.zeros(8, dim // 2)
+    weight, bias, k_weight, k_bias = (rows(heads * dim) for _ in range(4))
+    how = Prepare("layer", False, 1e-5, weight, bias, k_weight, k_bias, angles, angles)
+    return lambda: prepare.launch_into(q, k, v, how, boxes)
+
+
+def gated_product(tile: gated_linear.Tile) -> Callable[[], object]:
+    return lambda: gated_linear.launch(rows(1, 256, 4096), rows(2 * 11008, 4096), tiled=tile)
+
+
+def residual_product(tile: gated_linear.Tile) -> Callable[[], object]:
+    h, weight, x, gate = rows(2, 128, 11008), rows(4096, 11008), rows(2, 128, 4096), torch.zeros(2, 6, 4096)[:, 2]
+    return lambda: residual_linear.launch(x, gate, h, weight, tiled=tile)
+
+
+def pushed(heads: int, dim: int) -> Callable[[], object]:
+    """Attention's output to four ranks, some heads of theirs."""
+    into = Destinations([rows(2, 4, 4 * heads, dim)[:, :, :heads].transpose(0, 1) for _ in range(4)], 1)
+    return lambda: push.launch(rows(2, 16, heads, dim), into)
+
+
+def flagged() -> None:
+    """Four ranks tell each other and wait."""
+    flags.launch(flags.Flags.of(tuple(torch.zeros(4, dtype=torch.int64)), torch.zeros(4, dtype=torch.int64), 1.0),
+                 True, True)  # fmt: skip
+
+
+def update() -> None:
+    """A DDIM step."""
+    step, outputs = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
+    how = ddim.Update(torch.zeros(25, 7), 4.0, clip=1.0)
+    ddim.launch(torch.zeros(1, 16, 16), outputs, outputs, how, step, step.clone())
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=BF16)  # nobody reads it
+
+
+def main() -> None:
+    """All of them: one JSON object, name -> facts."""
+    print(json.dumps({name: [facts(kernel) for kernel in kernels_of(launch)] for name, launch in launches().items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What the interpreter cannot see: that kernels compile for Hopper, to 16-byte accesses and without spills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.offline import launches
+
+ROOT = Path(__file__).parent.parent
+SHARED = 227 * 1024  # bytes that one program may have on Hopper
+NARROW = {
+    "merge": {4},  # log-sum-exps, one for each row of a head
+    "outboxes": {8},  # the table of places
+    "ddim": {2, 4, 8},  # latent-sized; its scalars too
+    "push": {8},  # the table of places
+}
+"""Bytes of accesses that are meant to be narrow."""
+Facts = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[Facts]]:
+    """All kernels; a process of its own, because Triton chooses between compiler and interpreter at import."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = str(ROOT) + os.pathsep + env.get("PYTHONPATH", "")
+    told = subprocess.run([sys.executable, "-m", "tests.offline"], capture_output=True, text=True, check=False, env=env)
+    assert told.returncode == 0, told.stderr
+    return json.loads(told.stdout)
+
+
+def access(kernel: Facts) -> set[int]:
+    """Bytes of its global loads and stores."""
+    return {int(size) for side in ("loads", "stores") for size in kernel[side]}
+
+
+def named(*kinds: str) -> list[str]:
+    return [name for name in launches() if name.startswith(kinds)]
+
+
+@pytest.mark.parametrize("name", sorted({*launches()} - {*named("unaligned", "product", "flags")}))
+def test_kernels_for_hopper_read_and_write_16_bytes_at_a_time_and_spill_nothing(
+    compiled: dict[str, list[Facts]], name: str
+) -> None:
+    assert compiled[name]
+    for kernel in compiled[name]:
+        assert kernel["spilled"] == 0
+        assert access(kernel) - NARROW.get(name.split(",")[0], set()) == {16}
+
+
+@pytest.mark.parametrize("width", [4096, 1152])
+def test_rows_that_do_not_start_on_16_bytes_are_seen(compiled: dict[str, list[Facts]], width: int) -> None:
+    """A negative control: the stream is read in pieces, and the count above would say so."""
+    (kernel,) = compiled[f"unaligned, {width}"]
+    assert access(kernel) - {16}
+
+
+@pytest.mark.parametrize("name", named("product"))
+def test_products_use_the_matrix_units_and_the_copy_engine_and_fit_a_multiprocessor(
+    compiled: dict[str, list[Facts]], name: str
+) -> None:
+    (kernel,) = compiled[name]
+    programs = int(name.partition("programs=")[2].rstrip(")"))
+    assert kernel["wgmma"] > kernel["waits"]  # products follow each other: otherwise one wait for each
+    assert kernel["tma"] > 0
+    assert access(kernel) <= {16}  # the gate
+    assert kernel["spilled"] == 0
+    assert programs * (kernel["shared"] + 1024) <= SHARED + 1024  # 1 KB of each program is the system's
+    assert programs * kernel["threads"] * kernel["registers"] <= 65536
+
+
+def test_flags_are_released_and_acquired_at_system_scope(compiled: dict[str, list[Facts]]) -> None:
+    (kernel,) = compiled["flags"]
+    assert kernel["release"] == 1
+    assert kernel["acquire"] == 2  # before the loop, and in it

@@ -22,6 +22,7 @@ import seqpar
 from launch.exits import guarded
 from launch.planning import here, imagined, shared_plan, tables
 from launch.progress import Progress
+from seqpar import exact
 from seqpar.layouts import Plan
 from seqpar.mesh import Mesh
 from seqpar.pictures import check_writable, grid, save, to_pil
@@ -69,6 +70,8 @@ class Args:
     """One device's attention: flash, sdpa, reference. (torchrun on Python 3.11 takes --local for its own.)"""
     transport: str = "auto"
     """How blocks travel between ranks: collective (NCCL, gloo), or peer (each other's memory, on one machine)."""
+    exact: bool = False
+    """The same latents, bit by bit, on any number of GPUs, at any size; a little slower (seqpar/exact.py)."""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Of weights and activations; bf16 on GPUs and fp32 on CPUs where auto."""
     out: Path = Path("seqpar.png")
@@ -125,6 +128,8 @@ class Job:
 def run(args: Args) -> None:
     """The whole path, from flags to a file."""
     guidance = Guidance(args.guidance, args.guidance_channels)
+    if args.exact:
+        exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined()
     job = ranks.together(lambda: check(args, ranks, guidance))
     if args.dry_run is not None:
@@ -213,7 +218,7 @@ def summary(args: Args, pipeline: Pipeline, job: Job, plan: Plan) -> str:
         f"mesh      {mesh} ({mesh.world.size} x {_device(mesh)}, {backend})",
         f"strategy  {dit.strategy.name} ({why})",
         f"transport {dit.transport}",
-        f"local     {dit.local}",
+        f"local     {dit.local}{', exact mode' if exact.is_on() else ''}",
         f"work      {len(job.pictures)} pictures, {job.tokens} tokens, {str(job.dtype).removeprefix('torch.')}, "
         f"{args.steps} steps of {type(job.scheduler).__name__} {steps}, guidance {args.guidance:g}",
     ]

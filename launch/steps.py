@@ -22,6 +22,7 @@ import torch.distributed as dist
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
 from launch.timing import append, command, environment, spread
+from seqpar import exact
 from seqpar import mesh as meshes
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
@@ -55,6 +56,8 @@ class Steps:
     """How blocks travel between ranks."""
     graph: bool = True
     """Replay the step as a CUDA graph where that is possible."""
+    exact: bool = False
+    """A row's bits depend on that row alone (seqpar/exact.py): what that costs."""
     out: Path | None = None
     """Append JSON lines here."""
 
@@ -79,6 +82,8 @@ class Layout:
 
 def main(args: Steps) -> None:
     """Measure all cases, print a table on rank 0, append the lines."""
+    if args.exact:
+        exact.turn_on()
     _, world = meshes.join()
     check(args, world)
     device = meshes.pick_device(world)
@@ -124,7 +129,7 @@ def line(
 ) -> dict[str, Any]:
     """All there is to say about one row."""
     case = {"model": args.model, "tokens": tokens, "layout": str(layout), "local": dit.local.name, "graph": args.graph}
-    case |= {"transport": dit.transport.name}
+    case |= {"transport": dit.transport.name, "exact": args.exact}
     case |= {"guidance": "axis" if layout.cfg == 2 else "batched", "dtype": str(dit.dtype).removeprefix("torch.")}
     return {"bench": "steps", "case": case, "gpus": world, "ms": spread(times), "digest": bits, "command": command(),
             "env": environment(dit.device)}  # fmt: skip

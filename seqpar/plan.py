@@ -16,8 +16,9 @@ import torch
 import seqpar.attention
 import seqpar.local
 import seqpar.transports
+from seqpar import exact
 from seqpar.comm.transport import Transport
-from seqpar.layouts import Aim
+from seqpar.layouts import EXACT, Aim
 from seqpar.mesh import AXES, Mesh
 from seqpar.protocols import plugin, plugins
 
@@ -38,7 +39,17 @@ class Choice:
 
 
 def choose_strategy(name: str, mesh: Mesh, kv_heads: int) -> Choice:
-    """The strategy for this mesh; `ValueError` where the named one does not fit it or does not exist."""
+    """The strategy for this mesh; `ValueError` where the named one does not fit it, or is not exact and should be."""
+    chosen = _strategy(name, mesh, kv_heads)
+    if exact.is_on() and mesh.sequence.size > 1 and chosen.name not in EXACT:
+        raise ValueError(
+            f"got strategy {chosen} in exact mode, expected {' or '.join(EXACT)}: a ring merges partial results, which "
+            f"rounds; name another strategy, or a mesh without a ring"
+        )
+    return chosen
+
+
+def _strategy(name: str, mesh: Mesh, kv_heads: int) -> Choice:
     if name != "auto":
         plugin(seqpar.attention, name, "strategy").check(mesh)
         return Choice(name, "as asked")
@@ -53,14 +64,17 @@ def choose_strategy(name: str, mesh: Mesh, kv_heads: int) -> Choice:
 def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice:
     """The local attention for this device, dtype and head dim; `ValueError` where the named one does not fit."""
     if name != "auto":
-        reason = plugin(seqpar.local, name, "local attention").supports(device, dtype, head_dim)
+        reason = _why_not(name, device, dtype, head_dim)
         if reason is not None:
             raise ValueError(
                 f"got local attention {name!r}, which does not work here: {reason}; expected one of "
-                f"{', '.join(_fitting(device, dtype, head_dim)[0])}"
+                f"{', '.join(_fitting(device, dtype, head_dim)[0]) or 'another dtype'}"
             )
         return Choice(name, "as asked")
     order, reasons = _fitting(device, dtype, head_dim)
+    if not order:
+        told = "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
+        raise ValueError(f"got {dtype} and head dim {head_dim} in exact mode, expected an attention for it ({told})")
     refused = "".join(f"; {other}: {reason}" for other, reason in reasons.items())
     return Choice(
         order[0], f"first choice for {device.type}, head dim {head_dim}, {dtype}{refused}".replace("torch.", "")
@@ -84,12 +98,21 @@ def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[l
     order = [*_LOCAL.get((major, head_dim), ()), *_ELSEWHERE, *plugins(seqpar.local)]
     working, reasons = [], {}
     for name in dict.fromkeys(order):
-        reason = plugin(seqpar.local, name, "local attention").supports(device, dtype, head_dim)
+        reason = _why_not(name, device, dtype, head_dim)
         if reason is None:
             working.append(name)
         elif not working:
             reasons[name] = reason
     return working, reasons
+
+
+def _why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why a local attention is not for this, None where it is; in exact mode also where rows may differ."""
+    module = plugin(seqpar.local, name, "local attention")
+    reason = module.supports(device, dtype, head_dim)
+    if reason is None and exact.is_on():
+        reason = module.invariant(device, dtype, head_dim)
+    return reason
 
 
 def parse_mesh(text: str) -> tuple[Aim, dict[str, int]]:

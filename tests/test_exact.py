@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from seqpar import exact
 from seqpar.local import flash, reference, sdpa
+from seqpar.mesh import Axis, Mesh
+from seqpar.plan import choose_local, choose_strategy
 
 ROOT = Path(__file__).parents[1]
 # rows of a call, and where they begin in the whole; odd ones, few and many
@@ -46,6 +49,20 @@ def test_exact_mode_refuses_to_come_too_late(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("module", [flash, reference, sdpa])
 def test_no_attention_on_a_cpu_is_said_to_be_exact(module: object) -> None:
     assert isinstance(module.invariant(torch.device("cpu"), torch.float32, 64), str)  # pyright: ignore
+
+
+def test_exact_mode_refuses_rings_and_attentions_that_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "is_on", lambda: True)
+    two = Axis("ring", 0, 2)
+    ring = replace(Mesh.single(), ring=two, sequence=two)
+    for name in ("auto", "ring", "usp"):
+        with pytest.raises(ValueError, match="expected ulysses or kv_gather"):
+            choose_strategy(name, ring, 4)
+    assert choose_strategy("kv_gather", ring, 4).name == "kv_gather"
+    assert choose_strategy("auto", Mesh.single(), 4).name == "ulysses"
+    for name in ("auto", "sdpa", "reference"):
+        with pytest.raises(ValueError, match="row counts"):
+            choose_local(name, torch.device("cpu"), torch.float32, 64)
 
 
 def differing_products() -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from launch import timing
 from launch.timing import append, command, environment, over, timed_over
 from seqpar.kernels import adaln, gated_linear, gelu, residual_linear, swiglu
+from seqpar.kernels._quack import QuackTile, why_not
 from seqpar.kernels.adaln import Gated, Norm
 from seqpar.kernels.gated_linear import Tile
 
@@ -32,6 +33,13 @@ GATED = (
     Tile(64, 128, 64, 2, 4, programs=2),
     Tile(128, 64, 128, 3, 4),
     Tile(64, 128, 64, 4, 4),  # few rows
+)
+QUACK = (
+    QuackTile(128, 192, pingpong=True),
+    QuackTile(128, 256),
+    QuackTile(256, 128),
+    QuackTile(256, 192),
+    QuackTile(128, 256, 1, 2),
 )
 RESIDUAL = (
     Tile(128, 256, 64, 4, 8),
@@ -82,7 +90,11 @@ def gated_ways() -> Mapping[str, Callable[..., Tensor]]:
     """x, weights -> SwiGLU of their product."""
     two: dict[str, Callable[..., Tensor]] = {ALONE: F.linear}
     two["cuBLAS + SwiGLU kernel"] = lambda x, w: swiglu.launch(F.linear(x, w))
-    return two | {f"one kernel, {tile}": partial(gated_linear.launch, tiled=tile) for tile in GATED}
+    reason = why_not()
+    if reason is not None:
+        print(f"quack is not compared: {reason}")
+    tiles: tuple[Tile | QuackTile, ...] = (*GATED, *(QUACK if reason is None else ()))
+    return two | {f"one kernel, {tile}": partial(gated_linear.launch, tiled=tile) for tile in tiles}
 
 
 def residual_ways() -> Mapping[str, Callable[..., Tensor]]:

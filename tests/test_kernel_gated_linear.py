@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from launch.products import QUACK
 from seqpar.kernels import gated_linear as module
 from seqpar.kernels import gelu, swiglu
+from seqpar.kernels._quack import QuackTile, why_not
 from seqpar.kernels.gated_linear import CASES, TILE, Tile, gated_linear, launch, reference
 from tests.conftest import DEVICE
 from tests.meshes import random
@@ -92,6 +94,20 @@ def test_gpu_a_row_does_not_depend_on_its_place(case: Case) -> None:
     whole, tokens = launch(x, packed), case["tokens"]
     for some in (slice(tokens // 3, tokens // 2 + 1), slice(tokens - 1, tokens)):
         assert torch.equal(launch(x[-1:, some], packed), whole[-1:, some])
+
+
+@gpu
+@pytest.mark.parametrize("tile", QUACK)
+def test_gpu_quacks_product_is_as_good_and_row_by_row(tile: QuackTile) -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    x, packed = data({"batch": 2, "tokens": 1023, "inner": 1536, "width": 4096}, torch.bfloat16)
+    whole, want = launch(x, packed, tiled=tile), exact(x, packed)
+    assert rms(whole, want) <= rms(swiglu.swiglu(F.linear(x, packed)), want)
+    for some in (slice(0, 1), slice(5, 90), slice(1000, 1023)):
+        assert torch.equal(launch(x[:1, some], packed, tiled=tile), whole[:1, some])
+    swapped = torch.cat(packed.chunk(2)[::-1])
+    assert float((launch(x, swapped, tiled=tile) - want).abs().max()) > 0.1
 
 
 @interpreted

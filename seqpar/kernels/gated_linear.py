@@ -13,16 +13,18 @@ Source: GLU variants (arXiv 2002.05202); persistent programs and the order of ti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels import swiglu
+from seqpar.kernels._quack import QuackTile, gated
 from seqpar.kernels._triton import TensorDescriptor, fused, jit, tl, triton
 from seqpar.protocols import state_dtype
 
+T = TypeVar("T")
 CASES = (
     *({"batch": 2, "tokens": n, "inner": 4096, "width": 11008} for n in (256, 4096)),  # Large-DiT 7B
     {"batch": 2, "tokens": 4096, "inner": 3072, "width": 8192},  # 3B
@@ -50,7 +52,7 @@ class Tile(NamedTuple):
 
 TILE = Tile(128, 128, 64, 4, 8)
 Table = Mapping[tuple[tuple[int, int], int, int], Tile]
-FASTER: Table = {}
+FASTER: Mapping[tuple[tuple[int, int], int, int], Tile | QuackTile] = {}
 """(compute capability, F, K) -> the tile that beat cuBLAS and a kernel, in a table of docs/benchmarks; none so far."""
 
 
@@ -65,7 +67,9 @@ def gated_linear(x_BlE: Tensor, packed_F2E: Tensor) -> Tensor:
     return swiglu.swiglu(F.linear(x_BlE, packed_F2E))
 
 
-def measured(table: Table, width: int, x_BlE: Tensor, weight: Tensor, *others: Tensor) -> Tile | None:
+def measured(
+    table: Mapping[tuple[tuple[int, int], int, int], T], width: int, x_BlE: Tensor, weight: Tensor, *others: Tensor
+) -> T | None:
     """What a table says of `width` columns, this weight's inner dim and this chip; None where no kernel may run."""
     if not table or x_BlE.dtype == torch.float32 or not fused(x_BlE, weight, *others):
         return None
@@ -78,8 +82,10 @@ def reference(x_BlE: Tensor, packed_F2E: Tensor) -> Tensor:
     return swiglu.reference(F.linear(x_BlE.to(wide), packed_F2E.to(wide))).to(x_BlE.dtype)
 
 
-def launch(x_BlE: Tensor, packed_F2E: Tensor, *, tiled: Tile = TILE) -> Tensor:
-    """The same by the kernel; rows have to start on 16 bytes."""
+def launch(x_BlE: Tensor, packed_F2E: Tensor, *, tiled: Tile | QuackTile = TILE) -> Tensor:
+    """The same by the kernel, or quack's; rows have to start on 16 bytes."""
+    if isinstance(tiled, QuackTile):
+        return gated(x_BlE.flatten(0, 1), packed_F2E, tiled).unflatten(0, x_BlE.shape[:2])
     batch, tokens, inner = x_BlE.shape
     width, dtype = packed_F2E.shape[0] // 2, x_BlE.dtype
     out = x_BlE.new_empty(batch, tokens, width)

@@ -112,6 +112,40 @@ def test_kv_gather_peer_shows_all_keys_and_values_to_all(ranks: Pool, world: int
     ranks.run(world, everywhere, case, 60)
 
 
+def replayed(rank: int, world: int, device: torch.device, turns: list[tuple[int, bool]], rounds: int) -> int:
+    """How often a slow reader read something else than was sent to it, in a graph of these calls, again and again."""
+    axis, case = make_mesh(device, cfg=1).sequence, CASES[1]
+    layout = layout_of(axis, case, device, torch.float64)
+    transport, mine = peer.Transport(), Shard(case[1], world).slice(axis.rank)
+    exchange: Any = transport.everywhere(axis, layout)
+    wrong = 0
+    for round_ in range(rounds):
+        for call, (slot, first) in enumerate(turns):
+            whole = payload(case, round_ * len(turns) + call, device, torch.float64)
+            write(whole, mine, exchange.open(slot, first))
+            _, k, v = exchange.deliver()
+            if rank == 0:
+                time.sleep(0.003)
+            wrong += not (torch.equal(k, whole[1]) and torch.equal(v, whole[2]))
+    together(axis, None)  # a fast rank may be one call ahead
+    transport.check()
+    return wrong
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_kv_gather_peer_in_graphs_of_any_number_of_layers(ranks: Pool, calls: int) -> None:
+    """As a graph captures them: slots in turn, and only the first call asks whether all have left both."""
+    turns = [(call % 2, call == 0) for call in range(calls)]
+    assert ranks.run(3, replayed, turns, 30) == [0, 0, 0]
+
+
+def test_kv_gather_peer_negative_control_an_odd_graph_that_does_not_ask_is_noticed(ranks: Pool) -> None:
+    if ranks.device == "cuda":
+        pytest.skip("a GPU's reader is not slowed down by its host")
+    wrong = ranks.run(3, replayed, [(0, False), (1, False), (0, False)], 30)
+    assert wrong[0] > 0
+
+
 def around(rank: int, world: int, device: torch.device, tokens: int, rounds: int) -> None:
     axis, shard = make_mesh(device, ring=world, cfg=1).ring, Shard(tokens, world)
     whole = coded(2, tokens, 3, DIM, 1).transpose(0, 1).to(device)
@@ -172,7 +206,7 @@ def silent(rank: int, world: int, device: torch.device, kernel: bool) -> tuple[s
         made: Any = transport._made[0][2]
         for _ in range(3):  # once late, nobody waits again
             if kernel and device.type != "cuda":
-                flags.launch(made.flags[0], True, True, polls=2000)
+                flags.launch(made.flags[0], True, True, polls=100)
             else:
                 into.deliver()
     try:
@@ -189,7 +223,7 @@ def test_peer_that_is_gone_is_named_within_the_deadline(ranks: Pool, kernel: boo
     *told, last = ranks.run(3, silent, kernel)
     for rank, (message, seconds) in enumerate(told):
         assert f"rank {rank} of axis ulysses waited 0.2 s in vain for 2 (exchange 1: q, k, v" in message
-        assert seconds < 5
+        assert seconds < 10
     assert last[0] == "nothing"  # it waited for nobody
 
 

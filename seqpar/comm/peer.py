@@ -126,16 +126,18 @@ class PeerToAll:
 
     def outboxes(self) -> Outboxes:
         """Where to write: q to my own buffer, k and v into every rank's."""
+        capturing = self._layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         # a graph begins after whatever ran before, its own last call too, so its first call makes sure that all have
         # left both slots; calls of the host are not for speed, and do so always
-        capturing = self._layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if capturing and self._in_capture:
-            self._slot = 1 - self._slot
-        else:
+        first, self._in_capture = not (capturing and self._in_capture), capturing
+        return self.open(0 if first else 1 - self._slot, first)
+
+    def open(self, slot: int, first: bool) -> Outboxes:
+        """The outboxes of a slot; `first`: once all ranks have left both."""
+        if first:
             self._begun.meet()
-            self._slot = 0
-        self._in_capture = capturing
-        return self._boxes[self._slot]
+        self._slot = slot
+        return self._boxes[slot]
 
     def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, l, H, D) of my tokens, k and v (B, L, G, D) of all; valid until the next call of `outboxes`."""

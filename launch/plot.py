@@ -1,5 +1,5 @@
 """Pictures from the JSON lines of `launch/bench.py`: the ladder as bars against its ceiling, steps against GPUs, the
-start of a process as a stack of its parts, errors of steps.
+start of a process as a stack of its parts, errors of steps, exchanges against the links.
 
 python launch/plot.py docs/benchmarks/2026-11-20-h200-engine.jsonl        # writes .png files beside it
 """
@@ -25,7 +25,8 @@ INK, OURS, THEIRS = "#333333", "#2f7d4f", "#9aa5b1"
 def main(path: Path) -> None:
     """One picture for each kind of lines that the file has."""
     lines = [json.loads(text) for text in path.read_text().splitlines()]
-    for kind, draw in (("ladder", ladder), ("steps", steps), ("start", start), ("numerics", numerics)):
+    for kind, draw in (("ladder", ladder), ("steps", steps), ("start", start), ("numerics", numerics),
+                       ("exchange", exchange)):  # fmt: skip
         if mine := [line for line in lines if line["bench"] == kind]:
             target = path.with_name(f"{path.stem}-{kind}.png")
             figure = draw(mine)
@@ -96,6 +97,28 @@ def numerics(lines: Sequence[Line]) -> Any:
             panel.plot(range(1, len(errors) + 1), errors, color=color, marker="o", markersize=3, label=way)
         title = f"{line['case']['model']}: ratio {line['ratio']['median']:.2f} (most {line['ratio']['max']:.2f})"
         panel.set(title=title, xlabel="step", ylabel="relative error", yscale="log")
+    panels[0, 0].legend(frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+def exchange(lines: Sequence[Line]) -> Any:
+    """GB/s a rank against MB, a panel for each move and number of GPUs; in a graph where there is one."""
+    mode = "graph" if any(line["case"]["mode"] == "graph" for line in lines) else "eager"
+    mine = [line for line in lines if line["us"] is not None and line["case"]["mode"] == mode]
+    panes = list(dict.fromkeys((line["gpus"], line["case"]["move"]) for line in mine))
+    figure, panels = plt.subplots(1, len(panes), figsize=(4.5 * len(panes), 3.4), squeeze=False, sharey=True)
+    for panel, (gpus, move) in zip(panels[0], panes, strict=True):
+        here = [line for line in mine if (line["gpus"], line["case"]["move"]) == (gpus, move)]
+        for way in dict.fromkeys(line["case"]["way"] for line in here):
+            points = [(line["case"]["mb"], line["gb_per_s"]) for line in here if line["case"]["way"] == way]
+            style = {"color": OURS if way.startswith("ours") else THEIRS, "marker": "o", "markersize": 4}
+            panel.plot(*zip(*points, strict=True), label=way, **style,
+                       linestyle="-" if way in ("ours, peer", "bare") else "--")  # fmt: skip
+        links = here[0]["gb_per_s"] / here[0]["share_of_links"]
+        panel.axhline(links, color=INK, linewidth=1, linestyle=":")
+        panel.set(title=f"{move}, {gpus} GPUs, {mode} (dotted: links)", xlabel="MB a rank", xscale="log")
+    panels[0, 0].set_ylabel("GB/s a rank")
     panels[0, 0].legend(frameon=False)
     figure.tight_layout()
     return figure

@@ -22,7 +22,7 @@ def main(path: str) -> None:
 def tables(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Steps (best layouts, all layouts), ladder (a step, whole runs), kernels ...: those there are lines for."""
     makers = (("steps", best), ("steps", every), ("ladder", ladder), ("ladder", runs), ("kernels", kernels),
-              ("start", start), ("numerics", numerics))  # fmt: skip
+              ("start", start), ("numerics", numerics), ("exchange", exchange))  # fmt: skip
     made = [make([line for line in lines if line["bench"] == kind]) for kind, make in makers if _has(lines, kind)]
     return [text for text in made if text]
 
@@ -104,6 +104,25 @@ def numerics(lines: Sequence[dict[str, Any]]) -> str:
         rows.append([*cells, f"{ratio['median']:.3f} ({ratio['max']:.3f})"])
     ways = lines[0]["error"]
     return _table(["model", "tokens", "steps", "against", *(f"{way} (most)" for way in ways), "ratio (most)"], rows)
+
+
+EXCHANGES = ("ours, collective", "ours, peer", "bare", "with permutes")
+
+
+def exchange(lines: Sequence[dict[str, Any]]) -> str:
+    """us (GB/s a rank) of each way to make an exchange, and how many times faster peer memory is than collectives."""
+    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for line in lines:
+        case = line["case"]
+        found.setdefault((line["gpus"], case["move"], case["mode"], case["mb"]), {})[case["way"]] = line
+    rows = []
+    for (gpus, *names, size), ways in found.items():
+        us = [ways[way]["us"] and ways[way]["us"]["median"] for way in EXCHANGES]
+        cells = [f"{time:.1f} ({ways[way]['gb_per_s']:.0f})" if time else "-"
+                 for way, time in zip(EXCHANGES, us, strict=True)]  # fmt: skip
+        ratios = [f"{time / us[1]:.2f}" if time and us[1] else "-" for time in us[2:]]
+        rows.append([str(gpus), *names, f"{size:g}", *cells, *ratios])
+    return _table(["GPUs", "move", "launch", "MB", *EXCHANGES, "bare / peer", "with permutes / peer"], rows)
 
 
 def best(lines: Sequence[dict[str, Any]]) -> str:

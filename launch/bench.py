@@ -1,6 +1,7 @@
 """The benches: `launch/bench.py steps`, `kernels`, `ladder` ...; each writes JSON lines and prints a table.
 
 torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2       # every layout, and whether the bits agree
+torchrun --nproc_per_node=4 launch/bench.py scale                        # the same beside other engines, and ceilings
 torchrun --nproc_per_node=4 launch/bench.py exchange                     # our transports beside plain collectives
 python launch/bench.py kernels                                           # each kernel against copy bandwidth
 python launch/bench.py ladder --model large-dit-7b --tokens 256          # from plain eager to the graphed engine
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import tyro
 
-from launch import exchange, kernels, ladder, numerics, start, steps
+from launch import exchange, kernels, ladder, numerics, scale, start, steps
 from launch.exits import guarded
 
 
@@ -23,10 +24,20 @@ def main() -> None:
 
 def run(rank: int) -> None:
     """Parse and measure."""
-    benches = steps.Steps | exchange.Exchange | kernels.Kernels | ladder.Ladder | numerics.Numerics | start.Start
+    benches = (
+        steps.Steps
+        | scale.Scale
+        | exchange.Exchange
+        | kernels.Kernels
+        | ladder.Ladder
+        | numerics.Numerics
+        | start.Start
+    )
     args = tyro.cli(benches, description=__doc__, console_outputs=rank == 0)
     if isinstance(args, steps.Steps):
         steps.main(args)
+    elif isinstance(args, scale.Scale):
+        scale.main(args)
     elif isinstance(args, exchange.Exchange):
         exchange.main(args)
     elif isinstance(args, kernels.Kernels):

@@ -32,8 +32,12 @@ def graphed(work: Callable[[], object], calls: int = 1) -> Callable[[], None]:
             work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
+    # the outer stream: a capture that fails does not go back to it by itself
     # thread_local: NCCL's watchdog may query its events while we capture
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
         for _ in range(calls):
             work()
 
@@ -130,7 +134,10 @@ def copy_bandwidth() -> float:
 
 
 class Sensors:
-    """SM clock (MHz) and power (W) while work runs, read by nvidia-smi ten times a second."""
+    """SM clock (MHz) and power (W) of a GPU while work runs, read by nvidia-smi ten times a second."""
+
+    def __init__(self, gpu: int = 0) -> None:
+        self._gpu = gpu
 
     def __enter__(self) -> Sensors:
         query = [
@@ -140,7 +147,7 @@ class Sensors:
             "-lms",
             "100",
             "-i",
-            "0",
+            str(self._gpu),
         ]
         self._process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
         self.readings: list[tuple[float, float]] = []

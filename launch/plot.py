@@ -1,5 +1,6 @@
 """Pictures from the JSON lines of `launch/bench.py`: the ladder as bars against its ceiling, steps against GPUs, the
-start of a process as a stack of its parts, errors of steps, exchanges against the links.
+start of a process as a stack of its parts, errors of steps, exchanges against the links, scaling
+against its ceiling.
 
 python launch/plot.py docs/benchmarks/2026-11-20-h200-engine.jsonl        # writes .png files beside it
 """
@@ -26,7 +27,7 @@ def main(path: Path) -> None:
     """One picture for each kind of lines that the file has."""
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     for kind, draw in (("ladder", ladder), ("steps", steps), ("start", start), ("numerics", numerics),
-                       ("exchange", exchange)):  # fmt: skip
+                       ("exchange", exchange), ("scale", scale)):  # fmt: skip
         if mine := [line for line in lines if line["bench"] == kind]:
             target = path.with_name(f"{path.stem}-{kind}.png")
             figure = draw(mine)
@@ -97,6 +98,32 @@ def numerics(lines: Sequence[Line]) -> Any:
             panel.plot(range(1, len(errors) + 1), errors, color=color, marker="o", markersize=3, label=way)
         title = f"{line['case']['model']}: ratio {line['ratio']['median']:.2f} (most {line['ratio']['max']:.2f})"
         panel.set(title=title, xlabel="step", ylabel="relative error", yscale="log")
+    panels[0, 0].legend(frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+def scale(lines: Sequence[Line]) -> Any:
+    """ms a step against GPUs, a panel for each model and token count: ours, the fastest peer, the lowest ceiling."""
+    able = [line for line in lines if line["ms"] is not None and line["case"]["images"] == 1]
+    works = list(dict.fromkeys((line["case"]["model"], line["case"]["tokens"]) for line in able))
+    figure, panels = plt.subplots(1, len(works), figsize=(4 * len(works), 3.2), squeeze=False)
+    kinds = {"ours": {"color": OURS, "marker": "o", "label": "fastest layout"},
+             "peer": {"color": THEIRS, "marker": "s", "label": "fastest peer"},
+             "ceiling": {"color": INK, "linestyle": "--", "marker": "_", "label": "ceiling"}}  # fmt: skip
+    for panel, work in zip(panels[0], works, strict=True):
+        mine = [line for line in able if (line["case"]["model"], line["case"]["tokens"]) == work]
+        for kind, style in kinds.items():
+            points = [(line["gpus"], line["ms"]["median"]) for line in mine if line["case"]["kind"] == kind]
+            least = sorted((n, min(ms for gpus, ms in points if gpus == n)) for n in {gpus for gpus, _ in points})
+            if kind == "ours":
+                panel.scatter(*zip(*points, strict=True), color=THEIRS, s=10)
+            if least:
+                panel.plot(*zip(*least, strict=True), linewidth=1.2, **style)
+        panel.set(title=f"{work[0]}, {work[1]} tokens", xlabel="GPUs", ylabel="ms a step", yscale="log", xscale="log")
+        gpus = sorted({line["gpus"] for line in mine})
+        panel.set_xticks(gpus, [str(n) for n in gpus])
+        panel.minorticks_off()
     panels[0, 0].legend(frameon=False)
     figure.tight_layout()
     return figure

@@ -120,10 +120,9 @@ def scale(lines: Sequence[Line]) -> Any:
                 panel.scatter(*zip(*points, strict=True), color=THEIRS, s=10)
             if least:
                 panel.plot(*zip(*least, strict=True), linewidth=1.2, **style)
-        panel.set(title=f"{work[0]}, {work[1]} tokens", xlabel="GPUs", ylabel="ms a step", yscale="log", xscale="log")
         gpus = sorted({line["gpus"] for line in mine})
-        panel.set_xticks(gpus, [str(n) for n in gpus])
-        panel.minorticks_off()
+        panel.set(title=f"{work[0]}, {work[1]} tokens", xlabel="GPUs", ylabel="ms a step", xticks=gpus)
+        panel.set_ylim(bottom=0)
     panels[0, 0].legend(frameon=False)
     figure.tight_layout()
     return figure

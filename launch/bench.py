@@ -1,6 +1,8 @@
 """The benches: each writes JSON lines and prints a table. And `rates`: what the planner must know of a machine.
 
 torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2       # every layout, and whether the bits agree
+torchrun --nproc_per_node=4 launch/bench.py scale                        # the same beside other engines, and ceilings
+torchrun --nproc_per_node=4 launch/bench.py exchange                     # our transports beside plain collectives
 python launch/bench.py kernels                                           # each against copy bandwidth; fused products
 python launch/bench.py tiles                                             # how each kernel's rows are best laid out
 python launch/bench.py ladder --model large-dit-7b --tokens 256          # from plain eager to the graphed engine
@@ -16,12 +18,14 @@ from typing import Any, Union
 
 import tyro
 
-from launch import kernels, ladder, measure, numerics, start, steps, tiles
+from launch import exchange, kernels, ladder, measure, numerics, scale, start, steps, tiles
 from launch.exits import guarded
 
 # flags of a bench -> what runs it
 BENCHES: dict[type, Callable[[Any], None]] = {
     steps.Steps: steps.main,
+    scale.Scale: scale.main,
+    exchange.Exchange: exchange.main,
     kernels.Kernels: kernels.main,
     tiles.Tiles: tiles.main,
     ladder.Ladder: ladder.main,

@@ -20,10 +20,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor
 
+from launch.ceiling import Share, ceiling, roofline, share, work
 from launch.plain import moved, plain_model, predict
 from launch.rungs import RUNGS, Inputs, Rung, forward
 from launch.steps import check_squares
@@ -41,7 +41,6 @@ from launch.timing import (
 )
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
-from seqpar.models import large_dit
 from seqpar.models._find import locate
 from seqpar.pipeline import DDIM_DEFAULT
 from seqpar.plan import load_local
@@ -49,7 +48,6 @@ from seqpar.sampling import Order, Run, draw_noise, sample
 from seqpar.trajectory import Guidance
 
 GUIDANCE = Guidance(4.0)
-MATRIX_FLOPS, MEMORY_BYTES = 790e12, 4.3e12  # a second; measured on an H200
 BF16 = torch.bfloat16
 ENGINE = "engine: kernels + graph"
 PLAIN = ("plain eager", "plain graph", "plain compiled", "plain compiled + graph")
@@ -123,7 +121,7 @@ def all_ways(dit: DistributedDiT, side: int, compiled: bool) -> dict[str, Way]:
         faster = compiled_step(step)
         faster()  # here, and not in the warm-up of the graph: compiling tunes and loads on a stream of its own
         ways |= dict(zip(PLAIN[2:], (faster, graphed(faster)), strict=True))
-    return ways | {"ceiling": graphed(ceiling(model, side, dit.local.name))}
+    return ways | {"ceiling": graphed(ceiling(model, whole(dit, side), dit.local.name))}
 
 
 def compiled_step(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -153,8 +151,7 @@ def described(args: Ladder, dit: DistributedDiT, tokens: int, times: dict[str, l
     flops, weights = work(dit.config, tokens)
     case = {"model": args.model, "tokens": tokens, "layout": "one GPU", "guidance": "batched"}
     case |= {"local": dit.local.name, "dtype": "bfloat16"}
-    yardsticks = {"ceiling_ms": spread(times["ceiling"])["median"],
-                  "roofline_ms": 1e3 * max(flops / MATRIX_FLOPS, weights / MEMORY_BYTES)}  # fmt: skip
+    yardsticks = {"ceiling_ms": spread(times["ceiling"])["median"], "roofline_ms": roofline(flops, weights)}
     made = {"gpus": 1, **yardsticks, "command": command(), "env": environment(dit.device)}
     return [
         {"bench": "ladder", "case": case | {"way": way}, "ms": (ms := spread(values)), **made,
@@ -194,6 +191,11 @@ def engine(dit: DistributedDiT, side: int, graph: bool) -> Way:
     return torch.inference_mode()(lambda: run.step(0))
 
 
+def whole(dit: DistributedDiT, side: int) -> Share:
+    """All the work of a step."""
+    return share(dit.config, (side // dit.config.patch_size) ** 2, "ulysses", dit.mesh)
+
+
 def start_of_run(dit: DistributedDiT, side: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Noise and label of one image."""
     noise = draw_noise((1, dit.config.in_channels, side, side), torch.Generator().manual_seed(0))
@@ -212,36 +214,6 @@ def plain_step(model: Any, side: int) -> Callable[[], Tensor]:
         return moved(x, out[:, : config.in_channels], GUIDANCE.scale)
 
     return step
-
-
-def ceiling(model: Any, side: int, local: str) -> Way:
-    """The matrix products of all blocks by cuBLAS, and attention, and nothing else: same shapes, random data."""
-    config, tokens = model.config, (side // model.config.patch_size) ** 2
-    weight = model.x_embedder.weight
-    x = torch.randn(2, tokens, config.width, device=weight.device).to(weight.dtype)
-    attend, head_dim = load_local(local), config.attention_head_dim
-    large = isinstance(config, large_dit.Config)
-    hidden = config.feed_forward if large else 4 * config.width
-    inner = torch.randn(2, tokens, hidden, device=weight.device).to(weight.dtype)
-
-    def step() -> Tensor:
-        for block in model.blocks:
-            q, k, v = F.linear(x, block.qkv.weight).unflatten(-1, (3, -1, head_dim)).unbind(2)
-            F.linear(attend(q, k, v)[0].flatten(2), (block.wo if large else block.proj).weight)
-            F.linear(x, (block.w13 if large else block.fc1).weight)
-            F.linear(inner, (block.w2 if large else block.fc2).weight)
-        return F.linear(x, model.final.weight)
-
-    return torch.inference_mode()(step)
-
-
-def work(config: Any, tokens: int) -> tuple[float, float]:
-    """(FLOPs, bytes of weights) of one step with two batch rows: matrix products and attention of all blocks."""
-    width = config.width
-    large = isinstance(config, large_dit.Config)
-    weights = 4 * width**2 + (3 * width * config.feed_forward if large else 8 * width**2)
-    products, attention = 2 * 2 * tokens * weights, 2 * 4 * tokens**2 * width
-    return config.num_layers * (products + attention), config.num_layers * weights * 2.0
 
 
 def row(line: dict[str, Any]) -> str:

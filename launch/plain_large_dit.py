@@ -1,12 +1,14 @@
 """Large-DiT as its authors wrote it: separate projections, complex rotary, adaLN inside each block, nothing fused.
 
 The starting point of `launch/bench.py ladder` and the oracle of the tests: parameters have the names of the original
-state dict, and the arithmetic is that of the published model, module by module, in the model's own dtype.
+state dict, and the arithmetic is that of the published model, module by module, in the model's own dtype. Its tokens
+may be one rank's, where `core` sees those of all (`launch/peers.py`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ class PlainAttention(nn.Module):
         self.wo = nn.Linear(config.width, config.width, bias=False)
         self.q_norm = nn.LayerNorm(config.width) if config.qk_norm else nn.Identity()
         self.k_norm = nn.LayerNorm(self.kv_heads * self.dim) if config.qk_norm else nn.Identity()
+        self.core: Callable[[Tensor, Tensor, Tensor], Tensor] = attend
 
     def forward(self, x: Tensor, freqs_LD2: Tensor) -> Tensor:
         q = rotate(self.q_norm(self.wq(x)).unflatten(-1, (self.heads, self.dim)), freqs_LD2)
@@ -37,8 +40,7 @@ class PlainAttention(nn.Module):
         v = self.wv(x).unflatten(-1, (self.kv_heads, self.dim))
         if self.kv_heads < self.heads:
             k, v = (y.repeat_interleave(self.heads // self.kv_heads, dim=2) for y in (k, v))
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        return self.wo(out.transpose(1, 2).flatten(2))
+        return self.wo(self.core(q, k, v).flatten(2))
 
 
 class PlainFeedForward(nn.Module):
@@ -127,13 +129,23 @@ class PlainLargeDiT(nn.Module):
             .flatten(3)
             .flatten(1, 2)
         )
-        x = self.x_embedder(x)
         freqs = rotary(x.shape[1], self.config.attention_head_dim, x.device)
+        out = self.forward_tokens(x, freqs, t_B, y_B).view(batch, height // p, width // p, p, p, -1)
+        return out.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, height, width)
+
+    def forward_tokens(self, tokens_BLC: Tensor, freqs_LD2: Tensor, t_B: Tensor, y_B: Tensor) -> Tensor:
+        """Tokens (C, ph, pw) to predictions (ph, pw, C_out)."""
+        x = self.x_embedder(tokens_BLC)
         c = self.t_embedder(t_B) + self.y_embedder.embedding_table(y_B)
         for layer in self.layers:
-            x = layer(x, c, freqs)
-        out = self.final_layer(x, c).view(batch, height // p, width // p, p, p, -1)
-        return out.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, height, width)
+            x = layer(x, c, freqs_LD2)
+        return self.final_layer(x, c)
+
+
+def attend(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> Tensor:
+    """torch's own attention."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLHD, v_BLHD))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def block_norm(config: Config) -> nn.Module:

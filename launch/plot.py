@@ -1,5 +1,6 @@
 """Pictures from the JSON lines of `launch/bench.py`: the ladder as bars against its ceiling, steps against GPUs, the
-start of a process as a stack of its parts, errors of steps.
+start of a process as a stack of its parts, errors of steps, exchanges against the links, scaling
+against its ceiling.
 
 python launch/plot.py docs/benchmarks/2026-11-20-h200-engine.jsonl        # writes .png files beside it
 """
@@ -25,7 +26,8 @@ INK, OURS, THEIRS = "#333333", "#2f7d4f", "#9aa5b1"
 def main(path: Path) -> None:
     """One picture for each kind of lines that the file has."""
     lines = [json.loads(text) for text in path.read_text().splitlines()]
-    for kind, draw in (("ladder", ladder), ("steps", steps), ("start", start), ("numerics", numerics)):
+    for kind, draw in (("ladder", ladder), ("steps", steps), ("start", start), ("numerics", numerics),
+                       ("exchange", exchange), ("scale", scale)):  # fmt: skip
         if mine := [line for line in lines if line["bench"] == kind]:
             target = path.with_name(f"{path.stem}-{kind}.png")
             figure = draw(mine)
@@ -96,6 +98,53 @@ def numerics(lines: Sequence[Line]) -> Any:
             panel.plot(range(1, len(errors) + 1), errors, color=color, marker="o", markersize=3, label=way)
         title = f"{line['case']['model']}: ratio {line['ratio']['median']:.2f} (most {line['ratio']['max']:.2f})"
         panel.set(title=title, xlabel="step", ylabel="relative error", yscale="log")
+    panels[0, 0].legend(frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+def scale(lines: Sequence[Line]) -> Any:
+    """ms a step against GPUs, a panel for each model and token count: ours, the fastest peer, the lowest ceiling."""
+    able = [line for line in lines if line["ms"] is not None and line["case"]["images"] == 1]
+    works = list(dict.fromkeys((line["case"]["model"], line["case"]["tokens"]) for line in able))
+    figure, panels = plt.subplots(1, len(works), figsize=(4 * len(works), 3.2), squeeze=False)
+    kinds = {"ours": {"color": OURS, "marker": "o", "label": "fastest layout"},
+             "peer": {"color": THEIRS, "marker": "s", "label": "fastest peer"},
+             "ceiling": {"color": INK, "linestyle": "--", "marker": "_", "label": "ceiling"}}  # fmt: skip
+    for panel, work in zip(panels[0], works, strict=True):
+        mine = [line for line in able if (line["case"]["model"], line["case"]["tokens"]) == work]
+        for kind, style in kinds.items():
+            points = [(line["gpus"], line["ms"]["median"]) for line in mine if line["case"]["kind"] == kind]
+            least = sorted((n, min(ms for gpus, ms in points if gpus == n)) for n in {gpus for gpus, _ in points})
+            if kind == "ours":
+                panel.scatter(*zip(*points, strict=True), color=THEIRS, s=10)
+            if least:
+                panel.plot(*zip(*least, strict=True), linewidth=1.2, **style)
+        gpus = sorted({line["gpus"] for line in mine})
+        panel.set(title=f"{work[0]}, {work[1]} tokens", xlabel="GPUs", ylabel="ms a step", xticks=gpus)
+        panel.set_ylim(bottom=0)
+    panels[0, 0].legend(frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+def exchange(lines: Sequence[Line]) -> Any:
+    """GB/s a rank against MB, a panel for each move and number of GPUs; in a graph where there is one."""
+    mode = "graph" if any(line["case"]["mode"] == "graph" for line in lines) else "eager"
+    mine = [line for line in lines if line["us"] is not None and line["case"]["mode"] == mode]
+    panes = list(dict.fromkeys((line["gpus"], line["case"]["move"]) for line in mine))
+    figure, panels = plt.subplots(1, len(panes), figsize=(4.5 * len(panes), 3.4), squeeze=False, sharey=True)
+    for panel, (gpus, move) in zip(panels[0], panes, strict=True):
+        here = [line for line in mine if (line["gpus"], line["case"]["move"]) == (gpus, move)]
+        for way in dict.fromkeys(line["case"]["way"] for line in here):
+            points = [(line["case"]["mb"], line["gb_per_s"]) for line in here if line["case"]["way"] == way]
+            style = {"color": OURS if way.startswith("ours") else THEIRS, "marker": "o", "markersize": 4}
+            panel.plot(*zip(*points, strict=True), label=way, **style,
+                       linestyle="-" if way in ("ours, peer", "bare") else "--")  # fmt: skip
+        links = here[0]["gb_per_s"] / here[0]["share_of_links"]
+        panel.axhline(links, color=INK, linewidth=1, linestyle=":")
+        panel.set(title=f"{move}, {gpus} GPUs, {mode} (dotted: links)", xlabel="MB a rank", xscale="log")
+    panels[0, 0].set_ylabel("GB/s a rank")
     panels[0, 0].legend(frameon=False)
     figure.tight_layout()
     return figure

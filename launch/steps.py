@@ -70,6 +70,7 @@ class Layout:
     cfg: int
     ring: int
     ulysses: int
+    data: int = 1
 
     @property
     def name(self) -> str:
@@ -77,7 +78,8 @@ class Layout:
         return f"{self.strategy}:{self.cfg}:{self.ring}"
 
     def __str__(self) -> str:
-        return f"{self.strategy} cfg{self.cfg} ring{self.ring} ulysses{self.ulysses}"
+        pictures = f"data{self.data} " if self.data > 1 else ""
+        return f"{self.strategy} {pictures}cfg{self.cfg} ring{self.ring} ulysses{self.ulysses}"
 
 
 def main(args: Steps) -> None:
@@ -136,7 +138,12 @@ def line(
 
 
 def layouts(args: Steps, world: int) -> list[Layout]:
-    """All layouts of this world, or those asked for; `ValueError` for one that this world does not have."""
+    """See `fitting`."""
+    return fitting(args.layouts, world)
+
+
+def fitting(names: Sequence[str], world: int) -> list[Layout]:
+    """All layouts of this world, or those named; `ValueError` for one that this world does not have."""
     found = []
     for cfg in (1, 2) if world % 2 == 0 else (1,):
         rest = world // cfg
@@ -147,9 +154,9 @@ def layouts(args: Steps, world: int) -> list[Layout]:
     # alone on its sequence a guidance branch does not exchange: one strategy stands for all
     found = [x for x in found if x.ring * x.ulysses > 1 or x.strategy == "ulysses"]
     known = [layout.name for layout in found]
-    if unknown := [name for name in args.layouts if name not in known]:
+    if unknown := [name for name in names if name not in known]:
         raise ValueError(f"got --layouts {' '.join(unknown)}, expected some of {', '.join(known)}")
-    return [layout for layout in found if not args.layouts or layout.name in args.layouts]
+    return [layout for layout in found if not names or layout.name in names]
 
 
 class Run:

@@ -22,7 +22,8 @@ def main(path: str) -> None:
 def tables(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Steps (best layouts, all layouts), ladder (a step, whole runs), kernels ...: those there are lines for."""
     makers = (("steps", best), ("steps", every), ("ladder", ladder), ("ladder", runs), ("kernels", kernels),
-              ("products", products), ("tiles", tiles), ("start", start), ("numerics", numerics))  # fmt: skip
+              ("products", products), ("tiles", tiles), ("start", start), ("numerics", numerics),
+              ("exchange", exchange), ("scale", scale), ("scale", split), ("scale", soonest), ("scale", ways))  # fmt: skip
     made = [make([line for line in lines if line["bench"] == kind]) for kind, make in makers if _has(lines, kind)]
     return [text for text in made if text]
 
@@ -125,6 +126,116 @@ def tiles(lines: Sequence[dict[str, Any]]) -> str:
         times = [f"{1e3 * _median(x):.1f} us, {100 * x['share_of_copy']:.0f} %" for x in (today, fastest)]
         rows.append([*map(str, at), *times, fastest["case"]["tile"]])
     return _table(["kernel", "width", "rows", "today, of copy", "fastest, of copy", "tile"], rows)
+
+
+EXCHANGES = ("ours, collective", "ours, peer", "bare", "with permutes")
+
+
+def exchange(lines: Sequence[dict[str, Any]]) -> str:
+    """us (GB/s a rank) of each way to make an exchange, and how many times faster peer memory is than collectives."""
+    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for line in lines:
+        case = line["case"]
+        found.setdefault((line["gpus"], case["move"], case["mode"], case["mb"]), {})[case["way"]] = line
+    rows = []
+    for (gpus, *names, size), ways in found.items():
+        us = [ways[way]["us"] and ways[way]["us"]["median"] for way in EXCHANGES]
+        cells = [f"{time:.1f} ({ways[way]['gb_per_s']:.0f})" if time else "-"
+                 for way, time in zip(EXCHANGES, us, strict=True)]  # fmt: skip
+        ratios = [f"{time / us[1]:.2f}" if time and us[1] else "-" for time in us[2:]]
+        rows.append([str(gpus), *names, f"{size:g}", *cells, *ratios])
+    return _table(["GPUs", "move", "launch", "MB", *EXCHANGES, "bare / peer", "with permutes / peer"], rows)
+
+
+def scale(lines: Sequence[dict[str, Any]]) -> str:
+    """The fastest layout of one picture on each number of GPUs: against its ceiling, the fastest peer, one GPU."""
+    rows = []
+    for gpus, mine in _by_gpus(lines):
+        if not (ours := _fastest(mine, "ours")):
+            continue
+        ms, peer, one = _median(ours), _fastest(mine, "peer"), _fastest(_alone(lines, ours), "ours")
+        ceiling = [line for line in mine if _same_ceiling(line, ours)]
+        times = [f"{_median(other) / ms:.2f}" if other else "-" for other in (peer, one)]
+        above = f"{ms / _median(ceiling[0]):.3f}" if ceiling else "-"
+        memory = f"{ours['gib'] + ours['outside_gib']:.1f}" if "gib" in ours else "-"
+        share = f"{100 * ours['roofline_ms'] / ms:.0f} %"
+        rows.append([ours["case"]["model"], str(ours["case"]["tokens"]), str(gpus), ours["case"]["way"], _span(ours),
+                     above, times[0], peer["case"]["way"] if peer else "-", times[1], f"{ours['tflops']:.0f}", share,
+                     memory, _bits(lines, ours)])  # fmt: skip
+    return _table(["model", "tokens", "GPUs", "fastest layout", "ms (least - most)", "x ceiling", "times faster than",
+                   "fastest peer", "times faster than one GPU", "TFLOP/s a GPU", "of roofline", "GiB a GPU",
+                   "one GPU's bits"], rows)  # fmt: skip
+
+
+def split(lines: Sequence[dict[str, Any]]) -> str:
+    """Where a step of the fastest layout spends its ms on rank 0, SM clock and joules; empty where none was traced."""
+    traced = [line for line in lines if "split_ms" in line]
+    rows = [[line["case"]["model"], str(line["case"]["tokens"]), str(line["gpus"]), line["case"]["way"],
+             *(f"{ms:.2f}" for ms in line["split_ms"].values()), f"{line['sm_mhz']:.0f}", f"{line['joules']:.1f}"]
+            for line in traced]  # fmt: skip
+    kinds = traced[0]["split_ms"] if traced else ()
+    return _table(["model", "tokens", "GPUs", "fastest layout", *kinds, "SM MHz", "J a step"], rows) if rows else ""
+
+
+def soonest(lines: Sequence[dict[str, Any]]) -> str:
+    """One picture soonest, or most pictures a second: the fastest layout of each number of pictures at once."""
+    rows = []
+    for gpus, mine in _by_gpus(lines):
+        counts = sorted({line["case"]["images"] for line in mine})
+        for count in counts if len(counts) > 1 else ():
+            if not (line := _fastest(mine, "ours", count)):
+                continue
+            case = line["case"]
+            rows.append([case["model"], str(case["tokens"]), str(gpus), str(count), case["way"], _span(line),
+                         f"{count / line['pictures_per_s']:.3f}", f"{line['pictures_per_s']:.3f}",
+                         _bits(lines, line)])  # fmt: skip
+    return _table(["model", "tokens", "GPUs", "pictures at once", "fastest layout", "ms a step (least - most)",
+                   "s to the first", "pictures a s", "one GPU's bits"], rows) if rows else ""  # fmt: skip
+
+
+def ways(lines: Sequence[dict[str, Any]]) -> str:
+    """Every row: ours, peers, ceilings, and what was not possible."""
+    rows = []
+    for line in lines:
+        case = line["case"]
+        memory = f"{line['gib'] + line['outside_gib']:.1f}" if "gib" in line else "-"
+        rows.append([case["model"], str(case["tokens"]), str(line["gpus"]), case["kind"], case["way"],
+                     _span(line) if line["ms"] else line["refused"], memory, _bits(lines, line)])  # fmt: skip
+    return _table(["model", "tokens", "GPUs", "kind", "way", "ms (least - most)", "GiB a GPU", "one GPU's bits"], rows)
+
+
+def _by_gpus(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Lines of the same work, by the number of GPUs."""
+    keys = dict.fromkeys((line["case"]["model"], line["case"]["tokens"], line["gpus"]) for line in lines)
+    return [(key[2], [line for line in lines if (line["case"]["model"], line["case"]["tokens"], line["gpus"]) == key])
+            for key in sorted(keys)]  # fmt: skip
+
+
+def _alone(lines: Sequence[dict[str, Any]], like: dict[str, Any]) -> list[dict[str, Any]]:
+    """Lines of the same work on one GPU."""
+    names = ("model", "tokens", "dtype", "local")
+    return [line for line in lines if line["gpus"] == 1 and all(line["case"][x] == like["case"][x] for x in names)]
+
+
+def _fastest(lines: Sequence[dict[str, Any]], kind: str, images: int = 1) -> dict[str, Any] | None:
+    able = [line for line in lines if (line["case"]["kind"], line["case"]["images"]) == (kind, images) and line["ms"]]
+    return min(able, key=_median, default=None)
+
+
+def _same_ceiling(line: dict[str, Any], ours: dict[str, Any]) -> bool:
+    case = line["case"]
+    return case["kind"] == "ceiling" and case["layout"] == ours["case"]["layout"] and line["ms"] is not None
+
+
+def _bits(lines: Sequence[dict[str, Any]], line: dict[str, Any]) -> str:
+    """Whether the first picture has the bits that one GPU gives it; "-" where that is not known."""
+    one = [x for x in _alone(lines, line) if "digest" in x and x["digest_steps"] == line.get("digest_steps")]
+    return "-" if not one else "yes" if one[0]["digest"] == line["digest"] else "no"
+
+
+def _span(line: dict[str, Any]) -> str:
+    ms = line["ms"]
+    return f"{ms['median']:.2f} ({ms['min']:.2f} - {ms['max']:.2f})"
 
 
 def best(lines: Sequence[dict[str, Any]]) -> str:

@@ -12,16 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from seqpar.mesh import Mesh
+
+T = TypeVar("T")
+K = TypeVar("K")
 COPY_BYTES = 1 << 31  # far more than the caches hold
 ROUND_MS = 10.0  # how long a kernel runs in a round; slower ways run as often
+MOST_CALLS = 1000  # in a round
 
 
-def graphed(work: Callable[[], object]) -> Callable[[], None]:
-    """`work` as a CUDA graph's replay, after a warm-up."""
+def graphed(work: Callable[[], object], calls: int = 1) -> Callable[[], None]:
+    """`calls` of `work` as a CUDA graph's replay, after a warm-up. What `work` uses lives as long as the replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -29,9 +34,19 @@ def graphed(work: Callable[[], object]) -> Callable[[], None]:
             work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
+    # the outer stream: a capture that fails does not go back to it by itself
+    # thread_local: NCCL's watchdog may query its events while we capture
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
+        for _ in range(calls):
+            work()
+
+    def replay(kept: object = work) -> None:
+        graph.replay()
+
+    return replay
 
 
 def timed(work: Callable[[], object], repeat: int) -> float:
@@ -44,6 +59,41 @@ def timed(work: Callable[[], object], repeat: int) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / repeat
+
+
+def elapsed(work: Callable[[], object], repeat: int, device: torch.device) -> float:
+    """ms of one call of work that ranks do together: the mean of `repeat` calls, after one in which they meet."""
+    work()
+    if device.type == "cuda":
+        return timed(work, repeat)
+    start = time.perf_counter()
+    for _ in range(repeat):
+        work()
+    return 1e3 * (time.perf_counter() - start) / repeat
+
+
+def calls_for(seconds: float, work: Callable[[], object], mesh: Mesh) -> int:
+    """How many calls take about so long: the same number on all ranks, at least 2."""
+    ms = max(mesh.collect(elapsed(work, 1, mesh.device)))
+    return int(min(MOST_CALLS, max(2, 1e3 * seconds / ms)))
+
+
+def attempt(work: Callable[[], T], mesh: Mesh, *errors: type[Exception]) -> tuple[T | None, str | None]:
+    """(what `work` made, None), or (None, why it failed on the first rank where it did): the same kind everywhere."""
+    made, why = None, None
+    try:
+        made = work()
+    except errors as error:
+        said = (str(error).strip() or "no message").splitlines()[0]
+        why = said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
+    why = next((reason for reason in mesh.collect(why) if reason is not None), None)
+    return (made, None) if why is None else (None, why)
+
+
+def slowest(times: Mapping[K, Sequence[float]], mesh: Mesh) -> dict[K, dict[str, float]]:
+    """Spread over the rounds of each, in a round the time of the slowest rank. Asks the others: never while timing."""
+    ranks = mesh.collect(dict(times))
+    return {key: spread([max(each) for each in zip(*(rank[key] for rank in ranks), strict=True)]) for key in times}
 
 
 def walled(work: Callable[[], object]) -> float:
@@ -111,7 +161,10 @@ def copy_bandwidth() -> float:
 
 
 class Sensors:
-    """SM clock (MHz) and power (W) while work runs, read by nvidia-smi ten times a second."""
+    """SM clock (MHz) and power (W) of a GPU while work runs, read by nvidia-smi ten times a second."""
+
+    def __init__(self, gpu: int = 0) -> None:
+        self._gpu = gpu
 
     def __enter__(self) -> Sensors:
         query = [
@@ -121,7 +174,7 @@ class Sensors:
             "-lms",
             "100",
             "-i",
-            "0",
+            str(self._gpu),
         ]
         self._process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
         self.readings: list[tuple[float, float]] = []

@@ -1,0 +1,60 @@
+"""Where a step's time goes: matrix products, attention, elementwise, exchange that nothing hides, gaps.
+
+From the kernels of a profiler's trace, by their names: each moment belongs to the first of these kinds that runs then,
+so exchange counts only where nothing is computed under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+KINDS: tuple[str, ...] = ("GEMM", "attention", "elementwise", "exchange exposed", "gaps")
+NAMES: dict[str, tuple[str, ...]] = {
+    "attention": ("flash", "fmha", "sdpa", "attention", "attn"),  # before GEMM: some are built with its library
+    "exchange exposed": ("nccl", "flags_kernel", "push_kernel", "memcpy"),
+    "GEMM": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas"),
+}
+Span = tuple[str, float, float]
+"""A kernel: name, start, end."""
+
+
+def kind_of(kernel: str) -> str:
+    """Of `KINDS`, by what a kernel is called; elementwise is the rest."""
+    name = kernel.lower()
+    return next((kind for kind, parts in NAMES.items() if any(part in name for part in parts)), "elementwise")
+
+
+def split(spans: Iterable[Span]) -> dict[str, float]:
+    """How long each kind is on, from the first kernel's start to the last one's end; in the spans' unit."""
+    edges: list[tuple[float, int, str]] = []
+    for name, start, end in spans:
+        edges += [(start, 1, kind_of(name)), (end, -1, kind_of(name))]
+    running, took = dict.fromkeys(KINDS[:-1], 0), dict.fromkeys(KINDS, 0.0)
+    before = 0.0
+    for index, (now, change, kind) in enumerate(sorted(edges, key=lambda edge: edge[0])):
+        if index:
+            took[next((kind for kind in KINDS[:-1] if running[kind]), "gaps")] += now - before
+        running[kind] += change
+        before = now
+    return took
+
+
+def traced(step: Callable[[], object], steps: int) -> list[Span]:
+    """The kernels of some steps on this GPU, in us."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    events: Any = found.events()
+    return [(event.name, event.time_range.start, event.time_range.end) for event in events
+            if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)]  # fmt: skip
+
+
+def split_of(step: Callable[[], object], steps: int) -> dict[str, float]:
+    """ms a step of each kind, on this rank."""
+    traced(step, 1)  # the profiler's own start
+    return {kind: us / 1e3 / steps for kind, us in split(traced(step, steps)).items()}

@@ -23,7 +23,8 @@ def tables(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Steps (best layouts, all layouts), ladder (a step, whole runs), kernels ...: those there are lines for."""
     makers = (("steps", best), ("steps", every), ("ladder", ladder), ("ladder", runs), ("kernels", kernels),
               ("products", products), ("tiles", tiles), ("start", start), ("numerics", numerics),
-              ("exchange", exchange), ("scale", scale), ("scale", split), ("scale", soonest), ("scale", ways))  # fmt: skip
+              ("exchange", exchange), ("scale", scale), ("scale", split), ("scale", soonest),
+              ("scale", ways))  # fmt: skip
     made = [make([line for line in lines if line["bench"] == kind]) for kind, make in makers if _has(lines, kind)]
     return [text for text in made if text]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,12 +11,14 @@ import torch
 
 import seqpar.attention
 from seqpar import rates
+from seqpar.costs import Layout
 from seqpar.layouts import Plan, Wish, plan
 from seqpar.mesh import Mesh
 from seqpar.models._find import Blueprint
 from seqpar.plan import parse_mesh
 from seqpar.predict import GIB, Load
-from seqpar.protocols import plugin
+from seqpar.protocols import SequenceModel, plugin
+from seqpar.trajectory import TABLE_BYTES
 
 
 @dataclass(frozen=True)
@@ -82,3 +85,12 @@ def tables(load: Load, model: Blueprint, machines: Sequence[Machine], mesh: str,
                 raise
             parts.append(f"{machine.count} x {machine.device}: {error}")
     return "\n\n".join(parts)
+
+
+def pick(model: SequenceModel, tokens: int, steps: int, ranks: Mesh, transport: str) -> Layout:
+    """What the launcher would take for one guided picture of so many tokens; the same on every rank."""
+    config, parameters = model.config, list(model.parameters())
+    dtype, latent = parameters[0].dtype, config.in_channels * config.patch_size**2
+    load = Load(1, tokens, True, steps, dtype.itemsize, sum(x.numel() for x in parameters), latent, 2, TABLE_BYTES)
+    blueprint = Blueprint("", sys.modules[type(model).__module__], config)
+    return shared_plan(load, blueprint, ranks, "auto", "auto", transport, dtype).best

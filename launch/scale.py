@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from launch.ceiling import roofline, work
+from launch.planning import pick
 from launch.split import split_of
-from launch.steps import fitting
+from launch.steps import Layout, fitting
 from launch.timing import Sensors, append, attempt, calls_for, command, elapsed, environment, slowest, timed
 from launch.ways import RUN_STEPS, Bench, Way, all_ways, data_layouts, make_bench
 from seqpar import mesh as meshes
@@ -123,7 +124,19 @@ def measure(args: Scale, bench: Bench, tokens: int) -> list[Line]:
         if mine := [way for way in done if (way.kind, way.images) == (kind, 1)]:
             best = min(mine, key=lambda way: times[way.name]["median"])
             look(bench, best, found[best.name], times[best.name]["median"])
+    mark_picks(bench, tokens, ways, found)
     return [line(args, bench, tokens, way, found[way.name], times.get(way.name), refused.get(way.name)) for way in ways]
+
+
+def mark_picks(bench: Bench, tokens: int, ways: list[Way], found: dict[str, Found]) -> None:
+    """Say of each layout of one picture whether the planner would have taken it."""
+    picks = {transport: pick(bench.model, tokens, RUN_STEPS, bench.mesh, transport)
+             for transport in dict.fromkeys(transport for _, transport in bench.engines)}  # fmt: skip
+    for way in ways:
+        if way.kind == "ours" and way.images == 1 and way.case is not None:
+            best = picks[way.case["transport"]]
+            name = str(Layout(best.strategy, best.cfg, best.ring, best.ulysses))
+            found[way.name].look["picked"] = way.case["layout"] == name
 
 
 def visit(args: Scale, bench: Bench, way: Way, found: Found) -> None:

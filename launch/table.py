@@ -159,13 +159,14 @@ def scale(lines: Sequence[dict[str, Any]]) -> str:
         times = [f"{_median(other) / ms:.2f}" if other else "-" for other in (peer, one)]
         above = f"{ms / _median(ceiling[0]):.3f}" if ceiling else "-"
         memory = f"{ours['gib'] + ours['outside_gib']:.1f}" if "gib" in ours else "-"
+        picked = [_median(line) / ms for line in mine if line["ms"] and line.get("picked") and _same_way(line, ours)]
         share = f"{100 * ours['roofline_ms'] / ms:.0f} %"
         rows.append([ours["case"]["model"], str(ours["case"]["tokens"]), str(gpus), ours["case"]["way"], _span(ours),
                      above, times[0], peer["case"]["way"] if peer else "-", times[1], f"{ours['tflops']:.0f}", share,
-                     memory, _bits(lines, ours)])  # fmt: skip
+                     memory, f"{picked[0]:.3f}" if picked else "-", _bits(lines, ours)])  # fmt: skip
     return _table(["model", "tokens", "GPUs", "fastest layout", "ms (least - most)", "x ceiling", "times faster than",
                    "fastest peer", "times faster than one GPU", "TFLOP/s a GPU", "of roofline", "GiB a GPU",
-                   "one GPU's bits"], rows)  # fmt: skip
+                   "planner's pick, x fastest", "one GPU's bits"], rows)  # fmt: skip
 
 
 def split(lines: Sequence[dict[str, Any]]) -> str:
@@ -221,6 +222,11 @@ def _alone(lines: Sequence[dict[str, Any]], like: dict[str, Any]) -> list[dict[s
 def _fastest(lines: Sequence[dict[str, Any]], kind: str, images: int = 1) -> dict[str, Any] | None:
     able = [line for line in lines if (line["case"]["kind"], line["case"]["images"]) == (kind, images) and line["ms"]]
     return min(able, key=_median, default=None)
+
+
+def _same_way(line: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """By the same transport: a pick is made for one."""
+    return line["case"].get("transport") == ours["case"]["transport"]
 
 
 def _same_ceiling(line: dict[str, Any], ours: dict[str, Any]) -> bool:

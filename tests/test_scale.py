@@ -222,12 +222,14 @@ def line_of(gpus: int, kind: str, way: str, ms: float, **more: Any) -> dict[str,
 def test_the_table_compares_within_a_run_and_with_one_gpu() -> None:
     one, same = {"digest": "a", "digest_steps": 25}, {"digest": "a", "digest_steps": 25, "gib": 15.0, "outside_gib": 1}
     lines = [line_of(1, "ours", "u1, collective", 12.0, **one), line_of(1, "ceiling", "ceiling of u1", 10.0),
-             line_of(4, "ours", "u4, peer", 5.0, **same, picked=True), line_of(4, "ours", "k4, peer", 4.0, **same | {"digest": "b"}),
+             line_of(4, "ours", "u4, peer", 5.0, **same, picked=True),
+             line_of(4, "ours", "k4, peer", 4.0, **same | {"digest": "b"}),
              line_of(4, "ceiling", "ceiling of k4", 3.2), line_of(4, "peer", "other, graph", 10.0),
              line_of(4, "peer", "another, eager", 30.0)]  # fmt: skip
     assert table.scale(lines).splitlines()[2:] == [
         "| m | 256 | 1 | u1, collective | 12.00 (12.00 - 12.00) | 1.200 | - | - | 1.00 | 5 | 8 % | - | - | yes |",
-        "| m | 256 | 4 | k4, peer | 4.00 (4.00 - 4.00) | 1.250 | 2.50 | other, graph | 3.00 | 5 | 25 % | 16.0 | 1.250 | no |",
+        "| m | 256 | 4 | k4, peer | 4.00 (4.00 - 4.00) | 1.250 | 2.50 | other, graph | 3.00 | 5 | 25 % | 16.0 | 1.250 "
+        "| no |",
     ]
     assert table._bits(lines, lines[2]) == "yes"
     assert table._bits(lines, lines[2] | {"digest_steps": 2}) == "-"

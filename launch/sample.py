@@ -128,7 +128,7 @@ class Job:
 def run(args: Args) -> None:
     """The whole path, from flags to a file."""
     guidance = Guidance(args.guidance, args.guidance_channels)
-    if args.exact:
+    if args.exact and args.dry_run is None:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined()
     job = ranks.together(lambda: check(args, ranks, guidance))

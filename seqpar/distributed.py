@@ -60,6 +60,7 @@ class DistributedDiT(nn.Module):
         self.strategy, self.local, self.transport = chosen
         self._moves = load_transport(self.transport.name)
         self._attends: dict[tuple[int, int], Attend] = {}
+        self._releases = 0
         self._positions: dict[tuple[int, int], Tensor] = {}
         self._seen: set[torch.Size] = set()
 
@@ -145,7 +146,13 @@ class DistributedDiT(nn.Module):
     def release(self) -> None:
         """Free the exchanges' buffers, together with the other ranks; the next call makes new ones."""
         self._attends.clear()
+        self._releases += 1
         self._moves.release()
+
+    @property
+    def state(self) -> object:
+        """Equal as long as exchanges and weights are where they were: what captured a step may be used again."""
+        return self._releases, self.dtype, tuple(parameter.data_ptr() for parameter in self.parameters())
 
     def check_size(self, height: int, width: int) -> None:
         """Raise ValueError for a latent that cannot be cut into patches, or has fewer tokens than ranks."""
@@ -168,6 +175,7 @@ class DistributedDiT(nn.Module):
         if (height, width) not in self._positions:
             self._positions[height, width] = self.model.positions(height, width)[mine]
         out = self.model.forward_tokens(inputs, self._positions[height, width], condition, attend)
+        self.check_delivered()
         return gather(out, axis, shard.sizes, dim=1) if axis.size > 1 else out
 
     def _check_call(self, x: Tensor, timestep: Any, labels: Mapping[str, Tensor]) -> None:

@@ -33,8 +33,12 @@ class StepGraph:
                 restore()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
+        # the outer stream: a capture that fails does not go back to it by itself
         # thread_local: NCCL's watchdog may query its events while we capture
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
+        ):
             step()
         restore()  # capturing runs nothing, but not all that it calls need know
 

@@ -51,8 +51,8 @@ class Sampler:
     """`sample` for who samples again and again: the last run's buffers and its graph serve the next run of its kind.
 
     Of one kind are runs with the same shape, number of steps, guidance and number of different labels; noise, labels,
-    schedule and weights may change. A run of another kind frees the last one and begins anew. Release it (or use it in
-    a `with`) before the process group ends: a graph may hold NCCL's exchanges.
+    schedule and (in place) weights may change. A run of another kind frees the last one and begins anew. Release it (or
+    use it in a `with`) before the process group ends: a graph may hold NCCL's exchanges.
     When it wins: capturing costs about three steps, a tenth of a run of 25.
     """
 
@@ -68,7 +68,8 @@ class Sampler:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    @torch.no_grad()  # not inference_mode: buffers made here must serve calls outside, too
+    @torch.inference_mode(False)  # buffers made here must serve calls outside of it, too
+    @torch.no_grad()
     def __call__(
         self,
         scheduler: Any,
@@ -83,9 +84,10 @@ class Sampler:
     ) -> Tensor:
         """See `sample`."""
         order = Order(scheduler, noise_NCHW, labels, steps, guidance, eta, generator)
-        if self._run is None or self._kind != order.kind or not self._run.restart(order):
+        kind = (order.kind, self.dit.state)
+        if self._run is None or self._kind != kind or not self._run.restart(order):
             self.release()
-            self._run, self._kind = Run(self.dit, order), order.kind
+            self._run, self._kind = Run(self.dit, order), kind
         run = self._run
         for chunk in run.trajectory.chunks():
             if self._graph and why_no_graph(self.dit, scheduler) is None:

@@ -159,8 +159,9 @@ def pushed(heads: int, dim: int) -> Callable[[], object]:
 
 def flagged() -> None:
     """Four ranks tell each other and wait."""
-    flags.launch(flags.Flags.of(tuple(torch.zeros(4, dtype=torch.int64)), torch.zeros(4, dtype=torch.int64), 1.0),
-                 True, True)  # fmt: skip
+    late = flags.Late.on(torch.device("cpu"), 1.0)
+    theirs, mine = torch.zeros(2, 4, dtype=torch.int64)
+    flags.launch(flags.Flags.of(tuple(theirs), mine, late, 0), True, True)
 
 
 def update() -> None:

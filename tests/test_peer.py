@@ -118,6 +118,7 @@ def replayed(rank: int, world: int, device: torch.device, turns: list[tuple[int,
     layout = layout_of(axis, case, device, torch.float64)
     transport, mine = peer.Transport(), Shard(case[1], world).slice(axis.rank)
     exchange: Any = transport.everywhere(axis, layout)
+    assert all("places" in boxes.__dict__ for boxes in exchange._boxes)  # a graph's first use would be too late
     wrong = 0
     for round_ in range(rounds):
         for call, (slot, first) in enumerate(turns):
@@ -222,7 +223,7 @@ def test_peer_that_is_gone_is_named_within_the_deadline(ranks: Pool, kernel: boo
         pytest.importorskip("triton")
     *told, last = ranks.run(3, silent, kernel)
     for rank, (message, seconds) in enumerate(told):
-        assert f"rank {rank} of axis ulysses waited 0.2 s in vain for 2 (exchange 1: q, k, v" in message
+        assert f"rank {rank} waited 0.2 s in vain for rank 2 (axis ulysses, exchange 1 of q, k, v" in message
         assert seconds < 10
     assert last[0] == "nothing"  # it waited for nobody
 
@@ -251,14 +252,21 @@ def test_peer_engines_side_by_side(ranks: Pool) -> None:
 def no_files(rank: int, world: int, device: torch.device) -> tuple[int, list[str]]:
     """Of all ranks: what is left in memory's file system while an arena is mapped, and whether it is shared."""
     axis = make_mesh(device, cfg=1).sequence
+    there = files()  # of whoever was killed before
+    together(axis, None)
     arena = Arena(axis, 1 << 16, device)
     arena.view((axis.rank + 1) % world, 8 * axis.rank, (), torch.int64).fill_(7 + axis.rank)
     together(axis, None)
     before = (axis.rank - 1) % world
     got = int(arena.view(axis.rank, 8 * before, (), torch.int64))
-    left = [path.name for path in Path("/dev/shm").glob("seqpar-*")] if Path("/dev/shm").is_dir() else []
+    left = files() - there
     arena.close()
-    return got - 7 - before, left
+    return got - 7 - before, sorted(left)
+
+
+def files() -> set[str]:
+    """Of arenas, in memory's file system."""
+    return {path.name for path in Path("/dev/shm").glob("seqpar-*")} if Path("/dev/shm").is_dir() else set()
 
 
 def test_an_arena_is_shared_and_leaves_no_file(ranks: Pool) -> None:

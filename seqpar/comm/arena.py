@@ -11,9 +11,10 @@ import os
 import socket
 import tempfile
 import uuid
+from functools import cache
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor
 from seqpar.mesh import Axis
 
 T = TypeVar("T")
+GRANULE = 1 << 21  # bytes that the driver hands out at least
 ALIGN = 256  # bytes; a field starts on a cache line of its own, and vector accesses never straddle two
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -31,7 +33,8 @@ class Arena:
 
     def __init__(self, axis: Axis, nbytes: int, device: torch.device) -> None:
         self._axis = axis
-        self._ranks = _on_gpus(axis, nbytes, device) if device.type == "cuda" else _on_cpus(axis, nbytes)
+        # views do not keep the memory, nor peers' mappings of it: the second of the two does
+        self._ranks, self._owner = _on_gpus(axis, nbytes, device) if device.type == "cuda" else _on_cpus(axis, nbytes)
         self._ranks[axis.rank].zero_()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -47,7 +50,7 @@ class Arena:
         if self._ranks and self._ranks[0].is_cuda:
             torch.cuda.synchronize(self._ranks[0].device)
         together(self._axis, None)
-        self._ranks = []
+        self._ranks, self._owner = [], None
 
 
 class Fields:
@@ -86,39 +89,86 @@ def _why_not_here(axis: Axis, device: torch.device) -> str | None:
         return None
     others = [other for other in together(axis, device.index) if other != device.index]
     if len(others) != axis.size - 1:
-        return "several ranks share a GPU"
+        return f"ranks name their GPUs alike (cuda:{device.index}): give each its own, and let all see all GPUs"
     blocked = [other for other in others if not torch.cuda.can_device_access_peer(device.index, other)]
     if blocked:
         return f"GPU {device.index} has no peer access to GPU {blocked[0]}"
-    if os.environ.setdefault(MULTICAST, "1") != "1":
+    if os.environ.get(MULTICAST, "1") != "1":
         return f"{MULTICAST} is not 1, and multicast is never used here"
     return None
 
 
-def _on_gpus(axis: Axis, nbytes: int, device: torch.device) -> list[Tensor]:
-    import torch.distributed._symmetric_memory as symmetric
-    from torch._C._distributed_c10d import _SymmetricMemory
-
+def _on_gpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor], object]:
+    os.environ.setdefault(MULTICAST, "1")  # read when ranks meet; otherwise they would set multicast up
+    rendezvous = _rendezvous()
+    # torch numbers the meetings of a process, not those of a group, and ranks meet under equal numbers only. Ranks
+    # that have met less often (other batches, other worlds) make up for it alone
+    most = max(together(axis, rendezvous.count))
+    alone = None
+    while rendezvous.count < most:
+        alone = alone or _alone(axis)
+        rendezvous.meet(GRANULE, device, alone)
     assert axis.group is not None
-    # not symmetric.empty: its pool may hand ranks different slots, and then they would write to wrong places
-    memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-    handle = symmetric.rendezvous(memory, axis.group)
+    memory, handle = rendezvous.meet(nbytes, device, axis.group)
     if getattr(handle, "multicast_ptr", 0):
-        raise ValueError(f"got symmetric memory with multicast, expected none; set {MULTICAST}=1 before CUDA starts")
-    return [handle.get_buffer(rank, (nbytes,), torch.uint8, 0) for rank in range(axis.size)]
+        raise ValueError(f"got symmetric memory with multicast, expected none; set {MULTICAST}=1")
+    return [handle.get_buffer(rank, (nbytes,), torch.uint8, 0) for rank in range(axis.size)], (memory, handle)
 
 
-def _on_cpus(axis: Axis, nbytes: int) -> list[Tensor]:
+class _Rendezvous:
+    """Symmetric memory of torch, and how often this process has met others for it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def meet(self, nbytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Tensor, Any]:
+        """(my memory, the handle with which to reach that of the others); both must be kept."""
+        import torch.distributed._symmetric_memory as symmetric
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        # not symmetric.empty: its pool may hand ranks different slots, and then they would write to wrong places
+        memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+        self.count += 1
+        return memory, symmetric.rendezvous(memory, group)
+
+
+@cache
+def _rendezvous() -> _Rendezvous:
+    """One for this process, because torch's counter is one, too."""
+    return _Rendezvous()
+
+
+def _alone(axis: Axis) -> dist.ProcessGroup:
+    """A group of this rank only; no other rank need know."""
+    assert axis.group is not None
+    me = dist.get_process_group_ranks(axis.group)[axis.rank]
+    group = dist.new_group([me], backend="gloo", use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _on_cpus(axis: Axis, nbytes: int) -> tuple[list[Tensor], object]:
     folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     paths = together(axis, folder / f"seqpar-{uuid.uuid4().hex}")
-    mine = torch.from_file(str(paths[axis.rank]), shared=True, size=nbytes, dtype=torch.uint8)
     try:
-        together(axis, None)  # all files are there, with their sizes
-        found = [
-            mine if rank == axis.rank else torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
-            for rank, path in enumerate(paths)
-        ]
+        errors = [error for error in together(axis, _reserve(paths[axis.rank], nbytes)) if error is not None]
+        if errors:  # the same on all ranks
+            raise ValueError(errors[0])
+        found = [torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
         together(axis, None)  # all are mapped: no file is left behind, however the ranks end
     finally:
         paths[axis.rank].unlink(missing_ok=True)
-    return found
+    return found, None
+
+
+def _reserve(path: Path, nbytes: int) -> str | None:
+    """Make a file of that size, its memory too: to find none when it is written to would kill the process."""
+    try:
+        with path.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            else:
+                file.truncate(nbytes)
+    except OSError as error:
+        return f"got {nbytes} bytes of shared memory to make in {path.parent}, which fails: {error.strerror or error}"
+    return None

@@ -13,13 +13,14 @@ other.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from seqpar.comm.arena import Arena, Fields
 from seqpar.comm.exchange import HeadLayout
-from seqpar.kernels.flags import Flags
+from seqpar.kernels.flags import Flags, Late
 from seqpar.kernels.push import Destinations
 from seqpar.mesh import Axis
 from seqpar.protocols import Outbox, Outboxes
@@ -30,7 +31,7 @@ FLAG_BYTES = 8
 class PeerHeads:
     """q, k, v to their heads' ranks and the output back: both ways in one arena. See `seqpar.comm.exchange`."""
 
-    def __init__(self, axis: Axis, layout: HeadLayout, deadline_s: float) -> None:
+    def __init__(self, axis: Axis, layout: HeadLayout, late: Late, number: int) -> None:
         self._layout, self._rank = layout, axis.rank
         size, (batch, dim) = layout.dtype.itemsize, (layout.batch, layout.head_dim)
         rows = [h + 2 * g for h, g in map(layout.counts, range(axis.size))]
@@ -43,8 +44,9 @@ class PeerHeads:
         self._slabs = [arena.view(rank, slabs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
         shapes = [(batch, n, layout.heads, dim) for n in layout.tokens]
         self._outs = [arena.view(rank, outs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
-        self.flags = [_flags(arena, axis, start, deadline_s) for start in flags]
+        self.flags = [_flags(arena, axis, start, late, number + i) for i, start in enumerate(flags)]
         self.into, self.back = IntoHeads(self), BackToTokens(self)
+        self.waits_for = (tuple(range(axis.size)),) * 2
 
     def outboxes(self) -> Outboxes:
         """Of q, k, v: for each rank its heads of my tokens, in its slab."""
@@ -106,9 +108,12 @@ class BackToTokens:
 
 
 class PeerToAll:
-    """Every rank's keys and values in every rank's memory. See `seqpar.comm.exchange.ToAll`."""
+    """Every rank's keys and values in every rank's memory. See `seqpar.comm.exchange.ToAll`.
 
-    def __init__(self, axis: Axis, layout: HeadLayout, deadline_s: float) -> None:
+    Between two captures of graphs there must be a call outside of one, as a warm-up is.
+    """
+
+    def __init__(self, axis: Axis, layout: HeadLayout, late: Late, number: int) -> None:
         self._layout, self._rank, self._slot = layout, axis.rank, 0
         shape = (sum(layout.tokens), layout.batch, 2 * layout.kv_heads, layout.head_dim)
         fields = Fields()
@@ -117,11 +122,16 @@ class PeerToAll:
         flags = [fields.add(axis.size * FLAG_BYTES) for _ in range(2)]
         self.arena = arena = Arena(axis, fields.nbytes, layout.device)
         self._slots = [[arena.view(rank, start, shape, layout.dtype) for rank in range(axis.size)] for start in slots]
-        self._arrived, self._begun = self.flags = [_flags(arena, axis, start, deadline_s) for start in flags]
+        self._arrived, self._begun = self.flags = [
+            _flags(arena, axis, start, late, number + i) for i, start in enumerate(flags)
+        ]
         mine = layout.tokens[axis.rank]
         q_shape = (mine, layout.batch, layout.heads, layout.head_dim)
         self.q_lBHD = torch.empty(q_shape, dtype=layout.dtype, device=layout.device)
+        self.waits_for = (tuple(range(axis.size)),) * 2
         self._boxes = [self._outboxes(slot) for slot in self._slots]
+        for boxes in self._boxes:
+            _ = boxes.places  # made now: calls of the host never use the second slot, and a graph must not copy
         self._in_capture = False
 
     def outboxes(self) -> Outboxes:
@@ -164,7 +174,13 @@ class PeerGather:
     """
 
     def __init__(
-        self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor, deadline_s: float
+        self,
+        axis: Axis,
+        sizes: tuple[int, ...],
+        shape: tuple[int, ...],
+        like: Tensor,
+        late: Late,
+        number: int,
     ) -> None:
         """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
         self._rank, fields = axis.rank, Fields()
@@ -174,7 +190,10 @@ class PeerGather:
         self.arena = arena = Arena(axis, fields.nbytes, like.device)
         self._wholes = [arena.view(rank, start, whole, like.dtype) for rank in range(axis.size)]
         self._mine = slice(sum(sizes[: axis.rank]), sum(sizes[: axis.rank + 1]))
-        self._begun, self._arrived = self.flags = [_flags(arena, axis, start, deadline_s) for start in flags]
+        self.waits_for = (tuple(range(axis.size)),) * 2
+        self._begun, self._arrived = self.flags = [
+            _flags(arena, axis, start, late, number + i) for i, start in enumerate(flags)
+        ]
 
     def outbox(self) -> Tensor:
         """Where to write my own block: its place in the whole."""
@@ -197,7 +216,13 @@ class PeerRotation:
     """
 
     def __init__(
-        self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor, deadline_s: float
+        self,
+        axis: Axis,
+        sizes: tuple[int, ...],
+        shape: tuple[int, ...],
+        like: Tensor,
+        late: Late,
+        number: int,
     ) -> None:
         """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
         self._rank, self._sizes = axis.rank, sizes
@@ -209,8 +234,15 @@ class PeerRotation:
         self._here, self._there = ([arena.view(rank, start, whole, like.dtype) for start in slots]
                                    for rank in (axis.rank, after))  # fmt: skip
         self._arrived, self._free = self.flags = [
-            Flags.of((arena.view(told, start, (), torch.int64),), arena.view(axis.rank, start, (1,), torch.int64),
-                     deadline_s) for start, told in zip(flags, (after, before), strict=True)]  # fmt: skip
+            Flags.of(
+                (arena.view(told, start, (), torch.int64),),
+                arena.view(axis.rank, start, (1,), torch.int64),
+                late,
+                number + i,
+            )
+            for i, (start, told) in enumerate(zip(flags, (after, before), strict=True))
+        ]
+        self.waits_for = ((before,), (after,))
         self._copies = torch.cuda.Stream(like.device) if like.is_cuda else None
 
     def outbox(self) -> Tensor:
@@ -236,7 +268,7 @@ class PeerRotation:
     def _pass_on(self, block: Tensor, room: Tensor) -> None:
         if self._copies is not None:
             self._copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copies):  # of no stream on a CPU: nothing
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             self._free.wait()
             room.copy_(block)
             self._arrived.tell()
@@ -247,11 +279,11 @@ class PeerRotation:
             torch.cuda.current_stream().wait_stream(self._copies)
 
 
-def _flags(arena: Arena, axis: Axis, start: int, deadline_s: float) -> Flags:
+def _flags(arena: Arena, axis: Axis, start: int, late: Late, number: int) -> Flags:
     """One flag of every peer in every rank's memory, mine included: it is raised as the others are."""
     flag = start + axis.rank * FLAG_BYTES
     theirs = tuple(arena.view(rank, flag, (), torch.int64) for rank in range(axis.size))
-    return Flags.of(theirs, arena.view(axis.rank, start, (axis.size,), torch.int64), deadline_s)
+    return Flags.of(theirs, arena.view(axis.rank, start, (axis.size,), torch.int64), late, number)
 
 
 def _slices(sizes: tuple[int, ...]) -> list[slice]:

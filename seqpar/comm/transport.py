@@ -86,7 +86,7 @@ class Transport(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise `TimeoutError` where a peer was waited for in vain; names it. Waits for the device."""
+        """Raise `TimeoutError` on a rank that waited for another in vain; names that. Waits for the device."""
         ...
 
     def release(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,27 +20,42 @@ from seqpar.kernels._triton import fused, jit, tl, triton
 NANOSECONDS = 10**9
 
 
+class Late(NamedTuple):
+    """What is known of the first wait that was in vain: zeros, where none was. Shared by all flags of an engine.
+
+    note: (3,) int64 on the device: 1 + number of the flags, for each peer a bit, the wait's count.
+    """
+
+    note: Tensor
+    deadline_s: float
+
+    @staticmethod
+    def on(device: torch.device, deadline_s: float) -> Late:
+        """Nobody is late yet."""
+        return Late(torch.zeros(3, dtype=torch.int64, device=device), deadline_s)
+
+
 @dataclass(frozen=True)
 class Flags:
     """One direction of telling, between this rank and some peers. All counters are int64 and begin at zero.
 
     theirs: for each peer the flag in its memory that I raise, 0-d views. addresses: of these, on the device.
     mine: the flags that peers raise here, (n,). counts: (2,), how often I told and how often I waited.
-    late: (n,), for each peer the wait that it missed, 0 where it missed none.
+    late: where the first wait in vain is noted, under this number.
     """
 
     theirs: tuple[Tensor, ...]
     addresses: Tensor
     mine: Tensor
     counts: Tensor
-    late: Tensor
-    deadline_s: float
+    late: Late
+    number: int
 
     @staticmethod
-    def of(theirs: tuple[Tensor, ...], mine: Tensor, deadline_s: float) -> Flags:
+    def of(theirs: tuple[Tensor, ...], mine: Tensor, late: Late, number: int) -> Flags:
         """Over these flags, with new counters."""
         addresses = torch.tensor([flag.data_ptr() for flag in theirs], dtype=torch.int64).to(mine.device)
-        return Flags(theirs, addresses, mine, mine.new_zeros(2), torch.zeros_like(mine), deadline_s)
+        return Flags(theirs, addresses, mine, mine.new_zeros(2), late, number)
 
     def tell(self) -> None:
         """Raise my flag at every peer."""
@@ -67,29 +83,30 @@ def reference(flags: Flags, tell: bool, wait: bool) -> None:
     if not wait:
         return
     flags.counts[1] += 1
-    wanted, end = int(flags.counts[1]), time.monotonic() + flags.deadline_s
+    wanted, end = int(flags.counts[1]), time.monotonic() + flags.late.deadline_s
     while int(flags.mine.min()) < wanted:
-        if int(flags.late.max()):  # who was late once ends the run: nobody is waited for, or blamed, after that
+        if int(flags.late.note[0]):  # who was late once ends the run: nobody is waited for, or blamed, after that
             return
         if time.monotonic() > end:
-            flags.late.copy_(torch.where(flags.mine < wanted, wanted, 0))
+            behind = sum(1 << peer for peer, count in enumerate(flags.mine.tolist()) if count < wanted)
+            flags.late.note.copy_(torch.tensor([flags.number + 1, behind, wanted]))
             return
         time.sleep(0)  # a rank on the same core may be the one that is waited for
 
 
 def launch(flags: Flags, tell: bool, wait: bool, *, polls: int | None = None) -> None:
     """The same by the kernel. polls: give up after so many looks, where there is no timer (Triton's interpreter)."""
-    budget = int(flags.deadline_s * NANOSECONDS) if polls is None else polls
+    budget = int(flags.late.deadline_s * NANOSECONDS) if polls is None else polls
     count = len(flags.theirs)
     flags_kernel[(1,)](
-        flags.addresses, flags.mine, flags.counts, flags.late, count, budget, triton.next_power_of_2(count),
-        tell, wait, polls is None, num_warps=1,
+        flags.addresses, flags.mine, flags.counts, flags.late.note, flags.number + 1, count, budget,
+        triton.next_power_of_2(count), tell, wait, polls is None, num_warps=1,
     )  # fmt: skip
 
 
 @jit
 def flags_kernel(
-    addresses, mine, counts, late, count, budget,
+    addresses, mine, counts, note, number, count, budget,
     LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr, TIMER: tl.constexpr,
 ):  # fmt: skip
     """One program, one lane a peer."""
@@ -102,9 +119,8 @@ def flags_kernel(
         tl.store(counts, told)
     if WAIT:
         wanted = tl.load(counts + 1) + 1
-        noted = tl.load(late + lane, here, 0)
         # who was late once ends the run: nobody is waited for, or blamed, after that
-        clean = tl.sum((noted > 0).to(tl.int32), 0) == 0
+        clean = tl.load(note) == 0
         left = tl.where(clean, budget, 0).to(tl.int64)
         start = _now(0, TIMER)
         spent = tl.zeros((), tl.int64)
@@ -116,7 +132,11 @@ def flags_kernel(
             behind = here & (seen < wanted)
             missing = tl.sum(behind.to(tl.int32), 0)
             spent = _now(spent + 1, TIMER) - start
-        tl.store(late + lane, tl.where(behind & clean, wanted, noted), here)
+        if clean & (missing > 0):  # pyright: ignore[reportOperatorIssue]
+            bit = tl.full((LANES,), 1, tl.int64) << lane
+            tl.store(note + 1, tl.sum(tl.where(behind, bit, 0), 0))
+            tl.store(note + 2, wanted)
+            tl.store(note, tl.zeros((), tl.int64) + number)
         tl.store(counts + 1, wanted)
 
 

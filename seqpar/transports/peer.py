@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm.arena import why_no_peers
 from seqpar.comm.exchange import HeadLayout
 from seqpar.comm.peer import PeerGather, PeerHeads, PeerRotation, PeerToAll
 from seqpar.comm.transport import DEADLINE_S, Back, Collect, Into, Rotate
+from seqpar.kernels.flags import Late
 from seqpar.mesh import Axis, Mesh
 
 
@@ -24,58 +27,73 @@ def supports(mesh: Mesh) -> str | None:
 
 
 class Transport:
-    """See `seqpar.comm.transport.Transport`."""
+    """See `seqpar.comm.transport.Transport`. All waits share a deadline and the note of who missed it."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self._deadline_s = deadline_s
+        self._late: Late | None = None
         self._made: list[tuple[Axis, str, Any]] = []
+        self._collects: dict[object, Collect] = {}
 
     def heads(self, axis: Axis, layout: HeadLayout) -> tuple[Into, Back]:
         """Both ways in one arena."""
-        both = self._keep(axis, f"q, k, v and output of {_shown(layout)}", PeerHeads(axis, layout, self._deadline_s))
+        both = PeerHeads(axis, layout, *self._next(layout.device))
+        self._made.append((axis, f"q, k, v and output of {_shown(layout)}", both))
         return both.into, both.back
 
     def everywhere(self, axis: Axis, layout: HeadLayout) -> Into:
         """Two slots that take turns."""
-        return self._keep(axis, f"keys and values of {_shown(layout)}", PeerToAll(axis, layout, self._deadline_s))
+        exchange = PeerToAll(axis, layout, *self._next(layout.device))
+        self._made.append((axis, f"keys and values of {_shown(layout)}", exchange))
+        return exchange
 
     def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotate:
         """Copies under attention."""
-        rotation = PeerRotation(axis, sizes, shape, like, self._deadline_s)
-        return self._keep(axis, f"ring blocks of {sum(sizes)} tokens", rotation)
+        rotation = PeerRotation(axis, sizes, shape, like, *self._next(like.device))
+        self._made.append((axis, f"ring blocks of {sum(sizes)} tokens", rotation))
+        return rotation
 
     def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Collect:
-        """A copy to each peer."""
-        collect = PeerGather(axis, sizes, shape, like, self._deadline_s)
-        return self._keep(axis, f"blocks of {sizes} x {shape}", collect)
+        """A copy to each peer. The same one for equal blocks: every run asks for one."""
+        key = (axis.name, sizes, shape, like.dtype)
+        if key not in self._collects:
+            collect = PeerGather(axis, sizes, shape, like, *self._next(like.device))
+            self._made.append((axis, f"blocks of {sizes} x {shape}", collect))
+            self._collects[key] = collect
+        return self._collects[key]
 
     def check(self) -> None:
-        """See `seqpar.comm.transport.Transport`."""
-        for axis, what, exchange in self._made:
-            for flags in exchange.flags:
-                late = flags.late.tolist()
-                if any(late):
-                    raise TimeoutError(_told(axis, what, late, self._deadline_s))
+        """See `seqpar.comm.transport.Transport`. Raises at once: whoever started the ranks must end the others."""
+        if self._late is None or not any(note := self._late.note.tolist()):
+            return
+        number, behind, count = note
+        axis, what, exchange = self._made[(number - 1) // 2]
+        peers = exchange.waits_for[(number - 1) % 2]
+        late = [_world_rank(axis, rank) for bit, rank in enumerate(peers) if behind >> bit & 1]
+        raise TimeoutError(
+            f"rank {_world_rank(axis, axis.rank)} waited {self._deadline_s:g} s in vain for rank "
+            f"{', '.join(map(str, late))} (axis {axis.name}, exchange {count} of {what}); it died or is stuck: see its "
+            f"output"
+        )
 
     def release(self) -> None:
-        """See `seqpar.comm.transport.Transport`."""
-        for _, _, exchange in self._made:
-            exchange.arena.close()
+        """See `seqpar.comm.transport.Transport`. After a wait in vain nothing is freed: the others may not come."""
+        if self._late is None or not int(self._late.note[0]):
+            for _, _, exchange in self._made:
+                exchange.arena.close()
         self._made.clear()
+        self._collects.clear()
+        self._late = None
 
-    def _keep(self, axis: Axis, what: str, exchange: Any) -> Any:
-        self._made.append((axis, what, exchange))
-        return exchange
+    def _next(self, device: torch.device) -> tuple[Late, int]:
+        """The shared note, and the number of the next exchange's first flags; each has two."""
+        self._late = self._late or Late.on(device, self._deadline_s)
+        return self._late, 2 * len(self._made)
+
+
+def _world_rank(axis: Axis, rank: int) -> int:
+    return rank if axis.group is None else dist.get_process_group_ranks(axis.group)[rank]
 
 
 def _shown(layout: HeadLayout) -> str:
     return f"{sum(layout.tokens)} tokens, {layout.heads} heads, batch {layout.batch}"
-
-
-def _told(axis: Axis, what: str, late: list[int], deadline_s: float) -> str:
-    # a rotation's only peer is a neighbour; elsewhere peers are numbered as on the axis
-    peers = [str(rank) for rank, count in enumerate(late) if count] if len(late) == axis.size else ["a neighbour"]
-    return (
-        f"rank {axis.rank} of axis {axis.name} waited {deadline_s:g} s in vain for {', '.join(peers)} (exchange "
-        f"{max(late)}: {what}); that rank died or is stuck: see its output"
-    )

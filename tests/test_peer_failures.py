@@ -1,0 +1,152 @@
+"""What peer memory does when something is not as it should be: ranks that are late, memory that is not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from seqpar import DistributedDiT, Guidance, Sampler
+from seqpar.comm import arena
+from seqpar.sampling import draw_noise
+from seqpar.transports import peer
+from tests.meshes import mesh as make_mesh
+from tests.meshes import mesh_for
+from tests.pool import Pool
+from tests.test_distributed import local
+from tests.test_sampling import STEPS, scheduler
+from tests.tiny import diffusers_dit
+
+DEADLINE_S = 1.0
+
+
+def left_alone(rank: int, world: int, device: torch.device) -> tuple[str, float]:
+    """The second call is rank 0's alone: what it is told, and after how long."""
+    model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
+    dit = DistributedDiT(model, mesh_for("ulysses", world, device), "ulysses", local(device), "peer")
+    dit._moves = peer.Transport(DEADLINE_S)
+    x, t = torch.ones(1, 4, 8, 8, device=device, dtype=dit.dtype), torch.tensor([3], device=device)
+    dit(x, t, class_labels=t)
+    start, told = time.monotonic(), "nothing"
+    if rank == 0:
+        try:
+            dit(x, t, class_labels=t)
+        except TimeoutError as error:
+            told = str(error)
+        dit.release()  # waits for nobody
+    return told, time.monotonic() - start
+
+
+def test_a_call_that_waited_in_vain_ends_in_an_error_after_one_deadline(ranks: Pool) -> None:
+    """And not in a picture: its blocks hold old numbers. Later waits of the call do not wait again."""
+    (told, seconds), (other, _) = ranks.run(2, left_alone)
+    assert "rank 0 waited 1 s in vain for rank 1 (axis ulysses" in told
+    assert DEADLINE_S <= seconds < 1.9 * DEADLINE_S
+    assert other == "nothing"
+
+
+def no_room(rank: int, world: int, device: torch.device) -> str:
+    axis, real = make_mesh(device, cfg=1).sequence, os.posix_fallocate
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    os.posix_fallocate = full if rank == 1 else real
+    try:
+        arena.Arena(axis, 1 << 16, torch.device("cpu"))
+    except ValueError as error:
+        return str(error)
+    finally:
+        os.posix_fallocate = real
+    return "nothing"
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="files cannot be given memory before it is used here")
+def test_memory_that_one_rank_does_not_get_is_an_error_of_all(ranks: Pool) -> None:
+    for told in ranks.run(3, no_room):
+        assert "got 65536 bytes of shared memory" in told
+        assert "No space left on device" in told
+
+
+def met(rank: int, world: int, device: torch.device) -> tuple[int, list[int], bool]:
+    """Symmetric memory whose ranks have met others before, as often as their rank says; with torch's part faked."""
+    axis, meetings = make_mesh(device, cfg=1).sequence, []
+    rendezvous = arena._Rendezvous()
+    rendezvous.count = rank
+
+    def meet(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+        rendezvous.count += 1
+        meetings.append(group.size())
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        return memory, SimpleNamespace(get_buffer=lambda rank, shape, dtype, start: memory[start : shape[0]])
+
+    rendezvous.meet = meet
+    real, arena._rendezvous = arena._rendezvous, lambda: rendezvous  # pyright: ignore
+    try:
+        views, (memory, _) = arena._on_gpus(axis, 64, torch.device("cpu"))  # pyright: ignore
+    finally:
+        arena._rendezvous = real
+    return rendezvous.count, meetings, views[0].data_ptr() == memory.data_ptr()
+
+
+def test_ranks_that_have_met_less_often_make_up_for_it_alone(ranks: Pool) -> None:
+    """torch counts the meetings of a process, whatever the group, and ranks meet under equal numbers only."""
+    assert ranks.run(3, met) == [(3, [1, 1, 3], True), (3, [1, 3], True), (3, [3], True)]
+
+
+def test_an_arena_keeps_what_its_views_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, memory = object(), torch.ones(64, dtype=torch.uint8)
+    monkeypatch.setattr(arena, "_on_gpus", lambda axis, nbytes, device: ([memory], owner))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    made = arena.Arena(make_mesh_of_one(), 64, torch.device("cuda"))
+    assert made._owner is owner
+    assert not memory.any()
+    made.close()
+    assert made._owner is None
+
+
+def make_mesh_of_one() -> Any:
+    return mesh_for("ulysses", 1, torch.device("cpu")).sequence
+
+
+def same_collect(rank: int, world: int, device: torch.device) -> bool:
+    axis, transport = make_mesh(device, cfg=1).sequence, peer.Transport()
+    like = torch.zeros((), device=device)
+    first, again = (transport.gather(axis, (1,) * world, (2, 3), like) for _ in range(2))
+    return first is again and transport.gather(axis, (1,) * world, (2, 4), like) is not first
+
+
+def test_equal_blocks_get_the_same_exchange(ranks: Pool) -> None:
+    """Every run asks for one: a new one each time would be memory that nobody frees."""
+    assert ranks.run(2, same_collect) == [True, True]
+
+
+def again(rank: int, world: int, device: torch.device, between: str) -> tuple[bool, bool]:
+    """(is the run kept, has it the bits of a first one) when something happened between two calls of a sampler."""
+    model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
+    dit = DistributedDiT(model, mesh_for("ulysses", world, device), "ulysses", local(device), "peer")
+    order = (scheduler(), draw_noise((1, 4, 6, 10), torch.Generator().manual_seed(0)))
+    labels = {"class_labels": torch.tensor([3])}
+    with Sampler(dit) as sampler:
+        with torch.inference_mode(between == "inference mode"):
+            first = sampler(*order, labels, steps=STEPS, guidance=Guidance(3.0))
+        run = sampler._run
+        if between == "release":
+            dit.release()
+        if between == "other weights":
+            dit.model.load_state_dict({name: x.clone() for name, x in dit.model.state_dict().items()}, assign=True)
+        second = sampler(*order, labels, steps=STEPS, guidance=Guidance(3.0))
+        return sampler._run is run, torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("between", "kept"), [("nothing", True), ("inference mode", True), ("release", False), ("other weights", False)]
+)
+def test_a_kept_run_is_used_as_long_as_its_memory_is_where_it_was(ranks: Pool, between: str, kept: bool) -> None:
+    assert ranks.run(2, again, between) == [(kept, True)] * 2

@@ -43,6 +43,12 @@ def payload(case: tuple[int, ...], round_: int, device: torch.device, dtype: tor
     return [x.to(device, dtype) for x in numbers]
 
 
+def settle(device: torch.device) -> None:
+    """What was queued is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def write(whole: list[Tensor], mine: slice, outboxes: Outboxes) -> None:
     q, k, v = (x[:, mine] for x in whole)
     prepare.prepare_into(q, k, v, Prepare(), outboxes)
@@ -62,6 +68,7 @@ def there_and_back(
             exchange: Any = transport._made[0][2]
             for mine_ in (exchange._slabs[axis.rank], exchange._outs[axis.rank]):
                 mine_.fill_(float("nan"))
+            settle(device)
             together(axis, None)  # peers may write from here on
         if round_ < 20 or round_ % 25 == 0:
             late(rank, round_)
@@ -256,6 +263,7 @@ def no_files(rank: int, world: int, device: torch.device) -> tuple[int, list[str
     together(axis, None)
     arena = Arena(axis, 1 << 16, device)
     arena.view((axis.rank + 1) % world, 8 * axis.rank, (), torch.int64).fill_(7 + axis.rank)
+    settle(device)
     together(axis, None)
     before = (axis.rank - 1) % world
     got = int(arena.view(axis.rank, 8 * before, (), torch.int64))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -23,8 +24,11 @@ def guarded(work: Callable[[int], None]) -> None:
         _leave(rank, None, stop.code)
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         _leave(rank, f"error: {error}", 1)
-    finally:
-        meshes.close()
+    except BaseException:  # a bug, or Ctrl-C: told now, because leaving the group may wait for others for ever
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)
+    meshes.close()
 
 
 def _leave(rank: int, message: str | None, code: int | str | None) -> None:
@@ -36,5 +40,6 @@ def _leave(rank: int, message: str | None, code: int | str | None) -> None:
         message = message and f"rank {rank}: {message}"
     if message:
         print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
     # not sys.exit: a process group whose other ranks wait in a collective would hold the exit up
     os._exit(code if isinstance(code, int) else 1)

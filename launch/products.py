@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from launch import timing
 from launch.timing import append, command, environment, over, timed_over
@@ -141,8 +142,9 @@ def measure(product: Product, rows: int, rounds: int) -> list[dict[str, Any]]:
     """A line for each way."""
     size = 2 * (rows + product.columns) * product.inner
     sets = [product.data(rows) for _ in range(over(size))]
-    errors = {name: error(way, product, sets[0]) for name, way in product.ways.items()}
-    times = timed_over(product.ways, sets, rounds)
+    ways = {name: way for name, way in product.ways.items() if name == ALONE or works(name, way, sets[0])}
+    errors = {name: error(way, product, sets[0]) for name, way in ways.items()}
+    times = timed_over(ways, sets, rounds)
     at = {"product": product.name, "rows": rows, "dtype": "bfloat16"}
     made = {"gpus": 1, "command": command(), "env": environment(torch.device("cuda"))}
     return [
@@ -150,6 +152,17 @@ def measure(product: Product, rows: int, rounds: int) -> list[dict[str, Any]]:
          "tflops": 2 * rows * product.columns * product.inner / ms["median"] / 1e9}
         for name, ms in times.items()
     ]  # fmt: skip
+
+
+def works(name: str, way: Callable[..., Tensor], data: tuple[Tensor, ...]) -> bool:
+    """Whether a way runs here; says why not. Compilers have errors of their own."""
+    try:
+        way(*data)
+        torch.cuda.synchronize()
+    except (RuntimeError, ValueError, TypeError, AttributeError, OutOfResources) as refused:
+        print(f"not possible: {name}: {type(refused).__name__}: {str(refused).splitlines()[0][:150]}", flush=True)
+        return False
+    return True
 
 
 def error(way: Callable[..., Tensor], product: Product, data: tuple[Tensor, ...]) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -137,6 +138,7 @@ def timed_over(
         # the list keeps results apart: memory that is written again and again stays in the cache
         return lambda: [way(*one) for one in sets]
 
+    torch.cuda.empty_cache()  # a capture does not reclaim what earlier graphs left
     graphs = {name: graphed(all_sets(way)) for name, way in ways.items()}
     repeat = max(3, int(ROUND_MS / timed(next(iter(graphs.values())), 3)))
     times = in_turn(graphs, rounds, repeat)
@@ -169,7 +171,7 @@ class Sensors:
     def __enter__(self) -> Sensors:
         query = [
             "nvidia-smi",
-            "--query-gpu=clocks.sm,power.draw",
+            "--query-gpu=clocks.sm,power.draw.instant",
             "--format=csv,noheader,nounits",
             "-lms",
             "100",
@@ -180,6 +182,11 @@ class Sensors:
         self.readings: list[tuple[float, float]] = []
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
+        for _ in range(50):  # nvidia-smi takes a moment to start
+            if self.readings or self._process.poll() is not None:
+                break
+            time.sleep(0.1)
+        self.readings.clear()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -194,8 +201,10 @@ class Sensors:
             self.readings.append((float(clock), float(watts)))
 
     def medians(self) -> tuple[float, float]:
-        """(MHz, W)."""
-        clocks, watts = zip(*self.readings, strict=True) if self.readings else ((0.0,), (0.0,))
+        """(MHz, W). Raises OSError where nvidia-smi told nothing."""
+        if not self.readings:
+            raise OSError("nvidia-smi gave no readings of clock and power")
+        clocks, watts = zip(*self.readings, strict=True)
         return statistics.median(clocks), statistics.median(watts)
 
 
@@ -214,7 +223,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 def command() -> str:
     """How this was started, without where its output went."""
-    return "launch/bench.py " + " ".join(sys.argv[1:]).partition(" --out")[0]
+    return "launch/bench.py " + re.sub(r" --out[ =]\S+", "", " ".join(sys.argv[1:]))
 
 
 def append(lines: Sequence[Mapping[str, Any]], out: Path | None) -> None:

@@ -145,12 +145,12 @@ def engine(dit: DistributedDiT, size: tuple[int, int], images: int, digest_steps
     labels = {"class_labels": torch.zeros(images, dtype=torch.int64)}
     scheduler = DDIMScheduler.from_config(DDIM_DEFAULT)
     dit.check_size(*size)
-    with torch.no_grad():
-        run = Run(dit, Order(scheduler, noise, labels, RUN_STEPS, GUIDANCE))
-        start = run.trajectory.tokens.clone()
-        if why_no_graph(dit, scheduler) is None:
-            run.capture()
+    run = Run(dit, Order(scheduler, noise, labels, RUN_STEPS, GUIDANCE))
     try:
+        with torch.no_grad():
+            start = run.trajectory.tokens.clone()
+            if why_no_graph(dit, scheduler) is None:
+                run.capture()
         yield Ready(torch.no_grad()(lambda: run.step(0)), torch.no_grad()(partial(_bits, dit, run, digest_steps)),
                     lambda: run.trajectory.tokens.copy_(start), dit.check_delivered)  # fmt: skip
     finally:

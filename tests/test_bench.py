@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launch import table
+from launch import table, timing
 from launch.steps import Steps, check, layouts
 
 ROOT = Path(__file__).parent.parent
@@ -139,3 +139,9 @@ def test_tables_of_tiles_and_products_name_the_fastest() -> None:
     assert "| w1, w3 | 2 | alone | 1000.0 | 3 |  |" in products
     assert "| w1, w3 | 2 | fused | 1000.0 | 3 | 1.0e-03 |" in products
     assert tiles.endswith("| SwiGLU | 8 | 2 | 1000.0 us, 50 % | 500.0 us, 100 % | narrow |")
+
+
+def test_a_command_is_told_without_where_its_lines_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags in (["steps", "--out", "x.jsonl", "--tokens", "16"], ["steps", "--tokens", "16", "--out=x.jsonl"]):
+        monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
+        assert timing.command() == "launch/bench.py steps --tokens 16"

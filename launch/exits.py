@@ -24,7 +24,9 @@ def guarded(work: Callable[[int], None]) -> None:
         _leave(rank, None, stop.code)
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         _leave(rank, f"error: {error}", 1)
-    except BaseException:  # a bug, or Ctrl-C: told now, because leaving the group may wait for others for ever
+    except KeyboardInterrupt:
+        _leave(rank, "stopped", 130)
+    except BaseException:  # a bug: told now, because leaving the group may wait for others for ever
         traceback.print_exc()
         sys.stdout.flush()
         os._exit(1)

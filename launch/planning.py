@@ -48,7 +48,9 @@ def imagined(device: torch.device, count: int, transport: str) -> Machine:
     return here(device, count, transport) if device.type == "cuda" else h200
 
 
-def make_plan(load: Load, model: Blueprint, machine: Machine, mesh: str, strategy: str, dtype: torch.dtype) -> Plan:
+def make_plan(
+    load: Load, model: Blueprint, machine: Machine, mesh: str, strategy: str, dtype: torch.dtype, exact: bool = False
+) -> Plan:
     """The plan; `ValueError` for a --mesh or --strategy that is none, and where nothing fits."""
     if strategy != "auto":
         plugin(seqpar.attention, strategy, "strategy")
@@ -59,26 +61,32 @@ def make_plan(load: Load, model: Blueprint, machine: Machine, mesh: str, strateg
             f"got transport {machine.transport}, of which {found.source} know nothing ({known} only); measure it "
             f"with launch/bench.py rates, or use another transport"
         )
-    wish = Wish(*parse_mesh(mesh), strategy)
+    wish = Wish(*parse_mesh(mesh), strategy, exact)
     work = model.module.work(model.config)
     return plan(work, load, machine.count, wish, found, machine.transport, machine.memory)
 
 
 def shared_plan(
-    load: Load, model: Blueprint, ranks: Mesh, mesh: str, strategy: str, transport: str, dtype: torch.dtype
-) -> Plan:
+    load: Load, model: Blueprint, ranks: Mesh, mesh: str, strategy: str, transport: str, dtype: torch.dtype,
+    exact: bool = False,
+) -> Plan:  # fmt: skip
     """The plan for the processes there are. Rank 0's rates decide, so that all ranks have the same."""
     machine = here(ranks.device, ranks.world.size, transport)
-    return ranks.share(ranks.together(lambda: make_plan(load, model, machine, mesh, strategy, dtype)))
+    return ranks.share(ranks.together(lambda: make_plan(load, model, machine, mesh, strategy, dtype, exact)))
 
 
 def tables(load: Load, model: Blueprint, machines: Sequence[Machine], mesh: str, strategy: str,
-           dtype: torch.dtype) -> str:  # fmt: skip
+           dtype: torch.dtype, exact: bool) -> str:  # fmt: skip
     """What --dry-run prints: for each machine the plan and all layouts; why not, where there is none."""
     parts = []
+    if strategy != "auto":
+        plugin(seqpar.attention, strategy, "strategy")
+    parse_mesh(mesh)
+    for machine in machines:  # what is wrong for all of them is an error, not a row
+        rates.load(machine.device, machine.count, str(dtype).removeprefix("torch."))
     for machine in machines:
         try:
-            made = make_plan(load, model, machine, mesh, strategy, dtype)
+            made = make_plan(load, model, machine, mesh, strategy, dtype, exact)
             parts.append(f"{machine.count} x {machine.device}: {made}\n{made.table()}")
         except ValueError as error:
             if len(machines) == 1:

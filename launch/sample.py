@@ -19,6 +19,8 @@ import torch
 import tyro
 
 import seqpar
+import seqpar.local
+import seqpar.transports
 from launch.exits import guarded
 from launch.planning import here, imagined, shared_plan, tables
 from launch.progress import Progress
@@ -29,6 +31,7 @@ from seqpar.pictures import check_writable, grid, save, to_pil
 from seqpar.pipeline import Files, Pipeline
 from seqpar.plan import parse_mesh
 from seqpar.predict import Load
+from seqpar.protocols import plugin
 from seqpar.sampling import digest, why_no_graph
 from seqpar.steppers import steps_locally
 from seqpar.trajectory import TABLE_BYTES, Guidance, check_layout
@@ -135,7 +138,8 @@ def run(args: Args) -> None:
     if args.dry_run is not None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks))))
         return
-    plan = shared_plan(job.load, job.files.blueprint, ranks, args.mesh, args.strategy, args.transport, job.dtype)
+    plan = shared_plan(job.load, job.files.blueprint, ranks, args.mesh, args.strategy, args.transport, job.dtype,
+                       args.exact)  # fmt: skip
     mesh = Mesh.from_env(*plan.best.sizes.values())
     started = time.perf_counter()
     pipeline = Pipeline.load(job.files, mesh, job.dtype, plan.best.strategy, args.local, args.transport)
@@ -159,7 +163,12 @@ def run(args: Args) -> None:
 def check(args: Args, mesh: Mesh, guidance: Guidance) -> Job:
     """Everything that can be wrong with the flags, before any weight is read."""
     _check_ranges(args, guidance)
-    check_writable(args.out)
+    if args.dry_run is None:
+        check_writable(args.out)
+    for name, package, kind in ((args.transport, seqpar.transports, "transport"),
+                                (args.local, seqpar.local, "local attention")):  # fmt: skip
+        if name != "auto":
+            plugin(package, name, kind)
     files = Files.locate(args.model)
     classes = args.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
     files.class_ids(classes)
@@ -170,7 +179,9 @@ def check(args: Args, mesh: Mesh, guidance: Guidance) -> Job:
     _, axes = parse_mesh(args.mesh)
     data, cfg = axes.get("data", 1), axes.get("cfg", 1)
     check_layout(data, cfg, len(pictures), guidance, files.blueprint.config.in_channels)
-    return Job(files, classes, pictures, parse_size(args.size), guidance, scheduler, dtype)
+    job = Job(files, classes, pictures, parse_size(args.size), guidance, scheduler, dtype)
+    _ = job.tokens  # a size that is none is found here, where it is an error of all ranks at once
+    return job
 
 
 def _check_ranges(args: Args, guidance: Guidance) -> None:
@@ -193,7 +204,7 @@ def dry_run(args: Args, job: Job, ranks: Mesh) -> str:
     head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, guidance {args.guidance:g}, {job.dtype}"
     machines = [imagined(ranks.device, count, args.transport) for count in args.dry_run or ()]
     machines = machines or [here(ranks.device, ranks.world.size, args.transport)]
-    shown = tables(load, model, machines, args.mesh, args.strategy, job.dtype)
+    shown = tables(load, model, machines, args.mesh, args.strategy, job.dtype, args.exact)
     return f"{head.replace('torch.', '')}\n\n{shown}"
 
 
@@ -224,7 +235,8 @@ def summary(args: Args, pipeline: Pipeline, job: Job, plan: Plan) -> str:
     ]
     if job.evaluations != args.steps:
         lines[-1] += f"; the scheduler calls the model {job.evaluations} times"
-    if job.guidance.on and mesh.world.size > mesh.cfg.size == 1 and args.strategy != "auto" and "cfg" not in args.mesh:
+    whole = mesh.sequence.size == mesh.world.size > mesh.cfg.size == 1
+    if job.guidance.on and whole and args.strategy != "auto" and "cfg" not in args.mesh:
         lines.append("branches  both on all ranks, so that the named strategy has them all; --mesh cfg=2 parts them")
     reason = why_no_graph(dit, job.scheduler)
     lines.append(f"graph     {'a step is one CUDA graph' if reason is None else f'none: {reason}'}")

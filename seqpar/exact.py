@@ -4,8 +4,8 @@ What stands in the way of it is cuBLAS, which at few rows splits a sum over K am
 2048 rows, 11008 -> 4096 up to 128). Without room for partial sums it cannot: small workspaces, chosen before CUDA
 starts. Attention must be of a kind whose rows do not depend on each other's number (`invariant` of a local attention),
 and a ring, which merges partial results, is refused. All other kernels are row by row.
-When it wins: results that can be compared bit by bit, between layouts and machines of one kind. It costs 1 to 2 % of
-large matrix products' time, and host time that a graph hides (docs/benchmarks says what was measured).
+When it wins: results that can be compared bit by bit, between layouts and machines of one kind. What it costs is
+measured by `launch/bench.py steps --exact`.
 """
 
 from __future__ import annotations

@@ -24,11 +24,12 @@ Aim = Literal["latency", "throughput"]
 
 @dataclass(frozen=True)
 class Wish:
-    """What the caller says: an aim, sizes of some axes, a strategy (or "auto")."""
+    """What the caller says: an aim, sizes of some axes, a strategy (or "auto"), whether only exact ones will do."""
 
     aim: Aim = "latency"
     axes: Mapping[str, int] = field(default_factory=dict)
     strategy: str = "auto"
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ def _divisors(number: int, given: int | None) -> list[int]:
 
 def _fits(name: str, ring: int, ulysses: int, wish: Wish, work: Work) -> bool:
     """Whether a strategy is meant for these axes; unnamed, each way of computing has one name."""
+    if wish.exact and ring * ulysses > 1 and name not in EXACT:
+        return False
     one_axis = {"ring": ulysses == 1, "ulysses": ring == 1}
     if wish.strategy != "auto":
         return one_axis.get(name, name == "usp" or ring == 1 or "ring" in wish.axes)
@@ -178,6 +181,11 @@ def _why_none(world: int, wish: Wish, load: Load) -> str:
     if load.tokens < ring * ulysses:
         return f"got {load.tokens} tokens for {ring * ulysses} ranks, expected one a rank; use a larger --size"
     named = " ".join(f"{name}={size}" for name, size in axes.items()) or "no axes named"
+    if wish.exact and wish.strategy not in ("auto", *EXACT):
+        return f"got strategy {wish.strategy} in exact mode, expected {' or '.join(EXACT)}: a ring's merges round"
+    for name, other in (("ulysses", "ring"), ("ring", "ulysses")):
+        if wish.strategy == name and axes.get(other, 1) > 1:
+            return f"got strategy {name} with {other}={axes[other]}, expected {other}=1; use strategy usp for both"
     return (
         f"got strategy {wish.strategy} with {named} for {world} process(es), {load.images} picture(s) and "
         f"{load.tokens} tokens, expected a mesh that has all ranks and that the strategy can use; name fewer axes"

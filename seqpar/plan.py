@@ -85,7 +85,7 @@ def choose_transport(name: str, mesh: Mesh) -> Choice:
     """How blocks travel; `ValueError` where the named way does not work here. Every rank asks at the same time."""
     if name == "auto":
         backend = "NCCL" if mesh.device.type == "cuda" else "gloo"
-        return Choice("collective", backend if mesh.sequence.size > 1 else "one rank on the sequence")
+        return Choice("collective", backend if mesh.sequence.size * mesh.cfg.size > 1 else "nothing to exchange")
     reason = plugin(seqpar.transports, name, "transport").supports(mesh)
     if reason is not None:
         raise ValueError(f"got transport {name!r}, which does not work here: {reason}; use transport collective")

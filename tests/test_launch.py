@@ -313,3 +313,16 @@ def test_sdpa_says_which_head_dims_it_takes_in_half_precision(dim: int, takes: b
     cuda = torch.device("cuda")
     assert (sdpa.supports(cuda, torch.bfloat16, dim) is None) == takes
     assert sdpa.supports(cuda, torch.float32, 320) is None
+
+
+def test_a_dry_run_refuses_what_a_run_would(tmp_path: Path) -> None:
+    wrong = {"--strategy foo": "got strategy 'foo'", "--transport nccl": "got transport 'nccl'",
+             "--local-attention foo": "got local attention 'foo'", "--exact --mesh ring=2": "with ring=2"}  # fmt: skip
+    for flags, told in wrong.items():
+        done = launch("--dry-run", "2", *flags.split())
+        assert done.returncode != 0, flags
+        assert told in done.stderr
+        assert done.stdout == ""
+    exact = launch("--dry-run", "2", "--exact", "--out", "/nowhere/it/could/be.png")
+    assert exact.returncode == 0, exact.stderr  # nothing is written
+    assert "ring" not in exact.stdout

@@ -178,7 +178,7 @@ def test_a_layout_that_does_not_fit_is_listed_with_the_reason() -> None:
         (4, ONE, Wish(axes={"ring": 0}), "got ring=0, expected at least 1"),
         (6, ONE, Wish(axes={"cfg": 3}), "got cfg=3, expected 1 or 2"),
         (4, replace(ONE, tokens=1), Wish(), "got 1 tokens for 2 ranks, expected one a rank; use a larger --size"),
-        (2, ONE, Wish(axes={"ulysses": 2}, strategy="ring"), "got strategy ring with ulysses=2 for 2 process"),
+        (2, ONE, Wish(axes={"ulysses": 2}, strategy="ring"), "got strategy ring with ulysses=2, expected ulysses=1"),
         (2, ONE, Wish(axes={"data": 2}), "got strategy auto with data=2 for 2 process\\(es\\), 1 picture"),
     ],
     ids=str,

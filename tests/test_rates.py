@@ -117,3 +117,7 @@ def test_two_ranks_measure_once_and_the_planner_uses_it(cache: Path) -> None:
     assert all(y > 0 for _, y in found.exchange["gloo"])
     assert set(found.attention) == {64, 72, 128}
     assert "rates: measured here on" in run("sample.py", "--dry-run")
+
+
+def test_more_bytes_never_take_less_time_than_the_last_point() -> None:
+    assert time_at(((1.0, 100.0), (2.0, 50.0)), 4.0) == 50.0

@@ -154,11 +154,14 @@ class ToAll:
     def __init__(self, axis: Axis, layout: HeadLayout) -> None:
         self._groups = layout.kv_heads
         mine, rest = layout.tokens[axis.rank], (layout.batch, 2 * layout.kv_heads, layout.head_dim)
-        q_shape = (mine, layout.batch, layout.heads, layout.head_dim)
-        self._q_lBHD = torch.empty(q_shape, dtype=layout.dtype, device=layout.device)
-        self._gather = Gather(axis, layout.tokens, rest, self._q_lBHD)
+        # batch-major, because attention's output follows it: what projects that must find rows as on one rank
+        q_shape = (layout.batch, mine, layout.heads, layout.head_dim)
+        self._q_BlHD = torch.empty(q_shape, dtype=layout.dtype, device=layout.device)
+        self._gather = Gather(axis, layout.tokens, rest, self._q_BlHD)
         k, v = self._gather.outbox().split((self._groups, self._groups), dim=2)
-        box = Outbox(self._q_lBHD, k, v, heads=slice(0, layout.heads), kv_heads=slice(0, layout.kv_heads))
+        box = Outbox(
+            self._q_BlHD.transpose(0, 1), k, v, heads=slice(0, layout.heads), kv_heads=slice(0, layout.kv_heads)
+        )
         self._boxes = Outboxes([box])
 
     def outboxes(self) -> Outboxes:
@@ -168,7 +171,7 @@ class ToAll:
     def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, l, H, D) of my tokens, k and v (B, L, G, D) of all; valid until the next call of `outboxes`."""
         k, v = self._gather.deliver().transpose(0, 1).split((self._groups, self._groups), dim=2)
-        return self._q_lBHD.transpose(0, 1), k, v
+        return self._q_BlHD, k, v
 
 
 def _views(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:

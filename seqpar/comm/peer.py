@@ -126,8 +126,9 @@ class PeerToAll:
             _flags(arena, axis, start, late, number + i) for i, start in enumerate(flags)
         ]
         mine = layout.tokens[axis.rank]
-        q_shape = (mine, layout.batch, layout.heads, layout.head_dim)
-        self.q_lBHD = torch.empty(q_shape, dtype=layout.dtype, device=layout.device)
+        # batch-major, because attention's output follows it: what projects that must find rows as on one rank
+        q_shape = (layout.batch, mine, layout.heads, layout.head_dim)
+        self.q_BlHD = torch.empty(q_shape, dtype=layout.dtype, device=layout.device)
         self.waits_for = (tuple(range(axis.size)),) * 2
         self._boxes = [self._outboxes(slot) for slot in self._slots]
         for boxes in self._boxes:
@@ -154,7 +155,7 @@ class PeerToAll:
         self._arrived.meet()
         groups = self._layout.kv_heads
         k, v = self._slots[self._slot][self._rank].transpose(0, 1).split((groups, groups), dim=2)
-        return self.q_lBHD.transpose(0, 1), k, v
+        return self.q_BlHD, k, v
 
     def _outboxes(self, slot: list[Tensor]) -> Outboxes:
         mine, groups = _slices(self._layout.tokens)[self._rank], self._layout.kv_heads
@@ -163,7 +164,7 @@ class PeerToAll:
         for step in range(1, len(slot) + 1):  # the rank after mine first: no rank is written to by all at once
             rank = (self._rank + step) % len(slot)
             k, v = slot[rank][mine].split((groups, groups), dim=2)
-            boxes.append(Outbox(self.q_lBHD if rank == self._rank else None, k, v, **every))
+            boxes.append(Outbox(self.q_BlHD.transpose(0, 1) if rank == self._rank else None, k, v, **every))
         return Outboxes(boxes)
 
 

@@ -65,10 +65,7 @@ class Destinations(tuple[Tensor, ...]):
 
 def push(out_BLhD: Tensor, into: Destinations) -> None:
     """Write the tokens of each rank to its view. Heads and head dims of a view lie side by side, as those of `out`."""
-    if fused(out_BLhD) and out_BLhD.stride(-1) == 1 and out_BLhD.stride(-2) == out_BLhD.shape[-1]:
-        launch(out_BLhD, into)
-    else:
-        reference(out_BLhD, into)
+    (launch if fused(out_BLhD) else reference)(out_BLhD, into)
 
 
 def reference(out_BLhD: Tensor, into: Destinations) -> None:
@@ -82,6 +79,8 @@ def launch(out_BLhD: Tensor, into: Destinations) -> None:
     """The same by the kernel."""
     batch, tokens, heads, dim = out_BLhD.shape
     width, size = heads * dim, out_BLhD.element_size()
+    if out_BLhD.stride(3) != 1 or (heads > 1 and out_BLhD.stride(2) != dim):
+        raise ValueError(f"got attention's output with strides {out_BLhD.stride()}, expected its heads side by side")
     if any(view.dtype != out_BLhD.dtype or (view.stride(2), view.stride(3)) != (dim, 1) for view in into):
         raise ValueError("got views of another dtype or with strided heads, expected those of the output")
     align = gcd(into.alignment, out_BLhD.data_ptr(), out_BLhD.stride(0) * size, out_BLhD.stride(1) * size)

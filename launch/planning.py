@@ -52,16 +52,25 @@ def make_plan(
     load: Load, model: Blueprint, machine: Machine, mesh: str, strategy: str, dtype: torch.dtype, exact: bool = False
 ) -> Plan:
     """The plan; `ValueError` for a --mesh or --strategy that is none, and where nothing fits."""
+    return planned(load, model, machine, *asked(machine, mesh, strategy, dtype, exact))
+
+
+def asked(machine: Machine, mesh: str, strategy: str, dtype: torch.dtype, exact: bool) -> tuple[Wish, rates.Rates]:
+    """What the user's words come to, and what the machine reaches; `ValueError` for what would be wrong anywhere."""
     if strategy != "auto":
         plugin(seqpar.attention, strategy, "strategy")
-    found = rates.load(machine.device, machine.count, str(dtype).removeprefix("torch."))
+    wish = Wish(*parse_mesh(mesh), strategy, exact)
+    return wish, rates.load(machine.device, machine.count, str(dtype).removeprefix("torch."))
+
+
+def planned(load: Load, model: Blueprint, machine: Machine, wish: Wish, found: rates.Rates) -> Plan:
+    """The plan of this machine; `ValueError` where there is none."""
     if machine.count > 1 and machine.transport not in found.exchange:
         known = ", ".join(found.exchange)
         raise ValueError(
             f"got transport {machine.transport}, of which {found.source} know nothing ({known} only); measure it "
             f"with launch/bench.py rates, or use another transport"
         )
-    wish = Wish(*parse_mesh(mesh), strategy, exact)
     work = model.module.work(model.config)
     return plan(work, load, machine.count, wish, found, machine.transport, machine.memory)
 
@@ -79,14 +88,11 @@ def tables(load: Load, model: Blueprint, machines: Sequence[Machine], mesh: str,
            dtype: torch.dtype, exact: bool) -> str:  # fmt: skip
     """What --dry-run prints: for each machine the plan and all layouts; why not, where there is none."""
     parts = []
-    if strategy != "auto":
-        plugin(seqpar.attention, strategy, "strategy")
-    parse_mesh(mesh)
-    for machine in machines:  # what is wrong for all of them is an error, not a row
-        rates.load(machine.device, machine.count, str(dtype).removeprefix("torch."))
-    for machine in machines:
+    # first for all: what is wrong for all of them is an error, not a row
+    words = [asked(machine, mesh, strategy, dtype, exact) for machine in machines]
+    for machine, (wish, found) in zip(machines, words, strict=True):
         try:
-            made = make_plan(load, model, machine, mesh, strategy, dtype, exact)
+            made = planned(load, model, machine, wish, found)
             parts.append(f"{machine.count} x {machine.device}: {made}\n{made.table()}")
         except ValueError as error:
             if len(machines) == 1:

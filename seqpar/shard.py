@@ -6,9 +6,15 @@ sync, and even counts are not a special case.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+
+
+def starts(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Where each of some neighbouring slices begins."""
+    return (0, *accumulate(sizes))[:-1]
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Shard:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """First item of each part."""
-        return (0, *accumulate(self.sizes))[:-1]
+        return starts(self.sizes)
 
     def slice(self, part: int) -> slice:
         """The items of `part`, as a slice of the whole."""

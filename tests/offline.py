@@ -161,7 +161,7 @@ def flagged() -> None:
     """Four ranks tell each other and wait."""
     late = flags.Late.on(torch.device("cpu"), 1.0)
     theirs, mine = torch.zeros(2, 4, dtype=torch.int64)
-    flags.launch(flags.Flags.of(tuple(theirs), mine, late, 0), True, True)
+    flags.launch(flags.Flags.of(tuple(theirs), mine, late, 0, tuple(range(4))), True, True)
 
 
 def update() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
-from seqpar.comm.arena import Arena, together
+from seqpar.comm.arena import together
 from seqpar.comm.exchange import HeadLayout
 from seqpar.kernels import flags, prepare, push
 from seqpar.mesh import Axis
@@ -204,37 +203,6 @@ def test_ulysses_peer_by_the_kernels_themselves(ranks: Pool, world: int, case: t
     ranks.run(world, by_kernels, case, 3)
 
 
-def silent(rank: int, world: int, device: torch.device, kernel: bool) -> tuple[str, float]:
-    """The last rank takes no part; what the others are told, and how long it took."""
-    axis = make_mesh(device, cfg=1).ulysses
-    transport = peer.Transport(deadline_s=0.2)
-    into, _ = transport.heads(axis, layout_of(axis, CASES[0], device, torch.float32))
-    start = time.monotonic()
-    if rank < world - 1:
-        made: Any = transport._made[0][2]
-        for _ in range(3):  # once late, nobody waits again
-            if kernel and device.type != "cuda":
-                flags.launch(made.flags[0], True, True, polls=100)
-            else:
-                into.deliver()
-    try:
-        transport.check()
-    except TimeoutError as error:
-        return str(error), time.monotonic() - start
-    return "nothing", time.monotonic() - start
-
-
-@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
-def test_peer_that_is_gone_is_named_within_the_deadline(ranks: Pool, kernel: bool) -> None:
-    if kernel:
-        pytest.importorskip("triton")
-    *told, last = ranks.run(3, silent, kernel)
-    for rank, (message, seconds) in enumerate(told):
-        assert f"rank {rank} waited 0.2 s in vain for rank 2 (axis ulysses, exchange 1 of q, k, v" in message
-        assert seconds < 10
-    assert last[0] == "nothing"  # it waited for nobody
-
-
 def two_engines(rank: int, world: int, device: torch.device) -> None:
     """Exchanges of two transports, in turn, on one axis: neither sees the other's flags or memory."""
     axis, case = make_mesh(device, cfg=1).sequence, CASES[1]
@@ -254,31 +222,6 @@ def two_engines(rank: int, world: int, device: torch.device) -> None:
 
 def test_peer_engines_side_by_side(ranks: Pool) -> None:
     ranks.run(3, two_engines)
-
-
-def no_files(rank: int, world: int, device: torch.device) -> tuple[int, list[str]]:
-    """Of all ranks: what is left in memory's file system while an arena is mapped, and whether it is shared."""
-    axis = make_mesh(device, cfg=1).sequence
-    there = files()  # of whoever was killed before
-    together(axis, None)
-    arena = Arena(axis, 1 << 16, device)
-    arena.view((axis.rank + 1) % world, 8 * axis.rank, (), torch.int64).fill_(7 + axis.rank)
-    settle(device)
-    together(axis, None)
-    before = (axis.rank - 1) % world
-    got = int(arena.view(axis.rank, 8 * before, (), torch.int64))
-    left = files() - there
-    arena.close()
-    return got - 7 - before, sorted(left)
-
-
-def files() -> set[str]:
-    """Of arenas, in memory's file system."""
-    return {path.name for path in Path("/dev/shm").glob("seqpar-*")} if Path("/dev/shm").is_dir() else set()
-
-
-def test_an_arena_is_shared_and_leaves_no_file(ranks: Pool) -> None:
-    assert ranks.run(2, no_files) == [(0, []), (0, [])]
 
 
 def no_talk(rank: int, world: int, device: torch.device) -> dict[str, int]:

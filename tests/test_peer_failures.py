@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +15,15 @@ import torch.distributed as dist
 
 from seqpar import DistributedDiT, Guidance, Sampler
 from seqpar.comm import arena
+from seqpar.comm.arena import Arena, together
+from seqpar.kernels import flags
 from seqpar.sampling import draw_noise
 from seqpar.transports import peer
 from tests.meshes import mesh as make_mesh
 from tests.meshes import mesh_for
 from tests.pool import Pool
 from tests.test_distributed import local
+from tests.test_peer import CASES, layout_of, settle
 from tests.test_sampling import STEPS, scheduler
 from tests.tiny import diffusers_dit
 
@@ -150,3 +154,59 @@ def again(rank: int, world: int, device: torch.device, between: str) -> tuple[bo
 )
 def test_a_kept_run_is_used_as_long_as_its_memory_is_where_it_was(ranks: Pool, between: str, kept: bool) -> None:
     assert ranks.run(2, again, between) == [(kept, True)] * 2
+
+
+def silent(rank: int, world: int, device: torch.device, kernel: bool) -> tuple[str, float]:
+    """The last rank takes no part; what the others are told, and how long it took."""
+    axis = make_mesh(device, cfg=1).ulysses
+    transport = peer.Transport(deadline_s=0.2)
+    into, _ = transport.heads(axis, layout_of(axis, CASES[0], device, torch.float32))
+    start = time.monotonic()
+    if rank < world - 1:
+        made: Any = transport._made[0][2]
+        for _ in range(3):  # once late, nobody waits again
+            if kernel and device.type != "cuda":
+                flags.launch(made.flags[0], True, True, polls=100)
+            else:
+                into.deliver()
+    try:
+        transport.check()
+    except TimeoutError as error:
+        return str(error), time.monotonic() - start
+    return "nothing", time.monotonic() - start
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
+def test_peer_that_is_gone_is_named_within_the_deadline(ranks: Pool, kernel: bool) -> None:
+    if kernel:
+        pytest.importorskip("triton")
+    *told, last = ranks.run(3, silent, kernel)
+    for rank, (message, seconds) in enumerate(told):
+        assert f"rank {rank} waited 0.2 s in vain for rank 2 (axis ulysses, exchange 1 of q, k, v" in message
+        assert seconds < 10
+    assert last[0] == "nothing"  # it waited for nobody
+
+
+def no_files(rank: int, world: int, device: torch.device) -> tuple[int, list[str]]:
+    """Of all ranks: what is left in memory's file system while an arena is mapped, and whether it is shared."""
+    axis = make_mesh(device, cfg=1).sequence
+    there = files()  # of whoever was killed before
+    together(axis, None)
+    made = Arena(axis, 1 << 16, device)
+    made.view((axis.rank + 1) % world, 8 * axis.rank, (), torch.int64).fill_(7 + axis.rank)
+    settle(device)
+    together(axis, None)
+    before = (axis.rank - 1) % world
+    got = int(made.view(axis.rank, 8 * before, (), torch.int64))
+    left = files() - there
+    made.close()
+    return got - 7 - before, sorted(left)
+
+
+def files() -> set[str]:
+    """Of arenas, in memory's file system."""
+    return {path.name for path in Path("/dev/shm").glob("seqpar-*")} if Path("/dev/shm").is_dir() else set()
+
+
+def test_an_arena_is_shared_and_leaves_no_file(ranks: Pool) -> None:
+    assert ranks.run(2, no_files) == [(0, []), (0, [])]

@@ -48,8 +48,7 @@ class KVGather:
         return self._local(*exchange.deliver())[0]
 
     def _exchange(self, q_BlHD: Tensor, k_BlGD: Tensor) -> Into:
-        batch, _, heads, dim = q_BlHD.shape
-        layout = HeadLayout(batch, self._sizes, heads, k_BlGD.shape[2], dim, q_BlHD.dtype, q_BlHD.device)
+        layout = HeadLayout.of(self._sizes, q_BlHD, k_BlGD)
         if layout not in self._exchanges:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
                 self._exchanges[layout] = self._transport.everywhere(self._axis, layout)

@@ -24,6 +24,7 @@ from seqpar.kernels.flags import Flags, Late
 from seqpar.kernels.push import Destinations
 from seqpar.mesh import Axis
 from seqpar.protocols import Outbox, Outboxes
+from seqpar.shard import starts
 
 FLAG_BYTES = 8
 
@@ -46,7 +47,6 @@ class PeerHeads:
         self._outs = [arena.view(rank, outs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
         self.flags = [_flags(arena, axis, start, late, number + i) for i, start in enumerate(flags)]
         self.into, self.back = IntoHeads(self), BackToTokens(self)
-        self.waits_for = (tuple(range(axis.size)),) * 2
 
     def outboxes(self) -> Outboxes:
         """Of q, k, v: for each rank its heads of my tokens, in its slab."""
@@ -129,7 +129,6 @@ class PeerToAll:
         # batch-major, because attention's output follows it: what projects that must find rows as on one rank
         q_shape = (layout.batch, mine, layout.heads, layout.head_dim)
         self.q_BlHD = torch.empty(q_shape, dtype=layout.dtype, device=layout.device)
-        self.waits_for = (tuple(range(axis.size)),) * 2
         self._boxes = [self._outboxes(slot) for slot in self._slots]
         for boxes in self._boxes:
             _ = boxes.places  # made now: calls of the host never use the second slot, and a graph must not copy
@@ -190,8 +189,7 @@ class PeerGather:
         flags = [fields.add(axis.size * FLAG_BYTES) for _ in range(2)]
         self.arena = arena = Arena(axis, fields.nbytes, like.device)
         self._wholes = [arena.view(rank, start, whole, like.dtype) for rank in range(axis.size)]
-        self._mine = slice(sum(sizes[: axis.rank]), sum(sizes[: axis.rank + 1]))
-        self.waits_for = (tuple(range(axis.size)),) * 2
+        self._mine = _slices(sizes)[axis.rank]
         self._begun, self._arrived = self.flags = [
             _flags(arena, axis, start, late, number + i) for i, start in enumerate(flags)
         ]
@@ -240,10 +238,10 @@ class PeerRotation:
                 arena.view(axis.rank, start, (1,), torch.int64),
                 late,
                 number + i,
+                (heard,),
             )
-            for i, (start, told) in enumerate(zip(flags, (after, before), strict=True))
+            for i, (start, told, heard) in enumerate(zip(flags, (after, before), (before, after), strict=True))
         ]
-        self.waits_for = ((before,), (after,))
         self._copies = torch.cuda.Stream(like.device) if like.is_cuda else None
 
     def outbox(self) -> Tensor:
@@ -284,9 +282,9 @@ def _flags(arena: Arena, axis: Axis, start: int, late: Late, number: int) -> Fla
     """One flag of every peer in every rank's memory, mine included: it is raised as the others are."""
     flag = start + axis.rank * FLAG_BYTES
     theirs = tuple(arena.view(rank, flag, (), torch.int64) for rank in range(axis.size))
-    return Flags.of(theirs, arena.view(axis.rank, start, (axis.size,), torch.int64), late, number)
+    return Flags.of(theirs, arena.view(axis.rank, start, (axis.size,), torch.int64), late, number,
+                    tuple(range(axis.size)))  # fmt: skip
 
 
 def _slices(sizes: tuple[int, ...]) -> list[slice]:
-    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return [slice(start, start + size) for start, size in zip(starts(sizes), sizes, strict=True)]

@@ -41,7 +41,7 @@ class Flags:
 
     theirs: for each peer the flag in its memory that I raise, 0-d views. addresses: of these, on the device.
     mine: the flags that peers raise here, (n,). counts: (2,), how often I told and how often I waited.
-    late: where the first wait in vain is noted, under this number.
+    late: where the first wait in vain is noted, under this number. ranks: whom I wait for, as numbered on the axis.
     """
 
     theirs: tuple[Tensor, ...]
@@ -50,12 +50,13 @@ class Flags:
     counts: Tensor
     late: Late
     number: int
+    ranks: tuple[int, ...]
 
     @staticmethod
-    def of(theirs: tuple[Tensor, ...], mine: Tensor, late: Late, number: int) -> Flags:
+    def of(theirs: tuple[Tensor, ...], mine: Tensor, late: Late, number: int, ranks: tuple[int, ...]) -> Flags:
         """Over these flags, with new counters."""
         addresses = torch.tensor([flag.data_ptr() for flag in theirs], dtype=torch.int64).to(mine.device)
-        return Flags(theirs, addresses, mine, mine.new_zeros(2), late, number)
+        return Flags(theirs, addresses, mine, mine.new_zeros(2), late, number, ranks)
 
     def tell(self) -> None:
         """Raise my flag at every peer."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels._triton import fused, jit, tl, triton
+from seqpar.shard import starts
 
 CASES = (
     *({"batch": 2, "tokens": n, "heads": 8, "dim": 128} for n in (256, 4096)),  # Large-DiT 7B on 4 ranks
@@ -39,11 +40,10 @@ class Destinations(tuple[Tensor, ...]):
         made.first = first
         return made
 
-    @property
-    def starts(self) -> list[int]:
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
         """The first token of each view."""
-        sizes = [view.shape[0] for view in self]
-        return [sum(sizes[:index]) for index in range(len(self))]
+        return starts([view.shape[0] for view in self])
 
     @cached_property
     def table(self) -> Tensor:

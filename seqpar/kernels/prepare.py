@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.kernels._heads import mean_of, read_heads, rotary_row, write_heads
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
 from seqpar.protocols import Outbox, Outboxes, Places, Prepare, state_dtype
 
@@ -214,98 +215,43 @@ def _move(
     """Read the heads of one token, normalise, rotate, write. All in halves a and b: rotary partners face each other."""
     head = tl.arange(0, HEADS2)
     pair = tl.arange(0, DIM2 // 2)
-    a, b = _read(source, head_stride, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
+    a, b = read_heads(source, head_stride, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
     if ROTARY != "none" and EARLY:
-        cosine = _row(cos + token * cos_row, DIM, DIM2, READ)
-        sine = _row(sin + token * sin_row, DIM, DIM2, READ)
+        cosine = rotary_row(cos + token * cos_row, DIM, DIM2, READ)
+        sine = rotary_row(sin + token * sin_row, DIM, DIM2, READ)
     if NORM != "none":
         if NORM == "layer":
-            mean = _mean(a + b, PER_HEAD, HEADS, DIM)
+            mean = mean_of(a + b, PER_HEAD, HEADS, DIM)
             last_a: tl.constexpr = DIM // 2 if ROTARY == "halves" else (DIM + 1) // 2
             known = (head < HEADS)[:, None]
             a = tl.where(known & (pair < last_a)[None, :], a - mean, 0.0)
             b = tl.where(known & (pair < DIM // 2)[None, :], b - mean, 0.0)
         # weights are read only now: they come from the cache, and fewer registers make room for more rows at a time
-        scale = tl.rsqrt(_mean(a * a + b * b, PER_HEAD, HEADS, DIM) + eps)
+        scale = tl.rsqrt(mean_of(a * a + b * b, PER_HEAD, HEADS, DIM) + eps)
         a = a * scale
         b = b * scale
         if weight is not None:
-            weight_a, weight_b = _read(weight, 0 if PER_HEAD else DIM, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
+            weight_a, weight_b = read_heads(weight, 0 if PER_HEAD else DIM, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
             a = a * weight_a
             b = b * weight_b
         if bias is not None:
-            bias_a, bias_b = _read(bias, 0 if PER_HEAD else DIM, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
+            bias_a, bias_b = read_heads(bias, 0 if PER_HEAD else DIM, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
             a = a + bias_a
             b = b + bias_b
     if ROTARY != "none":
         if not EARLY:
-            cosine = _row(cos + token * cos_row, DIM, DIM2, READ)
-            sine = _row(sin + token * sin_row, DIM, DIM2, READ)
+            cosine = rotary_row(cos + token * cos_row, DIM, DIM2, READ)
+            sine = rotary_row(sin + token * sin_row, DIM, DIM2, READ)
         turned = a * cosine - b * sine
         b = b * cosine + a * sine
         a = turned
     for copy in tl.static_range(COPIES):  # pyright: ignore[reportGeneralTypeIssues]
         if table is None:
-            _write(out + (row * HEADS + head) * DIM, head < HEADS, a, b, ROTARY, DIM, HEADS2, DIM2, WRITE)
+            write_heads(out + (row * HEADS + head) * DIM, head < HEADS, a, b, ROTARY, DIM, HEADS2, DIM2, WRITE)
         else:
             entry = table + ((PART * COPIES + copy) * table_heads + head) * 3
             known = (head < HEADS) & (head < table_heads)
             address = tl.load(entry, mask=known, other=0)
             offset = token * tl.load(entry + 1, mask=known, other=0) + batch * tl.load(entry + 2, mask=known, other=0)
             place = address.to(tl.pointer_type(source.dtype.element_ty)) + offset
-            _write(place, address != 0, a, b, ROTARY, DIM, HEADS2, DIM2, WRITE)
-
-
-@jit
-def _row(start, DIM: tl.constexpr, DIM2: tl.constexpr, READ: tl.constexpr):
-    """A token's cosines or sines, for all heads."""
-    pair = tl.arange(0, DIM2 // 2)
-    at = tl.multiple_of(start + pair, [READ])
-    return tl.load(at, mask=pair < DIM // 2, other=0.0).to(tl.float32)[None, :]
-
-
-@jit
-def _mean(x, PER_HEAD: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Over each head, or over all; x holds two of its elements in each place, and zeros outside."""
-    return (tl.sum(x, axis=1) / DIM)[:, None] if PER_HEAD else tl.sum(x) / (HEADS * DIM)
-
-
-@jit
-def _read(
-    start, step, ROTARY: tl.constexpr, HEADS: tl.constexpr, HEADS2: tl.constexpr, DIM: tl.constexpr,
-    DIM2: tl.constexpr, READ: tl.constexpr,
-):  # fmt: skip
-    """Every head, `step` elements apart, as its halves: first and second for "halves", even and odd otherwise."""
-    head = tl.arange(0, HEADS2)[:, None]
-    if ROTARY == "halves":
-        column = tl.arange(0, DIM2 // 2)[None, :]
-        at = tl.multiple_of(start + (head * step + column), [READ, READ])
-        inside = (head < HEADS) & (column < DIM // 2)
-        a = tl.load(at, mask=inside, other=0.0)
-        b = tl.load(at + DIM // 2, mask=inside, other=0.0)
-    else:
-        column = tl.arange(0, DIM2)[None, :]
-        at = tl.multiple_of(start + (head * step + column), [READ, READ])
-        x = tl.load(at, mask=(head < HEADS) & (column < DIM), other=0.0)
-        a, b = tl.split(tl.reshape(x, (HEADS2, DIM2 // 2, 2)))
-    return a.to(tl.float32), b.to(tl.float32)
-
-
-@jit
-def _write(
-    place, wanted, a, b, ROTARY: tl.constexpr, DIM: tl.constexpr, HEADS2: tl.constexpr, DIM2: tl.constexpr,
-    WRITE: tl.constexpr,
-):  # fmt: skip
-    """Every head that is wanted to its place."""
-    element: tl.constexpr = place.dtype.element_ty
-    if ROTARY == "halves":
-        column = tl.arange(0, DIM2 // 2)[None, :]
-        at = tl.multiple_of(place[:, None] + column, [WRITE, WRITE])
-        inside = wanted[:, None] & (column < DIM // 2)
-        tl.store(at, a.to(element), mask=inside)
-        tl.store(at + DIM // 2, b.to(element), mask=inside)
-    else:
-        column = tl.arange(0, DIM2)[None, :]
-        at = tl.multiple_of(place[:, None] + column, [WRITE, WRITE])
-        x = tl.reshape(tl.join(a, b), (HEADS2, DIM2))
-        tl.store(at, x.to(element), mask=wanted[:, None] & (column < DIM))
+            write_heads(place, address != 0, a, b, ROTARY, DIM, HEADS2, DIM2, WRITE)

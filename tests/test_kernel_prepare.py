@@ -129,6 +129,29 @@ def test_outboxes_get_the_bits_of_one_rank(case: Case, dtype: torch.dtype, norm:
         assert torch.equal(view, whole[name][:, :, heads].transpose(0, 1))
 
 
+@pytest.mark.parametrize("into", [launch_into, reference_into])
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_k_and_v_first_and_q_later_are_the_bits_of_all_at_once(case: Case, norm: str, into: Any) -> None:
+    dtype = torch.float16
+    (q, k, v), how = project(case, dtype), preparation(case, norm, "pairs", dtype)
+    once, twice = boxes(case, dtype), boxes(case, dtype)
+    into(q, k, v, how, once)
+    into(None, k, v, how, twice)
+    unwritten = [view for name, view, _ in written(twice) if name == "q"]
+    assert all(view.isnan().all() for view in unwritten)
+    into(q, None, None, how, twice)
+    for (_, view, _), (_, other, _) in zip(written(once), written(twice), strict=True):
+        assert torch.equal(view, other)
+
+
+@pytest.mark.parametrize("given", [(True, True, False), (True, False, True), (False, False, False)])
+def test_k_without_v_is_refused(given: tuple[bool, ...]) -> None:
+    views = [x if there else None for x, there in zip(project(SMALL[0], torch.float16), given, strict=True)]
+    with pytest.raises(ValueError, match="expected q, or k and v, or all three"):
+        prepare_into(*views, Prepare(), boxes(SMALL[0], torch.float16))
+
+
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_copies_put_every_element_in_its_place_and_touch_no_other(case: Case, dtype: torch.dtype) -> None:
@@ -168,7 +191,7 @@ def test_places_know_how_narrow_stores_must_be() -> None:
 
 def test_outboxes_of_another_dtype_are_refused() -> None:
     views = project(SMALL[0], torch.float16)
-    with pytest.raises(ValueError, match="expected the same"):
+    with pytest.raises(ValueError, match="expected q, k, v and outboxes of one dtype"):
         launch_into(*views, Prepare(), boxes(SMALL[0], torch.float32))
     mixed = Outboxes([*boxes(SMALL[0], torch.float32), *boxes(SMALL[0], torch.float16)])
     with pytest.raises(ValueError, match="expected one dtype"):

@@ -48,12 +48,18 @@ def prepare(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tenso
     return (launch if _takes(q_BlHD, k_BlGD, how=how) else reference)(q_BlHD, k_BlGD, how)
 
 
-def prepare_into(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, outboxes: Sequence[Outbox]) -> None:
+def prepare_into(
+    q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Sequence[Outbox]
+) -> None:
     """The same, written with v into every outbox: each reader gets its heads of my tokens, token-major.
 
+    q alone, or k and v alone, leave the others' places as they are: None is what is not there yet.
     Pass the same `Outboxes` at every call: what a kernel must know of them is computed once.
     """
-    if _takes(q_BlHD, k_BlGD, v_BlGD, how=how):
+    given = [x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None]
+    if not given or (k_BlGD is None) != (v_BlGD is None):
+        raise ValueError("got k without v, or nothing to write, expected q, or k and v, or all three")
+    if _takes(*given, how=how):
         boxes = outboxes if isinstance(outboxes, Outboxes) else Outboxes(outboxes)
         launch_into(q_BlHD, k_BlGD, v_BlGD, how, boxes)
     else:
@@ -62,21 +68,19 @@ def prepare_into(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, o
 
 def reference(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]:
     """`prepare` in plain torch."""
-    q = _rotate(_normalise(q_BlHD, how, how.q_weight, how.q_bias), how).to(q_BlHD.dtype)
-    k = _rotate(_normalise(k_BlGD, how, how.k_weight, how.k_bias), how).to(k_BlGD.dtype)
-    return q, k
+    return _prepared(q_BlHD, how, how.q_weight, how.q_bias), _prepared(k_BlGD, how, how.k_weight, how.k_bias)
 
 
-def reference_into(q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, outboxes: Sequence[Outbox]) -> None:
+def reference_into(
+    q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Sequence[Outbox]
+) -> None:
     """`prepare_into` in plain torch."""
-    q, k = (q_BlHD, k_BlGD) if how.is_identity else reference(q_BlHD, k_BlGD, how)
+    q = None if q_BlHD is None else _prepared(q_BlHD, how, how.q_weight, how.q_bias)
+    k = None if k_BlGD is None else _prepared(k_BlGD, how, how.k_weight, how.k_bias)
     for box in outboxes:
-        if box.q is not None:
-            box.q.copy_(q[:, :, box.heads].transpose(0, 1))
-        if box.k is not None:
-            box.k.copy_(k[:, :, box.kv_heads].transpose(0, 1))
-        if box.v is not None:
-            box.v.copy_(v_BlGD[:, :, box.kv_heads].transpose(0, 1))
+        for x, view, heads in ((q, box.q, box.heads), (k, box.k, box.kv_heads), (v_BlGD, box.v, box.kv_heads)):
+            if x is not None and view is not None:
+                view.copy_(x[:, :, heads].transpose(0, 1))
 
 
 def tile(heads: int, dim: int) -> Tile:
@@ -93,13 +97,11 @@ def launch(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare, *, tiled: Tile | None =
 
 
 def launch_into(
-    q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, outboxes: Outboxes, *, tiled: Tile | None = None
-) -> None:
+    q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Outboxes,
+    *, tiled: Tile | None = None,
+) -> None:  # fmt: skip
     """`prepare_into` by the kernel."""
-    places = outboxes.places
-    if places.dtype != q_BlHD.dtype:
-        raise ValueError(f"got outboxes of {places.dtype} for {q_BlHD.dtype}, expected the same")
-    _run(q_BlHD, k_BlGD, v_BlGD, how, places, tiled)
+    _run(q_BlHD, k_BlGD, v_BlGD, how, outboxes.places, tiled)
 
 
 def _takes(*inputs: Tensor, how: Prepare) -> bool:
@@ -108,29 +110,34 @@ def _takes(*inputs: Tensor, how: Prepare) -> bool:
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor | None, how: Prepare, into: Places | tuple[Tensor, Tensor], tiled: Tile | None
-) -> None:
+    q: Tensor | None, k: Tensor | None, v: Tensor | None, how: Prepare, into: Places | tuple[Tensor, Tensor],
+    tiled: Tile | None,
+) -> None:  # fmt: skip
     contiguous_rows(q, k, v, how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
-    if k.dtype != q.dtype or (v is not None and v.dtype != q.dtype):
-        raise ValueError(f"got q of {q.dtype} and k of {k.dtype}, expected q, k and v of one dtype")
-    (batch, tokens, heads, dim), groups, parts = q.shape, k.shape[2], 2 if v is None else 3
+    inputs = [x for x in (q, k, v) if x is not None]
+    like, (batch, tokens, _, dim) = inputs[0], inputs[0].shape
+    heads, groups = (1 if x is None else x.shape[2] for x in (q, k))
     if isinstance(into, Places):
         table, (q_out, k_out), write, shape = into.table, (None, None), into.alignment, into.table.shape
+        dtypes = {into.dtype, *(x.dtype for x in inputs)}
     else:
-        table, (q_out, k_out), write, shape = None, into, gcd(16, dim * q.element_size()), (3, 1, 0, 3)
-    inputs = (q, k) if v is None else (q, k, v)
-    strides = [x.stride()[:3] for x in (q, k, k if v is None else v)]
+        table, (q_out, k_out), write, shape = None, into, gcd(16, dim * like.element_size()), (3, 1, 0, 3)
+        dtypes = {x.dtype for x in inputs}
+    if len(dtypes) > 1:
+        raise ValueError(f"got {', '.join(sorted(map(str, dtypes)))}, expected q, k, v and outboxes of one dtype")
+    strides = [(0, 0, 0) if x is None else x.stride()[:3] for x in (q, k, v)]
     norms = () if how.norm == "none" else (how.q_weight, how.q_bias, how.k_weight, how.k_bias)
     rotary, rows = "none", (0, 0)
     if how.cos_lD2 is not None and how.sin_lD2 is not None:
         rotary, rows = "pairs" if how.interleaved else "halves", (how.cos_lD2.stride(0), how.sin_lD2.stride(0))
     wide, narrow, padded = (triton.next_power_of_2(n) for n in (heads, groups, max(dim, 2)))
-    warps, early = tiled or tile(heads, dim)
+    # the same tile for k whether q comes with it or not: another number of warps would round its sums otherwise
+    warps, early = tiled or tile(max(heads, groups, shape[2]), dim)
     if batch * tokens:
-        prepare_kernel[(batch * tokens * parts,)](
+        prepare_kernel[(batch * tokens * len(inputs),)](
             q, k, v, q_out, k_out, table, *(norms or (None,) * 4), how.cos_lD2, how.sin_lD2,
             tokens, shape[2], *strides[0], *strides[1], *strides[2], *rows, how.eps,
-            how.norm, how.per_head, rotary, heads, groups, dim, wide, narrow, padded, parts, shape[1],
+            how.norm, how.per_head, rotary, heads, groups, dim, wide, narrow, padded, len(inputs), shape[1],
             _alignment(inputs, norms, how, dim), write, early, num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -141,6 +148,10 @@ def _alignment(inputs: Sequence[Tensor], norms: Sequence[Tensor | None], how: Pr
     places += [(x, (dim,)) for x in norms if x is not None]
     places += [(x, x.stride()[:1]) for x in (how.cos_lD2, how.sin_lD2) if x is not None]
     return gcd(16, *(n for x, steps in places for n in (x.data_ptr(), *(step * x.element_size() for step in steps))))
+
+
+def _prepared(x_BlHD: Tensor, how: Prepare, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return x_BlHD if how.is_identity else _rotate(_normalise(x_BlHD, how, weight, bias), how).to(x_BlHD.dtype)
 
 
 def _normalise(x_BlHD: Tensor, how: Prepare, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -178,25 +189,30 @@ def prepare_kernel(
 ):  # fmt: skip
     """Program = one token's q, k or v; neighbours share a row of the projection, so memory is walked in order.
 
-    HEADS2, GROUPS2, DIM2 are the next powers of two. READ and WRITE are bytes that divide every place of a head.
+    What is None is left out: PARTS are there. HEADS2, GROUPS2, DIM2 are the next powers of two. READ and WRITE are
+    bytes that divide every place of a head.
     """
     part = tl.program_id(0) % PARTS
+    if q is None:
+        part += 1
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     batch = row // tokens
     token = row % tokens
-    if part == 0:
-        _move(
-            q + batch * q_batch + token * q_token, q_head, q_out, table, table_heads, row, batch, token,
-            q_weight, q_bias, cos, sin, cos_row, sin_row, eps,
-            NORM, PER_HEAD, ROTARY, 0, HEADS, HEADS2, DIM, DIM2, COPIES, READ, WRITE, EARLY,
-        )  # fmt: skip
-    if part == 1:
-        _move(
-            k + batch * k_batch + token * k_token, k_head, k_out, table, table_heads, row, batch, token,
-            k_weight, k_bias, cos, sin, cos_row, sin_row, eps,
-            NORM, PER_HEAD, ROTARY, 1, GROUPS, GROUPS2, DIM, DIM2, COPIES, READ, WRITE, EARLY,
-        )  # fmt: skip
-    if PARTS == 3:  # noqa: SIM102 (of the two, this one is decided at compile time)
+    if q is not None:  # noqa: SIM102 (of the two, this one is decided at compile time)
+        if part == 0:
+            _move(
+                q + batch * q_batch + token * q_token, q_head, q_out, table, table_heads, row, batch, token,
+                q_weight, q_bias, cos, sin, cos_row, sin_row, eps,
+                NORM, PER_HEAD, ROTARY, 0, HEADS, HEADS2, DIM, DIM2, COPIES, READ, WRITE, EARLY,
+            )  # fmt: skip
+    if k is not None:  # noqa: SIM102
+        if part == 1:
+            _move(
+                k + batch * k_batch + token * k_token, k_head, k_out, table, table_heads, row, batch, token,
+                k_weight, k_bias, cos, sin, cos_row, sin_row, eps,
+                NORM, PER_HEAD, ROTARY, 1, GROUPS, GROUPS2, DIM, DIM2, COPIES, READ, WRITE, EARLY,
+            )  # fmt: skip
+    if v is not None:  # noqa: SIM102
         if part == 2:
             _move(
                 v + batch * v_batch + token * v_token, v_head, None, table, table_heads, row, batch, token,

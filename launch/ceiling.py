@@ -37,7 +37,7 @@ def share(config: Any, tokens: int, strategy: str, mesh: Mesh) -> Share:
     sizes = Shard(tokens, axis.size).sizes
     heads, mine = config.num_attention_heads, sizes[axis.rank]
     groups = getattr(config, "num_key_value_heads", heads)
-    if strategy == "kv_gather":
+    if strategy in ("kv_gather", "kv_first"):
         return Share(batch, mine, mine, (tokens,), (heads, groups))
     blocks = [sizes[start : start + ulysses.size] for start in range(0, axis.size, ulysses.size)]
     layout = HeadLayout(batch, blocks[ring.rank], heads, groups, config.attention_head_dim, torch.float32, mesh.device)

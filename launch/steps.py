@@ -147,7 +147,8 @@ def fitting(names: Sequence[str], world: int) -> list[Layout]:
     found = []
     for cfg in (1, 2) if world % 2 == 0 else (1,):
         rest = world // cfg
-        found += [Layout("ulysses", cfg, 1, rest), Layout("kv_gather", cfg, 1, rest)] if rest > 1 or cfg == 2 else []
+        one_axis = ("ulysses", "kv_gather", "kv_first") if rest > 1 or cfg == 2 else ()
+        found += [Layout(name, cfg, 1, rest) for name in one_axis]
         found += [Layout("ring", cfg, rest, 1)] if rest > 1 else []
         found += [Layout("usp", cfg, 2, rest // 2)] if rest > 2 and rest % 2 == 0 else []
     found = found or [Layout("ulysses", 1, 1, 1)]

@@ -79,10 +79,10 @@ def swiglu(rows: int, width: int, mid: int) -> Cost:
 class Work:
     """What a model does with one token; a model's file says it (`work(config)`).
 
-    gemms: (inputs, outputs) of the matrix products of one block. passes: elements that each elementwise kernel of a
-    block reads and writes, without what happens to q and k on the way to attention. prepares: whether a norm or rotary
-    does happen to them. once: the products before the first and after the last block. table: fp32 values of one
-    modulation row. live: elements alive at the widest point of a block.
+    gemms: (inputs, outputs) of the matrix products of one block, that of q, k and v first. passes: elements that each
+    elementwise kernel of a block reads and writes, without what happens to q and k on the way to attention. prepares:
+    whether a norm or rotary does happen to them. once: the products before the first and after the last block. table:
+    fp32 values of one modulation row. live: elements alive at the widest point of a block.
     """
 
     layers: int
@@ -130,6 +130,11 @@ class Layout:
         """Axis name -> size, as `Mesh.from_env` takes them."""
         return {"data": self.data, "cfg": self.cfg, "ring": self.ring, "ulysses": self.ulysses}
 
+    @property
+    def gathers(self) -> bool:
+        """Whether every rank gets all keys and values, and keeps its queries."""
+        return self.strategy in ("kv_gather", "kv_first")
+
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1) or "one rank"
 
@@ -153,10 +158,11 @@ def moves(work: Work, layout: Layout, tokens: int, rank: int) -> tuple[Move, ...
     """The exchanges of one layer as rank `rank` of the sequence axis sees them, in order.
 
     With l tokens here, L in all, N ranks, h + 2 g heads of q, k and v: ulysses sends l x (heads of others) in and
-    (tokens of others) x h back; kv_gather l x 2 G to each other rank; ring the block of each of N - 1 owners.
+    (tokens of others) x h back; kv_gather and kv_first l x 2 G to each other rank; ring the block of each of N - 1
+    owners.
     """
     sizes = Shard(tokens, layout.sequence).sizes
-    if layout.strategy == "kv_gather":
+    if layout.gathers:
         others, g = layout.sequence - 1, 2 * work.kv_heads
         return (Move(sizes[rank] * g * others, (tokens - sizes[rank]) * g, others),) if others else ()
     row, column = divmod(rank, layout.ulysses)
@@ -200,8 +206,9 @@ def copies(work: Work, layout: Layout, tokens: int) -> tuple[tuple[int, int], ..
     sequence, direct = layout.sequence, layout.transport == "peer"
     mine, whole = Shard(tokens, sequence).sizes[0], work.heads + 2 * work.kv_heads
     in_place = [(2 * mine * (work.heads + work.kv_heads), 1)] if work.prepares else []
-    if layout.strategy == "kv_gather":
-        return ((2 * mine * whole, 1),) if sequence > 1 else tuple(in_place)
+    if layout.gathers:
+        kernels = 2 if layout.strategy == "kv_first" else 1
+        return ((2 * mine * whole, kernels),) if sequence > 1 else tuple(in_place)
     (heads, groups), block = _shares(work, layout), _block(layout, tokens)
     packs = [(4 * block * groups, 2)] if layout.ring > 1 else []
     if layout.ulysses == 1:
@@ -226,7 +233,7 @@ def _block(layout: Layout, tokens: int) -> int:
 
 def attention_calls(work: Work, layout: Layout, b: int, tokens: int) -> tuple[Cost, ...]:
     """The local attentions of one layer on the slowest rank: one, or one for each block of a ring."""
-    if layout.strategy == "kv_gather":
+    if layout.gathers:
         mine = Shard(tokens, layout.sequence).sizes[0]
         return (core(b, mine, tokens, work.heads, work.head_dim, work.kv_heads),)
     (heads, groups), sizes = _shares(work, layout), Shard(tokens, layout.sequence).sizes
@@ -236,7 +243,7 @@ def attention_calls(work: Work, layout: Layout, b: int, tokens: int) -> tuple[Co
 
 def merge_bytes(work: Work, layout: Layout, b: int, tokens: int, itemsize: int) -> tuple[int, int]:
     """(bytes, kernels) of the merges of a ring's parts: the first of two in the model's dtype, then into fp32."""
-    if layout.ring == 1 or layout.strategy == "kv_gather":
+    if layout.ring == 1 or layout.gathers:
         return 0, 0
     values = b * _block(layout, tokens) * _shares(work, layout)[0] * work.head_dim
     return values * (3 * itemsize + (layout.ring - 2) * (itemsize + 8)), layout.ring - 1
@@ -248,7 +255,7 @@ def buffer_values(work: Work, layout: Layout, tokens: int) -> int:
     mine, whole = Shard(tokens, sequence).sizes[0], work.heads + 2 * work.kv_heads
     if sequence == 1:
         return 0
-    if layout.strategy == "kv_gather":
+    if layout.gathers:
         slots = 2 if layout.transport == "peer" else 1  # peers write the next layer's while this one's is read
         return mine * work.heads + slots * 2 * tokens * work.kv_heads
     (heads, groups), block = _shares(work, layout), _block(layout, tokens)

@@ -15,8 +15,8 @@ from seqpar.mesh import fill
 from seqpar.predict import GIB, Load, Prediction, predict
 from seqpar.rates import Rates
 
-ORDER = ("ulysses", "kv_gather", "usp", "ring")
-EXACT = ORDER[:2]  # move data only: one rank's bits
+ORDER = ("ulysses", "kv_gather", "usp", "ring", "kv_first")
+EXACT = ORDER[:2]  # one rank's bits, as seen on GPUs; kv_first only moves data, too, but projects in two products
 TIE = 0.01  # predictions that differ by less say nothing: then the first in the order of `allowed`
 
 Aim = Literal["latency", "throughput"]
@@ -62,6 +62,8 @@ class Plan:
         text = f"{_name(first.layout)}, {_ms(first)} predicted"
         if others:
             text += f" ({aim}); next {_name(others[0].layout)}, {_ms(others[0])}"
+            may_round = others[0].layout.strategy not in EXACT and others[0].ms < first.ms
+            text += " (not taken unasked: it may round otherwise than one rank)" if may_round else ""
         else:
             text += " (nothing else to choose)"
         if first.layout.strategy not in ORDER:
@@ -98,7 +100,7 @@ def _ranked(fitting: list[Prediction]) -> tuple[Prediction, ...]:
     """What is taken, then the others, fastest first."""
     if not fitting:
         return ()
-    # rings round otherwise than one rank: unasked, only where nothing else fits
+    # rings round otherwise than one rank, kv_first may: unasked, only where nothing else fits
     exact = [row for row in fitting if row.layout.strategy in EXACT] or fitting
     least_ms = min(row.ms for row in exact)
     first = next(row for row in exact if row.ms <= (1 + TIE) * least_ms)
@@ -153,7 +155,8 @@ def _fits(name: str, ring: int, ulysses: int, wish: Wish, work: Work) -> bool:
         return name == "ulysses"
     # who names the ulysses axis means ulysses, as long as there are heads for it
     means_ulysses = "ulysses" in wish.axes and ulysses <= work.kv_heads
-    return {**one_axis, "usp": ring > 1 and ulysses > 1, "kv_gather": ring == 1 and not means_ulysses}[name]
+    gathers = ring == 1 and not means_ulysses
+    return {**one_axis, "usp": ring > 1 and ulysses > 1, "kv_gather": gathers, "kv_first": gathers}[name]
 
 
 def _on_the_sequence(found: list[Layout]) -> list[Layout]:
@@ -182,7 +185,7 @@ def _why_none(world: int, wish: Wish, load: Load) -> str:
         return f"got {load.tokens} tokens for {ring * ulysses} ranks, expected one a rank; use a larger --size"
     named = " ".join(f"{name}={size}" for name, size in axes.items()) or "no axes named"
     if wish.exact and wish.strategy not in ("auto", *EXACT):
-        return f"got strategy {wish.strategy} in exact mode, expected {' or '.join(EXACT)}: a ring's merges round"
+        return f"got strategy {wish.strategy} in exact mode, expected {' or '.join(EXACT)}: others may round otherwise"
     for name, other in (("ulysses", "ring"), ("ring", "ulysses")):
         if wish.strategy == name and axes.get(other, 1) > 1:
             return f"got strategy {name} with {other}={axes[other]}, expected {other}=1; use strategy usp for both"

@@ -1,7 +1,8 @@
 """Predicted ms of a step and memory of a rank for one layout: counts (`costs.py`) over rates (`rates.py`).
 
-Parts are added up, nothing is counted as hidden: on NVLink, transfers that overlap attention take multiprocessors from
-it (docs/planner.md). The slowest rank counts: uneven tokens and heads are rounded up.
+Parts are added up, and nothing is counted as hidden, because transfers by kernels take multiprocessors from what they
+overlap (docs/planner.md), except behind `kv_first`'s product of the queries, where copy engines make them. The slowest
+rank counts: uneven tokens and heads are rounded up.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
     """What a step on this layout takes."""
     b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
     once = sum(gemm_us(rates, b * mine, *gemm, load.itemsize) for gemm in work.once)
-    block = sum(gemm_us(rates, b * mine, *gemm, load.itemsize) for gemm in work.gemms)
+    block = sum(gemm_us(rates, b * mine, *gemm, load.itemsize) for gemm in _products(work, layout))
     attention = sum(attention_us(rates, work.head_dim, call) for call in attention_calls(work, layout, b, load.tokens))
     passes = _step_pass_us(work, load, b * mine, rates) + work.layers * _passes_us(work, load, layout, rates)
     exchanges = _swap_us(load, layout, rates) + work.layers * _exchanges_us(work, load, layout, rates)
@@ -95,6 +96,15 @@ def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
         exchange=exchanges / 1e3,
         memory=memory(work, load, layout),
     )
+
+
+def _products(work: Work, layout: Layout) -> tuple[tuple[int, int], ...]:
+    """The matrix products of a block: k and v, then q, where those go first."""
+    if layout.strategy != "kv_first" or layout.sequence == 1:
+        return work.gemms
+    (inputs, outputs), *rest = work.gemms
+    queries = work.heads * work.head_dim
+    return (inputs, queries), (inputs, outputs - queries), *rest
 
 
 def gemm_us(rates: Rates, rows: int, inputs: int, outputs: int, itemsize: int) -> float:
@@ -145,7 +155,12 @@ def _exchanges_us(work: Work, load: Load, layout: Layout, rates: Rates) -> float
     """The exchanges of one layer."""
     value = load.rows(layout) * work.head_dim * load.itemsize
     curve = rates.exchange[layout.transport]
-    return sum(time_at(curve, moved * value) for moved in busiest(work, layout, load.tokens))
+    total = sum(time_at(curve, moved * value) for moved in busiest(work, layout, load.tokens))
+    if layout.strategy != "kv_first" or layout.transport != "peer" or not total:
+        return total
+    rows = load.rows(layout) * Shard(load.tokens, layout.sequence).sizes[0]
+    hidden = gemm_us(rates, rows, *_products(work, layout)[0], load.itemsize)
+    return max(time_at(curve, 0), total - hidden)  # what is hidden still has to be waited for
 
 
 def _swap_us(load: Load, layout: Layout, rates: Rates) -> float:

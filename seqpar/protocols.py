@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 from types import ModuleType
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +125,15 @@ class Attend(Protocol):
     """
 
     def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, prepare: Prepare, /) -> Tensor: ...
+
+
+@runtime_checkable
+class KeysFirst(Attend, Protocol):
+    """An `Attend` that would rather have keys and values before there are queries: they travel meanwhile."""
+
+    def send(self, k_BlGD: Tensor, v_BlGD: Tensor, heads: int, prepare: Prepare, /) -> Callable[[Tensor], Tensor]:
+        """Send them, and return what takes the queries (B, l, heads, D) and returns the output, as a call does."""
+        ...
 
 
 class SequenceModel(nn.Module):

@@ -25,6 +25,7 @@ LAYOUTS = {
     "ring": lambda world: world,
     "usp": lambda world: 2 if world % 2 == 0 else 1,
     "kv_gather": lambda world: 2 if world % 4 == 0 else 1,
+    "kv_first": lambda world: 2 if world % 4 == 0 else 1,
 }
 
 

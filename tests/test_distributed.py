@@ -125,7 +125,7 @@ def test_call_says_what_is_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "world", "message"),
-    [("uliss", 1, r"got strategy 'uliss', expected one of kv_gather, ring, ulysses, usp")],
+    [("uliss", 1, r"got strategy 'uliss', expected one of kv_first, kv_gather, ring, ulysses, usp")],
 )
 def test_unknown_strategy_lists_the_known(strategy: str, world: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

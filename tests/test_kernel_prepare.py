@@ -147,9 +147,9 @@ def test_k_and_v_first_and_q_later_are_the_bits_of_all_at_once(case: Case, norm:
 
 @pytest.mark.parametrize("given", [(True, True, False), (True, False, True), (False, False, False)])
 def test_k_without_v_is_refused(given: tuple[bool, ...]) -> None:
-    views = [x if there else None for x, there in zip(project(SMALL[0], torch.float16), given, strict=True)]
+    q, k, v = (x if there else None for x, there in zip(project(SMALL[0], torch.float16), given, strict=True))
     with pytest.raises(ValueError, match="expected q, or k and v, or all three"):
-        prepare_into(*views, Prepare(), boxes(SMALL[0], torch.float16))
+        prepare_into(q, k, v, Prepare(), boxes(SMALL[0], torch.float16))
 
 
 @pytest.mark.parametrize("case", SIZES)

@@ -93,16 +93,28 @@ def test_ulysses_peer_keeps_its_places_through_many_exchanges(ranks: Pool, world
     ranks.run(world, there_and_back, CASES[1], REPLAYS, False)
 
 
-def everywhere(rank: int, world: int, device: torch.device, case: tuple[int, ...], rounds: int) -> None:
+def write_first(whole: list[Tensor], mine: slice, exchange: Any, outboxes: Outboxes) -> None:
+    """k and v leave before there is q."""
+    q, k, v = (x[:, mine] for x in whole)
+    prepare.prepare_into(None, k, v, Prepare(), outboxes)
+    exchange.start()
+    prepare.prepare_into(q, None, None, Prepare(), outboxes)
+
+
+def everywhere(rank: int, world: int, device: torch.device, case: tuple[int, ...], rounds: int, behind: bool) -> None:
     axis = make_mesh(device, cfg=1).sequence
     layout = layout_of(axis, case, device, torch.float64)
     transport, mine = peer.Transport(), Shard(case[1], world).slice(axis.rank)
-    exchange = transport.everywhere(axis, layout)
+    exchange: Any = (transport.behind if behind else transport.everywhere)(axis, layout)
     for round_ in range(rounds):
         whole = payload(case, round_, device, torch.float64)
         if round_ < 20 or round_ % 25 == 0:
             late(rank, round_)
-        write(whole, mine, exchange.outboxes())
+        boxes = exchange.outboxes()
+        if behind:
+            write_first(whole, mine, exchange, boxes)
+        else:
+            write(whole, mine, boxes)
         q, k, v = exchange.deliver()
         if round_ < 20 or round_ % 25 == 0:
             late(rank, round_ + 1)  # a slow reader
@@ -114,22 +126,31 @@ def everywhere(rank: int, world: int, device: torch.device, case: tuple[int, ...
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_kv_gather_peer_shows_all_keys_and_values_to_all(ranks: Pool, world: int, case: tuple[int, ...]) -> None:
-    ranks.run(world, everywhere, case, 60)
+@pytest.mark.parametrize("behind", [False, True])
+def test_kv_gather_peer_shows_all_keys_and_values_to_all(
+    ranks: Pool, world: int, case: tuple[int, ...], behind: bool
+) -> None:
+    ranks.run(world, everywhere, case, 60, behind)
 
 
-def replayed(rank: int, world: int, device: torch.device, turns: list[tuple[int, bool]], rounds: int) -> int:
+def replayed(
+    rank: int, world: int, device: torch.device, turns: list[tuple[int, bool]], rounds: int, behind: bool = False
+) -> int:
     """How often a slow reader read something else than was sent to it, in a graph of these calls, again and again."""
     axis, case = make_mesh(device, cfg=1).sequence, CASES[1]
     layout = layout_of(axis, case, device, torch.float64)
     transport, mine = peer.Transport(), Shard(case[1], world).slice(axis.rank)
-    exchange: Any = transport.everywhere(axis, layout)
+    exchange: Any = (transport.behind if behind else transport.everywhere)(axis, layout)
     assert all("places" in boxes.__dict__ for boxes in exchange._boxes)  # a graph's first use would be too late
     wrong = 0
     for round_ in range(rounds):
         for call, (slot, first) in enumerate(turns):
             whole = payload(case, round_ * len(turns) + call, device, torch.float64)
-            write(whole, mine, exchange.open(slot, first))
+            boxes = exchange.open(slot, first)
+            if behind:
+                write_first(whole, mine, exchange, boxes)
+            else:
+                write(whole, mine, boxes)
             _, k, v = exchange.deliver()
             if rank == 0:
                 time.sleep(0.003)
@@ -140,10 +161,11 @@ def replayed(rank: int, world: int, device: torch.device, turns: list[tuple[int,
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
-def test_kv_gather_peer_in_graphs_of_any_number_of_layers(ranks: Pool, calls: int) -> None:
+@pytest.mark.parametrize("behind", [False, True])
+def test_kv_gather_peer_in_graphs_of_any_number_of_layers(ranks: Pool, calls: int, behind: bool) -> None:
     """As a graph captures them: slots in turn, and only the first call asks whether all have left both."""
     turns = [(call % 2, call == 0) for call in range(calls)]
-    assert ranks.run(3, replayed, turns, 30) == [0, 0, 0]
+    assert ranks.run(3, replayed, turns, 30, behind) == [0, 0, 0]
 
 
 def test_kv_gather_peer_negative_control_an_odd_graph_that_does_not_ask_is_noticed(ranks: Pool) -> None:
@@ -291,7 +313,7 @@ def sampled(rank: int, world: int, device: torch.device, strategy: str, cfg: int
 @pytest.mark.parametrize(
     ("world", "strategy", "cfg"),
     [(1, "ulysses", 1), (2, "ulysses", 2), (2, "kv_gather", 1), (3, "ulysses", 1), (3, "ring", 1), (4, "usp", 1),
-     (4, "ulysses", 2), (4, "kv_gather", 2)],
+     (4, "ulysses", 2), (4, "kv_gather", 2), (2, "kv_first", 1), (4, "kv_first", 2)],
 )  # fmt: skip
 def test_latents_have_the_same_bits_by_either_transport(ranks: Pool, world: int, strategy: str, cfg: int) -> None:
     truth = ranks.run(world, sampled, strategy, cfg, "collective")

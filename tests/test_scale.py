@@ -139,7 +139,7 @@ def test_every_way_has_a_line_and_they_make_tables_and_a_picture(ranks: Pool, tm
     json.dumps(lines)
     two = [line for line in lines if line["gpus"] == 2]
     ours = [line for line in two if line["case"]["kind"] == "ours"]
-    assert len(ours) == 8  # ulysses, kv_gather and ring by two transports, branches apart, two pictures
+    assert len(ours) == 10  # ulysses, kv_gather, kv_first and ring by two transports, branches apart, two pictures
     (alone,) = (line for line in lines if line["case"]["kind"] == "ours" and line["gpus"] == 1)
     # bits across row counts are promised from 1024 tokens on GPUs; on CPUs here too
     if ranks.device == "cpu":

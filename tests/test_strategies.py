@@ -101,7 +101,7 @@ def moved(rank: int, world: int, device: torch.device, strategy: str, transport:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("strategy", ["ulysses", "kv_gather"])
+@pytest.mark.parametrize("strategy", ["ulysses", "kv_gather", "kv_first"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_strategy_that_only_moves_data_has_one_ranks_bits(
@@ -164,7 +164,7 @@ def refuses_gradients(rank: int, world: int, device: torch.device, strategy: str
     return "nothing"
 
 
-@pytest.mark.parametrize("strategy", ["ring", "kv_gather"])
+@pytest.mark.parametrize("strategy", ["ring", "kv_gather", "kv_first"])
 def test_strategy_without_gradients_says_so(ranks: Pool, strategy: str) -> None:
     assert all("use ulysses" in message for message in ranks.run(2, refuses_gradients, strategy))
 
@@ -212,6 +212,7 @@ def counted(rank: int, world: int, device: torch.device, strategy: str, transpor
         ("ring", {"batch_isend_irecv": 3}),
         ("usp", {"all_to_all_single": 2, "batch_isend_irecv": 1}),
         ("kv_gather", {"batch_isend_irecv": 1}),
+        ("kv_first", {"batch_isend_irecv": 1}),
     ],
 )
 def test_strategy_calls_as_few_collectives_as_it_says(ranks: Pool, strategy: str, expected: dict[str, int]) -> None:

@@ -174,6 +174,10 @@ class ToAll:
         """Where to write q, k and v of my tokens: once, for all."""
         return self._boxes
 
+    def start(self) -> None:
+        """Send k and v while this rank goes on; `deliver` does, where nobody has."""
+        self._gather.start()
+
     def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, l, H, D) of my tokens, k and v (B, L, G, D) of all; valid until the next call of `outboxes`."""
         k, v = self._gather.deliver().transpose(0, 1).split((self._groups, self._groups), dim=2)

@@ -12,21 +12,16 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
 from seqpar.comm.arena import Arena, Fields
 from seqpar.comm.exchange import HeadLayout
-from seqpar.kernels.flags import Flags, Late
+from seqpar.comm.peer_blocks import FLAG_BYTES, Aside, after, flags_at, slices, spread
+from seqpar.kernels.flags import Late
 from seqpar.kernels.push import Destinations
 from seqpar.mesh import Axis
 from seqpar.protocols import Outbox, Outboxes
-from seqpar.shard import starts
-
-FLAG_BYTES = 8
 
 
 class PeerHeads:
@@ -45,12 +40,12 @@ class PeerHeads:
         self._slabs = [arena.view(rank, slabs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
         shapes = [(batch, n, layout.heads, dim) for n in layout.tokens]
         self._outs = [arena.view(rank, outs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
-        self.flags = [_flags(arena, axis, start, late, number + i) for i, start in enumerate(flags)]
+        self.flags = [flags_at(arena, axis, start, late, number + i) for i, start in enumerate(flags)]
         self.into, self.back = IntoHeads(self), BackToTokens(self)
 
     def outboxes(self) -> Outboxes:
         """Of q, k, v: for each rank its heads of my tokens, in its slab."""
-        mine = _slices(self._layout.tokens)[self._rank]
+        mine = slices(self._layout.tokens)[self._rank]
         boxes = []
         for rank, slab in enumerate(self._slabs):
             h, g = self._layout.counts(rank)
@@ -122,8 +117,8 @@ class PeerToAll:
         flags = [fields.add(axis.size * FLAG_BYTES) for _ in range(2)]
         self.arena = arena = Arena(axis, fields.nbytes, layout.device)
         self._slots = [[arena.view(rank, start, shape, layout.dtype) for rank in range(axis.size)] for start in slots]
-        self._arrived, self._begun = self.flags = [
-            _flags(arena, axis, start, late, number + i) for i, start in enumerate(flags)
+        self.arrived, self._begun = self.flags = [
+            flags_at(arena, axis, start, late, number + i) for i, start in enumerate(flags)
         ]
         mine = layout.tokens[axis.rank]
         # batch-major, because attention's output follows it: what projects that must find rows as on one rank
@@ -151,140 +146,53 @@ class PeerToAll:
 
     def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, l, H, D) of my tokens, k and v (B, L, G, D) of all; valid until the next call of `outboxes`."""
-        self._arrived.meet()
+        self.arrived.meet()
+        return self.read()
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `deliver` returns, as it is now."""
         groups = self._layout.kv_heads
-        k, v = self._slots[self._slot][self._rank].transpose(0, 1).split((groups, groups), dim=2)
+        k, v = self.slot()[self._rank].transpose(0, 1).split((groups, groups), dim=2)
         return self.q_BlHD, k, v
 
+    def slot(self) -> list[Tensor]:
+        """Every rank's keys and values, those in use: (L, B, 2G, D) each."""
+        return self._slots[self._slot]
+
+    def readers(self) -> list[int]:
+        """Who gets k and v as they are prepared; the rank after mine first: none is written to by all at once."""
+        return [*after(self._rank, len(self._slots[0])), self._rank]
+
     def _outboxes(self, slot: list[Tensor]) -> Outboxes:
-        mine, groups = _slices(self._layout.tokens)[self._rank], self._layout.kv_heads
+        mine, groups = slices(self._layout.tokens)[self._rank], self._layout.kv_heads
         every = {"heads": slice(0, self._layout.heads), "kv_heads": slice(0, groups)}
         boxes = []
-        for step in range(1, len(slot) + 1):  # the rank after mine first: no rank is written to by all at once
-            rank = (self._rank + step) % len(slot)
+        for rank in self.readers():
             k, v = slot[rank][mine].split((groups, groups), dim=2)
             boxes.append(Outbox(self.q_BlHD.transpose(0, 1) if rank == self._rank else None, k, v, **every))
         return Outboxes(boxes)
 
 
-class PeerGather:
-    """Every rank's block in every rank's memory. See `seqpar.comm.point_to_point.Gather`.
+class PeerBehind(PeerToAll):
+    """The same behind other work: whoever prepares writes here only, and copies on a stream of their own take k and v
+    to the others. Copy engines make them, so that no multiprocessor is missing elsewhere."""
 
-    For what is exchanged once a step: nothing else holds these ranks together, so it asks first whether all have begun.
-    """
+    def __init__(self, axis: Axis, layout: HeadLayout, late: Late, number: int) -> None:
+        super().__init__(axis, layout, late, number)
+        self._aside = Aside(layout.device)
 
-    def __init__(
-        self,
-        axis: Axis,
-        sizes: tuple[int, ...],
-        shape: tuple[int, ...],
-        like: Tensor,
-        late: Late,
-        number: int,
-    ) -> None:
-        """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
-        self._rank, fields = axis.rank, Fields()
-        whole = (sum(sizes), *shape)
-        start = fields.add(torch.Size(whole).numel() * like.element_size())
-        flags = [fields.add(axis.size * FLAG_BYTES) for _ in range(2)]
-        self.arena = arena = Arena(axis, fields.nbytes, like.device)
-        self._wholes = [arena.view(rank, start, whole, like.dtype) for rank in range(axis.size)]
-        self._mine = _slices(sizes)[axis.rank]
-        self._begun, self._arrived = self.flags = [
-            _flags(arena, axis, start, late, number + i) for i, start in enumerate(flags)
-        ]
+    def readers(self) -> list[int]:
+        """Myself: the others get copies."""
+        return [self._rank]
 
-    def outbox(self) -> Tensor:
-        """Where to write my own block: its place in the whole."""
-        return self._wholes[self._rank][self._mine]
+    def start(self) -> None:
+        """Take k and v to the others, and tell them."""
+        with self._aside.begun():
+            spread(self.slot(), self._rank, slices(self._layout.tokens)[self._rank])
+            self.arrived.tell()
 
-    def deliver(self) -> Tensor:
-        """The whole; valid until `outbox` is written again."""
-        self._begun.meet()
-        for step in range(1, len(self._wholes)):
-            self._wholes[(self._rank + step) % len(self._wholes)][self._mine].copy_(self.outbox())
-        self._arrived.meet()
-        return self._wholes[self._rank]
-
-
-class PeerRotation:
-    """Blocks that are copied into the next rank's memory while they are read. See `seqpar.comm.point_to_point`.
-
-    Two slots a rank: one is read, one is written to. A rank tells the one before it when a slot is free, and the one
-    after it when a block has arrived. On GPUs the copies have a stream of their own, so that they run under attention.
-    """
-
-    def __init__(
-        self,
-        axis: Axis,
-        sizes: tuple[int, ...],
-        shape: tuple[int, ...],
-        like: Tensor,
-        late: Late,
-        number: int,
-    ) -> None:
-        """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
-        self._rank, self._sizes = axis.rank, sizes
-        before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
-        whole, fields = (max(sizes), *shape), Fields()
-        slots = [fields.add(torch.Size(whole).numel() * like.element_size()) for _ in range(2)]
-        flags = [fields.add(FLAG_BYTES) for _ in range(2)]
-        self.arena = arena = Arena(axis, fields.nbytes, like.device)
-        self._here, self._there = ([arena.view(rank, start, whole, like.dtype) for start in slots]
-                                   for rank in (axis.rank, after))  # fmt: skip
-        self._arrived, self._free = self.flags = [
-            Flags.of(
-                (arena.view(told, start, (), torch.int64),),
-                arena.view(axis.rank, start, (1,), torch.int64),
-                late,
-                number + i,
-                (heard,),
-            )
-            for i, (start, told, heard) in enumerate(zip(flags, (after, before), (before, after), strict=True))
-        ]
-        self._copies = torch.cuda.Stream(like.device) if like.is_cuda else None
-
-    def outbox(self) -> Tensor:
-        """Where to write my own block before `rotate`."""
-        return self._here[0][: self._sizes[self._rank]]
-
-    def rotate(self) -> Iterator[Tensor]:
-        """Yield my block, then those of the ranks before me. Read a block before asking for the next."""
-        count = len(self._sizes)
-        self._free.tell()  # all that I read in the last call: the second slot is free
-        for step in range(count):
-            size = self._sizes[(self._rank - step) % count]
-            block = self._here[step % 2][:size]
-            if step + 1 < count:
-                self._pass_on(block, self._there[(step + 1) % 2][:size])
-            yield block
-            if step + 1 < count:
-                self._passed_on()
-                if step + 2 < count:
-                    self._free.tell()
-                self._arrived.wait()
-
-    def _pass_on(self, block: Tensor, room: Tensor) -> None:
-        if self._copies is not None:
-            self._copies.wait_stream(torch.cuda.current_stream())
-        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
-            self._free.wait()
-            room.copy_(block)
-            self._arrived.tell()
-
-    def _passed_on(self) -> None:
-        """What comes next may write over the block."""
-        if self._copies is not None:
-            torch.cuda.current_stream().wait_stream(self._copies)
-
-
-def _flags(arena: Arena, axis: Axis, start: int, late: Late, number: int) -> Flags:
-    """One flag of every peer in every rank's memory, mine included: it is raised as the others are."""
-    flag = start + axis.rank * FLAG_BYTES
-    theirs = tuple(arena.view(rank, flag, (), torch.int64) for rank in range(axis.size))
-    return Flags.of(theirs, arena.view(axis.rank, start, (axis.size,), torch.int64), late, number,
-                    tuple(range(axis.size)))  # fmt: skip
-
-
-def _slices(sizes: tuple[int, ...]) -> list[slice]:
-    return [slice(start, start + size) for start, size in zip(starts(sizes), sizes, strict=True)]
+    def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
+        """See `PeerToAll.deliver`."""
+        self._aside.join()
+        self.arrived.wait()
+        return self.read()

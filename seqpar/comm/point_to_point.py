@@ -61,13 +61,14 @@ class Gather:
         self._axis = axis
         self._whole = like.new_empty((sum(sizes), *shape))
         self._slots = self._whole.split(sizes)
+        self._moves: list[dist.Work] | None = None
 
     def outbox(self) -> Tensor:
         """Where to write my own block: its place in the whole."""
         return self._slots[self._axis.rank]
 
-    def deliver(self) -> Tensor:
-        """The whole; valid until the next call."""
+    def start(self) -> None:
+        """Send what `outbox` holds, and receive the others' blocks, while this stream goes on."""
         peers = [(self._axis.rank + step) % self._axis.size for step in range(1, self._axis.size)]
         mine, group = _bytes(self.outbox()), self._axis.group
         moves = []
@@ -76,8 +77,15 @@ class Gather:
                 moves.append(dist.P2POp(dist.isend, mine, group=group, group_peer=peer))
             if self._slots[peer].numel():
                 moves.append(dist.P2POp(dist.irecv, _bytes(self._slots[peer]), group=group, group_peer=peer))
-        for move in dist.batch_isend_irecv(moves) if moves else []:
+        self._moves = dist.batch_isend_irecv(moves) if moves else []
+
+    def deliver(self) -> Tensor:
+        """The whole; valid until the next call. Starts what nobody has started."""
+        if self._moves is None:
+            self.start()
+        for move in self._moves or ():
             move.wait()
+        self._moves = None
         return self._whole
 
 

@@ -30,6 +30,14 @@ class Into(Protocol):
         ...
 
 
+class Behind(Into, Protocol):
+    """The same where k and v travel behind other work of this rank's, its queries being made, say."""
+
+    def start(self) -> None:
+        """Send k and v as they are now. q may be written until `deliver`."""
+        ...
+
+
 class Back(Protocol):
     """Attention's output to the ranks of its tokens."""
 
@@ -75,6 +83,10 @@ class Transport(Protocol):
 
     def everywhere(self, axis: Axis, layout: HeadLayout) -> Into:
         """Keys and values of all tokens on every rank."""
+        ...
+
+    def behind(self, axis: Axis, layout: HeadLayout) -> Behind:
+        """The same behind other work."""
         ...
 
     def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotate:

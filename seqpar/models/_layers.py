@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.protocols import Attend, KeysFirst, Prepare
+
 MAX_PERIOD = 10000.0
 
 
@@ -53,6 +55,23 @@ def sincos_2d(rows_H: Tensor, columns_W: Tensor, dim: int) -> Tensor:
     columns = half(columns_W)[None].expand(height, -1, -1)
     rows = half(rows_H)[:, None].expand(-1, width, -1)
     return torch.cat((columns, rows), dim=-1).flatten(0, 1).float()
+
+
+def attention(
+    h_BlE: Tensor, qkv: nn.Linear, heads: tuple[int, int, int], dim: int, how: Prepare, attend: Attend
+) -> Tensor:
+    """Project to q, k and v (so many heads of each) and attend: (B, l, H D).
+
+    One product; two, of k and v first, for who lets them travel while the queries are made.
+    """
+    if not isinstance(attend, KeysFirst):
+        q, k, v = qkv(h_BlE).unflatten(-1, (-1, dim)).split(heads, dim=2)
+        return attend(q, k, v, how).flatten(2)
+    first = heads[0] * dim
+    q_bias, kv_bias = (None, None) if qkv.bias is None else (qkv.bias[:first], qkv.bias[first:])
+    k, v = F.linear(h_BlE, qkv.weight[first:], kv_bias).unflatten(-1, (-1, dim)).split(heads[1:], dim=2)
+    receive = attend.send(k, v, heads[0], how)
+    return receive(F.linear(h_BlE, qkv.weight[:first], q_bias).unflatten(-1, (-1, dim))).flatten(2)
 
 
 def linear(x: Tensor, layer: nn.Module, dtype: torch.dtype) -> Tensor:

@@ -54,6 +54,8 @@ class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         width, self.head_dim = config.width, config.attention_head_dim
+        heads = config.num_attention_heads
+        self.heads = (heads, heads, heads)
         self.mlp_norm = Norm("layer", config.mlp_norm_eps)
         self.modulation = nn.Linear(width, 6 * width)
         self.qkv = nn.Linear(width, 3 * width, bias=config.attention_bias)
@@ -71,8 +73,7 @@ class Block(nn.Module):
         and normalising it for the next one is a single pass. The last block need not `keep` the stream.
         """
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
-        q, k, v = self.qkv(h_BlE).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
-        branch = self.proj(attend(q, k, v, Prepare()).flatten(2))
+        branch = self.proj(_layers.attention(h_BlE, self.qkv, self.heads, self.head_dim, Prepare(), attend))
         x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, self.mlp_norm)
         branch = self.fc2(linear_gelu(h, self.fc1.weight, self.fc1.bias))
         return gate_norm_modulate(x, gate_mlp, branch, *after, keep=keep)

@@ -101,8 +101,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The stream x and its normalised, modulated form h -> both after this block (see `seqpar.models.dit`)."""
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
-        q, k, v = self.qkv(h_BlE).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=2)
-        h = attend(q, k, v, self.prepare(*rotary)).flatten(2)
+        h = _layers.attention(h_BlE, self.qkv, self.heads, self.head_dim, self.prepare(*rotary), attend)
         inside = shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight)
         x, h = linear_gate_norm_modulate(x_BlE, gate, h, self.wo.weight, *inside)
         h = gated_linear(h, self.w13.weight)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from seqpar.comm.exchange import HeadLayout, ToAll, ToHeads, ToTokens
 from seqpar.comm.point_to_point import Gather, Rotation
-from seqpar.comm.transport import Back, Collect, Into, Rotate
+from seqpar.comm.transport import Back, Behind, Collect, Into, Rotate
 from seqpar.mesh import Axis, Mesh
 
 
@@ -27,6 +27,10 @@ class Transport:
 
     def everywhere(self, axis: Axis, layout: HeadLayout) -> Into:
         """One group of sends and receives."""
+        return ToAll(axis, layout)
+
+    def behind(self, axis: Axis, layout: HeadLayout) -> Behind:
+        """The same: a backend has streams or threads of its own."""
         return ToAll(axis, layout)
 
     def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotate:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from seqpar.comm.arena import why_no_peers
 from seqpar.comm.exchange import HeadLayout
-from seqpar.comm.peer import PeerGather, PeerHeads, PeerRotation, PeerToAll
-from seqpar.comm.transport import DEADLINE_S, Back, Collect, Into, Rotate
+from seqpar.comm.peer import PeerBehind, PeerHeads, PeerToAll
+from seqpar.comm.peer_blocks import PeerGather, PeerRotation
+from seqpar.comm.transport import DEADLINE_S, Back, Behind, Collect, Into, Rotate
 from seqpar.kernels.flags import Late
 from seqpar.mesh import Axis, Mesh
 
@@ -44,6 +45,12 @@ class Transport:
     def everywhere(self, axis: Axis, layout: HeadLayout) -> Into:
         """Two slots that take turns."""
         exchange = PeerToAll(axis, layout, *self._next(layout.device))
+        self._made.append((axis, f"keys and values of {_shown(layout)}", exchange))
+        return exchange
+
+    def behind(self, axis: Axis, layout: HeadLayout) -> Behind:
+        """The same, by copies on a stream of their own."""
+        exchange = PeerBehind(axis, layout, *self._next(layout.device))
         self._made.append((axis, f"keys and values of {_shown(layout)}", exchange))
         return exchange
 

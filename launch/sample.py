@@ -68,7 +68,7 @@ class Args:
     """"auto" (the first picture soonest), "throughput" (most pictures a second: data is chosen, too), or axes as
     cfg=2,ulysses=2 (data, cfg, ring, ulysses); what is not named is chosen."""
     strategy: str = "auto"
-    """How attention sees the whole sequence: ulysses, ring, usp, kv_gather, kv_first. A named one gets all ranks (cfg=1)."""
+    """How attention sees the whole sequence: ulysses, ring, usp, kv_gather, kv_first. A named one gets all ranks."""
     local: Annotated[str, tyro.conf.arg(name="local-attention", aliases=["--local"])] = "auto"
     """One device's attention: flash, sdpa, reference. (torchrun on Python 3.11 takes --local for its own.)"""
     transport: str = "auto"

@@ -197,7 +197,10 @@ def test_ring_peer_shows_every_block_once(ranks: Pool, world: int, tokens: int) 
 
 
 def by_kernels(rank: int, world: int, device: torch.device, case: tuple[int, ...], rounds: int) -> None:
-    """The same as `there_and_back`, by the kernels themselves: on CPUs under Triton's interpreter."""
+    """The same as `there_and_back`, by the kernels themselves: on CPUs under Triton's interpreter.
+
+    In odd rounds the kernels that write also meet the peers, in even ones a kernel of its own does.
+    """
     axis = make_mesh(device, cfg=1).ulysses
     layout = layout_of(axis, case, device, torch.float32)
     exchange: Any = peer.Transport()
@@ -206,15 +209,20 @@ def by_kernels(rank: int, world: int, device: torch.device, case: tuple[int, ...
     into, back = made.outboxes(), made.destinations()
     polls = None if device.type == "cuda" else 10**6
     for round_ in range(rounds):
+        late(rank, round_)
         q, k, v = (x[:, mine] for x in payload(case, round_, device, torch.float32))
-        prepare.launch_into(q, k, v, Prepare(), into)
-        flags.launch(made.flags[0], True, True, polls=polls)
+        there, here = made.all_flags if round_ % 2 else (None, None)
+        prepare.launch_into(q, k, v, Prepare(), into, there, polls=polls)
+        if there is None:
+            flags.launch(made.all_flags[0], True, True, polls=polls)
         heads = made.heads()[0]
         if heads.shape[2]:
-            push.launch(heads.contiguous(), back)
-        flags.launch(made.flags[1], True, False, polls=polls)
-        flags.launch(made.flags[1], False, True, polls=polls)
+            push.launch(heads.contiguous(), back, here, polls=polls)
+        if here is None or not heads.shape[2]:
+            flags.launch(made.all_flags[1], True, False, polls=polls)
+            flags.launch(made.all_flags[1], False, True, polls=polls)
         assert torch.equal(made.out(), q)
+        assert made.all_flags[0].counts.tolist() == [round_ + 1, round_ + 1, 0]  # ready for the next launch
     exchange.check()
 
 
@@ -222,7 +230,7 @@ def by_kernels(rank: int, world: int, device: torch.device, case: tuple[int, ...
 @pytest.mark.parametrize("world", [2, 3])
 def test_ulysses_peer_by_the_kernels_themselves(ranks: Pool, world: int, case: tuple[int, ...]) -> None:
     pytest.importorskip("triton")
-    ranks.run(world, by_kernels, case, 3)
+    ranks.run(world, by_kernels, case, 4)
 
 
 def two_engines(rank: int, world: int, device: torch.device) -> None:

@@ -16,14 +16,16 @@ import torch.distributed as dist
 from seqpar import DistributedDiT, Guidance, Sampler
 from seqpar.comm import arena
 from seqpar.comm.arena import Arena, together
-from seqpar.kernels import flags
+from seqpar.kernels import flags, prepare
+from seqpar.protocols import Prepare
 from seqpar.sampling import draw_noise
+from seqpar.shard import Shard
 from seqpar.transports import peer
 from tests.meshes import mesh as make_mesh
 from tests.meshes import mesh_for
 from tests.pool import Pool
 from tests.test_distributed import local
-from tests.test_peer import CASES, layout_of, settle
+from tests.test_peer import CASES, layout_of, payload, settle
 from tests.test_sampling import STEPS, scheduler
 from tests.tiny import diffusers_dit
 
@@ -156,7 +158,7 @@ def test_a_kept_run_is_used_as_long_as_its_memory_is_where_it_was(ranks: Pool, b
     assert ranks.run(2, again, between) == [(kept, True)] * 2
 
 
-def silent(rank: int, world: int, device: torch.device, kernel: bool) -> tuple[str, float]:
+def silent(rank: int, world: int, device: torch.device, how: str) -> tuple[str, float]:
     """The last rank takes no part; what the others are told, and how long it took."""
     axis = make_mesh(device, cfg=1).ulysses
     transport = peer.Transport(deadline_s=0.2)
@@ -165,8 +167,14 @@ def silent(rank: int, world: int, device: torch.device, kernel: bool) -> tuple[s
     if rank < world - 1:
         made: Any = transport._made[0][2]
         for _ in range(3):  # once late, nobody waits again
-            if kernel and device.type != "cuda":
-                flags.launch(made.flags[0], True, True, polls=100)
+            polls = None if device.type == "cuda" else 100
+            if how == "kernel":
+                flags.launch(made.all_flags[0], True, True, polls=polls)
+            elif how == "kernel that writes":
+                q, k, v = payload(CASES[0], 0, device, torch.float32)
+                mine = Shard(CASES[0][1], world).slice(rank)
+                into_peers = into.outboxes(), into.flags
+                prepare.launch_into(q[:, mine], k[:, mine], v[:, mine], Prepare(), *into_peers, polls=polls)
             else:
                 into.deliver()
     try:
@@ -176,11 +184,11 @@ def silent(rank: int, world: int, device: torch.device, kernel: bool) -> tuple[s
     return "nothing", time.monotonic() - start
 
 
-@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
-def test_peer_that_is_gone_is_named_within_the_deadline(ranks: Pool, kernel: bool) -> None:
-    if kernel:
+@pytest.mark.parametrize("how", ["deliver", "kernel", "kernel that writes"])
+def test_peer_that_is_gone_is_named_within_the_deadline(ranks: Pool, how: str) -> None:
+    if how != "deliver":
         pytest.importorskip("triton")
-    *told, last = ranks.run(3, silent, kernel)
+    *told, last = ranks.run(3, silent, how)
     for rank, (message, seconds) in enumerate(told):
         assert f"rank {rank} waited 0.2 s in vain for rank 2 (axis ulysses, exchange 1 of q, k, v" in message
         assert seconds < 10

@@ -44,8 +44,8 @@ class KVGather:
                 "got inputs that require gradients, expected none: kv_gather is for inference; use ulysses"
             )
         exchange = self._exchange(q_BlHD, k_BlGD)
-        prepare_into(q_BlHD, k_BlGD, v_BlGD, how, exchange.outboxes())
-        return self._local(*exchange.deliver())[0]
+        met = prepare_into(q_BlHD, k_BlGD, v_BlGD, how, exchange.outboxes(), exchange.flags)
+        return self._local(*exchange.deliver(met))[0]
 
     def _exchange(self, q_BlHD: Tensor, k_BlGD: Tensor) -> Into:
         layout = HeadLayout.of(self._sizes, q_BlHD, k_BlGD)

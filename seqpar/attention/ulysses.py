@@ -47,11 +47,10 @@ class Ulysses:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q_BlHD, k_BlGD, v_BlGD)):
             return self._differentiable(*prepare(q_BlHD, k_BlGD, how), v_BlGD)
         into, back = self._exchange(q_BlHD, k_BlGD)
-        prepare_into(q_BlHD, k_BlGD, v_BlGD, how, into.outboxes())
-        q, k, v = into.deliver()
-        if q.shape[2]:  # a rank without heads only takes part in the exchanges
-            push(self._core(q, k, v)[0], back.outboxes())
-        return back.deliver()
+        q, k, v = into.deliver(prepare_into(q_BlHD, k_BlGD, v_BlGD, how, into.outboxes(), into.flags))
+        # a rank without heads only takes part in the exchanges
+        met = bool(q.shape[2]) and push(self._core(q, k, v)[0], back.outboxes(), back.flags)
+        return back.deliver(met)
 
     def _exchange(self, q_BlHD: Tensor, k_BlGD: Tensor) -> tuple[Into, Back]:
         layout = HeadLayout.of(self._sizes, q_BlHD, k_BlGD)

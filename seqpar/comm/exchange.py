@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.comm.point_to_point import Gather
+from seqpar.kernels.flags import Flags
 from seqpar.kernels.push import Destinations
 from seqpar.mesh import Axis
 from seqpar.protocols import Outbox, Outboxes
@@ -94,6 +95,8 @@ class AllToAll:
 class ToHeads:
     """q, k, v: all heads of my tokens -> my heads of all tokens, as one slab (L, B, h + 2g, D)."""
 
+    flags: Flags | None = None
+
     def __init__(self, axis: Axis, layout: HeadLayout) -> None:
         self._layout, self._rank = layout, axis.rank
         counts = [layout.counts(rank) for rank in range(axis.size)]
@@ -116,7 +119,7 @@ class ToHeads:
         """Where to write each rank's heads of my tokens."""
         return self._boxes
 
-    def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
+    def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, L, h, D), k and v (B, L, g, D): strided views of the received slab."""
         layout, (h, g) = self._layout, self._layout.counts(self._rank)
         slab = self._move.deliver().view(sum(layout.tokens), layout.batch, h + 2 * g, layout.head_dim)
@@ -126,6 +129,8 @@ class ToHeads:
 
 class ToTokens:
     """Attention output: my heads of all tokens -> all heads of my tokens."""
+
+    flags: Flags | None = None
 
     def __init__(self, axis: Axis, layout: HeadLayout) -> None:
         self._layout = layout
@@ -146,7 +151,7 @@ class ToTokens:
         """Where to write my heads of each rank's tokens, (l_r, B, h, D) each."""
         return self._boxes
 
-    def deliver(self) -> Tensor:
+    def deliver(self, met: bool = False) -> Tensor:
         """(B, l, H, D). Interleaving the heads of the ranks is the one copy that a collective cannot avoid."""
         self._move.deliver()
         for rank, slab in enumerate(self._move.incoming):
@@ -156,6 +161,8 @@ class ToTokens:
 
 class ToAll:
     """k and v of all tokens on every rank; q stays. No rule about heads."""
+
+    flags: Flags | None = None
 
     def __init__(self, axis: Axis, layout: HeadLayout) -> None:
         self._groups = layout.kv_heads
@@ -178,7 +185,7 @@ class ToAll:
         """Send k and v while this rank goes on; `deliver` does, where nobody has."""
         self._gather.start()
 
-    def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
+    def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, l, H, D) of my tokens, k and v (B, L, G, D) of all; valid until the next call of `outboxes`."""
         k, v = self._gather.deliver().transpose(0, 1).split((self._groups, self._groups), dim=2)
         return self._q_BlHD, k, v

@@ -18,7 +18,7 @@ from torch import Tensor
 from seqpar.comm.arena import Arena, Fields
 from seqpar.comm.exchange import HeadLayout
 from seqpar.comm.peer_blocks import FLAG_BYTES, Aside, after, flags_at, slices, spread
-from seqpar.kernels.flags import Late
+from seqpar.kernels.flags import Flags, Late
 from seqpar.kernels.push import Destinations
 from seqpar.mesh import Axis
 from seqpar.protocols import Outbox, Outboxes
@@ -40,7 +40,7 @@ class PeerHeads:
         self._slabs = [arena.view(rank, slabs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
         shapes = [(batch, n, layout.heads, dim) for n in layout.tokens]
         self._outs = [arena.view(rank, outs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
-        self.flags = [flags_at(arena, axis, start, late, number + i) for i, start in enumerate(flags)]
+        self.all_flags = [flags_at(arena, axis, start, late, number + i) for i, start in enumerate(flags)]
         self.into, self.back = IntoHeads(self), BackToTokens(self)
 
     def outboxes(self) -> Outboxes:
@@ -74,15 +74,16 @@ class IntoHeads:
     """See `seqpar.comm.exchange.ToHeads`."""
 
     def __init__(self, heads: PeerHeads) -> None:
-        self._flags, self._boxes, self._heads = heads.flags[0], heads.outboxes(), heads.heads()
+        self.flags, self._boxes, self._heads = heads.all_flags[0], heads.outboxes(), heads.heads()
 
     def outboxes(self) -> Outboxes:
         """Where to write each rank's heads of my tokens: in its memory."""
         return self._boxes
 
-    def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
+    def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, L, h, D), k and v (B, L, g, D): strided views of my slab."""
-        self._flags.meet()
+        if not met:
+            self.flags.meet()
         return self._heads
 
 
@@ -90,15 +91,16 @@ class BackToTokens:
     """See `seqpar.comm.exchange.ToTokens`; without its copy."""
 
     def __init__(self, heads: PeerHeads) -> None:
-        self._flags, self._boxes, self._out = heads.flags[1], heads.destinations(), heads.out()
+        self.flags, self._boxes, self._out = heads.all_flags[1], heads.destinations(), heads.out()
 
     def outboxes(self) -> Destinations:
         """Where to write my heads of each rank's tokens: in its memory."""
         return self._boxes
 
-    def deliver(self) -> Tensor:
+    def deliver(self, met: bool = False) -> Tensor:
         """(B, l, H, D)."""
-        self._flags.meet()
+        if not met:
+            self.flags.meet()
         return self._out
 
 
@@ -117,9 +119,9 @@ class PeerToAll:
         flags = [fields.add(axis.size * FLAG_BYTES) for _ in range(2)]
         self.arena = arena = Arena(axis, fields.nbytes, layout.device)
         self._slots = [[arena.view(rank, start, shape, layout.dtype) for rank in range(axis.size)] for start in slots]
-        self.arrived, self._begun = self.flags = [
-            flags_at(arena, axis, start, late, number + i) for i, start in enumerate(flags)
-        ]
+        self.all_flags = [flags_at(arena, axis, start, late, number + i) for i, start in enumerate(flags)]
+        self.arrived, self._begun = self.all_flags
+        self.flags: Flags | None = self.arrived
         mine = layout.tokens[axis.rank]
         # batch-major, because attention's output follows it: what projects that must find rows as on one rank
         q_shape = (layout.batch, mine, layout.heads, layout.head_dim)
@@ -144,9 +146,10 @@ class PeerToAll:
         self._slot = slot
         return self._boxes[slot]
 
-    def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
+    def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, l, H, D) of my tokens, k and v (B, L, G, D) of all; valid until the next call of `outboxes`."""
-        self.arrived.meet()
+        if not met:
+            self.arrived.meet()
         return self.read()
 
     def read(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,6 +182,7 @@ class PeerBehind(PeerToAll):
 
     def __init__(self, axis: Axis, layout: HeadLayout, late: Late, number: int) -> None:
         super().__init__(axis, layout, late, number)
+        self.flags = None  # the copies come later than what a kernel writes
         self._aside = Aside(layout.device)
 
     def readers(self) -> list[int]:
@@ -191,7 +195,7 @@ class PeerBehind(PeerToAll):
             spread(self.slot(), self._rank, slices(self._layout.tokens)[self._rank])
             self.arrived.tell()
 
-    def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
+    def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """See `PeerToAll.deliver`."""
         self._aside.join()
         self.arrived.wait()

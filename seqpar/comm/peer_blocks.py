@@ -41,7 +41,7 @@ class PeerGather:
         self.arena = arena = Arena(axis, fields.nbytes, like.device)
         self._wholes = [arena.view(rank, start, whole, like.dtype) for rank in range(axis.size)]
         self._mine = slices(sizes)[axis.rank]
-        self._begun, self._arrived = self.flags = [
+        self._begun, self._arrived = self.all_flags = [
             flags_at(arena, axis, start, late, number + i) for i, start in enumerate(flags)
         ]
 
@@ -82,7 +82,7 @@ class PeerRotation:
         self.arena = arena = Arena(axis, fields.nbytes, like.device)
         self._here, self._there = ([arena.view(rank, start, whole, like.dtype) for start in slots]
                                    for rank in (axis.rank, after))  # fmt: skip
-        self._arrived, self._free = self.flags = [
+        self._arrived, self._free = self.all_flags = [
             Flags.of(
                 (arena.view(told, start, (), torch.int64),),
                 arena.view(axis.rank, start, (1,), torch.int64),

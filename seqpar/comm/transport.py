@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from seqpar.comm.exchange import HeadLayout
+from seqpar.kernels.flags import Flags
 from seqpar.kernels.push import Destinations
 from seqpar.mesh import Axis
 from seqpar.protocols import Outboxes
@@ -21,12 +22,20 @@ DEADLINE_S = 120.0  # how long a rank waits for a peer: longer than any kernel c
 class Into(Protocol):
     """q, k, v of my tokens to those who read them."""
 
+    @property
+    def flags(self) -> Flags | None:
+        """By which the kernel that writes may tell all peers and wait for them, instead of `deliver`, if there are."""
+        ...
+
     def outboxes(self) -> Outboxes:
         """Where to write."""
         ...
 
-    def deliver(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as attention takes them, (B, L, heads, D); valid until the next call of `outboxes`."""
+    def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as attention takes them, (B, L, heads, D); valid until the next call of `outboxes`.
+
+        met: whether the kernel that wrote has met the peers of `flags`.
+        """
         ...
 
 
@@ -41,12 +50,17 @@ class Behind(Into, Protocol):
 class Back(Protocol):
     """Attention's output to the ranks of its tokens."""
 
+    @property
+    def flags(self) -> Flags | None:
+        """As of `Into`."""
+        ...
+
     def outboxes(self) -> Destinations:
         """Where to write."""
         ...
 
-    def deliver(self) -> Tensor:
-        """(B, l, H, D); valid until the next call."""
+    def deliver(self, met: bool = False) -> Tensor:
+        """(B, l, H, D); valid until the next call. met: as of `Into`."""
         ...
 
 

@@ -40,7 +40,8 @@ class Flags:
     """One direction of telling, between this rank and some peers. All counters are int64 and begin at zero.
 
     theirs: for each peer the flag in its memory that I raise, 0-d views. addresses: of these, on the device.
-    mine: the flags that peers raise here, (n,). counts: (2,), how often I told and how often I waited.
+    mine: the flags that peers raise here, (n,). counts: (3,), how often I told, how often I waited, and how many
+    programs of a kernel that tells and waits by itself are done.
     late: where the first wait in vain is noted, under this number. ranks: whom I wait for, as numbered on the axis.
     """
 
@@ -56,7 +57,7 @@ class Flags:
     def of(theirs: tuple[Tensor, ...], mine: Tensor, late: Late, number: int, ranks: tuple[int, ...]) -> Flags:
         """Over these flags, with new counters."""
         addresses = torch.tensor([flag.data_ptr() for flag in theirs], dtype=torch.int64).to(mine.device)
-        return Flags(theirs, addresses, mine, mine.new_zeros(2), late, number, ranks)
+        return Flags(theirs, addresses, mine, mine.new_zeros(3), late, number, ranks)
 
     def tell(self) -> None:
         """Raise my flag at every peer."""
@@ -97,20 +98,44 @@ def reference(flags: Flags, tell: bool, wait: bool) -> None:
 
 def launch(flags: Flags, tell: bool, wait: bool, *, polls: int | None = None) -> None:
     """The same by the kernel. polls: give up after so many looks, where there is no timer (Triton's interpreter)."""
-    budget = int(flags.late.deadline_s * NANOSECONDS) if polls is None else polls
-    count = len(flags.theirs)
-    flags_kernel[(1,)](
-        flags.addresses, flags.mine, flags.counts, flags.late.note, flags.number + 1, count, budget,
-        triton.next_power_of_2(count), tell, wait, polls is None, num_warps=1,
-    )  # fmt: skip
+    flags_kernel[(1,)](*meeting(flags, polls), tell, wait, num_warps=1)
+
+
+def meeting(flags: Flags | None, polls: int | None = None) -> tuple[tuple[Tensor | int, ...] | None, int, bool]:
+    """What `exchange` and `last_meets` take: tensors and numbers, lanes (one a peer), whether there is a timer."""
+    if flags is None:
+        return None, 1, True
+    budget, peers = int(flags.late.deadline_s * NANOSECONDS) if polls is None else polls, len(flags.theirs)
+    data = (flags.addresses, flags.mine, flags.counts, flags.late.note, flags.number + 1, peers, budget)
+    return data, triton.next_power_of_2(peers), polls is None
 
 
 @jit
-def flags_kernel(
-    addresses, mine, counts, note, number, count, budget,
-    LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr, TIMER: tl.constexpr,
-):  # fmt: skip
+def flags_kernel(flags, LANES: tl.constexpr, TIMER: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr):
     """One program, one lane a peer."""
+    exchange(flags, LANES, TELL, WAIT, TIMER)
+
+
+@jit
+def last_meets(flags, programs, LANES: tl.constexpr, TIMER: tl.constexpr):
+    """At the end of a kernel that writes into peers' memory: the last of its programs to come here tells the peers and
+    waits for them. What comes after the kernel finds what they wrote; no launch of its own, so none to wait for.
+
+    Every program's stores happen before it counts itself (release; the barrier: those of all its threads), all counts
+    before the last program goes on (acquire), that before it raises flags.
+    """
+    tl.debug_barrier()
+    done = flags[2] + 2
+    before = tl.atomic_add(done, tl.full((), 1, tl.int64), sem="acq_rel", scope="sys")
+    if before == programs - 1:
+        tl.store(done, tl.zeros((), tl.int64))  # for the next launch, which begins after this one
+        exchange(flags, LANES, True, True, TIMER)
+
+
+@jit
+def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr, TIMER: tl.constexpr):
+    """Tell, wait, or both: what a program does, and one only. flags: see `meeting`."""
+    addresses, mine, counts, note, number, count, budget = flags
     lane = tl.arange(0, LANES)
     here = lane < count
     if TELL:

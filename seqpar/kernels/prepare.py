@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from seqpar.kernels._heads import mean_of, read_heads, rotary_row, write_heads
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
+from seqpar.kernels.flags import Flags, last_meets, meeting
 from seqpar.protocols import Outbox, Outboxes, Places, Prepare, state_dtype
 
 CASES = (
@@ -32,6 +33,7 @@ CASES = (
     *({"batch": 2, "tokens": 5, "heads": 6, "kv_heads": 3, "dim": dim} for dim in (48, 72, 96, 128, 6)),
     {"batch": 1, "tokens": 1, "heads": 5, "kv_heads": 5, "dim": 72},
 )
+NOBODY = meeting(None)
 
 
 class Tile(NamedTuple):
@@ -49,21 +51,24 @@ def prepare(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tenso
 
 
 def prepare_into(
-    q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Sequence[Outbox]
-) -> None:
+    q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Sequence[Outbox],
+    flags: Flags | None = None,
+) -> bool:  # fmt: skip
     """The same, written with v into every outbox: each reader gets its heads of my tokens, token-major.
 
     q alone, or k and v alone, leave the others' places as they are: None is what is not there yet.
     Pass the same `Outboxes` at every call: what a kernel must know of them is computed once.
+    Returns whether the kernel has also told the peers of these flags, and waited for them (see `Into.flags`).
     """
     given = [x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None]
     if not given or (k_BlGD is None) != (v_BlGD is None):
         raise ValueError("got k without v, or nothing to write, expected q, or k and v, or all three")
-    if _takes(*given, how=how):
-        boxes = outboxes if isinstance(outboxes, Outboxes) else Outboxes(outboxes)
-        launch_into(q_BlHD, k_BlGD, v_BlGD, how, boxes)
-    else:
+    if not _takes(*given, how=how) or not given[0].numel():
         reference_into(q_BlHD, k_BlGD, v_BlGD, how, outboxes)
+        return False
+    boxes = outboxes if isinstance(outboxes, Outboxes) else Outboxes(outboxes)
+    launch_into(q_BlHD, k_BlGD, v_BlGD, how, boxes, flags)
+    return flags is not None
 
 
 def reference(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]:
@@ -98,10 +103,10 @@ def launch(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare, *, tiled: Tile | None =
 
 def launch_into(
     q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Outboxes,
-    *, tiled: Tile | None = None,
+    flags: Flags | None = None, *, tiled: Tile | None = None, polls: int | None = None,
 ) -> None:  # fmt: skip
-    """`prepare_into` by the kernel."""
-    _run(q_BlHD, k_BlGD, v_BlGD, how, outboxes.places, tiled)
+    """`prepare_into` by the kernel. polls: see `flags.launch`."""
+    _run(q_BlHD, k_BlGD, v_BlGD, how, outboxes.places, tiled, meeting(flags, polls))
 
 
 def _takes(*inputs: Tensor, how: Prepare) -> bool:
@@ -111,7 +116,7 @@ def _takes(*inputs: Tensor, how: Prepare) -> bool:
 
 def _run(
     q: Tensor | None, k: Tensor | None, v: Tensor | None, how: Prepare, into: Places | tuple[Tensor, Tensor],
-    tiled: Tile | None,
+    tiled: Tile | None, met: tuple[Any, ...] = NOBODY,
 ) -> None:  # fmt: skip
     contiguous_rows(q, k, v, how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
     inputs = [x for x in (q, k, v) if x is not None]
@@ -138,7 +143,7 @@ def _run(
             q, k, v, q_out, k_out, table, *(norms or (None,) * 4), how.cos_lD2, how.sin_lD2,
             tokens, shape[2], *strides[0], *strides[1], *strides[2], *rows, how.eps,
             how.norm, how.per_head, rotary, heads, groups, dim, wide, narrow, padded, len(inputs), shape[1],
-            _alignment(inputs, norms, how, dim), write, early, num_warps=warps, enable_fp_fusion=True,
+            _alignment(inputs, norms, how, dim), write, early, *met, num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -186,6 +191,7 @@ def prepare_kernel(
     NORM: tl.constexpr, PER_HEAD: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     DIM: tl.constexpr, HEADS2: tl.constexpr, GROUPS2: tl.constexpr, DIM2: tl.constexpr, PARTS: tl.constexpr,
     COPIES: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, EARLY: tl.constexpr,
+    flags, LANES: tl.constexpr, TIMER: tl.constexpr,
 ):  # fmt: skip
     """Program = one token's q, k or v; neighbours share a row of the projection, so memory is walked in order.
 
@@ -219,6 +225,8 @@ def prepare_kernel(
                 None, None, None, None, 0, 0, eps,
                 "none", PER_HEAD, "none", 2, GROUPS, GROUPS2, DIM, DIM2, COPIES, READ, WRITE, EARLY,
             )  # fmt: skip
+    if flags is not None:
+        last_meets(flags, tl.num_programs(0), LANES, TIMER)
 
 
 @jit

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels._triton import fused, jit, tl, triton
+from seqpar.kernels.flags import Flags, last_meets, meeting
 from seqpar.shard import starts
 
 CASES = (
@@ -63,9 +64,16 @@ class Destinations(tuple[Tensor, ...]):
         return gcd(16, *places)
 
 
-def push(out_BLhD: Tensor, into: Destinations) -> None:
-    """Write the tokens of each rank to its view. Heads and head dims of a view lie side by side, as those of `out`."""
-    (launch if fused(out_BLhD) else reference)(out_BLhD, into)
+def push(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> bool:
+    """Write the tokens of each rank to its view. Heads and head dims of a view lie side by side, as those of `out`.
+
+    Returns whether the kernel has also told the peers of these flags, and waited for them (see `Into.flags`).
+    """
+    if not fused(out_BLhD) or not out_BLhD.numel():
+        reference(out_BLhD, into)
+        return False
+    launch(out_BLhD, into, flags)
+    return flags is not None
 
 
 def reference(out_BLhD: Tensor, into: Destinations) -> None:
@@ -75,8 +83,8 @@ def reference(out_BLhD: Tensor, into: Destinations) -> None:
         view.copy_(out_LBhD[start : start + view.shape[0]])
 
 
-def launch(out_BLhD: Tensor, into: Destinations) -> None:
-    """The same by the kernel."""
+def launch(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None, *, polls: int | None = None) -> None:
+    """The same by the kernel. polls: see `flags.launch`."""
     batch, tokens, heads, dim = out_BLhD.shape
     width, size = heads * dim, out_BLhD.element_size()
     if out_BLhD.stride(3) != 1 or (heads > 1 and out_BLhD.stride(2) != dim):
@@ -88,13 +96,13 @@ def launch(out_BLhD: Tensor, into: Destinations) -> None:
     if out_BLhD.numel():
         push_kernel[(batch * tokens, triton.cdiv(width, block))](
             out_BLhD, into.table, out_BLhD.stride(0), out_BLhD.stride(1), tokens, into.starts[into.first],
-            len(into.table), width, block, align, num_warps=max(1, min(8, block // 256)),
+            *meeting(flags, polls), len(into.table), width, block, align, num_warps=max(1, min(8, block // 256)),
         )  # fmt: skip
 
 
 @jit
 def push_kernel(
-    out, table, batch_stride, token_stride, tokens, first,
+    out, table, batch_stride, token_stride, tokens, first, flags, LANES: tl.constexpr, TIMER: tl.constexpr,
     RANKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Program = a row of one token; neighbours are neighbouring tokens, from `first` on and around."""
@@ -116,3 +124,5 @@ def push_kernel(
     source = tl.multiple_of(out + batch * batch_stride + token * token_stride + column, [ALIGN])
     row = place.to(tl.pointer_type(out.dtype.element_ty)) + (token - start) * token_step + batch * batch_step
     tl.store(tl.multiple_of(row + column, [ALIGN]), tl.load(source, inside, 0.0), inside)
+    if flags is not None:
+        last_meets(flags, tl.num_programs(0) * tl.num_programs(1), LANES, TIMER)

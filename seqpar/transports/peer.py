@@ -75,7 +75,7 @@ class Transport:
             return
         number, behind, count = note
         axis, what, exchange = self._made[(number - 1) // 2]
-        peers = exchange.flags[(number - 1) % 2].ranks
+        peers = exchange.all_flags[(number - 1) % 2].ranks
         late = [_world_rank(axis, rank) for bit, rank in enumerate(peers) if behind >> bit & 1]
         raise TimeoutError(
             f"rank {_world_rank(axis, axis.rank)} waited {self._deadline_s:g} s in vain for rank "

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from seqpar.kernels._heads import mean_of, read_heads, rotary_row, write_heads
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
+from seqpar.kernels.ahead import Ahead, ahead, asked, fetch
 from seqpar.protocols import Outbox, Outboxes, Places, Prepare, state_dtype
 
 CASES = (
@@ -84,22 +85,25 @@ def tile(heads: int, dim: int) -> Tile:
     return Tile(min(16, max(1, triton.next_power_of_2(heads) * triton.next_power_of_2(dim) // 512)))
 
 
-def launch(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare, *, tiled: Tile | None = None) -> tuple[Tensor, Tensor]:
+def launch(
+    q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare, *, tiled: Tile | None = None, fetching: Ahead | None = None
+) -> tuple[Tensor, Tensor]:
     """`prepare` by the kernel, into contiguous tensors."""
     q = torch.empty(q_BlHD.shape, dtype=q_BlHD.dtype, device=q_BlHD.device)
     k = torch.empty(k_BlGD.shape, dtype=k_BlGD.dtype, device=k_BlGD.device)
-    _run(q_BlHD, k_BlGD, None, how, (q, k), tiled)
+    _run(q_BlHD, k_BlGD, None, how, (q, k), tiled, fetching)
     return q, k
 
 
 def launch_into(
-    q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, outboxes: Outboxes, *, tiled: Tile | None = None
-) -> None:
+    q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, outboxes: Outboxes, *, tiled: Tile | None = None,
+    fetching: Ahead | None = None,
+) -> None:  # fmt: skip
     """`prepare_into` by the kernel."""
     places = outboxes.places
     if places.dtype != q_BlHD.dtype:
         raise ValueError(f"got outboxes of {places.dtype} for {q_BlHD.dtype}, expected the same")
-    _run(q_BlHD, k_BlGD, v_BlGD, how, places, tiled)
+    _run(q_BlHD, k_BlGD, v_BlGD, how, places, tiled, fetching)
 
 
 def _takes(*inputs: Tensor, how: Prepare) -> bool:
@@ -108,8 +112,9 @@ def _takes(*inputs: Tensor, how: Prepare) -> bool:
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor | None, how: Prepare, into: Places | tuple[Tensor, Tensor], tiled: Tile | None
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor | None, how: Prepare, into: Places | tuple[Tensor, Tensor], tiled: Tile | None,
+    fetching: Ahead | None,
+) -> None:  # fmt: skip
     contiguous_rows(q, k, v, how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
     if k.dtype != q.dtype or (v is not None and v.dtype != q.dtype):
         raise ValueError(f"got q of {q.dtype} and k of {k.dtype}, expected q, k and v of one dtype")
@@ -131,7 +136,8 @@ def _run(
             q, k, v, q_out, k_out, table, *(norms or (None,) * 4), how.cos_lD2, how.sin_lD2,
             tokens, shape[2], *strides[0], *strides[1], *strides[2], *rows, how.eps,
             how.norm, how.per_head, rotary, heads, groups, dim, wide, narrow, padded, parts, shape[1],
-            _alignment(inputs, norms, how, dim), write, early, num_warps=warps, enable_fp_fusion=True,
+            _alignment(inputs, norms, how, dim), write, early,
+            *asked(fetching or ahead(how.next_weight, batch * tokens)), num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -175,11 +181,13 @@ def prepare_kernel(
     NORM: tl.constexpr, PER_HEAD: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     DIM: tl.constexpr, HEADS2: tl.constexpr, GROUPS2: tl.constexpr, DIM2: tl.constexpr, PARTS: tl.constexpr,
     COPIES: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, EARLY: tl.constexpr,
+    weight_ahead, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program = one token's q, k or v; neighbours share a row of the projection, so memory is walked in order.
 
     HEADS2, GROUPS2, DIM2 are the next powers of two. READ and WRITE are bytes that divide every place of a head.
     """
+    fetch(weight_ahead, AHEAD, tl.program_id(0), tl.num_programs(0))
     part = tl.program_id(0) % PARTS
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     batch = row // tokens

@@ -1,4 +1,4 @@
-"""Weights fetched ahead: a small kernel asks for the first bytes of each row of the weights that the next product reads.
+"""Weights fetched ahead: a small kernel asks for the first bytes of each row of the next product's weights.
 
 When it wins: at few rows on a rank (64 to 256), where a step is bound by streaming weights and the memory idles while
 small kernels run and between kernels. A product's programs begin at the start of all rows, so the first bytes of each
@@ -69,7 +69,7 @@ def spread(weight_FE: Tensor, size: int) -> Ahead | None:
 def asked(what: Ahead | None) -> tuple[Tensor | None, tuple[int, int, int] | None]:
     """The last two arguments of a kernel: the weight; its rows, their stride in elements, the bytes of each.
 
-    `ValueError` for bytes that the instruction cannot take. No bytes in Triton's interpreter, which has no instructions.
+    `ValueError` for bytes that the instruction cannot take. No bytes in Triton's interpreter: it has no assembly.
     """
     if what is None:
         return None, None

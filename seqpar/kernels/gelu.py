@@ -82,9 +82,7 @@ def tile(width: int) -> Tile:
     return Tile(1, columns, max(1, columns // 256))
 
 
-def launch(
-    x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None, fetching: Ahead | None = None
-) -> Tensor:
+def launch(x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None, fetching: Ahead | None = None) -> Tensor:
     """The same by the kernel; any strides with a contiguous last dim."""
     contiguous_rows(x_BlF, bias_F)
     batch, tokens, width = x_BlF.shape

@@ -68,8 +68,8 @@ class Block(nn.Module):
         """The stream x and its normalised, modulated form h -> both after this block.
 
         `after` is shift, scale and norm of whatever comes next, because gating this block's branch into the stream
-        and normalising it for the next one is a single pass. The last block need not `keep` the stream. `next_weight` is
-        what the next block's first product reads.
+        and normalising it for the next one is a single pass; `next_weight` is what the next block's first product reads.
+        The last block need not `keep` the stream.
         """
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
         q, k, v = self.qkv(h_BlE).unflatten(-1, (3, -1, self.head_dim)).unbind(2)

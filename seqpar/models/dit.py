@@ -68,7 +68,7 @@ class Block(nn.Module):
         """The stream x and its normalised, modulated form h -> both after this block.
 
         `after` is shift, scale and norm of whatever comes next, because gating this block's branch into the stream
-        and normalising it for the next one is a single pass; `next_weight` is what the next block's first product reads.
+        and normalising it for the next one is a single pass; `next_weight` is what the next block's qkv reads.
         The last block need not `keep` the stream.
         """
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)

@@ -118,8 +118,8 @@ def gated(size: Sizes, rand: Callable[..., Tensor]) -> Link:
 
     return Link(
         "gate + norm, w1|w3", size.width, 2 * size.hidden, inputs,
-        lambda fetching, x, branch, gate, *how: adaln.launch(x, Gated(gate, branch), *how, NORM, fetching=fetching)[1],
-        lambda x, branch, gate, *how: adaln.reference(x, Gated(gate, branch), *how, NORM)[1],
+        lambda fetching, x, h, gate, *how: adaln.launch(x, Gated(gate, h), *how, norm=NORM, fetching=fetching)[1],
+        lambda x, h, gate, *how: adaln.reference(x, Gated(gate, h), *how, norm=NORM)[1],
     )  # fmt: skip
 
 

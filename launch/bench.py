@@ -3,7 +3,7 @@
 torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2       # every layout, and whether the bits agree
 torchrun --nproc_per_node=4 launch/bench.py scale                        # the same beside other engines, and ceilings
 torchrun --nproc_per_node=4 launch/bench.py exchange                     # our transports beside plain collectives
-python launch/bench.py kernels                                           # each against copy bandwidth; fused products, weights ahead
+python launch/bench.py kernels                                           # each against copy bandwidth; fused products
 python launch/bench.py tiles                                             # how each kernel's rows are best laid out
 python launch/bench.py ladder --model large-dit-7b --tokens 256          # from plain eager to the graphed engine
 python launch/bench.py start                                             # process start to first picture, and our part

@@ -74,7 +74,8 @@ def norm_modulate(
 ) -> Tensor:
     """norm(x) * (1 + scale) + shift, in x's dtype.
 
-    next_weight (F, E): what the next product reads, which the kernel may fetch ahead (`ahead.py`); changes no bit.
+    next_weight (F, E): what the next product reads. The kernel may fetch it ahead (`ahead.py`), the reference
+    does not; changes no bit.
     """
     if not fused(x_BlE, shift_BE, scale_BE, norm.weight):
         return reference(x_BlE, None, shift_BE, scale_BE, norm)[1]

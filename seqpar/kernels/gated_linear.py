@@ -60,8 +60,8 @@ def gated_linear(x_BlE: Tensor, packed_F2E: Tensor, *, next_weight: Tensor | Non
     """SwiGLU of x W^T, (B, l, F): rows of W are w1|w3; fp32 (fp64 for fp64) between the product and one rounding.
 
     Without an entry in `FASTER` the product is rounded too, as torch rounds it. next_weight (E, F): what the next
-    product reads, which SwiGLU's kernel may fetch ahead (`ahead.py`; a product's own kernel does not: the memory is
-    busy until its end); changes no bit.
+    product reads. SwiGLU's kernel may fetch it ahead (`ahead.py`), its reference and the product's own kernel do not
+    (there the memory is busy until the end); changes no bit.
     """
     tiled = measured(FASTER, packed_F2E.shape[0] // 2, x_BlE, packed_F2E)
     if tiled is not None:

@@ -40,8 +40,8 @@ and with a row's bits independent of the number of rows: as a table of docs/benc
 def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor, *, next_weight: Tensor | None = None) -> Tensor:
     """GELU-tanh of x W^T + bias; the product is rounded before, unless its shape is in `EPILOGUE`.
 
-    next_weight (E, F): what the next product reads, which the kernel may fetch ahead (`ahead.py`; cuBLAS's epilogue
-    does not: the memory is busy until its end); changes no bit.
+    next_weight (E, F): what the next product reads. The kernel may fetch it ahead (`ahead.py`), the reference and
+    cuBLAS's epilogue do not (there the memory is busy until the end); changes no bit.
     """
     if EPILOGUE and fused(x_BlE, weight_FE, bias_F):
         capability = torch.cuda.get_device_capability(x_BlE.device)

@@ -36,7 +36,8 @@ class Tile(NamedTuple):
 def swiglu(packed_BlF2: Tensor, *, next_weight: Tensor | None = None) -> Tensor:
     """(B, l, 2F), rows [w1 x | w3 x] -> (B, l, F); computed in fp32 (fp64 for fp64).
 
-    next_weight (E, F): what the next product reads, which the kernel may fetch ahead (`ahead.py`); changes no bit.
+    next_weight (E, F): what the next product reads. The kernel may fetch it ahead (`ahead.py`), the reference
+    does not; changes no bit.
     """
     if not fused(packed_BlF2):
         return reference(packed_BlF2)

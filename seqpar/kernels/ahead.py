@@ -2,8 +2,8 @@
 
 When it wins: at few rows on a rank (64 to 256), where a step is bound by streaming weights and the memory idles while
 small kernels run and between kernels. A product's programs begin at the start of all rows, so the first bytes of each
-are what it waits for; cuBLAS then finds them in the L2 cache. Fire and forget: nothing waits and no
-bit changes; references ask for nothing. `BYTES` holds what a committed table shows, and it is empty: nothing has been measured yet
+are what it waits for; cuBLAS then finds them in the L2 cache. Fire and forget: nothing waits and no bit changes;
+references ask for nothing. `BYTES` holds what a committed table shows, and it is empty: nothing has been measured yet
 (`launch/bench.py kernels` does). Too much ahead pushes out of the cache what has not been read yet.
 
 The machine asks for one row at a time in each warp, so rows are spread over all warps of all programs.

@@ -129,9 +129,9 @@ def gelu_ways() -> Mapping[str, Callable[..., Tensor]]:
     }
 
 
-def main(rows: Sequence[int], rounds: int, out: Path | None) -> None:
+def main(found: Sequence[Product], rows: Sequence[int], rounds: int, out: Path | None) -> None:
     """Measure, print a table, append the lines."""
-    for product in products():
+    for product in found:
         for count in rows:
             lines = measure(product, count, rounds)
             print("".join(row(line) + "\n" for line in lines), end="", flush=True)

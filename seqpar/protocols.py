@@ -30,6 +30,7 @@ class Prepare:
     `per_head`; statistics in fp32. Weights are (H*D,), or (D,) where `per_head`; None means no affine.
     cos_lD2, sin_lD2: rotary rows of this rank's tokens, (l, D/2); `interleaved` pairs (x[2j], x[2j+1]), otherwise
     (x[j], x[j + D/2]).
+    next_weight: what the product after attention reads, (E, H*D): the kernel may fetch it ahead, which changes no bit.
     """
 
     norm: Literal["none", "layer", "rms"] = "none"
@@ -42,6 +43,7 @@ class Prepare:
     cos_lD2: Tensor | None = None
     sin_lD2: Tensor | None = None
     interleaved: bool = True
+    next_weight: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.norm == "rms" and (self.q_bias is not None or self.k_bias is not None):

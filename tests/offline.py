@@ -26,6 +26,7 @@ from launch.products import GATED, RESIDUAL
 from launch.tiles import candidates
 from seqpar.kernels import adaln, ddim, flags, gated_linear, prepare, push, residual_linear
 from seqpar.kernels.adaln import Norm
+from seqpar.kernels.ahead import spread
 from seqpar.kernels.push import Destinations
 from seqpar.protocols import Outbox, Outboxes, Prepare
 
@@ -66,7 +67,7 @@ def facts(kernel: Any) -> dict[str, Any]:
     """Widths of global accesses in bytes -> how many stand in the PTX; registers, spills, shared memory.
 
     wgmma: products of the matrix units, waits: how often the machine code waits for some; tma: bulk copies. release,
-    acquire: atomics at system scope.
+    acquire: atomics at system scope. ahead: requests for weights that are read later.
     """
     ptx = kernel.asm["ptx"]
     flags_of = {word: len(re.findall(rf"atom\.global\.sys\.{word}", ptx)) for word in ("release", "acquire")}
@@ -83,6 +84,7 @@ def facts(kernel: Any) -> dict[str, Any]:
         "wgmma": code.count("HGMMA"),
         "waits": code.count("WARPGROUP.DEPBAR"),
         "tma": ptx.count("cp.async.bulk.tensor"),
+        "ahead": ptx.count("cp.async.bulk.prefetch.L2"),
         **flags_of,
     }
 
@@ -112,8 +114,11 @@ def launches() -> dict[str, Callable[[], object]]:
         for case in cases(16, width, "cpu"):
             for tile in candidates(case, width) or [None]:
                 made[f"{case.name}, {width}, {tile or 'today'}"] = launch_of(case, tile)
+            if case.name != "merge":  # a ring's; no product follows it
+                made[f"{case.name}, {width}, ahead"] = ahead_of(case, width)
         made[f"unaligned, {width}"] = unaligned(width)
     made |= {f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))}
+    made["outboxes, 32 x 128, ahead"] = outboxes(32, 128, ahead=True)
     made |= {f"product, SwiGLU, {tile}": gated_product(tile) for tile in GATED}
     made |= {f"product, residual, {tile}": residual_product(tile) for tile in RESIDUAL}
     made |= {f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))}
@@ -124,14 +129,19 @@ def launch_of(case: Case, tile: Any) -> Callable[[], object]:
     return lambda: case.module.launch(*case.data(), **({} if tile is None else {"tiled": tile}))
 
 
+def ahead_of(case: Case, width: int) -> Callable[[], object]:
+    """It also asks for 8 MB of the weights after it."""
+    return lambda: case.module.launch(*case.data(), fetching=spread(rows(3 * width, width), 8 << 20))
+
+
 def unaligned(width: int) -> Callable[[], object]:
     """Rows that do not start on 16 bytes."""
     shift, scale = torch.zeros(2, 2, width).unbind(1)
     return lambda: adaln.launch(rows(2, 8, width + 1)[..., :width], None, shift, scale, Norm())
 
 
-def outboxes(heads: int, dim: int) -> Callable[[], object]:
-    """QK-norm and rotary into the outboxes of two readers."""
+def outboxes(heads: int, dim: int, ahead: bool = False) -> Callable[[], object]:
+    """QK-norm and rotary into the outboxes of two readers; ahead: and asks for 8 MB of the weights after attention."""
     q, k, v = rows(2, 8, 3, heads, dim).unbind(2)
     halves = slice(0, heads // 2), slice(heads // 2, heads)
     views = [rows(8, 2, 3, heads // 2, dim).unbind(2) for _ in halves]
@@ -139,7 +149,8 @@ def outboxes(heads: int, dim: int) -> Callable[[], object]:
     angles = torch.zeros(8, dim // 2)
     weight, bias, k_weight, k_bias = (rows(heads * dim) for _ in range(4))
     how = Prepare("layer", False, 1e-5, weight, bias, k_weight, k_bias, angles, angles)
-    return lambda: prepare.launch_into(q, k, v, how, boxes)
+    fetching = spread(rows(heads * dim, heads * dim), 8 << 20) if ahead else None
+    return lambda: prepare.launch_into(q, k, v, how, boxes, fetching=fetching)
 
 
 def gated_product(tile: gated_linear.Tile) -> Callable[[], object]:

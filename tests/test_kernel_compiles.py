@@ -75,6 +75,17 @@ def test_products_use_the_matrix_units_and_the_copy_engine_and_fit_a_multiproces
     assert programs * kernel["threads"] * kernel["registers"] <= 65536
 
 
+def test_weights_are_asked_for_where_they_were_given_and_nowhere_else(compiled: dict[str, list[Facts]]) -> None:
+    """One instruction, in a loop; that the accesses are those without it and nothing spills is tested above."""
+    given = {name for name in compiled if name.endswith("ahead")}
+    assert len(given) == 11  # five kernels at two widths, and the outboxes
+    assert {name for name in compiled if any(kernel["ahead"] for kernel in compiled[name])} == given
+    for name in given:
+        (asking,), (plain,) = compiled[name], compiled[name.replace("ahead", "today").replace("128, today", "128")]
+        assert asking["ahead"] == 1
+        assert (asking["loads"], asking["stores"]) == (plain["loads"], plain["stores"])
+
+
 def test_flags_are_released_and_acquired_at_system_scope(compiled: dict[str, list[Facts]]) -> None:
     (kernel,) = compiled["flags"]
     assert kernel["release"] == 1

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels._triton import fused, jit, tl
+from seqpar.kernels.ahead import Ahead, ahead, asked, fetch
 from seqpar.protocols import state_dtype
 
 
@@ -68,10 +69,17 @@ CASES: tuple[dict[str, int], ...] = (
 )
 
 
-def norm_modulate(x_BlE: Tensor, shift_BE: Tensor, scale_BE: Tensor, norm: Norm) -> Tensor:
-    """norm(x) * (1 + scale) + shift, in x's dtype."""
-    chosen = launch if fused(x_BlE, shift_BE, scale_BE, norm.weight) else reference
-    return chosen(x_BlE, None, shift_BE, scale_BE, norm)[1]
+def norm_modulate(
+    x_BlE: Tensor, shift_BE: Tensor, scale_BE: Tensor, norm: Norm, *, next_weight: Tensor | None = None
+) -> Tensor:
+    """norm(x) * (1 + scale) + shift, in x's dtype.
+
+    next_weight (F, E): what the next product reads. The kernel may fetch it ahead (`ahead.py`), the reference
+    does not; changes no bit.
+    """
+    if not fused(x_BlE, shift_BE, scale_BE, norm.weight):
+        return reference(x_BlE, None, shift_BE, scale_BE, norm)[1]
+    return launch(x_BlE, None, shift_BE, scale_BE, norm, fetching=ahead(next_weight, x_BlE.shape[:-1].numel()))[1]
 
 
 def gate_norm_modulate(
@@ -83,14 +91,18 @@ def gate_norm_modulate(
     norm: Norm,
     *,
     keep: bool = True,
+    next_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(x + gate * branch, norm_modulate of that), both in x's dtype; the norm sees the sum before it is rounded.
 
     keep=False: nobody reads the stream again (the last layer), so it is not written and x comes back as it was.
+    next_weight: see `norm_modulate`.
     """
     gated = Gated(gate_BE, branch_BlE)
-    chosen = launch if fused(x_BlE, gate_BE, branch_BlE, shift_BE, scale_BE, norm.weight) else reference
-    return chosen(x_BlE, gated, shift_BE, scale_BE, norm, keep=keep)
+    if not fused(x_BlE, gate_BE, branch_BlE, shift_BE, scale_BE, norm.weight):
+        return reference(x_BlE, gated, shift_BE, scale_BE, norm, keep=keep)
+    fetching = ahead(next_weight, x_BlE.shape[:-1].numel())
+    return launch(x_BlE, gated, shift_BE, scale_BE, norm, keep=keep, fetching=fetching)
 
 
 def reference(
@@ -123,6 +135,7 @@ def launch(
     *,
     keep: bool = True,
     tiled: Tile | None = None,
+    fetching: Ahead | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference` by the kernel; new tensors, contiguous. Only the last dim of the inputs has to be contiguous."""
     batch, tokens, width = x_BlE.shape
@@ -137,8 +150,8 @@ def launch(
     if h.numel():
         grid = (-(-tokens // rows), batch)
         _kernel[grid](
-            x_BlE, branch, *vectors, norm.weight, x_new, h, tokens, norm.eps, *strides, **constants, LATE=late,
-            num_warps=warps, enable_fp_fusion=True,
+            x_BlE, branch, *vectors, norm.weight, x_new, h, tokens, norm.eps, *strides, *asked(fetching), **constants,
+            LATE=late, num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
     return (x_BlE if x_new is None else x_new), h
 
@@ -199,6 +212,8 @@ def _kernel(
     gate_batch,
     shift_batch,
     scale_batch,
+    weight_ahead,
+    AHEAD: tl.constexpr,
     E: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -217,6 +232,8 @@ def _kernel(
         shift_E, scale_E = _modulation(shift, scale, col, inside)
         weight_E = None if weight is None else _vector(weight, col, inside)
     gate_E = None if branch is None else _vector(gate + batch * gate_batch * UNIT, col, inside)
+    fetch(weight_ahead, AHEAD, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0),
+          tl.num_programs(0) * tl.num_programs(1))  # fmt: skip
     for index in range(ROWS):
         # past the end the last row is computed again, to the same bits: cheaper than a mask that varies by row
         token = tl.minimum(first + index, tokens - 1).to(tl.int64)

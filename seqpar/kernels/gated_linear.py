@@ -56,15 +56,17 @@ FASTER: Mapping[tuple[tuple[int, int], int, int], Tile | QuackTile] = {}
 """(compute capability, F, K) -> the tile that beat cuBLAS and a kernel, in a table of docs/benchmarks; none so far."""
 
 
-def gated_linear(x_BlE: Tensor, packed_F2E: Tensor) -> Tensor:
+def gated_linear(x_BlE: Tensor, packed_F2E: Tensor, *, next_weight: Tensor | None = None) -> Tensor:
     """SwiGLU of x W^T, (B, l, F): rows of W are w1|w3; fp32 (fp64 for fp64) between the product and one rounding.
 
-    Without an entry in `FASTER` the product is rounded too, as torch rounds it.
+    Without an entry in `FASTER` the product is rounded too, as torch rounds it. next_weight (E, F): what the next
+    product reads. SwiGLU's kernel may fetch it ahead (`ahead.py`), its reference and the product's own kernel do not
+    (there the memory is busy until the end); changes no bit.
     """
     tiled = measured(FASTER, packed_F2E.shape[0] // 2, x_BlE, packed_F2E)
     if tiled is not None:
         return launch(x_BlE, packed_F2E, tiled=tiled)
-    return swiglu.swiglu(F.linear(x_BlE, packed_F2E))
+    return swiglu.swiglu(F.linear(x_BlE, packed_F2E), next_weight=next_weight)
 
 
 def measured(

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
+from seqpar.kernels.ahead import Ahead, ahead, asked, fetch
 from seqpar.protocols import state_dtype
 
 CASES = (
@@ -36,13 +37,17 @@ EPILOGUE: frozenset[tuple[tuple[int, int], int, int]] = frozenset()
 and with a row's bits independent of the number of rows: as a table of docs/benchmarks shows. None so far."""
 
 
-def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
-    """GELU-tanh of x W^T + bias; the product is rounded before, unless its shape is in `EPILOGUE`."""
+def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor, *, next_weight: Tensor | None = None) -> Tensor:
+    """GELU-tanh of x W^T + bias; the product is rounded before, unless its shape is in `EPILOGUE`.
+
+    next_weight (E, F): what the next product reads. The kernel may fetch it ahead (`ahead.py`), the reference and
+    cuBLAS's epilogue do not (there the memory is busy until the end); changes no bit.
+    """
     if EPILOGUE and fused(x_BlE, weight_FE, bias_F):
         capability = torch.cuda.get_device_capability(x_BlE.device)
         if (capability, *weight_FE.shape) in EPILOGUE:
             return linear_epilogue(x_BlE, weight_FE, bias_F)
-    return bias_gelu(F.linear(x_BlE, weight_FE), bias_F)
+    return bias_gelu(F.linear(x_BlE, weight_FE), bias_F, next_weight=next_weight)
 
 
 def linear_epilogue(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
@@ -57,9 +62,11 @@ def linear_reference(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor
     return reference(F.linear(x_BlE.to(wide), weight_FE.to(wide)), bias_F).to(x_BlE.dtype)
 
 
-def bias_gelu(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
-    """GELU-tanh of x + bias, contiguous; computed in fp32 (fp64 for fp64)."""
-    return (launch if fused(x_BlF, bias_F) else reference)(x_BlF, bias_F)
+def bias_gelu(x_BlF: Tensor, bias_F: Tensor | None, *, next_weight: Tensor | None = None) -> Tensor:
+    """GELU-tanh of x + bias, contiguous; computed in fp32 (fp64 for fp64). next_weight: see `linear_gelu`."""
+    if not fused(x_BlF, bias_F):
+        return reference(x_BlF, bias_F)
+    return launch(x_BlF, bias_F, fetching=ahead(next_weight, x_BlF.shape[:-1].numel()))
 
 
 def reference(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
@@ -75,7 +82,7 @@ def tile(width: int) -> Tile:
     return Tile(1, columns, max(1, columns // 256))
 
 
-def launch(x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None) -> Tensor:
+def launch(x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None, fetching: Ahead | None = None) -> Tensor:
     """The same by the kernel; any strides with a contiguous last dim."""
     contiguous_rows(x_BlF, bias_F)
     batch, tokens, width = x_BlF.shape
@@ -85,7 +92,7 @@ def launch(x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None) -
         grid = (triton.cdiv(batch * tokens, rows) * triton.cdiv(width, columns),)
         gelu_kernel[grid](
             x_BlF, bias_F, out, batch * tokens, tokens, x_BlF.stride(0), x_BlF.stride(1), width, rows, columns,
-            num_warps=warps, enable_fp_fusion=True,
+            *asked(fetching), num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -93,7 +100,7 @@ def launch(x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None) -
 @jit
 def gelu_kernel(
     x, bias, out, count, tokens, batch_stride, token_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, weight_ahead, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program = some columns of some rows; neighbours share rows, so memory is walked in order."""
     blocks = tl.cdiv(WIDTH, COLUMNS)
@@ -102,6 +109,7 @@ def gelu_kernel(
     x += (row // tokens).to(tl.int64) * batch_stride + (row % tokens).to(tl.int64) * token_stride
     inside = (row < count) & (column < WIDTH)
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    fetch(weight_ahead, AHEAD, tl.program_id(0), tl.num_programs(0))
     if bias is not None:
         value += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)): no tanh needed, nothing cancels, and an overflow of exp gives the limit 0

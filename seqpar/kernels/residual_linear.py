@@ -33,15 +33,20 @@ FASTER: Table = {}
 
 def linear_gate_norm_modulate(
     x_BlE: Tensor, gate_BE: Tensor, h_BlF: Tensor, weight_EF: Tensor, shift_BE: Tensor, scale_BE: Tensor, norm: Norm,
-    *, keep: bool = True,
+    *, keep: bool = True, next_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`adaln.gate_norm_modulate` of the branch h W^T: (the stream after it, normalised and modulated)."""
+    """`adaln.gate_norm_modulate` of the branch h W^T: (the stream after it, normalised and modulated).
+
+    next_weight: what the next product reads, which the norm's kernel may fetch ahead (`ahead.py`); changes no bit.
+    """
     tiled = measured(FASTER, len(weight_EF), h_BlF, weight_EF, x_BlE, gate_BE)
     if tiled is not None:
         x = launch(x_BlE, gate_BE, h_BlF, weight_EF, tiled=tiled)
-        return x, norm_modulate(x, shift_BE, scale_BE, norm)
+        return x, norm_modulate(x, shift_BE, scale_BE, norm, next_weight=next_weight)
     branch = F.linear(h_BlF, weight_EF)
-    return gate_norm_modulate(x_BlE, gate_BE, branch, shift_BE, scale_BE, norm, keep=keep)
+    return gate_norm_modulate(
+        x_BlE, gate_BE, branch, shift_BE, scale_BE, norm, keep=keep, next_weight=next_weight
+    )  # fmt: skip
 
 
 def reference(x_BlE: Tensor, gate_BE: Tensor, h_BlF: Tensor, weight_EF: Tensor) -> Tensor:

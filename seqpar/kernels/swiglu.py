@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
+from seqpar.kernels.ahead import Ahead, ahead, asked, fetch
 from seqpar.protocols import state_dtype
 
 CASES = (
@@ -32,9 +33,15 @@ class Tile(NamedTuple):
     warps: int
 
 
-def swiglu(packed_BlF2: Tensor) -> Tensor:
-    """(B, l, 2F), rows [w1 x | w3 x] -> (B, l, F); computed in fp32 (fp64 for fp64)."""
-    return (launch if fused(packed_BlF2) else reference)(packed_BlF2)
+def swiglu(packed_BlF2: Tensor, *, next_weight: Tensor | None = None) -> Tensor:
+    """(B, l, 2F), rows [w1 x | w3 x] -> (B, l, F); computed in fp32 (fp64 for fp64).
+
+    next_weight (E, F): what the next product reads. The kernel may fetch it ahead (`ahead.py`), the reference
+    does not; changes no bit.
+    """
+    if not fused(packed_BlF2):
+        return reference(packed_BlF2)
+    return launch(packed_BlF2, fetching=ahead(next_weight, packed_BlF2.shape[:-1].numel()))
 
 
 def reference(packed_BlF2: Tensor) -> Tensor:
@@ -49,7 +56,7 @@ def tile(width: int) -> Tile:
     return Tile(1, columns, max(1, columns // 256))
 
 
-def launch(packed_BlF2: Tensor, *, tiled: Tile | None = None) -> Tensor:
+def launch(packed_BlF2: Tensor, *, tiled: Tile | None = None, fetching: Ahead | None = None) -> Tensor:
     """The same by the kernel; any strides with a contiguous last dim."""
     contiguous_rows(packed_BlF2)
     batch, tokens, width = *packed_BlF2.shape[:2], packed_BlF2.shape[2] // 2
@@ -59,7 +66,7 @@ def launch(packed_BlF2: Tensor, *, tiled: Tile | None = None) -> Tensor:
         grid = (triton.cdiv(batch * tokens, rows) * triton.cdiv(width, columns),)
         swiglu_kernel[grid](
             packed_BlF2, out, batch * tokens, tokens, packed_BlF2.stride(0), packed_BlF2.stride(1), width, rows,
-            columns, num_warps=warps, enable_fp_fusion=True,
+            columns, *asked(fetching), num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -67,7 +74,7 @@ def launch(packed_BlF2: Tensor, *, tiled: Tile | None = None) -> Tensor:
 @jit
 def swiglu_kernel(
     packed, out, count, tokens, batch_stride, token_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, weight_ahead, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program = some columns of some rows; neighbours share rows, so memory is walked in order."""
     blocks = tl.cdiv(WIDTH, COLUMNS)
@@ -77,5 +84,6 @@ def swiglu_kernel(
     inside = (row < count) & (column < WIDTH)
     gate = tl.load(packed + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(packed + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    fetch(weight_ahead, AHEAD, tl.program_id(0), tl.num_programs(0))
     result = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row.to(tl.int64) * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)

@@ -67,10 +67,10 @@ def facts(kernel: Any) -> dict[str, Any]:
     """Widths of global accesses in bytes -> how many stand in the PTX; registers, spills, shared memory.
 
     wgmma: products of the matrix units, waits: how often the machine code waits for some; tma: bulk copies. release,
-    acquire: atomics at system scope. ahead: requests for weights that are read later.
+    acquire, acq_rel: atomics at system scope. ahead: requests for weights that are read later.
     """
     ptx = kernel.asm["ptx"]
-    flags_of = {word: len(re.findall(rf"atom\.global\.sys\.{word}", ptx)) for word in ("release", "acquire")}
+    flags_of = {word: len(re.findall(rf"atom\.global\.sys\.{word}", ptx)) for word in ("release", "acquire", "acq_rel")}
     told = disassembled(kernel, "-res-usage")
     code = disassembled(kernel, "-sass") if "wgmma" in ptx else ""
     return {
@@ -122,7 +122,8 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {f"product, SwiGLU, {tile}": gated_product(tile) for tile in GATED}
     made |= {f"product, residual, {tile}": residual_product(tile) for tile in RESIDUAL}
     made |= {f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))}
-    return made | {"ddim": update, "flags": flagged}
+    made |= {"outboxes, meets": outboxes(32, 128, meets=True), "push, meets": pushed(8, 128, meets=True)}
+    return made | {"ddim": update, "flags": lambda: flags.launch(four_ranks(), True, True)}
 
 
 def launch_of(case: Case, tile: Any) -> Callable[[], object]:
@@ -140,7 +141,7 @@ def unaligned(width: int) -> Callable[[], object]:
     return lambda: adaln.launch(rows(2, 8, width + 1)[..., :width], None, shift, scale, Norm())
 
 
-def outboxes(heads: int, dim: int, ahead: bool = False) -> Callable[[], object]:
+def outboxes(heads: int, dim: int, ahead: bool = False, meets: bool = False) -> Callable[[], object]:
     """QK-norm and rotary into the outboxes of two readers; ahead: and asks for 8 MB of the weights after attention."""
     q, k, v = rows(2, 8, 3, heads, dim).unbind(2)
     halves = slice(0, heads // 2), slice(heads // 2, heads)
@@ -150,7 +151,7 @@ def outboxes(heads: int, dim: int, ahead: bool = False) -> Callable[[], object]:
     weight, bias, k_weight, k_bias = (rows(heads * dim) for _ in range(4))
     how = Prepare("layer", False, 1e-5, weight, bias, k_weight, k_bias, angles, angles)
     fetching = spread(rows(heads * dim, heads * dim), 8 << 20) if ahead else None
-    return lambda: prepare.launch_into(q, k, v, how, boxes, fetching=fetching)
+    return lambda: prepare.launch_into(q, k, v, how, boxes, four_ranks() if meets else None, fetching=fetching)
 
 
 def gated_product(tile: gated_linear.Tile) -> Callable[[], object]:
@@ -162,17 +163,17 @@ def residual_product(tile: gated_linear.Tile) -> Callable[[], object]:
     return lambda: residual_linear.launch(x, gate, h, weight, tiled=tile)
 
 
-def pushed(heads: int, dim: int) -> Callable[[], object]:
+def pushed(heads: int, dim: int, meets: bool = False) -> Callable[[], object]:
     """Attention's output to four ranks, some heads of theirs."""
     into = Destinations([rows(2, 4, 4 * heads, dim)[:, :, :heads].transpose(0, 1) for _ in range(4)], 1)
-    return lambda: push.launch(rows(2, 16, heads, dim), into)
+    return lambda: push.launch(rows(2, 16, heads, dim), into, four_ranks() if meets else None)
 
 
-def flagged() -> None:
-    """Four ranks tell each other and wait."""
+def four_ranks() -> flags.Flags:
+    """They tell each other and wait."""
     late = flags.Late.on(torch.device("cpu"), 1.0)
     theirs, mine = torch.zeros(2, 4, dtype=torch.int64)
-    flags.launch(flags.Flags.of(tuple(theirs), mine, late, 0, tuple(range(4))), True, True)
+    return flags.Flags.of(tuple(theirs), mine, late, 0, tuple(range(4)))
 
 
 def update() -> None:

@@ -90,3 +90,17 @@ def test_flags_are_released_and_acquired_at_system_scope(compiled: dict[str, lis
     (kernel,) = compiled["flags"]
     assert kernel["release"] == 1
     assert kernel["acquire"] == 2  # before the loop, and in it
+    assert kernel["acq_rel"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"), [("outboxes, meets", "outboxes, 32 x 128"), ("push, meets", "push, 8 x 128")]
+)
+def test_kernels_that_meet_the_peers_count_their_programs_and_hold_the_flags_once(
+    compiled: dict[str, list[Facts]], name: str, plain: str
+) -> None:
+    (kernel,), (without,), (flags,) = compiled[name], compiled[plain], compiled["flags"]
+    assert kernel["acq_rel"] == 1  # every program counts itself once
+    assert [kernel[word] for word in ("release", "acquire")] == [flags[word] for word in ("release", "acquire")]
+    assert [without[word] for word in ("release", "acquire", "acq_rel")] == [0, 0, 0]
+    assert kernel["registers"] <= without["registers"] + 8  # the wait is one program's, its registers are everyone's

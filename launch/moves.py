@@ -80,16 +80,14 @@ def ours(move: str, transport: Transport, axis: Axis, layout: HeadLayout) -> Way
         (out,), sent = _inputs(layout, (0,), ALL, all_heads)
 
         def returned() -> Sequence[Tensor]:
-            push(out, back.outboxes())
-            return (back.deliver(),)
+            return (back.deliver(push(out, back.outboxes(), back.flags)),)
 
         return Way((out,), returned, sent, partial(_coded, layout, (0,), mine, ALL))
     into = transport.heads(axis, layout)[0] if move == "ulysses in" else transport.everywhere(axis, layout)
     (q, k, v), sent = _inputs(layout, (0, 1, 2), mine, ALL)
 
     def moved() -> Sequence[Tensor]:
-        prepare_into(q, k, v, Prepare(), into.outboxes())
-        return into.deliver()
+        return into.deliver(prepare_into(q, k, v, Prepare(), into.outboxes(), into.flags))
 
     if move == "ulysses in":
         return Way((q, k, v), moved, sent, partial(_coded, layout, (0, 1, 2), ALL, all_heads))

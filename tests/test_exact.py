@@ -78,6 +78,19 @@ def differing_products() -> list[str]:
     return wrong
 
 
+def differing_columns() -> list[str]:
+    """Projections to q, k and v that are not the same in two products, as `kv_first` makes them."""
+    wrong = []
+    for k, n in PRODUCTS:
+        if n != 3 * k:
+            continue
+        x, weight, bias = _random(WHOLE, k), _random(n, k), _random(n)
+        for name, b in (("", None), (" + bias", bias)):
+            parts = [F.linear(x, weight[cut], None if b is None else b[cut]) for cut in (slice(k), slice(k, n))]
+            wrong += [] if torch.equal(torch.cat(parts, dim=1), F.linear(x, weight, b)) else [f"{k} -> {n}{name}"]
+    return wrong
+
+
 def differing_attentions() -> list[str]:
     """Attentions whose queries, heads or batch rows are not those of the whole call."""
     wrong, device = [], torch.device("cuda")
@@ -111,7 +124,7 @@ def in_exact_mode(work: str) -> str:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("work", ["differing_products", "differing_attentions"])
+@pytest.mark.parametrize("work", ["differing_products", "differing_columns", "differing_attentions"])
 def test_gpu_rows_do_not_depend_on_each_other_in_exact_mode(work: str) -> None:
     assert in_exact_mode(work) == "[]"
 

@@ -1,4 +1,5 @@
-"""A small kernel and the product after it, with the product's weights fetched ahead or not: what decides `ahead.BYTES`.
+"""A small kernel and the product after it, weights fetched ahead or not, started early or not: what decides
+`ahead.BYTES`.
 
 At few rows, where a product is bound by streaming its weights. Each way is timed as a whole, weights and inputs
 in turn, so that the cache holds none of them. "alone" is the product without the kernel before it.
@@ -23,6 +24,7 @@ from seqpar.local import reference, sdpa
 from seqpar.protocols import Prepare
 
 MB = (2, 4, 8, 16, 32)  # fetched ahead; the cache of an H200 holds 50
+EARLY = (0, 4, 16)  # the same by a kernel that starts early
 PICTURE = 256  # tokens that attention sees, however few are on a rank
 AS_IT_IS = "as it is"
 
@@ -76,23 +78,25 @@ def chain(link: Link, model: str, rand: Callable[..., Tensor]) -> Product:
 def ways(link: Link) -> Mapping[str, Callable[..., Tensor]]:
     """weights, inputs -> the product; no more is fetched ahead than there is."""
 
-    def way(mb: int, weight: Tensor, *inputs: Tensor) -> Tensor:
-        return F.linear(link.kernel(fetched(weight, mb), *inputs), weight)
+    def way(mb: int, early: bool, weight: Tensor, *inputs: Tensor) -> Tensor:
+        return F.linear(link.kernel(fetched(weight, mb, early), *inputs), weight)
 
     sensible = [mb for mb in MB if mb == MB[0] or mb << 19 < 2 * link.inner * link.columns]
     # of any input as wide as the product's
     alone = {ALONE: lambda weight, x, *rest: F.linear(x.flatten(2)[..., : link.inner], weight)}
-    return alone | {AS_IT_IS: partial(way, 0)} | {f"{mb} MB ahead": partial(way, mb) for mb in sensible}
+    later = {f"{mb} MB ahead": partial(way, mb, False) for mb in sensible}
+    early = {f"{mb} MB ahead, early": partial(way, mb, True) for mb in EARLY if mb in (0, *sensible)}
+    return alone | {AS_IT_IS: partial(way, 0, False)} | later | early
 
 
-def fetched(weight: Tensor, mb: int) -> Ahead | None:
+def fetched(weight: Tensor, mb: int, early: bool) -> Ahead | None:
     """So much of a weight; None for nothing. `ValueError` where it cannot be fetched: its time would be another's."""
     if not mb:
-        return None
+        return Ahead(None, 0, early) if early else None
     what = spread(weight, mb << 20)
     if what is None:
         raise ValueError(f"got weights of {tuple(weight.shape)}, expected rows of 16-byte multiples, 128 bytes or more")
-    return what
+    return what._replace(early=early)
 
 
 def normed(size: Sizes, rand: Callable[..., Tensor]) -> Link:

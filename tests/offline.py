@@ -67,7 +67,8 @@ def facts(kernel: Any) -> dict[str, Any]:
     """Widths of global accesses in bytes -> how many stand in the PTX; registers, spills, shared memory.
 
     wgmma: products of the matrix units, waits: how often the machine code waits for some; tma: bulk copies. release,
-    acquire, acq_rel: atomics at system scope. ahead: requests for weights that are read later.
+    acquire, acq_rel: atomics at system scope. ahead: requests for weights that are read later. early: launched before
+    the kernel before has ended; waits first: it waits for that before it reads or writes.
     """
     ptx = kernel.asm["ptx"]
     flags_of = {word: len(re.findall(rf"atom\.global\.sys\.{word}", ptx)) for word in ("release", "acquire", "acq_rel")}
@@ -85,6 +86,8 @@ def facts(kernel: Any) -> dict[str, Any]:
         "waits": code.count("WARPGROUP.DEPBAR"),
         "tma": ptx.count("cp.async.bulk.tensor"),
         "ahead": ptx.count("cp.async.bulk.prefetch.L2"),
+        "early": kernel.metadata.launch_pdl,
+        "waits first": 0 < ptx.find("griddepcontrol.wait") < min(found(ptx, "ld.global"), found(ptx, "st.global")),
         **flags_of,
     }
 
@@ -96,6 +99,11 @@ def disassembled(kernel: Any, how: str) -> str:
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, how, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def found(ptx: str, operation: str) -> int:
+    """Where it stands first; at the end, if nowhere."""
+    return ptx.find(operation) % (len(ptx) + 1)
 
 
 def widths(ptx: str, operation: str) -> dict[int, int]:
@@ -116,6 +124,7 @@ def launches() -> dict[str, Callable[[], object]]:
                 made[f"{case.name}, {width}, {tile or 'today'}"] = launch_of(case, tile)
             if case.name != "merge":  # a ring's; no product follows it
                 made[f"{case.name}, {width}, ahead"] = ahead_of(case, width)
+                made[f"{case.name}, {width}, early"] = ahead_of(case, width, early=True)
         made[f"unaligned, {width}"] = unaligned(width)
     made |= {f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))}
     made["outboxes, 32 x 128, ahead"] = outboxes(32, 128, ahead=True)
@@ -130,9 +139,11 @@ def launch_of(case: Case, tile: Any) -> Callable[[], object]:
     return lambda: case.module.launch(*case.data(), **({} if tile is None else {"tiled": tile}))
 
 
-def ahead_of(case: Case, width: int) -> Callable[[], object]:
-    """It also asks for 8 MB of the weights after it."""
-    return lambda: case.module.launch(*case.data(), fetching=spread(rows(3 * width, width), 8 << 20))
+def ahead_of(case: Case, width: int, early: bool = False) -> Callable[[], object]:
+    """It also asks for 8 MB of the weights after it; early: and starts before the kernel before it has ended."""
+    what = spread(rows(3 * width, width), 8 << 20)
+    assert what is not None
+    return lambda: case.module.launch(*case.data(), fetching=what._replace(early=early))
 
 
 def unaligned(width: int) -> Callable[[], object]:

@@ -13,6 +13,7 @@ import torch
 from launch import products, table
 from launch.chains import AS_IT_IS, MB, Sizes, chains, fetched
 from launch.products import ALONE, Product
+from seqpar.kernels.ahead import Ahead
 from tests.conftest import DEVICE
 
 # numpy's, in the interpreter's activations
@@ -55,10 +56,14 @@ def test_no_more_is_fetched_than_there_is() -> None:
 
 
 def test_a_way_that_would_fetch_nothing_is_refused() -> None:
-    assert fetched(torch.empty(8, 64), 0) is None
-    assert fetched(torch.empty(8, 64), 1) is not None
+    assert fetched(torch.empty(8, 64), 0, False) is None
+    assert fetched(torch.empty(8, 64), 0, True) == Ahead(None, 0, True)
+    for early in (False, True):
+        found = fetched(torch.empty(8, 64), 1, early)
+        assert found is not None
+        assert found.early is early
     with pytest.raises(ValueError, match=r"got weights of \(8, 66\), expected rows of 16-byte multiples"):
-        fetched(torch.empty(8, 66, dtype=torch.float16), 1)
+        fetched(torch.empty(8, 66, dtype=torch.float16), 1, False)
 
 
 def test_its_lines_make_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +77,7 @@ def test_its_lines_make_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     out = tmp_path / "lines.jsonl"
     products.main(list(small().values()), (ROWS,), 1, out)
     lines = [json.loads(text) for text in out.read_text().splitlines()]
-    assert len(lines) == len(NAMES) * 3  # alone, as it is, 2 MB ahead
+    assert len(lines) == len(NAMES) * 4  # alone, as it is, 2 MB ahead, early
     (made,) = table.tables(lines)
     for line in lines:
         case = line["case"]

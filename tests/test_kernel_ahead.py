@@ -21,11 +21,12 @@ from seqpar.models import dit, large_dit
 from seqpar.protocols import Outbox, Outboxes, Prepare
 from tests.conftest import DEVICE
 from tests.meshes import random
+from tests.test_kernel_gated_linear import interpreted
 
 # numpy's, in the interpreter's activations
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 gpu = pytest.mark.gpu
-interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="Triton's interpreter tells what is asked for")
+told = pytest.mark.skipif(DEVICE != "cpu", reason="Triton's interpreter tells what is asked for")
 KERNELS = (adaln, gelu, prepare, swiglu)
 DIMS = {"batch": 2, "tokens": 3, "heads": 4, "dim": 32}
 WIDTH = 128
@@ -122,6 +123,8 @@ def test_one_line_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "fused", lambda *tensors: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert ahead(matrix, 256) == spread(matrix, 1 << 20) == Ahead(matrix, 4096)
+    monkeypatch.setattr(module, "BYTES", {(9, 0): Budget(rows=256, size=1 << 20, early=True)})
+    assert ahead(matrix, 256) == Ahead(matrix, 4096, early=True)
     assert ahead(matrix, 257) is None
     assert ahead(None, 1) is None
     assert ahead(matrix[:, 1:], 1) is None
@@ -151,6 +154,13 @@ def test_no_bit_changes(kernel: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(launch(what), launch(None), strict=True))
 
 
+@pytest.mark.parametrize("kernel", LAUNCHES)
+def test_no_bit_changes_where_a_kernel_starts_early(kernel: str) -> None:
+    needs_hopper()
+    launch, what = launches()[kernel], Ahead(None, 0, early=True)
+    assert all(torch.equal(a, b) for a, b in zip(launch(what), launch(None), strict=True))
+
+
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(address, bytes) of every request that the interpreter comes across, instead of the instruction."""
@@ -167,6 +177,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return made
 
 
+@told
 @interpreted
 @pytest.mark.parametrize("kernel", LAUNCHES)
 @pytest.mark.parametrize("rows", [1, 5, 64, 700])
@@ -176,7 +187,7 @@ def test_every_row_is_asked_for_once(kernel: str, rows: int, requests: list[tupl
     assert sorted(requests) == [(row.data_ptr(), 128) for row in matrix]
 
 
-@interpreted
+@told
 def test_nothing_is_asked_for_where_nothing_was_given(requests: list[tuple[int, int]]) -> None:
     for launch in launches().values():
         launch(None)

@@ -79,11 +79,25 @@ def test_weights_are_asked_for_where_they_were_given_and_nowhere_else(compiled: 
     """One instruction, in a loop; that the accesses are those without it and nothing spills is tested above."""
     given = {name for name in compiled if name.endswith("ahead")}
     assert len(given) == 11  # five kernels at two widths, and the outboxes
-    assert {name for name in compiled if any(kernel["ahead"] for kernel in compiled[name])} == given
+    early = {name for name in compiled if name.endswith("early")}
+    assert {name for name in compiled if any(kernel["ahead"] for kernel in compiled[name])} == given | early
     for name in given:
         (asking,), (plain,) = compiled[name], compiled[name.replace("ahead", "today").replace("128, today", "128")]
         assert asking["ahead"] == 1
         assert (asking["loads"], asking["stores"]) == (plain["loads"], plain["stores"])
+
+
+def test_kernels_that_start_early_ask_for_weights_and_wait_before_they_read_or_write(
+    compiled: dict[str, list[Facts]],
+) -> None:
+    given = {name for name in compiled if name.endswith("early")}
+    assert len(given) == 10  # five kernels at two widths
+    for name, kernels in compiled.items():
+        assert all((kernel["early"], kernel["waits first"]) == (name in given, name in given) for kernel in kernels)
+    for name in given:
+        (early,), (later,) = compiled[name], compiled[name.replace("early", "ahead")]
+        assert early["ahead"] == 1
+        assert (early["loads"], early["stores"]) == (later["loads"], later["stores"])
 
 
 def test_flags_are_released_and_acquired_at_system_scope(compiled: dict[str, list[Facts]]) -> None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels._triton import fused, jit, tl
-from seqpar.kernels.ahead import Ahead, ahead, asked, fetch
+from seqpar.kernels.ahead import Ahead, ahead, asked, fetch, options
 from seqpar.protocols import state_dtype
 
 
@@ -151,7 +151,7 @@ def launch(
         grid = (-(-tokens // rows), batch)
         _kernel[grid](
             x_BlE, branch, *vectors, norm.weight, x_new, h, tokens, norm.eps, *strides, *asked(fetching), **constants,
-            LATE=late, num_warps=warps, enable_fp_fusion=True,
+            LATE=late, num_warps=warps, enable_fp_fusion=True, **options(fetching),
         )  # fmt: skip
     return (x_BlE if x_new is None else x_new), h
 
@@ -221,6 +221,14 @@ def _kernel(
     CENTRE: tl.constexpr,
     LATE: tl.constexpr,
 ):
+    late = fetch(weight_ahead, AHEAD, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0),
+                 tl.num_programs(0) * tl.num_programs(1))  # fmt: skip
+    x += late
+    shift += late
+    scale += late
+    if branch is not None:
+        branch += late
+        gate += late
     # a whole row is in registers, in one layout for all tensors: nothing is exchanged but the two sums
     batch = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * ROWS
@@ -232,8 +240,6 @@ def _kernel(
         shift_E, scale_E = _modulation(shift, scale, col, inside)
         weight_E = None if weight is None else _vector(weight, col, inside)
     gate_E = None if branch is None else _vector(gate + batch * gate_batch * UNIT, col, inside)
-    fetch(weight_ahead, AHEAD, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0),
-          tl.num_programs(0) * tl.num_programs(1))  # fmt: skip
     for index in range(ROWS):
         # past the end the last row is computed again, to the same bits: cheaper than a mask that varies by row
         token = tl.minimum(first + index, tokens - 1).to(tl.int64)

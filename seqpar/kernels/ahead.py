@@ -1,4 +1,5 @@
-"""Weights fetched ahead: a small kernel asks for the first bytes of each row of the next product's weights.
+"""What a small kernel does before its inputs are there: it asks for the first bytes of each row of the next product's
+weights, and may itself start before the kernel before it has ended.
 
 When it wins: at few rows on a rank (64 to 256), where a step is bound by streaming weights and the memory idles while
 small kernels run and between kernels. A product's programs begin at the start of all rows, so the first bytes of each
@@ -6,8 +7,12 @@ are what it waits for; cuBLAS then finds them in the L2 cache. Fire and forget: 
 references ask for nothing. `BYTES` holds what a committed table shows, and it is empty: nothing has been measured yet
 (`launch/bench.py kernels` does). Too much ahead pushes out of the cache what has not been read yet.
 
+`early` is programmatic dependent launch: the kernel is set up and asks for weights while the one before it drains, then
+waits until that has ended and all it wrote can be seen. Any number of rows gains the time between two kernels.
+
 The machine asks for one row at a time in each warp, so rows are spread over all warps of all programs.
-Source: `cp.async.bulk.prefetch.L2` in NVIDIA's PTX ISA (from sm_90 on; addresses and sizes are multiples of 16).
+Source: `cp.async.bulk.prefetch.L2`, `griddepcontrol` in NVIDIA's PTX ISA (from sm_90 on; addresses and sizes are
+multiples of 16).
 """
 
 from __future__ import annotations
@@ -26,17 +31,21 @@ ALIGNED = 16
 
 
 class Ahead(NamedTuple):
-    """What a kernel asks for: the first `size` bytes of each row of a weight (F, E)."""
+    """What a kernel asks for: the first `size` bytes of each row of a weight (F, E), if of any. early: and whether it
+    starts before the kernel before it has ended."""
 
-    weight_FE: Tensor
+    weight_FE: Tensor | None
     size: int
+    early: bool = False
 
 
 class Budget(NamedTuple):
-    """Where asking ahead was measured to win: up to how many token rows on a rank, and how many bytes in all."""
+    """Where asking ahead was measured to win: up to how many token rows on a rank, how many bytes in all, and whether
+    starting early does, too."""
 
     rows: int
     size: int
+    early: bool = False
 
 
 BYTES: Mapping[tuple[int, int], Budget] = {}
@@ -51,7 +60,10 @@ def ahead(weight_FE: Tensor | None, rows: int) -> Ahead | None:
     if not BYTES or weight_FE is None or not fused(weight_FE):
         return None
     budget = BYTES.get(torch.cuda.get_device_capability(weight_FE.device))
-    return None if budget is None or rows > budget.rows else spread(weight_FE, budget.size)
+    if budget is None or rows > budget.rows:
+        return None
+    what = spread(weight_FE, budget.size)
+    return what._replace(early=budget.early) if what is not None else None
 
 
 def spread(weight_FE: Tensor, size: int) -> Ahead | None:
@@ -66,14 +78,21 @@ def spread(weight_FE: Tensor, size: int) -> Ahead | None:
     return Ahead(weight_FE, max(1, lines) * LINE)
 
 
-def asked(what: Ahead | None) -> tuple[Tensor | None, tuple[int, int, int] | None]:
-    """The last two arguments of a kernel: the weight; its rows, their stride in elements, the bytes of each.
+def options(what: Ahead | None) -> dict[str, bool]:
+    """What a launch is told besides: of starting early. Nothing in Triton's interpreter."""
+    return {"launch_pdl": True} if what is not None and what.early and _compiled() else {}
+
+
+def asked(what: Ahead | None) -> tuple[Tensor | None, tuple[int, int, int, bool]]:
+    """The last two arguments of a kernel: the weight; its rows, their stride in elements, the bytes of each, and
+    whether the kernel starts early.
 
     `ValueError` for bytes that the instruction cannot take. No bytes in Triton's interpreter: it has no assembly.
     """
-    if what is None:
-        return None, None
-    weight, size = what
+    early = what is not None and what.early and _compiled()
+    if what is None or what.weight_FE is None:
+        return None, (0, 0, 0, early)
+    weight, size = what.weight_FE, what.size
     whole = weight.shape[1] * weight.element_size()
     starts = weight.data_ptr() % ALIGNED == weight.stride(0) * weight.element_size() % ALIGNED == 0
     if not 0 < size <= whole or size % ALIGNED or not starts or weight.stride(1) != 1:
@@ -81,8 +100,11 @@ def asked(what: Ahead | None) -> tuple[Tensor | None, tuple[int, int, int] | Non
             f"got {size} bytes ahead of rows of {whole} bytes with strides {weight.stride()}, expected a multiple of "
             f"{ALIGNED} inside of contiguous rows that start on {ALIGNED} bytes; make it with `spread`"
         )
-    compiled = isinstance(fetch, triton.JITFunction)
-    return weight, (len(weight), weight.stride(0), size if compiled else 0)
+    return weight, (len(weight), weight.stride(0), size if _compiled() else 0, early)
+
+
+def _compiled() -> bool:
+    return isinstance(fetch, triton.JITFunction)
 
 
 @jit
@@ -94,7 +116,9 @@ def rows_of(first, programs, LANES: tl.constexpr):
 
 @jit
 def fetch(weight, AHEAD: tl.constexpr, program, programs):
-    """Ask for the first bytes of my share of the rows; nothing is emitted without a weight.
+    """Ask for the first bytes of my share of the rows, then wait for the kernel before where this one started early;
+    nothing is emitted for neither. Returns 0, to be added to the pointers of all inputs: a compiler that knows nothing
+    of the wait may read them before it otherwise (Triton 3.6 does).
 
     weight, AHEAD: from `asked`. program: the number of mine among all `programs` of the launch, which share the rows.
     """
@@ -110,3 +134,10 @@ def fetch(weight, AHEAD: tl.constexpr, program, programs):
                 "@mine cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
                 "=r,l,r,r", [place, (row < ROWS).to(tl.int32), AHEAD[2]], tl.int32, is_pure=False, pack=1,
             )  # fmt: skip
+    if AHEAD[3]:
+        waited = tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
+        )
+        return tl.multiple_of(waited, 16)  # it is 0: rows start where they did
+    else:  # noqa: RET505 (decided at compile time)
+        return 0

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
-from seqpar.kernels.ahead import Ahead, ahead, asked, fetch
+from seqpar.kernels.ahead import Ahead, ahead, asked, fetch, options
 from seqpar.protocols import state_dtype
 
 CASES = (
@@ -92,7 +92,7 @@ def launch(x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None, f
         grid = (triton.cdiv(batch * tokens, rows) * triton.cdiv(width, columns),)
         gelu_kernel[grid](
             x_BlF, bias_F, out, batch * tokens, tokens, x_BlF.stride(0), x_BlF.stride(1), width, rows, columns,
-            *asked(fetching), num_warps=warps, enable_fp_fusion=True,
+            *asked(fetching), num_warps=warps, enable_fp_fusion=True, **options(fetching),
         )  # fmt: skip
     return out
 
@@ -103,13 +103,13 @@ def gelu_kernel(
     COLUMNS: tl.constexpr, weight_ahead, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program = some columns of some rows; neighbours share rows, so memory is walked in order."""
+    x += fetch(weight_ahead, AHEAD, tl.program_id(0), tl.num_programs(0))
     blocks = tl.cdiv(WIDTH, COLUMNS)
     row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     x += (row // tokens).to(tl.int64) * batch_stride + (row % tokens).to(tl.int64) * token_stride
     inside = (row < count) & (column < WIDTH)
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
-    fetch(weight_ahead, AHEAD, tl.program_id(0), tl.num_programs(0))
     if bias is not None:
         value += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)): no tanh needed, nothing cancels, and an overflow of exp gives the limit 0

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from seqpar.kernels._heads import mean_of, read_heads, rotary_row, write_heads
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
-from seqpar.kernels.ahead import Ahead, ahead, asked, fetch
+from seqpar.kernels.ahead import Ahead, ahead, asked, fetch, options
 from seqpar.kernels.flags import Flags, last_meets, meeting
 from seqpar.protocols import Outbox, Outboxes, Places, Prepare, state_dtype
 
@@ -149,7 +149,7 @@ def _run(
             tokens, shape[2], *strides[0], *strides[1], *strides[2], *rows, how.eps,
             how.norm, how.per_head, rotary, heads, groups, dim, wide, narrow, padded, len(inputs), shape[1],
             _alignment(inputs, norms, how, dim), write, early, *met, *asked(fetching), num_warps=warps,
-            enable_fp_fusion=True,
+            enable_fp_fusion=True, **options(fetching),
         )  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def prepare_kernel(
     What is None is left out: PARTS are there. HEADS2, GROUPS2, DIM2 are the next powers of two. READ and WRITE are
     bytes that divide every place of a head.
     """
-    fetch(weight_ahead, AHEAD, tl.program_id(0), tl.num_programs(0))
+    late = fetch(weight_ahead, AHEAD, tl.program_id(0), tl.num_programs(0))
     part = tl.program_id(0) % PARTS
     if q is None:
         part += 1
@@ -214,21 +214,21 @@ def prepare_kernel(
     if q is not None:  # noqa: SIM102 (of the two, this one is decided at compile time)
         if part == 0:
             _move(
-                q + batch * q_batch + token * q_token, q_head, q_out, table, table_heads, row, batch, token,
+                q + late + batch * q_batch + token * q_token, q_head, q_out, table, table_heads, row, batch, token,
                 q_weight, q_bias, cos, sin, cos_row, sin_row, eps,
                 NORM, PER_HEAD, ROTARY, 0, HEADS, HEADS2, DIM, DIM2, COPIES, READ, WRITE, EARLY,
             )  # fmt: skip
     if k is not None:  # noqa: SIM102
         if part == 1:
             _move(
-                k + batch * k_batch + token * k_token, k_head, k_out, table, table_heads, row, batch, token,
+                k + late + batch * k_batch + token * k_token, k_head, k_out, table, table_heads, row, batch, token,
                 k_weight, k_bias, cos, sin, cos_row, sin_row, eps,
                 NORM, PER_HEAD, ROTARY, 1, GROUPS, GROUPS2, DIM, DIM2, COPIES, READ, WRITE, EARLY,
             )  # fmt: skip
     if v is not None:  # noqa: SIM102
         if part == 2:
             _move(
-                v + batch * v_batch + token * v_token, v_head, None, table, table_heads, row, batch, token,
+                v + late + batch * v_batch + token * v_token, v_head, None, table, table_heads, row, batch, token,
                 None, None, None, None, 0, 0, eps,
                 "none", PER_HEAD, "none", 2, GROUPS, GROUPS2, DIM, DIM2, COPIES, READ, WRITE, EARLY,
             )  # fmt: skip

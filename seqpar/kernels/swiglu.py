@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
-from seqpar.kernels.ahead import Ahead, ahead, asked, fetch
+from seqpar.kernels.ahead import Ahead, ahead, asked, fetch, options
 from seqpar.protocols import state_dtype
 
 CASES = (
@@ -66,7 +66,7 @@ def launch(packed_BlF2: Tensor, *, tiled: Tile | None = None, fetching: Ahead | 
         grid = (triton.cdiv(batch * tokens, rows) * triton.cdiv(width, columns),)
         swiglu_kernel[grid](
             packed_BlF2, out, batch * tokens, tokens, packed_BlF2.stride(0), packed_BlF2.stride(1), width, rows,
-            columns, *asked(fetching), num_warps=warps, enable_fp_fusion=True,
+            columns, *asked(fetching), num_warps=warps, enable_fp_fusion=True, **options(fetching),
         )  # fmt: skip
     return out
 
@@ -77,6 +77,7 @@ def swiglu_kernel(
     COLUMNS: tl.constexpr, weight_ahead, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program = some columns of some rows; neighbours share rows, so memory is walked in order."""
+    packed += fetch(weight_ahead, AHEAD, tl.program_id(0), tl.num_programs(0))
     blocks = tl.cdiv(WIDTH, COLUMNS)
     row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -84,6 +85,5 @@ def swiglu_kernel(
     inside = (row < count) & (column < WIDTH)
     gate = tl.load(packed + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(packed + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    fetch(weight_ahead, AHEAD, tl.program_id(0), tl.num_programs(0))
     result = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row.to(tl.int64) * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)

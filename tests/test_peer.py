@@ -207,20 +207,19 @@ def by_kernels(rank: int, world: int, device: torch.device, case: tuple[int, ...
     exchange.heads(axis, layout)
     made, mine = exchange._made[0][2], Shard(case[1], world).slice(axis.rank)
     into, back = made.outboxes(), made.destinations()
-    polls = None if device.type == "cuda" else 10**6
     for round_ in range(rounds):
         late(rank, round_)
         q, k, v = (x[:, mine] for x in payload(case, round_, device, torch.float32))
         there, here = made.all_flags if round_ % 2 else (None, None)
-        prepare.launch_into(q, k, v, Prepare(), into, there, polls=polls)
+        prepare.launch_into(q, k, v, Prepare(), into, there)
         if there is None:
-            flags.launch(made.all_flags[0], True, True, polls=polls)
+            flags.launch(made.all_flags[0], True, True)
         heads = made.heads()[0]
         if heads.shape[2]:
-            push.launch(heads.contiguous(), back, here, polls=polls)
+            push.launch(heads.contiguous(), back, here)
         if here is None or not heads.shape[2]:
-            flags.launch(made.all_flags[1], True, False, polls=polls)
-            flags.launch(made.all_flags[1], False, True, polls=polls)
+            flags.launch(made.all_flags[1], True, False)
+            flags.launch(made.all_flags[1], False, True)
         assert torch.equal(made.out(), q)
         assert made.all_flags[0].counts.tolist() == [round_ + 1, round_ + 1, 0]  # ready for the next launch
     exchange.check()

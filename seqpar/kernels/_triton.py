@@ -35,6 +35,11 @@ def fused(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))
 
 
+def compiled(kernel: Any) -> bool:
+    """Whether a kernel is machine code when it runs: Triton's interpreter has no assembly and no timer."""
+    return isinstance(kernel, triton.JITFunction)
+
+
 def contiguous_rows(*tensors: torch.Tensor | None) -> None:
     """Raise `ValueError` where a last dim is not contiguous: kernels read rows as they are, and copy nothing."""
     for tensor in tensors:
@@ -42,4 +47,4 @@ def contiguous_rows(*tensors: torch.Tensor | None) -> None:
             raise ValueError(f"got strides {tensor.stride()}, expected a contiguous last dim")
 
 
-__all__ = ["TensorDescriptor", "contiguous_rows", "fused", "jit", "tl", "triton"]
+__all__ = ["TensorDescriptor", "compiled", "contiguous_rows", "fused", "jit", "tl", "triton"]

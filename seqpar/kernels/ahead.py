@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.kernels._triton import fused, jit, tl, triton
+from seqpar.kernels._triton import compiled, fused, jit, tl
 
 LINE = 128
 """Bytes of a line of the cache: what is asked for is a multiple."""
@@ -80,7 +80,7 @@ def spread(weight_FE: Tensor, size: int) -> Ahead | None:
 
 def options(what: Ahead | None) -> dict[str, bool]:
     """What a launch is told besides: of starting early. Nothing in Triton's interpreter."""
-    return {"launch_pdl": True} if what is not None and what.early and _compiled() else {}
+    return {"launch_pdl": True} if what is not None and what.early and compiled(fetch) else {}
 
 
 def asked(what: Ahead | None) -> tuple[Tensor | None, tuple[int, int, int, bool]]:
@@ -89,7 +89,7 @@ def asked(what: Ahead | None) -> tuple[Tensor | None, tuple[int, int, int, bool]
 
     `ValueError` for bytes that the instruction cannot take. No bytes in Triton's interpreter: it has no assembly.
     """
-    early = what is not None and what.early and _compiled()
+    early = what is not None and what.early and compiled(fetch)
     if what is None or what.weight_FE is None:
         return None, (0, 0, 0, early)
     weight, size = what.weight_FE, what.size
@@ -100,11 +100,7 @@ def asked(what: Ahead | None) -> tuple[Tensor | None, tuple[int, int, int, bool]
             f"got {size} bytes ahead of rows of {whole} bytes with strides {weight.stride()}, expected a multiple of "
             f"{ALIGNED} inside of contiguous rows that start on {ALIGNED} bytes; make it with `spread`"
         )
-    return weight, (len(weight), weight.stride(0), size if _compiled() else 0, early)
-
-
-def _compiled() -> bool:
-    return isinstance(fetch, triton.JITFunction)
+    return weight, (len(weight), weight.stride(0), size if compiled(fetch) else 0, early)
 
 
 @jit

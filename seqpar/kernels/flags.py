@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.kernels._triton import fused, jit, tl, triton
+from seqpar.kernels._triton import compiled, fused, jit, tl, triton
 
 NANOSECONDS = 10**9
+LOOKS = 1000  # stand for a second where there is no timer, in Triton's interpreter
 
 
 class Late(NamedTuple):
@@ -96,18 +97,19 @@ def reference(flags: Flags, tell: bool, wait: bool) -> None:
         time.sleep(0)  # a rank on the same core may be the one that is waited for
 
 
-def launch(flags: Flags, tell: bool, wait: bool, *, polls: int | None = None) -> None:
-    """The same by the kernel. polls: give up after so many looks, where there is no timer (Triton's interpreter)."""
-    flags_kernel[(1,)](*meeting(flags, polls), tell, wait, num_warps=1)
+def launch(flags: Flags, tell: bool, wait: bool) -> None:
+    """The same by the kernel."""
+    flags_kernel[(1,)](*meeting(flags), tell, wait, num_warps=1)
 
 
-def meeting(flags: Flags | None, polls: int | None = None) -> tuple[tuple[Tensor | int, ...] | None, int, bool]:
+def meeting(flags: Flags | None) -> tuple[tuple[Tensor | int, ...] | None, int, bool]:
     """What `exchange` and `last_meets` take: tensors and numbers, lanes (one a peer), whether there is a timer."""
     if flags is None:
         return None, 1, True
-    budget, peers = int(flags.late.deadline_s * NANOSECONDS) if polls is None else polls, len(flags.theirs)
+    timer, peers = compiled(exchange), len(flags.theirs)
+    budget = int(flags.late.deadline_s * (NANOSECONDS if timer else LOOKS))
     data = (flags.addresses, flags.mine, flags.counts, flags.late.note, flags.number + 1, peers, budget)
-    return data, triton.next_power_of_2(peers), polls is None
+    return data, triton.next_power_of_2(peers), timer
 
 
 @jit

@@ -106,10 +106,10 @@ def launch(
 
 def launch_into(
     q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Outboxes,
-    flags: Flags | None = None, *, tiled: Tile | None = None, fetching: Ahead | None = None, polls: int | None = None,
+    flags: Flags | None = None, *, tiled: Tile | None = None, fetching: Ahead | None = None,
 ) -> None:  # fmt: skip
-    """`prepare_into` by the kernel. polls: see `flags.launch`."""
-    _run(q_BlHD, k_BlGD, v_BlGD, how, outboxes.places, tiled, fetching, meeting(flags, polls))
+    """`prepare_into` by the kernel."""
+    _run(q_BlHD, k_BlGD, v_BlGD, how, outboxes.places, tiled, fetching, meeting(flags))
 
 
 def _takes(*inputs: Tensor, how: Prepare) -> bool:

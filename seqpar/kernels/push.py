@@ -83,8 +83,8 @@ def reference(out_BLhD: Tensor, into: Destinations) -> None:
         view.copy_(out_LBhD[start : start + view.shape[0]])
 
 
-def launch(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None, *, polls: int | None = None) -> None:
-    """The same by the kernel. polls: see `flags.launch`."""
+def launch(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> None:
+    """The same by the kernel."""
     batch, tokens, heads, dim = out_BLhD.shape
     width, size = heads * dim, out_BLhD.element_size()
     if out_BLhD.stride(3) != 1 or (heads > 1 and out_BLhD.stride(2) != dim):
@@ -96,7 +96,7 @@ def launch(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None, *, 
     if out_BLhD.numel():
         push_kernel[(batch * tokens, triton.cdiv(width, block))](
             out_BLhD, into.table, out_BLhD.stride(0), out_BLhD.stride(1), tokens, into.starts[into.first],
-            *meeting(flags, polls), len(into.table), width, block, align, num_warps=max(1, min(8, block // 256)),
+            *meeting(flags), len(into.table), width, block, align, num_warps=max(1, min(8, block // 256)),
         )  # fmt: skip
 
 

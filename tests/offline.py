@@ -12,6 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,11 +25,16 @@ from triton.runtime.jit import JITFunction
 from launch.kernels import Case, cases
 from launch.products import GATED, RESIDUAL
 from launch.tiles import candidates
-from seqpar.kernels import adaln, ddim, flags, gated_linear, prepare, push, residual_linear
+from seqpar.kernels import adaln, ddim, flags, gated_linear, gelu, prepare, push, residual_linear, swiglu
 from seqpar.kernels.adaln import Norm
 from seqpar.kernels.ahead import spread
 from seqpar.kernels.push import Destinations
+from seqpar.local import sdpa
+from seqpar.mesh import Mesh
+from seqpar.models import dit, large_dit
+from seqpar.plan import load_strategy, load_transport
 from seqpar.protocols import Outbox, Outboxes, Prepare
+from seqpar.shard import Shard
 
 BF16 = torch.bfloat16
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -132,6 +138,7 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {f"product, residual, {tile}": residual_product(tile) for tile in RESIDUAL}
     made |= {f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))}
     made |= {"outboxes, meets": outboxes(32, 128, meets=True), "push, meets": pushed(8, 128, meets=True)}
+    made |= {f"model, {name}": modelled(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")}
     return made | {"ddim": update, "flags": lambda: flags.launch(four_ranks(), True, True)}
 
 
@@ -185,6 +192,30 @@ def four_ranks() -> flags.Flags:
     late = flags.Late.on(torch.device("cpu"), 1.0)
     theirs, mine = torch.zeros(2, 4, dtype=torch.int64)
     return flags.Flags.of(tuple(theirs), mine, late, 0, tuple(range(4)))
+
+
+def modelled(name: str) -> Callable[[], object]:
+    """A model of one block at its real width, on 64 tokens: what it gives the kernels, and in which strides."""
+
+    def launch() -> None:
+        file = dit if name in dit.PRESETS else large_dit
+        with torch.device("meta"):
+            model = file.Model(replace(file.PRESETS[name], num_layers=1)).to(BF16)
+        model = model.to_empty(device="cpu")
+        attend = load_strategy("ulysses").build(Mesh.single(), Shard(64, 1), sdpa.attend, load_transport("collective"))
+        kernels: Any = (adaln, gelu, prepare, swiglu)
+        kept = [kernel.fused for kernel in kernels]
+        try:
+            for kernel in kernels:
+                kernel.fused = lambda *given: True
+            with torch.inference_mode():
+                rows = model.condition(torch.zeros(2), class_labels=torch.zeros(2, dtype=torch.int64))
+                model.forward_tokens({"tokens": torch.zeros(2, 64, 16)}, model.positions(16, 16), rows, attend)
+        finally:
+            for kernel, fused in zip(kernels, kept, strict=True):
+                kernel.fused = fused
+
+    return launch
 
 
 def update() -> None:

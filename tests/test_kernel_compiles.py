@@ -54,6 +54,19 @@ def test_kernels_for_hopper_read_and_write_16_bytes_at_a_time_and_spill_nothing(
         assert access(kernel) - NARROW.get(name.split(",")[0], set()) == {16}
 
 
+def test_models_launch_few_kernels(compiled: dict[str, list[Facts]]) -> None:
+    """Of a block: QK-norm and rotary, a gated norm, the activation, a gated norm; before the first one a norm."""
+    block = ["_kernel", "prepare_kernel", "_kernel", "swiglu_kernel", "_kernel"]
+    for name in ("large-dit-7b", "large-dit-3b"):
+        assert [kernel["name"] for kernel in compiled[f"model, {name}"]] == block
+    assert [kernel["name"] for kernel in compiled["model, dit-xl/2"]] == [
+        "_kernel",
+        "_kernel",
+        "gelu_kernel",
+        "_kernel",
+    ]
+
+
 @pytest.mark.parametrize("width", [4096, 1152])
 def test_rows_that_do_not_start_on_16_bytes_are_seen(compiled: dict[str, list[Facts]], width: int) -> None:
     """A negative control: the stream is read in pieces, and the count above would say so."""

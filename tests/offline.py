@@ -198,7 +198,7 @@ def modelled(name: str) -> Callable[[], object]:
     """A model of one block at its real width, on 64 tokens: what it gives the kernels, and in which strides."""
 
     def launch() -> None:
-        file = dit if name in dit.PRESETS else large_dit
+        file: Any = dit if name in dit.PRESETS else large_dit
         with torch.device("meta"):
             model = file.Model(replace(file.PRESETS[name], num_layers=1)).to(BF16)
         model = model.to_empty(device="cpu")

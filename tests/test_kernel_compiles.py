@@ -56,15 +56,12 @@ def test_kernels_for_hopper_read_and_write_16_bytes_at_a_time_and_spill_nothing(
 
 def test_models_launch_few_kernels(compiled: dict[str, list[Facts]]) -> None:
     """Of a block: QK-norm and rotary, a gated norm, the activation, a gated norm; before the first one a norm."""
-    block = ["_kernel", "prepare_kernel", "_kernel", "swiglu_kernel", "_kernel"]
-    for name in ("large-dit-7b", "large-dit-3b"):
+    for name, block in {
+        "large-dit-7b": ["_kernel", "prepare_kernel", "_kernel", "swiglu_kernel", "_kernel"],
+        "large-dit-3b": ["_kernel", "prepare_kernel", "_kernel", "swiglu_kernel", "_kernel"],
+        "dit-xl/2": ["_kernel", "_kernel", "gelu_kernel", "_kernel"],
+    }.items():
         assert [kernel["name"] for kernel in compiled[f"model, {name}"]] == block
-    assert [kernel["name"] for kernel in compiled["model, dit-xl/2"]] == [
-        "_kernel",
-        "_kernel",
-        "gelu_kernel",
-        "_kernel",
-    ]
 
 
 @pytest.mark.parametrize("width", [4096, 1152])

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
+from itertools import cycle
 from typing import Literal
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from launch.planning import here
-from launch.timing import graphed, timed
+from launch.timing import graphed, over, timed
 from seqpar import rates
 from seqpar.comm.arena import why_no_peers
 from seqpar.comm.exchange import HeadLayout
@@ -115,9 +116,11 @@ def measure(mesh: Mesh, dtype: torch.dtype) -> rates.Rates:
 
 
 def product(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """A matrix product of random numbers (zeros would be faster)."""
-    x, weight = (torch.randn(n, inputs, device=device).to(dtype) for n in (rows, outputs))
-    return lambda: F.linear(x, weight)
+    """A matrix product of random numbers (zeros would be faster), with weights in turn: a cache holds none of them."""
+    count = over(inputs * outputs * dtype.itemsize) if device.type == "cuda" else 1
+    x, *weights = (torch.randn(n, inputs, device=device).to(dtype) for n in (rows, *[outputs] * count))
+    turns = cycle(weights)
+    return lambda: F.linear(x, next(turns))
 
 
 def attention(

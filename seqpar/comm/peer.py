@@ -1,8 +1,9 @@
 """The exchanges without collectives: what a rank writes is at once where its reader reads (see `seqpar.comm.arena`).
 
 `outboxes()` are views of the readers' own buffers; then all peers are told and waited for, at the end of the kernel
-that writes, or by `deliver()` where plain torch wrote: no send buffer, no copy on arrival, no host. When it wins: one machine whose GPUs reach each other's memory; against NCCL most
-at small blocks, where its launch and its permutes cost more than the bytes.
+that writes, or by `deliver()` where plain torch wrote: no send buffer, no copy on arrival, no host. When it wins: one
+machine whose GPUs reach each other's memory; against NCCL most at small blocks, where its launch and its permutes cost
+more than the bytes.
 
 Nobody may write where a peer still reads. Ulysses needs no rule for that: to begin the next exchange into the heads a
 rank must have met all peers on the way back, which each does after it has read; and the other way round. `ToAll` has

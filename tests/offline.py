@@ -67,7 +67,8 @@ def facts(kernel: Any) -> dict[str, Any]:
     """Widths of global accesses in bytes -> how many stand in the PTX; registers, spills, shared memory.
 
     wgmma: products of the matrix units, waits: how often the machine code waits for some; tma: bulk copies. release,
-    acquire, acq_rel: atomics at system scope. ahead: requests for weights that are read later.
+    acquire, acq_rel: atomics at system scope. ahead: requests for weights that are read later. clocks: how often the
+    time is read; agreed: after how many of these all warps take one time from shared memory before they branch.
     """
     ptx = kernel.asm["ptx"]
     flags_of = {word: len(re.findall(rf"atom\.global\.sys\.{word}", ptx)) for word in ("release", "acquire", "acq_rel")}
@@ -85,6 +86,8 @@ def facts(kernel: Any) -> dict[str, Any]:
         "waits": code.count("WARPGROUP.DEPBAR"),
         "tma": ptx.count("cp.async.bulk.tensor"),
         "ahead": ptx.count("cp.async.bulk.prefetch.L2"),
+        "clocks": ptx.count("%globaltimer"),
+        "agreed": len(re.findall(r"%globaltimer;(?:(?!\bbra\b).)*?bar\.sync(?:(?!\bbra\b).)*?ld\.shared", ptx, re.S)),
         **flags_of,
     }
 

@@ -81,6 +81,25 @@ def test_sending_does_not_wait_for_who_is_late(ranks: Pool, transport: str) -> N
     assert sent < LATE_S < received
 
 
+def refused(rank: int, world: int, device: torch.device) -> list[str]:
+    """What is said when queries, or keys, want gradients."""
+    mesh, shard, told = mesh_for("kv_first", world, device), Shard(4, world), []
+    attend: Any = build("kv_first", mesh, shard, reference.attend)
+    for wanting in range(2):
+        inputs = [random((1, 2, 2, DIM), seed, device).requires_grad_(seed == wanting) for seed in range(3)]
+        try:
+            attend(*inputs, Prepare())
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_queries_that_require_gradients_are_refused_as_keys_are(ranks: Pool) -> None:
+    for told in ranks.run(2, refused):
+        assert len(told) == 2
+        assert all("kv_first is for inference; use ulysses" in text for text in told)
+
+
 SEVEN_B = large_dit.work(large_dit.PRESETS["large-dit-7b"])
 ONE = Load(1, 4096, True, 25, 2, 7_290_000_000, 16, 2, 2 << 30)
 

@@ -46,8 +46,7 @@ class KVFirst:
 
     def send(self, k_BlGD: Tensor, v_BlGD: Tensor, heads: int, how: Prepare, /) -> Callable[[Tensor], Tensor]:
         """See `seqpar.protocols.KeysFirst`."""
-        if torch.is_grad_enabled() and (k_BlGD.requires_grad or v_BlGD.requires_grad):
-            raise ValueError("got inputs that require gradients, expected none: kv_first is for inference; use ulysses")
+        _refuse_gradients(k_BlGD, v_BlGD)
         exchange = self._exchange(k_BlGD, heads)
         boxes = exchange.outboxes()
         prepare_into(None, k_BlGD, v_BlGD, how, boxes)
@@ -55,6 +54,7 @@ class KVFirst:
         return partial(self._receive, exchange, boxes, how)
 
     def _receive(self, exchange: Behind, boxes: Outboxes, how: Prepare, q_BlHD: Tensor) -> Tensor:
+        _refuse_gradients(q_BlHD)
         prepare_into(q_BlHD, None, None, how, boxes)
         return self._local(*exchange.deliver())[0]
 
@@ -65,3 +65,8 @@ class KVFirst:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
                 self._exchanges[layout] = self._transport.behind(self._axis, layout)
         return self._exchanges[layout]
+
+
+def _refuse_gradients(*inputs: Tensor) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        raise ValueError("got inputs that require gradients, expected none: kv_first is for inference; use ulysses")

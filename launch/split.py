@@ -59,7 +59,7 @@ def traced(step: Callable[[], object], steps: int) -> list[Span]:
 
 
 def split_of(step: Callable[[], object], steps: int) -> dict[str, float] | None:
-    """ms a step of each kind, on this rank; None where nothing was seen. With peer memory the stores of q, k, v are
-    the prepare kernel's, so they count as elementwise."""
+    """ms a step of each kind, on this rank; None where nothing was seen. With peer memory the stores of q, k, v and the
+    wait for those of other ranks are the prepare kernel's, so they count as elementwise."""
     spans = traced(step, steps)
     return {kind: us / 1e3 / steps for kind, us in split(spans).items()} if spans else None

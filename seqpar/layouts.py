@@ -62,8 +62,9 @@ class Plan:
         text = f"{_name(first.layout)}, {_ms(first)} predicted"
         if others:
             text += f" ({aim}); next {_name(others[0].layout)}, {_ms(others[0])}"
-            may_round = others[0].layout.strategy not in EXACT and others[0].ms < first.ms
-            text += " (not taken unasked: it may round otherwise than one rank)" if may_round else ""
+            exact, other = (row.layout.strategy in EXACT for row in (first, others[0]))
+            rounds = exact and not other and others[0].ms < first.ms
+            text += " (not taken unasked: it may round otherwise than one rank)" if rounds else ""
         else:
             text += " (nothing else to choose)"
         if first.layout.strategy not in ORDER:

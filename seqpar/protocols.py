@@ -134,7 +134,10 @@ class KeysFirst(Attend, Protocol):
     """An `Attend` that would rather have keys and values before there are queries: they travel meanwhile."""
 
     def send(self, k_BlGD: Tensor, v_BlGD: Tensor, heads: int, prepare: Prepare, /) -> Callable[[Tensor], Tensor]:
-        """Send them, and return what takes the queries (B, l, heads, D) and returns the output, as a call does."""
+        """Send them, and return what takes the queries (B, l, heads, D) and returns the output, as a call does.
+
+        What was returned before, and not called, must not be called any more.
+        """
         ...
 
 

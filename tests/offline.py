@@ -74,7 +74,8 @@ def facts(kernel: Any) -> dict[str, Any]:
 
     wgmma: products of the matrix units, waits: how often the machine code waits for some; tma: bulk copies. release,
     acquire, acq_rel: atomics at system scope. ahead: requests for weights that are read later. early: launched before
-    the kernel before has ended; waits first: it waits for that before it reads or writes.
+    the kernel before has ended; waits first: it waits for that before it reads or writes. clocks: how often the time is
+    read; agreed: after how many of these all warps take one time from shared memory before they branch.
     """
     ptx = kernel.asm["ptx"]
     flags_of = {word: len(re.findall(rf"atom\.global\.sys\.{word}", ptx)) for word in ("release", "acquire", "acq_rel")}
@@ -94,6 +95,8 @@ def facts(kernel: Any) -> dict[str, Any]:
         "ahead": ptx.count("cp.async.bulk.prefetch.L2"),
         "early": kernel.metadata.launch_pdl,
         "waits first": 0 < ptx.find("griddepcontrol.wait") < min(found(ptx, "ld.global"), found(ptx, "st.global")),
+        "clocks": ptx.count("%globaltimer"),
+        "agreed": len(re.findall(r"%globaltimer;(?:(?!\bbra\b).)*?bar\.sync(?:(?!\bbra\b).)*?ld\.shared", ptx, re.S)),
         **flags_of,
     }
 

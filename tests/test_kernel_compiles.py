@@ -128,3 +128,11 @@ def test_kernels_that_meet_the_peers_count_their_programs_and_hold_the_flags_onc
     assert [kernel[word] for word in ("release", "acquire")] == [flags[word] for word in ("release", "acquire")]
     assert [without[word] for word in ("release", "acquire", "acq_rel")] == [0, 0, 0]
     assert kernel["registers"] <= without["registers"] + 8  # the wait is one program's, its registers are everyone's
+
+
+@pytest.mark.parametrize("name", ["outboxes, meets", "push, meets"])
+def test_all_warps_of_a_kernel_that_waits_give_up_together(compiled: dict[str, list[Facts]], name: str) -> None:
+    """There are barriers in the loop: a warp that went by its own clock would leave the others there."""
+    (kernel,) = compiled[name]
+    assert kernel["threads"] > 32
+    assert kernel["clocks"] == kernel["agreed"] == 1

@@ -81,6 +81,46 @@ def test_sending_does_not_wait_for_who_is_late(ranks: Pool, transport: str) -> N
     assert sent < LATE_S < received
 
 
+def dropped(rank: int, world: int, device: torch.device, transport: str) -> int:
+    """How often attention was wrong around one that was sent and never received; all but one rank are late."""
+    mesh, shard = mesh_for("kv_first", world, device), Shard(13, world)
+    attend: Any = build("kv_first", mesh, shard, reference.attend, transport)
+    mine, wrong = shard.slice(rank), 0
+    for round_ in range(6):
+        q, k, v = (random((1, 13, 3, DIM), 3 * round_ + seed, device) for seed in range(3))
+        if round_ == 2:
+            attend.send(k[:, mine], v[:, mine], 3, Prepare())  # and then an error, on every rank
+            continue
+        time.sleep(0.05 * rank)
+        got = attend(q[:, mine], k[:, mine], v[:, mine], Prepare())
+        wrong += not torch.allclose(got, reference.attend(q[:, mine], k, v)[0], rtol=0, atol=1e-12)
+    return wrong
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_error_between_sending_and_receiving_leaves_later_calls_right(ranks: Pool, transport: str) -> None:
+    assert ranks.run(3, dropped, transport) == [0, 0, 0]
+
+
+def refused(rank: int, world: int, device: torch.device) -> list[str]:
+    """What is said when queries, or keys, want gradients."""
+    mesh, shard, told = mesh_for("kv_first", world, device), Shard(4, world), []
+    attend: Any = build("kv_first", mesh, shard, reference.attend)
+    for wanting in range(2):
+        inputs = [random((1, 2, 2, DIM), seed, device).requires_grad_(seed == wanting) for seed in range(3)]
+        try:
+            attend(*inputs, Prepare())
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_queries_that_require_gradients_are_refused_as_keys_are(ranks: Pool) -> None:
+    for told in ranks.run(2, refused):
+        assert len(told) == 2
+        assert all("kv_first is for inference; use ulysses" in text for text in told)
+
+
 SEVEN_B = large_dit.work(large_dit.PRESETS["large-dit-7b"])
 ONE = Load(1, 4096, True, 25, 2, 7_290_000_000, 16, 2, 2 << 30)
 

@@ -194,6 +194,33 @@ def test_peer_that_is_gone_is_named_within_the_deadline(ranks: Pool, how: str) -
     assert last[0] == "nothing"  # it waited for nobody
 
 
+@pytest.mark.parametrize("come_s", [None, 0.05])
+def test_a_kernel_looks_at_the_clock_until_the_deadline(monkeypatch: pytest.MonkeyPatch, come_s: float | None) -> None:
+    """The timed loop, for which the interpreter has no clock of its own: a peer that never comes, and a late one."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU has a clock: see the test above")
+    extra, start = flags.tl.extra, time.monotonic_ns()
+    late = flags.Late.on(torch.device("cpu"), 0.2)
+    theirs, mine = torch.zeros(2, 2, dtype=torch.int64)
+    made = flags.Flags.of(tuple(theirs), mine, late, 4, (0, 1))
+    mine[0] = 1
+
+    def clock() -> int:
+        if come_s is not None and time.monotonic_ns() - start > come_s * flags.NANOSECONDS:
+            mine[1] = 1
+        return time.monotonic_ns()
+
+    monkeypatch.setattr(extra.cuda, "globaltimer", clock)
+    monkeypatch.setattr(flags, "compiled", lambda kernel: True)
+    monkeypatch.setattr(flags, "LOOKS", 4)
+    flags.launch(made, True, True)
+    assert theirs.tolist() == [1, 1]
+    assert made.counts.tolist()[:3] == [1, 1, 0]
+    assert late.note.tolist() == ([5, 2, 1] if come_s is None else [0, 0, 0])
+    assert (time.monotonic_ns() - start > 0.2 * flags.NANOSECONDS) == (come_s is None)
+
+
 def no_files(rank: int, world: int, device: torch.device) -> tuple[int, list[str]]:
     """Of all ranks: what is left in memory's file system while an arena is mapped, and whether it is shared."""
     axis = make_mesh(device, cfg=1).sequence

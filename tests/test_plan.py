@@ -254,6 +254,9 @@ def test_the_line_says_what_is_next_and_on_what_grounds() -> None:
     assert text.startswith("cfg 2 x ulysses 2 by ulysses, 52.9 ms a step predicted (the first picture soonest); next ")
     assert "next cfg 2 x ulysses 2 by kv_first, 49.9 ms a step (not taken unasked" in text
     assert text.endswith("rates: defaults of an H200")
+    tie = planned(replace(ONE, images=3), wish=Wish("throughput", strategy="usp"), transport="nccl")
+    assert tie.ranked[1].ms < tie.ranked[0].ms  # asked for, and not taken for another reason
+    assert "unasked" not in str(tie)
     assert "nothing else to choose" in str(planned(world=1))
     assert "most pictures a second" in str(planned(wish=Wish("throughput")))
     assert "mine is counted as ulysses" in str(planned(wish=Wish(strategy="mine")))

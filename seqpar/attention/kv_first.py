@@ -39,6 +39,7 @@ class KVFirst:
     def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
         self._exchanges: dict[HeadLayout, Behind] = {}
+        self._sent: Behind | None = None
 
     def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:
         """See `seqpar.protocols.Attend`: for who has all three at once."""
@@ -46,16 +47,21 @@ class KVFirst:
 
     def send(self, k_BlGD: Tensor, v_BlGD: Tensor, heads: int, how: Prepare, /) -> Callable[[Tensor], Tensor]:
         """See `seqpar.protocols.KeysFirst`."""
-        if torch.is_grad_enabled() and (k_BlGD.requires_grad or v_BlGD.requires_grad):
-            raise ValueError("got inputs that require gradients, expected none: kv_first is for inference; use ulysses")
+        _refuse_gradients(k_BlGD, v_BlGD)
+        if self._sent is not None:  # an error came before its queries: what was sent is received, or it would be later
+            self._sent.deliver()
         exchange = self._exchange(k_BlGD, heads)
         boxes = exchange.outboxes()
         prepare_into(None, k_BlGD, v_BlGD, how, boxes)
         exchange.start()
+        capturing = k_BlGD.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._sent = None if capturing else exchange  # what is captured is not sent yet
         return partial(self._receive, exchange, boxes, how)
 
     def _receive(self, exchange: Behind, boxes: Outboxes, how: Prepare, q_BlHD: Tensor) -> Tensor:
+        _refuse_gradients(q_BlHD)
         prepare_into(q_BlHD, None, None, how, boxes)
+        self._sent = None
         return self._local(*exchange.deliver())[0]
 
     def _exchange(self, k_BlGD: Tensor, heads: int) -> Behind:
@@ -65,3 +71,8 @@ class KVFirst:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
                 self._exchanges[layout] = self._transport.behind(self._axis, layout)
         return self._exchanges[layout]
+
+
+def _refuse_gradients(*inputs: Tensor) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        raise ValueError("got inputs that require gradients, expected none: kv_first is for inference; use ulysses")

@@ -18,7 +18,8 @@ from torch import Tensor
 from seqpar.kernels._triton import compiled, fused, jit, tl, triton
 
 NANOSECONDS = 10**9
-LOOKS = 1000  # stand for a second where there is no timer, in Triton's interpreter
+A_SECOND = 1000  # looks that stand for a second where there is no timer, in Triton's interpreter
+LOOKS = tl and tl.constexpr(1024)  # at the flags between two at the clock: about a millisecond
 
 
 class Late(NamedTuple):
@@ -41,8 +42,8 @@ class Flags:
     """One direction of telling, between this rank and some peers. All counters are int64 and begin at zero.
 
     theirs: for each peer the flag in its memory that I raise, 0-d views. addresses: of these, on the device.
-    mine: the flags that peers raise here, (n,). counts: (3,), how often I told, how often I waited, and how many
-    programs of a kernel that tells and waits by itself are done.
+    mine: the flags that peers raise here, (n,). counts: (4,), how often I told, how often I waited, how many programs
+    of a kernel that tells and waits by itself are done, and a time that its threads agree on.
     late: where the first wait in vain is noted, under this number. ranks: whom I wait for, as numbered on the axis.
     """
 
@@ -58,7 +59,7 @@ class Flags:
     def of(theirs: tuple[Tensor, ...], mine: Tensor, late: Late, number: int, ranks: tuple[int, ...]) -> Flags:
         """Over these flags, with new counters."""
         addresses = torch.tensor([flag.data_ptr() for flag in theirs], dtype=torch.int64).to(mine.device)
-        return Flags(theirs, addresses, mine, mine.new_zeros(3), late, number, ranks)
+        return Flags(theirs, addresses, mine, mine.new_zeros(4), late, number, ranks)
 
     def tell(self) -> None:
         """Raise my flag at every peer."""
@@ -107,7 +108,7 @@ def meeting(flags: Flags | None) -> tuple[tuple[Tensor | int, ...] | None, int, 
     if flags is None:
         return None, 1, True
     timer, peers = compiled(exchange), len(flags.theirs)
-    budget = int(flags.late.deadline_s * (NANOSECONDS if timer else LOOKS))
+    budget = int(flags.late.deadline_s * (NANOSECONDS if timer else A_SECOND))
     data = (flags.addresses, flags.mine, flags.counts, flags.late.note, flags.number + 1, peers, budget)
     return data, triton.next_power_of_2(peers), timer
 
@@ -150,8 +151,9 @@ def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr,
         # who was late once ends the run: nobody is waited for, or blamed, after that
         clean = tl.load(note) == 0
         left = tl.where(clean, budget, 0).to(tl.int64)
-        start = _now(0, TIMER)
-        spent = tl.zeros((), tl.int64)
+        polls = tl.zeros((), tl.int64)
+        start = polls
+        spent = polls
         behind = here & (tl.atomic_add(mine + lane, tl.zeros((LANES,), tl.int64), here, sem="acquire", scope="sys")
                          < wanted)  # fmt: skip
         missing = tl.sum(behind.to(tl.int32), 0)
@@ -159,7 +161,13 @@ def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr,
             seen = tl.atomic_add(mine + lane, tl.zeros((LANES,), tl.int64), here, sem="acquire", scope="sys")
             behind = here & (seen < wanted)
             missing = tl.sum(behind.to(tl.int32), 0)
-            spent = _now(spent + 1, TIMER) - start
+            polls += 1
+            if not TIMER:
+                spent = polls
+            elif polls % LOOKS == 0:  # seldom: a time for all takes longer than a look
+                now = _now(counts + 3)
+                start = tl.where(polls == LOOKS, now, start)
+                spent = now - start
         if clean & (missing > 0):  # pyright: ignore[reportOperatorIssue]
             bit = tl.full((LANES,), 1, tl.int64) << lane
             tl.store(note + 1, tl.sum(tl.where(behind, bit, 0), 0))
@@ -169,8 +177,10 @@ def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr,
 
 
 @jit
-def _now(polls, TIMER: tl.constexpr):
-    if TIMER:
-        return tl.extra.cuda.globaltimer()  # pyright: ignore[reportAttributeAccessIssue]
-    else:  # noqa: RET505 (decided at compile time)
-        return tl.full((), 0, tl.int64) + polls
+def _now(cell):
+    """The first thread's time, for all warps: one that left the loop by its own clock would not come to its barriers.
+
+    What an atomic returns is passed on to all threads.
+    """
+    tl.store(cell, tl.extra.cuda.globaltimer())  # pyright: ignore[reportAttributeAccessIssue]
+    return tl.atomic_add(cell, tl.zeros((), tl.int64))

@@ -1,7 +1,6 @@
 """Each kernel: its time and bytes a second beside plain torch and torch.compile, against this run's copy bandwidth.
 
 Then the matrix products that have arithmetic in their epilogues (`launch/products.py`), against cuBLAS and a kernel.
-Then kernels that fetch the weights of the product after them (`launch/chains.py`), against those that do not.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launch import chains, products, timing
+from launch import products, timing
 from launch.timing import append, command, copy_bandwidth, environment, over, timed_over
 from seqpar.kernels import adaln, gelu, merge, prepare, swiglu
 from seqpar.kernels.adaln import Gated, Norm
@@ -27,7 +26,7 @@ HIDDEN = {1152: 4608, 1536: 4096, 3072: 8192, 4096: 11008}  # feed-forward width
 
 @dataclass(frozen=True)
 class Kernels:
-    """Time the elementwise kernels, the matrix products with an epilogue, and weights fetched ahead."""
+    """Time the elementwise kernels and the matrix products with an epilogue."""
 
     rows: tuple[int, ...] = (512, 8192, 32768)
     """Token rows (two batch rows of half as many)."""
@@ -37,8 +36,6 @@ class Kernels:
     """Also plain torch under torch.compile."""
     products: bool = True
     """Also the matrix products."""
-    chain_rows: tuple[int, ...] = (64, 128, 256, 512)
-    """Token rows of the kernels that fetch weights ahead: few, as on one of many ranks."""
     rounds: int = 5
     """Rounds in turn."""
     out: Path | None = None
@@ -69,8 +66,7 @@ def main(args: Kernels) -> None:
             print(row(line), flush=True)
             append([line], args.out)
     if args.products:
-        products.main(products.products(), args.rows, args.rounds, args.out)
-    products.main(chains.chains(), args.chain_rows, args.rounds, args.out)
+        products.main(args.rows, args.rounds, args.out)
 
 
 def cases(rows: int, width: int, device: str = "cuda") -> Sequence[Case]:

@@ -1,4 +1,4 @@
-"""Matrix products with arithmetic in their epilogue, against cuBLAS and a kernel: what decides `FASTER`, `EPILOGUE`.
+"""Matrix products with an activation in their epilogue, against cuBLAS and a kernel: what decides `FASTER`, `EPILOGUE`.
 
 Beside each way: TFLOP/s and the error against fp32 arithmetic. "alone" is the product without what follows it.
 """
@@ -18,37 +18,17 @@ from triton.runtime.errors import OutOfResources
 
 from launch import timing
 from launch.timing import append, command, environment, over, timed_over
-from seqpar.kernels import adaln, gated_linear, gelu, residual_linear, swiglu
-from seqpar.kernels._quack import QuackTile, why_not
-from seqpar.kernels.adaln import Gated, Norm
-from seqpar.kernels.gated_linear import Tile
+from seqpar.kernels import gated_linear, gelu, swiglu
+from seqpar.kernels.gated_linear import Tile, why_not
 
-NORM = Norm("rms", 1e-5)
-
-# what fits the registers and the shared memory of a Hopper multiprocessor, as ptxas counts
-GATED = (
-    Tile(128, 128, 64, 4, 8),
-    Tile(128, 128, 64, 3, 8),
-    Tile(256, 64, 64, 4, 8),
-    Tile(128, 64, 64, 3, 4, programs=2),  # one program multiplies while the other is in its epilogue
-    Tile(64, 128, 64, 2, 4, programs=2),
-    Tile(128, 64, 128, 3, 4),
-    Tile(64, 128, 64, 4, 4),  # few rows
-)
-QUACK = (
-    QuackTile(128, 192, pingpong=True),
-    QuackTile(128, 256),
-    QuackTile(256, 128),
-    QuackTile(256, 192),
-    QuackTile(128, 256, 1, 2),
-)
-RESIDUAL = (
-    Tile(128, 256, 64, 4, 8),
-    Tile(128, 256, 64, 3, 8),
-    Tile(128, 128, 64, 4, 8),
-    Tile(128, 128, 64, 3, 4, programs=2),
-    Tile(64, 256, 64, 4, 4),
-    Tile(64, 128, 64, 6, 4),
+TILES = (
+    Tile(128, 192, 2),
+    Tile(128, 192, 1, 2),
+    Tile(128, 128, 2),
+    Tile(128, 128),
+    Tile(64, 192, 1, 2),
+    Tile(128, 256, 1, 2, pingpong=False),
+    Tile(256, 192, 2, pingpong=False),
 )
 ALONE = "cuBLAS alone"
 
@@ -66,24 +46,19 @@ class Product:
 
 
 def products(device: str = "cuda") -> Sequence[Product]:
-    """The 7B's w1, w3 with SwiGLU; its wo and w2 with all that follows; the first layer of DiT-XL/2's feed-forward."""
-    rand = partial(timing.rand, device=device)
+    """w1, w3 with SwiGLU of three models; the first layer of DiT-XL/2's feed-forward."""
+    rand, ways = partial(timing.rand, device=device), gated_ways()
 
-    def weights(columns: int, inner: int) -> Tensor:
-        return rand(columns, inner) / inner**0.5
-
-    def residual(inner: int, rows: int) -> tuple[Tensor, ...]:
-        vectors = rand(2, 3, 4096, dtype=torch.float32).unbind(1)
-        return rand(2, rows // 2, inner), weights(4096, inner), rand(2, rows // 2, 4096), *vectors
+    def gated(inner: int, width: int, rows: int) -> tuple[Tensor, Tensor]:
+        return rand(2, rows // 2, inner), rand(2 * width, inner) / inner**0.5
 
     return (
-        Product("w1, w3 + SwiGLU, 7B", 4096, 2 * 11008, lambda n: (rand(2, n // 2, 4096), weights(2 * 11008, 4096)),
-                gated_ways(), gated_linear.reference),
-        *(Product(f"{name} + gate, residual, norm, 7B", inner, 4096, partial(residual, inner), residual_ways(),
-                  lambda h, w, x, *vectors: branched(adaln.reference, F.linear(h, w), x, *vectors))
-          for name, inner in (("wo", 4096), ("w2", 11008))),
+        *(Product(f"w1, w3 + SwiGLU, {name}", inner, 2 * width, partial(gated, inner, width), ways,
+                  gated_linear.reference)
+          for name, inner, width in (("7B", 4096, 11008), ("3B", 3072, 8192), ("600M", 1536, 4096))),
         Product("fc1 + bias + GELU, DiT-XL/2", 1152, 4608,
-                lambda n: (rand(2, n // 2, 1152), weights(4608, 1152), rand(4608)), gelu_ways(), gelu.linear_reference),
+                lambda n: (rand(2, n // 2, 1152), rand(4608, 1152) / 1152**0.5, rand(4608)), gelu_ways(),
+                gelu.linear_reference),
     )  # fmt: skip
 
 
@@ -91,33 +66,10 @@ def gated_ways() -> Mapping[str, Callable[..., Tensor]]:
     """x, weights -> SwiGLU of their product."""
     two: dict[str, Callable[..., Tensor]] = {ALONE: F.linear}
     two["cuBLAS + SwiGLU kernel"] = lambda x, w: swiglu.launch(F.linear(x, w))
-    reason = why_not()
-    if reason is not None:
+    if (reason := why_not()) is not None:
         print(f"quack is not compared: {reason}")
-    tiles: tuple[Tile | QuackTile, ...] = (*GATED, *(QUACK if reason is None else ()))
-    return two | {f"one kernel, {tile}": partial(gated_linear.launch, tiled=tile) for tile in tiles}
-
-
-def residual_ways() -> Mapping[str, Callable[..., Tensor]]:
-    """h, weights, stream, gate, shift, scale -> what follows the stream, normalised and modulated."""
-
-    def fused(tile: Tile) -> Callable[..., Tensor]:
-        def way(h: Tensor, w: Tensor, x: Tensor, gate: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-            return adaln.launch(residual_linear.launch(x, gate, h, w, tiled=tile), None, shift, scale, NORM)[1]
-
-        return way
-
-    two: dict[str, Callable[..., Tensor]] = {ALONE: lambda h, w, *rest: F.linear(h, w)}
-    two["cuBLAS + gate, residual, norm kernel"] = lambda h, w, *rest: branched(adaln.launch, F.linear(h, w), *rest)
-    return two | {f"one kernel + norm kernel, {tile}": fused(tile) for tile in RESIDUAL}
-
-
-def branched(
-    adaln_by: Callable[..., tuple[Tensor, Tensor]], branch: Tensor, x: Tensor, gate: Tensor, shift: Tensor,
-    scale: Tensor,
-) -> Tensor:  # fmt: skip
-    """The branch gated into the stream, and that normalised and modulated."""
-    return adaln_by(x, Gated(gate, branch), shift, scale, NORM)[1]
+        return two
+    return two | {f"quack, {tile}": partial(gated_linear.launch, tiled=tile) for tile in TILES}
 
 
 def gelu_ways() -> Mapping[str, Callable[..., Tensor]]:
@@ -129,9 +81,9 @@ def gelu_ways() -> Mapping[str, Callable[..., Tensor]]:
     }
 
 
-def main(found: Sequence[Product], rows: Sequence[int], rounds: int, out: Path | None) -> None:
+def main(rows: Sequence[int], rounds: int, out: Path | None) -> None:
     """Measure, print a table, append the lines."""
-    for product in found:
+    for product in products():
         for count in rows:
             lines = measure(product, count, rounds)
             print("".join(row(line) + "\n" for line in lines), end="", flush=True)

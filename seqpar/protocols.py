@@ -30,7 +30,6 @@ class Prepare:
     `per_head`; statistics in fp32. Weights are (H*D,), or (D,) where `per_head`; None means no affine.
     cos_lD2, sin_lD2: rotary rows of this rank's tokens, (l, D/2); `interleaved` pairs (x[2j], x[2j+1]), otherwise
     (x[j], x[j + D/2]).
-    next_weight: what the product after attention reads, (E, H*D): the kernel may fetch it ahead, which changes no bit.
     """
 
     norm: Literal["none", "layer", "rms"] = "none"
@@ -43,7 +42,6 @@ class Prepare:
     cos_lD2: Tensor | None = None
     sin_lD2: Tensor | None = None
     interleaved: bool = True
-    next_weight: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.norm == "rms" and (self.q_bias is not None or self.k_bias is not None):
@@ -123,7 +121,7 @@ class Attend(Protocol):
     """Attention of this rank's tokens to the whole sequence: what a model calls, once a block.
 
     Takes strided views (B, l, H, D), (B, l, G, D), (B, l, G, D). Returns (B, l, H, D), which may be a buffer that
-    the next call overwrites: use it at once.
+    the next call overwrites: use it at once. Over several ranks it has `tokens`, those of the whole sequence.
     """
 
     def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, prepare: Prepare, /) -> Tensor: ...

@@ -23,11 +23,9 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from launch.kernels import Case, cases
-from launch.products import GATED, RESIDUAL
 from launch.tiles import candidates
-from seqpar.kernels import adaln, ddim, flags, gated_linear, gelu, prepare, push, residual_linear, swiglu
+from seqpar.kernels import adaln, ddim, flags, gelu, prepare, push, swiglu
 from seqpar.kernels.adaln import Norm
-from seqpar.kernels.ahead import spread
 from seqpar.kernels.push import Destinations
 from seqpar.local import sdpa
 from seqpar.mesh import Mesh
@@ -72,15 +70,12 @@ def kernels_of(launch: Callable[[], object]) -> list[Any]:
 def facts(kernel: Any) -> dict[str, Any]:
     """Widths of global accesses in bytes -> how many stand in the PTX; registers, spills, shared memory.
 
-    wgmma: products of the matrix units, waits: how often the machine code waits for some; tma: bulk copies. release,
-    acquire, acq_rel: atomics at system scope. ahead: requests for weights that are read later. early: launched before
-    the kernel before has ended; waits first: it waits for that before it reads or writes. clocks: how often the time is
-    read; agreed: after how many of these all warps take one time from shared memory before they branch.
+    release, acquire, acq_rel: atomics at system scope. clocks: how often the time is read; agreed: after how many of
+    these all warps take one time from shared memory before they branch.
     """
     ptx = kernel.asm["ptx"]
     flags_of = {word: len(re.findall(rf"atom\.global\.sys\.{word}", ptx)) for word in ("release", "acquire", "acq_rel")}
     told = disassembled(kernel, "-res-usage")
-    code = disassembled(kernel, "-sass") if "wgmma" in ptx else ""
     return {
         "name": kernel.metadata.name,
         "loads": widths(ptx, "ld.global"),
@@ -89,12 +84,6 @@ def facts(kernel: Any) -> dict[str, Any]:
         "spilled": sum(int(told.split(f"{where}:")[1].split()[0]) for where in ("STACK", "LOCAL")),
         "threads": 32 * kernel.metadata.num_warps,
         "shared": kernel.metadata.shared,
-        "wgmma": code.count("HGMMA"),
-        "waits": code.count("WARPGROUP.DEPBAR"),
-        "tma": ptx.count("cp.async.bulk.tensor"),
-        "ahead": ptx.count("cp.async.bulk.prefetch.L2"),
-        "early": kernel.metadata.launch_pdl,
-        "waits first": 0 < ptx.find("griddepcontrol.wait") < min(found(ptx, "ld.global"), found(ptx, "st.global")),
         "clocks": ptx.count("%globaltimer"),
         "agreed": len(re.findall(r"%globaltimer;(?:(?!\bbra\b).)*?bar\.sync(?:(?!\bbra\b).)*?ld\.shared", ptx, re.S)),
         **flags_of,
@@ -108,11 +97,6 @@ def disassembled(kernel: Any, how: str) -> str:
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, how, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def found(ptx: str, operation: str) -> int:
-    """Where it stands first; at the end, if nowhere."""
-    return ptx.find(operation) % (len(ptx) + 1)
 
 
 def widths(ptx: str, operation: str) -> dict[int, int]:
@@ -131,14 +115,8 @@ def launches() -> dict[str, Callable[[], object]]:
         for case in cases(16, width, "cpu"):
             for tile in candidates(case, width) or [None]:
                 made[f"{case.name}, {width}, {tile or 'today'}"] = launch_of(case, tile)
-            if case.name != "merge":  # a ring's; no product follows it
-                made[f"{case.name}, {width}, ahead"] = ahead_of(case, width)
-                made[f"{case.name}, {width}, early"] = ahead_of(case, width, early=True)
         made[f"unaligned, {width}"] = unaligned(width)
     made |= {f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))}
-    made["outboxes, 32 x 128, ahead"] = outboxes(32, 128, ahead=True)
-    made |= {f"product, SwiGLU, {tile}": gated_product(tile) for tile in GATED}
-    made |= {f"product, residual, {tile}": residual_product(tile) for tile in RESIDUAL}
     made |= {f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))}
     made |= {"outboxes, meets": outboxes(32, 128, meets=True), "push, meets": pushed(8, 128, meets=True)}
     made |= {f"model, {name}": modelled(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")}
@@ -149,21 +127,14 @@ def launch_of(case: Case, tile: Any) -> Callable[[], object]:
     return lambda: case.module.launch(*case.data(), **({} if tile is None else {"tiled": tile}))
 
 
-def ahead_of(case: Case, width: int, early: bool = False) -> Callable[[], object]:
-    """It also asks for 8 MB of the weights after it; early: and starts before the kernel before it has ended."""
-    what = spread(rows(3 * width, width), 8 << 20)
-    assert what is not None
-    return lambda: case.module.launch(*case.data(), fetching=what._replace(early=early))
-
-
 def unaligned(width: int) -> Callable[[], object]:
     """Rows that do not start on 16 bytes."""
     shift, scale = torch.zeros(2, 2, width).unbind(1)
     return lambda: adaln.launch(rows(2, 8, width + 1)[..., :width], None, shift, scale, Norm())
 
 
-def outboxes(heads: int, dim: int, ahead: bool = False, meets: bool = False) -> Callable[[], object]:
-    """QK-norm and rotary into the outboxes of two readers; ahead: and asks for 8 MB of the weights after attention."""
+def outboxes(heads: int, dim: int, meets: bool = False) -> Callable[[], object]:
+    """QK-norm and rotary into the outboxes of two readers; meets: and the readers meet."""
     q, k, v = rows(2, 8, 3, heads, dim).unbind(2)
     halves = slice(0, heads // 2), slice(heads // 2, heads)
     views = [rows(8, 2, 3, heads // 2, dim).unbind(2) for _ in halves]
@@ -171,17 +142,7 @@ def outboxes(heads: int, dim: int, ahead: bool = False, meets: bool = False) -> 
     angles = torch.zeros(8, dim // 2)
     weight, bias, k_weight, k_bias = (rows(heads * dim) for _ in range(4))
     how = Prepare("layer", False, 1e-5, weight, bias, k_weight, k_bias, angles, angles)
-    fetching = spread(rows(heads * dim, heads * dim), 8 << 20) if ahead else None
-    return lambda: prepare.launch_into(q, k, v, how, boxes, four_ranks() if meets else None, fetching=fetching)
-
-
-def gated_product(tile: gated_linear.Tile) -> Callable[[], object]:
-    return lambda: gated_linear.launch(rows(1, 256, 4096), rows(2 * 11008, 4096), tiled=tile)
-
-
-def residual_product(tile: gated_linear.Tile) -> Callable[[], object]:
-    h, weight, x, gate = rows(2, 128, 11008), rows(4096, 11008), rows(2, 128, 4096), torch.zeros(2, 6, 4096)[:, 2]
-    return lambda: residual_linear.launch(x, gate, h, weight, tiled=tile)
+    return lambda: prepare.launch_into(q, k, v, how, boxes, four_ranks() if meets else None)
 
 
 def pushed(heads: int, dim: int, meets: bool = False) -> Callable[[], object]:
@@ -207,14 +168,16 @@ def modelled(name: str) -> Callable[[], object]:
         model = model.to_empty(device="cpu")
         attend = load_strategy("ulysses").build(Mesh.single(), Shard(64, 1), sdpa.attend, load_transport("collective"))
         kernels: Any = (adaln, gelu, prepare, swiglu)
-        kept = [kernel.fused for kernel in kernels]
+        kept, capability = [kernel.fused for kernel in kernels], torch.cuda.get_device_capability
         try:
+            torch.cuda.get_device_capability = lambda device: (9, 0)
             for kernel in kernels:
                 kernel.fused = lambda *given: True
             with torch.inference_mode():
                 rows = model.condition(torch.zeros(2), class_labels=torch.zeros(2, dtype=torch.int64))
                 model.forward_tokens({"tokens": torch.zeros(2, 64, 16)}, model.positions(16, 16), rows, attend)
         finally:
+            torch.cuda.get_device_capability = capability
             for kernel, fused in zip(kernels, kept, strict=True):
                 kernel.fused = fused
 

@@ -38,6 +38,7 @@ class KVFirst:
 
     def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
+        self.tokens = sum(sizes)
         self._exchanges: dict[HeadLayout, Behind] = {}
         self._sent: Behind | None = None
 

@@ -33,6 +33,7 @@ class KVGather:
 
     def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
+        self.tokens = sum(sizes)
         self._exchanges: dict[HeadLayout, Into] = {}
 
     def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:

@@ -30,7 +30,7 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     check(mesh)
     check_tokens(tokens, mesh.sequence.size)
     ring = Ring(local, mesh.ring, tokens.sizes, transport)
-    return Ulysses(ring, mesh.ulysses, (tokens.sizes[mesh.ring.rank],), transport)
+    return Ulysses(ring, mesh.ulysses, (tokens.sizes[mesh.ring.rank],), transport, tokens.total)
 
 
 class Ring:

@@ -30,13 +30,15 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     """Attention for one token count; `tokens` is sharded over `mesh.sequence`."""
     check(mesh)
     check_tokens(tokens, mesh.sequence.size)
-    return Ulysses(local, mesh.ulysses, tokens.sizes, transport)
+    return Ulysses(local, mesh.ulysses, tokens.sizes, transport, tokens.total)
 
 
 class Ulysses:
     """Any Core on all tokens of one axis, some heads each. Owns the buffers of its exchanges (see `Attend`)."""
 
-    def __init__(self, core: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
+    def __init__(self, core: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, tokens: int) -> None:
+        """tokens: of the whole sequence, of which `sizes` are on this axis."""
+        self.tokens = tokens
         self._core, self._axis, self._sizes, self._transport = core, axis, sizes, transport
         self._exchanges: dict[HeadLayout, tuple[Into, Back]] = {}
 

@@ -24,4 +24,4 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     width = mesh.ulysses.size
     parts = [tokens.sizes[row * width : (row + 1) * width] for row in range(mesh.ring.size)]
     ring = Ring(local, mesh.ring, tuple(map(sum, parts)), transport)
-    return Ulysses(ring, mesh.ulysses, parts[mesh.ring.rank], transport)
+    return Ulysses(ring, mesh.ulysses, parts[mesh.ring.rank], transport, tokens.total)

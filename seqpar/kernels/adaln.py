@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels._triton import fused, jit, tl
-from seqpar.kernels.ahead import Ahead, ahead, asked, fetch, options
 from seqpar.protocols import state_dtype
 
 
@@ -69,17 +68,10 @@ CASES: tuple[dict[str, int], ...] = (
 )
 
 
-def norm_modulate(
-    x_BlE: Tensor, shift_BE: Tensor, scale_BE: Tensor, norm: Norm, *, next_weight: Tensor | None = None
-) -> Tensor:
-    """norm(x) * (1 + scale) + shift, in x's dtype.
-
-    next_weight (F, E): what the next product reads. The kernel may fetch it ahead (`ahead.py`), the reference
-    does not; changes no bit.
-    """
-    if not fused(x_BlE, shift_BE, scale_BE, norm.weight):
-        return reference(x_BlE, None, shift_BE, scale_BE, norm)[1]
-    return launch(x_BlE, None, shift_BE, scale_BE, norm, fetching=ahead(next_weight, x_BlE.shape[:-1].numel()))[1]
+def norm_modulate(x_BlE: Tensor, shift_BE: Tensor, scale_BE: Tensor, norm: Norm) -> Tensor:
+    """norm(x) * (1 + scale) + shift, in x's dtype."""
+    chosen = launch if fused(x_BlE, shift_BE, scale_BE, norm.weight) else reference
+    return chosen(x_BlE, None, shift_BE, scale_BE, norm)[1]
 
 
 def gate_norm_modulate(
@@ -91,18 +83,14 @@ def gate_norm_modulate(
     norm: Norm,
     *,
     keep: bool = True,
-    next_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(x + gate * branch, norm_modulate of that), both in x's dtype; the norm sees the sum before it is rounded.
 
     keep=False: nobody reads the stream again (the last layer), so it is not written and x comes back as it was.
-    next_weight: see `norm_modulate`.
     """
     gated = Gated(gate_BE, branch_BlE)
-    if not fused(x_BlE, gate_BE, branch_BlE, shift_BE, scale_BE, norm.weight):
-        return reference(x_BlE, gated, shift_BE, scale_BE, norm, keep=keep)
-    fetching = ahead(next_weight, x_BlE.shape[:-1].numel())
-    return launch(x_BlE, gated, shift_BE, scale_BE, norm, keep=keep, fetching=fetching)
+    chosen = launch if fused(x_BlE, gate_BE, branch_BlE, shift_BE, scale_BE, norm.weight) else reference
+    return chosen(x_BlE, gated, shift_BE, scale_BE, norm, keep=keep)
 
 
 def reference(
@@ -121,9 +109,13 @@ def reference(
     return (wide.to(x_BlE.dtype) if gated is not None and keep else x_BlE), h
 
 
-def tile(width: int) -> Tile:
-    """By width alone, never by the number of rows: 16 elements a thread are two 16-byte accesses of bf16."""
-    return Tile(1, max(1, min(16, block(width) // 512)))
+def tile(width: int, gated: bool) -> Tile:
+    """By width alone, never by the number of rows. As measured: as few warps as keep the elements of each thread at 24
+    where two rows are read, at 32 where it is one."""
+    warps = 1
+    while warps < 16 and width > 32 * warps * (24 if gated else 32):
+        warps *= 2
+    return Tile(1, warps, late=True)
 
 
 def launch(
@@ -135,7 +127,6 @@ def launch(
     *,
     keep: bool = True,
     tiled: Tile | None = None,
-    fetching: Ahead | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference` by the kernel; new tensors, contiguous. Only the last dim of the inputs has to be contiguous."""
     batch, tokens, width = x_BlE.shape
@@ -145,13 +136,13 @@ def launch(
     unit, strides = _strides(width, x_BlE, branch, *vectors)
     h = torch.empty((batch, tokens, width), dtype=x_BlE.dtype, device=x_BlE.device)
     x_new = torch.empty_like(h) if branch is not None and keep else None
-    rows, warps, late = tiled or tile(width)
+    rows, warps, late = tiled or tile(width, branch is not None)
     constants = {"E": width, "BLOCK": block(width), "ROWS": rows, "UNIT": unit, "CENTRE": norm.kind == "layer"}
     if h.numel():
         grid = (-(-tokens // rows), batch)
         _kernel[grid](
-            x_BlE, branch, *vectors, norm.weight, x_new, h, tokens, norm.eps, *strides, *asked(fetching), **constants,
-            LATE=late, num_warps=warps, enable_fp_fusion=True, **options(fetching),
+            x_BlE, branch, *vectors, norm.weight, x_new, h, tokens, norm.eps, *strides, **constants,
+            LATE=late, num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
     return (x_BlE if x_new is None else x_new), h
 
@@ -212,8 +203,6 @@ def _kernel(
     gate_batch,
     shift_batch,
     scale_batch,
-    weight_ahead,
-    AHEAD: tl.constexpr,
     E: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -221,14 +210,6 @@ def _kernel(
     CENTRE: tl.constexpr,
     LATE: tl.constexpr,
 ):
-    late = fetch(weight_ahead, AHEAD, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0),
-                 tl.num_programs(0) * tl.num_programs(1))  # fmt: skip
-    x += late
-    shift += late
-    scale += late
-    if branch is not None:
-        branch += late
-        gate += late
     # a whole row is in registers, in one layout for all tensors: nothing is exchanged but the two sums
     batch = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * ROWS

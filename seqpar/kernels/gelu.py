@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
-from seqpar.kernels.ahead import Ahead, ahead, asked, fetch, options
 from seqpar.protocols import state_dtype
 
 CASES = (
@@ -32,22 +31,18 @@ class Tile(NamedTuple):
     warps: int
 
 
-EPILOGUE: frozenset[tuple[tuple[int, int], int, int]] = frozenset()
-"""(compute capability, F, K) where cuBLAS does bias and GELU in the product's epilogue, faster than product and kernel,
-and with a row's bits independent of the number of rows: as a table of docs/benchmarks shows. None so far."""
+EPILOGUE = frozenset({((9, 0), 4608, 1152)})
+"""(compute capability, F, K) where cuBLAS does bias and GELU in the product's epilogue, faster than product and kernel
+(docs/benchmarks/2026-11-20-h200-tuned.md), and with a row's bits independent of the number of rows (tested)."""
 
 
-def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor, *, next_weight: Tensor | None = None) -> Tensor:
-    """GELU-tanh of x W^T + bias; the product is rounded before, unless its shape is in `EPILOGUE`.
-
-    next_weight (E, F): what the next product reads. The kernel may fetch it ahead (`ahead.py`), the reference and
-    cuBLAS's epilogue do not (there the memory is busy until the end); changes no bit.
-    """
-    if EPILOGUE and fused(x_BlE, weight_FE, bias_F):
+def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
+    """GELU-tanh of x W^T + bias; the product is rounded before, unless its shape is in `EPILOGUE`."""
+    if x_BlE.dtype in (torch.bfloat16, torch.float16) and fused(x_BlE, weight_FE, bias_F):
         capability = torch.cuda.get_device_capability(x_BlE.device)
         if (capability, *weight_FE.shape) in EPILOGUE:
             return linear_epilogue(x_BlE, weight_FE, bias_F)
-    return bias_gelu(F.linear(x_BlE, weight_FE), bias_F, next_weight=next_weight)
+    return bias_gelu(F.linear(x_BlE, weight_FE), bias_F)
 
 
 def linear_epilogue(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
@@ -62,11 +57,9 @@ def linear_reference(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor
     return reference(F.linear(x_BlE.to(wide), weight_FE.to(wide)), bias_F).to(x_BlE.dtype)
 
 
-def bias_gelu(x_BlF: Tensor, bias_F: Tensor | None, *, next_weight: Tensor | None = None) -> Tensor:
-    """GELU-tanh of x + bias, contiguous; computed in fp32 (fp64 for fp64). next_weight: see `linear_gelu`."""
-    if not fused(x_BlF, bias_F):
-        return reference(x_BlF, bias_F)
-    return launch(x_BlF, bias_F, fetching=ahead(next_weight, x_BlF.shape[:-1].numel()))
+def bias_gelu(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
+    """GELU-tanh of x + bias, contiguous; computed in fp32 (fp64 for fp64)."""
+    return (launch if fused(x_BlF, bias_F) else reference)(x_BlF, bias_F)
 
 
 def reference(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
@@ -77,12 +70,12 @@ def reference(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
 
 
 def tile(width: int) -> Tile:
-    """One 16-byte vector for each thread."""
+    """16 bytes of each of two rows for each thread: they share the bias."""
     columns = min(1024, triton.next_power_of_2(width))
-    return Tile(1, columns, max(1, columns // 256))
+    return Tile(2, columns, max(1, columns // 256))
 
 
-def launch(x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None, fetching: Ahead | None = None) -> Tensor:
+def launch(x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None) -> Tensor:
     """The same by the kernel; any strides with a contiguous last dim."""
     contiguous_rows(x_BlF, bias_F)
     batch, tokens, width = x_BlF.shape
@@ -92,7 +85,7 @@ def launch(x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None, f
         grid = (triton.cdiv(batch * tokens, rows) * triton.cdiv(width, columns),)
         gelu_kernel[grid](
             x_BlF, bias_F, out, batch * tokens, tokens, x_BlF.stride(0), x_BlF.stride(1), width, rows, columns,
-            *asked(fetching), num_warps=warps, enable_fp_fusion=True, **options(fetching),
+            num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -100,10 +93,9 @@ def launch(x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None, f
 @jit
 def gelu_kernel(
     x, bias, out, count, tokens, batch_stride, token_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, weight_ahead, AHEAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Program = some columns of some rows; neighbours share rows, so memory is walked in order."""
-    x += fetch(weight_ahead, AHEAD, tl.program_id(0), tl.num_programs(0))
     blocks = tl.cdiv(WIDTH, COLUMNS)
     row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
-from seqpar.kernels.ahead import Ahead, ahead, asked, fetch, options
 from seqpar.protocols import state_dtype
 
 CASES = (
@@ -33,15 +32,9 @@ class Tile(NamedTuple):
     warps: int
 
 
-def swiglu(packed_BlF2: Tensor, *, next_weight: Tensor | None = None) -> Tensor:
-    """(B, l, 2F), rows [w1 x | w3 x] -> (B, l, F); computed in fp32 (fp64 for fp64).
-
-    next_weight (E, F): what the next product reads. The kernel may fetch it ahead (`ahead.py`), the reference
-    does not; changes no bit.
-    """
-    if not fused(packed_BlF2):
-        return reference(packed_BlF2)
-    return launch(packed_BlF2, fetching=ahead(next_weight, packed_BlF2.shape[:-1].numel()))
+def swiglu(packed_BlF2: Tensor) -> Tensor:
+    """(B, l, 2F), rows [w1 x | w3 x] -> (B, l, F); computed in fp32 (fp64 for fp64)."""
+    return (launch if fused(packed_BlF2) else reference)(packed_BlF2)
 
 
 def reference(packed_BlF2: Tensor) -> Tensor:
@@ -56,7 +49,7 @@ def tile(width: int) -> Tile:
     return Tile(1, columns, max(1, columns // 256))
 
 
-def launch(packed_BlF2: Tensor, *, tiled: Tile | None = None, fetching: Ahead | None = None) -> Tensor:
+def launch(packed_BlF2: Tensor, *, tiled: Tile | None = None) -> Tensor:
     """The same by the kernel; any strides with a contiguous last dim."""
     contiguous_rows(packed_BlF2)
     batch, tokens, width = *packed_BlF2.shape[:2], packed_BlF2.shape[2] // 2
@@ -66,7 +59,7 @@ def launch(packed_BlF2: Tensor, *, tiled: Tile | None = None, fetching: Ahead | 
         grid = (triton.cdiv(batch * tokens, rows) * triton.cdiv(width, columns),)
         swiglu_kernel[grid](
             packed_BlF2, out, batch * tokens, tokens, packed_BlF2.stride(0), packed_BlF2.stride(1), width, rows,
-            columns, *asked(fetching), num_warps=warps, enable_fp_fusion=True, **options(fetching),
+            columns, num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -74,10 +67,9 @@ def launch(packed_BlF2: Tensor, *, tiled: Tile | None = None, fetching: Ahead | 
 @jit
 def swiglu_kernel(
     packed, out, count, tokens, batch_stride, token_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, weight_ahead, AHEAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Program = some columns of some rows; neighbours share rows, so memory is walked in order."""
-    packed += fetch(weight_ahead, AHEAD, tl.program_id(0), tl.num_programs(0))
     blocks = tl.cdiv(WIDTH, COLUMNS)
     row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]

@@ -38,6 +38,8 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
 
 def invariant(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """None where a query's bits depend on that query alone (measured: generation 4), else the reason why not."""
+    if device.type != "cuda":
+        return f"needs a GPU, not {device.type}"
     found = _find()
     if isinstance(found, str):
         return found

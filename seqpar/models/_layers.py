@@ -74,6 +74,11 @@ def attention(
     return receive(F.linear(h_BlE, qkv.weight[:first], q_bias).unflatten(-1, (-1, dim))).flatten(2)
 
 
+def whole(attend: Attend, x_BlE: Tensor) -> int:
+    """Tokens of the whole sequence, as attention over several ranks knows them; else those that are here."""
+    return getattr(attend, "tokens", x_BlE.shape[1])
+
+
 def linear(x: Tensor, layer: nn.Module, dtype: torch.dtype) -> Tensor:
     """`layer`, with its weights in another dtype for this call."""
     assert isinstance(layer, nn.Linear)

@@ -65,21 +65,18 @@ class Block(nn.Module):
 
     def forward(
         self, x_BlE: Tensor, h_BlE: Tensor, modulation_B6E: Tensor, after: tuple[Tensor, Tensor, Norm], attend: Attend,
-        *, keep: bool = True, next_weight: Tensor | None = None,
+        *, keep: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The stream x and its normalised, modulated form h -> both after this block.
 
         `after` is shift, scale and norm of whatever comes next, because gating this block's branch into the stream
-        and normalising it for the next one is a single pass; `next_weight` is what the next block's qkv reads.
-        The last block need not `keep` the stream.
+        and normalising it for the next one is a single pass. The last block need not `keep` the stream.
         """
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
-        how = Prepare(next_weight=self.proj.weight)
-        branch = self.proj(_layers.attention(h_BlE, self.qkv, self.heads, self.head_dim, how, attend))
-        inside = shift_mlp, scale_mlp, self.mlp_norm
-        x, h = gate_norm_modulate(x_BlE, gate, branch, *inside, next_weight=self.fc1.weight)
-        branch = self.fc2(linear_gelu(h, self.fc1.weight, self.fc1.bias, next_weight=self.fc2.weight))
-        return gate_norm_modulate(x, gate_mlp, branch, *after, keep=keep, next_weight=next_weight)
+        branch = self.proj(_layers.attention(h_BlE, self.qkv, self.heads, self.head_dim, Prepare(), attend))
+        x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, self.mlp_norm)
+        branch = self.fc2(linear_gelu(h, self.fc1.weight, self.fc1.bias))
+        return gate_norm_modulate(x, gate_mlp, branch, *after, keep=keep)
 
 
 class Model(LabelDiT):
@@ -109,11 +106,9 @@ class Model(LabelDiT):
         blocks_BN6E, final_B2E = condition["blocks"], condition["final"]
         starts = [(modulation[:, 0], modulation[:, 1], NORM) for modulation in blocks_BN6E.unbind(1)]
         ends = [*starts[1:], (final_B2E[:, 0], final_B2E[:, 1], NORM)]
-        blocks: list[Any] = list(self.blocks)
-        firsts = [*(block.qkv.weight for block in blocks), None]  # of all blocks, the products' weights that come first
-        h = norm_modulate(x, *starts[0], next_weight=firsts[0])
-        for block, modulation, after, first in zip(blocks, blocks_BN6E.unbind(1), ends, firsts[1:], strict=True):
-            x, h = block(x, h, modulation, after, attend, keep=first is not None, next_weight=first)
+        h = norm_modulate(x, *starts[0])
+        for index, (block, modulation) in enumerate(zip(self.blocks, blocks_BN6E.unbind(1), strict=True)):
+            x, h = block(x, h, modulation, ends[index], attend, keep=index + 1 < len(ends))
         return self.final(h)
 
 

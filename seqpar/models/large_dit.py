@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.costs import Work
-from seqpar.kernels.adaln import Norm, norm_modulate
+from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gated_linear import gated_linear
-from seqpar.kernels.residual_linear import linear_gate_norm_modulate
 from seqpar.models import _layers
 from seqpar.models._label_dit import LabelDiT
 from seqpar.protocols import Attend, Condition, Prepare
@@ -80,10 +79,9 @@ class Block(nn.Module):
     def prepare(self, cos_lD2: Tensor, sin_lD2: Tensor) -> Prepare:
         """QK-LayerNorm over the whole width, then rotary on neighbouring pairs."""
         if self.q_norm is None or self.k_norm is None:
-            return Prepare(cos_lD2=cos_lD2, sin_lD2=sin_lD2, next_weight=self.wo.weight)
+            return Prepare(cos_lD2=cos_lD2, sin_lD2=sin_lD2)
         q, k = self.q_norm, self.k_norm
-        affine = q.weight, q.bias, k.weight, k.bias
-        return Prepare("layer", False, QK_EPS, *affine, cos_lD2, sin_lD2, next_weight=self.wo.weight)
+        return Prepare("layer", False, QK_EPS, q.weight, q.bias, k.weight, k.bias, cos_lD2, sin_lD2)
 
     def start(self, modulation_B6E: Tensor) -> tuple[Tensor, Tensor, Norm]:
         """Shift, scale and norm before attention."""
@@ -99,17 +97,14 @@ class Block(nn.Module):
         attend: Attend,
         *,
         keep: bool = True,
-        next_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The stream x and its normalised, modulated form h -> both after this block (see `seqpar.models.dit`)."""
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
         h = _layers.attention(h_BlE, self.qkv, self.heads, self.head_dim, self.prepare(*rotary), attend)
         inside = shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight)
-        x, h = linear_gate_norm_modulate(x_BlE, gate, h, self.wo.weight, *inside, next_weight=self.w13.weight)
-        h = gated_linear(h, self.w13.weight, next_weight=self.w2.weight)
-        return linear_gate_norm_modulate(
-            x, gate_mlp, h, self.w2.weight, *after, keep=keep, next_weight=next_weight
-        )  # fmt: skip
+        x, h = gate_norm_modulate(x_BlE, gate, self.wo(h), *inside)
+        h = gated_linear(h, self.w13.weight, _layers.whole(attend, h))
+        return gate_norm_modulate(x, gate_mlp, self.w2(h), *after, keep=keep)
 
 
 class Model(LabelDiT):
@@ -137,10 +132,9 @@ class Model(LabelDiT):
         ends = [*starts[1:], (final_B2E[:, 0], final_B2E[:, 1], FINAL_NORM)]
         rotary = positions.chunk(2, dim=-1)
         x = self.x_embedder(inputs["tokens"].to(self.x_embedder.weight.dtype))
-        firsts = [*(block.qkv.weight for block in blocks), None]  # of all blocks, the products' weights that come first
-        h = norm_modulate(x, *starts[0], next_weight=firsts[0])
-        for block, modulation, after, first in zip(blocks, modulations, ends, firsts[1:], strict=True):
-            x, h = block(x, h, modulation, rotary, after, attend, keep=first is not None, next_weight=first)
+        h = norm_modulate(x, *starts[0])
+        for index, (block, modulation) in enumerate(zip(blocks, modulations, strict=True)):
+            x, h = block(x, h, modulation, rotary, ends[index], attend, keep=index + 1 < len(ends))
         return self.final(h)
 
 

@@ -17,6 +17,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -50,6 +51,8 @@ class Pool:
         if world == 1:
             where = torch.device("cuda", 0) if self._device == "cuda" else torch.device("cpu")
             return [_cpu(fn(0, 1, where, *args))]
+        if self._device == "cuda" and world > torch.cuda.device_count():
+            pytest.skip(f"needs {world} GPUs")
         while len(self._ranks) < world:
             self._ranks.append(self._spawn(len(self._ranks)))
         if world != self._world:

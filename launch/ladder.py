@@ -45,7 +45,7 @@ from seqpar.mesh import Mesh
 from seqpar.models._find import locate
 from seqpar.pipeline import DDIM_DEFAULT
 from seqpar.plan import load_local
-from seqpar.sampling import Order, Run, draw_noise, sample
+from seqpar.sampling import Order, Run, Sampler, draw_noise
 from seqpar.trajectory import Guidance
 
 GUIDANCE = Guidance(4.0)
@@ -133,16 +133,17 @@ def compiled_step(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def whole_runs(dit: DistributedDiT, side: int, ways: Mapping[str, Way]) -> dict[str, Way]:
-    """25 steps of each plain way, its graph captured before; ours from noise to latents, capture and all."""
+    """25 steps of each plain way, its graph captured before; ours from noise to latents by a `Sampler`, whose graph is
+    kept, too."""
 
     def repeated(way: Way) -> None:
         for _ in range(RUN_STEPS):
             way()
 
     plain: dict[str, Way] = {name: partial(repeated, ways[name]) for name in PLAIN if name in ways}
-    noise, labels = start_of_run(dit, side)
-    return plain | {ENGINE: lambda: sample(dit, DDIMScheduler.from_config(DDIM_DEFAULT), noise, labels,
-                                           steps=RUN_STEPS, guidance=GUIDANCE)}  # fmt: skip
+    (noise, labels), sampler = start_of_run(dit, side), Sampler(dit)
+    return plain | {ENGINE: lambda: sampler(DDIMScheduler.from_config(DDIM_DEFAULT), noise, labels,
+                                            steps=RUN_STEPS, guidance=GUIDANCE)}  # fmt: skip
 
 
 def sensed(work: Way, repeat: int) -> tuple[float, float] | None:

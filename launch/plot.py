@@ -39,7 +39,8 @@ def ladder(lines: Sequence[Line]) -> Any:
     """A panel for each run of a model and token count: ms of each way, the run's ceiling as a line."""
     runs = [list(run) for _, run in groupby(lines, key=lambda line: (line["case"]["model"], line["case"]["tokens"],
                                                                      line["ceiling_ms"]))]  # fmt: skip
-    figure, panels = plt.subplots(len(runs), 1, figsize=(9, 1.6 * len(runs)), squeeze=False)
+    height = 0.8 * len(runs) + 0.22 * len(lines)
+    figure, panels = plt.subplots(len(runs), 1, figsize=(9, height), squeeze=False)
     for panel, run in zip(panels[:, 0], runs, strict=True):
         ways = [line for line in run if line["case"]["way"] != "ceiling"]
         ways.sort(key=lambda line: line["ms"]["median"])

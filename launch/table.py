@@ -109,13 +109,15 @@ def numerics(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def products(lines: Sequence[dict[str, Any]]) -> str:
-    """us of each way of a matrix product with what follows it, TFLOP/s, and the error against fp32 arithmetic."""
-    rows = []
-    for line in lines:
-        case, error = line["case"], "" if line["error"] is None else f"{line['error']:.1e}"
-        us, tflops = f"{1e3 * line['ms']['median']:.1f}", f"{line['tflops']:.0f}"
-        rows.append([case["product"], str(case["rows"]), case["way"], us, tflops, error])
-    return _table(["product", "rows", "way", "us", "TFLOP/s", "error"], rows)
+    """us of a matrix product alone, with a kernel after it, and the fastest of the other ways, with its error."""
+    rows, told = [], ("product", "rows")
+    for at in dict.fromkeys(tuple(line["case"][name] for name in told) for line in lines):
+        alone, *ways = (line for line in lines if tuple(line["case"][name] for name in told) == at)
+        two, fastest = ways[0], min(ways[1:] or ways, key=_median)
+        times = [f"{1e3 * _median(line):.1f}" for line in (alone, two, fastest)]
+        rows.append([*map(str, at), *times, f"{fastest['error']:.1e}", fastest["case"]["way"], str(len(ways) - 1)])
+    head = ["product", "rows", "alone, us", "+ a kernel", "fastest other", "its error", "which", "of"]
+    return _table(head, rows)
 
 
 def tiles(lines: Sequence[dict[str, Any]]) -> str:

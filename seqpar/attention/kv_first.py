@@ -44,6 +44,7 @@ class KVFirst:
 
     def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:
         """See `seqpar.protocols.Attend`: for who has all three at once."""
+        _refuse_gradients(q_BlHD)  # before anything is sent: who never receives leaves its peers' messages waiting
         return self.send(k_BlGD, v_BlGD, q_BlHD.shape[2], how)(q_BlHD)
 
     def send(self, k_BlGD: Tensor, v_BlGD: Tensor, heads: int, how: Prepare, /) -> Callable[[Tensor], Tensor]:

@@ -5,8 +5,8 @@ them the plain model in a graph, under torch.compile, and both. Yardsticks of th
 matrix products by cuBLAS and the same attention, alone in a graph), the *roofline* (FLOPs at 790 TFLOP/s or weights at
 4.3 TB/s, whichever takes longer), and achieved TFLOP/s, TB/s of weights, SM clock and joules a step.
 
-A run of 25 steps is 25 plain steps, but more than 25 of the engine's: its table of modulation, warm-up and capture come
-before them. So whole runs are timed too, by the clock on the wall.
+A run of 25 steps is 25 plain steps, but more than 25 of the engine's: its table of modulation comes before them. So
+whole runs are timed too, by the clock on the wall; everybody's graphs are captured before.
 """
 
 from __future__ import annotations

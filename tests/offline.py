@@ -75,7 +75,7 @@ def facts(kernel: Any) -> dict[str, Any]:
     """
     ptx = kernel.asm["ptx"]
     flags_of = {word: len(re.findall(rf"atom\.global\.sys\.{word}", ptx)) for word in ("release", "acquire", "acq_rel")}
-    told = disassembled(kernel, "-res-usage")
+    told = usage(kernel)
     return {
         "name": kernel.metadata.name,
         "loads": widths(ptx, "ld.global"),
@@ -90,12 +90,12 @@ def facts(kernel: Any) -> dict[str, Any]:
     }
 
 
-def disassembled(kernel: Any, how: str) -> str:
-    """What cuobjdump, which comes with Triton, tells of a kernel."""
+def usage(kernel: Any) -> str:
+    """What cuobjdump, which comes with Triton, tells of a kernel's registers and memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, how, file.name]
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

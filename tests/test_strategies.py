@@ -83,6 +83,18 @@ def test_strategy_equals_unsharded_attention(
     assert (got - whole(case, ranks.device)).abs().max() < TOLERANCE
 
 
+def told_tokens(rank: int, world: int, device: torch.device, strategy: str) -> int:
+    mesh = mesh_for(strategy, world, device)
+    return build(strategy, mesh, Shard(13, world), local_for(device)).tokens  # pyright: ignore
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_strategy_tells_the_tokens_of_the_whole_sequence(ranks: Pool, world: int, strategy: str) -> None:
+    """By them a model chooses between products that round differently: every rank must choose as one rank does."""
+    assert ranks.run(world, told_tokens, strategy) == [13] * world
+
+
 def row_by_row(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]:
     """Attention whose bits cannot depend on how many rows or heads come together: one query and head at a time."""
     group, out = q_BLHD.shape[2] // k_BLGD.shape[2], torch.empty_like(q_BLHD)

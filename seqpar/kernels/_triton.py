@@ -12,13 +12,11 @@ import torch
 try:
     import triton
     import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
     jit: Any = triton.jit
 except ImportError:  # no Triton for this platform
     triton: Any = None
     tl: Any = None
-    TensorDescriptor: Any = None
 
     def _never(function: Any) -> Any:
         """Leave a kernel as it is; it is never called."""
@@ -47,4 +45,4 @@ def contiguous_rows(*tensors: torch.Tensor | None) -> None:
             raise ValueError(f"got strides {tensor.stride()}, expected a contiguous last dim")
 
 
-__all__ = ["TensorDescriptor", "compiled", "contiguous_rows", "fused", "jit", "tl", "triton"]
+__all__ = ["compiled", "contiguous_rows", "fused", "jit", "tl", "triton"]

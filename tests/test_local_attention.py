@@ -97,3 +97,10 @@ def test_gpu_sdpa_fp32() -> None:
     truth, truth_lse = reference.attend(*(x.double() for x in (q, k, v)))
     assert (out.double() - truth).norm() / truth.norm() < 1e-3  # the kernel may use tf32
     assert (lse.double() - truth_lse).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize(("dim", "takes"), [(72, True), (256, True), (264, False), (320, False), (60, False)])
+def test_sdpa_says_which_head_dims_it_takes_in_half_precision(dim: int, takes: bool) -> None:
+    cuda = torch.device("cuda")
+    assert (sdpa.supports(cuda, torch.bfloat16, dim) is None) == takes
+    assert sdpa.supports(cuda, torch.float32, 320) is None

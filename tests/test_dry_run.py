@@ -1,0 +1,71 @@
+"""`--dry-run`: every layout ranked without a weight loaded, and what a run would refuse refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.sample import Args, run
+from seqpar.models._find import Blueprint
+from tests.test_launch import launch
+
+
+@pytest.mark.parametrize("counts", [(), (1, 4)], ids=str)
+def test_a_dry_run_ranks_layouts_and_loads_no_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, counts: tuple[int, ...]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(Blueprint, "build", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run(Args(model="large-dit-600m", size="1024", classes=("1",), out=tmp_path / "x.png", dry_run=counts))
+    shown = capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    tables = shown.split("\n\n")[1:]
+    assert [table.split(" x ")[0] for table in tables] == ([str(count) for count in counts] or ["1"])
+    assert all(("NVIDIA H200" if counts else "CPU") in table for table in tables)
+    rows = tables[-1].splitlines()[2:]
+    assert len(rows) == (9 if counts else 1)
+    assert all("GiB" not in row for row in rows)
+    times = [float(row[46:56]) for row in rows]
+    assert times[1:] == sorted(times[1:])
+    unasked = [
+        time for time, row in zip(times, rows, strict=True) if row.split()[-8] not in ("ring", "usp", "kv_first")
+    ]
+    assert times[0] <= 1.01 * min(unasked)
+
+
+def test_a_dry_run_on_two_processes_prints_once_and_ends_well(tmp_path: Path) -> None:
+    done = launch("--model", "dit-s/8", "--size", "128", "--dry-run", "--out", tmp_path / "x.png", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 x CPU: cfg 2, ") == 1
+    assert done.stdout.count("does not fit") == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_says_what_does_not_fit_and_a_run_ends_before_weights_load(tmp_path: Path) -> None:
+    flags = ("--model", "dit-xl/2", "--classes", "1", "--out", tmp_path / "x.png")
+    done = launch(*flags, "--size", "32768", "--dry-run", "1", "4")
+    assert done.returncode == 0, done.stderr
+    assert "1 x NVIDIA H200: nothing fits" in done.stdout
+    assert "does not fit: needs" in done.stdout
+    assert "4 x NVIDIA H200: cfg 2 x ulysses 2" in done.stdout
+    refused = launch(*flags, "--size", "131072", ranks=2)  # terabytes
+    assert refused.returncode != 0
+    assert refused.stderr.count("error: got a run that does not fit: its smallest layout") == 1
+
+
+def test_a_dry_run_refuses_what_a_run_would(tmp_path: Path) -> None:
+    wrong = {"--strategy foo": "got strategy 'foo'", "--transport nccl": "got transport 'nccl'",
+             "--local-attention foo": "got local attention 'foo'", "--exact --mesh ring=2": "with ring=2"}  # fmt: skip
+    for flags, told in wrong.items():
+        done = launch("--dry-run", "2", *flags.split())
+        assert done.returncode != 0, flags
+        assert told in done.stderr
+        assert done.stdout == ""
+    exact = launch("--dry-run", "2", "--exact", "--out", "/nowhere/it/could/be.png")
+    assert exact.returncode == 0, exact.stderr  # nothing is written
+    assert "ring" not in exact.stdout

@@ -11,6 +11,7 @@ import torch
 
 import seqpar.attention
 from seqpar import rates
+from seqpar.comm.arena import why_no_peers
 from seqpar.costs import Layout
 from seqpar.layouts import Plan, Wish, plan
 from seqpar.mesh import Mesh
@@ -32,8 +33,8 @@ class Machine:
 
 
 def here(device: torch.device, count: int, transport: str) -> Machine:
-    """Devices like this one; transport as the launcher takes it."""
-    peer = transport == "peer"
+    """Devices like this one; transport as the launcher takes it: "auto" is peers' memory between GPUs."""
+    peer = transport == "peer" or (transport == "auto" and device.type == "cuda")
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / GIB
         return Machine(torch.cuda.get_device_name(device), count, "peer" if peer else "nccl", memory)
@@ -42,9 +43,15 @@ def here(device: torch.device, count: int, transport: str) -> Machine:
     return Machine("CPU", count, "peer" if peer else "gloo", memory)
 
 
+def ours(ranks: Mesh, transport: str) -> Machine:
+    """The devices there are. Every rank asks at the same time."""
+    reached = transport != "auto" or why_no_peers(ranks.world, ranks.device) is None
+    return here(ranks.device, ranks.world.size, transport if reached else "collective")
+
+
 def imagined(device: torch.device, count: int, transport: str) -> Machine:
     """GPUs like this one, or H200s where there is no GPU."""
-    h200 = Machine(rates.H200.device, count, "peer" if transport == "peer" else "nccl", rates.H200.memory)
+    h200 = Machine(rates.H200.device, count, "nccl" if transport == "collective" else "peer", rates.H200.memory)
     return here(device, count, transport) if device.type == "cuda" else h200
 
 
@@ -80,7 +87,7 @@ def shared_plan(
     exact: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan for the processes there are. Rank 0's rates decide, so that all ranks have the same."""
-    machine = here(ranks.device, ranks.world.size, transport)
+    machine = ours(ranks, transport)
     return ranks.share(ranks.together(lambda: make_plan(load, model, machine, mesh, strategy, dtype, exact)))
 
 

@@ -22,7 +22,7 @@ import seqpar
 import seqpar.local
 import seqpar.transports
 from launch.exits import guarded
-from launch.planning import here, imagined, shared_plan, tables
+from launch.planning import imagined, ours, shared_plan, tables
 from launch.progress import Progress
 from seqpar import exact
 from seqpar.kernels import gated_linear
@@ -73,7 +73,8 @@ class Args:
     local: Annotated[str, tyro.conf.arg(name="local-attention", aliases=["--local"])] = "auto"
     """One device's attention: flash, sdpa, reference. (torchrun on Python 3.11 takes --local for its own.)"""
     transport: str = "auto"
-    """How blocks travel between ranks: collective (NCCL, gloo), or peer (each other's memory, on one machine)."""
+    """How blocks travel between ranks: peer (into each other's memory, on one machine) or collective (NCCL, gloo);
+    where auto, peer between GPUs that reach each other."""
     exact: bool = False
     """The same latents, bit by bit, on any number of GPUs, at any size; a little slower (seqpar/exact.py)."""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
@@ -204,7 +205,7 @@ def dry_run(args: Args, job: Job, ranks: Mesh) -> str:
     load, model = job.load, job.files.blueprint
     head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, guidance {args.guidance:g}, {job.dtype}"
     machines = [imagined(ranks.device, count, args.transport) for count in args.dry_run or ()]
-    machines = machines or [here(ranks.device, ranks.world.size, args.transport)]
+    machines = machines or [ours(ranks, args.transport)]
     shown = tables(load, model, machines, args.mesh, args.strategy, job.dtype, args.exact)
     return f"{head.replace('torch.', '')}\n\n{shown}"
 

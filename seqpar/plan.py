@@ -84,12 +84,25 @@ def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
 def choose_transport(name: str, mesh: Mesh) -> Choice:
     """How blocks travel; `ValueError` where the named way does not work here. Every rank asks at the same time."""
     if name == "auto":
-        backend = "NCCL" if mesh.device.type == "cuda" else "gloo"
-        return Choice("collective", backend if mesh.sequence.size * mesh.cfg.size > 1 else "nothing to exchange")
+        return _transport(mesh)
     reason = plugin(seqpar.transports, name, "transport").supports(mesh)
     if reason is not None:
         raise ValueError(f"got transport {name!r}, which does not work here: {reason}; use transport collective")
     return Choice(name, "as asked")
+
+
+def _transport(mesh: Mesh) -> Choice:
+    """Peers' memory where GPUs reach it, collectives elsewhere."""
+    if mesh.sequence.size * mesh.cfg.size == 1:
+        return Choice("collective", "nothing to exchange")
+    if mesh.device.type != "cuda":
+        return Choice("collective", "gloo")
+    reason = plugin(seqpar.transports, "peer", "transport").supports(mesh)
+    return (
+        Choice("peer", "GPUs that reach each other's memory")
+        if reason is None
+        else Choice("collective", f"NCCL; not peer: {reason}")
+    )
 
 
 def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[list[str], Mapping[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from seqpar import DistributedDiT, Guidance, Sampler
 from seqpar.comm import arena
 from seqpar.comm.arena import Arena, together
 from seqpar.kernels import flags, prepare
+from seqpar.mesh import Axis, Mesh
+from seqpar.plan import Choice, choose_transport
 from seqpar.protocols import Prepare
 from seqpar.sampling import draw_noise
 from seqpar.shard import Shard
@@ -244,3 +247,23 @@ def files() -> set[str]:
 
 def test_an_arena_is_shared_and_leaves_no_file(ranks: Pool) -> None:
     assert ranks.run(2, no_files) == [(0, []), (0, [])]
+
+
+@pytest.mark.parametrize(
+    ("reason", "name", "told"),
+    [(None, "peer", "GPUs that reach each other's memory"),
+     ("the ranks are on 2 machines", "collective", "NCCL; not peer: the ranks are on 2 machines")],
+)  # fmt: skip
+def test_gpus_use_each_others_memory_unasked_or_it_is_said_why_not(
+    monkeypatch: pytest.MonkeyPatch, reason: str | None, name: str, told: str
+) -> None:
+    monkeypatch.setattr(peer, "supports", lambda mesh: reason)
+    gpu = replace(Mesh.single(), device=torch.device("cuda", 0))
+    assert choose_transport("auto", gpu) == Choice("collective", "nothing to exchange")
+    two = Axis("sequence", 0, 2)
+    assert choose_transport("auto", replace(gpu, sequence=two)) == Choice(name, told)
+    assert choose_transport("auto", replace(gpu, cfg=two)) == Choice(name, told)
+    assert choose_transport("auto", replace(Mesh.single(), sequence=two)) == Choice("collective", "gloo")
+    if reason is not None:
+        with pytest.raises(ValueError, match="does not work here: the ranks are on 2 machines; use transport coll"):
+            choose_transport("peer", replace(gpu, sequence=two))

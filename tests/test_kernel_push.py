@@ -33,15 +33,23 @@ def views(case: dict[str, int], parts: int, dtype: torch.dtype, pad: int) -> tup
     return found, memory
 
 
-@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "slab"])
+def output(case: dict[str, int], strides: str, dtype: torch.dtype) -> Tensor:
+    """(B, L, h, D): the heads of a token side by side, others between tokens or not; or each head's tokens together."""
+    batch, tokens, heads, dim = case.values()
+    if strides == "heads apart":
+        return torch.randn(batch, heads, tokens, dim, device=DEVICE).to(dtype).transpose(1, 2)
+    more = strides == "slab"
+    return torch.randn(tokens, batch, heads + more, dim, device=DEVICE).to(dtype)[:, :, more:].transpose(0, 1)
+
+
+@pytest.mark.parametrize("strides", ["contiguous", "slab", "heads apart"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_push_writes_every_token_and_nothing_else(
-    case: dict[str, int], parts: int, dtype: torch.dtype, strided: bool
+    case: dict[str, int], parts: int, dtype: torch.dtype, strides: str
 ) -> None:
-    batch, tokens, heads, dim = case.values()
-    out = torch.randn(tokens, batch, heads + strided, dim, device=DEVICE).to(dtype)[:, :, strided:].transpose(0, 1)
+    out = output(case, strides, dtype)
     into, memory = views(case, parts, dtype, pad=3)
     expected, truth = views(case, parts, dtype, pad=3)
     for first in range(parts):
@@ -66,7 +74,7 @@ def test_push_refuses_views_that_it_would_write_wrongly() -> None:
         push.launch(out, Destinations([strided]))
 
 
-def test_push_refuses_an_output_whose_heads_are_apart() -> None:
-    apart = torch.randn(1, 8, 4, 8, device=DEVICE)[:, :, ::2]
-    with pytest.raises(ValueError, match="heads side by side"):
+def test_push_refuses_an_output_whose_head_dims_are_apart() -> None:
+    apart = torch.randn(1, 8, 2, 16, device=DEVICE)[..., ::2]
+    with pytest.raises(ValueError, match="contiguous last dim"):
         push.launch(apart, Destinations([torch.empty(8, 1, 2, 8, device=DEVICE)]))

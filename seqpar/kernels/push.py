@@ -14,7 +14,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from seqpar.kernels._triton import fused, jit, tl, triton
+from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
 from seqpar.kernels.flags import Flags, last_meets, meeting
 from seqpar.shard import starts
 
@@ -65,7 +65,7 @@ class Destinations(tuple[Tensor, ...]):
 
 
 def push(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> bool:
-    """Write the tokens of each rank to its view. Heads and head dims of a view lie side by side, as those of `out`.
+    """Write the tokens of each rank to its view, whose heads lie side by side; those of `out` lie where they are.
 
     Returns whether the kernel has also told the peers of these flags, and waited for them (see `Into.flags`).
     """
@@ -86,26 +86,32 @@ def reference(out_BLhD: Tensor, into: Destinations) -> None:
 def launch(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> None:
     """The same by the kernel."""
     batch, tokens, heads, dim = out_BLhD.shape
-    width, size = heads * dim, out_BLhD.element_size()
-    if out_BLhD.stride(3) != 1 or (heads > 1 and out_BLhD.stride(2) != dim):
-        raise ValueError(f"got attention's output with strides {out_BLhD.stride()}, expected its heads side by side")
+    width, size, (batch_stride, token_stride, head_stride, _) = heads * dim, out_BLhD.element_size(), out_BLhD.stride()
+    contiguous_rows(out_BLhD)
+    # side by side they are one wide head, whatever the dim: no head has to be found
+    apart = heads > 1 and head_stride != dim
     if any(view.dtype != out_BLhD.dtype or (view.stride(2), view.stride(3)) != (dim, 1) for view in into):
         raise ValueError("got views of another dtype or with strided heads, expected those of the output")
-    align = gcd(into.alignment, out_BLhD.data_ptr(), out_BLhD.stride(0) * size, out_BLhD.stride(1) * size)
+    steps = (batch_stride, token_stride, *((head_stride, dim) if apart else ()))
+    align = gcd(into.alignment, out_BLhD.data_ptr(), *(step * size for step in steps))
     block = min(COLUMNS, triton.next_power_of_2(width))
     if out_BLhD.numel():
         push_kernel[(batch * tokens, triton.cdiv(width, block))](
-            out_BLhD, into.table, out_BLhD.stride(0), out_BLhD.stride(1), tokens, into.starts[into.first],
-            *meeting(flags), len(into.table), width, block, align, num_warps=max(1, min(8, block // 256)),
+            out_BLhD, into.table, batch_stride, token_stride, head_stride, tokens, into.starts[into.first],
+            *meeting(flags), len(into.table), width, dim if apart else width, block, align,
+            num_warps=max(1, min(8, block // 256)),
         )  # fmt: skip
 
 
 @jit
 def push_kernel(
-    out, table, batch_stride, token_stride, tokens, first, flags, LANES: tl.constexpr, TIMER: tl.constexpr,
-    RANKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    out, table, batch_stride, token_stride, head_stride, tokens, first, flags, LANES: tl.constexpr, TIMER: tl.constexpr,
+    RANKS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Program = a row of one token; neighbours are neighbouring tokens, from `first` on and around."""
+    """Program = a row of one token; neighbours are neighbouring tokens, from `first` on and around.
+
+    WIDTH: of a row; DIM: of its parts that lie side by side, `head_stride` from one to the next.
+    """
     batch = (tl.program_id(0) // tokens).to(tl.int64)
     token = ((tl.program_id(0) % tokens + first) % tokens).to(tl.int64)
     start = tl.zeros((), tl.int64)
@@ -121,7 +127,8 @@ def push_kernel(
         batch_step = tl.where(owns, tl.load(table + rank * 4 + 3), batch_step)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    source = tl.multiple_of(out + batch * batch_stride + token * token_stride + column, [ALIGN])
+    place_in_row = column if DIM == WIDTH else column // DIM * head_stride + column % DIM
+    source = tl.multiple_of(out + batch * batch_stride + token * token_stride + place_in_row, [ALIGN])
     row = place.to(tl.pointer_type(out.dtype.element_ty)) + (token - start) * token_step + batch * batch_step
     tl.store(tl.multiple_of(row + column, [ALIGN]), tl.load(source, inside, 0.0), inside)
     if flags is not None:

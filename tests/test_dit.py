@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar import DistributedDiT
 from seqpar.mesh import Mesh
-from seqpar.models import dit
+from seqpar.models import _layers, dit
 from seqpar.models._find import from_diffusers, locate
 from tests.meshes import random
 from tests.tiny import diffusers_dit, original_state_dict, with_original_arithmetic
@@ -122,3 +123,39 @@ def test_a_model_of_another_kind_is_refused() -> None:
         DistributedDiT(nn.Linear(2, 2), Mesh.single())
     with pytest.raises(ValueError, match=r"no such path; presets with random weights: dit-"):
         locate("dit-xxl")
+
+
+def wide_layer(device: str) -> tuple[Tensor, nn.Linear, Tensor]:
+    """fp32 rows of many sizes, bf16 weights, and what they make in fp64."""
+    x = random((5, 96), 0, device, torch.float32) * 10.0 ** random((5, 96), 1, device, torch.float32)
+    layer = nn.Linear(96, 40).to(device, torch.bfloat16).requires_grad_(False)
+    return x, layer, F.linear(x.double(), layer.weight.double(), layer.bias.double())
+
+
+def test_three_bf16_parts_are_all_of_an_fp32_number() -> None:
+    x = wide_layer("cpu")[0]
+    high, middle, low = _layers.bf16_parts(x).float().chunk(3)
+    assert torch.equal(low + middle + high, x)
+    assert not torch.equal(middle + high, x)
+
+
+def test_a_wide_product_with_narrow_weights_is_as_good_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, layer, truth = wide_layer("cpu")
+    usual = (_layers.linear(x, layer, torch.float32) - truth).norm()
+    monkeypatch.setattr(_layers, "_in_parts", lambda *_: True)
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))  # CPUs have none such
+    assert (_layers.linear(x, layer, torch.float32) - truth).norm() < 2 * usual
+    monkeypatch.setattr(
+        _layers, "bf16_parts", lambda x: torch.cat((x.bfloat16(), *2 * [torch.zeros_like(x).bfloat16()]))
+    )
+    assert (_layers.linear(x, layer, torch.float32) - truth).norm() > 1e3 * usual
+
+
+@pytest.mark.gpu
+def test_gpu_a_wide_product_with_narrow_weights_is_as_good_in_parts() -> None:
+    x, layer, truth = wide_layer("cuda")
+    usual = F.linear(x, layer.weight.float(), layer.bias.float())
+    made = _layers.linear(x, layer, torch.float32)
+    assert made.dtype == torch.float32
+    assert not torch.equal(made, usual)  # it was made in parts
+    assert (made - truth).norm() < 2 * (usual - truth).norm()

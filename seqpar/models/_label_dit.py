@@ -74,12 +74,14 @@ class LabelDiT(SequenceModel):
         sines = _layers.sinusoid(t_R, FREQUENCIES, self._freq_shift)
         t = _layers.linear(F.silu(_layers.linear(sines, first, wide)), second, wide)
         c_RC = F.silu(t + self.y_embedder(labels["class_labels"]).to(wide))
-        # one layer upcast at a time: the whole model in fp32 would double its memory
-        blocks = c_RC.new_empty(len(t_R), len(self.blocks), 6, self.config.width)
+        # one layer at a time: the whole model in fp32 would double its memory
+        modulated, blocks = (
+            _layers.through(c_RC, wide),
+            c_RC.new_empty(len(t_R), len(self.blocks), 6, self.config.width),
+        )
         for index, block in enumerate(self.blocks):
-            modulation = _layers.linear(c_RC, block.get_submodule("modulation"), wide)
-            blocks[:, index] = modulation.unflatten(-1, (6, -1))
-        return {"blocks": blocks, "final": _layers.linear(c_RC, self.final_modulation, wide).unflatten(-1, (2, -1))}
+            blocks[:, index] = modulated(block.get_submodule("modulation")).unflatten(-1, (6, -1))
+        return {"blocks": blocks, "final": modulated(self.final_modulation).unflatten(-1, (2, -1))}
 
     def null_labels(self, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `SequenceModel`."""

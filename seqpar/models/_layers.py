@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -80,9 +81,40 @@ def whole(attend: Attend, x_BlE: Tensor) -> int:
 
 
 def linear(x: Tensor, layer: nn.Module, dtype: torch.dtype) -> Tensor:
-    """`layer`, with its weights in another dtype for this call."""
-    assert isinstance(layer, nn.Linear)
-    return F.linear(x.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
+    """`layer` of x, computed in `dtype`, wider than its weights may be."""
+    return through(x, dtype)(layer)
+
+
+def through(x: Tensor, dtype: torch.dtype) -> Callable[[nn.Module], Tensor]:
+    """What takes x through one layer after another, each computed in `dtype`.
+
+    bf16 weights on a GPU stay as they are: x is cut into three bf16 numbers, whose products with them are exact in
+    fp32 and are summed there. The weights are read once; made fp32 they would be written and read again, twice as wide.
+    """
+    wide, parts = x.to(dtype), None
+
+    def made(layer: nn.Module) -> Tensor:
+        nonlocal parts
+        assert isinstance(layer, nn.Linear)
+        if not _in_parts(wide, layer.weight):
+            return F.linear(wide, layer.weight.to(dtype), layer.bias.to(dtype))
+        parts = bf16_parts(wide) if parts is None else parts
+        high, middle, low = torch.mm(parts, layer.weight.t(), out_dtype=dtype).chunk(3)
+        return low + middle + high + layer.bias
+
+    return made
+
+
+def bf16_parts(x_RC: Tensor) -> Tensor:
+    """(3 R, C) bf16: fp32 rows as sums of three, with 8 of their 24 bits each; the largest parts first."""
+    high = x_RC.bfloat16()
+    middle = (x_RC - high).bfloat16()
+    return torch.cat((high, middle, (x_RC - high - middle).bfloat16()))
+
+
+def _in_parts(wide: Tensor, weight: Tensor) -> bool:
+    given = wide.is_cuda and wide.dim() == 2 and (wide.dtype, weight.dtype) == (torch.float32, torch.bfloat16)
+    return given and not (torch.is_grad_enabled() and (wide.requires_grad or weight.requires_grad))
 
 
 def output_order(out_channels: int, patch: int) -> Tensor:

@@ -118,7 +118,7 @@ def launches() -> dict[str, Callable[[], object]]:
         made[f"unaligned, {width}"] = unaligned(width)
     made |= {f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))}
     made |= {f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))}
-    made |= {"push, 4 x 72, heads apart": pushed(4, 72, apart=True)}
+    made |= {"push, 4 x 72, heads apart": pushed(4, 72, apart=True), "push, many": pushed(8, 128, tokens=2048)}
     made |= {"outboxes, meets": outboxes(32, 128, meets=True), "push, meets": pushed(8, 128, meets=True)}
     made |= {f"model, {name}": modelled(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")}
     return made | {"ddim": update, "flags": lambda: flags.launch(four_ranks(), True, True)}
@@ -146,10 +146,10 @@ def outboxes(heads: int, dim: int, meets: bool = False) -> Callable[[], object]:
     return lambda: prepare.launch_into(q, k, v, how, boxes, four_ranks() if meets else None)
 
 
-def pushed(heads: int, dim: int, meets: bool = False, apart: bool = False) -> Callable[[], object]:
+def pushed(heads: int, dim: int, meets: bool = False, apart: bool = False, tokens: int = 16) -> Callable[[], object]:
     """Attention's output to four ranks, some heads of theirs; apart: each head's tokens together."""
-    into = Destinations([rows(2, 4, 4 * heads, dim)[:, :, :heads].transpose(0, 1) for _ in range(4)], 1)
-    out = rows(2, heads, 16, dim).transpose(1, 2) if apart else rows(2, 16, heads, dim)
+    into = Destinations([rows(2, tokens // 4, 4 * heads, dim)[:, :, :heads].transpose(0, 1) for _ in range(4)], 1)
+    out = rows(2, heads, tokens, dim).transpose(1, 2) if apart else rows(2, tokens, heads, dim)
     return lambda: push.launch(out, into, four_ranks() if meets else None)
 
 

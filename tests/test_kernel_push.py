@@ -59,6 +59,14 @@ def test_push_writes_every_token_and_nothing_else(
         assert torch.equal(memory.nan_to_num(7.0), truth.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("programs", [1, 8, 64])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_push_by_programs_of_several_rows(monkeypatch: pytest.MonkeyPatch, parts: int, programs: int) -> None:
+    """Rows that are put together where there are many; the last program of a batch row has fewer."""
+    monkeypatch.setattr(push, "PROGRAMS", programs)
+    test_push_writes_every_token_and_nothing_else(SMALL[-2], parts, DTYPES[1], "slab")
+
+
 def test_push_negative_control_another_order_of_ranks_is_noticed() -> None:
     case = {"batch": 1, "tokens": 8, "heads": 2, "dim": 8}
     out = torch.randn(1, 8, 2, 8, device=DEVICE)

@@ -24,7 +24,8 @@ CASES = (
     {"batch": 1, "tokens": 4097, "heads": 2, "dim": 96},
     {"batch": 3, "tokens": 7, "heads": 3, "dim": 6},
 )
-COLUMNS = 4096  # of a row, at most, that one program moves
+ELEMENTS = 4096  # that one program moves, at most: of a row, or of several where rows are short
+PROGRAMS = 512  # some four for each multiprocessor: for fewer no rows are put together
 
 
 class Destinations(tuple[Tensor, ...]):
@@ -94,11 +95,12 @@ def launch(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> 
         raise ValueError("got views of another dtype or with strided heads, expected those of the output")
     steps = (batch_stride, token_stride, *((head_stride, dim) if apart else ()))
     align = gcd(into.alignment, out_BLhD.data_ptr(), *(step * size for step in steps))
-    block = min(COLUMNS, triton.next_power_of_2(width))
+    block = min(ELEMENTS, triton.next_power_of_2(width))
+    rows = max(1, min(ELEMENTS // block, 1 << (batch * tokens // PROGRAMS).bit_length() >> 1))
     if out_BLhD.numel():
-        push_kernel[(batch * tokens, triton.cdiv(width, block))](
+        push_kernel[(batch * triton.cdiv(tokens, rows), triton.cdiv(width, block))](
             out_BLhD, into.table, batch_stride, token_stride, head_stride, tokens, into.starts[into.first],
-            *meeting(flags), len(into.table), width, dim if apart else width, block, align,
+            *meeting(flags), len(into.table), width, dim if apart else width, rows, block, align,
             num_warps=max(1, min(8, block // 256)),
         )  # fmt: skip
 
@@ -106,18 +108,22 @@ def launch(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> 
 @jit
 def push_kernel(
     out, table, batch_stride, token_stride, head_stride, tokens, first, flags, LANES: tl.constexpr, TIMER: tl.constexpr,
-    RANKS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    RANKS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Program = a row of one token; neighbours are neighbouring tokens, from `first` on and around.
+    """Program = ROWS tokens' rows; neighbours are neighbouring tokens, from `first` on and around.
 
-    WIDTH: of a row; DIM: of its parts that lie side by side, `head_stride` from one to the next.
+    WIDTH: of a row; DIM: of its parts that lie side by side, `head_stride` from one to the next. Every program that
+    tells peers waits until its stores have reached them: several rows wait once.
     """
-    batch = (tl.program_id(0) // tokens).to(tl.int64)
-    token = ((tl.program_id(0) % tokens + first) % tokens).to(tl.int64)
-    start = tl.zeros((), tl.int64)
-    place = tl.zeros((), tl.int64)
-    token_step = tl.zeros((), tl.int64)
-    batch_step = tl.zeros((), tl.int64)
+    groups = tl.cdiv(tokens, ROWS)
+    batch = (tl.program_id(0) // groups).to(tl.int64)
+    row = tl.program_id(0) % groups * ROWS + tl.arange(0, ROWS)
+    token = ((row + first) % tokens).to(tl.int64)
+    start = tl.zeros((ROWS,), tl.int64)
+    place = tl.zeros((ROWS,), tl.int64)
+    token_step = tl.zeros((ROWS,), tl.int64)
+    batch_step = tl.zeros((ROWS,), tl.int64)
     for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
         begin = tl.load(table + rank * 4)
         owns = token >= begin  # the last one that does
@@ -126,10 +132,11 @@ def push_kernel(
         token_step = tl.where(owns, tl.load(table + rank * 4 + 2), token_step)
         batch_step = tl.where(owns, tl.load(table + rank * 4 + 3), batch_step)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    place_in_row = column if DIM == WIDTH else column // DIM * head_stride + column % DIM
-    source = tl.multiple_of(out + batch * batch_stride + token * token_stride + place_in_row, [ALIGN])
-    row = place.to(tl.pointer_type(out.dtype.element_ty)) + (token - start) * token_step + batch * batch_step
-    tl.store(tl.multiple_of(row + column, [ALIGN]), tl.load(source, inside, 0.0), inside)
+    inside = (row < tokens)[:, None] & (column < WIDTH)[None, :]
+    part = column if DIM == WIDTH else column // DIM * head_stride + column % DIM
+    source = (out + batch * batch_stride + token * token_stride)[:, None] + part[None, :]
+    there = place.to(tl.pointer_type(out.dtype.element_ty)) + (token - start) * token_step + batch * batch_step
+    moved = tl.load(tl.multiple_of(source, [ALIGN, ALIGN]), inside, 0.0)
+    tl.store(tl.multiple_of(there[:, None] + column[None, :], [ALIGN, ALIGN]), moved, inside)
     if flags is not None:
         last_meets(flags, tl.num_programs(0) * tl.num_programs(1), LANES, TIMER)

@@ -52,6 +52,8 @@ class Scale:
     """Also several pictures at once."""
     peers: bool = True
     """Also the same work by others."""
+    named: tuple[str, ...] = ()
+    """Of those only who has one of these words in its name (Ulysses, compiled, graph ...)."""
     compiled: bool = True
     """Also peers with their blocks compiled (minutes)."""
     local: str = "auto"
@@ -107,7 +109,7 @@ def check(args: Scale, world: int) -> None:
 
 def measure(args: Scale, bench: Bench, tokens: int) -> list[Line]:
     """One line for each way of one token count."""
-    ways = all_ways(bench, tokens, args.digest_steps, args.peers, args.compiled)
+    ways = wanted(args, all_ways(bench, tokens, args.digest_steps, args.peers, args.compiled))
     found, refused = {way.name: Found() for way in ways}, {}
     for round_ in range(args.rounds):
         for way in (way for way in ways if way.name not in refused):
@@ -130,6 +132,12 @@ def measure(args: Scale, bench: Bench, tokens: int) -> list[Line]:
                 print(f"no closer look at {best.name}: {why}", flush=True)
     mark_picks(bench, tokens, ways, found)
     return [line(args, bench, tokens, way, found[way.name], times.get(way.name), refused.get(way.name)) for way in ways]
+
+
+def wanted(args: Scale, ways: list[Way]) -> list[Way]:
+    """All but the peers that are not named, where some are."""
+    named = args.named or ("",)
+    return [way for way in ways if way.kind != "peer" or any(word in way.name for word in named)]
 
 
 def mark_picks(bench: Bench, tokens: int, ways: list[Way], found: dict[str, Found]) -> None:

@@ -241,6 +241,20 @@ def test_the_table_compares_within_a_run_and_with_one_gpu() -> None:
     assert "| third, graph | no graph here | - | - |" in table.ways([*lines, refused])
 
 
+def test_peers_may_be_named() -> None:
+    ways = [
+        Way(kind, name, never) for kind, name in (("ours", "a"), ("ceiling", "b"), ("peer", "c"), ("peer", "d, graph"))
+    ]
+    for named, left in (((), "a b c d, graph"), (("graph", "x"), "a b d, graph"), (("x",), "a b")):
+        assert " ".join(way.name for way in scale.wanted(replace(TINY, named=named), ways)) == left
+
+
+@contextmanager
+def never() -> Iterator[Ready]:
+    raise AssertionError("set up")
+    yield
+
+
 @pytest.mark.parametrize(
     ("tokens", "patch", "size"), [(4096, 2, (128, 128)), (4097, 2, (34, 482)), (12, 1, (3, 4)), (7, 2, (2, 14))]
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from seqpar import DistributedDiT
 from seqpar.kernels.prepare import prepare
 from seqpar.layouts import Layout
 from seqpar.local import reference
@@ -20,6 +21,7 @@ from seqpar.rates import H200
 from seqpar.shard import Shard
 from tests.meshes import TRANSPORTS, build, mesh_for, random
 from tests.pool import Pool
+from tests.test_distributed import local
 
 HEADS, GROUPS, DIM = 6, 2, 8
 LATE_S = 0.4
@@ -169,6 +171,30 @@ def test_gpu_a_product_in_its_room_needs_no_memory_of_its_own(bias: bool) -> Non
     assert torch.equal(room.flatten(2), want)
     assert not slot[0].any()
     assert not slot[1, :rows].any()
+
+
+def predicted(rank: int, world: int, device: torch.device, strategy: str, transport: str, batch: int) -> Tensor:
+    """What a whole model says of these batch rows, in fp64."""
+    model: Any = large_dit.Model(large_dit.Config(48, 2, 6, 3, 40, num_classes=10)).double().requires_grad_(False)
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.copy_(random(tuple(parameter.shape), seed) * 0.2)
+    engine = DistributedDiT(model.to(device), mesh_for(strategy, world, device), strategy, local(device), transport)
+    labels, t = torch.arange(batch, device=device), torch.full((batch,), 300, device=device)
+    out = engine(random((batch, 4, 10, 6), 0, device), timestep=t, class_labels=labels).sample
+    engine.release()
+    return out
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_model_has_the_bits_of_kv_gather(ranks: Pool, world: int, batch: int) -> None:
+    """Wherever values are made. A CPU's fp64 products round their columns alike."""
+    if ranks.device == "cuda":
+        pytest.skip("cuBLAS may take another kernel for fewer columns")
+    truth = ranks.run(1, predicted, "kv_gather", "collective", batch)[0]
+    for transport in TRANSPORTS:
+        for strategy in ("kv_gather", "kv_first"):
+            assert all(torch.equal(out, truth) for out in ranks.run(world, predicted, strategy, transport, batch))
 
 
 def patient(rank: int, world: int, device: torch.device, transport: str) -> tuple[float, float]:

@@ -196,19 +196,23 @@ def busiest(work: Work, layout: Layout, tokens: int) -> tuple[int, ...]:
     return tuple(max(max(move.sent, move.received) for move in exchange) for exchange in zip(*ranks, strict=True))
 
 
-def copies(work: Work, layout: Layout, tokens: int) -> tuple[tuple[int, int], ...]:
+def copies(work: Work, layout: Layout, b: int, tokens: int) -> tuple[tuple[int, int], ...]:
     """(values of one head read and written, kernels) of the passes that a strategy adds to a layer, slowest rank.
 
-    Instead of norm and rotary of q and k where they stand, ulysses and kv_gather write q, k, v where the exchange wants
-    them. "peer" stores where the reader reads: what goes elsewhere is the exchange itself, and nothing is rearranged
-    afterwards.
+    Of each of b batch rows. Instead of norm and rotary of q and k where they stand, ulysses and kv_gather write q, k, v
+    where the exchange wants them. "peer" stores where the reader reads: what goes elsewhere is the exchange itself, and
+    nothing is rearranged afterwards; there kv_first's product of one batch row's v writes it in its place.
     """
     sequence, direct = layout.sequence, layout.transport == "peer"
     mine, whole = Shard(tokens, sequence).sizes[0], work.heads + 2 * work.kv_heads
     in_place = [(2 * mine * (work.heads + work.kv_heads), 1)] if work.prepares else []
     if layout.gathers:
-        kernels = 2 if layout.strategy == "kv_first" else 1
-        return ((2 * mine * whole, kernels),) if sequence > 1 else tuple(in_place)
+        if sequence == 1:
+            return tuple(in_place)
+        if layout.strategy == "kv_gather":
+            return ((2 * mine * whole, 1),)
+        parts = [work.heads, work.kv_heads] + ([] if direct and b == 1 else [work.kv_heads])
+        return tuple((2 * mine * part, 1) for part in parts)
     (heads, groups), block = _shares(work, layout), _block(layout, tokens)
     packs = [(4 * block * groups, 2)] if layout.ring > 1 else []
     if layout.ulysses == 1:

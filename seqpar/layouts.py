@@ -16,7 +16,7 @@ from seqpar.predict import GIB, Load, Prediction, predict
 from seqpar.rates import Rates
 
 ORDER = ("ulysses", "kv_gather", "usp", "ring", "kv_first")
-EXACT = ORDER[:2]  # one rank's bits, as seen on GPUs; kv_first only moves data, too, but projects in two products
+EXACT = ORDER[:2]  # one rank's bits, as seen on GPUs; kv_first only moves data, too, but projects in three products
 TIE = 0.01  # predictions that differ by less say nothing: then the first in the order of `allowed`
 
 Aim = Literal["latency", "throughput"]

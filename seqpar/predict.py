@@ -1,8 +1,8 @@
 """Predicted ms of a step and memory of a rank for one layout: counts (`costs.py`) over rates (`rates.py`).
 
 Parts are added up, and nothing is counted as hidden, because transfers by kernels take multiprocessors from what they
-overlap (docs/planner.md), except behind `kv_first`'s product of the queries, where copy engines make them. The slowest
-rank counts: uneven tokens and heads are rounded up.
+overlap (docs/planner.md), except behind `kv_first`'s products of values and queries, where copy engines make them. The
+slowest rank counts: uneven tokens and heads are rounded up.
 """
 
 from __future__ import annotations
@@ -99,12 +99,13 @@ def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
 
 
 def _products(work: Work, layout: Layout) -> tuple[tuple[int, int], ...]:
-    """The matrix products of a block: k and v, then q, where those go first."""
+    """The matrix products of a block: q, k and v apart where keys go first."""
     if layout.strategy != "kv_first" or layout.sequence == 1:
         return work.gemms
     (inputs, outputs), *rest = work.gemms
     queries = work.heads * work.head_dim
-    return (inputs, queries), (inputs, outputs - queries), *rest
+    keys = (outputs - queries) // 2
+    return (inputs, queries), (inputs, keys), (inputs, keys), *rest
 
 
 def gemm_us(rates: Rates, rows: int, inputs: int, outputs: int, itemsize: int) -> float:
@@ -141,7 +142,7 @@ def _passes_us(work: Work, load: Load, layout: Layout, rates: Rates) -> float:
     """The elementwise kernels of one block: the model's, and what the strategy adds."""
     b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
     total = sum(_pass_us(rates, b * mine * elements * load.itemsize, 1) for elements in work.passes)
-    for values, kernels in copies(work, layout, load.tokens):
+    for values, kernels in copies(work, layout, b, load.tokens):
         total += _pass_us(rates, b * values * work.head_dim * load.itemsize, kernels)
     return total + _pass_us(rates, *merge_bytes(work, layout, b, load.tokens, load.itemsize))
 
@@ -158,9 +159,16 @@ def _exchanges_us(work: Work, load: Load, layout: Layout, rates: Rates) -> float
     total = sum(time_at(curve, moved * value) for moved in busiest(work, layout, load.tokens))
     if layout.strategy != "kv_first" or layout.transport != "peer" or not total:
         return total
-    rows = load.rows(layout) * Shard(load.tokens, layout.sequence).sizes[0]
-    hidden = gemm_us(rates, rows, *_products(work, layout)[0], load.itemsize)
-    return max(time_at(curve, 0), total - hidden)  # what is hidden still has to be waited for
+    return max(time_at(curve, 0), _exposed_us(work, load, layout, rates))  # what is hidden is waited for, too
+
+
+def _exposed_us(work: Work, load: Load, layout: Layout, rates: Rates) -> float:
+    """How much later than q v arrives, by peer: k leaves as the product of v begins, v after both, one at a time."""
+    b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
+    (k_and_v,) = busiest(work, layout, load.tokens)
+    copy = time_at(rates.exchange[layout.transport], k_and_v / 2 * b * work.head_dim * load.itemsize)
+    q, v, _ = (gemm_us(rates, b * mine, *product, load.itemsize) for product in _products(work, layout)[:3])
+    return max(copy, v) + copy - (v + q)
 
 
 def _swap_us(load: Load, layout: Layout, rates: Rates) -> float:

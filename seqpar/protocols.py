@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -127,14 +127,32 @@ class Attend(Protocol):
     def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, prepare: Prepare, /) -> Tensor: ...
 
 
+class KeysSent(Protocol):
+    """Keys on their way to all ranks. Values follow, then queries, once each."""
+
+    @property
+    def room(self) -> Tensor | None:
+        """Where the product of the values may be written, (B, l, G, D) and contiguous, so that nothing else has to
+        bring them there; None where they must come from elsewhere. Until `send_values`."""
+        ...
+
+    def send_values(self, v_BlGD: Tensor, /) -> None:
+        """Send them: `room` itself, or strided views as a call takes them."""
+        ...
+
+    def receive(self, q_BlHD: Tensor, /) -> Tensor:
+        """Attend with these queries, and return what a call returns."""
+        ...
+
+
 @runtime_checkable
 class KeysFirst(Attend, Protocol):
-    """An `Attend` that would rather have keys and values before there are queries: they travel meanwhile."""
+    """An `Attend` that would rather have keys, then values, before there are queries: they travel meanwhile."""
 
-    def send(self, k_BlGD: Tensor, v_BlGD: Tensor, heads: int, prepare: Prepare, /) -> Callable[[Tensor], Tensor]:
-        """Send them, and return what takes the queries (B, l, heads, D) and returns the output, as a call does.
+    def send_keys(self, k_BlGD: Tensor, heads: int, prepare: Prepare, /) -> KeysSent:
+        """Send them; so many heads of queries will follow.
 
-        What was returned before, and not called, must not be called any more.
+        What was returned before, and has not received, must not be used any more.
         """
         ...
 

@@ -119,6 +119,7 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))}
     made |= {f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))}
     made |= {"push, 4 x 72, heads apart": pushed(4, 72, apart=True), "push, many": pushed(8, 128, tokens=2048)}
+    made |= {f"outboxes, {part} alone": outboxes(32, 128, parts=part) for part in "qkv"}
     made |= {"outboxes, meets": outboxes(32, 128, meets=True), "push, meets": pushed(8, 128, meets=True)}
     made |= {f"model, {name}": modelled(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")}
     return made | {"ddim": update, "flags": lambda: flags.launch(four_ranks(), True, True)}
@@ -134,8 +135,8 @@ def unaligned(width: int) -> Callable[[], object]:
     return lambda: adaln.launch(rows(2, 8, width + 1)[..., :width], None, shift, scale, Norm())
 
 
-def outboxes(heads: int, dim: int, meets: bool = False) -> Callable[[], object]:
-    """QK-norm and rotary into the outboxes of two readers; meets: and the readers meet."""
+def outboxes(heads: int, dim: int, meets: bool = False, parts: str = "qkv") -> Callable[[], object]:
+    """QK-norm and rotary of these parts into the outboxes of two readers; meets: and the readers meet."""
     q, k, v = rows(2, 8, 3, heads, dim).unbind(2)
     halves = slice(0, heads // 2), slice(heads // 2, heads)
     views = [rows(8, 2, 3, heads // 2, dim).unbind(2) for _ in halves]
@@ -143,6 +144,7 @@ def outboxes(heads: int, dim: int, meets: bool = False) -> Callable[[], object]:
     angles = torch.zeros(8, dim // 2)
     weight, bias, k_weight, k_bias = (rows(heads * dim) for _ in range(4))
     how = Prepare("layer", False, 1e-5, weight, bias, k_weight, k_bias, angles, angles)
+    q, k, v = (x if name in parts else None for name, x in zip("qkv", (q, k, v), strict=True))
     return lambda: prepare.launch_into(q, k, v, how, boxes, four_ranks() if meets else None)
 
 

@@ -42,22 +42,25 @@ def launched() -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
     modules: dict[str, Any] = {name: importlib.import_module(f"seqpar.kernels.{name}") for name in KERNELS}
     kept = {name: (module.fused, module.launch) for name, module in modules.items()}
+    into = modules["prepare"].launch_into
 
-    def counting(name: str) -> Any:
+    def counting(name: str, function: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> Any:
             counts[name] += 1
-            return kept[name][1](*args, **kwargs)
+            return function(*args, **kwargs)
 
         return launch
 
     for name, module in modules.items():
         module.fused = lambda *given: all(x is None or x.dtype != torch.float64 for x in given)
-        module.launch = counting(name)
+        module.launch = counting(name, module.launch)
+    modules["prepare"].launch_into = counting("prepare_into", into)
     try:
         yield counts
     finally:
         for name, module in modules.items():
             module.fused, module.launch = kept[name]
+        modules["prepare"].launch_into = into
 
 
 def model_of(name: str) -> Any:
@@ -69,15 +72,16 @@ def model_of(name: str) -> Any:
 
 
 def forward(
-    rank: int, world: int, device: torch.device, name: str, strategy: str, transport: str, kernels: bool
+    rank: int, world: int, device: torch.device, name: str, strategy: str, transport: str, kernels: bool, batch: int = 2
 ) -> tuple[Tensor, Counter[str]]:
-    """One call of the model on 15 tokens and two batch rows, and what was launched."""
+    """One call of the model on 15 tokens and this many batch rows, and what was launched."""
     engine = DistributedDiT(model_of(name), mesh_for(strategy, world, device), strategy, "auto", transport)
-    x, t = random((2, 4, 10, 6), 1, dtype=torch.float32), torch.tensor([960, 3])
+    x, t = random((batch, 4, 10, 6), 1, dtype=torch.float32), torch.tensor([960, 3])[:batch]
+    labels = {"class_labels": torch.tensor([2, 7])[:batch]}
     if not kernels:
-        return engine(x, timestep=t, class_labels=torch.tensor([2, 7])).sample, Counter()
+        return engine(x, timestep=t, **labels).sample, Counter()
     with launched() as counts:
-        out = engine(x, timestep=t, class_labels=torch.tensor([2, 7])).sample
+        out = engine(x, timestep=t, **labels).sample
         engine.release()
         return out, counts
 
@@ -97,6 +101,20 @@ def test_a_sharded_model_by_its_kernels(ranks: Pool, world: int, name: str, stra
         # what writes also meets the peers, so flags are launched by the others alone; kv_gather asks whether all begin
         assert bool(counts["flags"]) == (transport == "peer" and not heads)
         assert strategy != "kv_gather" or counts["flags"] == (2 if transport == "peer" else 0)
+        passes = {"ulysses": 2, "kv_gather": 2, "kv_first": 6}  # q, k and v of each of two layers, at once or apart
+        assert counts["prepare_into"] == passes.get(strategy, 2 if heads else 0)
+
+
+@pytest.mark.parametrize(("transport", "passes"), [("peer", 4), ("collective", 6)])
+@pytest.mark.parametrize("name", MODELS)
+def test_kv_first_by_peer_takes_one_batch_rows_values_from_their_product(
+    ranks: Pool, name: str, transport: str, passes: int
+) -> None:
+    truth = ranks.run(1, forward, name, "ulysses", "collective", False, 1)[0][0]
+    for got, counts in ranks.run(2, forward, name, "kv_first", transport, True, 1):
+        assert (got - truth).abs().max() < TOLERANCE
+        assert counts["prepare_into"] == passes
+        assert counts["flags"] == (6 if transport == "peer" else 0)  # all begin, v told, waited for; in each layer
 
 
 def sampled(rank: int, world: int, device: torch.device, cfg: int, transport: str, kernels: bool) -> Tensor:

@@ -213,11 +213,16 @@ def test_peers_write_less_at_home_and_keep_less() -> None:
     work = Work(1, 16, 4, 4, 4, (), (), True, (), 0, 0)
     nccl, peer = layout("ulysses", 1, 2, "nccl"), layout("ulysses", 1, 2, "peer")
     # q, k, v read and written; my 2 heads of 256 tokens read and written; the output of both ranks interleaved
-    assert costs.copies(work, nccl, 256) == ((2 * 128 * 12, 1), (2 * 256 * 2, 1), (2 * 128 * 4, 2))
-    assert costs.copies(work, peer, 256) == ((128 * 12 * 3 // 2, 1), (256 * 2 * 3 // 2, 1))
-    assert costs.copies(work, layout("kv_gather", 1, 2), 256) == ((2 * 128 * 12, 1),)
-    assert costs.copies(work, layout("ring", 2, 1), 256) == ((2 * 128 * 8, 1), (4 * 128 * 4, 2))
-    assert costs.copies(work, layout("ulysses"), 256) == ((2 * 256 * 8, 1),)
+    assert costs.copies(work, nccl, 1, 256) == ((2 * 128 * 12, 1), (2 * 256 * 2, 1), (2 * 128 * 4, 2))
+    assert costs.copies(work, peer, 1, 256) == ((128 * 12 * 3 // 2, 1), (256 * 2 * 3 // 2, 1))
+    assert costs.copies(work, layout("kv_gather", 1, 2), 1, 256) == ((2 * 128 * 12, 1),)
+    q_k_v = ((2 * 128 * 4, 1),) * 3
+    assert costs.copies(work, layout("kv_first", 1, 2), 1, 256) == q_k_v
+    assert costs.copies(work, layout("kv_first", 1, 2, "peer"), 2, 256) == q_k_v
+    assert costs.copies(work, layout("kv_first", 1, 2, "peer"), 1, 256) == q_k_v[:2]  # the product of v wrote it
+    assert costs.copies(work, layout("kv_first"), 1, 256) == ((2 * 256 * 8, 1),)
+    assert costs.copies(work, layout("ring", 2, 1), 1, 256) == ((2 * 128 * 8, 1), (4 * 128 * 4, 2))
+    assert costs.copies(work, layout("ulysses"), 1, 256) == ((2 * 256 * 8, 1),)
     assert costs.buffer_values(work, nccl, 256) == 2 * 128 * 12 + 3 * 128 * 4
     assert costs.buffer_values(work, peer, 256) == 128 * 12 + 128 * 4
     assert costs.buffer_values(work, layout("kv_gather", 1, 2, "peer"), 256) == 128 * 4 + 2 * 256 * 8

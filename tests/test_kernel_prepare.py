@@ -132,24 +132,24 @@ def test_outboxes_get_the_bits_of_one_rank(case: Case, dtype: torch.dtype, norm:
 @pytest.mark.parametrize("into", [launch_into, reference_into])
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.parametrize("norm", NORMS)
-def test_k_and_v_first_and_q_later_are_the_bits_of_all_at_once(case: Case, norm: str, into: Any) -> None:
+@pytest.mark.parametrize("parts", ["k v q", "kv q", "qv k", "v qk"])
+def test_some_first_and_others_later_are_the_bits_of_all_at_once(case: Case, norm: str, into: Any, parts: str) -> None:
     dtype = torch.float16
-    (q, k, v), how = project(case, dtype), preparation(case, norm, "pairs", dtype)
-    once, twice = boxes(case, dtype), boxes(case, dtype)
-    into(q, k, v, how, once)
-    into(None, k, v, how, twice)
-    unwritten = [view for name, view, _ in written(twice) if name == "q"]
-    assert all(view.isnan().all() for view in unwritten)
-    into(q, None, None, how, twice)
-    for (_, view, _), (_, other, _) in zip(written(once), written(twice), strict=True):
+    inputs, how = project(case, dtype), preparation(case, norm, "pairs", dtype)
+    once, bit_by_bit, there = boxes(case, dtype), boxes(case, dtype), ""
+    into(*inputs, how, once)
+    for names in parts.split():
+        into(*(x if name in names else None for name, x in zip("qkv", inputs, strict=True)), how, bit_by_bit)
+        there += names
+        assert all(bool(view.isnan().any()) == (name not in there) for name, view, _ in written(bit_by_bit)
+                   if view.numel())  # fmt: skip
+    for (_, view, _), (_, other, _) in zip(written(once), written(bit_by_bit), strict=True):
         assert torch.equal(view, other)
 
 
-@pytest.mark.parametrize("given", [(True, True, False), (True, False, True), (False, False, False)])
-def test_k_without_v_is_refused(given: tuple[bool, ...]) -> None:
-    q, k, v = (x if there else None for x, there in zip(project(SMALL[0], torch.float16), given, strict=True))
-    with pytest.raises(ValueError, match="expected q, or k and v, or all three"):
-        prepare_into(q, k, v, Prepare(), boxes(SMALL[0], torch.float16))
+def test_nothing_to_write_is_refused() -> None:
+    with pytest.raises(ValueError, match="got nothing to write"):
+        prepare_into(None, None, None, Prepare(), boxes(SMALL[0], torch.float16))
 
 
 @pytest.mark.parametrize("case", SIZES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from seqpar import DistributedDiT
 from seqpar.kernels.prepare import prepare
 from seqpar.layouts import Layout
 from seqpar.local import reference
@@ -21,6 +21,7 @@ from seqpar.rates import H200
 from seqpar.shard import Shard
 from tests.meshes import TRANSPORTS, build, mesh_for, random
 from tests.pool import Pool
+from tests.test_distributed import local
 
 HEADS, GROUPS, DIM = 6, 2, 8
 LATE_S = 0.4
@@ -31,30 +32,169 @@ class Spy:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.room: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, how: Prepare, /) -> Tensor:
         return reference.attend(*prepare(q, k, how), v)[0]
 
-    def send(self, k: Tensor, v: Tensor, heads: int, how: Prepare, /) -> Callable[[Tensor], Tensor]:
-        self.notes.append(f"send {k.shape[2]} + {v.shape[2]} heads, {heads} will follow")
-        return lambda q: self(q, k, v, how)
+    def send_keys(self, k: Tensor, heads: int, how: Prepare, /) -> SpySent:
+        self.notes.append(f"send {k.shape[2]} heads, {heads} will follow")
+        return SpySent(self, k, how)
+
+
+class SpySent:
+    """What a `Spy` was sent; it has room for values where the spy has."""
+
+    def __init__(self, spy: Spy, k: Tensor, how: Prepare) -> None:
+        self.spy, self.k, self.how, self.room, self.v = spy, k, how, spy.room, k
+
+    def send_values(self, v: Tensor, /) -> None:
+        self.spy.notes.append(f"send {v.shape[2]} heads" + (", in their room" if v is self.room else ""))
+        self.v = v
+
+    def receive(self, q: Tensor, /) -> Tensor:
+        self.spy.notes.append("receive")
+        return self.spy(q, self.k, self.v, self.how)
+
+
+HEADS_OF = (HEADS, GROUPS, GROUPS)
+
+
+def projection(bias: bool, dtype: torch.dtype = torch.float64) -> nn.Linear:
+    qkv = nn.Linear(32, sum(HEADS_OF) * DIM, bias).to(dtype).requires_grad_(False)
+    for seed, parameter in enumerate(qkv.parameters()):
+        parameter.copy_(random(tuple(parameter.shape), seed, dtype=dtype))
+    return qkv
+
+
+def note_products(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among what the spy is sent."""
+
+    def noting(product: Any, weight: int, dim: int) -> Any:
+        def noted(*args: Any, **rest: Any) -> Tensor:
+            spy.notes.append(f"product of {args[weight].shape[dim] // DIM} heads")
+            return product(*args, **rest)
+
+        return noted
+
+    monkeypatch.setattr(_layers.F, "linear", noting(_layers.F.linear, 1, 0))
+    monkeypatch.setattr(torch, "mm", noting(torch.mm, 1, 1))
+    monkeypatch.setattr(torch, "addmm", noting(torch.addmm, 2, 1))
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_models_send_keys_and_values_before_they_make_queries(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    qkv, h, spy = nn.Linear(32, (HEADS + 2 * GROUPS) * DIM, bias).double(), random((2, 5, 32), 0), Spy()
-    heads = (HEADS, GROUPS, GROUPS)
-    want = _layers.attention(h, qkv, heads, DIM, Prepare("rms"), spy.__call__)  # a plain function: all at once
-    linear = _layers.F.linear
-
-    def noted(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        spy.notes.append(f"product of {len(weight) // DIM} heads")
-        return linear(x, weight, *rest)
-
-    monkeypatch.setattr(_layers.F, "linear", noted)
-    got = _layers.attention(h, qkv, heads, DIM, Prepare("rms"), spy)
-    assert spy.notes == ["product of 4 heads", "send 2 + 2 heads, 6 will follow", "product of 6 heads"]
+@pytest.mark.parametrize("room", [True, False])
+def test_models_send_keys_then_values_before_they_make_queries(
+    bias: bool, room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qkv, h, spy = projection(bias), random((2, 5, 32), 9), Spy()
+    want = _layers.attention(h, qkv, HEADS_OF, DIM, Prepare("rms"), spy.__call__)  # a plain function: all at once
+    spy.room = torch.full((2, 5, GROUPS, DIM), float("nan"), dtype=torch.float64) if room else None
+    note_products(spy, monkeypatch)
+    got = _layers.attention(h, qkv, HEADS_OF, DIM, Prepare("rms"), spy)
+    values = "send 2 heads" + (", in their room" if room else "")
+    assert spy.notes == ["product of 2 heads", "send 2 heads, 6 will follow", "product of 2 heads", values,
+                         "product of 6 heads", "receive"]  # fmt: skip
     assert (got - want).abs().max() < 1e-13
+
+
+def test_what_autocast_casts_is_not_made_in_the_room() -> None:
+    """`out=` is not cast: a room of the keys' dtype would not take a product of the weights'."""
+    qkv, h, spy = projection(True, torch.float32), random((1, 5, 32), 9, dtype=torch.float32), Spy()
+    spy.room = torch.full((1, 5, GROUPS, DIM), float("nan"), dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = _layers.attention(h, qkv, HEADS_OF, DIM, Prepare(), spy.__call__)
+        got = _layers.attention(h, qkv, HEADS_OF, DIM, Prepare(), spy)
+    assert spy.room.isnan().all()
+    assert got.dtype == torch.bfloat16
+    assert (got - want).abs().max() <= 0.02 * want.abs().max()
+
+
+def made_in_place(
+    rank: int, world: int, device: torch.device, batch: int, bias: bool, transport: str
+) -> tuple[bool, bool, bool, bool]:
+    """Whether there is room for v, whether it is v's place in the exchange, whether a product writes it all, and
+    whether nothing else changes."""
+    mesh, shard = mesh_for("kv_first", world, device), Shard(13, world)
+    attend: Any = build("kv_first", mesh, shard, reference.attend, transport)
+    mine, qkv, h = shard.slice(rank), projection(bias), random((batch, 13, 32), 9)
+    k, v = (x.unflatten(-1, (-1, DIM)).to(device) for x in qkv(h).split([n * DIM for n in HEADS_OF], dim=2)[1:])
+    sent = attend.send_keys(k[:, mine], HEADS, Prepare())
+    if sent.room is None:
+        return False, False, False, False
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    mesh.collect(rank)  # k is there, and v of nobody
+    whole = sent._exchange.slot()[rank]
+    whole[1].fill_(float("nan"))
+    before = whole.clone()
+    qkv, h = qkv.to(device), h.to(device)
+    made = _layers._project(h[:, mine], qkv.weight[-GROUPS * DIM :], qkv.bias[-GROUPS * DIM :] if bias else None, DIM,
+                            sent.room)  # fmt: skip
+    in_place = made is sent.room and whole[1, mine].data_ptr() == made.data_ptr()
+    wrote = torch.allclose(whole[1, mine].transpose(0, 1), v[:, mine], rtol=0, atol=1e-13)
+    before[1, mine] = whole[1, mine]
+    untouched = torch.equal(whole.nan_to_num(7e9), before.nan_to_num(7e9))
+    mesh.collect(rank)
+    sent.send_values(made)
+    sent.receive(random((batch, 13, HEADS, DIM), 3, device)[:, mine])
+    got_k, got_v = sent._exchange.read()[1:]
+    assert torch.equal(got_k, k)
+    assert torch.allclose(got_v, v, rtol=0, atol=1e-13)
+    return True, in_place, wrote, untouched
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_by_peer_the_values_of_one_batch_row_are_made_in_their_place(ranks: Pool, bias: bool) -> None:
+    assert ranks.run(2, made_in_place, 1, bias, "peer") == [(True, True, True, True)] * 2
+
+
+@pytest.mark.parametrize(("batch", "transport"), [(2, "peer"), (1, "collective"), (2, "collective")])
+def test_elsewhere_values_have_no_room_that_one_product_could_write(ranks: Pool, batch: int, transport: str) -> None:
+    assert ranks.run(2, made_in_place, batch, True, transport) == [(False,) * 4] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [True, False])
+def test_gpu_a_product_in_its_room_needs_no_memory_of_its_own(bias: bool) -> None:
+    rows, width = 16384, 4096
+    x = random((1, rows, width), 0, "cuda", torch.bfloat16)
+    weight, offset = random((width, width), 1, "cuda", torch.bfloat16), random((width,), 2, "cuda", torch.bfloat16)
+    slot = torch.zeros(2, 2 * rows, 1, width // DIM, DIM, device="cuda", dtype=torch.bfloat16)
+    room = slot[1, rows:].transpose(0, 1)
+    want = torch.nn.functional.linear(x, weight, offset if bias else None)  # makes cuBLAS's workspace
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    _layers._project(x, weight, offset if bias else None, DIM, room)
+    more = torch.cuda.max_memory_allocated() - before
+    assert more < room.numel() * room.element_size() / 2
+    assert torch.equal(room.flatten(2), want)
+    assert not slot[0].any()
+    assert not slot[1, :rows].any()
+
+
+def predicted(rank: int, world: int, device: torch.device, strategy: str, transport: str, batch: int) -> Tensor:
+    """What a whole model says of these batch rows, in fp64."""
+    model: Any = large_dit.Model(large_dit.Config(48, 2, 6, 3, 40, num_classes=10)).double().requires_grad_(False)
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.copy_(random(tuple(parameter.shape), seed) * 0.2)
+    engine = DistributedDiT(model.to(device), mesh_for(strategy, world, device), strategy, local(device), transport)
+    labels, t = torch.arange(batch, device=device), torch.full((batch,), 300, device=device)
+    out = engine(random((batch, 4, 10, 6), 0, device), timestep=t, class_labels=labels).sample
+    engine.release()
+    return out
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_model_has_the_bits_of_kv_gather(ranks: Pool, world: int, batch: int) -> None:
+    """Wherever values are made. A CPU's fp64 products round their columns alike."""
+    if ranks.device == "cuda":
+        pytest.skip("cuBLAS may take another kernel for fewer columns")
+    truth = ranks.run(1, predicted, "kv_gather", "collective", batch)[0]
+    for transport in TRANSPORTS:
+        for strategy in ("kv_gather", "kv_first"):
+            assert all(torch.equal(out, truth) for out in ranks.run(world, predicted, strategy, transport, batch))
 
 
 def patient(rank: int, world: int, device: torch.device, transport: str) -> tuple[float, float]:
@@ -69,10 +209,11 @@ def patient(rank: int, world: int, device: torch.device, transport: str) -> tupl
     mesh.collect(rank)
     time.sleep(2 * LATE_S * rank)
     start = time.perf_counter()
-    receive = attend.send(k, v, 3, Prepare())
-    sent = time.perf_counter()
-    receive(q)
-    return sent - start, time.perf_counter() - sent
+    sent = attend.send_keys(k, 3, Prepare())
+    sent.send_values(v)
+    after = time.perf_counter()
+    sent.receive(q)
+    return after - start, time.perf_counter() - after
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -81,16 +222,19 @@ def test_sending_does_not_wait_for_who_is_late(ranks: Pool, transport: str) -> N
     assert sent < LATE_S < received
 
 
-def dropped(rank: int, world: int, device: torch.device, transport: str) -> int:
-    """How often attention was wrong around one that was sent and never received; all but one rank are late."""
+def dropped(rank: int, world: int, device: torch.device, transport: str, values: tuple[bool, ...]) -> int:
+    """How often attention was wrong around one that was sent, its values only by these ranks, and never received; all
+    but one rank are late."""
     mesh, shard = mesh_for("kv_first", world, device), Shard(13, world)
     attend: Any = build("kv_first", mesh, shard, reference.attend, transport)
     mine, wrong = shard.slice(rank), 0
     for round_ in range(6):
         q, k, v = (random((1, 13, 3, DIM), 3 * round_ + seed, device) for seed in range(3))
         if round_ == 2:
-            attend.send(k[:, mine], v[:, mine], 3, Prepare())  # and then an error, on every rank
-            continue
+            sent = attend.send_keys(k[:, mine], 3, Prepare())
+            if values[rank]:
+                sent.send_values(v[:, mine])
+            continue  # an error, on every rank
         time.sleep(0.05 * rank)
         got = attend(q[:, mine], k[:, mine], v[:, mine], Prepare())
         wrong += not torch.allclose(got, reference.attend(q[:, mine], k, v)[0], rtol=0, atol=1e-12)
@@ -98,8 +242,12 @@ def dropped(rank: int, world: int, device: torch.device, transport: str) -> int:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_error_between_sending_and_receiving_leaves_later_calls_right(ranks: Pool, transport: str) -> None:
-    assert ranks.run(3, dropped, transport) == [0, 0, 0]
+@pytest.mark.parametrize("values", [(True,) * 3, (False,) * 3, (True, False, False)], ids=str)
+def test_an_error_between_sending_and_receiving_leaves_later_calls_right(
+    ranks: Pool, transport: str, values: tuple[bool, ...]
+) -> None:
+    """Also where keys were sent, and values not, or by some ranks alone."""
+    assert ranks.run(3, dropped, transport, values) == [0, 0, 0]
 
 
 def refused(rank: int, world: int, device: torch.device) -> list[str]:
@@ -130,13 +278,38 @@ def of(strategy: str, transport: str) -> Layout:
 
 
 @pytest.mark.parametrize("tokens", [256, 4096, 16384])
-def test_predicted_what_travels_behind_the_queries_costs_only_what_they_do_not_cover(tokens: int) -> None:
+def test_predicted_what_travels_behind_the_products_costs_only_what_they_do_not_cover(tokens: int) -> None:
     load = replace(ONE, tokens=tokens)
     plain, first = (predict(SEVEN_B, load, of(name, "peer"), H200) for name in ("kv_gather", "kv_first"))
     assert 0 < first.exchange < plain.exchange
-    assert first.gemm >= plain.gemm  # two products for one
+    assert first.gemm >= plain.gemm  # three products for one
     assert first.attention == plain.attention
-    assert first.elementwise > plain.elementwise  # one launch more
+
+
+@pytest.mark.parametrize(("cfg", "saved"), [(2, 1), (1, 0)])
+def test_predicted_values_of_one_batch_row_cost_no_pass(cfg: int, saved: int) -> None:
+    """One launch more for one pass less of 2048 rows x 4096 bf16, read and written; of two rows, two launches more."""
+    rates, value = replace(H200, kernel_us=1.0, copy=4.0), 2048 * 4096 * 2
+    plain, first = (predict(SEVEN_B, ONE, replace(of(name, "peer"), cfg=cfg), rates)
+                    for name in ("kv_gather", "kv_first"))  # fmt: skip
+    us = (2 - saved) * 1.0 - saved * 1e-6 * 2 * value / 4.0
+    assert first.elementwise - plain.elementwise == pytest.approx(32 * us / 1e3)
+
+
+@pytest.mark.parametrize(
+    ("copy_us", "exposed_us"),
+    [(1.0, 1.0),  # all hidden; the wait itself is not
+     (100.0, 1.0),  # as long as a product: v leaves when q's begins, and arrives when that ends
+     (130.0, 60.0)],  # k is late by 30 us, v by those and its own
+)  # fmt: skip
+def test_predicted_exposed_is_what_neither_product_hides(copy_us: float, exposed_us: float) -> None:
+    """Products of v and of q that take 100 us each, at one rate; an exchange of nothing takes 1 us."""
+    half = 2048 * 4096 * 2
+    rates = replace(H200, gemm=((1.0, 2e-6 * 2048 * 4096 * 4096 / 100.0), (1e12, 2e-6 * 2048 * 4096 * 4096 / 100.0)),
+                    exchange={"peer": ((half / 2, 1.0), (half, copy_us), (4 * half, 4 * copy_us))})  # fmt: skip
+    first = predict(SEVEN_B, ONE, of("kv_first", "peer"), rates)
+    swap_us = 1.0  # once a step
+    assert first.exchange == pytest.approx((32 * exposed_us + swap_us) / 1e3)
 
 
 def test_predicted_nothing_is_hidden_where_kernels_move_it() -> None:

@@ -93,11 +93,17 @@ def test_ulysses_peer_keeps_its_places_through_many_exchanges(ranks: Pool, world
     ranks.run(world, there_and_back, CASES[1], REPLAYS, False)
 
 
-def write_first(whole: list[Tensor], mine: slice, exchange: Any, outboxes: Outboxes) -> None:
-    """k and v leave before there is q."""
+def write_first(whole: list[Tensor], mine: slice, exchange: Any, outboxes: Outboxes, turn: int | None = None) -> None:
+    """k leaves before there is v, both before there is q; each comes late, at some turns."""
     q, k, v = (x[:, mine] for x in whole)
-    prepare.prepare_into(None, k, v, Prepare(), outboxes)
-    exchange.start()
+    prepare.prepare_into(None, k, None, Prepare(), outboxes)
+    exchange.start_keys()
+    if turn is not None:
+        late(int(mine.start), turn + 2)
+    prepare.prepare_into(None, None, v, Prepare(), outboxes)
+    exchange.start_values()
+    if turn is not None:
+        late(int(mine.start), turn + 3)
     prepare.prepare_into(q, None, None, Prepare(), outboxes)
 
 
@@ -112,7 +118,7 @@ def everywhere(rank: int, world: int, device: torch.device, case: tuple[int, ...
             late(rank, round_)
         boxes = exchange.outboxes()
         if behind:
-            write_first(whole, mine, exchange, boxes)
+            write_first(whole, mine, exchange, boxes, round_ if round_ < 20 else None)
         else:
             write(whole, mine, boxes)
         q, k, v = exchange.deliver()

@@ -1,15 +1,13 @@
-"""K/V first: as `kv_gather`, but keys and values are made and sent before there are queries, and travel meanwhile.
+"""K/V first: as `kv_gather`, but keys, then values are made and sent before there are queries, and travel meanwhile.
 
-The projection is two products, of k and v, then of q. Moves data; one rank's bits where a product rounds its columns
-alike however many it has. When it wins: from some 512 tokens a rank on, where the product of the queries takes as long
-as the keys and values travel, and a second product costs less than the wait. By peer memory copy engines do it, so
-that no multiprocessor is missing in the product.
+The projection is three products, of k, v and q: k travels under the product of v, v under that of q. Moves data; one
+rank's bits where a product rounds its columns alike however many it has. When it wins: from some 512 tokens a rank on,
+where these products take as long as keys and values travel, and two more cost less than the wait. By peer memory copy
+engines do it, so that no multiprocessor is missing in the products; by collectives k and v are one message, behind the
+product of q alone.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from seqpar.comm.exchange import HeadLayout
 from seqpar.comm.transport import Behind, Transport
 from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh import Axis, Mesh
-from seqpar.protocols import Attend, Core, Outboxes, Prepare
+from seqpar.protocols import Attend, Core, Prepare
 from seqpar.shard import Tokens, check_tokens
 
 check = kv_gather.check
@@ -40,31 +38,25 @@ class KVFirst:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
         self.tokens = sum(sizes)
         self._exchanges: dict[HeadLayout, Behind] = {}
-        self._sent: Behind | None = None
+        self._sent: Sent | None = None
 
     def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:
         """See `seqpar.protocols.Attend`: for who has all three at once."""
-        _refuse_gradients(q_BlHD)  # before anything is sent: who never receives leaves its peers' messages waiting
-        return self.send(k_BlGD, v_BlGD, q_BlHD.shape[2], how)(q_BlHD)
+        # before anything is sent: who never receives leaves its peers' messages waiting
+        _refuse_gradients(q_BlHD, k_BlGD, v_BlGD)
+        sent = self.send_keys(k_BlGD, q_BlHD.shape[2], how)
+        sent.send_values(v_BlGD)
+        return sent.receive(q_BlHD)
 
-    def send(self, k_BlGD: Tensor, v_BlGD: Tensor, heads: int, how: Prepare, /) -> Callable[[Tensor], Tensor]:
+    def send_keys(self, k_BlGD: Tensor, heads: int, how: Prepare, /) -> Sent:
         """See `seqpar.protocols.KeysFirst`."""
-        _refuse_gradients(k_BlGD, v_BlGD)
-        if self._sent is not None:  # an error came before its queries: what was sent is received, or it would be later
-            self._sent.deliver()
-        exchange = self._exchange(k_BlGD, heads)
-        boxes = exchange.outboxes()
-        prepare_into(None, k_BlGD, v_BlGD, how, boxes)
-        exchange.start()
+        _refuse_gradients(k_BlGD)
+        if self._sent is not None:
+            self._sent.finish()
+        sent = Sent(self._local, self._exchange(k_BlGD, heads), how, k_BlGD)
         capturing = k_BlGD.is_cuda and torch.cuda.is_current_stream_capturing()
-        self._sent = None if capturing else exchange  # what is captured is not sent yet
-        return partial(self._receive, exchange, boxes, how)
-
-    def _receive(self, exchange: Behind, boxes: Outboxes, how: Prepare, q_BlHD: Tensor) -> Tensor:
-        _refuse_gradients(q_BlHD)
-        prepare_into(q_BlHD, None, None, how, boxes)
-        self._sent = None
-        return self._local(*exchange.deliver())[0]
+        self._sent = None if capturing else sent  # what is captured is not sent yet
+        return sent
 
     def _exchange(self, k_BlGD: Tensor, heads: int) -> Behind:
         batch, _, groups, dim = k_BlGD.shape
@@ -73,6 +65,52 @@ class KVFirst:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
                 self._exchanges[layout] = self._transport.behind(self._axis, layout)
         return self._exchanges[layout]
+
+
+class Sent:
+    """Keys that are on their way once this is made. See `seqpar.protocols.KeysSent`."""
+
+    def __init__(self, local: Core, exchange: Behind, how: Prepare, k_BlGD: Tensor) -> None:
+        self._local, self._exchange, self._how = local, exchange, how
+        self._boxes = exchange.outboxes()
+        self.room = _one_matrix(self._boxes[0].v)
+        self._values_sent = self._delivered = False
+        prepare_into(None, k_BlGD, None, how, self._boxes)
+        exchange.start_keys()
+
+    def send_values(self, v_BlGD: Tensor, /) -> None:
+        """See `seqpar.protocols.KeysSent`."""
+        _refuse_gradients(v_BlGD)
+        if v_BlGD is not self.room:
+            prepare_into(None, None, v_BlGD, self._how, self._boxes)
+        self._exchange.start_values()
+        self._values_sent = True
+
+    def receive(self, q_BlHD: Tensor, /) -> Tensor:
+        """See `seqpar.protocols.KeysSent`."""
+        _refuse_gradients(q_BlHD)
+        prepare_into(q_BlHD, None, None, self._how, self._boxes)
+        self._delivered = True
+        return self._local(*self._exchange.deliver())[0]
+
+    def finish(self) -> None:
+        """Send and receive what an error left undone: peers count messages, so that the next would be taken for it."""
+        if self._delivered:
+            return
+        if not self._values_sent:
+            self._exchange.start_values()
+        self._delivered = True
+        self._exchange.deliver()
+
+
+def _one_matrix(v_lBGD: Tensor | None) -> Tensor | None:
+    """(B, l, G, D) where a product can write it: peers' slots, for one batch row.
+
+    Slots are token-major. For more batch rows that would be a product each, every one of which reads all weights: one
+    product and a pass of v alone cost less. Collectives' k and v share rows, so that a message is one block.
+    """
+    v_BlGD = None if v_lBGD is None else v_lBGD.transpose(0, 1)
+    return v_BlGD if v_BlGD is not None and v_BlGD.is_contiguous() else None
 
 
 def _refuse_gradients(*inputs: Tensor) -> None:

@@ -181,7 +181,10 @@ class ToAll:
         """Where to write q, k and v of my tokens: once, for all."""
         return self._boxes
 
-    def start(self) -> None:
+    def start_keys(self) -> None:
+        """Nothing leaves yet: k goes with v, one message to a rank."""
+
+    def start_values(self) -> None:
         """Send k and v while this rank goes on; `deliver` does, where nobody has."""
         self._gather.start()
 

@@ -113,7 +113,8 @@ class PeerToAll:
 
     def __init__(self, axis: Axis, layout: HeadLayout, late: Late, number: int) -> None:
         self._layout, self._rank, self._slot = layout, axis.rank, 0
-        shape = (sum(layout.tokens), layout.batch, 2 * layout.kv_heads, layout.head_dim)
+        # k and v apart, so that what is copied of one of them to one rank is one block
+        shape = (2, sum(layout.tokens), layout.batch, layout.kv_heads, layout.head_dim)
         fields = Fields()
         nbytes = torch.Size(shape).numel() * layout.dtype.itemsize
         slots = [fields.add(nbytes) for _ in range(2)]
@@ -155,12 +156,11 @@ class PeerToAll:
 
     def read(self) -> tuple[Tensor, Tensor, Tensor]:
         """What `deliver` returns, as it is now."""
-        groups = self._layout.kv_heads
-        k, v = self.slot()[self._rank].transpose(0, 1).split((groups, groups), dim=2)
+        k, v = self.slot()[self._rank].transpose(1, 2)
         return self.q_BlHD, k, v
 
     def slot(self) -> list[Tensor]:
-        """Every rank's keys and values, those in use: (L, B, 2G, D) each."""
+        """Every rank's keys and values, those in use: (2, L, B, G, D) each."""
         return self._slots[self._slot]
 
     def readers(self) -> list[int]:
@@ -168,17 +168,17 @@ class PeerToAll:
         return [*after(self._rank, len(self._slots[0])), self._rank]
 
     def _outboxes(self, slot: list[Tensor]) -> Outboxes:
-        mine, groups = slices(self._layout.tokens)[self._rank], self._layout.kv_heads
-        every = {"heads": slice(0, self._layout.heads), "kv_heads": slice(0, groups)}
+        mine = slices(self._layout.tokens)[self._rank]
+        every = {"heads": slice(0, self._layout.heads), "kv_heads": slice(0, self._layout.kv_heads)}
         boxes = []
         for rank in self.readers():
-            k, v = slot[rank][mine].split((groups, groups), dim=2)
+            k, v = slot[rank][:, mine]
             boxes.append(Outbox(self.q_BlHD.transpose(0, 1) if rank == self._rank else None, k, v, **every))
         return Outboxes(boxes)
 
 
 class PeerBehind(PeerToAll):
-    """The same behind other work: whoever prepares writes here only, and copies on a stream of their own take k and v
+    """The same behind other work: whoever prepares writes here only, and copies on a stream of their own take k, then v
     to the others. Copy engines make them, so that no multiprocessor is missing elsewhere."""
 
     def __init__(self, axis: Axis, layout: HeadLayout, late: Late, number: int) -> None:
@@ -190,11 +190,20 @@ class PeerBehind(PeerToAll):
         """Myself: the others get copies."""
         return [self._rank]
 
-    def start(self) -> None:
-        """Take k and v to the others, and tell them."""
+    def start_keys(self) -> None:
+        """Take k to the others."""
         with self._aside.begun():
-            spread(self.slot(), self._rank, slices(self._layout.tokens)[self._rank])
+            self._spread(0)
+
+    def start_values(self) -> None:
+        """Take v to the others, and tell them: the copies of k came before on the same stream."""
+        with self._aside.begun():
+            self._spread(1)
             self.arrived.tell()
+
+    def _spread(self, part: int) -> None:
+        # a part of one rank is contiguous: copied as it is, not by a kernel
+        spread([whole[part] for whole in self.slot()], self._rank, slices(self._layout.tokens)[self._rank])
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """See `PeerToAll.deliver`."""

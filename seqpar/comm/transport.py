@@ -40,10 +40,14 @@ class Into(Protocol):
 
 
 class Behind(Into, Protocol):
-    """The same where k and v travel behind other work of this rank's, its queries being made, say."""
+    """The same where k, then v travel behind other work of this rank's: what comes next being made. One outbox."""
 
-    def start(self) -> None:
-        """Send k and v as they are now. q may be written until `deliver`."""
+    def start_keys(self) -> None:
+        """Send k as it is now. v may be written until `start_values`, q until `deliver`."""
+        ...
+
+    def start_values(self) -> None:
+        """Send v as it is now: after `start_keys`, before `deliver`, at every exchange."""
         ...
 
 

@@ -56,13 +56,13 @@ def prepare_into(
 ) -> bool:  # fmt: skip
     """The same, written with v into every outbox: each reader gets its heads of my tokens, token-major.
 
-    q alone, or k and v alone, leave the others' places as they are: None is what is not there yet.
+    None is what is not there yet: its places are left as they are.
     Pass the same `Outboxes` at every call: what a kernel must know of them is computed once.
     Returns whether the kernel has also told the peers of these flags, and waited for them (see `Into.flags`).
     """
     given = [x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None]
-    if not given or (k_BlGD is None) != (v_BlGD is None):
-        raise ValueError("got k without v, or nothing to write, expected q, or k and v, or all three")
+    if not given:
+        raise ValueError("got nothing to write, expected q, k or v, or several of them")
     if not _takes(*given, how=how) or not given[0].numel():
         reference_into(q_BlHD, k_BlGD, v_BlGD, how, outboxes)
         return False
@@ -122,7 +122,7 @@ def _run(
     contiguous_rows(q, k, v, how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
     inputs = [x for x in (q, k, v) if x is not None]
     like, (batch, tokens, _, dim) = inputs[0], inputs[0].shape
-    heads, groups = (1 if x is None else x.shape[2] for x in (q, k))
+    heads, groups = (1 if x is None else x.shape[2] for x in (q, v if k is None else k))
     if isinstance(into, Places):
         table, (q_out, k_out), write, shape = into.table, (None, None), into.alignment, into.table.shape
         dtypes = {into.dtype, *(x.dtype for x in inputs)}
@@ -137,7 +137,7 @@ def _run(
     if how.cos_lD2 is not None and how.sin_lD2 is not None:
         rotary, rows = "pairs" if how.interleaved else "halves", (how.cos_lD2.stride(0), how.sin_lD2.stride(0))
     wide, narrow, padded = (triton.next_power_of_2(n) for n in (heads, groups, max(dim, 2)))
-    # the same tile for k whether q comes with it or not: another number of warps would round its sums otherwise
+    # the same tile for k whether others come with it or not: another number of warps would round its sums otherwise
     warps, early = tiled or tile(max(heads, groups, shape[2]), dim)
     if batch * tokens:
         prepare_kernel[(batch * tokens * len(inputs),)](
@@ -202,6 +202,8 @@ def prepare_kernel(
     part = tl.program_id(0) % PARTS
     if q is None:
         part += 1
+    if k is None:  # v is next
+        part = tl.where(part > 0, part + 1, part)
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     batch = row // tokens
     token = row % tokens

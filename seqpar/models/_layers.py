@@ -63,16 +63,31 @@ def attention(
 ) -> Tensor:
     """Project to q, k and v (so many heads of each) and attend: (B, l, H D).
 
-    One product; two, of k and v first, for who lets them travel while the queries are made.
+    One product; three, of k, v and q, for who lets what is made travel while the next is.
     """
     if not isinstance(attend, KeysFirst):
         q, k, v = qkv(h_BlE).unflatten(-1, (-1, dim)).split(heads, dim=2)
         return attend(q, k, v, how).flatten(2)
-    first = heads[0] * dim
-    q_bias, kv_bias = (None, None) if qkv.bias is None else (qkv.bias[:first], qkv.bias[first:])
-    k, v = F.linear(h_BlE, qkv.weight[first:], kv_bias).unflatten(-1, (-1, dim)).split(heads[1:], dim=2)
-    receive = attend.send(k, v, heads[0], how)
-    return receive(F.linear(h_BlE, qkv.weight[:first], q_bias).unflatten(-1, (-1, dim))).flatten(2)
+    widths = [count * dim for count in heads]
+    biases = (None, None, None) if qkv.bias is None else qkv.bias.split(widths)
+    of_q, of_k, of_v = zip(qkv.weight.split(widths), biases, strict=True)
+    sent = attend.send_keys(_project(h_BlE, *of_k, dim), heads[0], how)
+    sent.send_values(_project(h_BlE, *of_v, dim, sent.room))
+    return sent.receive(_project(h_BlE, *of_q, dim)).flatten(2)
+
+
+def _project(x_BlE: Tensor, weight: Tensor, bias: Tensor | None, dim: int, room_BlHD: Tensor | None = None) -> Tensor:
+    """(B, l, heads, D): some heads of a projection, in this room where there is one."""
+    # autocast leaves out= alone: what it would cast is made elsewhere
+    if room_BlHD is None or not room_BlHD.dtype == x_BlE.dtype == weight.dtype:
+        return F.linear(x_BlE, weight, bias).unflatten(-1, (-1, dim))
+    # a contiguous matrix and a bias of one row: cuBLAS writes and adds in place, torch copies neither
+    rows_RE, out_RF = x_BlE.flatten(0, 1), room_BlHD.view(-1, len(weight))
+    if bias is None:
+        torch.mm(rows_RE, weight.t(), out=out_RF)
+    else:
+        torch.addmm(bias, rows_RE, weight.t(), out=out_RF)
+    return room_BlHD
 
 
 def whole(attend: Attend, x_BlE: Tensor) -> int:

@@ -15,8 +15,8 @@ from seqpar.mesh import fill
 from seqpar.predict import GIB, Load, Prediction, predict
 from seqpar.rates import Rates
 
-ORDER = ("ulysses", "kv_gather", "usp", "ring", "kv_first")
-EXACT = ORDER[:2]  # one rank's bits, as seen on GPUs; kv_first only moves data, too, but projects in three products
+ORDER = ("ulysses", "kv_gather", "kv_first", "usp", "ring")
+EXACT = ORDER[:3]  # they only move data: one rank's bits, as seen on GPUs
 TIE = 0.01  # predictions that differ by less say nothing: then the first in the order of `allowed`
 
 Aim = Literal["latency", "throughput"]
@@ -101,7 +101,7 @@ def _ranked(fitting: list[Prediction]) -> tuple[Prediction, ...]:
     """What is taken, then the others, fastest first."""
     if not fitting:
         return ()
-    # rings round otherwise than one rank, kv_first may: unasked, only where nothing else fits
+    # rings round otherwise than one rank: unasked, only where nothing else fits
     exact = [row for row in fitting if row.layout.strategy in EXACT] or fitting
     least_ms = min(row.ms for row in exact)
     first = next(row for row in exact if row.ms <= (1 + TIE) * least_ms)
@@ -186,7 +186,7 @@ def _why_none(world: int, wish: Wish, load: Load) -> str:
         return f"got {load.tokens} tokens for {ring * ulysses} ranks, expected one a rank; use a larger --size"
     named = " ".join(f"{name}={size}" for name, size in axes.items()) or "no axes named"
     if wish.exact and wish.strategy not in ("auto", *EXACT):
-        return f"got strategy {wish.strategy} in exact mode, expected {' or '.join(EXACT)}: others may round otherwise"
+        return f"got strategy {wish.strategy} in exact mode, expected {' or '.join(EXACT)}: others round otherwise"
     for name, other in (("ulysses", "ring"), ("ring", "ulysses")):
         if wish.strategy == name and axes.get(other, 1) > 1:
             return f"got strategy {name} with {other}={axes[other]}, expected {other}=1; use strategy usp for both"

@@ -43,8 +43,8 @@ def choose_strategy(name: str, mesh: Mesh, kv_heads: int) -> Choice:
     chosen = _strategy(name, mesh, kv_heads)
     if exact.is_on() and mesh.sequence.size > 1 and chosen.name not in EXACT:
         raise ValueError(
-            f"got strategy {chosen} in exact mode, expected {' or '.join(EXACT)}: others may round otherwise than one "
-            f"rank (a ring merges partial results, kv_first projects in three products); name one of these, or no ring"
+            f"got strategy {chosen} in exact mode, expected {' or '.join(EXACT)}: a ring merges partial "
+            f"results and rounds otherwise than one rank; name one of these, or no ring"
         )
     return chosen
 

@@ -28,9 +28,9 @@ WHOLE = 4100
 PRODUCTS = [(1152, 3456), (1152, 1152), (1152, 4608), (4608, 1152), (1152, 32), (16, 1152),
             (4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096), (4096, 32), (16, 4096)]  # fmt: skip
 BF16 = torch.bfloat16
-BATCHED = ("ulysses:1:1", "kv_gather:1:1")
+BATCHED = ("ulysses:1:1", "kv_gather:1:1", "kv_first:1:1")
 # guidance branches in one batch and on an axis of their own
-LAYOUTS = {1: BATCHED[:1], 2: (*BATCHED, "ulysses:2:1"), 3: BATCHED, 4: (*BATCHED, "ulysses:2:1", "kv_gather:2:1")}
+LAYOUTS = {1: BATCHED[:1], 2: (*BATCHED, "ulysses:2:1"), 3: BATCHED, 4: (*BATCHED, "ulysses:2:1", "kv_first:2:1")}
 
 
 def test_exact_mode_is_off_where_nobody_asked() -> None:
@@ -61,9 +61,10 @@ def test_exact_mode_refuses_rings_and_attentions_that_may_differ(monkeypatch: py
     two = Axis("ring", 0, 2)
     ring = replace(Mesh.single(), ring=two, sequence=two)
     for name in ("auto", "ring", "usp"):
-        with pytest.raises(ValueError, match="expected ulysses or kv_gather"):
+        with pytest.raises(ValueError, match="expected ulysses or kv_gather or kv_first"):
             choose_strategy(name, ring, 4)
-    assert choose_strategy("kv_gather", ring, 4).name == "kv_gather"
+    for name in ("kv_gather", "kv_first"):
+        assert choose_strategy(name, ring, 4).name == name
     assert choose_strategy("auto", Mesh.single(), 4).name == "ulysses"
     for name in ("auto", "sdpa", "reference"):
         with pytest.raises(ValueError, match="row counts"):

@@ -5,7 +5,7 @@ When it wins: GPUs that reach each other's memory, small and middle-sized blocks
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from seqpar.comm.peer_blocks import PeerGather, PeerRotation
 from seqpar.comm.transport import DEADLINE_S, Back, Behind, Collect, Into, Rotate
 from seqpar.kernels.flags import Late
 from seqpar.mesh import Axis, Mesh
+
+T = TypeVar("T")
 
 
 def supports(mesh: Mesh) -> str | None:
@@ -39,34 +41,30 @@ class Transport:
     def heads(self, axis: Axis, layout: HeadLayout) -> tuple[Into, Back]:
         """Both ways in one arena."""
         both = PeerHeads(axis, layout, *self._next(layout.device))
-        self._made.append((axis, f"q, k, v and output of {_shown(layout)}", both))
+        self._keep(axis, f"q, k, v and output of {_shown(layout)}", both)
         return both.into, both.back
 
     def everywhere(self, axis: Axis, layout: HeadLayout) -> Into:
         """Two slots that take turns."""
         exchange = PeerToAll(axis, layout, *self._next(layout.device))
-        self._made.append((axis, f"keys and values of {_shown(layout)}", exchange))
-        return exchange
+        return self._keep(axis, f"keys and values of {_shown(layout)}", exchange)
 
     def behind(self, axis: Axis, layout: HeadLayout) -> Behind:
         """The same, by copies on a stream of their own."""
         exchange = PeerBehind(axis, layout, *self._next(layout.device))
-        self._made.append((axis, f"keys and values of {_shown(layout)}", exchange))
-        return exchange
+        return self._keep(axis, f"keys and values of {_shown(layout)}", exchange)
 
     def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotate:
         """Copies under attention."""
         rotation = PeerRotation(axis, sizes, shape, like, *self._next(like.device))
-        self._made.append((axis, f"ring blocks of {sum(sizes)} tokens", rotation))
-        return rotation
+        return self._keep(axis, f"ring blocks of {sum(sizes)} tokens", rotation)
 
     def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Collect:
         """A copy to each peer. The same one for equal blocks: every run asks for one."""
         key = (axis.name, sizes, shape, like.dtype)
         if key not in self._collects:
             collect = PeerGather(axis, sizes, shape, like, *self._next(like.device))
-            self._made.append((axis, f"blocks of {sizes} x {shape}", collect))
-            self._collects[key] = collect
+            self._collects[key] = self._keep(axis, f"blocks of {sizes} x {shape}", collect)
         return self._collects[key]
 
     def check(self) -> None:
@@ -91,6 +89,10 @@ class Transport:
         self._made.clear()
         self._collects.clear()
         self._late = None
+
+    def _keep(self, axis: Axis, what: str, exchange: T) -> T:
+        self._made.append((axis, what, exchange))
+        return exchange
 
     def _next(self, device: torch.device) -> tuple[Late, int]:
         """The shared note, and the number of the next exchange's first flags; each has two."""

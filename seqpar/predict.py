@@ -167,7 +167,7 @@ def _exposed_us(work: Work, load: Load, layout: Layout, rates: Rates) -> float:
     b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
     (k_and_v,) = busiest(work, layout, load.tokens)
     copy = time_at(rates.exchange[layout.transport], k_and_v / 2 * b * work.head_dim * load.itemsize)
-    q, v, _ = (gemm_us(rates, b * mine, *product, load.itemsize) for product in _products(work, layout)[:3])
+    q, _, v = (gemm_us(rates, b * mine, *product, load.itemsize) for product in _products(work, layout)[:3])
     return max(copy, v) + copy - (v + q)
 
 

@@ -181,6 +181,27 @@ def test_kv_gather_peer_negative_control_an_odd_graph_that_does_not_ask_is_notic
     assert wrong[0] > 0
 
 
+def told_early(rank: int, world: int, device: torch.device) -> tuple[bool, bool]:
+    """Whether keys and values were right where a rank whose values are late told its peers after the keys."""
+    axis, case = make_mesh(device, cfg=1).sequence, CASES[1]
+    exchange: Any = peer.Transport().behind(axis, layout_of(axis, case, device, torch.float64))
+    whole, mine = payload(case, 1, device, torch.float64), Shard(case[1], world).slice(axis.rank)
+    boxes = exchange.outboxes()
+    prepare.prepare_into(None, whole[1][:, mine], None, Prepare(), boxes)
+    exchange.start_keys()
+    exchange.arrived.tell()
+    time.sleep(0.3 * rank)
+    prepare.prepare_into(None, None, whole[2][:, mine], Prepare(), boxes)
+    exchange._spread(1)
+    got = [x.clone() for x in exchange.deliver()[1:]]
+    together(axis, None)
+    return torch.equal(got[0], whole[1]), torch.equal(got[1], whole[2])
+
+
+def test_kv_gather_peer_negative_control_telling_before_values_left_is_noticed(ranks: Pool) -> None:
+    assert ranks.run(2, told_early)[0] == (True, False)
+
+
 def around(rank: int, world: int, device: torch.device, tokens: int, rounds: int) -> None:
     axis, shard = make_mesh(device, ring=world, cfg=1).ring, Shard(tokens, world)
     whole = coded(2, tokens, 3, DIM, 1).transpose(0, 1).to(device)

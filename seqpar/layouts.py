@@ -64,7 +64,7 @@ class Plan:
             text += f" ({aim}); next {_name(others[0].layout)}, {_ms(others[0])}"
             exact, other = (row.layout.strategy in EXACT for row in (first, others[0]))
             rounds = exact and not other and others[0].ms < first.ms
-            text += " (not taken unasked: it may round otherwise than one rank)" if rounds else ""
+            text += " (not taken unasked: it rounds otherwise than one rank)" if rounds else ""
         else:
             text += " (nothing else to choose)"
         if first.layout.strategy not in ORDER:

@@ -11,7 +11,6 @@ import torch
 
 import seqpar.attention
 from seqpar import rates
-from seqpar.comm.arena import why_no_peers
 from seqpar.costs import Layout
 from seqpar.layouts import Plan, Wish, plan
 from seqpar.mesh import Mesh
@@ -20,6 +19,7 @@ from seqpar.plan import parse_mesh
 from seqpar.predict import GIB, Load
 from seqpar.protocols import SequenceModel, plugin
 from seqpar.trajectory import TABLE_BYTES
+from seqpar.transports import peer
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def here(device: torch.device, count: int, transport: str) -> Machine:
 
 def ours(ranks: Mesh, transport: str) -> Machine:
     """The devices there are. Every rank asks at the same time."""
-    reached = transport != "auto" or why_no_peers(ranks.world, ranks.device) is None
+    reached = transport != "auto" or ranks.device.type != "cuda" or peer.why_not(ranks.world, ranks.device) is None
     return here(ranks.device, ranks.world.size, transport if reached else "collective")
 
 

@@ -3,7 +3,8 @@
 What stands in the way of it is cuBLAS, which at few rows splits a sum over K among programs (an H200: 4096 -> 32 up to
 2048 rows, 11008 -> 4096 up to 128). Without room for partial sums it cannot: small workspaces, chosen before CUDA
 starts. Attention must be of a kind whose rows do not depend on each other's number (`invariant` of a local attention),
-and a ring, which merges partial results, is refused. All other kernels are row by row.
+and a ring, which merges partial results, is refused. All other kernels are row by row. It holds for our own loop, whose
+table of modulation is the same product on every rank; a diffusers pipeline makes its own for the rows of a call.
 When it wins: results that can be compared bit by bit, between layouts and machines of one kind. What it costs is
 measured by `launch/bench.py steps --exact`.
 """

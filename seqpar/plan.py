@@ -21,6 +21,7 @@ from seqpar.comm.transport import Transport
 from seqpar.layouts import EXACT, Aim
 from seqpar.mesh import AXES, Mesh
 from seqpar.protocols import plugin, plugins
+from seqpar.transports import peer
 
 # (major capability, head dim) -> first choices in order, where installed; those that do not take the dtype drop out
 _LOCAL: dict[tuple[int, int], tuple[str, ...]] = {(9, 64): ("flash", "sdpa"), (9, 128): ("flash", "sdpa")}
@@ -92,17 +93,15 @@ def choose_transport(name: str, mesh: Mesh) -> Choice:
 
 
 def _transport(mesh: Mesh) -> Choice:
-    """Peers' memory where GPUs reach it, collectives elsewhere."""
+    """Peers' memory where all GPUs of the run reach each other's, collectives elsewhere: the same on all ranks."""
     if mesh.sequence.size * mesh.cfg.size == 1:
         return Choice("collective", "nothing to exchange")
     if mesh.device.type != "cuda":
         return Choice("collective", "gloo")
-    reason = plugin(seqpar.transports, "peer", "transport").supports(mesh)
-    return (
-        Choice("peer", "GPUs that reach each other's memory")
-        if reason is None
-        else Choice("collective", f"NCCL; not peer: {reason}")
-    )
+    reason = peer.why_not(mesh.world, mesh.device)
+    if reason is None:
+        return Choice("peer", "GPUs that reach each other's memory")
+    return Choice("collective", f"NCCL; not peer: {reason}")
 
 
 def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[list[str], Mapping[str, str]]:

@@ -19,6 +19,7 @@ from seqpar.local import flash, reference, sdpa
 from seqpar.mesh import Axis, Mesh
 from seqpar.models import _layers
 from seqpar.plan import choose_local, choose_strategy
+from tests.meshes import TRANSPORTS
 
 ROOT = Path(__file__).parents[1]
 # rows of a call, and where they begin in the whole; odd ones, few and many
@@ -147,11 +148,11 @@ def test_gpu_negative_control_the_check_sees_rows_that_depend_on_each_other() ->
     assert any("4096 -> 32" in text for text in differing_products())
 
 
-def digests(folder: Path, gpus: int) -> list[str]:
+def digests(folder: Path, gpus: int, transport: str) -> list[str]:
     """Of the latents of 64 tokens after 25 steps in exact mode: by every exact strategy, branches batched and apart."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
     out = folder / f"{gpus}.jsonl"
-    flags = f"--model dit-xl/2 --tokens 64 --steps 1 --rounds 1 --exact --out {out} --layouts"
+    flags = f"--model dit-xl/2 --tokens 64 --steps 1 --rounds 1 --exact --transport {transport} --out {out} --layouts"
     command = [*start, "launch/bench.py", "steps", *flags.split(), *LAYOUTS[gpus]]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
@@ -162,6 +163,7 @@ def digests(folder: Path, gpus: int) -> list[str]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_gpu_latents_of_64_tokens_have_one_gpus_bits_in_exact_mode(tmp_path: Path, world: int) -> None:
-    assert set(digests(tmp_path, world)) == set(digests(tmp_path, 1))
+def test_gpu_latents_of_64_tokens_have_one_gpus_bits_in_exact_mode(tmp_path: Path, world: int, transport: str) -> None:
+    assert set(digests(tmp_path, world, transport)) == set(digests(tmp_path, 1, "auto"))

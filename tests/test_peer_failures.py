@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -257,7 +258,8 @@ def test_an_arena_is_shared_and_leaves_no_file(ranks: Pool) -> None:
 def test_gpus_use_each_others_memory_unasked_or_it_is_said_why_not(
     monkeypatch: pytest.MonkeyPatch, reason: str | None, name: str, told: str
 ) -> None:
-    monkeypatch.setattr(peer, "supports", lambda mesh: reason)
+    for name_of in ("why_not", "supports"):
+        monkeypatch.setattr(peer, name_of, lambda *_: reason)
     gpu = replace(Mesh.single(), device=torch.device("cuda", 0))
     assert choose_transport("auto", gpu) == Choice("collective", "nothing to exchange")
     two = Axis("sequence", 0, 2)
@@ -267,3 +269,30 @@ def test_gpus_use_each_others_memory_unasked_or_it_is_said_why_not(
     if reason is not None:
         with pytest.raises(ValueError, match="does not work here: the ranks are on 2 machines; use transport coll"):
             choose_transport("peer", replace(gpu, sequence=two))
+
+
+def tried(rank: int, world: int, device: torch.device, fault: str) -> str | None:
+    """Why these ranks do not write each other's memory, where rank 1 has a fault."""
+    axis = make_mesh(device, cfg=1).sequence
+    kept = peer.TRIAL_S, flags.Flags.meet, arena.Arena.view
+    peer.TRIAL_S = DEADLINE_S
+    if rank == 1 and fault == "flags that nobody sees":
+        flags.Flags.meet = flags.Flags.wait
+    if rank == 1 and fault == "writes that go elsewhere":
+        arena.Arena.view = lambda self, _, *where: kept[2](self, rank, *where)  # pyright: ignore
+    try:
+        return peer.why_not(axis, device)
+    finally:
+        peer.TRIAL_S, flags.Flags.meet, arena.Arena.view = kept
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("none", "None"), ("flags that nobody sees", "tried and failed: rank . waited 1 s in vain for rank 1"),
+     ("writes that go elsewhere", "(tried and brought|tried and failed)")],
+)  # fmt: skip
+def test_peers_are_tried_before_they_are_used_unasked(ranks: Pool, fault: str, told: str) -> None:
+    answers = ranks.run(3, tried, fault)
+    assert len(set(answers)) == 1  # all ranks do the same
+    assert re.search(told, str(answers[0]))
+    assert ranks.run(3, tried, "none") == [None] * 3  # and nothing is left of it

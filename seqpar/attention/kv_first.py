@@ -51,10 +51,10 @@ class KVFirst:
     def send_keys(self, k_BlGD: Tensor, heads: int, how: Prepare, /) -> Sent:
         """See `seqpar.protocols.KeysFirst`."""
         _refuse_gradients(k_BlGD)
-        if self._sent is not None:
-            self._sent.finish()
-        sent = Sent(self._local, self._exchange(k_BlGD, heads), how, k_BlGD)
         capturing = k_BlGD.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._sent is not None:
+            self._sent.finish(capturing)
+        sent = Sent(self._local, self._exchange(k_BlGD, heads), how, k_BlGD)
         self._sent = None if capturing else sent  # what is captured is not sent yet
         return sent
 
@@ -93,10 +93,12 @@ class Sent:
         self._delivered = True
         return self._local(*self._exchange.deliver())[0]
 
-    def finish(self) -> None:
+    def finish(self, capturing: bool) -> None:
         """Send and receive what an error left undone: peers count messages, so that the next would be taken for it."""
         if self._delivered:
             return
+        if capturing:  # what is captured does not run now, and runs again and again later
+            raise RuntimeError("got a capture right after a call that failed, expected a call outside of one before")
         if not self._values_sent:
             self._exchange.start_values()
         self._delivered = True

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from seqpar.kernels._triton import triton
 from seqpar.mesh import Axis
 
 T = TypeVar("T")
@@ -33,12 +34,21 @@ class Arena:
 
     def __init__(self, axis: Axis, nbytes: int, device: torch.device) -> None:
         self._axis = axis
-        # views do not keep the memory, nor peers' mappings of it: the second of the two does
-        self._ranks, self._owner = _on_gpus(axis, nbytes, device) if device.type == "cuda" else _on_cpus(axis, nbytes)
-        self._ranks[axis.rank].zero_()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        together(axis, None)  # nobody writes to a peer before its zeros are there
+        self._ranks: list[Tensor] = []
+        error = None
+        try:
+            # views do not keep the memory, nor peers' mappings of it: the second of the two does
+            make = _on_gpus if device.type == "cuda" else _on_cpus
+            self._ranks, self._owner = make(axis, nbytes, device)
+            self._ranks[axis.rank].zero_()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except RuntimeError as raised:
+            error = raised
+        # nobody writes to a peer before its zeros are there, or waits for one that has none
+        errors = together(axis, None if error is None else str(error))
+        if failed := next((text for text in errors if text is not None), None):
+            raise RuntimeError(failed) from error
 
     def view(self, rank: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Part of a rank's memory, `start` bytes from its beginning."""
@@ -87,12 +97,16 @@ def together(axis: Axis, value: T) -> list[T]:
 def _why_not_here(axis: Axis, device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
-    others = [other for other in together(axis, device.index) if other != device.index]
+    mine = torch.cuda.current_device() if device.index is None else device.index
+    others = [other for other in together(axis, mine) if other != mine]
     if len(others) != axis.size - 1:
-        return f"ranks name their GPUs alike (cuda:{device.index}): give each its own, and let all see all GPUs"
-    blocked = [other for other in others if not torch.cuda.can_device_access_peer(device.index, other)]
-    if blocked:
-        return f"GPU {device.index} has no peer access to GPU {blocked[0]}"
+        return f"ranks name their GPUs alike (cuda:{mine}): give each its own, and let all see all GPUs"
+    if unseen := [other for other in others if other >= torch.cuda.device_count()]:
+        return f"a rank with GPU {mine} does not see GPU {unseen[0]}: let all see all GPUs"
+    if blocked := [other for other in others if not torch.cuda.can_device_access_peer(mine, other)]:
+        return f"GPU {mine} has no peer access to GPU {blocked[0]}"
+    if triton is None:
+        return "there is no Triton, whose kernels raise the flags"
     if os.environ.get(MULTICAST, "1") != "1":
         return f"{MULTICAST} is not 1, and multicast is never used here"
     return None
@@ -147,7 +161,7 @@ def _alone(axis: Axis) -> dist.ProcessGroup:
     return group
 
 
-def _on_cpus(axis: Axis, nbytes: int) -> tuple[list[Tensor], object]:
+def _on_cpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor], object]:
     folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     paths = together(axis, folder / f"seqpar-{uuid.uuid4().hex}")
     try:

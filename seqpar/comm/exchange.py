@@ -185,7 +185,7 @@ class ToAll:
         """Nothing leaves yet: k goes with v, one message to a rank."""
 
     def start_values(self) -> None:
-        """Send k and v while this rank goes on; `deliver` does, where nobody has."""
+        """Send k and v while this rank goes on."""
         self._gather.start()
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -133,7 +133,7 @@ def push_kernel(
         batch_step = tl.where(owns, tl.load(table + rank * 4 + 3), batch_step)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < tokens)[:, None] & (column < WIDTH)[None, :]
-    part = column if DIM == WIDTH else column // DIM * head_stride + column % DIM
+    part = column if DIM == WIDTH else (column // DIM).to(tl.int64) * head_stride + column % DIM
     source = (out + batch * batch_stride + token * token_stride)[:, None] + part[None, :]
     there = place.to(tl.pointer_type(out.dtype.element_ty)) + (token - start) * token_step + batch * batch_step
     moved = tl.load(tl.multiple_of(source, [ALIGN, ALIGN]), inside, 0.0)

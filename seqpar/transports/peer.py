@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.comm.arena import why_no_peers
+from seqpar.comm.arena import together, why_no_peers
 from seqpar.comm.exchange import HeadLayout
 from seqpar.comm.peer import PeerBehind, PeerHeads, PeerToAll
 from seqpar.comm.peer_blocks import PeerGather, PeerRotation
@@ -20,6 +20,7 @@ from seqpar.kernels.flags import Late
 from seqpar.mesh import Axis, Mesh
 
 T = TypeVar("T")
+TRIAL_S = 30.0  # longer than ranks need to compile the kernel of the flags
 
 
 def supports(mesh: Mesh) -> str | None:
@@ -27,6 +28,31 @@ def supports(mesh: Mesh) -> str | None:
     # both are asked on every rank: the answer is the same on all ranks of an axis only
     reasons = [why_no_peers(axis, mesh.device) for axis in (mesh.sequence, mesh.cfg)]
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def why_not(axis: Axis, device: torch.device) -> str | None:
+    """None where the ranks of an axis reach each other's memory, and an exchange of a number each was tried; else why
+    not, the same on all. Access over some buses lacks what flags need."""
+    reason = why_no_peers(axis, device)
+    if reason is not None or axis.size == 1:
+        return reason
+    transport = Transport(TRIAL_S)
+    reason = next((told for told in together(axis, _tried(transport, axis, device)) if told is not None), None)
+    if reason is None:
+        transport.release()
+    return reason
+
+
+def _tried(transport: Transport, axis: Axis, device: torch.device) -> str | None:
+    try:
+        collect = transport.gather(axis, (1,) * axis.size, (), torch.zeros((), dtype=torch.int64, device=device))
+        collect.outbox().fill_(axis.rank)
+        arrived = collect.deliver().tolist()
+        transport.check()
+    except (RuntimeError, TimeoutError) as error:
+        return f"an exchange was tried and failed: {str(error).splitlines()[0]}"
+    wanted = list(range(axis.size))
+    return None if arrived == wanted else f"an exchange was tried and brought {arrived}, expected {wanted}"
 
 
 class Transport:

@@ -209,10 +209,11 @@ def copies(work: Work, layout: Layout, b: int, tokens: int) -> tuple[tuple[int, 
     if layout.gathers:
         if sequence == 1:
             return tuple(in_place)
+        queries = [work.heads] if work.prepares else []  # they stay where they are otherwise
         if layout.strategy == "kv_gather":
-            return ((2 * mine * whole, 1),)
-        parts = [work.heads, work.kv_heads] + ([] if direct and b == 1 else [work.kv_heads])
-        return tuple((2 * mine * part, 1) for part in parts)
+            return ((2 * mine * sum([*queries, 2 * work.kv_heads]), 1),)
+        values = [] if direct and b == 1 else [work.kv_heads]
+        return tuple((2 * mine * part, 1) for part in (*queries, work.kv_heads, *values))
     (heads, groups), block = _shares(work, layout), _block(layout, tokens)
     packs = [(4 * block * groups, 2)] if layout.ring > 1 else []
     if layout.ulysses == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -221,6 +222,9 @@ def test_peers_write_less_at_home_and_keep_less() -> None:
     assert costs.copies(work, layout("kv_first", 1, 2, "peer"), 2, 256) == q_k_v
     assert costs.copies(work, layout("kv_first", 1, 2, "peer"), 1, 256) == q_k_v[:2]  # the product of v wrote it
     assert costs.copies(work, layout("kv_first"), 1, 256) == ((2 * 256 * 8, 1),)
+    plain = replace(work, prepares=False)  # queries stay as they are
+    assert costs.copies(plain, layout("kv_gather", 1, 2), 1, 256) == ((2 * 128 * 8, 1),)
+    assert costs.copies(plain, layout("kv_first", 1, 2, "peer"), 1, 256) == q_k_v[:1]
     assert costs.copies(work, layout("ring", 2, 1), 1, 256) == ((2 * 128 * 8, 1), (4 * 128 * 4, 2))
     assert costs.copies(work, layout("ulysses"), 1, 256) == ((2 * 256 * 8, 1),)
     assert costs.buffer_values(work, nccl, 256) == 2 * 128 * 12 + 3 * 128 * 4

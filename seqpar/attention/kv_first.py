@@ -89,9 +89,12 @@ class Sent:
     def receive(self, q_BlHD: Tensor, /) -> Tensor:
         """See `seqpar.protocols.KeysSent`."""
         _refuse_gradients(q_BlHD)
-        prepare_into(q_BlHD, None, None, self._how, self._boxes)
+        as_it_is = self._how.is_identity
+        if not as_it_is:
+            prepare_into(q_BlHD, None, None, self._how, self._boxes)
         self._delivered = True
-        return self._local(*self._exchange.deliver())[0]
+        prepared, k, v = self._exchange.deliver()
+        return self._local(q_BlHD if as_it_is else prepared, k, v)[0]
 
     def finish(self, capturing: bool) -> None:
         """Send and receive what an error left undone: peers count messages, so that the next would be taken for it."""

@@ -44,9 +44,11 @@ class KVGather:
             raise ValueError(
                 "got inputs that require gradients, expected none: kv_gather is for inference; use ulysses"
             )
-        exchange = self._exchange(q_BlHD, k_BlGD)
-        met = prepare_into(q_BlHD, k_BlGD, v_BlGD, how, exchange.outboxes(), exchange.flags)
-        return self._local(*exchange.deliver(met))[0]
+        exchange, as_it_is = self._exchange(q_BlHD, k_BlGD), how.is_identity
+        moved = None if as_it_is else q_BlHD  # queries stay: where they need nothing, where they are
+        met = prepare_into(moved, k_BlGD, v_BlGD, how, exchange.outboxes(), exchange.flags)
+        prepared, k, v = exchange.deliver(met)
+        return self._local(q_BlHD if as_it_is else prepared, k, v)[0]
 
     def _exchange(self, q_BlHD: Tensor, k_BlGD: Tensor) -> Into:
         layout = HeadLayout.of(self._sizes, q_BlHD, k_BlGD)

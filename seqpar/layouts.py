@@ -120,8 +120,8 @@ def allowed(world: int, wish: Wish, work: Work, load: Load, transport: str) -> l
     """Every layout of `world` ranks that the wish allows and the pictures can fill.
 
     In order of preference where predictions tie: pictures apart, guidance branches apart (one small exchange a step),
-    then `ORDER` (the exact ones first; on two ranks of a sequence, where both move the same bytes, kv_gather was measured
-    to be as fast as ulysses or up to 5 % faster, by either transport).
+    then `ORDER` (the exact ones first; on two ranks of a sequence, where both move the same bytes, kv_gather was as
+    fast as ulysses or up to 5 % faster, by either transport, wherever it was measured).
     """
     names = ORDER if wish.strategy == "auto" else (wish.strategy,)
     found = [

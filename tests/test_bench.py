@@ -35,8 +35,9 @@ def steps_of(page: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["bench"] == "steps"]
 
 
-# named by their dates: the newest is the last
-PAGES = [page for page in sorted((ROOT / "docs" / "benchmarks").glob("*.jsonl")) if steps_of(page)]
+# named by their dates: the newest is the last; lines without a page of their own belong to a part of another one
+PAGES = [page for page in sorted((ROOT / "docs" / "benchmarks").glob("*.jsonl"))
+         if steps_of(page) and page.with_suffix(".md").exists()]  # fmt: skip
 
 
 def test_bench_writes_one_line_a_row(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ When it wins: GPUs that reach each other's memory, small and middle-sized blocks
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -30,9 +31,10 @@ def supports(mesh: Mesh) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
+@cache
 def why_not(axis: Axis, device: torch.device) -> str | None:
     """None where the ranks of an axis reach each other's memory, and an exchange of a number each was tried; else why
-    not, the same on all. Access over some buses lacks what flags need."""
+    not, the same on all. Access over some buses lacks what flags need. Tried once: planner and engines all ask."""
     reason = why_no_peers(axis, device)
     if reason is not None or axis.size == 1:
         return reason

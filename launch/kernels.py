@@ -36,6 +36,8 @@ class Kernels:
     """Also plain torch under torch.compile."""
     products: bool = True
     """Also the matrix products."""
+    named: str = ""
+    """Only those whose name has this."""
     rounds: int = 5
     """Rounds in turn."""
     out: Path | None = None
@@ -61,12 +63,12 @@ def main(args: Kernels) -> None:
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
     for rows in args.rows:
-        for case in cases(rows, args.width):
+        for case in (case for case in cases(rows, args.width) if args.named in case.name):
             line = measure(args, case, rows, bandwidth)
             print(row(line), flush=True)
             append([line], args.out)
     if args.products:
-        products.main(args.rows, args.rounds, args.out)
+        products.main(args.rows, args.rounds, args.out, args.named)
 
 
 def cases(rows: int, width: int, device: str = "cuda") -> Sequence[Case]:

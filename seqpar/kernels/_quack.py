@@ -46,12 +46,13 @@ def choose(table: Table, x_BlE: Tensor, weight: Tensor, tokens: int | None, *oth
 
     tokens: of the whole sequence, those of x where None.
     """
-    batch, mine, _ = x_BlE.shape
-    if x_BlE.dtype not in (torch.bfloat16, torch.float16) or not fused(x_BlE, weight, *others) or why_not() is not None:
+    if x_BlE.dtype not in (torch.bfloat16, torch.float16) or not fused(x_BlE, weight, *others):
         return None
-    rows, columns = weight.shape
+    (batch, mine, _), (rows, columns) = x_BlE.shape, weight.shape
     found = table.get((torch.cuda.get_device_capability(x_BlE.device), rows, columns))
-    return found and tile_for(found, batch * mine, mine if tokens is None else tokens)
+    if found is None or why_not() is not None:
+        return None
+    return tile_for(found, batch * mine, mine if tokens is None else tokens)
 
 
 def tile_for(found: Faster, rows: int, tokens: int) -> Tile | None:
@@ -92,4 +93,6 @@ def _load() -> Any:
         from seqpar.kernels import _epilogues
     except ImportError as error:
         return f"quack is not installed: {error}"
+    except TypeError as error:  # it refuses what it cannot tell the version of: a CuTe DSL outside site-packages
+        return f"quack refuses: {str(error).splitlines()[0]}"
     return _epilogues

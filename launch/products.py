@@ -17,31 +17,18 @@ from torch import Tensor
 
 from launch import timing
 from launch.timing import append, command, environment, over, timed_over
-from seqpar.kernels import adaln, gated_linear, gated_residual, gelu, swiglu
-from seqpar.kernels._quack import Tile, why_not
-from seqpar.kernels.adaln import Norm
+from seqpar.kernels import gated_linear, gelu, swiglu
+from seqpar.kernels.gated_linear import Tile, why_not
 
 TILES = (
     Tile(128, 192, 2),
     Tile(128, 192, 1, 2),
+    Tile(128, 192, 1, 4),
     Tile(128, 128, 2),
     Tile(128, 128),
     Tile(64, 192, 1, 2),
     Tile(128, 256, 1, 2, pingpong=False),
     Tile(256, 192, 2, pingpong=False),
-)
-RESIDUAL_TILES = (
-    Tile(128, 256, 2, pingpong=False),
-    Tile(128, 256, 1, 2, pingpong=False),
-    Tile(256, 128, 2, pingpong=False),
-    Tile(256, 128, 1, 2, pingpong=False),
-    Tile(128, 192, 2),
-    Tile(128, 192, 1, 2),
-    Tile(128, 160, 2),
-    Tile(128, 128, 2),
-    Tile(128, 128, 1, 2),
-    Tile(64, 256, 1, 2),
-    Tile(64, 128, 1, 2),
 )
 ALONE = "cuBLAS alone"
 
@@ -59,25 +46,16 @@ class Product:
 
 
 def products(device: str = "cuda") -> Sequence[Product]:
-    """w1, w3 with SwiGLU of three models; wo and w2 of two; the first layer of DiT-XL/2's feed-forward."""
-    rand, ways, to_stream = partial(timing.rand, device=device), gated_ways(), residual_ways()
+    """w1, w3 with SwiGLU of three models; the first layer of DiT-XL/2's feed-forward."""
+    rand, ways = partial(timing.rand, device=device), gated_ways()
 
     def gated(inner: int, width: int, rows: int) -> tuple[Tensor, Tensor]:
         return rand(2, rows // 2, inner), rand(2 * width, inner) / inner**0.5
-
-    def branch(inner: int, width: int, rows: int) -> tuple[Tensor, ...]:
-        table = rand(2, 6, width).float()
-        return (rand(2, rows // 2, inner), rand(width, inner) / inner**0.5, rand(2, rows // 2, width), table[:, 2],
-                table[:, 0], table[:, 1], rand(width))  # fmt: skip
 
     return (
         *(Product(f"w1, w3 + SwiGLU, {name}", inner, 2 * width, partial(gated, inner, width), ways,
                   gated_linear.reference)
           for name, inner, width in (("7B", 4096, 11008), ("3B", 3072, 8192), ("600M", 1536, 4096))),
-        *(Product(f"{layer} + gate, residual, norm, {name}", inner, width, partial(branch, inner, width), to_stream,
-                  by_reference)
-          for name, layer, inner, width in (("7B", "wo", 4096, 4096), ("7B", "w2", 11008, 4096),
-                                            ("3B", "wo", 3072, 3072), ("3B", "w2", 8192, 3072))),
         Product("fc1 + bias + GELU, DiT-XL/2", 1152, 4608,
                 lambda n: (rand(2, n // 2, 1152), rand(4608, 1152) / 1152**0.5, rand(4608)), gelu_ways(),
                 gelu.linear_reference),
@@ -92,30 +70,6 @@ def gated_ways() -> Mapping[str, Callable[..., Tensor]]:
         print(f"quack is not compared: {reason}")
         return two
     return two | {f"quack, {tile}": partial(gated_linear.launch, tiled=tile) for tile in TILES}
-
-
-def residual_ways() -> Mapping[str, Callable[..., Tensor]]:
-    """h, weights, stream, gate, shift, scale, the norm's weight -> the stream after them, normalised and modulated."""
-
-    def two(h: Tensor, w: Tensor, x: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, norm: Tensor) -> Tensor:
-        return adaln.gate_norm_modulate(x, gate, F.linear(h, w), shift, scale, Norm("rms", 1e-5, norm))[1]
-
-    def one(
-        h: Tensor, w: Tensor, x: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, norm: Tensor, *, tiled: Tile
-    ) -> Tensor:
-        x = gated_residual.launch(h, w, x, gate, tiled=tiled)
-        return adaln.norm_modulate(x, shift, scale, Norm("rms", 1e-5, norm))
-
-    ways: dict[str, Callable[..., Tensor]] = {ALONE: lambda h, w, *_: F.linear(h, w), "cuBLAS + kernel": two}
-    if why_not() is not None:
-        return ways
-    return ways | {f"quack + norm kernel, {tile}": partial(one, tiled=tile) for tile in RESIDUAL_TILES}
-
-
-def by_reference(h: Tensor, w: Tensor, x: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, norm: Tensor) -> Tensor:
-    """The same in plain torch."""
-    x = gated_residual.reference(h, w, x, gate)
-    return adaln.reference(x, None, shift, scale, Norm("rms", 1e-5, norm))[1]
 
 
 def gelu_ways() -> Mapping[str, Callable[..., Tensor]]:

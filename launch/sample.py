@@ -25,7 +25,7 @@ from launch.exits import guarded
 from launch.planning import imagined, ours, shared_plan, tables
 from launch.progress import Progress
 from seqpar import exact
-from seqpar.kernels import _quack
+from seqpar.kernels import gated_linear
 from seqpar.layouts import Plan
 from seqpar.mesh import Mesh
 from seqpar.pictures import check_writable, grid, save, to_pil
@@ -241,7 +241,7 @@ def summary(args: Args, pipeline: Pipeline, job: Job, plan: Plan) -> str:
     if job.guidance.on and whole and args.strategy != "auto" and "cfg" not in args.mesh:
         lines.append("branches  both on all ranks, so that the named strategy has them all; --mesh cfg=2 parts them")
     if mesh.device.type == "cuda" and hasattr(dit.config, "feed_forward"):
-        missing = _quack.why_not()
+        missing = gated_linear.why_not()
         how = "in its product (quack) where that was faster" if missing is None else f"a kernel after cuBLAS: {missing}"
         lines.append(f"SwiGLU    {how}")
     reason = why_no_graph(dit, job.scheduler)

@@ -16,8 +16,7 @@ from seqpar.predict import GIB, Load, Prediction, predict
 from seqpar.rates import Rates
 
 ORDER = ("kv_gather", "ulysses", "kv_first", "usp", "ring")
-EXACT = ORDER[:3]  # they only move data: one rank's bits
-UNASKED = ORDER[:2]  # seen on four GPUs as they are now; kv_first with three products is not, yet
+EXACT = ORDER[:3]  # they only move data: one rank's bits; unasked, only these
 TIE = 0.01  # predictions that differ by less say nothing: then the first in the order of `allowed`
 
 Aim = Literal["latency", "throughput"]
@@ -72,11 +71,9 @@ class Plan:
 
     def _passed_over(self, first: Prediction, other: Prediction) -> str:
         """Why a faster one is not taken."""
-        if other.layout.strategy in UNASKED or first.layout.strategy not in UNASKED or other.ms >= first.ms:
+        if other.layout.strategy in EXACT or first.layout.strategy not in EXACT or other.ms >= first.ms:
             return ""
-        exact = other.layout.strategy in EXACT
-        why = "not measured on several GPUs yet" if exact else "it rounds otherwise than one rank"
-        return f" (not taken unasked: {why})"
+        return " (not taken unasked: it rounds otherwise than one rank)"
 
     def table(self) -> str:
         """A row a layout: ms a step and its parts, pictures a second, memory of a rank."""
@@ -109,7 +106,7 @@ def _ranked(fitting: list[Prediction]) -> tuple[Prediction, ...]:
     if not fitting:
         return ()
     # rings round otherwise than one rank: unasked, only where nothing else fits
-    taken = [row for row in fitting if row.layout.strategy in UNASKED] or fitting
+    taken = [row for row in fitting if row.layout.strategy in EXACT] or fitting
     least_ms = min(row.ms for row in taken)
     first = next(row for row in taken if row.ms <= (1 + TIE) * least_ms)
     rest = sorted((row for row in fitting if row is not first), key=lambda row: row.ms)

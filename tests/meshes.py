@@ -8,13 +8,11 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from seqpar.kernels._quack import why_not
 from seqpar.local import reference, sdpa
 from seqpar.mesh import Mesh
 from seqpar.plan import load_strategy, load_transport
@@ -52,12 +50,6 @@ def mesh_for(strategy: str, world: int, device: torch.device, cfg: int = 1, data
     """The mesh that this strategy is tested on."""
     rest = world // (cfg * data)
     return mesh(device, data=data, cfg=cfg, ring=LAYOUTS[strategy](rest))
-
-
-def needs_quack() -> None:
-    """Skip the test where quack cannot be called, with the reason."""
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
 
 
 def random(shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu",

@@ -11,7 +11,6 @@ from typing import Any
 
 from quack.activation import swiglu
 from quack.epilogue import gemm_epilogue, unpack
-from quack.epilogue.ops import RowVecLoad
 
 
 @gemm_epilogue(outputs=("out",), mode="acc_pair")
@@ -19,9 +18,3 @@ def gated(acc: Any) -> dict[str, Any]:
     """SwiGLU of rows of w1|w3, which `concat_layout` interleaves."""
     gate, up = unpack(acc)
     return {"out": swiglu(gate, up)}
-
-
-@gemm_epilogue(ops={"gate": RowVecLoad("gate")})
-def gated_residual(acc: Any, c: Any, gate: Any) -> dict[str, Any]:
-    """The stream c and a branch, gated by a vector of the batch row."""
-    return {"D": c + acc * gate}

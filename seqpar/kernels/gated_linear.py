@@ -1,17 +1,27 @@
 """SwiGLU of a matrix product from packed weights w1|w3, silu(x W1^T) * (x W3^T): in the product's epilogue where that
 is faster than cuBLAS and the kernel of `swiglu.py`.
 
-When it wins: see `FASTER`, which holds what docs/benchmarks shows. The product is quack's (`_quack.py`).
+When it wins: see `FASTER`, which holds what docs/benchmarks shows. The product is quack's (CuTe DSL), where it is
+installed; quack-kernels 0.6.5 compiles for Hopper with nvidia-cutlass-dsl 4.8.1, in seconds for each tile. All its
+tiles give the same bits, whatever the number of rows (seen on an H200, and tested), so few rows may have another tile.
+Between cuBLAS and quack bits differ: which of the two it is depends on the tokens of the whole sequence, never on those
+of a rank.
 Source: GLU variants (arXiv 2002.05202).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels import _quack, swiglu
-from seqpar.kernels._quack import Faster, Table, Tile
+from seqpar import exact
+from seqpar.kernels import swiglu
+from seqpar.kernels._triton import fused
 from seqpar.protocols import state_dtype
 
 CASES = (
@@ -20,13 +30,33 @@ CASES = (
     {"batch": 1, "tokens": 1023, "inner": 1536, "width": 4096},  # 600M
 )
 
-FASTER: Table = {
-    ((9, 0), 22016, 4096): Faster(1024, Tile(128, 192, 2), ((64, Tile(64, 192, 1, 2)), (128, Tile(128, 192, 1, 2)))),
-    ((9, 0), 16384, 3072): Faster(0, Tile(128, 128, 2), ((128, Tile(128, 128)),)),
-    ((9, 0), 8192, 1536): Faster(0, Tile(128, 128, 2), ((128, Tile(128, 128)),)),
+
+class Tile(NamedTuple):
+    """rows x columns of the product before SwiGLU, clusters of programs, whether two tiles take turns (pingpong)."""
+
+    rows: int
+    columns: int
+    cluster_rows: int = 1
+    cluster_columns: int = 1
+    pingpong: bool = True
+
+
+class Faster(NamedTuple):
+    """From so many tokens of a sequence on the product is made by this tile; few: (most rows, tile), for few rows."""
+
+    tokens: int
+    tile: Tile
+    few: tuple[tuple[int, Tile], ...] = ()
+
+
+FASTER: Mapping[tuple[tuple[int, int], int, int], Faster] = {
+    ((9, 0), 11008, 4096): Faster(1024, Tile(128, 192, 2), ((64, Tile(64, 192, 1, 2)), (128, Tile(128, 192, 1, 4)))),
+    ((9, 0), 8192, 3072): Faster(0, Tile(128, 128, 2), ((128, Tile(128, 128)),)),
+    ((9, 0), 4096, 1536): Faster(0, Tile(128, 128, 2), ((128, Tile(128, 128)),)),
 }
-"""As docs/benchmarks/2026-11-20-h200-tuned.md shows. For the 7B at 256 and 512 rows cuBLAS and a kernel are 6 to 8 %
-faster, which are a short sequence's rows; a long one's are the same on several ranks."""
+"""(compute capability, F, K): as docs/benchmarks/2026-11-20-h200-tuned.md and 2026-11-21-h200-tried.md show. For the 7B
+at 256 and 512 rows cuBLAS and a kernel are 6 to 8 % faster, which are a short sequence's rows; a long one's are the
+same on several ranks."""
 
 
 def gated_linear(x_BlE: Tensor, packed_F2E: Tensor, tokens: int | None = None) -> Tensor:
@@ -35,10 +65,30 @@ def gated_linear(x_BlE: Tensor, packed_F2E: Tensor, tokens: int | None = None) -
     tokens: of the whole sequence, those of x where None. Where `FASTER` has no entry for it the product is rounded,
     too, as torch rounds it.
     """
-    tile = _quack.choose(FASTER, x_BlE, packed_F2E, tokens)
+    batch, mine, _ = x_BlE.shape
+    found = choice(x_BlE, packed_F2E)
+    tile = found and tile_for(found, batch * mine, mine if tokens is None else tokens)
     if tile is None:
         return swiglu.swiglu(F.linear(x_BlE, packed_F2E))
     return launch(x_BlE, packed_F2E, tiled=tile)
+
+
+def choice(x_BlE: Tensor, packed_F2E: Tensor) -> Faster | None:
+    """What `FASTER` says of this chip and these weights; None also where quack cannot be called."""
+    if x_BlE.dtype not in (torch.bfloat16, torch.float16) or not fused(x_BlE, packed_F2E):
+        return None
+    width, inner = packed_F2E.shape
+    found = FASTER.get((torch.cuda.get_device_capability(x_BlE.device), width // 2, inner))
+    return None if found is None or why_not() is not None else found
+
+
+def tile_for(found: Faster, rows: int, tokens: int) -> Tile | None:
+    """The tile for so many rows on a rank; None for cuBLAS and a kernel."""
+    few = next((tile for most, tile in found.few if rows <= most), None)
+    if tokens >= found.tokens:
+        return few or found.tile
+    # at few rows cuBLAS rounds by their number anyhow, except in exact mode
+    return None if exact.is_on() else few
 
 
 def reference(x_BlE: Tensor, packed_F2E: Tensor) -> Tensor:
@@ -48,8 +98,34 @@ def reference(x_BlE: Tensor, packed_F2E: Tensor) -> Tensor:
 
 
 def launch(x_BlE: Tensor, packed_F2E: Tensor, *, tiled: Tile) -> Tensor:
-    """The same by quack; `ValueError` where it is not installed."""
+    """The same by quack; `ValueError` where it is not installed. No autotuning: bits do not depend on who ran first."""
+    found = _load()
+    if isinstance(found, str):
+        raise ValueError(f"got a tile for quack, expected it installed: {found}; pip install 'seqpar[flash]'")
     out = x_BlE.new_empty(*x_BlE.shape[:2], packed_F2E.shape[0] // 2)
-    rows_ME, out_MF = x_BlE.flatten(0, 1), out.flatten(0, 1)
-    _quack.product("gated", tiled, rows_ME, packed_F2E, None, vectors={"out": out_MF}, concat_layout=("B",))
+    found.gated.gemm(
+        x_BlE.flatten(0, 1), packed_F2E, None, epi_args={"out": out.flatten(0, 1)}, concat_layout=("B",),
+        tile_M=tiled.rows, tile_N=tiled.columns, cluster_M=tiled.cluster_rows, cluster_N=tiled.cluster_columns,
+        pingpong=tiled.pingpong,
+    )  # fmt: skip
     return out
+
+
+def why_not() -> str | None:
+    """None where quack can be called, else the reason why not."""
+    found = _load()
+    return found if isinstance(found, str) else None
+
+
+@cache
+def _load() -> Any:
+    """The module of epilogues, or why there is none."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return "needs a Hopper GPU"
+    try:
+        from seqpar.kernels import _epilogues
+    except ImportError as error:
+        return f"quack is not installed: {error}"
+    except TypeError as error:  # it refuses what it cannot tell the version of: a CuTe DSL outside site-packages
+        return f"quack refuses: {str(error).splitlines()[0]}"
+    return _epilogues

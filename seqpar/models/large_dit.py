@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.costs import Work
-from seqpar.kernels.adaln import Norm, norm_modulate
+from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gated_linear import gated_linear
-from seqpar.kernels.gated_residual import linear_gate_norm_modulate
 from seqpar.models import _layers
 from seqpar.models._label_dit import LabelDiT
 from seqpar.protocols import Attend, Condition, Prepare
@@ -103,10 +102,9 @@ class Block(nn.Module):
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
         h = _layers.attention(h_BlE, self.qkv, self.heads, self.head_dim, self.prepare(*rotary), attend)
         inside = shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight)
-        tokens = _layers.whole(attend, h)
-        x, h = linear_gate_norm_modulate(h, self.wo.weight, x_BlE, gate, *inside, tokens)
-        h = gated_linear(h, self.w13.weight, tokens)
-        return linear_gate_norm_modulate(h, self.w2.weight, x, gate_mlp, *after, tokens, keep=keep)
+        x, h = gate_norm_modulate(x_BlE, gate, self.wo(h), *inside)
+        h = gated_linear(h, self.w13.weight, _layers.whole(attend, h))
+        return gate_norm_modulate(x, gate_mlp, self.w2(h), *after, keep=keep)
 
 
 class Model(LabelDiT):

@@ -128,6 +128,8 @@ def test_sampling_with_noise_at_each_step_is_the_same_on_every_mesh(
     assert (truth - still).abs().max() > 1e-2
 
 
+FEW: tuple[Any, ...] = (*NOISY[0], 2)  # steps
+
 # what one rank does wrong with its part of the noise of a step
 WRONG_NOISE = {
     "sign": lambda x: -x,
@@ -150,7 +152,7 @@ def wrong_noise(
 
     trajectories.Trajectory.slice = wrong
     try:
-        return run(rank, world, device, layout, Guidance(3.0), *NOISY[0], 2)
+        return run(rank, world, device, layout, Guidance(3.0), *FEW)
     finally:
         trajectories.Trajectory.slice = right
 
@@ -164,7 +166,7 @@ def wrong_noise(
 def test_negative_control_one_ranks_wrong_noise_is_noticed(
     ranks: Pool, world: int, layout: tuple[str, int, int], how: str
 ) -> None:
-    truth = alone(ranks, Guidance(3.0), *NOISY[0], 2)
+    truth = alone(ranks, Guidance(3.0), *FEW)
     for bad in range(world):
         for got in ranks.run(world, wrong_noise, layout, how, bad):
             assert (got - truth).abs().max() > 1e-2

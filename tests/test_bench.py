@@ -53,7 +53,8 @@ def test_bench_writes_one_line_a_row(tmp_path: Path) -> None:
 
 def test_bench_runs_this_checkout() -> None:
     """Whatever is installed, and wherever the tests are started."""
-    code = "import launch.steps, seqpar; print(launch.steps.__file__, seqpar.__file__, sep='\\n')"
+    # found, not imported: that takes seconds and says no more
+    code = "from importlib.util import find_spec as at; print(*(at(x).origin for x in ('launch.steps', 'seqpar')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENV, cwd="/")
     assert done.stdout.split() == [str(ROOT / "launch" / "steps.py"), str(ROOT / "seqpar" / "__init__.py")]
 
@@ -98,11 +99,10 @@ def test_square_token_counts_are_accepted(tokens: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "ranks", "message"),
     [
-        (("--tokens", "20"), 2, "error: got --tokens 20, expected squares: 16 or 25"),
         (("--layouts", "foo"), 1, "error: got --layouts foo, expected some of ulysses:1:1"),
         (("--model", "dit-xs"), 2, "error: got model 'dit-xs': there is no such path; presets"),
     ],
-    ids=["tokens", "layouts", "model"],
+    ids=["a check", "no such model"],
 )
 def test_a_mistake_is_one_message(tmp_path: Path, flags: tuple[str, ...], ranks: int, message: str) -> None:
     out = tmp_path / "lines.jsonl"

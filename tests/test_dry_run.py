@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import tyro
 
 from launch.sample import Args, run
 from seqpar.layouts import EXACT
@@ -45,26 +46,50 @@ def test_a_dry_run_on_two_processes_prints_once_and_ends_well(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_says_what_does_not_fit_and_a_run_ends_before_weights_load(tmp_path: Path) -> None:
-    flags = ("--model", "dit-xl/2", "--classes", "1", "--out", tmp_path / "x.png")
-    done = launch(*flags, "--size", "32768", "--dry-run", "1", "4")
-    assert done.returncode == 0, done.stderr
-    assert "1 x NVIDIA H200: nothing fits" in done.stdout
-    assert "does not fit: needs" in done.stdout
-    assert "4 x NVIDIA H200: cfg 2 x ulysses 2" in done.stdout
-    refused = launch(*flags, "--size", "131072", ranks=2)  # terabytes
-    assert refused.returncode != 0
-    assert refused.stderr.count("error: got a run that does not fit: its smallest layout") == 1
+def dry(*flags: str) -> None:
+    """As one process without a GPU does it."""
+    run(tyro.cli(Args, args=["--dry-run", *flags]))
 
 
-def test_a_dry_run_refuses_what_a_run_would(tmp_path: Path) -> None:
-    wrong = {"--strategy foo": "got strategy 'foo'", "--transport nccl": "got transport 'nccl'",
-             "--local-attention foo": "got local attention 'foo'", "--exact --mesh ring=2": "with ring=2"}  # fmt: skip
-    for flags, told in wrong.items():
-        done = launch("--dry-run", "2", *flags.split())
-        assert done.returncode != 0, flags
-        assert told in done.stderr
-        assert done.stdout == ""
-    exact = launch("--dry-run", "2", "--exact", "--out", "/nowhere/it/could/be.png")
-    assert exact.returncode == 0, exact.stderr  # nothing is written
-    assert "ring" not in exact.stdout
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_dry_run_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    dry("1", "4", "--model", "dit-xl/2", "--classes", "1", "--size", "32768")
+    shown = capsys.readouterr().out
+    assert "1 x NVIDIA H200: nothing fits" in shown
+    assert "does not fit: needs" in shown
+    assert "4 x NVIDIA H200: cfg 2 x ulysses 2" in shown
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [("--strategy foo", "got strategy 'foo'"), ("--transport nccl", "got transport 'nccl'"),
+     ("--local-attention foo", "got local attention 'foo'"), ("--exact --mesh ring=2", "with ring=2")],
+    ids=["strategy", "transport", "local attention", "exact"],
+)  # fmt: skip
+def test_a_dry_run_refuses_what_a_run_would(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dry("2", *flags.split())
+    assert capsys.readouterr().out == ""
+
+
+def test_a_refused_dry_run_is_one_message_and_a_failure() -> None:
+    done = launch("--dry-run", "2", "--strategy", "foo")
+    assert done.returncode == 1
+    assert done.stderr.count("error: got strategy 'foo'") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_an_exact_dry_run_has_no_ring_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    dry("2", "--exact", "--out", "/nowhere/it/could/be.png")
+    shown = capsys.readouterr().out
+    assert "2 x NVIDIA H200: " in shown
+    assert "ring" not in shown
+    dry("2")
+    assert "ring" in capsys.readouterr().out  # a negative control

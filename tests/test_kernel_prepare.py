@@ -18,8 +18,11 @@ from tests.meshes import random
 
 gpu = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
-SMALL = [case for case in CASES if case["tokens"] < 100]
-SIZES = [pytest.param(case, marks=() if case in SMALL else gpu, id="-".join(map(str, case.values()))) for case in CASES]
+TOKENS = 5 if DEVICE == "cuda" else 3  # at most, where a token takes the interpreter milliseconds
+SMALL = [{**case, "tokens": min(TOKENS, case["tokens"])} for case in CASES if case["tokens"] < 100]
+INTERPRETED = [case for case in SMALL if case["dim"] not in (48, 96)]  # padded and read as 72 is
+SIZES = [pytest.param(case, marks=() if case in INTERPRETED else gpu, id="-".join(map(str, case.values())))
+         for case in [*(case for case in CASES if case["tokens"] >= 100), *SMALL]]  # fmt: skip
 NORMS = ["none", "layer", "rms", "layer per head", "rms per head"]
 ROTARY = ["none", "pairs", "halves"]
 FP32 = 1e-5  # fp32's own error before the one rounding, for values of order 10
@@ -205,9 +208,10 @@ def test_a_row_does_not_depend_on_the_number_of_rows(case: Case, norm: str) -> N
     how = preparation(case, norm, "pairs", torch.float16)
     assert how.cos_lD2 is not None
     assert how.sin_lD2 is not None
-    part = replace(how, cos_lD2=how.cos_lD2[3:5], sin_lD2=how.sin_lD2[3:5])
-    for some, all_ in zip(launch(q[1:, 3:5], k[1:, 3:5], part), launch(q, k, how), strict=True):
-        assert torch.equal(some, all_[1:, 3:5])
+    few = slice(case["tokens"] - 2, case["tokens"])
+    part = replace(how, cos_lD2=how.cos_lD2[few], sin_lD2=how.sin_lD2[few])
+    for some, all_ in zip(launch(q[1:, few], k[1:, few], part), launch(q, k, how), strict=True):
+        assert torch.equal(some, all_[1:, few])
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from launch import sample
 from seqpar import rates
 from seqpar.costs import core
 from seqpar.predict import attention_us, gemm_us
 from seqpar.rates import CPU, H200, rate_at, time_at
+from tests.pool import Pool
 from tests.test_bench import ENV, ROOT
 
 POINTS = ((10.0, 100.0), (1000.0, 400.0))
@@ -97,26 +101,33 @@ def test_the_cache_is_where_users_keep_caches(monkeypatch: pytest.MonkeyPatch, t
     assert rates.save(CPU, 1).parent == tmp_path / "home" / ".cache" / "seqpar"
 
 
-def test_two_ranks_measure_once_and_the_planner_uses_it(cache: Path) -> None:
+def dry_run(rank: int, world: int, device: torch.device, cache: str) -> str:
+    """What the launcher prints on this rank, as on CPUs, where this is the user's cache."""
+    shown = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(shown):
+        patch.setenv("SEQPAR_CACHE", cache)
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        sample.run(sample.Args(dry_run=()))
+    return shown.getvalue()
+
+
+def test_two_ranks_measure_once_and_the_planner_uses_it(ranks: Pool, cache: Path) -> None:
+    assert "nothing was measured here" in ranks.run(2, dry_run, str(cache))[0]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               str(ROOT / "launch" / "bench.py"), "rates"]  # fmt: skip
     env = {**ENV, "SEQPAR_CACHE": str(cache), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-
-    def run(*words: str) -> str:
-        command = [*start, str(ROOT / "launch" / words[0]), *words[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert "nothing was measured here" in run("sample.py", "--dry-run")
-    shown = run("bench.py", "rates")
-    assert shown.count("kept in") == 1
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("kept in") == 1
     (path,) = cache.iterdir()
     found = rates.load("CPU", 2, "float32")
-    assert os.fspath(path) in shown
+    assert os.fspath(path) in done.stdout
     assert len(found.gemm) == 4
     assert all(y > 0 for _, y in found.exchange["gloo"])
     assert set(found.attention) == {64, 72, 128}
-    assert "rates: measured here on" in run("sample.py", "--dry-run")
+    shown, silent = ranks.run(2, dry_run, str(cache))
+    assert "rates: measured here on" in shown
+    assert silent == ""
 
 
 def test_more_bytes_never_take_less_time_than_the_last_point() -> None:

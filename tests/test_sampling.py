@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import diffusers
@@ -62,7 +63,8 @@ def by_hand(noise: Tensor, steps: int, guidance: Guidance, sched: Any, eta: floa
 
 def run(
     rank: int, world: int, device: torch.device, layout: tuple[str, int, int], guidance: Guidance, images: int = 3,
-    size: tuple[int, int] = (8, 8), name: str = "DDIMScheduler", eta: float = 0.0, config: dict[str, Any] | None = None,
+    size: tuple[int, int] = (8, 8), name: str = "DDIMScheduler", eta: float = 0.0,
+    config: tuple[tuple[str, Any], ...] = (), steps: int = STEPS,
 ) -> Tensor:  # fmt: skip
     strategy, cfg, data = layout
     mesh = mesh_for(strategy, world, device, cfg, data)
@@ -70,8 +72,14 @@ def run(
     noise = draw_noise((images, 4, *size), torch.Generator().manual_seed(2))
     labels = {"class_labels": torch.tensor(LABELS[:images])}
     generator = torch.Generator().manual_seed(5)
-    sched = scheduler(name, **(config or {}))
-    return sample(dit, sched, noise, labels, steps=STEPS, guidance=guidance, eta=eta, generator=generator)
+    sched = scheduler(name, **dict(config))
+    return sample(dit, sched, noise, labels, steps=steps, guidance=guidance, eta=eta, generator=generator)
+
+
+@cache
+def alone(ranks: Pool, guidance: Guidance, *more: Any) -> Tensor:
+    """What one rank samples: the truth of all meshes, so computed once."""
+    return ranks.run(1, run, ("ulysses", 1, 1), guidance, *more)[0]
 
 
 def noise(images: int = 3) -> Tensor:
@@ -94,13 +102,15 @@ def test_sampling_is_the_same_on_every_mesh(
 ) -> None:
     if layout[1] == 2 and not guidance.on:
         layout = (layout[0], 1, layout[2])
-    truth = ranks.run(1, run, ("ulysses", 1, 1), guidance, 3, size)[0]
+    truth = alone(ranks, guidance, 3, size)
     for got in ranks.run(world, run, layout, guidance, 3, size):
         assert (got - truth).abs().max() < TOLERANCE * truth.abs().max()
 
 
 # DDIM with noise: stepped on local tokens, and (it needs whole images then) replicated on every rank
-NOISY: list[tuple[Any, ...]] = [(3, (6, 10), "DDIMScheduler", 0.7, config) for config in ({}, {"thresholding": True})]
+NOISY: list[tuple[Any, ...]] = [
+    (3, (6, 10), "DDIMScheduler", 0.7, config) for config in ((), (("thresholding", True),))
+]
 
 
 @pytest.mark.parametrize("noisy", NOISY, ids=["local", "replicated"])
@@ -111,12 +121,14 @@ def test_sampling_with_noise_at_each_step_is_the_same_on_every_mesh(
 ) -> None:
     if layout[1] == 2 and not guidance.on:
         layout = (layout[0], 1, layout[2])
-    truth = ranks.run(1, run, ("ulysses", 1, 1), guidance, *noisy)[0]
+    truth = alone(ranks, guidance, *noisy)
     for got in ranks.run(world, run, layout, guidance, *noisy):
         assert (got - truth).abs().max() < TOLERANCE * truth.abs().max()
-    still = ranks.run(1, run, ("ulysses", 1, 1), guidance, *noisy[:3], 0.0, noisy[4])[0]
+    still = alone(ranks, guidance, *noisy[:3], 0.0, noisy[4])
     assert (truth - still).abs().max() > 1e-2
 
+
+FEW: tuple[Any, ...] = (*NOISY[0], 2)  # steps
 
 # what one rank does wrong with its part of the noise of a step
 WRONG_NOISE = {
@@ -140,7 +152,7 @@ def wrong_noise(
 
     trajectories.Trajectory.slice = wrong
     try:
-        return run(rank, world, device, layout, Guidance(3.0), *NOISY[0])
+        return run(rank, world, device, layout, Guidance(3.0), *FEW)
     finally:
         trajectories.Trajectory.slice = right
 
@@ -154,7 +166,7 @@ def wrong_noise(
 def test_negative_control_one_ranks_wrong_noise_is_noticed(
     ranks: Pool, world: int, layout: tuple[str, int, int], how: str
 ) -> None:
-    truth = ranks.run(1, run, ("ulysses", 1, 1), Guidance(3.0), *NOISY[0])[0]
+    truth = alone(ranks, Guidance(3.0), *FEW)
     for bad in range(world):
         for got in ranks.run(world, wrong_noise, layout, how, bad):
             assert (got - truth).abs().max() > 1e-2
@@ -169,7 +181,7 @@ def test_negative_control_one_ranks_wrong_noise_is_noticed(
 def test_any_other_scheduler_is_the_same_on_every_mesh(
     ranks: Pool, name: str, world: int, layout: tuple[str, int, int]
 ) -> None:
-    truth = ranks.run(1, run, ("ulysses", 1, 1), Guidance(3.0), 3, (8, 8), name)[0]
+    truth = alone(ranks, Guidance(3.0), 3, (8, 8), name)
     for got in ranks.run(world, run, layout, Guidance(3.0), 3, (8, 8), name):
         assert (got - truth).abs().max() < TOLERANCE * truth.abs().max()
     if "Ancestral" not in name:
@@ -187,7 +199,7 @@ def swapped_branches(rank: int, world: int, device: torch.device) -> Tensor:
 
 
 def test_negative_control_swapped_guidance_branches_are_noticed(ranks: Pool) -> None:
-    truth = ranks.run(1, run, ("ulysses", 1, 1), Guidance(3.0))[0]
+    truth = alone(ranks, Guidance(3.0))
     for got in ranks.run(2, swapped_branches):
         assert (got - truth).abs().max() > 1e-2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -129,7 +130,12 @@ def bench_of(name: str, world: int, device: torch.device) -> Bench:
 
 
 def measured(rank: int, world: int, device: torch.device, name: str) -> list[dict[str, Any]]:
-    return measure(TINY, bench_of(name, world, device), 16)
+    bench = bench_of(name, world, device)
+    gc.freeze()  # each way ends in a collection, which would look at every object of torch and diffusers
+    try:
+        return measure(TINY, bench, 16)
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("name", ["large-dit", "dit"])

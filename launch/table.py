@@ -175,7 +175,8 @@ def split(lines: Sequence[dict[str, Any]]) -> str:
     """Where a step of the fastest layout spends its ms on rank 0, SM clock and joules; empty where none was traced."""
     traced = [line for line in lines if "split_ms" in line]
     rows = [[line["case"]["model"], str(line["case"]["tokens"]), str(line["gpus"]), line["case"]["way"],
-             *(f"{ms:.2f}" for ms in line["split_ms"].values()), f"{line['sm_mhz']:.0f}", f"{line['joules']:.1f}"]
+             *(f"{ms:.2f}" for ms in line["split_ms"].values()),
+             *(f"{line[name]:.{digits}f}" if name in line else "-" for name, digits in (("sm_mhz", 0), ("joules", 1)))]
             for line in traced]  # fmt: skip
     kinds = traced[0]["split_ms"] if traced else ()
     return _table(["model", "tokens", "GPUs", "fastest layout", *kinds, "SM MHz", "J a step"], rows) if rows else ""

@@ -163,10 +163,11 @@ def copy_bandwidth() -> float:
 
 
 class Sensors:
-    """SM clock (MHz) and power (W) of a GPU while work runs, read by nvidia-smi ten times a second."""
+    """SM clock (MHz) and power (W) of a GPU of torch's while work runs, read by nvidia-smi ten times a second."""
 
     def __init__(self, gpu: int = 0) -> None:
-        self._gpu = gpu
+        # not its number: CUDA_VISIBLE_DEVICES gives others than nvidia-smi's
+        self._gpu = f"GPU-{torch.cuda.get_device_properties(gpu).uuid}"
 
     def __enter__(self) -> Sensors:
         query = [
@@ -176,7 +177,7 @@ class Sensors:
             "-lms",
             "100",
             "-i",
-            str(self._gpu),
+            self._gpu,
         ]
         self._process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
         self.readings: list[tuple[float, float]] = []

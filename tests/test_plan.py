@@ -1,4 +1,4 @@
-"""The planner picks what was measured to be best, expects what was measured, and refuses what cannot be."""
+"""The planner takes what it predicts to be best, says why, and refuses what cannot be."""
 
 from __future__ import annotations
 
@@ -38,44 +38,7 @@ def of(cfg: int, ulysses: int, strategy: str = "ulysses", transport: str = "peer
 
 
 ALONE, U4, CFG_U2, CFG_KV2, KV4 = of(1, 1), of(1, 4), of(2, 2), of(2, 2, "kv_gather"), of(1, 4, "kv_gather")
-CFG_KF2, KF4 = of(2, 2, "kv_first"), of(1, 4, "kv_first")  # measured when its projection was two products
-# ms a step of Large-DiT-7B by peers' memory: docs/benchmarks/2026-11-21-4xh200.md, one GPU: 2026-11-21-h200.md and
-# 2026-11-20-h200-tuned.md
-PEERS = {256: {ALONE: 11.51, U4: 5.40, CFG_U2: 5.32, CFG_KV2: 5.13, CFG_KF2: 5.52},
-         4096: {ALONE: 193.6, U4: 52.6, CFG_U2: 51.8, CFG_KV2: 50.9, CFG_KF2: 49.7}}  # fmt: skip
-# ms a step of DiT-XL/2 on NCCL: docs/benchmarks/2026-11-20-h200-engine.md
-XL_ALONE, XL_CFG = of(1, 1, transport="nccl"), of(2, 1, transport="nccl")
-XL_U2, XL_KV2, XL_R2 = of(1, 2, "ulysses", "nccl"), of(1, 2, "kv_gather", "nccl"), of(1, 1, "ring", "nccl", 2)
-NCCL = {1024: {XL_ALONE: 4.70, XL_CFG: 2.78},
-        4096: {XL_ALONE: 26.54, XL_U2: 17.72, XL_KV2: 16.82, XL_R2: 16.69, XL_CFG: 13.42},
-        16384: {XL_ALONE: 251.75, XL_U2: 141.58, XL_KV2: 141.00, XL_R2: 140.61, XL_CFG: 129.31}}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("work", "rows", "within"), [(SEVEN_B, PEERS, 0.11), (XL, NCCL, 0.05)], ids=["large-dit-7b", "dit-xl/2"]
-)
-def test_predictions_are_what_was_measured(work: Work, rows: dict[int, dict[Layout, float]], within: float) -> None:
-    for tokens, measured in rows.items():
-        for layout, ms in measured.items():
-            assert predict(work, replace(ONE, tokens=tokens), layout, H200).ms == pytest.approx(ms, rel=within), layout
-
-
-def test_the_page_shows_these_predictions() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "planner.md").read_text()
-    for layout in PEERS[256]:
-        pairs = [
-            (PEERS[tokens][layout], predict(SEVEN_B, replace(ONE, tokens=tokens), layout, H200)) for tokens in PEERS
-        ]
-        name = f"{layout} by {layout.strategy}" if layout.sequence > 1 else "one GPU"
-        assert f"| {name} | " + " | ".join(f"{ms} / {row.ms:.4g}" for ms, row in pairs) + " |" in text
-
-
-@pytest.mark.parametrize("tokens", PEERS)
-def test_the_pick_is_within_three_percent_of_the_best_measured(tokens: int) -> None:
-    measured = PEERS[tokens]
-    found = planned(replace(ONE, tokens=tokens))
-    assert measured[found.best] <= 1.03 * min(measured.values())
-    assert found.best == {256: CFG_KV2, 4096: CFG_KF2}[tokens]
+CFG_KF2, KF4 = of(2, 2, "kv_first"), of(1, 4, "kv_first")  #
 
 
 def test_without_guidance_all_ranks_are_on_the_sequence() -> None:
@@ -115,7 +78,9 @@ def test_ties_go_to_the_first_in_order_and_rings_only_where_nothing_else_fits() 
     assert tight.best.strategy in ("ring", "usp")
 
 
-@pytest.mark.parametrize("layout", [*PEERS[256], of(1, 2, "usp", ring=2), of(2, 1, "ring", ring=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [ALONE, U4, CFG_U2, CFG_KV2, CFG_KF2, of(1, 2, "usp", ring=2), of(2, 1, "ring", ring=2)], ids=str
+)
 def test_more_tokens_take_longer_and_more_memory(layout: Layout) -> None:
     counts = (4, 16, 17, 64, 255, 256, 257, 1000, 1024, 4096, 4097, 16384, 65536, 262144)
     rows = [predict(SEVEN_B, replace(ONE, tokens=tokens), layout, H200) for tokens in counts]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqpar.comm.point_to_point import Gather
 from seqpar.kernels.flags import Flags
-from seqpar.kernels.push import Destinations
+from seqpar.kernels.push import Destinations, push
 from seqpar.mesh import Axis
 from seqpar.protocols import Outbox, Outboxes
 from seqpar.shard import Shard
@@ -133,7 +133,6 @@ class ToTokens:
     flags: Flags | None = None
 
     def __init__(self, axis: Axis, layout: HeadLayout) -> None:
-        self._layout = layout
         mine, tokens = layout.counts(axis.rank)[0], layout.tokens[axis.rank]
         counts = [layout.counts(rank)[0] for rank in range(axis.size)]
         self._move = AllToAll(
@@ -146,6 +145,9 @@ class ToTokens:
         shape = (layout.batch, tokens, layout.heads, layout.head_dim)
         self._out = torch.empty(shape, dtype=layout.dtype, device=layout.device)
         self._boxes = Destinations(self._move.outgoing)
+        places = (self._out[:, :, layout.q_slice(rank)].transpose(0, 1) for rank in range(axis.size))
+        # torch's copies of strided views are not vectorized
+        self._places = [Destinations([place]) for place in places]
 
     def outboxes(self) -> Destinations:
         """Where to write my heads of each rank's tokens, (l_r, B, h, D) each."""
@@ -154,8 +156,8 @@ class ToTokens:
     def deliver(self, met: bool = False) -> Tensor:
         """(B, l, H, D). Interleaving the heads of the ranks is the one copy that a collective cannot avoid."""
         self._move.deliver()
-        for rank, slab in enumerate(self._move.incoming):
-            self._out[:, :, self._layout.q_slice(rank)].copy_(slab.transpose(0, 1))
+        for slab, place in zip(self._move.incoming, self._places, strict=True):
+            push(slab.transpose(0, 1), place)
         return self._out
 
 

@@ -1,9 +1,8 @@
-"""Keys and values first: models send them before they make queries, nobody waits meanwhile, and what it is worth."""
+"""Keys and values first: models send them before they make queries, and nobody waits meanwhile."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,9 @@ from torch import Tensor, nn
 
 from seqpar import DistributedDiT
 from seqpar.kernels.prepare import prepare
-from seqpar.layouts import Layout
 from seqpar.local import reference
 from seqpar.models import _layers, large_dit
-from seqpar.predict import Load, predict
 from seqpar.protocols import Prepare
-from seqpar.rates import H200
 from seqpar.shard import Shard
 from tests.meshes import TRANSPORTS, build, mesh_for, random
 from tests.pool import Pool
@@ -267,51 +263,3 @@ def test_queries_that_require_gradients_are_refused_as_keys_are(ranks: Pool) -> 
     for told in ranks.run(2, refused):
         assert len(told) == 2
         assert all("kv_first is for inference; use ulysses" in text for text in told)
-
-
-SEVEN_B = large_dit.work(large_dit.PRESETS["large-dit-7b"])
-ONE = Load(1, 4096, True, 25, 2, 7_290_000_000, 16, 2, 2 << 30)
-
-
-def of(strategy: str, transport: str) -> Layout:
-    return Layout(1, 2, 1, 2, strategy, transport)
-
-
-@pytest.mark.parametrize("tokens", [256, 4096, 16384])
-def test_predicted_what_travels_behind_the_products_costs_only_what_they_do_not_cover(tokens: int) -> None:
-    load = replace(ONE, tokens=tokens)
-    plain, first = (predict(SEVEN_B, load, of(name, "peer"), H200) for name in ("kv_gather", "kv_first"))
-    assert 0 < first.exchange < plain.exchange
-    assert first.gemm >= plain.gemm  # three products for one
-    assert first.attention == plain.attention
-
-
-@pytest.mark.parametrize(("cfg", "saved"), [(2, 1), (1, 0)])
-def test_predicted_values_of_one_batch_row_cost_no_pass(cfg: int, saved: int) -> None:
-    """One launch more for one pass less of 2048 rows x 4096 bf16, read and written; of two rows, two launches more."""
-    rates, value = replace(H200, kernel_us=1.0, copy=4.0), 2048 * 4096 * 2
-    plain, first = (predict(SEVEN_B, ONE, replace(of(name, "peer"), cfg=cfg), rates)
-                    for name in ("kv_gather", "kv_first"))  # fmt: skip
-    us = (2 - saved) * 1.0 - saved * 1e-6 * 2 * value / 4.0
-    assert first.elementwise - plain.elementwise == pytest.approx(32 * us / 1e3)
-
-
-@pytest.mark.parametrize(
-    ("copy_us", "exposed_us"),
-    [(1.0, 1.0),  # all hidden; the wait itself is not
-     (100.0, 1.0),  # as long as a product: v leaves when q's begins, and arrives when that ends
-     (130.0, 60.0)],  # k is late by 30 us, v by those and its own
-)  # fmt: skip
-def test_predicted_exposed_is_what_neither_product_hides(copy_us: float, exposed_us: float) -> None:
-    """Products of v and of q that take 100 us each, at one rate; an exchange of nothing takes 1 us."""
-    half = 2048 * 4096 * 2
-    rates = replace(H200, gemm=((1.0, 2e-6 * 2048 * 4096 * 4096 / 100.0), (1e12, 2e-6 * 2048 * 4096 * 4096 / 100.0)),
-                    exchange={"peer": ((half / 2, 1.0), (half, copy_us), (4 * half, 4 * copy_us))})  # fmt: skip
-    first = predict(SEVEN_B, ONE, of("kv_first", "peer"), rates)
-    swap_us = 1.0  # once a step
-    assert first.exchange == pytest.approx((32 * exposed_us + swap_us) / 1e3)
-
-
-def test_predicted_nothing_is_hidden_where_kernels_move_it() -> None:
-    plain, first = (predict(SEVEN_B, ONE, of(name, "nccl"), H200) for name in ("kv_gather", "kv_first"))
-    assert first.exchange == plain.exchange

@@ -69,3 +69,43 @@ def test_the_strategy_of_two_ranks_is_the_fastest_measured(
     load = replace(ONE, tokens=tokens, guidance=guidance, labels=1 + guidance)
     found = planned(load, world=2, wish=Wish(axes={"cfg": 1}), work=work)
     assert measured[found.best.strategy] == min(measured.values())
+
+
+@pytest.mark.parametrize("tokens", [256, 4096, 16384])
+def test_what_kv_first_sends_behind_its_products_costs_only_what_they_do_not_cover(tokens: int) -> None:
+    load = replace(ONE, tokens=tokens)
+    plain, first = (predict(SEVEN_B, load, of(2, 2, name), H200) for name in ("kv_gather", "kv_first"))
+    assert 0 < first.exchange < plain.exchange
+    assert first.gemm >= plain.gemm  # three products for one
+    assert first.attention == plain.attention
+
+
+@pytest.mark.parametrize(("cfg", "saved"), [(2, 1), (1, 0)])
+def test_kv_firsts_values_of_one_batch_row_cost_no_pass(cfg: int, saved: int) -> None:
+    """One launch more for one pass less of 2048 rows x 4096 bf16, read and written; of two rows, two launches more."""
+    rates, value = replace(H200, kernel_us=1.0, copy=4.0), 2048 * 4096 * 2
+    plain, first = (predict(SEVEN_B, ONE, of(cfg, 2, name), rates)
+                    for name in ("kv_gather", "kv_first"))  # fmt: skip
+    us = (2 - saved) * 1.0 - saved * 1e-6 * 2 * value / 4.0
+    assert first.elementwise - plain.elementwise == pytest.approx(32 * us / 1e3)
+
+
+@pytest.mark.parametrize(
+    ("copy_us", "exposed_us"),
+    [(1.0, 1.0),  # all hidden; the wait itself is not
+     (100.0, 1.0),  # as long as a product: v leaves when q's begins, and arrives when that ends
+     (130.0, 60.0)],  # k is late by 30 us, v by those and its own
+)  # fmt: skip
+def test_exposed_of_kv_first_is_what_neither_product_hides(copy_us: float, exposed_us: float) -> None:
+    """Products of v and of q that take 100 us each, at one rate; an exchange of nothing takes 1 us."""
+    half = 2048 * 4096 * 2
+    rates = replace(H200, gemm=((1.0, 2e-6 * 2048 * 4096 * 4096 / 100.0), (1e12, 2e-6 * 2048 * 4096 * 4096 / 100.0)),
+                    exchange={"peer": ((half / 2, 1.0), (half, copy_us), (4 * half, 4 * copy_us))})  # fmt: skip
+    first = predict(SEVEN_B, ONE, CFG_KF2, rates)
+    swap_us = 1.0  # once a step
+    assert first.exchange == pytest.approx((32 * exposed_us + swap_us) / 1e3)
+
+
+def test_of_kv_first_nothing_is_hidden_where_kernels_move_it() -> None:
+    plain, first = (predict(SEVEN_B, ONE, of(2, 2, name, "nccl"), H200) for name in ("kv_gather", "kv_first"))
+    assert first.exchange == plain.exchange

@@ -1,8 +1,8 @@
 """Attention's output to the ranks whose tokens it is of, straight into their memory (or a send buffer): one launch.
 
 When it wins: always on a GPU; a copy for each destination is a launch for each, and torch's copies of strided views
-are not vectorized. Every rank begins with the tokens of the rank after it, so that no rank is written to by all at
-once. The bytes are read and written once.
+are not vectorized. All destinations are written at once, so that links do not wait while what stays here is copied;
+every rank begins with the tokens of the rank after it. The bytes are read and written once.
 """
 
 from __future__ import annotations
@@ -97,10 +97,11 @@ def launch(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> 
     align = gcd(into.alignment, out_BLhD.data_ptr(), *(step * size for step in steps))
     block = min(ELEMENTS, triton.next_power_of_2(width))
     rows = max(1, min(ELEMENTS // block, 1 << (batch * tokens // PROGRAMS).bit_length() >> 1))
+    ranks = len(into.table)
     if out_BLhD.numel():
-        push_kernel[(batch * triton.cdiv(tokens, rows), triton.cdiv(width, block))](
+        push_kernel[(batch * ranks * triton.cdiv(tokens, rows * ranks), triton.cdiv(width, block))](
             out_BLhD, into.table, batch_stride, token_stride, head_stride, tokens, into.starts[into.first],
-            *meeting(flags), len(into.table), width, dim if apart else width, rows, block, align,
+            *meeting(flags), ranks, width, dim if apart else width, rows, block, align,
             num_warps=max(1, min(8, block // 256)),
         )  # fmt: skip
 
@@ -111,14 +112,16 @@ def push_kernel(
     RANKS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Program = ROWS tokens' rows; neighbours are neighbouring tokens, from `first` on and around.
+    """Program = ROWS tokens' rows. Tokens, from `first` on and around, are in RANKS parts, about those of each rank;
+    neighbouring programs take from one part after the other.
 
     WIDTH: of a row; DIM: of its parts that lie side by side, `head_stride` from one to the next. Every program that
     tells peers waits until its stores have reached them: several rows wait once.
     """
-    groups = tl.cdiv(tokens, ROWS)
-    batch = (tl.program_id(0) // groups).to(tl.int64)
-    row = tl.program_id(0) % groups * ROWS + tl.arange(0, ROWS)
+    steps = tl.cdiv(tokens, ROWS * RANKS)
+    batch = (tl.program_id(0) // (steps * RANKS)).to(tl.int64)
+    index = tl.program_id(0) % (steps * RANKS)
+    row = (index % RANKS * steps + index // RANKS) * ROWS + tl.arange(0, ROWS)
     token = ((row + first) % tokens).to(tl.int64)
     start = tl.zeros((ROWS,), tl.int64)
     place = tl.zeros((ROWS,), tl.int64)

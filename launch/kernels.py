@@ -63,10 +63,11 @@ def main(args: Kernels) -> None:
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
     for rows in args.rows:
-        for case in (case for case in cases(rows, args.width) if args.named in case.name):
-            line = measure(args, case, rows, bandwidth)
-            print(row(line), flush=True)
-            append([line], args.out)
+        for case in cases(rows, args.width):
+            if args.named in case.name:
+                line = measure(args, case, rows, bandwidth)
+                print(row(line), flush=True)
+                append([line], args.out)
     if args.products:
         products.main(args.rows, args.rounds, args.out, args.named)
 

@@ -176,10 +176,14 @@ def split(lines: Sequence[dict[str, Any]]) -> str:
     traced = [line for line in lines if "split_ms" in line]
     rows = [[line["case"]["model"], str(line["case"]["tokens"]), str(line["gpus"]), line["case"]["way"],
              *(f"{ms:.2f}" for ms in line["split_ms"].values()),
-             *(f"{line[name]:.{digits}f}" if name in line else "-" for name, digits in (("sm_mhz", 0), ("joules", 1)))]
+             _if_there(line, "sm_mhz", 0), _if_there(line, "joules", 1)]
             for line in traced]  # fmt: skip
     kinds = traced[0]["split_ms"] if traced else ()
     return _table(["model", "tokens", "GPUs", "fastest layout", *kinds, "SM MHz", "J a step"], rows) if rows else ""
+
+
+def _if_there(line: dict[str, Any], name: str, digits: int) -> str:
+    return f"{line[name]:.{digits}f}" if name in line else "-"
 
 
 def soonest(lines: Sequence[dict[str, Any]]) -> str:

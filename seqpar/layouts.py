@@ -16,7 +16,9 @@ from seqpar.predict import GIB, Load, Prediction, predict
 from seqpar.rates import Rates
 
 ORDER = ("kv_gather", "ulysses", "kv_first", "usp", "ring")
-EXACT = ORDER[:3]  # they only move data: one rank's bits; unasked, only these
+EXACT = ORDER[:3]
+"""They only move data: one rank's bits, of kv_first where a product rounds its columns alike however many it has, as on
+H200s. Unasked, only these are taken."""
 TIE = 0.01  # predictions that differ by less say nothing: then the first in the order of `allowed`
 
 Aim = Literal["latency", "throughput"]

@@ -32,11 +32,12 @@ def poison(tensor: Tensor) -> None:
 
 def there_and_back(rank: int, world: int, device: torch.device, batch: int, tokens: int, heads: int, kv: int) -> None:
     axis, shard, dim = make_mesh(device, cfg=1).ulysses, Shard(tokens, world), 2
-    layout = HeadLayout(batch, shard.sizes, heads, kv, dim, torch.float64, device)
+    layout = HeadLayout(batch, shard.sizes, heads, kv, dim, torch.float32, device)  # on GPUs kernels move it
     into, back = ToHeads(axis, layout), ToTokens(axis, layout)
     mine, q_heads, kv_heads = shard.slice(axis.rank), layout.q_slice(axis.rank), layout.kv_slice(axis.rank)
     for round_ in range(ROUNDS):
-        whole = [coded(batch, tokens, n, dim, 7 * round_ + name).to(device) for name, n in enumerate((heads, kv, kv))]
+        whole = [coded(batch, tokens, n, dim, 7 * round_ + name).to(device, torch.float32)
+                 for name, n in enumerate((heads, kv, kv))]  # fmt: skip
         for box in into.outboxes():
             for view in (box.q, box.k, box.v):
                 assert view is not None

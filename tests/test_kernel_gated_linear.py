@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,18 @@ from torch import Tensor
 from launch.products import TILES
 from seqpar.kernels import gated_linear as module
 from seqpar.kernels import gelu, swiglu
-from seqpar.kernels.gated_linear import CASES, FASTER, Faster, Tile, gated_linear, launch, reference, tile_for, why_not
+from seqpar.kernels.gated_linear import (
+    CASES,
+    FASTER,
+    QUACK,
+    Faster,
+    Tile,
+    gated_linear,
+    launch,
+    reference,
+    tile_for,
+    why_not,
+)
 from tests.conftest import DEVICE
 from tests.meshes import random
 
@@ -85,6 +99,36 @@ def test_the_whole_sequence_decides_and_not_a_ranks_tokens(monkeypatch: pytest.M
     monkeypatch.setattr(module, "why_not", lambda: "not here")
     gated_linear(x, packed, 100)
     assert len(asked) == 1
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that could run quack, which is not loaded yet."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.delitem(sys.modules, "seqpar.kernels._epilogues", raising=False)
+    monkeypatch.delattr("seqpar.kernels._epilogues", raising=False)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_no_quack_or_another_one_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "version", lambda name: "0.6.0")
+    assert module._load.__wrapped__() == f"needs quack-kernels {QUACK}, 0.6.0 is here"
+    monkeypatch.setattr(module, "version", lambda name: QUACK)
+    monkeypatch.setitem(sys.modules, "quack.activation", None)
+    assert module._load.__wrapped__().startswith(f"needs quack-kernels {QUACK}: ")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_quack_says_where_it_refuses_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise TypeError("it depends on something\nunknown")
+
+    monkeypatch.setattr(module, "version", lambda name: QUACK)
+    for name, values in {"quack": {}, "quack.activation": {"swiglu": None},
+                         "quack.epilogue": {"gemm_epilogue": refuse, "unpack": None}}.items():  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**values))
+    assert module._load.__wrapped__() == "quack refuses: it depends on something"
 
 
 def needs_quack() -> None:

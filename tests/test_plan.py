@@ -38,12 +38,12 @@ def of(cfg: int, ulysses: int, strategy: str = "ulysses", transport: str = "peer
 
 
 ALONE, U4, CFG_U2, CFG_KV2, KV4 = of(1, 1), of(1, 4), of(2, 2), of(2, 2, "kv_gather"), of(1, 4, "kv_gather")
-CFG_KF2, KF4 = of(2, 2, "kv_first"), of(1, 4, "kv_first")  #
+CFG_KF2, KF4 = of(2, 2, "kv_first"), of(1, 4, "kv_first")
 
 
 def test_without_guidance_all_ranks_are_on_the_sequence() -> None:
     assert planned(replace(ONE, guidance=False, labels=1)).best == KF4
-    assert planned(replace(ONE, guidance=False, labels=1, tokens=256)).best.sequence == 4
+    assert planned(replace(ONE, guidance=False, labels=1, tokens=256)).best == KV4
     assert planned(world=1).best == ALONE
     assert planned(world=2).best == of(2, 1)
     assert planned(world=3).best.sizes == {"data": 1, "cfg": 1, "ring": 1, "ulysses": 3}

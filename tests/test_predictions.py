@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.costs import Layout, Work
-from seqpar.layouts import Wish
+from seqpar.layouts import TIE, Wish
 from seqpar.predict import predict
 from seqpar.rates import H200
 from tests.test_plan import ALONE, CFG_KF2, CFG_KV2, CFG_U2, ONE, SEVEN_B, U4, XL, of, planned
@@ -63,12 +63,12 @@ def test_the_pick_is_within_three_percent_of_the_best_measured(tokens: int) -> N
 
 
 @pytest.mark.parametrize(("work", "tokens", "guidance", "measured"), PAIRS)
-def test_the_strategy_of_two_ranks_is_the_fastest_measured(
+def test_the_strategy_of_two_ranks_is_the_fastest_measured_or_ties_with_it(
     work: Work, tokens: int, guidance: bool, measured: dict[str, float]
 ) -> None:
     load = replace(ONE, tokens=tokens, guidance=guidance, labels=1 + guidance)
     found = planned(load, world=2, wish=Wish(axes={"cfg": 1}), work=work)
-    assert measured[found.best.strategy] == min(measured.values())
+    assert measured[found.best.strategy] <= (1 + TIE) * min(measured.values())
 
 
 @pytest.mark.parametrize("tokens", [256, 4096, 16384])

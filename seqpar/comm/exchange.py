@@ -146,7 +146,6 @@ class ToTokens:
         self._out = torch.empty(shape, dtype=layout.dtype, device=layout.device)
         self._boxes = Destinations(self._move.outgoing)
         places = (self._out[:, :, layout.q_slice(rank)].transpose(0, 1) for rank in range(axis.size))
-        # torch's copies of strided views are not vectorized
         self._places = [Destinations([place]) for place in places]
 
     def outboxes(self) -> Destinations:
@@ -157,6 +156,7 @@ class ToTokens:
         """(B, l, H, D). Interleaving the heads of the ranks is the one copy that a collective cannot avoid."""
         self._move.deliver()
         for slab, place in zip(self._move.incoming, self._places, strict=True):
+            # not copy_: torch's copies of strided views are not vectorized
             push(slab.transpose(0, 1), place)
         return self._out
 

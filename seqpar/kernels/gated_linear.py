@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,8 @@ class Faster(NamedTuple):
     tile: Tile
     few: tuple[tuple[int, Tile], ...] = ()
 
+
+QUACK = "0.6.5"  # others have other functions, or compile with another CuTe DSL; also in pyproject.toml
 
 FASTER: Mapping[tuple[tuple[int, int], int, int], Faster] = {
     ((9, 0), 11008, 4096): Faster(1024, Tile(128, 192, 2), ((64, Tile(64, 192, 1, 2)), (128, Tile(128, 192, 1, 4)))),
@@ -123,9 +126,11 @@ def _load() -> Any:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return "needs a Hopper GPU"
     try:
+        if (found := version("quack-kernels")) != QUACK:
+            return f"needs quack-kernels {QUACK}, {found} is here"
         from seqpar.kernels import _epilogues
     except ImportError as error:
-        return f"quack is not installed: {error}"
+        return f"needs quack-kernels {QUACK}: {error}"
     except TypeError as error:  # it refuses what it cannot tell the version of: a CuTe DSL outside site-packages
         return f"quack refuses: {str(error).splitlines()[0]}"
     return _epilogues

@@ -1,4 +1,5 @@
 """Attention's output to the ranks whose tokens it is of, straight into their memory (or a send buffer): one launch.
+Also what a rank sent, to its place among the heads of others.
 
 When it wins: always on a GPU; a copy for each destination is a launch for each, and torch's copies of strided views
 are not vectorized. All destinations are written at once, so that links do not wait while what stays here is copied;

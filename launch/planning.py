@@ -34,13 +34,13 @@ class Machine:
 
 def here(device: torch.device, count: int, transport: str) -> Machine:
     """Devices like this one; transport as the launcher takes it: "auto" is peers' memory between GPUs."""
-    peer = transport == "peer" or (transport == "auto" and device.type == "cuda")
+    direct = transport == "peer" or (transport == "auto" and device.type == "cuda")
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / GIB
-        return Machine(torch.cuda.get_device_name(device), count, "peer" if peer else "nccl", memory)
+        return Machine(torch.cuda.get_device_name(device), count, "peer" if direct else "nccl", memory)
     known = hasattr(os, "sysconf")  # not on Windows
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB / count if known else None
-    return Machine("CPU", count, "peer" if peer else "gloo", memory)
+    return Machine("CPU", count, "peer" if direct else "gloo", memory)
 
 
 def ours(ranks: Mesh, transport: str) -> Machine:

@@ -81,9 +81,10 @@ def gelu_ways() -> Mapping[str, Callable[..., Tensor]]:
     }
 
 
-def main(rows: Sequence[int], rounds: int, out: Path | None, named: str = "") -> None:
+def main(rows: Sequence[int], rounds: int, out: Path | None, named: str) -> None:
     """Measure those whose name has `named`, print a table, append the lines."""
-    for product in (product for product in products() if named in product.name):
+    chosen = [product for product in products() if named in product.name]
+    for product in chosen:
         for count in rows:
             lines = measure(product, count, rounds)
             print("".join(row(line) + "\n" for line in lines), end="", flush=True)

@@ -64,18 +64,14 @@ class Plan:
         text = f"{_name(first.layout)}, {_ms(first)} predicted"
         if others:
             text += f" ({aim}); next {_name(others[0].layout)}, {_ms(others[0])}"
-            text += self._passed_over(first, others[0])
+            exact, other = (row.layout.strategy in EXACT for row in (first, others[0]))
+            rounds = exact and not other and others[0].ms < first.ms
+            text += " (not taken unasked: it rounds otherwise than one rank)" if rounds else ""
         else:
             text += " (nothing else to choose)"
         if first.layout.strategy not in ORDER:
             text += f"; {first.layout.strategy} is counted as ulysses"
         return f"{text}; rates: {self.rates.source}"
-
-    def _passed_over(self, first: Prediction, other: Prediction) -> str:
-        """Why a faster one is not taken."""
-        if other.layout.strategy in EXACT or first.layout.strategy not in EXACT or other.ms >= first.ms:
-            return ""
-        return " (not taken unasked: it rounds otherwise than one rank)"
 
     def table(self) -> str:
         """A row a layout: ms a step and its parts, pictures a second, memory of a rank."""
@@ -108,9 +104,9 @@ def _ranked(fitting: list[Prediction]) -> tuple[Prediction, ...]:
     if not fitting:
         return ()
     # rings round otherwise than one rank: unasked, only where nothing else fits
-    taken = [row for row in fitting if row.layout.strategy in EXACT] or fitting
-    least_ms = min(row.ms for row in taken)
-    first = next(row for row in taken if row.ms <= (1 + TIE) * least_ms)
+    exact = [row for row in fitting if row.layout.strategy in EXACT] or fitting
+    least_ms = min(row.ms for row in exact)
+    first = next(row for row in exact if row.ms <= (1 + TIE) * least_ms)
     rest = sorted((row for row in fitting if row is not first), key=lambda row: row.ms)
     return first, *rest
 

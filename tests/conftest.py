@@ -6,6 +6,7 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,16 @@ def ranks() -> Iterator[Pool]:
     pool = Pool(DEVICE)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A transformer folder with random weights, to be read."""
+    from tests.tiny import diffusers_dit  # here: diffusers loads slowly, and after the interpreter was asked for
+
+    path = tmp_path_factory.mktemp("model")
+    diffusers_dit().float().save_pretrained(path)  # pyright: ignore
+    return path
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

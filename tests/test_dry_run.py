@@ -14,6 +14,12 @@ from seqpar.models._find import Blueprint
 from tests.test_launch import launch
 
 
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("counts", [(), (1, 4)], ids=str)
 def test_a_dry_run_ranks_layouts_and_loads_no_weights(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, counts: tuple[int, ...]
@@ -22,7 +28,6 @@ def test_a_dry_run_ranks_layouts_and_loads_no_weights(
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(Blueprint, "build", refuse)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run(Args(model="large-dit-600m", size="1024", classes=("1",), out=tmp_path / "x.png", dry_run=counts))
     shown = capsys.readouterr().out
     assert not list(tmp_path.iterdir())
@@ -49,11 +54,6 @@ def test_a_dry_run_on_two_processes_prints_once_and_ends_well(tmp_path: Path) ->
 def dry(*flags: str) -> None:
     """As one process without a GPU does it."""
     run(tyro.cli(Args, args=["--dry-run", *flags]))
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.mark.usefixtures("no_gpu")

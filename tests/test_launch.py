@@ -22,7 +22,7 @@ from seqpar.mesh import Mesh
 from seqpar.models._find import Blueprint
 from seqpar.plan import parse_mesh
 from seqpar.trajectory import Guidance
-from tests.tiny import diffusers_dit
+from tests.test_mistakes import words
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = str(ROOT / "launch" / "sample.py")
@@ -35,14 +35,6 @@ def launch(*flags: object, ranks: int = 1, **env: str) -> subprocess.CompletedPr
     command = [*(start if ranks > 1 else [sys.executable]), SCRIPT, *map(str, flags)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200", **env}
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transformer folder with random weights."""
-    path = tmp_path_factory.mktemp("model")
-    diffusers_dit().float().save_pretrained(path)  # pyright: ignore
-    return path
 
 
 def test_two_ranks_make_a_picture_that_says_how_it_was_made(folder: Path, tmp_path: Path) -> None:
@@ -110,10 +102,7 @@ def test_a_named_strategy_exchanges_and_the_metadata_hold_what_was_chosen(tmp_pa
 def test_a_mistake_is_one_message_and_no_hang(
     folder: Path, tmp_path: Path, flags: tuple[str, ...], message: str
 ) -> None:
-    given = {"--mesh": "ulysses=2", "--model": str(folder), "--out": str(tmp_path / "x.png"), "--steps": "2",
-             "--size": "64"}  # fmt: skip
-    rest = [word for name, value in given.items() if name not in flags for word in (name, value)]
-    done = launch(*rest, *flags, ranks=2)
+    done = launch(*words(folder, tmp_path / "x.png", flags), ranks=2)
     assert done.returncode != 0
     assert (done.stderr + done.stdout).count(message) == 1, done.stderr
     assert "step/s" not in done.stderr  # no bar before anything has been done

@@ -16,17 +16,8 @@ import tyro
 from launch.sample import Args, run
 from seqpar.models._find import Blueprint
 from tests.pool import Pool
-from tests.tiny import diffusers_dit
 
 NOTHING_WRONG = "weights are read"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transformer folder with random weights."""
-    path = tmp_path_factory.mktemp("model")
-    diffusers_dit().float().save_pretrained(path)  # pyright: ignore
-    return path
 
 
 class ReadError(Exception):
@@ -83,7 +74,7 @@ def test_a_mistake_is_the_same_message_on_every_rank_before_weights_load(
 ) -> None:
     one, other = ranks.run(2, told, words(folder, tmp_path / "x.png", flags))
     assert one == other
-    assert message in one[0]
+    assert one[0].count(message) == 1
     assert one[1] == ""  # no plan, no bar
     assert not list(tmp_path.iterdir())
 

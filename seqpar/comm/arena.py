@@ -46,8 +46,7 @@ class Arena:
         except RuntimeError as raised:
             error = raised
         # nobody writes to a peer before its zeros are there, or waits for one that has none
-        errors = together(axis, None if error is None else str(error))
-        if failed := next((text for text in errors if text is not None), None):
+        if failed := first_told(axis, None if error is None else str(error)):
             raise RuntimeError(failed) from error
 
     def view(self, rank: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -83,7 +82,7 @@ def why_no_peers(axis: Axis, device: torch.device) -> str | None:
     hosts = together(axis, socket.gethostname())
     if len(set(hosts)) > 1:
         return f"the ranks are on {len(set(hosts))} machines"
-    return next((reason for reason in together(axis, _why_not_here(axis, device)) if reason is not None), None)
+    return first_told(axis, _why_not_here(axis, device))
 
 
 def together(axis: Axis, value: T) -> list[T]:
@@ -92,6 +91,11 @@ def together(axis: Axis, value: T) -> list[T]:
     if axis.size > 1:
         dist.all_gather_object(values, value, group=axis.group)
     return values
+
+
+def first_told(axis: Axis, reason: str | None) -> str | None:
+    """The reason of the first rank that has one, the same on all; None where none has."""
+    return next((told for told in together(axis, reason) if told is not None), None)
 
 
 def _why_not_here(axis: Axis, device: torch.device) -> str | None:
@@ -165,9 +169,8 @@ def _on_cpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
     folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     paths = together(axis, folder / f"seqpar-{uuid.uuid4().hex}")
     try:
-        errors = [error for error in together(axis, _reserve(paths[axis.rank], nbytes)) if error is not None]
-        if errors:  # the same on all ranks
-            raise ValueError(errors[0])
+        if (error := first_told(axis, _reserve(paths[axis.rank], nbytes))) is not None:
+            raise ValueError(error)
         found = [torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
         together(axis, None)  # all are mapped: no file is left behind, however the ranks end
     finally:

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -121,7 +122,7 @@ def why_not() -> str | None:
 
 
 @cache
-def _load() -> Any:
+def _load() -> ModuleType | str:
     """The module of epilogues, or why there is none."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return "needs a Hopper GPU"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.comm.arena import together, why_no_peers
+from seqpar.comm.arena import first_told, why_no_peers
 from seqpar.comm.exchange import HeadLayout
 from seqpar.comm.peer import PeerBehind, PeerHeads, PeerToAll
 from seqpar.comm.peer_blocks import PeerGather, PeerRotation
@@ -39,7 +39,7 @@ def why_not(axis: Axis, device: torch.device) -> str | None:
     if reason is not None or axis.size == 1:
         return reason
     transport = Transport(TRIAL_S)
-    reason = next((told for told in together(axis, _tried(transport, axis, device)) if told is not None), None)
+    reason = first_told(axis, _tried(transport, axis, device))
     if reason is None:
         transport.release()
     return reason

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Union
 
+import torch
 import tyro
 
 from launch import exchange, kernels, ladder, measure, numerics, scale, start, steps, tiles
@@ -33,6 +34,7 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     numerics.Numerics: numerics.main,
     measure.Rates: measure.main,
 }
+ON_GPUS = (kernels.Kernels, tiles.Tiles, ladder.Ladder)
 
 
 def main() -> None:
@@ -44,6 +46,8 @@ def run(rank: int) -> None:
     """Parse and measure."""
     benches: Any = Union[tuple(BENCHES)]  # noqa: UP007 (of a tuple)
     args = tyro.cli(benches, description=__doc__, console_outputs=rank == 0)
+    if isinstance(args, ON_GPUS) and not torch.cuda.is_available():
+        raise ValueError("got no GPU, expected one: this bench times its kernels and graphs; run it where there is one")
     BENCHES[type(args)](args)
 
 

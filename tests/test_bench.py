@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from launch import bench as entry
 from launch import table, timing
 from launch.steps import Steps, check, layouts
 
@@ -94,6 +96,14 @@ def test_what_cannot_be_measured_is_refused(args: Steps, world: int, message: st
 @pytest.mark.parametrize("tokens", [1, 4, 1024, 4096, 65536])
 def test_square_token_counts_are_accepted(tokens: int) -> None:
     check(Steps(tokens=(tokens,), layouts=("ulysses:1:1",)), 1)
+
+
+@pytest.mark.parametrize("name", ["kernels", "tiles", "ladder"])
+def test_a_bench_of_kernels_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", name])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="got no GPU, expected one"):
+        entry.run(0)
 
 
 @pytest.mark.parametrize(

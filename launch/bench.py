@@ -13,14 +13,18 @@ torchrun --nproc_per_node=4 launch/bench.py rates                        # measu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Union
 
 import torch
 import tyro
 
-from launch import exchange, kernels, ladder, measure, numerics, scale, start, steps, tiles
-from launch.exits import guarded
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benches are not installed: they run from the clone
+
+from launch.benches import exchange, kernels, ladder, measure, numerics, scale, start, steps, tiles
+from seqpar.cli.exits import guarded
 
 # flags of a bench -> what runs it
 BENCHES: dict[type, Callable[[Any], None]] = {

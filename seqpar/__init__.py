@@ -1,12 +1,12 @@
 """seqpar: sequence-parallel inference for diffusion transformers.
 
-`DistributedDiT` runs one model on a `Mesh`; `sample` is the denoising loop; `seqpar.pipeline.generate` makes pictures.
+`DistributedDiT` runs one model on a `Mesh`; `sample` is the denoising loop; `seqpar.pipelines.class_labels.generate` makes pictures.
 """
 
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
-from seqpar.sampling import Sampler, sample
-from seqpar.trajectory import Guidance
+from seqpar.sampling.loop import Sampler, sample
+from seqpar.sampling.trajectory import Guidance
 
 __version__ = "0.1.0"
 

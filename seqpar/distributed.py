@@ -16,10 +16,8 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
-from seqpar.comm.point_to_point import gather
 from seqpar.mesh import Mesh
-from seqpar.models._find import Blueprint, from_diffusers, locate
-from seqpar.plan import (
+from seqpar.planner.choose import (
     Choice,
     choose_local,
     choose_strategy,
@@ -29,8 +27,10 @@ from seqpar.plan import (
     load_transport,
 )
 from seqpar.protocols import Attend, SequenceModel, sharded
+from seqpar.sampling.trajectory import Conditions, Guidance, Trajectory, batch_rows
 from seqpar.shard import Shard, check_tokens
-from seqpar.trajectory import Conditions, Guidance, Trajectory, batch_rows
+from seqpar.transports.collective.point_to_point import gather
+from seqpar.weights.find import Blueprint, from_diffusers, locate
 
 
 class DistributedDiT(nn.Module):

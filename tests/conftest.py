@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 DEVICE = os.environ.get("SEQPAR_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE == "cpu":
@@ -21,7 +21,7 @@ if DEVICE == "cpu":
 os.environ["SEQPAR_CACHE"] = os.path.join(tempfile.gettempdir(), "seqpar-tests-without-rates")
 
 # no Triton outside Linux: nothing launches its kernels there
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_kernel_*.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["kernels/*.py"]
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,9 @@ def ranks() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A transformer folder with random weights, to be read."""
-    from tests.tiny import diffusers_dit  # here: diffusers loads slowly, and after the interpreter was asked for
+    from tests.support.tiny import (
+        diffusers_dit,  # here: diffusers loads slowly, and after the interpreter was asked for
+    )
 
     path = tmp_path_factory.mktemp("model")
     diffusers_dit().float().save_pretrained(path)  # pyright: ignore

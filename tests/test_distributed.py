@@ -9,12 +9,12 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.mesh import Mesh
-from seqpar.trajectory import Conditions
-from tests.meshes import LAYOUTS, mesh_for, random
-from tests.meshes import mesh as make_mesh
-from tests.pool import Pool
-from tests.test_strategies import counted_calls
-from tests.tiny import diffusers_dit
+from seqpar.sampling.trajectory import Conditions
+from tests.attention.test_strategies import counted_calls
+from tests.support.meshes import LAYOUTS, mesh_for, random
+from tests.support.meshes import mesh as make_mesh
+from tests.support.pool import Pool
+from tests.support.tiny import diffusers_dit
 
 TOLERANCE = 1e-10  # fp64, three layers, outputs of a few units
 

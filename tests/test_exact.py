@@ -18,8 +18,8 @@ from seqpar import exact
 from seqpar.local import flash, reference, sdpa
 from seqpar.mesh import Axis, Mesh
 from seqpar.models import _layers
-from seqpar.plan import choose_local, choose_strategy
-from tests.meshes import TRANSPORTS
+from seqpar.planner.choose import choose_local, choose_strategy
+from tests.support.meshes import TRANSPORTS
 
 ROOT = Path(__file__).parents[1]
 # rows of a call, and where they begin in the whole; odd ones, few and many

@@ -10,13 +10,13 @@ from seqpar import DistributedDiT, Guidance, sample
 from seqpar.local import flash, sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import dit
-from seqpar.models._find import randomise
 from seqpar.protocols import Core, Prepare
-from seqpar.sampling import draw_noise
+from seqpar.sampling.loop import draw_noise
 from seqpar.shard import Shard
-from tests.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
-from tests.pool import Pool
-from tests.test_sampling import scheduler
+from seqpar.weights.find import randomise
+from tests.sampling.test_sampling import scheduler
+from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.gpu
 WORSE = 1.25  # a sharded bf16 result may be this much further from fp64 than one GPU's bf16 result
@@ -143,7 +143,7 @@ def test_gpu_five_hundred_replays_through_peers_memory(ranks: Pool, world: int, 
 def test_gpu_a_graph_of_a_table_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many labels: the modulation table holds a step at a time, and warming up must not read past it."""
     whole = long_run(0, 1, torch.device("cuda", 0), "ulysses", 1, True)
-    monkeypatch.setattr("seqpar.trajectory.TABLE_BYTES", 1)
+    monkeypatch.setattr("seqpar.sampling.loop.trajectory.TABLE_BYTES", 1)
     by_steps = long_run(0, 1, torch.device("cuda", 0), "ulysses", 1, True)
     # the table's own products have another number of rows then, and round otherwise
     assert (by_steps - whole).norm() < 1e-2 * whole.norm()

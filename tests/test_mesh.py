@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqpar.mesh import Mesh, fill, pick_device
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 
 @pytest.mark.parametrize(

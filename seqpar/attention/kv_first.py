@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from seqpar.attention import kv_gather
-from seqpar.comm.exchange import HeadLayout
-from seqpar.comm.transport import Behind, Transport
 from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core, Prepare
 from seqpar.shard import Tokens, check_tokens
+from seqpar.transports._contract import Behind, Transport
+from seqpar.transports._layout import HeadLayout
 
 check = kv_gather.check
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.comm.exchange import HeadLayout
-from seqpar.comm.transport import Into, Transport
 from seqpar.kernels.prepare import prepare, prepare_into
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core, Prepare
 from seqpar.shard import Tokens, check_tokens
+from seqpar.transports._contract import Into, Transport
+from seqpar.transports._layout import HeadLayout
 
 
 def check(mesh: Mesh) -> None:

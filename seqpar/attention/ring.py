@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.ulysses import Ulysses
-from seqpar.comm.transport import Rotate, Transport
 from seqpar.kernels.merge import merge
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core
 from seqpar.shard import Tokens, check_tokens
+from seqpar.transports._contract import Rotate, Transport
 
 
 def check(mesh: Mesh) -> None:

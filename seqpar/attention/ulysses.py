@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.comm.differentiable import to_heads, to_tokens
-from seqpar.comm.exchange import HeadLayout
-from seqpar.comm.transport import Back, Into, Transport
 from seqpar.kernels.prepare import prepare, prepare_into
 from seqpar.kernels.push import push
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core, Prepare
 from seqpar.shard import Tokens, check_tokens
+from seqpar.transports._contract import Back, Into, Transport
+from seqpar.transports._layout import HeadLayout
+from seqpar.transports.collective.differentiable import to_heads, to_tokens
 
 
 def check(mesh: Mesh) -> None:

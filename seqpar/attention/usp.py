@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from seqpar.attention.ring import Ring
 from seqpar.attention.ulysses import Ulysses
-from seqpar.comm.transport import Transport
 from seqpar.mesh import Mesh
 from seqpar.protocols import Attend, Core
 from seqpar.shard import Tokens, check_tokens
+from seqpar.transports._contract import Transport
 
 
 def check(mesh: Mesh) -> None:

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from seqpar.costs import Work
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gated_linear import gated_linear
 from seqpar.models import _layers
 from seqpar.models._label_dit import LabelDiT
+from seqpar.planner.costs import Work
 from seqpar.protocols import Attend, Condition, Prepare
-from seqpar.weights import KeyMap, Source, count_layers, shape_of
+from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
 
 CONDITION = 1024  # width of timestep and label embeddings, at most the model's
 FINAL_NORM = Norm("layer", 1e-6)

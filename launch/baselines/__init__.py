@@ -1,0 +1,1 @@
+"""Plain models and other engines' ways, which benches and tests compare with."""

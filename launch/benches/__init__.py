@@ -1,0 +1,1 @@
+"""What `launch/bench.py` runs."""

@@ -1,0 +1,207 @@
+"""Measures this machine's rates for the planner, and keeps them in the user's cache (`seqpar/planner/rates.py`).
+
+    torchrun --nproc_per_node=4 launch/bench.py rates
+
+All processes measure at the same time, as they compute at the same time, and the slowest one counts. A few seconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from itertools import cycle
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from launch.benches.timing import graphed, over, timed
+from seqpar.cli.planning import here
+from seqpar.kernels.push import push
+from seqpar.mesh import Mesh
+from seqpar.planner import rates
+from seqpar.planner.choose import choose_local, load_local
+from seqpar.planner.costs import core
+from seqpar.transports import peer
+from seqpar.transports._contract import Back
+from seqpar.transports._layout import HeadLayout
+from seqpar.transports.peer.arena import why_no_peers
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEAD_DIMS = (64, 72, 128)
+CALLS = 20  # in one graph: the launch of a graph must not count
+SECONDS = 0.1  # for each time
+EXCHANGES = 10  # the same number on all ranks
+PUSHED_DIM = 128
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measure what the planner must know of this machine, and keep it."""
+
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of products and attention; bf16 on GPUs and fp32 on CPUs where auto."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: (rows, inputs, outputs), (batch, heads, tokens), bytes copied, bytes sent."""
+
+    products: tuple[tuple[int, int, int], ...]
+    weights: tuple[int, int, int]
+    attentions: tuple[tuple[int, int, int], ...]
+    copied: int
+    sent: tuple[int, ...]
+
+
+GPU = Sizes(
+    products=(*((rows, 4096, 4096) for rows in (128, 512, 2048, 8192)), (8192, 4096, 12288)),
+    weights=(128, 4096, 12288),
+    attentions=((2, 8, 256), (2, 32, 256), (2, 8, 4096), (2, 8, 16384)),
+    copied=1 << 31,
+    sent=tuple(kib << 10 for kib in (192, 768, 3 << 10, 12 << 10, 48 << 10, 192 << 10)),
+)
+CPU = Sizes(
+    products=tuple((rows, 256, 256) for rows in (16, 64, 256, 1024)),
+    weights=(1, 1024, 4096),
+    attentions=((1, 1, 64), (1, 2, 256), (1, 2, 1024)),
+    copied=1 << 26,
+    sent=(1 << 14, 1 << 18, 1 << 22),
+)
+
+
+def main(args: Rates) -> None:
+    """Measure, keep, and say where."""
+    mesh = Mesh.from_env()
+    dtype = DTYPES.get(args.dtype, torch.bfloat16 if mesh.device.type == "cuda" else torch.float32)
+    found = measure(mesh, dtype)
+    if mesh.is_main:
+        path = rates.save(found, mesh.world.size)
+        print(f"{found.device} x {mesh.world.size}, {found.dtype}, kept in {path}")
+        print(f"products   {found.gemm[0][1]:.3g} to {found.gemm[-1][1]:.3g} TFLOP/s, weights {found.weights:.3g} TB/s")
+        for dim, curve in found.attention.items():
+            print(f"attention  {curve[0][1]:.3g} to {curve[-1][1]:.3g} TFLOP/s at head dim {dim}")
+        print(f"copies     {found.copy:.3g} TB/s, {found.kernel_us:.3g} us a kernel")
+        for name, ((small, least), *_, (big, most)) in found.exchange.items():
+            print(f"{name:<10} {least:.0f} us for {small:.3g} bytes, {most:.0f} us for {big:.3g}")
+
+
+def measure(mesh: Mesh, dtype: torch.dtype) -> rates.Rates:
+    """All rates, with one dtype; the same on every rank."""
+    device, sizes = mesh.device, GPU if mesh.device.type == "cuda" else CPU
+    machine = here(device, mesh.world.size, "auto")
+
+    def us(work: Callable[[], object]) -> float:
+        return max(mesh.collect(time_us(work, device)))
+
+    _, inputs, outputs = sizes.weights
+    copy = us(copying(sizes.copied, device))
+    return rates.Rates(
+        device=machine.device,
+        dtype=str(dtype).removeprefix("torch."),
+        source=f"measured here on {date.today()}",
+        gemm=tuple((m * n, 2e-6 * m * k * n / us(product(m, k, n, dtype, device))) for m, k, n in sizes.products),
+        weights=1e-6 * inputs * outputs * dtype.itemsize / us(product(*sizes.weights, dtype, device)),
+        attention={dim: tuple(attention(us, *shape, dim, dtype, device) for shape in sizes.attentions)
+                   for dim in HEAD_DIMS},
+        copy=2e-6 * sizes.copied / copy,
+        kernel_us=us(copying(16, device)),
+        exchange=exchanges(mesh, sizes.sent) if mesh.world.size > 1 else {},
+        memory=machine.memory,
+    )  # fmt: skip
+
+
+def product(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """A matrix product of random numbers (zeros would be faster), with weights in turn: a cache holds none of them."""
+    count = over(inputs * outputs * dtype.itemsize) if device.type == "cuda" else 1
+    x, *weights = (torch.randn(n, inputs, device=device).to(dtype) for n in (rows, *[outputs] * count))
+    turns = cycle(weights)
+    return lambda: F.linear(x, next(turns))
+
+
+def attention(
+    us: Callable[[Callable[[], object]], float],
+    batch: int,
+    heads: int,
+    tokens: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[float, float]:
+    """(FLOPs, TFLOP/s) of the local attention that would be chosen."""
+    attend = load_local(choose_local("auto", device, dtype, dim).name)
+    q, k, v = (torch.randn(batch, tokens, heads, dim, device=device).to(dtype) for _ in range(3))
+    flops = core(batch, tokens, tokens, heads, dim).flops
+    return flops, 1e-6 * flops / us(lambda: attend(q, k, v))
+
+
+def copying(size: int, device: torch.device) -> Callable[[], object]:
+    """A copy of so many bytes."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def exchanges(mesh: Mesh, sent: tuple[int, ...]) -> dict[str, rates.Curve]:
+    """Each transport that works between all ranks: bytes that leave each rank -> us."""
+    found = {"nccl" if mesh.device.type == "cuda" else "gloo": all_to_all(mesh, sent)}
+    reason = why_no_peers(mesh.world, mesh.device)
+    if reason is None:
+        return found | {"peer": stores(mesh, sent)}
+    if mesh.is_main:
+        print(f"peer memory is not measured: {reason}")
+    return found
+
+
+def stores(mesh: Mesh, sent: tuple[int, ...]) -> rates.Curve:
+    """Attention's output to the ranks of its tokens, written into their memory, and the flags."""
+    world, points, transport = mesh.world.size, [], peer.Transport()
+    for size in sent:
+        tokens = max(1, size // (world - 1) // (PUSHED_DIM * 2))
+        layout = HeadLayout(1, (tokens,) * world, world, world, PUSHED_DIM, torch.bfloat16, mesh.device)
+        _, back = transport.heads(mesh.world, layout)
+        out = torch.ones(1, tokens * world, 1, PUSHED_DIM, dtype=torch.bfloat16, device=mesh.device)
+
+        def work(out: torch.Tensor = out, back: Back = back) -> None:
+            back.deliver(push(out, back.outboxes(), back.flags))
+
+        us = max(mesh.collect(time_us(work, mesh.device, EXCHANGES)))
+        points.append((tokens * PUSHED_DIM * 2 * (world - 1), us))
+    transport.check()
+    transport.release()
+    return tuple(points)
+
+
+def all_to_all(mesh: Mesh, sent: tuple[int, ...]) -> rates.Curve:
+    """A collective."""
+    points = []
+    for size in sent:
+        each = -(-size // (mesh.world.size - 1))
+        send = torch.ones(each * mesh.world.size, dtype=torch.uint8, device=mesh.device)
+        receive = torch.empty_like(send)
+
+        def work(send: torch.Tensor = send, receive: torch.Tensor = receive) -> None:
+            dist.all_to_all_single(receive, send, group=mesh.world.group)
+
+        us = max(mesh.collect(time_us(work, mesh.device, EXCHANGES)))
+        points.append((each * (mesh.world.size - 1), us))
+    return tuple(points)
+
+
+def time_us(work: Callable[[], object], device: torch.device, repeat: int | None = None) -> float:
+    """us of one call: in a graph on a GPU; for `SECONDS`, or `repeat` times where ranks must agree on the number."""
+    if device.type == "cuda":
+        replay = graphed(lambda: [work() for _ in range(CALLS)])
+        once = timed(replay, 1)
+        return 1e3 / CALLS * timed(replay, repeat or max(3, int(1e3 * SECONDS / once)))
+    times, start = [], time.perf_counter()
+    work()
+    while len(times) < (repeat or 3) or (repeat is None and time.perf_counter() - start < SECONDS):
+        begin = time.perf_counter()
+        work()
+        times.append(1e6 * (time.perf_counter() - begin))
+    return statistics.median(times)

@@ -1,0 +1,209 @@
+"""Times a denoising step on every layout of the processes there are, and says whether the latents keep their bits.
+
+    torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2 --tokens 1024 4096 16384 --out lines.jsonl
+
+One JSON line a row: {"bench": "steps", "case": {...}, "gpus": N, "ms": {"median", "min", "max"}, "digest": ...}. The
+digest is that of the latents after 25 steps from one seed: equal digests are equal bits, also between runs of other
+world sizes. Rounds go through all layouts in turn (A B C A B C), so drifting clocks hit all alike; the slowest rank
+counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+
+from launch.benches.timing import append, command, environment, spread
+from seqpar import exact
+from seqpar import mesh as meshes
+from seqpar.distributed import DistributedDiT
+from seqpar.mesh import Mesh
+from seqpar.pipelines.class_labels import DDIM_DEFAULT
+from seqpar.protocols import SequenceModel
+from seqpar.sampling.loop import digest, draw_noise, sample
+from seqpar.sampling.trajectory import Guidance
+from seqpar.weights.find import locate
+
+GUIDANCE = Guidance(4.0)
+DIGEST_STEPS = 25
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Time a denoising step on every layout of the processes there are."""
+
+    model: str = "dit-xl/2"
+    """A preset (random weights) or a checkpoint."""
+    tokens: tuple[int, ...] = (1024, 4096, 16384)
+    """Square token counts."""
+    steps: int = 10
+    """Timed steps in a round."""
+    rounds: int = 3
+    """Rounds through all layouts; medians are over these."""
+    layouts: tuple[str, ...] = ()
+    """Only these, as strategy:cfg:ring (ulysses:2:1); all that fit where none are given."""
+    local: str = "auto"
+    """Local attention."""
+    transport: str = "auto"
+    """How blocks travel between ranks."""
+    graph: bool = True
+    """Replay the step as a CUDA graph where that is possible."""
+    exact: bool = False
+    """A row's bits depend on that row alone (seqpar/exact.py): what that costs."""
+    out: Path | None = None
+    """Append JSON lines here."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A strategy and the axes it runs on."""
+
+    strategy: str
+    cfg: int
+    ring: int
+    ulysses: int
+    data: int = 1
+
+    @property
+    def name(self) -> str:
+        """As --layouts takes it."""
+        return f"{self.strategy}:{self.cfg}:{self.ring}"
+
+    def __str__(self) -> str:
+        pictures = f"data{self.data} " if self.data > 1 else ""
+        return f"{self.strategy} {pictures}cfg{self.cfg} ring{self.ring} ulysses{self.ulysses}"
+
+
+def main(args: Steps) -> None:
+    """Measure all cases, print a table on rank 0, append the lines."""
+    if args.exact:
+        exact.turn_on()
+    _, world = meshes.join()
+    check(args, world)
+    device = meshes.pick_device(world)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = locate(args.model).build(dtype, device)
+    for tokens in args.tokens:
+        lines = measure(args, model, tokens, world, device)
+        if not dist.is_initialized() or meshes.join()[0] == 0:
+            report(lines, args.out)  # as they come: a run that is cut short keeps what it measured
+
+
+def check(args: Steps, world: int) -> None:
+    """Raise `ValueError` for flags that cannot be measured, before any weight is read."""
+    check_squares(args.tokens)
+    if args.steps < 1 or args.rounds < 1:
+        raise ValueError(f"got --steps {args.steps} --rounds {args.rounds}, expected at least 1 of each")
+    layouts(args, world)
+
+
+def check_squares(counts: Sequence[int]) -> None:
+    """Raise `ValueError` for a token count that is no square picture's."""
+    for tokens in counts:
+        side = isqrt(max(0, tokens))
+        if tokens < 1 or side**2 != tokens:
+            near = f"{side**2} or {(side + 1) ** 2}" if side else "1"
+            raise ValueError(f"got --tokens {tokens}, expected squares: {near}")
+
+
+def measure(args: Steps, model: SequenceModel, tokens: int, world: int, device: torch.device) -> list[dict[str, Any]]:
+    """One line for each layout of one token count."""
+    side = isqrt(tokens) * model.config.patch_size
+    runs = {layout: Run(args, model, layout, side, device) for layout in layouts(args, world)}
+    digests = {layout: run.digest() for layout, run in runs.items()}
+    times: dict[Layout, list[float]] = {layout: [] for layout in runs}
+    for _ in range(args.rounds):
+        for layout, run in runs.items():
+            times[layout].append(run.time(args.steps))
+    return [line(args, tokens, world, layout, run.dit, times[layout], digests[layout]) for layout, run in runs.items()]
+
+
+def line(
+    args: Steps, tokens: int, world: int, layout: Layout, dit: DistributedDiT, times: list[float], bits: str
+) -> dict[str, Any]:
+    """All there is to say about one row."""
+    case = {"model": args.model, "tokens": tokens, "layout": str(layout), "local": dit.local.name, "graph": args.graph}
+    case |= {"transport": dit.transport.name, "exact": args.exact}
+    case |= {"guidance": "axis" if layout.cfg == 2 else "batched", "dtype": str(dit.dtype).removeprefix("torch.")}
+    return {"bench": "steps", "case": case, "gpus": world, "ms": spread(times), "digest": bits, "command": command(),
+            "env": environment(dit.device)}  # fmt: skip
+
+
+def layouts(args: Steps, world: int) -> list[Layout]:
+    """See `fitting`."""
+    return fitting(args.layouts, world)
+
+
+def fitting(names: Sequence[str], world: int) -> list[Layout]:
+    """All layouts of this world, or those named; `ValueError` for one that this world does not have."""
+    found = []
+    for cfg in (1, 2) if world % 2 == 0 else (1,):
+        rest = world // cfg
+        one_axis = ("ulysses", "kv_gather", "kv_first") if rest > 1 or cfg == 2 else ()
+        found += [Layout(name, cfg, 1, rest) for name in one_axis]
+        found += [Layout("ring", cfg, rest, 1)] if rest > 1 else []
+        found += [Layout("usp", cfg, 2, rest // 2)] if rest > 2 and rest % 2 == 0 else []
+    found = found or [Layout("ulysses", 1, 1, 1)]
+    # alone on its sequence a guidance branch does not exchange: one strategy stands for all
+    found = [x for x in found if x.ring * x.ulysses > 1 or x.strategy == "ulysses"]
+    known = [layout.name for layout in found]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"got --layouts {' '.join(unknown)}, expected some of {', '.join(known)}")
+    return [layout for layout in found if not names or layout.name in names]
+
+
+class Run:
+    """One layout, ready to be timed again and again."""
+
+    def __init__(self, args: Steps, model: SequenceModel, layout: Layout, side: int, device: torch.device) -> None:
+        self._mesh = Mesh.from_env(cfg=layout.cfg, ring=layout.ring, ulysses=layout.ulysses, device=device)
+        self.dit = DistributedDiT(model, self._mesh, layout.strategy, args.local, args.transport)
+        self._graph = args.graph
+        self._noise = draw_noise((1, model.config.in_channels, side, side), torch.Generator().manual_seed(0))
+
+    def digest(self) -> str:
+        """Of the latents after all steps; also the warm-up."""
+        return digest(self._sample(DIGEST_STEPS))
+
+    def time(self, steps: int) -> float:
+        """ms a step of the slowest rank, between the end of the second step and that of the last."""
+        marks: list[Any] = []
+        self._sample(steps + 2, lambda index: marks.append(mark(self._mesh.device)))
+        if self._mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+            elapsed = marks[1].elapsed_time(marks[-1])
+        else:
+            elapsed = 1e3 * (marks[-1] - marks[1])
+        return max(self._mesh.collect(elapsed / steps))
+
+    def _sample(self, steps: int, on_step: Any = lambda index: None) -> torch.Tensor:
+        scheduler = DDIMScheduler.from_config(DDIM_DEFAULT)
+        labels = {"class_labels": torch.zeros(1, dtype=torch.int64)}
+        return sample(self.dit, scheduler, self._noise, labels, steps=steps, guidance=GUIDANCE, on_step=on_step,
+                      graph=self._graph)  # fmt: skip
+
+
+def mark(device: torch.device) -> Any:
+    """A point in time: an event of the GPU's stream, or the clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def report(lines: list[dict[str, Any]], out: Path | None) -> None:
+    """The table for people; the lines for whoever checks it."""
+    for line in lines:
+        case, ms = line["case"], line["ms"]
+        print(f"{case['tokens']:>6} tokens  {line['gpus']} x  {case['layout']:<32} {case['local']:<6} "
+              f"{ms['median']:9.2f} ms  ({ms['min']:.2f} - {ms['max']:.2f})  {line['digest']}")  # fmt: skip
+    append(lines, out)

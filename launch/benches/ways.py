@@ -1,0 +1,196 @@
+"""The ways of computing a step that `launch/bench.py scale` times: ours, the peers', and the ceilings of our layouts.
+
+Each is set up, used and freed on its own (`Way.ready`): all of them at once, with their graphs' memory, would not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import isqrt
+from typing import Any
+
+import torch
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from torch import nn
+
+import seqpar.transports
+from launch.baselines.peers import DeviceMeshes, Peer, device_meshes, peer_step, peers, with_core
+from launch.baselines.plain import plain_model
+from launch.benches.ceiling import ceiling, share
+from launch.benches.steps import GUIDANCE, Layout
+from launch.benches.timing import attempt, graphed
+from seqpar.distributed import DistributedDiT
+from seqpar.mesh import Mesh
+from seqpar.pipelines.class_labels import DDIM_DEFAULT
+from seqpar.planner.choose import choose_local, load_local
+from seqpar.protocols import SequenceModel, plugins
+from seqpar.sampling.loop import Order, Run, check_finite, digest, draw_noise, why_no_graph
+
+RUN_STEPS = 25
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A way that is set up: one step, what to do before many of them, and after. bits: of the first picture's latents,
+    from fresh noise, once."""
+
+    step: Callable[[], object]
+    bits: Callable[[], str | None] = lambda: None
+    before: Callable[[], object] = lambda: None
+    after: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Way:
+    """kind: ours, peer or ceiling; weights: bytes of the model it runs; case: what its line says of it."""
+
+    kind: str
+    name: str
+    ready: Callable[[], AbstractContextManager[Ready]]
+    weights: int = 0
+    images: int = 1
+    case: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all token counts share. engines: each layout by each transport, or the reason why not."""
+
+    mesh: Mesh
+    model: SequenceModel
+    plain: nn.Module
+    device_meshes: DeviceMeshes
+    engines: Mapping[tuple[Layout, str], DistributedDiT | str]
+    local: str
+
+
+def make_bench(model: SequenceModel, chosen: Sequence[Layout], local: str, device: torch.device) -> Bench:
+    """Meshes, engines and the plain model, once: communicators are dear."""
+    world, config = Mesh.from_env(cfg=1, device=device), model.config
+    dtype = next(model.parameters()).dtype
+    made: dict[tuple[int, ...], Mesh] = {}
+    engines: dict[tuple[Layout, str], DistributedDiT | str] = {}
+    for layout in chosen:
+        axes = (layout.data, layout.cfg, layout.ring, layout.ulysses)
+        mesh = made[axes] = made.get(axes) or Mesh.from_env(*axes, device=device)
+        for transport in plugins(seqpar.transports) if mesh.sequence.size > 1 else ("collective",):
+            build = partial(DistributedDiT, model, mesh, layout.strategy, local, transport)
+            engine, why = attempt(build, world, ValueError)
+            engines[layout, transport] = str(why) if engine is None else engine
+    found = choose_local(local, device, dtype, config.attention_head_dim).name
+    plain = plain_model(config, config.sample_size, dtype, device)
+    return Bench(world, model, plain, device_meshes(world), engines, found)
+
+
+def data_layouts(world: int) -> list[Layout]:
+    """Several pictures at once: for each number of them the layout that puts the branches apart where it can."""
+    counts = [count for count in range(2, world + 1) if world % count == 0]
+    rests = [(count, world // count) for count in counts]
+    return [Layout("ulysses", cfg := 2 - rest % 2, 1, rest // cfg, count) for count, rest in rests]
+
+
+def size_of(tokens: int, patch: int) -> tuple[int, int]:
+    """Height and width of the latent of so many tokens that is nearest to a square."""
+    rows = next(rows for rows in range(isqrt(tokens), 0, -1) if tokens % rows == 0)
+    return rows * patch, tokens // rows * patch
+
+
+def all_ways(bench: Bench, tokens: int, digest_steps: int, others: bool, compiled: bool) -> list[Way]:
+    """Ours, the ceilings of their layouts, and the peers': graphs last, because a capture may fail."""
+    size = size_of(tokens, bench.model.config.patch_size)
+    return [*_ours(bench, size, digest_steps), *_ceilings(bench, tokens), *(_peers(bench, tokens, size, compiled)
+                                                                            if others else ())]  # fmt: skip
+
+
+def _ours(bench: Bench, size: tuple[int, int], digest_steps: int) -> Iterator[Way]:
+    for (layout, transport), dit in bench.engines.items():
+        case = {"layout": str(layout), "transport": transport, "guidance": "axis" if layout.cfg == 2 else "batched"}
+        ready = (
+            partial(_refused, dit) if isinstance(dit, str) else partial(engine, dit, size, layout.data, digest_steps)
+        )
+        yield Way("ours", f"{layout}, {transport}", ready, _bytes(bench.model), layout.data, case)
+
+
+def _ceilings(bench: Bench, tokens: int) -> Iterator[Way]:
+    done = set()
+    for (layout, _), dit in bench.engines.items():
+        if layout in done or isinstance(dit, str):
+            continue
+        done.add(layout)
+        ready = partial(_ceiling, bench, tokens, layout.strategy, dit.mesh)
+        yield Way("ceiling", f"ceiling of {layout}", ready, _bytes(bench.model), layout.data, {"layout": str(layout)})
+
+
+def _peers(bench: Bench, tokens: int, size: tuple[int, int], compiled: bool) -> Iterator[Way]:
+    found = peers(bench.mesh, bench.device_meshes, tokens, bench.model.config.num_attention_heads,
+                  load_local(bench.local))  # fmt: skip
+    modes = [(peer, blocks) for blocks in (False, True) for peer in found if not blocks or (compiled and peer.compiles)]
+    twins = [(peer, blocks, with_core(bench.plain, peer.core, blocks)) for peer, blocks in modes]
+    for graph in (False, True) if bench.mesh.device.type == "cuda" else (False,):
+        for peer, blocks, twin in twins:
+            launch = ("compiled blocks" if blocks else "eager", *(["graph"] if graph else []))
+            ready = partial(_peer, bench, peer, twin, size, graph)
+            name = f"{peer.name}, {' + '.join(launch)}"
+            yield Way("peer", name, ready, _bytes(bench.plain), case={"launch": " + ".join(launch)})
+
+
+@contextmanager
+def engine(dit: DistributedDiT, size: tuple[int, int], images: int, digest_steps: int) -> Iterator[Ready]:
+    """A run of 25 steps, its step in a graph where there is a GPU; picture n from seed n whatever the layout."""
+    shape = (1, dit.config.in_channels, *size)
+    noise = torch.cat([draw_noise(shape, torch.Generator().manual_seed(seed)) for seed in range(images)])
+    labels = {"class_labels": torch.zeros(images, dtype=torch.int64)}
+    scheduler = DDIMScheduler.from_config(DDIM_DEFAULT)
+    dit.check_size(*size)
+    run = Run(dit, Order(scheduler, noise, labels, RUN_STEPS, GUIDANCE))
+    try:
+        with torch.no_grad():
+            start = run.trajectory.tokens.clone()
+            if why_no_graph(dit, scheduler) is None:
+                run.capture()
+        yield Ready(torch.no_grad()(lambda: run.step(0)), torch.no_grad()(partial(_bits, dit, run, digest_steps)),
+                    lambda: run.trajectory.tokens.copy_(start), dit.check_delivered)  # fmt: skip
+    finally:
+        run.release()
+        dit.release()
+
+
+def _bits(dit: DistributedDiT, run: Run, steps: int) -> str | None:
+    if not steps:
+        return None
+    for chunk in run.trajectory.chunks():
+        for index in chunk:
+            if index < steps:
+                run.step(index)
+    dit.check_delivered()
+    latents = run.latents()
+    check_finite(min(dit.mesh.collect(int(run.bad))), run.timesteps)
+    return digest(latents[:1])
+
+
+@contextmanager
+def _ceiling(bench: Bench, tokens: int, strategy: str, mesh: Mesh) -> Iterator[Ready]:
+    step = ceiling(bench.model, share(bench.model.config, tokens, strategy, mesh), bench.local)
+    yield Ready(graphed(step) if mesh.device.type == "cuda" else step)
+
+
+@contextmanager
+def _peer(bench: Bench, peer: Peer, twin: nn.Module, size: tuple[int, int], graph: bool) -> Iterator[Ready]:
+    if peer.refusal is not None:
+        raise ValueError(peer.refusal)
+    step = peer_step(twin, bench.model, size, bench.mesh, GUIDANCE.scale)
+    step()  # here, and not in the warm-up of a graph: compiling tunes and loads on a stream of its own
+    yield Ready(graphed(step) if graph else step)
+
+
+@contextmanager
+def _refused(why: str) -> Iterator[Ready]:
+    raise ValueError(why)
+    yield
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())

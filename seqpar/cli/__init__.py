@@ -1,0 +1,1 @@
+"""What `launch/sample.py` and the `seqpar` command share: flags, planning, progress, exits."""

@@ -1,0 +1,1 @@
+"""From a prompt or labels to pictures; one family of models = one file."""

@@ -1,0 +1,272 @@
+"""From class names to pictures: labels -> noise -> sample -> decode. Everything is checked before weights load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from PIL import Image
+from torch import Tensor
+
+from seqpar.distributed import DistributedDiT
+from seqpar.mesh import Mesh
+from seqpar.pipelines.pictures import to_pil
+from seqpar.sampling.loop import Sampler, draw_noise
+from seqpar.sampling.steppers import check_eta, ddim_coefficients, steps_locally
+from seqpar.sampling.trajectory import Guidance
+from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
+from seqpar.weights.checkpoint import read_json
+from seqpar.weights.find import Blueprint, locate, resolve
+
+BUILTIN = Path(__file__).parents[1] / "assets" / "emoji-dit"
+NO_VAE_FACTOR = 8  # of the autoencoder that published DiTs are trained with
+# what the original DiT and Large-DiT use; a pipeline folder brings its own
+DDIM_DEFAULT = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "clip_sample": False}
+STEP = ["model_output", "timestep", "sample"]  # what a scheduler's step may require
+
+
+@dataclass(frozen=True)
+class Files:
+    """A pipeline before its weights: transformer blueprint, folder of the other parts (None: none), decoder, labels.
+
+    vae: the decoder's config (None: no decoder). labels: class number -> its names, the first one for captions.
+    """
+
+    blueprint: Blueprint
+    folder: Path | None
+    vae: Any
+    labels: Mapping[int, tuple[str, ...]]
+
+    @staticmethod
+    def locate(name: str | Path) -> Files:
+        """For "builtin", a diffusers pipeline folder or hub id, or anything `seqpar.models` opens (without a decoder).
+
+        Raises ValueError where a file does not fit; reads no weights, only the headers of their files.
+        """
+        path = BUILTIN if str(name) == "builtin" else resolve(name)
+        blueprint = locate(name if path is None else path)
+        if path is None or not (path / "model_index.json").is_file():
+            return Files(blueprint, None, None, {})
+        index, channels = read_json(path / "model_index.json"), blueprint.config.in_channels
+        # as in diffusers, a part that a pipeline does without is absent or [null, null]
+        vae = check_vae(path / "vae") if (index.get("vae") or [None])[0] else None
+        if vae is not None and vae.latent_channels != channels:
+            raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
+        return Files(blueprint, path, vae, _labels(index, blueprint.config.num_classes))
+
+    @property
+    def factor(self) -> int:
+        """Pixels a latent pixel covers, along each side."""
+        return NO_VAE_FACTOR if self.vae is None else vae_factor(self.vae)
+
+    def class_ids(self, classes: Sequence[str | int]) -> list[int]:
+        """Numbers for names, whole labels ("tench, Tinca tinca") or numbers.
+
+        Raises ValueError with near names for one that is none of these, with the numbers for a name of several classes.
+        """
+        names: dict[str, set[int]] = {}
+        for number, own in self.labels.items():
+            for name in own:
+                names.setdefault(name, set()).add(number)
+        return [self._class_id(str(label), names) for label in classes]
+
+    def class_name(self, number: int) -> str:
+        """The first name of a class, or its number where there are no names."""
+        return self.labels.get(number, (str(number),))[0]
+
+    def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
+        """(height, width) of the latent for a picture; the size the model was trained for where None."""
+        config = self.blueprint.config
+        if pixels is None:
+            return config.sample_size, config.sample_size
+        unit = config.patch_size * self.factor
+        if any(side < unit or side % unit for side in pixels):
+            raise ValueError(
+                f"got size {pixels[0]}x{pixels[1]}, expected multiples of {unit} (patch {config.patch_size} "
+                f"x decoder {self.factor})"
+            )
+        return pixels[0] // self.factor, pixels[1] // self.factor
+
+    def scheduler(self, name: str | None = None) -> Any:
+        """The folder's scheduler, or diffusers' class of another name with the same configuration.
+
+        Raises ValueError, with the reason, for one that cannot be built or that the denoising loop cannot drive.
+        """
+        config = read_json(self.folder / "scheduler" / "scheduler_config.json") if self.folder else DDIM_DEFAULT
+        chosen = name or config.get("_class_name", "DDIMScheduler")
+        known = [other for other in dir(diffusers) if other.endswith("Scheduler")]
+        if chosen not in known:
+            raise ValueError(f"got scheduler {chosen!r}, expected one of diffusers': {_near(chosen, known)}")
+        kind = getattr(diffusers, chosen)
+        try:
+            scheduler = kind.from_config(config)
+        except (ImportError, TypeError, ValueError, NotImplementedError) as error:
+            raise ValueError(
+                f"got scheduler {chosen!r}, which cannot be built: {' '.join(str(error).split())}"
+            ) from error
+        if (reason := _why_not(scheduler, config)) is not None:
+            raise ValueError(f"got scheduler {chosen!r}, which {reason}; expected one like DDIMScheduler")
+        return scheduler
+
+    def schedule(self, name: str | None, steps: int, eta: float = 0.0) -> Any:
+        """`scheduler(name)` with its timesteps set, one a model call; ValueError where steps or eta do not fit."""
+        scheduler = self.scheduler(name)
+        chosen, most = type(scheduler).__name__, getattr(scheduler.config, "num_train_timesteps", steps)
+        if not 1 <= steps <= most:
+            raise ValueError(f"got {steps} steps, expected 1 to {most}")
+        check_eta(scheduler, eta)
+        try:
+            scheduler.set_timesteps(steps)
+        except (ValueError, TypeError, IndexError, KeyError, RuntimeError, ZeroDivisionError) as error:
+            raise ValueError(f"got {steps} steps, which {chosen} cannot do: {error}; try more or fewer") from error
+        if steps_locally(scheduler):
+            ddim_coefficients(scheduler, steps, eta)
+        return scheduler
+
+    def _class_id(self, label: str, names: Mapping[str, set[int]]) -> int:
+        numbers = self.labels.keys() or range(self.blueprint.config.num_classes)
+        # a whole label names what all of its parts name
+        found = set.intersection(*(names.get(part, set()) for part in _parts(label)))
+        if len(found) == 1:
+            return found.pop()
+        if found:
+            raise ValueError(f"got class {label!r}, which stands for {_and(found)}, expected one of these numbers")
+        if label.isdecimal() and int(label) in numbers:
+            return int(label)
+        wanted = f"one of {_near(label, list(names))}, or" if names else "a number"
+        raise ValueError(f"got class {label!r}, expected {wanted} 0 to {max(numbers)}")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A loaded pipeline on a mesh. `vae` is diffusers' AutoencoderKL, or None (pictures are previews of latents).
+
+    It keeps the last run's graph for the next call of its kind: use it in a `with`, or `release` it, before the process
+    group ends.
+    """
+
+    dit: DistributedDiT
+    files: Files
+    vae: Any
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Free what is kept between calls."""
+        self.sampler.release()
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """The denoising loop, with what it keeps."""
+        return Sampler(self.dit)
+
+    @staticmethod
+    def load(
+        files: Files,
+        mesh: Mesh,
+        dtype: torch.dtype = torch.float32,
+        strategy: str = "auto",
+        local: str = "auto",
+        transport: str = "auto",
+    ) -> Pipeline:
+        """Read the weights; the decoder in the transformer's dtype."""
+        dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local, transport)
+        folder = files.folder
+        if folder is None or files.vae is None:
+            return Pipeline(dit, files, None)
+        vae = mesh.together(lambda: load_vae(folder / "vae", dtype, mesh.device))
+        return Pipeline(dit, files, vae)
+
+    def latents(
+        self,
+        classes: Sequence[str | int],
+        *,
+        steps: int,
+        guidance: Guidance,
+        seed: int = 0,
+        size: tuple[int, int] | None = None,
+        eta: float = 0.0,
+        scheduler: str | None = None,
+        on_step: Callable[[int], None] = lambda index: None,
+    ) -> Tensor:
+        """Sampled latents (N, C, h, w) for N classes, equal on every rank."""
+        ids = torch.tensor(self.files.class_ids(classes))
+        height, width = self.files.latent_size(size)
+        self.dit.check_size(height, width)
+        generator = torch.Generator().manual_seed(seed)
+        noise = draw_noise((len(ids), self.dit.config.in_channels, height, width), generator)
+        return self.sampler(self.files.scheduler(scheduler), noise, {"class_labels": ids}, steps=steps,
+                            guidance=guidance, eta=eta, generator=generator, on_step=on_step)  # fmt: skip
+
+    def decode(self, latents_NCHW: Tensor) -> Tensor:
+        """(N, 3, H, W) in [0, 1] on every rank."""
+        if self.vae is None:
+            return preview(latents_NCHW, self.files.factor)
+        return decode(self.vae, latents_NCHW, self.dit.mesh)
+
+
+def generate(
+    classes: Sequence[str | int],
+    model: str | Path = "builtin",
+    *,
+    mesh: Mesh | None = None,
+    steps: int = 25,
+    guidance: float = 4.0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> list[Image.Image]:
+    """Pictures of the given classes, on every rank: the whole path in one call."""
+    wanted = Guidance(guidance)
+    mesh = mesh or Mesh.from_env(guidance=wanted.on)
+    files = mesh.together(lambda: Files.locate(model))
+    mesh.together(lambda: (files.class_ids(classes), files.schedule(None, steps)))
+    with Pipeline.load(files, mesh, dtype) as pipeline:
+        return to_pil(pipeline.decode(pipeline.latents(classes, steps=steps, guidance=wanted, seed=seed)))
+
+
+def _labels(index: Mapping[str, Any], classes: int) -> dict[int, tuple[str, ...]]:
+    labels = index.get("id2label") or {}
+    odd = [key for key in labels if not key.isdecimal() or int(key) >= classes]
+    if odd:
+        raise ValueError(f"got a label for class {odd[0]!r} in model_index.json, expected numbers 0 to {classes - 1}")
+    return {int(key): _parts(str(names)) for key, names in labels.items()}
+
+
+def _parts(label: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in label.split(","))
+
+
+def _and(numbers: Iterable[int]) -> str:
+    return " and ".join(map(str, sorted(numbers)))
+
+
+def _why_not(scheduler: Any, config: Mapping[str, Any]) -> str | None:
+    """Why the denoising loop cannot drive a scheduler with the model's configuration, None where it can."""
+    if not hasattr(scheduler, "scale_model_input"):
+        return "has no scale_model_input: flow matching and other processes than the model's are not implemented"
+    parameters = signature(scheduler.step).parameters.values() if hasattr(scheduler, "step") else ()
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    if required != STEP:
+        return f"steps with ({', '.join(required)}), not with ({', '.join(STEP)})"
+    if str(getattr(scheduler.config, "variance_type", "")).startswith("learned"):
+        return "needs the model's variances (variance_type learned), which the loop does not pass on"
+    if "beta_schedule" in config and "beta_schedule" not in signature(type(scheduler).__init__).parameters:
+        return "does not know the noise schedule (betas) that the model was trained with"
+    return None
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    lower = {other.lower(): other for other in known}
+    near = [lower[other] for other in get_close_matches(name.lower(), lower, n=5, cutoff=0.4)]
+    return ", ".join(near or [*known[:8], f"... ({len(known)} in all)"])

@@ -1,0 +1,1 @@
+"""What `auto` means: costs, measured rates, predictions, the search over layouts."""

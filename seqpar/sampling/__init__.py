@@ -1,0 +1,1 @@
+"""The denoising loop: one run, its schedule, guidance and CUDA graph."""

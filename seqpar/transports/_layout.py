@@ -1,0 +1,50 @@
+"""Which heads and tokens each rank has before and after an exchange of heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from seqpar.shard import Shard
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """One attention layer over one axis: rank r holds tokens[r] tokens before, `heads(r)` of all heads after.
+
+    Heads go in whole groups (a key-value head with its query heads), so a rank may get none.
+    """
+
+    batch: int
+    tokens: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"got {self.heads} query and {self.kv_heads} key-value heads, expected a multiple")
+
+    @staticmethod
+    def of(tokens: tuple[int, ...], q_BlHD: Tensor, k_BlGD: Tensor) -> HeadLayout:
+        """Of these queries and keys."""
+        batch, _, heads, dim = q_BlHD.shape
+        return HeadLayout(batch, tokens, heads, k_BlGD.shape[2], dim, q_BlHD.dtype, q_BlHD.device)
+
+    def kv_slice(self, rank: int) -> slice:
+        """The key-value heads of `rank`."""
+        return Shard(self.kv_heads, len(self.tokens)).slice(rank)
+
+    def q_slice(self, rank: int) -> slice:
+        """The query heads of `rank`."""
+        group, kv = self.heads // self.kv_heads, self.kv_slice(rank)
+        return slice(kv.start * group, kv.stop * group)
+
+    def counts(self, rank: int) -> tuple[int, int]:
+        """(query heads, key-value heads) of `rank`."""
+        q, kv = self.q_slice(rank), self.kv_slice(rank)
+        return q.stop - q.start, kv.stop - kv.start

@@ -1,0 +1,5 @@
+"""Writing into each other's memory on one machine; see `transport.py`."""
+
+from seqpar.transports.peer.transport import TRIAL_S, Transport, supports, why_not
+
+__all__ = ["TRIAL_S", "Transport", "supports", "why_not"]

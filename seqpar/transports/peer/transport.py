@@ -1,0 +1,136 @@
+"""Peer memory: kernels write where the reader will read, and flags say when. One machine only.
+
+When it wins: GPUs that reach each other's memory, small and middle-sized blocks most; see `seqpar.transports.peer.exchange`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seqpar.kernels.flags import Late
+from seqpar.mesh import Axis, Mesh
+from seqpar.transports._contract import DEADLINE_S, Back, Behind, Collect, Into, Rotate
+from seqpar.transports._layout import HeadLayout
+from seqpar.transports.peer.arena import first_told, why_no_peers
+from seqpar.transports.peer.blocks import PeerGather, PeerRotation
+from seqpar.transports.peer.exchange import PeerBehind, PeerHeads, PeerToAll
+
+T = TypeVar("T")
+TRIAL_S = 30.0  # longer than ranks need to compile the kernel of the flags
+
+
+def supports(mesh: Mesh) -> str | None:
+    """None where the ranks that exchange are on one machine and reach each other's memory, else why not."""
+    # both are asked on every rank: the answer is the same on all ranks of an axis only
+    reasons = [why_no_peers(axis, mesh.device) for axis in (mesh.sequence, mesh.cfg)]
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+@cache
+def why_not(axis: Axis, device: torch.device) -> str | None:
+    """None where the ranks of an axis reach each other's memory, and an exchange of a number each was tried; else why
+    not, the same on all. Access over some buses lacks what flags need. Tried once: planner and engines all ask."""
+    reason = why_no_peers(axis, device)
+    if reason is not None or axis.size == 1:
+        return reason
+    transport = Transport(TRIAL_S)
+    reason = first_told(axis, _tried(transport, axis, device))
+    if reason is None:
+        transport.release()
+    return reason
+
+
+def _tried(transport: Transport, axis: Axis, device: torch.device) -> str | None:
+    try:
+        collect = transport.gather(axis, (1,) * axis.size, (), torch.zeros((), dtype=torch.int64, device=device))
+        collect.outbox().fill_(axis.rank)
+        arrived = collect.deliver().tolist()
+        transport.check()
+    except (RuntimeError, TimeoutError) as error:
+        return f"an exchange was tried and failed: {str(error).splitlines()[0]}"
+    wanted = list(range(axis.size))
+    return None if arrived == wanted else f"an exchange was tried and brought {arrived}, expected {wanted}"
+
+
+class Transport:
+    """See `seqpar.transports._contract.Transport`. All waits share a deadline and the note of who missed it."""
+
+    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
+        self._late: Late | None = None
+        self._made: list[tuple[Axis, str, Any]] = []
+        self._collects: dict[object, Collect] = {}
+
+    def heads(self, axis: Axis, layout: HeadLayout) -> tuple[Into, Back]:
+        """Both ways in one arena."""
+        both = PeerHeads(axis, layout, *self._next(layout.device))
+        self._keep(axis, f"q, k, v and output of {_shown(layout)}", both)
+        return both.into, both.back
+
+    def everywhere(self, axis: Axis, layout: HeadLayout) -> Into:
+        """Two slots that take turns."""
+        exchange = PeerToAll(axis, layout, *self._next(layout.device))
+        return self._keep(axis, f"keys and values of {_shown(layout)}", exchange)
+
+    def behind(self, axis: Axis, layout: HeadLayout) -> Behind:
+        """The same, by copies on a stream of their own."""
+        exchange = PeerBehind(axis, layout, *self._next(layout.device))
+        return self._keep(axis, f"keys and values of {_shown(layout)}", exchange)
+
+    def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotate:
+        """Copies under attention."""
+        rotation = PeerRotation(axis, sizes, shape, like, *self._next(like.device))
+        return self._keep(axis, f"ring blocks of {sum(sizes)} tokens", rotation)
+
+    def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Collect:
+        """A copy to each peer. The same one for equal blocks: every run asks for one."""
+        key = (axis.name, sizes, shape, like.dtype)
+        if key not in self._collects:
+            collect = PeerGather(axis, sizes, shape, like, *self._next(like.device))
+            self._collects[key] = self._keep(axis, f"blocks of {sizes} x {shape}", collect)
+        return self._collects[key]
+
+    def check(self) -> None:
+        """See `seqpar.transports._contract.Transport`. Raises at once: whoever started the ranks must end the others."""
+        if self._late is None or not any(note := self._late.note.tolist()):
+            return
+        number, behind, count = note
+        axis, what, exchange = self._made[(number - 1) // 2]
+        peers = exchange.all_flags[(number - 1) % 2].ranks
+        late = [_world_rank(axis, rank) for bit, rank in enumerate(peers) if behind >> bit & 1]
+        raise TimeoutError(
+            f"rank {_world_rank(axis, axis.rank)} waited {self._deadline_s:g} s in vain for rank "
+            f"{', '.join(map(str, late))} (axis {axis.name}, exchange {count} of {what}); it died or is stuck: see its "
+            f"output"
+        )
+
+    def release(self) -> None:
+        """See `seqpar.transports._contract.Transport`. After a wait in vain nothing is freed: the others may not come."""
+        if self._late is None or not int(self._late.note[0]):
+            for _, _, exchange in self._made:
+                exchange.arena.close()
+        self._made.clear()
+        self._collects.clear()
+        self._late = None
+
+    def _keep(self, axis: Axis, what: str, exchange: T) -> T:
+        self._made.append((axis, what, exchange))
+        return exchange
+
+    def _next(self, device: torch.device) -> tuple[Late, int]:
+        """The shared note, and the number of the next exchange's first flags; each has two."""
+        self._late = self._late or Late.on(device, self._deadline_s)
+        return self._late, 2 * len(self._made)
+
+
+def _world_rank(axis: Axis, rank: int) -> int:
+    return rank if axis.group is None else dist.get_process_group_ranks(axis.group)[rank]
+
+
+def _shown(layout: HeadLayout) -> str:
+    return f"{sum(layout.tokens)} tokens, {layout.heads} heads, batch {layout.batch}"

@@ -1,0 +1,95 @@
+"""Decoding latents on all ranks: each takes some images, one at a time, so that the mesh does not change a bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from torch import Tensor
+
+from seqpar.mesh import Mesh
+from seqpar.shard import Shard
+from seqpar.transports.collective.point_to_point import gather
+from seqpar.weights.checkpoint import find_checkpoint, open_checkpoint, read_json
+
+# names of attention layers in old files of one piece, which diffusers still loads
+_LEGACY = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+
+
+def decode(vae: Any, latents_NCHW: Tensor, mesh: Mesh) -> Tensor:
+    """(N, C, h, w) latents -> (N, 3, H, W) in [0, 1], fp32, on every rank. vae: diffusers' AutoencoderKL."""
+    shard = Shard(len(latents_NCHW), mesh.world.size)
+    mine = latents_NCHW[shard.slice(mesh.world.rank)].to(mesh.device, vae.dtype)
+    factor = vae_factor(vae.config)
+    shape = (3, latents_NCHW.shape[2] * factor, latents_NCHW.shape[3] * factor)
+    images = torch.empty(len(mine), *shape, device=mesh.device)
+    shift = getattr(vae.config, "shift_factor", None) or 0.0
+    with torch.inference_mode():
+        for image, latent in zip(images, mine, strict=True):
+            decoded = vae.decode(latent[None] / vae.config.scaling_factor + shift).sample[0]
+            image.copy_((decoded.float() / 2 + 0.5).clamp(0, 1))
+    return gather(images, mesh.world, shard.sizes) if mesh.world.size > 1 else images
+
+
+def preview(latents_NCHW: Tensor, factor: int) -> Tensor:
+    """(N, 3, H, W) in [0, 1]: the first three latent channels as colours, for models that come without a decoder."""
+    colours = latents_NCHW[:, :3].float()
+    colours = colours if colours.shape[1] == 3 else colours[:, :1].expand(-1, 3, -1, -1)
+    low, high = colours.amin(dim=(1, 2, 3), keepdim=True), colours.amax(dim=(1, 2, 3), keepdim=True)
+    scaled = (colours - low) / (high - low).clamp_min(1e-6)
+    return scaled.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)
+
+
+def vae_factor(config: Any) -> int:
+    """Pixels a latent pixel covers, along each side."""
+    return 2 ** (len(config.block_out_channels) - 1)
+
+
+def check_vae(folder: Path) -> Any:
+    """The config of the decoder in a diffusers folder, once all keys and shapes of its file are found to fit it.
+
+    Reads only the file's header. Raises ValueError with what is missing, unknown or of another shape.
+    """
+    config = read_json(folder / "config.json")
+    name = config.get("_class_name", "AutoencoderKL")
+    if name != "AutoencoderKL":
+        raise ValueError(f"got decoder {folder} of class {name}, expected AutoencoderKL")
+    try:
+        with torch.device("meta"):
+            model: Any = AutoencoderKL.from_config(config)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, RuntimeError) as error:
+        raise ValueError(f"got {folder / 'config.json'}, which describes no AutoencoderKL: {error}") from error
+    checkpoint = open_checkpoint(find_checkpoint(folder))
+    expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    rename = str if checkpoint.name.endswith(".index.json") else _modern
+    _compare(checkpoint.name, {rename(key): shape for key, shape in checkpoint.shapes.items()}, expected)
+    return model.config
+
+
+def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """The decoder whose files `check_vae` found to fit; ValueError where diffusers cannot load it all the same."""
+    try:
+        vae: Any = AutoencoderKL.from_pretrained(folder, torch_dtype=dtype, low_cpu_mem_usage=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"got decoder {folder}, which does not load: {error}") from error
+    return vae.to(device).eval()
+
+
+def _compare(name: str, got: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    for what, keys in (("lacks", expected.keys() - got.keys()), ("has the unknown", got.keys() - expected.keys())):
+        if keys:
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise ValueError(f"got decoder {name}, which {what} {min(keys)}{more}: it does not fit its config.json")
+    for key, shape in expected.items():
+        if got[key] != shape:
+            raise ValueError(f"got decoder {name} with {key} of shape {got[key]}, expected {shape} as its config says")
+
+
+def _modern(key: str) -> str:
+    """The name that diffusers gives a key of an attention layer today."""
+    match = re.fullmatch(r"(.*\.attentions\.\d+\.)(query|key|value|proj_attn)(\.\w+)", key)
+    return f"{match[1]}{_LEGACY[match[2]]}{match[3]}" if match else key

@@ -1,0 +1,1 @@
+"""Checkpoints: formats, key maps, checks; from a name to a model."""

@@ -1,0 +1,141 @@
+"""From a name to a model: a preset, a folder, a file, a hub id or a diffusers object. Checked before weights load."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from torch import nn
+
+import seqpar.models
+from seqpar.protocols import SequenceModel, plugins
+from seqpar.weights.checkpoint import (
+    Checkpoint,
+    KeyMap,
+    check,
+    find_checkpoint,
+    from_state_dict,
+    load,
+    open_checkpoint,
+    read_json,
+)
+
+INIT_STD = 0.02  # random weights of presets
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model that can be built: its file, its config, and where its weights are (None: random ones)."""
+
+    name: str
+    module: ModuleType
+    config: Any
+    checkpoint: Checkpoint | None = None
+    keys: KeyMap | None = None
+
+    def meta(self) -> SequenceModel:
+        """The model without memory for its weights."""
+        with torch.device("meta"):
+            return self.module.Model(self.config)
+
+    def build(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> SequenceModel:
+        """The model with its weights; random ones are the same on every rank of one device type."""
+        model = self.meta()
+        if self.checkpoint is None or self.keys is None:
+            randomise(model.to(dtype).to_empty(device=device), seed)
+        else:
+            load(model, self.checkpoint, self.keys, dtype, device)
+        return model.requires_grad_(False).eval()
+
+
+def locate(name: str | Path) -> Blueprint:
+    """The blueprint for a preset, a diffusers folder, an original `.pt` file or a hub id.
+
+    Raises ValueError (what was got, what there is) before any weight is read.
+    """
+    path = resolve(name)
+    if path is None:
+        preset = str(name).lower()
+        return Blueprint(preset, *_presets()[preset])
+    if path.is_file():
+        return _blueprint(open_checkpoint(path), None)
+    folder = path / "transformer" if (path / "model_index.json").exists() else path
+    config = read_json(folder / "config.json")
+    return _blueprint(open_checkpoint(find_checkpoint(folder)), config)
+
+
+def resolve(name: str | Path) -> Path | None:
+    """The file or diffusers folder that a name stands for, fetched from the hub where it is a hub id; None: a preset.
+
+    Raises ValueError where there is none, and for a folder that is no diffusers folder.
+    """
+    if str(name).lower() in _presets():
+        return None
+    path = Path(name)
+    if not path.exists():
+        path = _download(str(name))
+    if path.is_dir() and not any((path / file).is_file() for file in ("model_index.json", "config.json")):
+        raise ValueError(f"got model {name}, which is no diffusers folder (no model_index.json or config.json)")
+    return path
+
+
+def from_diffusers(model: nn.Module) -> Blueprint:
+    """The blueprint for a diffusers transformer that is in memory."""
+    config = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(f"got a {type(model).__name__}, expected a seqpar model or a diffusers transformer")
+    config = dict(config) | {"_class_name": type(model).__name__}
+    return _blueprint(from_state_dict(type(model).__name__, model.state_dict()), config)
+
+
+def randomise(model: nn.Module, seed: int) -> None:
+    """Normal matrices, norm weights of one, zero biases; reproducible on one device type."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=INIT_STD, generator=generator)
+        else:
+            nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+
+
+def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Blueprint:
+    for module in _modules():
+        found = module.recognise(checkpoint.shapes, config)
+        if found is not None:
+            keys: KeyMap = module.KEY_MAPS[found[1]](found[0])
+            blueprint = Blueprint(checkpoint.name, module, found[0], checkpoint, keys)
+            check(blueprint.meta(), checkpoint, keys)
+            return blueprint
+    what = f"a {config.get('_class_name')}" if config else f"keys like {', '.join(list(checkpoint.shapes)[:3])}"
+    known = ", ".join(plugins(seqpar.models))
+    raise ValueError(f"got {checkpoint.name} with {what}, which no model of seqpar recognises ({known})")
+
+
+def _modules() -> list[ModuleType]:
+    return [importlib.import_module(path) for path in plugins(seqpar.models).values()]
+
+
+def _presets() -> dict[str, tuple[ModuleType, Any]]:
+    return {preset: (module, config) for module in _modules() for preset, config in module.PRESETS.items()}
+
+
+def _download(name: str) -> Path:
+    presets = ", ".join(_presets())
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ValueError(f"got model {name!r}: there is no such path; presets with random weights: {presets}")
+    files = ["model_index.json", "config.json", "transformer/*", "vae/*", "scheduler/*", "*.safetensors"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=files))
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise ValueError(
+            f"got model {name!r}: no such path, no preset ({presets}), and not from the hub: {error}"
+        ) from error

@@ -1,0 +1,150 @@
+"""A GPU's path on CPUs: every kernel that a GPU would launch runs in Triton's interpreter, on several ranks, from the
+model through the strategies and both transports to the guided update. Plain torch computes the same otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar import DistributedDiT, Guidance, sample
+from seqpar.models import dit, large_dit
+from seqpar.sampling.loop import draw_noise
+from tests.conftest import DEVICE
+from tests.sampling.test_sampling import scheduler
+from tests.support.meshes import LAYOUTS, TRANSPORTS, mesh_for, random
+from tests.support.pool import Pool
+
+pytest.importorskip("triton")
+# numpy's, in the interpreter's activations
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
+    pytest.mark.skipif(DEVICE != "cpu", reason="GPUs launch kernels in all other tests"),
+]
+KERNELS = ("adaln", "ddim", "flags", "gelu", "merge", "prepare", "push", "swiglu")
+TOLERANCE = 2e-5  # fp32, two layers, outputs of a few units
+MODELS: dict[str, Any] = {
+    "large_dit": lambda layers: large_dit.Model(large_dit.Config(48, layers, 6, 3, 40, num_classes=10)),
+    "dit": lambda layers: dit.Model(dit.Config(3, 16, layers, num_classes=10)),
+}
+SIZES = {2: (6, 6), 3: (8, 4)}  # of a latent: 9 tokens for two ranks, 8 for three, so that no two worlds share evenly
+
+
+@contextmanager
+def launched() -> Iterator[Counter[str]]:
+    """As if these tensors were a GPU's, except for fp64; counts the launches of each file."""
+    counts: Counter[str] = Counter()
+    modules: dict[str, Any] = {name: importlib.import_module(f"seqpar.kernels.{name}") for name in KERNELS}
+    kept = {name: (module.fused, module.launch) for name, module in modules.items()}
+    into = modules["prepare"].launch_into
+
+    def counting(name: str, function: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return launch
+
+    for name, module in modules.items():
+        module.fused = lambda *given: all(x is None or x.dtype != torch.float64 for x in given)
+        module.launch = counting(name, module.launch)
+    modules["prepare"].launch_into = counting("prepare_into", into)
+    try:
+        yield counts
+    finally:
+        for name, module in modules.items():
+            module.fused, module.launch = kept[name]
+        modules["prepare"].launch_into = into
+
+
+def model_of(name: str, layers: int = 2) -> Any:
+    """fp32; every weight random."""
+    model = MODELS[name](layers).requires_grad_(False)
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.copy_(random(tuple(parameter.shape), seed, dtype=torch.float32) * 0.2)
+    return model
+
+
+def forward(
+    rank: int, world: int, device: torch.device, name: str, strategy: str, transport: str, size: tuple[int, int],
+    kernels: bool, batch: int = 2,
+) -> tuple[Tensor, Counter[str]]:  # fmt: skip
+    """One call of the model on a latent of this size and this many batch rows, and what was launched."""
+    engine = DistributedDiT(model_of(name), mesh_for(strategy, world, device), strategy, "auto", transport)
+    x, t = random((batch, 4, *size), 1, dtype=torch.float32), torch.tensor([960, 3])[:batch]
+    labels = {"class_labels": torch.tensor([2, 7])[:batch]}
+    if not kernels:
+        return engine(x, timestep=t, **labels).sample, Counter()
+    with launched() as counts:
+        out = engine(x, timestep=t, **labels).sample
+        engine.release()
+        return out, counts
+
+
+# heads of large_dit's groups are shared evenly by three ranks, and unevenly by two, which only ulysses sees
+CASES = [*((world, name, way) for world, name in ((2, "dit"), (3, "large_dit")) for way in LAYOUTS),
+         (2, "large_dit", "ulysses")]  # fmt: skip
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("world", "name", "strategy"), CASES)
+def test_a_sharded_model_by_its_kernels(ranks: Pool, world: int, name: str, strategy: str, transport: str) -> None:
+    truth = ranks.run(1, forward, name, "ulysses", "collective", SIZES[world], False)[0][0]
+    for got, counts in ranks.run(world, forward, name, strategy, transport, SIZES[world], True):
+        assert (got - truth).abs().max() < TOLERANCE
+        assert counts["adaln"] == 5  # before the first block, and two in each
+        assert counts["swiglu"] + counts["gelu"] == 2
+        heads = strategy == "ulysses" or (strategy == "usp" and world == 3)  # heads are exchanged, and no ring is there
+        # the way back of each layer; a collective's heads are put side by side, those of one rank after the other's
+        pushes = 2 + 2 * world * (transport == "collective")
+        assert counts["push"] == (pushes if heads else 0)
+        assert bool(counts["merge"]) == (strategy in ("ring", "usp") and not heads)
+        # what writes also meets the peers, so flags are launched by the others alone; kv_gather asks whether all begin
+        assert bool(counts["flags"]) == (transport == "peer" and not heads)
+        assert strategy != "kv_gather" or counts["flags"] == (2 if transport == "peer" else 0)
+        # q, k and v of each of two layers, at once or apart; a DiT's queries need nothing, and do not move
+        passes = {"ulysses": 2, "kv_gather": 2, "kv_first": 4 if name == "dit" else 6}
+        assert counts["prepare_into"] == passes.get(strategy, 2 if heads else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "transport", "passes"),
+    [("large_dit", "peer", 4), ("large_dit", "collective", 6), ("dit", "peer", 2), ("dit", "collective", 4)],
+)
+def test_kv_first_by_peer_takes_one_batch_rows_values_from_their_product(
+    ranks: Pool, name: str, transport: str, passes: int
+) -> None:
+    truth = ranks.run(1, forward, name, "ulysses", "collective", SIZES[2], False, 1)[0][0]
+    for got, counts in ranks.run(2, forward, name, "kv_first", transport, SIZES[2], True, 1):
+        assert (got - truth).abs().max() < TOLERANCE
+        assert counts["prepare_into"] == passes
+        assert counts["flags"] == (6 if transport == "peer" else 0)  # all begin, v told, waited for; in each layer
+
+
+def sampled(rank: int, world: int, device: torch.device, cfg: int, transport: str, kernels: bool) -> Tensor:
+    mesh = mesh_for("ulysses", world, device, cfg)
+    engine = DistributedDiT(model_of("large_dit", 1), mesh, "ulysses", "auto", transport)
+    noise, labels = draw_noise((1, 4, 6, 6), torch.Generator().manual_seed(0)), {"class_labels": torch.tensor([3])}
+    work = {"steps": 2, "guidance": Guidance(3.0)}
+    if not kernels:
+        return sample(engine, scheduler(), noise, labels, **work)
+    with launched() as counts:
+        latents = sample(engine, scheduler(), noise, labels, **work)
+        assert counts["ddim"] == 2
+    engine.release()
+    return latents
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("world", "cfg"), [(2, 2), (2, 1), (4, 2)])
+def test_a_run_by_its_kernels(ranks: Pool, world: int, cfg: int, transport: str) -> None:
+    truth = ranks.run(1, sampled, 1, "collective", False)[0]
+    for got in ranks.run(world, sampled, cfg, transport, True):
+        assert (got - truth).abs().max() < 1e-3  # guidance multiplies the model's rounding

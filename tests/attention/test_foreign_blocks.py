@@ -1,0 +1,120 @@
+"""The seam holds foreign blocks: diffusers' FLUX, Wan and Lumina2 blocks on shards equal the same block on all tokens.
+
+The truth is the block as it comes, with its own attention processor, in one process; only its roundings to fp32 are
+left out on both sides (`StayDouble`). What remains is the order of sums: matrix products of fewer rows, attention in
+other pieces. That is 1e-15 of the largest value (measured), so 1e-12 leaves room for other kernels and none for errors:
+a norm with twice its eps is 1e-8 off, or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.mesh import Mesh
+from seqpar.shard import JointShard, Shard, Tokens
+from tests.support.foreign import BLOCKS, Foreign, StayDouble, Stream
+from tests.support.meshes import LAYOUTS, build, local_for, mesh_for
+from tests.support.pool import Pool
+
+TOLERANCE = 1e-12
+VISIBLE = 1e-3
+LENGTHS = [(5, 9), (5, 11), (2, 7)]  # text and image tokens; two text tokens leave ranks that hold only image
+RUNS = [
+    *((2, strategy) for strategy in LAYOUTS),
+    *((3, strategy) for strategy in LAYOUTS if strategy != "usp"),
+    (4, "usp"),  # two by two: the smallest with both axes
+]
+Mistake = Literal["none", "rotary of rank 0", "text on every rank"]
+
+
+def cut(foreign: Foreign, text: Stream, image: Stream, mesh: Mesh, mistake: Mistake) -> tuple[Tokens, Stream, Stream]:
+    """What the strategy is told, and this rank's text and image."""
+    parts, part = mesh.sequence.size, mesh.sequence.rank
+    texts, images = (Shard(stream.angles_LD2.shape[0], parts) for stream in (text, image))
+    mine = image[images.slice(part)]
+    if mistake == "rotary of rank 0":
+        mine = replace(mine, angles_LD2=image.angles_LD2[: images.sizes[part]])
+    if not foreign.joint:
+        return images, text, mine
+    if mistake == "text on every rank":
+        return JointShard((Shard(texts.total * parts, parts), images)), text, mine
+    return JointShard((texts, images)), text[texts.slice(part)], mine
+
+
+def sharded(
+    rank: int, world: int, device: torch.device, name: str, strategy: str, lengths: tuple[int, int],
+    mistake: Mistake = "none",
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """This rank's piece of every stream that is sharded, image last."""
+    foreign, mesh = BLOCKS[name], mesh_for(strategy, world, device)
+    block, (text, image, condition) = foreign.build(device), foreign.inputs(lengths, device)
+    tokens, text, image = cut(foreign, text, image, mesh, mistake)
+    foreign.install(block, build(strategy, mesh, tokens, local_for(device)))
+    with StayDouble():
+        out = foreign.forward(block, text, image, condition)
+    return out if foreign.joint else out[1:]
+
+
+def whole(name: str, lengths: tuple[int, int]) -> tuple[Tensor, ...]:
+    """The same streams from the block as it comes."""
+    foreign = BLOCKS[name]
+    out = foreign.forward(foreign.build(), *foreign.inputs(lengths))
+    return out if foreign.joint else out[1:]
+
+
+def joined(pieces: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+    return [torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)]
+
+
+def error(got: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    """The largest difference, relative to the largest value of its stream."""
+    errors = [(mine - other).abs().max() / other.abs().max() for mine, other in zip(got, truth, strict=True)]
+    return torch.stack(errors).max().item()  # unlike Python's max, a NaN anywhere is a NaN here
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("world", "strategy"), RUNS)
+def test_foreign_block_on_shards_equals_the_whole_block(
+    ranks: Pool, world: int, strategy: str, name: str, lengths: tuple[int, int]
+) -> None:
+    got = joined(ranks.run(world, sharded, name, strategy, lengths))
+    with StayDouble():
+        truth = whole(name, lengths)
+    assert error(got, truth) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_foreign_block_kept_in_double_is_the_block_that_rounds(name: str) -> None:
+    """`StayDouble` changes the truth by fp32 roundings and nothing else; without any it would not be needed."""
+    with StayDouble():
+        truth = whole(name, LENGTHS[0])
+    assert TOLERANCE < error(whole(name, LENGTHS[0]), truth) < 1e-5
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("world", [2])
+def test_foreign_block_negative_control_rotary_rows_of_another_rank_are_noticed(
+    ranks: Pool, world: int, strategy: str, name: str
+) -> None:
+    pieces = ranks.run(world, sharded, name, strategy, LENGTHS[0], "rotary of rank 0")
+    with StayDouble():
+        assert error(joined(pieces), whole(name, LENGTHS[0])) > VISIBLE
+
+
+@pytest.mark.parametrize("name", [name for name, foreign in BLOCKS.items() if foreign.joint])
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("world", [2])
+def test_foreign_block_negative_control_text_counted_on_every_rank_is_noticed(
+    ranks: Pool, world: int, strategy: str, name: str
+) -> None:
+    pieces = ranks.run(world, sharded, name, strategy, LENGTHS[0], "text on every rank")
+    with StayDouble():
+        assert error(joined(pieces)[-1:], whole(name, LENGTHS[0])[-1:]) > VISIBLE

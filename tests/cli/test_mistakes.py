@@ -1,0 +1,94 @@
+"""A mistake in the launcher's flags is the same message on every rank, before weights load, and nothing is written.
+
+Ranks parse and run here as under torchrun, without its seconds; how the processes end then is in `test_launch.py`.
+"""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+
+from seqpar.cli.sample import Args, run
+from seqpar.weights.find import Blueprint
+from tests.support.pool import Pool
+
+NOTHING_WRONG = "weights are read"
+
+
+class ReadError(Exception):
+    """Flags have passed all checks: weights would be read now."""
+
+
+def told(rank: int, world: int, device: torch.device, words: list[str]) -> tuple[str, str]:
+    """The error that these words end in, and what was printed before it."""
+
+    def build(*_: object) -> None:
+        raise ReadError
+
+    shown = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(shown), redirect_stderr(shown):
+        patch.setattr(Blueprint, "build", build)
+        try:
+            run(tyro.cli(Args, args=words))
+        except ValueError as error:
+            return str(error), shown.getvalue()
+        except ReadError:
+            return NOTHING_WRONG, shown.getvalue()
+    return "pictures were made", shown.getvalue()
+
+
+def words(folder: Path, out: Path, flags: tuple[str, ...]) -> list[str]:
+    """These flags, and right ones for all others."""
+    right = {"--mesh": "ulysses=2", "--model": str(folder), "--out": str(out), "--steps": "2", "--size": "64"}
+    return [word for name, value in right.items() if name not in flags for word in (name, value)] + list(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--mesh", "rings=2"), "got --mesh rings=2, expected axes like cfg=2,ulysses=2"),
+        (("--model", "nothing-there"), "got model 'nothing-there': there is no such path; presets"),
+        (("--strategy", "ulises"), "got strategy 'ulises', expected one of kv_first, kv_gather, ring, ulysses, usp"),
+        (("--local-attention", "flush"), "got local attention 'flush', expected one of flash, reference, sdpa"),
+        (("--mesh", "ulysses=2,ulysses=2"), "expected each axis once: ulysses is there twice"),
+        (("--size", "100"), "got size 100x100, expected multiples of 16"),
+        (("--size", "16"), "got 1 tokens for 2 ranks"),
+        (("--guidance", "1", "--mesh", "cfg=2"), "got cfg=2 with guidance 1.0, expected guidance > 1"),
+        (("--scheduler", "DDIMSchedular"), "got scheduler 'DDIMSchedular', expected one of diffusers': DDIMS"),
+        (("--steps", "0"), "got --steps 0"),
+        (("--dry-run", "0"), "got --dry-run (0,), expected numbers of processes, from 1"),
+        (
+            ("--model", "dit-xl/2", "--size", "131072", "--mesh", "auto"),  # terabytes
+            "got a run that does not fit: its smallest layout",
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value)).strip("-") if isinstance(value, tuple) else "",
+)
+def test_a_mistake_is_the_same_message_on_every_rank_before_weights_load(
+    ranks: Pool, folder: Path, tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
+    one, other = ranks.run(2, told, words(folder, tmp_path / "x.png", flags))
+    assert one == other
+    assert one[0].count(message) == 1
+    assert one[1] == ""  # no plan, no bar
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_truncated_checkpoint_is_the_same_message_on_every_rank(ranks: Pool, folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        cut = -100 if path.suffix == ".safetensors" else None
+        (tmp_path / path.name).write_bytes(path.read_bytes()[:cut])
+    found = ranks.run(2, told, words(tmp_path, tmp_path / "x.png", ()))
+    assert len(set(found)) == 1
+    assert "truncated or no safetensors file" in found[0][0]
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_negative_control_right_flags_are_no_mistake(ranks: Pool, folder: Path, tmp_path: Path) -> None:
+    found = ranks.run(2, told, words(folder, tmp_path / "x.png", ()))
+    assert [message for message, _ in found] == [NOTHING_WRONG] * 2

@@ -1,0 +1,100 @@
+"""What the interpreter cannot see: that kernels compile for Hopper, to 16-byte accesses and without spills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.offline import launches
+
+ROOT = Path(__file__).parents[2]
+NARROW = {
+    "merge": {4},  # log-sum-exps, one for each row of a head
+    "outboxes": {8},  # the table of places
+    "ddim": {2, 4, 8},  # latent-sized; its scalars too
+    "push": {8},  # the table of places
+}
+"""Bytes of accesses that are meant to be narrow."""
+Facts = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[Facts]]:
+    """All kernels; a process of its own, because Triton chooses between compiler and interpreter at import."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = str(ROOT) + os.pathsep + env.get("PYTHONPATH", "")
+    told = subprocess.run(
+        [sys.executable, "-m", "tests.support.offline"], capture_output=True, text=True, check=False, env=env
+    )
+    assert told.returncode == 0, told.stderr
+    return json.loads(told.stdout)
+
+
+def access(kernel: Facts) -> set[int]:
+    """Bytes of its global loads and stores."""
+    return {int(size) for side in ("loads", "stores") for size in kernel[side]}
+
+
+def named(*kinds: str) -> list[str]:
+    return [name for name in launches() if name.startswith(kinds)]
+
+
+@pytest.mark.parametrize("name", sorted({*launches()} - {*named("unaligned", "flags")}))
+def test_kernels_for_hopper_read_and_write_16_bytes_at_a_time_and_spill_nothing(
+    compiled: dict[str, list[Facts]], name: str
+) -> None:
+    assert compiled[name]
+    for kernel in compiled[name]:
+        assert kernel["spilled"] == 0
+        assert access(kernel) - NARROW.get(name.split(",")[0], set()) == {16}
+
+
+def test_models_launch_few_kernels(compiled: dict[str, list[Facts]]) -> None:
+    """Of a block: QK-norm and rotary, a gated norm, SwiGLU (GELU: cuBLAS), a gated norm; before the first a norm."""
+    for name, block in {
+        "large-dit-7b": ["_kernel", "prepare_kernel", "_kernel", "swiglu_kernel", "_kernel"],
+        "large-dit-3b": ["_kernel", "prepare_kernel", "_kernel", "swiglu_kernel", "_kernel"],
+        "dit-xl/2": ["_kernel", "_kernel", "_kernel"],
+    }.items():
+        assert [kernel["name"] for kernel in compiled[f"model, {name}"]] == block
+
+
+@pytest.mark.parametrize("width", [4096, 1152])
+def test_rows_that_do_not_start_on_16_bytes_are_seen(compiled: dict[str, list[Facts]], width: int) -> None:
+    """A negative control: the stream is read in pieces, and the count above would say so."""
+    (kernel,) = compiled[f"unaligned, {width}"]
+    assert access(kernel) - {16}
+
+
+def test_flags_are_released_and_acquired_at_system_scope(compiled: dict[str, list[Facts]]) -> None:
+    (kernel,) = compiled["flags"]
+    assert kernel["release"] == 1
+    assert kernel["acquire"] == 2  # before the loop, and in it
+    assert kernel["acq_rel"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"), [("outboxes, meets", "outboxes, 32 x 128"), ("push, meets", "push, 8 x 128")]
+)
+def test_kernels_that_meet_the_peers_count_their_programs_and_hold_the_flags_once(
+    compiled: dict[str, list[Facts]], name: str, plain: str
+) -> None:
+    (kernel,), (without,), (flags,) = compiled[name], compiled[plain], compiled["flags"]
+    assert kernel["acq_rel"] == 1  # every program counts itself once
+    assert [kernel[word] for word in ("release", "acquire")] == [flags[word] for word in ("release", "acquire")]
+    assert [without[word] for word in ("release", "acquire", "acq_rel")] == [0, 0, 0]
+    assert kernel["registers"] <= without["registers"] + 8  # the wait is one program's, its registers are everyone's
+
+
+@pytest.mark.parametrize("name", ["outboxes, meets", "push, meets"])
+def test_all_warps_of_a_kernel_that_waits_give_up_together(compiled: dict[str, list[Facts]], name: str) -> None:
+    """There are barriers in the loop: a warp that went by its own clock would leave the others there."""
+    (kernel,) = compiled[name]
+    assert kernel["threads"] > 32
+    assert kernel["clocks"] == kernel["agreed"] == 1

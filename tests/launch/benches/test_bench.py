@@ -1,0 +1,160 @@
+"""The bench writes lines from which its tables can be made, and the committed lines make the committed tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch import bench as entry
+from launch.benches import table, timing
+from launch.benches.steps import Steps, check, layouts
+
+ROOT = Path(__file__).parents[3]
+# this checkout, not what is installed
+ENV = {**os.environ, "CUDA_VISIBLE_DEVICES": "",
+       "PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", "")}  # fmt: skip
+
+
+def bench(*flags: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """`launch/bench.py steps` on the CPU, with a small model; a hang is a failure."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [*(start if ranks > 1 else [sys.executable]), str(ROOT / "launch/bench.py"), "steps"]
+    small = {"--model": "dit-s/8", "--tokens": "16", "--steps": "1", "--rounds": "2"}
+    rest = [word for name, value in small.items() if name not in flags for word in (name, value)]
+    env = {**ENV, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *rest, *flags], capture_output=True, text=True, timeout=120, check=False, env=env)
+
+
+def steps_of(page: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(text) for text in page.read_text().splitlines()]
+    return [line for line in lines if line["bench"] == "steps"]
+
+
+# named by their dates: the newest is the last; lines without a page of their own belong to a part of another one
+PAGES = [page for page in sorted((ROOT / "docs" / "benchmarks").glob("*.jsonl"))
+         if steps_of(page) and page.with_suffix(".md").exists()]  # fmt: skip
+
+
+def test_bench_writes_one_line_a_row(tmp_path: Path) -> None:
+    out = tmp_path / "lines.jsonl"
+    done = bench("--out", str(out))
+    assert done.returncode == 0, done.stderr
+    (line,) = [json.loads(text) for text in out.read_text().splitlines()]
+    assert line["case"]["tokens"] == 16
+    assert line["gpus"] == 1
+    assert line["ms"]["min"] <= line["ms"]["median"] <= line["ms"]["max"]
+    assert "16 tokens  1 x  ulysses" in done.stdout
+
+
+def test_bench_runs_this_checkout() -> None:
+    """Whatever is installed, and wherever the tests are started."""
+    # found, not imported: that takes seconds and says no more
+    code = (
+        "from importlib.util import find_spec as at; print(*(at(x).origin for x in ('launch.benches.steps', 'seqpar')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENV, cwd="/")
+    assert done.stdout.split() == [str(ROOT / "launch" / "benches" / "steps.py"), str(ROOT / "seqpar" / "__init__.py")]
+
+
+@pytest.mark.parametrize(("world", "count"), [(1, 1), (2, 5), (3, 4), (4, 9)])
+def test_layouts_use_all_ranks_once(world: int, count: int) -> None:
+    found = layouts(Steps(), world)
+    assert len(set(found)) == len(found) == count
+    assert all(x.cfg * x.ring * x.ulysses == world for x in found)
+
+
+def test_layouts_are_those_asked_for() -> None:
+    found = layouts(Steps(layouts=("ring:1:4", "ulysses:2:1")), 4)
+    assert [str(layout) for layout in found] == ["ring cfg1 ring4 ulysses1", "ulysses cfg2 ring1 ulysses2"]
+
+
+@pytest.mark.parametrize(
+    ("args", "world", "message"),
+    [
+        (Steps(tokens=(16, 20)), 1, "got --tokens 20, expected squares: 16 or 25"),
+        (Steps(tokens=(0,)), 1, "got --tokens 0, expected squares: 1"),
+        (Steps(tokens=(-4,)), 1, "got --tokens -4, expected squares: 1"),
+        (Steps(layouts=("foo",)), 1, "got --layouts foo, expected some of ulysses:1:1"),
+        (Steps(layouts=("ulysses:1:1", "ring:1:3", "foo")), 2,
+         "got --layouts ring:1:3 foo, expected some of ulysses:1:1, kv_gather:1:1, kv_first:1:1, ring:1:2, ulysses:2"),
+        (Steps(layouts=("kv_gather:2:1",)), 2, "got --layouts kv_gather:2:1"),
+        (Steps(steps=0), 1, "got --steps 0 --rounds 3"),
+        (Steps(rounds=0), 1, "got --steps 10 --rounds 0"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused(args: Steps, world: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(args, world)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 1024, 4096, 65536])
+def test_square_token_counts_are_accepted(tokens: int) -> None:
+    check(Steps(tokens=(tokens,), layouts=("ulysses:1:1",)), 1)
+
+
+@pytest.mark.parametrize("name", ["kernels", "tiles", "ladder"])
+def test_a_bench_of_kernels_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", name])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="got no GPU, expected one"):
+        entry.run(0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        (("--layouts", "foo"), 1, "error: got --layouts foo, expected some of ulysses:1:1"),
+        (("--model", "dit-xs"), 2, "error: got model 'dit-xs': there is no such path; presets"),
+    ],
+    ids=["a check", "no such model"],
+)
+def test_a_mistake_is_one_message(tmp_path: Path, flags: tuple[str, ...], ranks: int, message: str) -> None:
+    out = tmp_path / "lines.jsonl"
+    done = bench(*flags, "--out", str(out), ranks=ranks)
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).count(message) == 1, done.stderr
+    assert ranks > 1 or "Traceback" not in done.stderr  # torchrun adds its own
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_committed_tables_are_made_of_committed_lines(page: Path) -> None:
+    text = page.with_suffix(".md").read_text()
+    for made in table.tables([json.loads(line) for line in page.read_text().splitlines()]):
+        assert made in text
+
+
+def test_the_tables_of_the_readme_are_made_of_committed_lines() -> None:
+    shown = [block for block in (ROOT / "README.md").read_text().split("\n\n") if block.startswith("| tokens ")]
+    made = [table.best(steps_of(page)) for page in PAGES]
+    assert shown
+    assert set(shown) <= set(made)
+    faster = [{**line, "ms": {name: ms / 2 for name, ms in line["ms"].items()}} for line in steps_of(PAGES[-1])]
+    assert table.best(faster) not in shown  # a negative control
+
+
+def test_tables_of_tiles_and_products_name_the_fastest() -> None:
+    at = {"kernel": "SwiGLU", "width": 8, "rows": 2}
+    lines = [{"bench": "tiles", "case": at | {"tile": tile}, "ms": {"median": ms}, "share_of_copy": 0.5 / ms}
+             for tile, ms in (("wide", 2.0), ("today", 1.0), ("narrow", 0.5))]  # fmt: skip
+    at = {"product": "w1, w3", "rows": 2}
+    ways = {"alone": (1.0, None), "and a kernel": (2.0, 2e-3), "slow": (1.7, 3e-3), "fused": (1.5, 1e-3)}
+    lines += [{"bench": "products", "case": at | {"way": way}, "ms": {"median": ms}, "tflops": 3.0, "error": error}
+              for way, (ms, error) in ways.items()]  # fmt: skip
+    products, tiles = table.tables(lines)
+    assert products.endswith("| w1, w3 | 2 | 1000.0 | 2000.0 | 1500.0 | 1.0e-03 | fused | 2 |")
+    assert tiles.endswith("| SwiGLU | 8 | 2 | 1000.0 us, 50 % | 500.0 us, 100 % | narrow |")
+
+
+def test_a_command_is_told_without_where_its_lines_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags in (["steps", "--out", "x.jsonl", "--tokens", "16"], ["steps", "--tokens", "16", "--out=x.jsonl"]):
+        monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
+        assert timing.command() == "launch/bench.py steps --tokens 16"

@@ -1,0 +1,127 @@
+"""The built-in model, whole: our pipeline, and a diffusers pipeline on our transformer, against diffusers alone."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
+from torch import Tensor
+
+from seqpar import DistributedDiT, Guidance
+from seqpar.mesh import Mesh
+from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline, generate
+from seqpar.pipelines.pictures import grid, to_pil
+from seqpar.vae.decoder import decode
+from tests.conftest import DEVICE
+from tests.support.meshes import mesh as make_mesh
+from tests.support.meshes import mesh_for
+from tests.support.pool import Pool
+
+CLASSES, STEPS, SEED = ["cat", "rocket", "pizza"], 8, 3
+SAME_PSNR_DB = 60.0
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Tensor:
+    """diffusers alone, in fp32, on the same kind of device: the oracle."""
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    return diffusers_pictures(DiTPipeline.from_pretrained(BUILTIN).to(DEVICE))
+
+
+def diffusers_pictures(pipe: DiTPipeline) -> Tensor:
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(SEED)
+    result: Any = pipe(pipe.get_label_ids(CLASSES), 3.0, generator, STEPS, output_type="pt")
+    return result.images.cpu()
+
+
+def psnr(a: Tensor, b: Tensor) -> float:
+    """Of pictures in [0, 1], in dB."""
+    return float(-10 * (a.float().cpu() - b.float().cpu()).square().mean().log10())
+
+
+def ours(rank: int, world: int, device: torch.device, layout: tuple[str, int, int]) -> Tensor:
+    strategy, cfg, data = layout
+    pipeline = Pipeline.load(Files.locate("builtin"), mesh_for(strategy, world, device, cfg, data), strategy=strategy)
+    return pipeline.decode(pipeline.latents(CLASSES, steps=STEPS, guidance=Guidance(3.0), seed=SEED))
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(1, ("ulysses", 1, 1)), (2, ("ulysses", 1, 1)), (2, ("ulysses", 2, 1)), (3, ("ring", 1, 1)), (4, ("usp", 1, 1)),
+     (4, ("kv_gather", 2, 1)), (3, ("ulysses", 1, 3))],
+    ids=str,
+)  # fmt: skip
+def test_built_in_pictures_are_diffusers_pictures(ranks: Pool, theirs: Tensor, world: int, layout: tuple) -> None:
+    for images in ranks.run(world, ours, layout):
+        assert images.shape == (3, 3, 64, 64)
+        assert psnr(images, theirs) > SAME_PSNR_DB
+
+
+def inside_diffusers(rank: int, world: int, device: torch.device, strategy: str) -> Tensor:
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    pipe = DiTPipeline.from_pretrained(BUILTIN).to(device)
+    pipe.transformer = DistributedDiT(pipe.transformer, mesh_for(strategy, world, device), strategy)
+    return diffusers_pictures(pipe)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "ulysses"), (2, "ulysses"), (3, "kv_gather"), (4, "usp")])
+def test_a_diffusers_pipeline_runs_sharded(ranks: Pool, theirs: Tensor, world: int, strategy: str) -> None:
+    for images in ranks.run(world, inside_diffusers, strategy):
+        assert psnr(images, theirs) > SAME_PSNR_DB
+
+
+def test_negative_control_another_seed_is_another_picture(theirs: Tensor) -> None:
+    pipeline = Pipeline.load(Files.locate("builtin"), Mesh.single())
+    latents = pipeline.latents(CLASSES, steps=STEPS, guidance=Guidance(3.0), seed=SEED + 1)
+    assert psnr(pipeline.decode(latents), theirs) < 30
+
+
+def test_the_built_in_model_is_small_and_says_its_classes() -> None:
+    assert sum(path.stat().st_size for path in BUILTIN.rglob("*")) <= 12e6
+    files = Files.locate("builtin")
+    assert len(files.labels) >= 32
+    assert files.class_ids(["cat", "1", 47]) == [0, 1, 47]
+    assert files.class_name(0) == "cat"
+
+
+@pytest.mark.parametrize(
+    ("label", "near"),
+    [("rockett", "rocket"), ("Pizza", "pizza"), ("48", "0 to 47"), ("-1", "0 to 47"), ("@#", "in all")],
+)
+def test_an_unknown_class_names_near_ones(label: str, near: str) -> None:
+    with pytest.raises(ValueError, match=rf"got class '{label}', expected .*{near}"):
+        Files.locate("builtin").class_ids([label])
+
+
+def test_other_sizes_and_schedulers_work() -> None:
+    pipeline = Pipeline.load(Files.locate("builtin"), Mesh.single())
+    other = {"size": (72, 96), "scheduler": "UniPCMultistepScheduler"}
+    latents = pipeline.latents(["sun"], steps=4, guidance=Guidance(3.0), **other)  # pyright: ignore[reportArgumentType]
+    assert pipeline.decode(latents).shape == (1, 3, 72, 96)
+
+
+def test_generate_is_the_whole_path_in_one_call() -> None:
+    images = generate(["cat", "dog"], steps=2, guidance=1.0)
+    assert [image.size for image in images] == [(64, 64)] * 2
+
+
+def decoded_alone(rank: int, world: int, device: torch.device) -> bool:
+    pipeline = Pipeline.load(Files.locate("builtin"), make_mesh(device, cfg=1))
+    latents = torch.randn(5, 4, 16, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    return torch.equal(pipeline.decode(latents), decode(pipeline.vae, latents, Mesh.single(device)))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_decoding_on_all_ranks_changes_no_bit(ranks: Pool, world: int) -> None:
+    assert ranks.run(world, decoded_alone) == [True] * world
+
+
+def test_grid_shows_every_picture_and_label(tmp_path: Path) -> None:
+    sheet = grid(to_pil(torch.rand(5, 3, 64, 64)), list("abcde"))
+    assert sheet.width > 2 * 128
+    assert sheet.height > 2 * 128

@@ -1,0 +1,240 @@
+"""Counted costs are what is really computed, moved and kept: against FLOP counters, real exchanges and hand counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from seqpar.kernels.prepare import Prepare
+from seqpar.local import reference
+from seqpar.mesh import Mesh
+from seqpar.models import dit, large_dit
+from seqpar.planner import costs
+from seqpar.planner.costs import Cost, Layout, Move, Work
+from seqpar.shard import Shard
+from seqpar.weights.find import Blueprint, locate
+from tests.attention.test_strategies import CASES
+from tests.support.meshes import LAYOUTS, build, mesh_for, random
+from tests.support.pool import Pool
+
+DIM = 8
+SEVEN_B = large_dit.work(large_dit.PRESETS["large-dit-7b"])
+# 3 heads and few key-value heads: sizes that no formula gets right by accident
+TINY = {"dit": (dit, dit.Config(3, 8, 2, sample_size=8, num_classes=5)),
+        "large_dit": (large_dit, large_dit.Config(24, 2, 3, 1, 40, num_classes=5))}  # fmt: skip
+
+
+def flops(work: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+def layout(strategy: str, ring: int = 1, ulysses: int = 1, transport: str = "gloo") -> Layout:
+    return Layout(1, 1, ring, ulysses, strategy, transport)
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_step_has_the_flops_that_torch_counts(name: str, batch: int) -> None:
+    module, config = TINY[name]
+    model = Blueprint(name, module, config).build(torch.float64, torch.device("cpu"))
+    x = random((batch, 4, 6, 8), 0)
+    condition = model.condition(torch.tensor([7.0] * batch), class_labels=torch.tensor([1] * batch))
+    attend = build("ulysses", Mesh.single(), Shard(12, 1), reference.attend)
+    inputs, positions = {"tokens": model.patchify(x)}, model.positions(6, 8)
+    counted = flops(lambda: model.forward_tokens(inputs, positions, condition, attend))
+    assert counted == module.work(config).step(batch, 12).flops
+    assert counted != module.work(config).step(batch, 11).flops
+
+
+@pytest.mark.parametrize("preset", ["dit-xl/2", "dit-s/8", "large-dit-3b"])
+def test_the_products_are_the_models_linear_layers(preset: str) -> None:
+    """What is left of a model's matrices is modulation and conditioning, which are computed before the loop."""
+    blueprint = locate(preset)
+    work: Work = blueprint.module.work(blueprint.config)
+    model = blueprint.meta()
+    inside = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "modulation" not in name]
+    shapes = sorted((m.in_features, m.out_features) for m in inside)
+    embedder = [(m.in_features, m.out_features) for m in model.get_submodule("t_embedder") if hasattr(m, "in_features")]  # pyright: ignore
+    assert shapes == sorted([*work.gemms * work.layers, *work.once, *embedder])
+    condition = Blueprint(preset, blueprint.module, blueprint.config).meta().condition(
+        torch.zeros(1, device="meta"), class_labels=torch.zeros(1, dtype=torch.int64, device="meta"))  # fmt: skip
+    assert work.table == sum(table.numel() for table in condition.values())
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT, -1) @ v
+
+
+def test_formulas_of_attention_and_mlp_count_what_torch_counts() -> None:
+    b, frames, pixels, c, inputs, context, mid, out = 2, 3, 5, 7, 6, 9, 4, 8
+    s = frames * pixels
+    x, ctx = torch.zeros(b, s, inputs), torch.zeros(b, c, context)
+    w, wc, wo = torch.zeros(mid, inputs), torch.zeros(mid, context), torch.zeros(out, mid)
+
+    def project(own: Tensor, other: Tensor, w_other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return F.linear(own, w), F.linear(other, w_other), F.linear(other, w_other)
+
+    def self_attention(y: Tensor) -> Tensor:
+        return F.linear(attention(*project(y, y, w)), wo)
+
+    assert flops(lambda: self_attention(x)) == costs.self_attention(b, s, inputs, mid, out).flops
+    cross = costs.cross_attention(b, s, c, inputs, context, mid, out)
+    assert flops(lambda: F.linear(attention(*project(x, ctx, wc)), wo)) == cross.flops
+    space, time = x.view(b * frames, pixels, inputs), x.view(b, frames, pixels, inputs).transpose(1, 2).flatten(0, 1)
+    sizes = b, frames, pixels, inputs, mid, out
+    assert flops(lambda: self_attention(space)) == costs.spatial_attention(*sizes).flops
+    assert flops(lambda: self_attention(time)) == costs.temporal_attention(*sizes).flops
+    assert flops(lambda: F.linear(F.linear(x, w), wo)) == costs.mlp(b * s, inputs, mid, out).flops
+    gated = costs.swiglu(b * s, inputs, mid).flops
+    assert flops(lambda: F.linear(F.linear(x, w) * F.linear(x, w), torch.zeros(inputs, mid))) == gated
+
+
+def test_formulas_in_closed_form() -> None:
+    """As they stand in docs/planner.md, with one number for everything: b = 2, s = 30, c = 7, d = 16, mid = 4 d."""
+    b, s, c, d = 2, 30, 7, 16
+    assert costs.mlp(b * s, d, 4 * d, d) == Cost(16 * b * s * d**2, 10 * b * s * d + 8 * d**2)
+    assert costs.self_attention(b, s, d, d, d) == Cost(8 * b * s * d**2 + 4 * b * s**2 * d, 12 * b * s * d + 4 * d**2)
+    elements = 6 * b * s * d + 6 * b * c * d + 4 * d**2
+    assert costs.cross_attention(b, s, c, d, d, d, d).elements == elements
+    assert costs.swiglu(b * s, d, 3 * d) == Cost(18 * b * s * d**2, 12 * b * s * d + 9 * d**2)
+    spatial = costs.spatial_attention(b, 5, 6, d, d, d)
+    assert spatial.flops == 8 * b * s * d**2 + 4 * b * s * 6 * d
+    assert costs.temporal_attention(b, 5, 6, d, d, d).flops == 8 * b * s * d**2 + 4 * b * s * 5 * d
+    assert spatial.elements == costs.self_attention(b, s, d, d, d).elements  # attention keeps its scores on chip
+
+
+def test_large_dit_by_hand() -> None:
+    assert SEVEN_B.step(2, 256).flops == pytest.approx(6.70e12, rel=1e-3)
+    assert large_dit.work(large_dit.PRESETS["large-dit-3b"]).step(2, 256).flops == pytest.approx(3.76e12, rel=1e-3)
+    # per block: 3 E^2 + E^2 + 3 E F matrix elements, 2 FLOPs each and row; 4 b s^2 E in attention
+    products = 2 * 512 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert SEVEN_B.block(2, 256).flops == products + 4 * 2 * 256**2 * 4096
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ring", "ulysses", "tokens", "mb"),
+    [("ulysses", 1, 2, 256, 4.2), ("ulysses", 1, 4, 256, 3.1), ("ulysses", 1, 8, 256, 1.8), ("ring", 4, 1, 256, 6.3),
+     ("kv_gather", 1, 4, 256, 6.3), ("kv_gather", 1, 8, 256, 7.3), ("ulysses", 1, 4, 1024, 12.6),
+     ("kv_gather", 1, 2, 4096, 67.1), ("ring", 2, 1, 4096, 67.1)],
+)  # fmt: skip
+def test_bytes_of_a_layer_by_hand(strategy: str, ring: int, ulysses: int, tokens: int, mb: float) -> None:
+    """Large-DiT-7B, two rows, bf16. Ulysses: 4 b (s/N) d (N - 1)/N elements; ring and gather: 2 b (s/N) d (N - 1)."""
+    moved = sum(costs.busiest(SEVEN_B, layout(strategy, ring, ulysses), tokens))
+    assert moved * 2 * SEVEN_B.head_dim * 2 / 1e6 == pytest.approx(mb, abs=0.05)
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    for strategy in LAYOUTS:
+        assert costs.moves(SEVEN_B, layout(strategy), 64, 0) == ()
+        assert costs.buffer_values(SEVEN_B, layout(strategy), 64) == 0
+
+
+def of(heads: int, kv_heads: int) -> Work:
+    return Work(1, heads * DIM, heads, kv_heads, DIM, (), (), False, (), 0, 0)
+
+
+def spied(rank: int, world: int, device: torch.device, strategy: str, case: tuple[int, ...]) -> tuple[Any, int, int]:
+    """What the exchanges of one layer hand to torch.distributed; bytes of the buffers kept; FLOPs of attention."""
+    batch, tokens, heads, kv = case
+    mesh, seen = mesh_for(strategy, world, device), []
+    where = mesh.ulysses.rank
+
+    def all_to_all(received: Tensor, sent: Tensor, into: list[int], out: list[int], **how: Any) -> Any:
+        seen.append((sum(out) - out[where], sum(into) - into[where], len(out) - 1))
+        return original[0](received, sent, into, out, **how)
+
+    def batched(moves: list[Any]) -> Any:
+        sizes = [[move.tensor.nbytes for move in moves if move.op is op] for op in (dist.isend, dist.irecv)]
+        seen.append((sum(sizes[0]), sum(sizes[1]), len(sizes[0])))
+        return original[1](moves)
+
+    mine = Shard(tokens, world).slice(mesh.sequence.rank)
+    q, k, v = (random((batch, tokens, n, DIM), seed, device)[:, mine] for seed, n in enumerate((heads, kv, kv)))
+    attend = build(strategy, mesh, Shard(tokens, world), reference.attend)
+    original = dist.all_to_all_single, dist.batch_isend_irecv
+    dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batched
+    try:
+        counted = flops(lambda: attend(q, k, v, Prepare()))
+    finally:
+        dist.all_to_all_single, dist.batch_isend_irecv = original
+    return seen, sum(kept(attend, {}).values()), counted
+
+
+def kept(thing: Any, found: dict[int, int]) -> dict[int, int]:
+    """Storage -> bytes of all tensors that an object holds."""
+    if isinstance(thing, Tensor):
+        found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    elif isinstance(thing, dict | list | tuple):
+        for part in thing.values() if isinstance(thing, dict) else thing:
+            kept(part, found)
+    elif type(thing).__module__.startswith("seqpar."):
+        kept(vars(thing), found)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_exchanges_move_and_keep_what_is_counted(ranks: Pool, world: int, strategy: str, case: tuple[int, ...]) -> None:
+    batch, tokens, heads, kv = case
+    ring = LAYOUTS[strategy](world)
+    work, where = of(heads, kv), layout(strategy, ring, world // ring)
+    value = batch * DIM * 8  # fp64
+    results = ranks.run(world, spied, strategy, case)
+    for rank, (seen, _, _) in enumerate(results):
+        counted = [move for move in costs.moves(work, where, tokens, rank) if move.messages]
+        assert seen == [(move.sent * value, move.received * value, move.messages) for move in counted]
+    most = max(max(sent, got) for seen, _, _ in results for sent, got, _ in seen)
+    assert most == max(costs.busiest(work, where, tokens)) * value
+    assert max(held for _, held, _ in results) == costs.buffer_values(work, where, tokens) * value
+    calls = costs.attention_calls(work, where, batch, tokens)
+    assert max(counted for _, _, counted in results) == sum(call.flops for call in calls)
+
+
+def test_negative_control_another_layout_moves_something_else() -> None:
+    work = of(4, 4)
+    assert costs.moves(work, layout("ulysses", 1, 4), 16, 0) == (Move(36, 36, 3), Move(12, 12, 3))
+    assert costs.moves(work, layout("kv_gather", 1, 4), 16, 0) == (Move(96, 96, 3),)
+    assert costs.moves(work, layout("ring", 4, 1), 16, 0) == (Move(32, 32, 1),) * 3
+    assert costs.moves(work, layout("usp", 2, 2), 16, 0) == (Move(24, 24, 1), Move(32, 32, 1), Move(8, 8, 1))
+
+
+def test_peers_write_less_at_home_and_keep_less() -> None:
+    """128 tokens a rank, 4 heads, two ranks, norms and rotary. By hand, values of one head."""
+    work = Work(1, 16, 4, 4, 4, (), (), True, (), 0, 0)
+    nccl, peer = layout("ulysses", 1, 2, "nccl"), layout("ulysses", 1, 2, "peer")
+    # q, k, v read and written; my 2 heads of 256 tokens read and written; the output of both ranks interleaved
+    assert costs.copies(work, nccl, 1, 256) == ((2 * 128 * 12, 1), (2 * 256 * 2, 1), (2 * 128 * 4, 2))
+    assert costs.copies(work, peer, 1, 256) == ((128 * 12 * 3 // 2, 1), (256 * 2 * 3 // 2, 1))
+    assert costs.copies(work, layout("kv_gather", 1, 2), 1, 256) == ((2 * 128 * 12, 1),)
+    q_k_v = ((2 * 128 * 4, 1),) * 3
+    assert costs.copies(work, layout("kv_first", 1, 2), 1, 256) == q_k_v
+    assert costs.copies(work, layout("kv_first", 1, 2, "peer"), 2, 256) == q_k_v
+    assert costs.copies(work, layout("kv_first", 1, 2, "peer"), 1, 256) == q_k_v[:2]  # the product of v wrote it
+    assert costs.copies(work, layout("kv_first"), 1, 256) == ((2 * 256 * 8, 1),)
+    plain = replace(work, prepares=False)  # queries stay as they are
+    assert costs.copies(plain, layout("kv_gather", 1, 2), 1, 256) == ((2 * 128 * 8, 1),)
+    assert costs.copies(plain, layout("kv_first", 1, 2, "peer"), 1, 256) == q_k_v[:1]
+    assert costs.copies(work, layout("ring", 2, 1), 1, 256) == ((2 * 128 * 8, 1), (4 * 128 * 4, 2))
+    assert costs.copies(work, layout("ulysses"), 1, 256) == ((2 * 256 * 8, 1),)
+    assert costs.buffer_values(work, nccl, 256) == 2 * 128 * 12 + 3 * 128 * 4
+    assert costs.buffer_values(work, peer, 256) == 128 * 12 + 128 * 4
+    assert costs.buffer_values(work, layout("kv_gather", 1, 2, "peer"), 256) == 128 * 4 + 2 * 256 * 8
+
+
+def test_merges_of_a_ring_by_hand() -> None:
+    """Two bf16 parts merge with 6 bytes a value; each further one costs 10 (fp32 read and written, bf16 read)."""
+    work = of(4, 4)
+    assert costs.merge_bytes(work, layout("ring", 2), 1, 64, 2) == (32 * 4 * DIM * 6, 1)
+    assert costs.merge_bytes(work, layout("ring", 4), 1, 64, 2) == (16 * 4 * DIM * 26, 3)
+    assert costs.merge_bytes(work, layout("kv_gather", 2), 1, 64, 2) == (0, 0)

@@ -1,0 +1,270 @@
+"""The planner takes what it predicts to be best, says why, and refuses what cannot be."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from seqpar.cli.planning import Machine, make_plan, shared_plan
+from seqpar.mesh import Mesh
+from seqpar.models import dit, large_dit
+from seqpar.planner import rates
+from seqpar.planner.choose import parse_mesh
+from seqpar.planner.costs import Layout, Work
+from seqpar.planner.predict import GIB, Load, predict
+from seqpar.planner.rates import CPU, H200, Rates
+from seqpar.planner.search import Plan, Wish, allowed, plan
+from seqpar.weights.find import locate
+from tests.support.pool import Pool
+
+SEVEN_B, XL = large_dit.work(large_dit.PRESETS["large-dit-7b"]), dit.work(dit.PRESETS["dit-xl/2"])
+PARAMETERS = 7_293_819_936
+ONE = Load(images=1, tokens=4096, guidance=True, steps=25, itemsize=2, parameters=PARAMETERS, latent=16, labels=2,
+           table=2 << 30)  # fmt: skip
+
+
+def planned(load: Load = ONE, world: int = 4, wish: Wish | None = None, rates: Rates = H200, work: Work = SEVEN_B,
+            transport: str = "peer", memory: float | None = 139) -> Plan:  # fmt: skip
+    return plan(work, load, world, wish or Wish(), rates, transport, memory)
+
+
+def of(cfg: int, ulysses: int, strategy: str = "ulysses", transport: str = "peer", ring: int = 1) -> Layout:
+    return Layout(1, cfg, ring, ulysses, strategy, transport)
+
+
+ALONE, U4, CFG_U2, CFG_KV2, KV4 = of(1, 1), of(1, 4), of(2, 2), of(2, 2, "kv_gather"), of(1, 4, "kv_gather")
+CFG_KF2, KF4 = of(2, 2, "kv_first"), of(1, 4, "kv_first")
+
+
+def test_without_guidance_all_ranks_are_on_the_sequence() -> None:
+    assert planned(replace(ONE, guidance=False, labels=1)).best == KF4
+    assert planned(replace(ONE, guidance=False, labels=1, tokens=256)).best == KV4
+    assert planned(world=1).best == ALONE
+    assert planned(world=2).best == of(2, 1)
+    assert planned(world=3).best.sizes == {"data": 1, "cfg": 1, "ring": 1, "ulysses": 3}
+
+
+@pytest.mark.parametrize(
+    ("change", "best"),
+    [
+        ({"exchange": {"peer": ((1e3, 1000.0), (1e9, 1100.0))}}, KV4),  # every exchange is slow: one, not two
+        ({"exchange": {"peer": ((1e3, 1.0), (1e9, 1e6))}}, U4),  # every byte is
+    ],
+    ids=["slow to start", "slow links"],
+)
+def test_other_rates_another_choice(change: dict[str, Any], best: Layout) -> None:
+    """On four ranks of one sequence kv_gather moves twice the bytes of ulysses in half the exchanges."""
+    found = planned(replace(ONE, guidance=False, labels=1), rates=replace(H200, **change))
+    assert found.best == best
+
+
+def test_ties_go_to_the_first_in_order_and_rings_only_where_nothing_else_fits() -> None:
+    free = replace(H200, exchange={"peer": ((1.0, 1e-6), (1e12, 2e-6))}, copy=1e9, kernel_us=1e-9)
+    assert planned(rates=free).best == CFG_KV2
+    crowded = replace(ONE, tokens=1 << 20, guidance=False, labels=1)
+    everything = planned(crowded, transport="nccl", memory=None)
+    needs = {row.layout: row.memory.total / GIB for row in everything.ranked}
+    ring4 = of(1, 1, "ring", "nccl", ring=4)
+    assert min(needs, key=lambda layout: needs[layout]) == ring4  # two blocks, not the sequence
+    others = min(need for layout, need in needs.items() if layout.strategy in ("ulysses", "kv_gather"))
+    roomy = planned(crowded, transport="nccl", memory=1.01 * others / 0.95)
+    assert roomy.best.strategy in ("ulysses", "kv_gather")
+    tight = planned(crowded, transport="nccl", memory=0.99 * others / 0.95)
+    assert tight.best.strategy in ("ring", "usp")
+
+
+@pytest.mark.parametrize(
+    "layout", [ALONE, U4, CFG_U2, CFG_KV2, CFG_KF2, of(1, 2, "usp", ring=2), of(2, 1, "ring", ring=2)], ids=str
+)
+def test_more_tokens_take_longer_and_more_memory(layout: Layout) -> None:
+    counts = (4, 16, 17, 64, 255, 256, 257, 1000, 1024, 4096, 4097, 16384, 65536, 262144)
+    rows = [predict(SEVEN_B, replace(ONE, tokens=tokens), layout, H200) for tokens in counts]
+    times, memory = [row.ms for row in rows], [row.memory.total for row in rows]
+    assert times == sorted(times)
+    assert memory == sorted(memory)
+    assert times[-1] > 100 * times[0]
+
+
+def test_the_slowest_rank_counts() -> None:
+    """6 heads on 4 ranks: two of them have 2. 4097 tokens: one rank has 1025."""
+    few, steady = replace(SEVEN_B, heads=6, kv_heads=6), replace(H200, attention={128: ((1.0, 600.0),)})
+    whole = predict(few, ONE, ALONE, steady).attention
+    assert predict(few, ONE, U4, steady).attention == pytest.approx(whole / 3)
+    assert predict(few, ONE, KV4, steady).attention == pytest.approx(whole / 4)
+    even, odd = (predict(SEVEN_B, replace(ONE, tokens=tokens), U4, H200) for tokens in (4096, 4097))
+    longer = predict(SEVEN_B, replace(ONE, tokens=4100), U4, H200)
+    assert even.gemm < odd.gemm == longer.gemm
+    assert odd.ms < 1.01 * even.ms
+
+
+def test_memory_by_hand() -> None:
+    """7B in bf16 on one rank: weights; 25 steps x 2 labels x (6 x 32 + 2) x 4096 fp32 and two rows of one step."""
+    memory = predict(SEVEN_B, ONE, ALONE, H200).memory
+    row = (6 * 32 + 2) * 4096 * 4
+    assert memory.weights == 2 * PARAMETERS
+    assert memory.table == (25 * 2 + 2) * row
+    assert memory.activations == 8192 * ((4 * 4096 + 3 * 11008) * 2 + 3 * 16 * 4)
+    assert memory.exchange == 0
+    chunked = predict(SEVEN_B, replace(ONE, steps=1000, labels=100), ALONE, H200).memory
+    assert chunked.table == (6 * 100 + 2) * row  # 2 GiB hold six steps
+    shared = predict(SEVEN_B, ONE, of(1, 4, "kv_gather", "nccl"), H200).memory
+    assert shared.exchange == 2 * 2 * 4096 * (1024 + 2 * 4096)  # q of my tokens, all keys and values
+
+
+def test_a_layout_that_does_not_fit_is_listed_with_the_reason() -> None:
+    long = replace(ONE, tokens=1 << 19)
+    sizes = sorted(row.memory.total / GIB for row in planned(long, memory=None).ranked)
+    limit = sum(sizes[1:3]) / 2 / 0.95
+    found = planned(long, memory=limit)
+    assert len(found.ranked) == 2
+    assert len(found.too_big) == len(sizes) - 2
+    assert f"does not fit: needs {sizes[-1]:.1f} GiB of {0.95 * limit:.1f} on each rank" in found.table()
+    nothing = planned(memory=10)
+    assert str(nothing).startswith("nothing fits")
+    assert nothing.table().count("does not fit: needs") == len(sizes)
+    with pytest.raises(ValueError, match=r"does not fit: its smallest layout \(.*\) needs .* of 9.5 on each rank, exp"):
+        print(nothing.best)
+
+
+@pytest.mark.parametrize(
+    ("world", "load", "wish", "message"),
+    [
+        (
+            2,
+            ONE,
+            Wish(axes={"ulysses": 3}),
+            "data=1 x cfg=1 x ring=1 x ulysses=3 = 3 ranks for 2 process",
+        ),
+        (4, ONE, Wish(axes={"ring": 0}), "got ring=0, expected at least 1"),
+        (6, ONE, Wish(axes={"cfg": 3}), "got cfg=3, expected 1 or 2"),
+        (4, replace(ONE, tokens=1), Wish(), "got 1 tokens for 2 ranks, expected one a rank; use a larger --size"),
+        (2, ONE, Wish(axes={"ulysses": 2}, strategy="ring"), "got strategy ring with ulysses=2, expected ulysses=1"),
+        (2, ONE, Wish(axes={"data": 2}), "got strategy auto with data=2 for 2 process\\(es\\), 1 picture"),
+    ],
+    ids=str,
+)
+def test_the_impossible_is_refused(world: int, load: Load, wish: Wish, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned(load, world, wish)
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "mesh", "cfg_ring_ulysses"),
+    [
+        (4, "auto", "auto", (2, 1, 2)),
+        (3, "auto", "auto", (1, 1, 3)),
+        (1, "ring", "auto", (1, 1, 1)),
+        (2, "ring", "auto", (1, 2, 1)),
+        (4, "ulysses", "auto", (1, 1, 4)),
+        (4, "kv_gather", "auto", (1, 1, 4)),
+        (4, "usp", "auto", (1, 2, 2)),
+        (3, "usp", "auto", (1, 1, 3)),
+        (2, "ring", "cfg=1", (1, 2, 1)),
+        (4, "ring", "cfg=2", (2, 2, 1)),
+        (8, "usp", "cfg=2", (2, 2, 2)),
+        (4, "ring", "ring=2", (2, 2, 1)),  # all axes of the sequence are given: the rest is for guidance
+        (4, "ulysses", "ulysses=2", (2, 1, 2)),
+        (4, "usp", "ulysses=2", (1, 2, 2)),
+        (4, "kv_gather", "ring=2", (1, 2, 2)),
+        (4, "auto", "cfg=1,ring=2", (1, 2, 2)),
+        (4, "auto", "ulysses=4", (1, 1, 4)),
+        (4, "auto", "data=2", (2, 1, 1)),
+    ],
+)
+@pytest.mark.parametrize("found", [H200, CPU], ids=["H200", "CPU"])
+def test_names_restrict_what_is_looked_at(
+    found: Rates, world: int, strategy: str, mesh: str, cfg_ring_ulysses: tuple[int, int, int]
+) -> None:
+    load, wish = replace(ONE, images=2), Wish(*parse_mesh(mesh), strategy)
+    best = planned(load, world, wish, found, transport=next(iter(found.exchange))).best
+    assert (best.cfg, best.ring, best.ulysses) == cfg_ring_ulysses
+    assert strategy in ("auto", best.strategy)
+
+
+def test_who_names_the_ulysses_axis_means_ulysses_while_there_are_heads() -> None:
+    one_exchange = replace(H200, exchange={"peer": ((1e3, 1000.0), (1e9, 1100.0))})
+    assert planned(wish=Wish(axes={"cfg": 2, "ulysses": 2}), rates=one_exchange).best == CFG_U2
+    grouped = replace(SEVEN_B, kv_heads=2)
+    assert planned(wish=Wish(axes={"ulysses": 4}), rates=one_exchange, work=grouped).best == KV4
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("aim", ["latency", "throughput"])
+def test_every_layout_uses_all_ranks_and_stands_once(world: int, aim: Any) -> None:
+    found = allowed(world, Wish(aim), SEVEN_B, replace(ONE, images=4), "nccl")
+    assert len(set(found)) == len(found)
+    assert all(x.data * x.cfg * x.sequence == world and x.data <= 4 for x in found)
+    assert any(x.data > 1 for x in found) == (aim == "throughput" and world > 1)
+    ranked = planned(replace(ONE, images=4), world, Wish(aim)).ranked
+    assert [row.ms for row in ranked[1:]] == sorted(row.ms for row in ranked[1:])
+
+
+def test_throughput_gives_pictures_to_ranks_where_there_are_enough() -> None:
+    many = planned(replace(ONE, images=4), wish=Wish("throughput"))
+    assert many.best == Layout(4, 1, 1, 1, "ulysses", "peer")
+    assert many.ranked[0].exchange == 0
+    assert planned(replace(ONE, images=4)).best == CFG_KF2  # the first picture soonest: all ranks on it
+    assert planned(wish=Wish("throughput")).best == CFG_KF2  # one picture cannot be split so
+    three = planned(replace(ONE, images=3), wish=Wish("throughput"))
+    assert three.best.data < 3  # three pictures on two ranks of data would leave one rank waiting for the other
+
+
+def test_the_line_says_what_is_next_and_on_what_grounds() -> None:
+    text = str(planned(wish=Wish(axes={"cfg": 2})))
+    assert text == (
+        "cfg 2 x ulysses 2 by kv_first, 49.6 ms a step predicted (the first picture soonest); next cfg 2 x ulysses 2 "
+        "by kv_gather, 52.7 ms a step; rates: defaults of an H200"
+    )
+    first = planned().ranked[0]
+    ring = replace(first, layout=of(1, 1, "ring", ring=4), gemm=0.0)
+    assert "(not taken unasked: it rounds otherwise than one rank)" in str(replace(planned(), ranked=(first, ring)))
+    tie = planned(replace(ONE, images=3), wish=Wish("throughput", strategy="usp"), transport="nccl")
+    assert tie.ranked[1].ms < tie.ranked[0].ms  # asked for, and not taken for another reason
+    assert "unasked" not in str(tie)
+    assert "nothing else to choose" in str(planned(world=1))
+    assert "most pictures a second" in str(planned(wish=Wish("throughput")))
+    assert "mine is counted as ulysses" in str(planned(wish=Wish(strategy="mine")))
+
+
+def test_the_same_input_gives_the_same_plan() -> None:
+    assert planned() == planned()
+    assert planned().table() == planned().table()
+
+
+def on_rank(rank: int, world: int, device: torch.device, folder: str) -> tuple[str, str]:
+    before = os.environ.get("SEQPAR_CACHE")
+    os.environ["SEQPAR_CACHE"] = f"{folder}/{rank}"
+    try:
+        ranks = Mesh.joined(torch.device("cpu"))
+        assert ranks.sizes == {"data": 1, "cfg": 1, "ring": 1, "ulysses": 1}
+        small = replace(ONE, parameters=1000, tokens=64)
+        made = shared_plan(small, locate("dit-s/8"), ranks, "auto", "auto", "auto", torch.float32)
+    finally:
+        os.environ.pop("SEQPAR_CACHE")
+        if before is not None:
+            os.environ["SEQPAR_CACHE"] = before
+    return str(made), str(made.best)
+
+
+def test_the_rates_of_rank_zero_decide_for_all(ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "1"))
+    rates.save(replace(CPU, source="only on rank 1", exchange={"gloo": ((1e4, 1e6), (1e6, 2e6))}), 2)
+    first, second = ranks.run(2, on_rank, str(tmp_path))
+    assert first == second
+    assert "only on rank 1" not in first[0]
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "0"))
+    rates.save(replace(CPU, source="on rank 0"), 2)
+    assert all("on rank 0" in text for text, _ in ranks.run(2, on_rank, str(tmp_path)))
+
+
+def test_a_strategy_that_is_none_is_refused() -> None:
+    machine = Machine("CPU", 2, "gloo", None)
+    with pytest.raises(
+        ValueError, match="got strategy 'ulises', expected one of kv_first, kv_gather, ring, ulysses, usp"
+    ):
+        make_plan(ONE, locate("dit-s/8"), machine, "auto", "ulises", torch.float32)

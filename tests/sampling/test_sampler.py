@@ -1,0 +1,80 @@
+"""A sampler that keeps its run: every call has the bits of a run of its own, and what is kept is really used again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar import DistributedDiT, Guidance, Sampler, sample
+from seqpar.sampling.loop import draw_noise
+from tests.sampling.test_sampling import STEPS, scheduler
+from tests.support.meshes import mesh_for
+from tests.support.pool import Pool
+from tests.support.tiny import diffusers_dit
+from tests.test_distributed import local
+
+# seed of the noise, labels, guidance, the scheduler's beta_end; another schedule is only other numbers
+FIRST = (2, (3, 7, 3), Guidance(3.0), 0.02)
+SAME_KIND = [(5, (1, 1, 4), Guidance(3.0), 0.02), (2, (7, 3, 3), Guidance(3.0), 0.01), FIRST]
+OTHER_KINDS = [
+    (2, (3, 7, 1), Guidance(3.0), 0.02),
+    (2, (3, 7, 3), Guidance(2.0), 0.02),
+    (2, (3, 7), Guidance(3.0), 0.02),
+]
+
+
+def order(seed: int, labels: tuple[int, ...], guidance: Guidance, beta_end: float) -> tuple[tuple[Any, ...], Any]:
+    noise = draw_noise((len(labels), 4, 6, 10), torch.Generator().manual_seed(seed))
+    return (scheduler(beta_end=beta_end), noise, {"class_labels": torch.tensor(labels)}), guidance
+
+
+def run(
+    rank: int, world: int, device: torch.device, strategy: str, cfg: int, eta: float, orders: list[Any]
+) -> list[tuple[bool, Tensor, Tensor]]:
+    """For each order: whether the run before served it, its latents, and those of a run of its own."""
+    model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
+    dit = DistributedDiT(model, mesh_for(strategy, world, device, cfg), strategy, local(device))
+    found = []
+    with Sampler(dit) as sampler:
+        for one in orders:
+            (positional, guidance), before = order(*one), sampler._run
+            options = {"steps": STEPS, "guidance": guidance, "eta": eta}
+            got = sampler(*positional, **options, generator=torch.Generator().manual_seed(one[0]))
+            alone = sample(dit, *positional, **options, generator=torch.Generator().manual_seed(one[0]))
+            found.append((sampler._run is before, got, alone))
+    assert sampler._run is None  # nothing is kept past the end
+    return found
+
+
+@pytest.mark.parametrize("eta", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("world", "strategy", "cfg"),
+    [(1, "ulysses", 1), (2, "ulysses", 2), (3, "kv_gather", 1), (4, "ulysses", 2), (4, "usp", 1)],
+)
+def test_a_kept_run_has_the_bits_of_a_new_one(ranks: Pool, world: int, strategy: str, cfg: int, eta: float) -> None:
+    for found in ranks.run(world, run, strategy, cfg, eta, [FIRST, *SAME_KIND]):
+        assert [kept for kept, _, _ in found] == [False, True, True, True]
+        assert all(torch.equal(got, alone) for _, got, alone in found)
+        first, *others = (got for _, got, _ in found)
+        assert [torch.equal(first, other) for other in others] == [False, False, True]
+
+
+@pytest.mark.parametrize("other", OTHER_KINDS, ids=["labels", "guidance", "images"])
+def test_a_run_of_another_kind_begins_anew(ranks: Pool, other: tuple[Any, ...]) -> None:
+    found = ranks.run(1, run, "ulysses", 1, 0.0, [FIRST, other, FIRST])[0]
+    assert [kept for kept, _, _ in found] == [False, False, False]
+    assert all(torch.equal(got, alone) for _, got, alone in found)
+
+
+def test_a_scheduler_that_steps_on_the_host_is_never_kept() -> None:
+    dit = DistributedDiT(diffusers_dit(), mesh_for("ulysses", 1, torch.device("cpu")))
+    (_, noise, labels), guidance = order(*FIRST)
+    with Sampler(dit) as sampler:
+        runs = []
+        for _ in range(2):
+            sampler(scheduler("EulerDiscreteScheduler"), noise, labels, steps=STEPS, guidance=guidance)
+            runs.append(sampler._run)
+    assert runs[0] is not runs[1]

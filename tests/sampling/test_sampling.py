@@ -1,0 +1,289 @@
+"""The loop: DDIM's coefficients, guidance, any mesh and any scheduler against diffusers' own steps in one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar import DistributedDiT, Guidance, sample
+from seqpar.mesh import Mesh
+from seqpar.sampling import trajectory as trajectories
+from seqpar.sampling.loop import draw_noise
+from seqpar.sampling.trajectory import Conditions
+from tests.conftest import DEVICE
+from tests.support.meshes import mesh as make_mesh
+from tests.support.meshes import mesh_for
+from tests.support.pool import Pool
+from tests.support.tiny import CLASSES, diffusers_dit
+from tests.test_distributed import local
+
+STEPS, LABELS = 4, [3, 7, 3]
+LINEAR = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
+TOLERANCE = 1e-9  # fp64 arithmetic; diffusers' schedulers hold their coefficients in fp32, so those are compared apart
+
+
+# (world, (strategy, cfg, data))
+MESHES = [
+    *((2, layout) for layout in (("ulysses", 1, 1), ("ulysses", 2, 1), ("ring", 1, 1), ("ulysses", 1, 2))),
+    *((3, layout) for layout in (("ulysses", 1, 1), ("kv_gather", 1, 1), ("ring", 1, 1))),
+    *((4, layout) for layout in (("usp", 1, 1), ("ulysses", 2, 1), ("ulysses", 2, 2), ("kv_gather", 2, 1))),
+    (4, ("ulysses", 1, 1)),
+]
+
+
+def scheduler(name: str = "DDIMScheduler", **config: Any) -> Any:
+    return getattr(diffusers, name)(**{**LINEAR, **({"clip_sample": False} if "DDIM" in name else {}), **config})
+
+
+def by_hand(noise: Tensor, steps: int, guidance: Guidance, sched: Any, eta: float = 0.0) -> Tensor:
+    """One process, diffusers' model and scheduler, written as the papers say."""
+    model, x = diffusers_dit().to(DEVICE), noise.double().to(DEVICE) * sched.init_noise_sigma
+    labels = torch.tensor(LABELS[: len(noise)], device=DEVICE)
+    sched.set_timesteps(steps)
+    generator = torch.Generator().manual_seed(5)
+    for t in sched.timesteps:
+        seen = sched.scale_model_input(x, t)
+        c, u = (model(seen, timestep=t.to(DEVICE).expand(len(x)), class_labels=y).sample[:, :4]
+                for y in (labels, torch.full_like(labels, CLASSES)))  # fmt: skip
+        channels = guidance.channels or 4
+        out = torch.cat((u[:, :channels] + guidance.scale * (c - u)[:, :channels], c[:, channels:]), 1)
+        out = out if guidance.on else c
+        if eta > 0:
+            noise_t = torch.randn(noise.shape, generator=generator).double().to(DEVICE)
+            x = sched.step(out, t, x, eta=eta, variance_noise=noise_t).prev_sample
+        else:
+            x = sched.step(out, t, x).prev_sample
+    return x.cpu()
+
+
+def run(
+    rank: int, world: int, device: torch.device, layout: tuple[str, int, int], guidance: Guidance, images: int = 3,
+    size: tuple[int, int] = (8, 8), name: str = "DDIMScheduler", eta: float = 0.0,
+    config: tuple[tuple[str, Any], ...] = (), steps: int = STEPS,
+) -> Tensor:  # fmt: skip
+    strategy, cfg, data = layout
+    mesh = mesh_for(strategy, world, device, cfg, data)
+    dit = DistributedDiT(diffusers_dit().to(device), mesh, strategy, local(device))
+    noise = draw_noise((images, 4, *size), torch.Generator().manual_seed(2))
+    labels = {"class_labels": torch.tensor(LABELS[:images])}
+    generator = torch.Generator().manual_seed(5)
+    sched = scheduler(name, **dict(config))
+    return sample(dit, sched, noise, labels, steps=steps, guidance=guidance, eta=eta, generator=generator)
+
+
+@cache
+def alone(ranks: Pool, guidance: Guidance, *more: Any) -> Tensor:
+    """What one rank samples: the truth of all meshes, so computed once."""
+    return ranks.run(1, run, ("ulysses", 1, 1), guidance, *more)[0]
+
+
+def noise(images: int = 3) -> Tensor:
+    return draw_noise((images, 4, 8, 8), torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("eta", [0.0, 1.0])
+@pytest.mark.parametrize("guidance", [Guidance(1.0), Guidance(3.0), Guidance(3.0, 3)], ids=str)
+def test_sampling_equals_diffusers_by_hand(ranks: Pool, guidance: Guidance, eta: float) -> None:
+    got = ranks.run(1, run, ("ulysses", 1, 1), guidance, 3, (8, 8), "DDIMScheduler", eta)[0]
+    truth = by_hand(noise(), STEPS, guidance, scheduler(), eta)
+    assert (got - truth).abs().max() < 1e-4 * truth.abs().max()  # the scheduler's coefficients are fp32 there
+
+
+@pytest.mark.parametrize("size", [(8, 8), (6, 10)])
+@pytest.mark.parametrize("guidance", [Guidance(1.0), Guidance(3.0), Guidance(3.0, 3)], ids=str)
+@pytest.mark.parametrize(("world", "layout"), MESHES, ids=str)
+def test_sampling_is_the_same_on_every_mesh(
+    ranks: Pool, world: int, layout: tuple[str, int, int], guidance: Guidance, size: tuple[int, int]
+) -> None:
+    if layout[1] == 2 and not guidance.on:
+        layout = (layout[0], 1, layout[2])
+    truth = alone(ranks, guidance, 3, size)
+    for got in ranks.run(world, run, layout, guidance, 3, size):
+        assert (got - truth).abs().max() < TOLERANCE * truth.abs().max()
+
+
+# DDIM with noise: stepped on local tokens, and (it needs whole images then) replicated on every rank
+NOISY: list[tuple[Any, ...]] = [
+    (3, (6, 10), "DDIMScheduler", 0.7, config) for config in ((), (("thresholding", True),))
+]
+
+
+@pytest.mark.parametrize("noisy", NOISY, ids=["local", "replicated"])
+@pytest.mark.parametrize("guidance", [Guidance(1.0), Guidance(3.0)], ids=str)
+@pytest.mark.parametrize(("world", "layout"), MESHES, ids=str)
+def test_sampling_with_noise_at_each_step_is_the_same_on_every_mesh(
+    ranks: Pool, world: int, layout: tuple[str, int, int], guidance: Guidance, noisy: tuple[Any, ...]
+) -> None:
+    if layout[1] == 2 and not guidance.on:
+        layout = (layout[0], 1, layout[2])
+    truth = alone(ranks, guidance, *noisy)
+    for got in ranks.run(world, run, layout, guidance, *noisy):
+        assert (got - truth).abs().max() < TOLERANCE * truth.abs().max()
+    still = alone(ranks, guidance, *noisy[:3], 0.0, noisy[4])
+    assert (truth - still).abs().max() > 1e-2
+
+
+FEW: tuple[Any, ...] = (*NOISY[0], 2)  # steps
+
+# what one rank does wrong with its part of the noise of a step
+WRONG_NOISE = {
+    "sign": lambda x: -x,
+    "none": lambda x: 0 * x,
+    "other rows": lambda x: x.roll(2, 2),
+    "other columns": lambda x: x.flip(3),
+    "other channels": lambda x: x.flip(1),
+    "other images": lambda x: x.roll(1, 0),
+}
+
+
+def wrong_noise(
+    rank: int, world: int, device: torch.device, layout: tuple[str, int, int], how: str, bad: int
+) -> Tensor:
+    right = trajectories.Trajectory.slice
+
+    def wrong(self: trajectories.Trajectory, x_BCHW: Tensor) -> Tensor:
+        # the first slice of all is that of the state
+        return right(self, WRONG_NOISE[how](x_BCHW) if hasattr(self, "tokens") and rank == bad else x_BCHW)
+
+    trajectories.Trajectory.slice = wrong
+    try:
+        return run(rank, world, device, layout, Guidance(3.0), *FEW)
+    finally:
+        trajectories.Trajectory.slice = right
+
+
+@pytest.mark.parametrize("how", WRONG_NOISE)
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(2, ("ulysses", 1, 1)), (2, ("ulysses", 1, 2)), (3, ("ring", 1, 1)), (4, ("usp", 1, 1))],
+    ids=str,
+)
+def test_negative_control_one_ranks_wrong_noise_is_noticed(
+    ranks: Pool, world: int, layout: tuple[str, int, int], how: str
+) -> None:
+    truth = alone(ranks, Guidance(3.0), *FEW)
+    for bad in range(world):
+        for got in ranks.run(world, wrong_noise, layout, how, bad):
+            assert (got - truth).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "name", ["EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "EulerAncestralDiscreteScheduler"]
+)
+@pytest.mark.parametrize(
+    ("world", "layout"), [(1, ("ulysses", 1, 1)), (2, ("ulysses", 1, 1)), (4, ("usp", 2, 1))], ids=str
+)
+def test_any_other_scheduler_is_the_same_on_every_mesh(
+    ranks: Pool, name: str, world: int, layout: tuple[str, int, int]
+) -> None:
+    truth = alone(ranks, Guidance(3.0), 3, (8, 8), name)
+    for got in ranks.run(world, run, layout, Guidance(3.0), 3, (8, 8), name):
+        assert (got - truth).abs().max() < TOLERANCE * truth.abs().max()
+    if "Ancestral" not in name:
+        by = by_hand(noise(), STEPS, Guidance(3.0), scheduler(name))
+        assert (truth - by).abs().max() < 1e-4 * by.abs().max()
+
+
+def swapped_branches(rank: int, world: int, device: torch.device) -> Tensor:
+    right = trajectories.Trajectory.branches
+    trajectories.Trajectory.branches = lambda self, step: right(self, step)[::-1]  # pyright: ignore
+    try:
+        return run(rank, world, device, ("ulysses", 2, 1), Guidance(3.0))
+    finally:
+        trajectories.Trajectory.branches = right
+
+
+def test_negative_control_swapped_guidance_branches_are_noticed(ranks: Pool) -> None:
+    truth = alone(ranks, Guidance(3.0))
+    for got in ranks.run(2, swapped_branches):
+        assert (got - truth).abs().max() > 1e-2
+
+
+def test_modulation_in_chunks_of_steps_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(0, 1, torch.device("cpu"), ("ulysses", 1, 1), Guidance(3.0))
+    rows = 3 * (3 * 6 + 2) * 24 * 8  # distinct labels (two and none) x modulation of one row, bytes
+    monkeypatch.setattr(trajectories, "TABLE_BYTES", 2 * rows + 1)
+    made = []
+    condition = DistributedDiT(diffusers_dit(), Mesh.single()).model.__class__.condition
+    monkeypatch.setattr("seqpar.models.dit.Model.condition",
+                        lambda self, t, **y: made.append(len(t)) or condition(self, t, **y))  # fmt: skip
+    chunked = run(0, 1, torch.device("cpu"), ("ulysses", 1, 1), Guidance(3.0))
+    assert made[1:] == [6, 6]  # two steps x three labels each, after one row to learn its size
+    assert (chunked - whole).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_latents_that_stop_being_finite_are_reported_with_their_step(ranks: Pool, world: int) -> None:
+    for message in ranks.run(world, not_finite):
+        assert "stopped being finite at step 3 of 4 (timestep 250)" in message
+
+
+def not_finite(rank: int, world: int, device: torch.device) -> str:
+    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
+    inner, calls = dit.model.forward_tokens, []
+
+    def breaks_at_third(*args: object) -> Tensor:
+        calls.append(1)
+        out = inner(*args)  # pyright: ignore
+        return out.fill_(float("nan")) if len(calls) == 3 and rank == world - 1 else out
+
+    dit.model.forward_tokens = breaks_at_third  # pyright: ignore
+    try:
+        sample(dit, scheduler(), noise().to(device), {"class_labels": torch.tensor(LABELS)}, steps=STEPS,
+               guidance=Guidance(3.0))  # fmt: skip
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"guidance": Guidance(1.0), "cfg": 2}, r"got cfg=2 with guidance 1\.0, expected guidance > 1"),
+        ({"guidance": Guidance(3.0, 9)}, "got guidance on 9 channels, expected 1 to 4"),
+        ({"shape": (3, 5, 8, 8)}, r"got noise of shape \(3, 5, 8, 8\), expected \(N, 4, H, W\)"),
+        ({"data": 2, "shape": (1, 4, 8, 8)}, r"got 1 image\(s\) for data=2"),
+        ({"labels": {}}, r"got labels \[\], expected \['class_labels'\]"),
+    ],
+    ids=["cfg", "channels", "noise", "data", "labels"],
+)
+def test_a_run_that_cannot_be_is_refused(ranks: Pool, change: dict[str, object], message: str) -> None:
+    world = 2 if {"cfg", "data"} & set(change) else 1
+    import re
+
+    for text in ranks.run(world, refused, change):
+        assert re.search(message, text)
+
+
+def refused(rank: int, world: int, device: torch.device, change: dict[str, Any]) -> str:
+    mesh = make_mesh(device, cfg=change.get("cfg", 1), data=change.get("data", 1))
+    dit = DistributedDiT(diffusers_dit().to(device), mesh, local=local(device))
+    shape = change.get("shape", (3, 4, 8, 8))
+    labels = change.get("labels", {"class_labels": torch.zeros(shape[0], dtype=torch.int64)})
+    try:
+        dit.trajectory(torch.zeros(shape), Conditions(torch.tensor([1]), labels), change.get("guidance", Guidance(1.0)))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_guidance_that_is_no_number_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match="expected a finite number"):
+        Guidance(scale)
+
+
+def test_a_run_never_writes_into_the_callers_noise() -> None:
+    """One token: there patches are a view of the picture."""
+    dit = DistributedDiT(diffusers_dit(), Mesh.single())
+    start = draw_noise((1, 4, 2, 2), torch.Generator().manual_seed(2)).double()
+    before = start.clone()
+    for name in ("DDIMScheduler", "EulerDiscreteScheduler"):
+        labels = {"class_labels": torch.tensor([3])}
+        sample(dit, scheduler(name), start, labels, steps=STEPS, guidance=Guidance(1.0))
+        assert torch.equal(start, before)

@@ -1,0 +1,237 @@
+"""Blocks of other people, tiny and random, and the attention processors that a user would write to shard them.
+
+A processor computes its block's own projections, hands QK-norm and rotary to `Prepare` and calls `attend`. Nothing
+else of a block changes: it runs on a rank's tokens as it would on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
+from diffusers.models.transformers.transformer_lumina2 import Lumina2TransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from seqpar.protocols import Attend, Prepare
+from tests.support.meshes import random
+
+DIM = 8
+BATCH = 2
+LAYERS = 2  # a block is run twice: the second time on what it made of the first, through the same buffers
+
+
+class StayDouble(TorchFunctionMode):
+    """fp64 stays fp64 where a block rounds to fp32 on its way (rotary, norms, gates).
+
+    Two runs that differ in the last bit of fp64 may round to neighbouring fp32 numbers, 1e-7 apart: that would hide
+    every error that is smaller. (It also keeps quiet about roundings in the seam; tests/attention/test_strategies.py has those.)
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        rounds = func is Tensor.float or (func is Tensor.to and args[1:] == (torch.float32,))
+        return args[0] if rounds and args[0].dtype == torch.float64 else func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Text or image: tokens, and the rotary angles of their positions; both are sliced alike."""
+
+    tokens_BLE: Tensor
+    angles_LD2: Tensor
+
+    def __getitem__(self, mine: slice) -> Stream:
+        return Stream(self.tokens_BLE[:, mine], self.angles_LD2[mine])
+
+
+Run = Callable[[nn.Module, Stream, Stream, Tensor], tuple[Tensor, Tensor]]
+"""Block, text, image, condition (B, 6, E) -> (text, image)."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A block, how it is called, and how its attention is replaced; `joint`: text is part of the sequence."""
+
+    block: Callable[[], nn.Module]
+    run: Run
+    install: Callable[[Any, Attend], None]
+    heads: int
+    joint: bool = True
+
+    def build(self, device: torch.device | str = "cpu") -> nn.Module:
+        """The block with the same weights on every rank; norm weights too, which start as ones."""
+        block = self.block().double().requires_grad_(False)
+        for seed, weight in enumerate(block.parameters()):
+            weight.copy_(random(tuple(weight.shape), seed) * weight.shape[-1] ** (-0.5 if weight.dim() > 1 else 0))
+        return block.to(device)
+
+    def inputs(self, lengths: tuple[int, int], device: torch.device | str = "cpu") -> tuple[Stream, Stream, Tensor]:
+        """Text, image and condition of that many tokens, the same on every rank."""
+        width = self.heads * DIM
+        text, image = (
+            Stream(random((BATCH, length, width), 100 + seed, device), random((length, DIM // 2), 200 + seed, device))
+            for seed, length in enumerate(lengths)
+        )
+        return text, image, random((BATCH, 6, width), 300, device)
+
+    def forward(self, block: nn.Module, text: Stream, image: Stream, condition_B6E: Tensor) -> tuple[Tensor, Tensor]:
+        """(text, image) after `LAYERS` runs, on all tokens or on a rank's."""
+        with torch.no_grad():
+            for _ in range(LAYERS):
+                tokens = self.run(block, text, image, condition_B6E)
+                text, image = (replace(s, tokens_BLE=x) for s, x in zip((text, image), tokens, strict=True))
+        return text.tokens_BLE, image.tokens_BLE
+
+
+def heads(*x_BlE: Tensor) -> tuple[Tensor, ...]:
+    """(B, l, H*D) -> (B, l, H, D) of each."""
+    return tuple(x.unflatten(-1, (-1, DIM)) for x in x_BlE)
+
+
+def repeated(angles_LD2: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin as FLUX and Wan want them, (L, D): each number twice, for the two of its interleaved pair."""
+    angles_LD = angles_LD2.repeat_interleave(2, dim=-1)
+    return angles_LD.cos(), angles_LD.sin()
+
+
+def run_flux(block: nn.Module, text: Stream, image: Stream, condition_B6E: Tensor) -> tuple[Tensor, Tensor]:
+    """Both FLUX blocks: text goes first."""
+    rows = repeated(torch.cat((text.angles_LD2, image.angles_LD2)))
+    return block(image.tokens_BLE, text.tokens_BLE, condition_B6E[:, 0], rows)
+
+
+def run_wan(block: nn.Module, text: Stream, image: Stream, condition_B6E: Tensor) -> tuple[Tensor, Tensor]:
+    """Text is only read, in cross-attention."""
+    cos, sin = (rows[None, :, None] for rows in repeated(image.angles_LD2))
+    return text.tokens_BLE, block(image.tokens_BLE, text.tokens_BLE, condition_B6E, (cos, sin))
+
+
+def run_lumina(block: nn.Module, text: Stream, image: Stream, condition_B6E: Tensor) -> tuple[Tensor, Tensor]:
+    """One stream of both; rotary rows are complex, one set for each batch row."""
+    angles = torch.cat((text.angles_LD2, image.angles_LD2)).expand(BATCH, -1, -1)
+    tokens = torch.cat((text.tokens_BLE, image.tokens_BLE), dim=1)
+    out = block(tokens, None, torch.polar(torch.ones_like(angles), angles), condition_B6E[:, 0])
+    text_BlE, image_BlE = out.split((text.tokens_BLE.shape[1], image.tokens_BLE.shape[1]), dim=1)
+    return text_BlE, image_BlE
+
+
+@dataclass(frozen=True)
+class FluxDoubleProcessor:
+    """Text and image have their own projections and norms; `Prepare` has one norm for all tokens, so only rotary."""
+
+    attend: Attend
+
+    def __call__(
+        self, attn: Any, image_BlE: Tensor, text_BlE: Tensor, mask: None, rows: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Called by `FluxAttention.forward`."""
+        added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        text_q, text_k, text_v = heads(*(project(text_BlE) for project in added))
+        image_q, image_k, image_v = heads(*(project(image_BlE) for project in (attn.to_q, attn.to_k, attn.to_v)))
+        q = torch.cat((attn.norm_added_q(text_q), attn.norm_q(image_q)), dim=1)
+        k = torch.cat((attn.norm_added_k(text_k), attn.norm_k(image_k)), dim=1)
+        how = Prepare(cos_lD2=rows[0][:, ::2], sin_lD2=rows[1][:, ::2])
+        out = self.attend(q, k, torch.cat((text_v, image_v), dim=1), how).flatten(2)
+        text, image = out.split((text_BlE.shape[1], image_BlE.shape[1]), dim=1)
+        return attn.to_out[0](image), attn.to_add_out(text)
+
+
+@dataclass(frozen=True)
+class FluxSingleProcessor:
+    """One stream of both; q, k and v are views of one fused projection. The block projects what this returns."""
+
+    attend: Attend
+
+    def __call__(self, attn: Any, x_BlE: Tensor, text: None, mask: None, rows: tuple[Tensor, Tensor]) -> Tensor:
+        """Called by `FluxAttention.forward`."""
+        q, k, v = heads(*attn.to_qkv(x_BlE).chunk(3, dim=-1))
+        how = Prepare(
+            "rms", per_head=True, eps=attn.norm_q.eps, q_weight=attn.norm_q.weight, k_weight=attn.norm_k.weight,
+            cos_lD2=rows[0][:, ::2], sin_lD2=rows[1][:, ::2],
+        )  # fmt: skip
+        return self.attend(q, k, v, how).flatten(2)
+
+
+@dataclass(frozen=True)
+class WanProcessor:
+    """Self-attention: norms over all heads at once."""
+
+    attend: Attend
+
+    def __call__(self, attn: Any, x_BlE: Tensor, text: None, mask: None, rows: tuple[Tensor, Tensor]) -> Tensor:
+        """Called by `WanAttention.forward`."""
+        q, k, v = heads(attn.to_q(x_BlE), attn.to_k(x_BlE), attn.to_v(x_BlE))
+        how = Prepare(
+            "rms", per_head=False, eps=attn.norm_q.eps, q_weight=attn.norm_q.weight, k_weight=attn.norm_k.weight,
+            cos_lD2=rows[0][0, :, 0, ::2], sin_lD2=rows[1][0, :, 0, ::2],
+        )  # fmt: skip
+        return attn.to_out[0](self.attend(q, k, v, how).flatten(2))
+
+
+@dataclass(frozen=True)
+class LuminaProcessor:
+    """Grouped-query attention: fewer key-value heads than query heads, and they travel as few."""
+
+    attend: Attend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: None,
+        image_rotary_emb: Tensor,
+    ) -> Tensor:
+        """Called by `Attention.forward`, with these names; it passes the tokens twice."""
+        q, k, v = heads(attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states))
+        rows = image_rotary_emb[0]  # `Prepare` has one set of rows for all batch rows; here they are alike
+        how = Prepare(
+            "rms", per_head=True, eps=attn.norm_q.eps, q_weight=attn.norm_q.weight, k_weight=attn.norm_k.weight,
+            cos_lD2=rows.real, sin_lD2=rows.imag,
+        )  # fmt: skip
+        return attn.to_out[0](self.attend(q, k, v, how).flatten(2))
+
+
+def fused_single() -> nn.Module:
+    """A single FLUX block as its users run it: with one projection for q, k and v."""
+    block = FluxSingleTransformerBlock(5 * DIM, num_attention_heads=5, attention_head_dim=DIM)
+    block.attn.fuse_projections()
+    return block
+
+
+# five heads go unevenly over two ranks and three; two key-value heads leave one rank of three without any
+BLOCKS = {
+    "flux_double": Foreign(
+        lambda: FluxTransformerBlock(5 * DIM, num_attention_heads=5, attention_head_dim=DIM),
+        run_flux,
+        lambda block, attend: block.attn.set_processor(FluxDoubleProcessor(attend)),
+        heads=5,
+    ),
+    "flux_single": Foreign(
+        fused_single, run_flux, lambda block, attend: block.attn.set_processor(FluxSingleProcessor(attend)), heads=5
+    ),
+    "wan": Foreign(
+        lambda: WanTransformerBlock(5 * DIM, ffn_dim=48, num_heads=5, cross_attn_norm=True),
+        run_wan,
+        lambda block, attend: block.attn1.set_processor(WanProcessor(attend)),  # attn2 reads text: it stays local
+        heads=5,
+        joint=False,
+    ),
+    "lumina2": Foreign(
+        lambda: Lumina2TransformerBlock(6 * DIM, 6, num_kv_heads=2, multiple_of=8, ffn_dim_multiplier=1, norm_eps=1e-5),
+        run_lumina,
+        lambda block, attend: block.attn.set_processor(LuminaProcessor(attend)),
+        heads=6,
+    ),
+}

@@ -1,0 +1,113 @@
+"""Meshes, inputs and a count of collectives that several tests use."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from seqpar.local import reference, sdpa
+from seqpar.mesh import Mesh
+from seqpar.planner.choose import load_strategy, load_transport
+from seqpar.protocols import Attend, Core
+from seqpar.shard import Tokens
+
+# strategy -> ring size on a world of this many ranks (ulysses takes the rest)
+LAYOUTS = {
+    "ulysses": lambda world: 1,
+    "ring": lambda world: world,
+    "usp": lambda world: 2 if world % 2 == 0 else 1,
+    "kv_gather": lambda world: 2 if world % 4 == 0 else 1,
+    "kv_first": lambda world: 2 if world % 4 == 0 else 1,
+}
+
+
+TRANSPORTS = ("collective", "peer")
+
+# beginnings of the names of all public functions of torch.distributed that talk to other ranks
+TALKS = ("all_", "barrier", "batch_isend", "broadcast", "gather", "irecv", "isend", "monitored_barrier", "recv",
+         "reduce", "scatter", "send", "new_group", "new_subgroups", "split_group")  # fmt: skip
+
+
+@cache
+def _mesh(group: object, device: torch.device, **axes: Any) -> Mesh:
+    return Mesh.from_env(**axes, device=device)
+
+
+def mesh(device: torch.device, **axes: int) -> Mesh:
+    """The mesh of these axes; made once per process group, because every new one holds communicators."""
+    return _mesh(dist.group.WORLD, device, **axes)
+
+
+def mesh_for(strategy: str, world: int, device: torch.device, cfg: int = 1, data: int = 1) -> Mesh:
+    """The mesh that this strategy is tested on."""
+    rest = world // (cfg * data)
+    return mesh(device, data=data, cfg=cfg, ring=LAYOUTS[strategy](rest))
+
+
+def random(shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu",
+           dtype: torch.dtype = torch.float64) -> Tensor:  # fmt: skip
+    """The same numbers on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
+
+
+def coded(batch: int, tokens: int, heads: int, dim: int, name: int) -> Tensor:
+    """(B, L, H, D) whose every element says which it is: exact in fp64."""
+    count = batch * tokens * heads * dim
+    return torch.arange(count, dtype=torch.float64).view(batch, tokens, heads, dim) + name * 10.0**9
+
+
+def build(strategy: str, mesh: Mesh, tokens: Tokens, local: Core, transport: str = "collective") -> Attend:
+    """A strategy's attention, its exchanges by this transport."""
+    return load_strategy(strategy).build(mesh, tokens, local, load_transport(transport))
+
+
+def local_for(device: torch.device) -> Any:
+    """fp64 everywhere: the CPU's flash kernel, the formula on a GPU."""
+    return sdpa.attend if device.type == "cpu" else reference.attend
+
+
+def counted_calls(work: Callable[[], object]) -> dict[str, int]:
+    """Calls that `work` makes of torch.distributed's functions; calls that these make of each other do not count."""
+    counts: Counter[str] = Counter()
+    inside: list[str] = []
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not inside:
+                counts[name] += 1
+            inside.append(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                inside.pop()
+
+        return call
+
+    originals = talking()
+    replaced = {name: counting(name, function) for name, function in originals.items()}
+    # in both modules: batch_isend_irecv accepts its own module's isend and irecv alone
+    for name in originals:
+        setattr(dist, name, replaced[name])
+        setattr(distributed_c10d, name, replaced[name])
+    try:
+        work()
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+            setattr(distributed_c10d, name, function)
+    return dict(counts)
+
+
+def talking() -> dict[str, Callable[..., Any]]:
+    """Every public collective and point-to-point function of torch.distributed, and what makes groups for them."""
+    found = ((name, getattr(distributed_c10d, name)) for name in distributed_c10d.__all__ if name.startswith(TALKS))
+    return {name: function for name, function in found if inspect.isfunction(function)}

@@ -1,0 +1,208 @@
+"""What Triton makes of our launches for an H100 or H200, on a machine without one.
+
+A launch runs as models run it, on CPU tensors, up to the point where the kernel would start: the specialisation on
+alignments, strides and missing tensors is therefore the real one. Needs no GPU, but `TRITON_INTERPRET` must not be set:
+`tests/kernels/test_compiles.py` starts it as a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from launch.benches.kernels import Case, cases
+from launch.benches.tiles import candidates
+from seqpar.kernels import adaln, ddim, flags, gelu, prepare, push, swiglu
+from seqpar.kernels.adaln import Norm
+from seqpar.kernels.push import Destinations
+from seqpar.local import sdpa
+from seqpar.mesh import Mesh
+from seqpar.models import dit, large_dit
+from seqpar.planner.choose import load_strategy, load_transport
+from seqpar.protocols import Outbox, Outboxes, Prepare
+from seqpar.shard import Shard
+
+BF16 = torch.bfloat16
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+class NoDriver:
+    """As much of a driver as compiling needs."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+
+def kernels_of(launch: Callable[[], object]) -> list[Any]:
+    """The compiled kernels that `launch` would have started, in order."""
+    found, run = [], JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    driver.set_active(NoDriver())  # pyright: ignore[reportArgumentType]
+    JITFunction.run = compile_only
+    try:
+        launch()
+    finally:
+        JITFunction.run = run
+    return found
+
+
+def facts(kernel: Any) -> dict[str, Any]:
+    """Widths of global accesses in bytes -> how many stand in the PTX; registers, spills, shared memory.
+
+    release, acquire, acq_rel: atomics at system scope. clocks: how often the time is read; agreed: after how many of
+    these all warps take one time from shared memory before they branch.
+    """
+    ptx = kernel.asm["ptx"]
+    flags_of = {word: len(re.findall(rf"atom\.global\.sys\.{word}", ptx)) for word in ("release", "acquire", "acq_rel")}
+    told = usage(kernel)
+    return {
+        "name": kernel.metadata.name,
+        "loads": widths(ptx, "ld.global"),
+        "stores": widths(ptx, "st.global"),
+        "registers": int(told.split("REG:")[1].split()[0]),
+        "spilled": sum(int(told.split(f"{where}:")[1].split()[0]) for where in ("STACK", "LOCAL")),
+        "threads": 32 * kernel.metadata.num_warps,
+        "shared": kernel.metadata.shared,
+        "clocks": ptx.count("%globaltimer"),
+        "agreed": len(re.findall(r"%globaltimer;(?:(?!\bbra\b).)*?bar\.sync(?:(?!\bbra\b).)*?ld\.shared", ptx, re.S)),
+        **flags_of,
+    }
+
+
+def usage(kernel: Any) -> str:
+    """What cuobjdump, which comes with Triton, tells of a kernel's registers and memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def widths(ptx: str, operation: str) -> dict[int, int]:
+    """Bytes of one access -> how many there are."""
+    counts: dict[int, int] = {}
+    for vector, bits in re.findall(rf"\b{re.escape(operation)}[^\s]*?(?:\.v(\d))?\.[a-z](\d+)\s", ptx):
+        size = int(vector or 1) * int(bits) // 8
+        counts[size] = counts.get(size, 0) + 1
+    return counts
+
+
+def launches() -> dict[str, Callable[[], object]]:
+    """Every kernel of `seqpar/kernels` at the widths of the 7B and DiT-XL/2, in every tile that the bench tries."""
+    made: dict[str, Callable[[], object]] = {}
+    for width in (4096, 1152):
+        for case in cases(16, width, "cpu"):
+            for tile in candidates(case, width) or [None]:
+                made[f"{case.name}, {width}, {tile or 'today'}"] = launch_of(case, tile)
+        made[f"unaligned, {width}"] = unaligned(width)
+    made |= {f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))}
+    made |= {f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))}
+    made |= {"push, 4 x 72, heads apart": pushed(4, 72, apart=True), "push, many": pushed(8, 128, tokens=2048)}
+    made |= {f"outboxes, {part} alone": outboxes(32, 128, parts=part) for part in "qkv"}
+    made |= {"outboxes, meets": outboxes(32, 128, meets=True), "push, meets": pushed(8, 128, meets=True)}
+    made |= {f"model, {name}": modelled(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")}
+    return made | {"ddim": update, "flags": lambda: flags.launch(four_ranks(), True, True)}
+
+
+def launch_of(case: Case, tile: Any) -> Callable[[], object]:
+    return lambda: case.module.launch(*case.data(), **({} if tile is None else {"tiled": tile}))
+
+
+def unaligned(width: int) -> Callable[[], object]:
+    """Rows that do not start on 16 bytes."""
+    shift, scale = torch.zeros(2, 2, width).unbind(1)
+    return lambda: adaln.launch(rows(2, 8, width + 1)[..., :width], None, shift, scale, Norm())
+
+
+def outboxes(heads: int, dim: int, meets: bool = False, parts: str = "qkv") -> Callable[[], object]:
+    """QK-norm and rotary of these parts into the outboxes of two readers; meets: and the readers meet."""
+    q, k, v = rows(2, 8, 3, heads, dim).unbind(2)
+    halves = slice(0, heads // 2), slice(heads // 2, heads)
+    views = [rows(8, 2, 3, heads // 2, dim).unbind(2) for _ in halves]
+    boxes = Outboxes(Outbox(q, k, v, half, half) for (q, k, v), half in zip(views, halves, strict=True))
+    angles = torch.zeros(8, dim // 2)
+    weight, bias, k_weight, k_bias = (rows(heads * dim) for _ in range(4))
+    how = Prepare("layer", False, 1e-5, weight, bias, k_weight, k_bias, angles, angles)
+    q, k, v = (x if name in parts else None for name, x in zip("qkv", (q, k, v), strict=True))
+    return lambda: prepare.launch_into(q, k, v, how, boxes, four_ranks() if meets else None)
+
+
+def pushed(heads: int, dim: int, meets: bool = False, apart: bool = False, tokens: int = 16) -> Callable[[], object]:
+    """Attention's output to four ranks, some heads of theirs; apart: each head's tokens together."""
+    into = Destinations([rows(2, tokens // 4, 4 * heads, dim)[:, :, :heads].transpose(0, 1) for _ in range(4)], 1)
+    out = rows(2, heads, tokens, dim).transpose(1, 2) if apart else rows(2, tokens, heads, dim)
+    return lambda: push.launch(out, into, four_ranks() if meets else None)
+
+
+def four_ranks() -> flags.Flags:
+    """They tell each other and wait."""
+    late = flags.Late.on(torch.device("cpu"), 1.0)
+    theirs, mine = torch.zeros(2, 4, dtype=torch.int64)
+    return flags.Flags.of(tuple(theirs), mine, late, 0, tuple(range(4)))
+
+
+def modelled(name: str) -> Callable[[], object]:
+    """A model of one block at its real width, on 64 tokens: what it gives the kernels, and in which strides."""
+
+    def launch() -> None:
+        file: Any = dit if name in dit.PRESETS else large_dit
+        with torch.device("meta"):
+            model = file.Model(replace(file.PRESETS[name], num_layers=1)).to(BF16)
+        model = model.to_empty(device="cpu")
+        attend = load_strategy("ulysses").build(Mesh.single(), Shard(64, 1), sdpa.attend, load_transport("collective"))
+        kernels: Any = (adaln, gelu, prepare, swiglu)
+        kept, capability = [kernel.fused for kernel in kernels], torch.cuda.get_device_capability
+        try:
+            torch.cuda.get_device_capability = lambda device: (9, 0)
+            for kernel in kernels:
+                kernel.fused = lambda *given: True
+            with torch.inference_mode():
+                rows = model.condition(torch.zeros(2), class_labels=torch.zeros(2, dtype=torch.int64))
+                model.forward_tokens({"tokens": torch.zeros(2, 64, 16)}, model.positions(16, 16), rows, attend)
+        finally:
+            torch.cuda.get_device_capability = capability
+            for kernel, fused in zip(kernels, kept, strict=True):
+                kernel.fused = fused
+
+    return launch
+
+
+def update() -> None:
+    """A DDIM step."""
+    step, outputs = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
+    how = ddim.Update(torch.zeros(25, 7), 4.0, clip=1.0)
+    ddim.launch(torch.zeros(1, 16, 16), outputs, outputs, how, step, step.clone())
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=BF16)  # nobody reads it
+
+
+def main() -> None:
+    """All of them: one JSON object, name -> facts."""
+    print(json.dumps({name: [facts(kernel) for kernel in kernels_of(launch)] for name, launch in launches().items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""A pool of ranks, spawned once per test run: spawning per test would take seconds each.
+
+On CPUs ranks are forked from a server that has imported torch already. Each call runs one function as `fn(rank, world,
+device, *args)` on the first `world` ranks, in a process group made for that world and kept while the world stays the
+same. Results come back in rank order; the first error of a rank is raised here with its traceback.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 60  # of one call; a rank that waits longer for the others is a failure, not a hang
+
+
+class RankError(AssertionError):
+    """A rank failed; the message holds its traceback."""
+
+
+class Pool:
+    """Ranks that run functions of test modules (importable by name)."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        # a process forked from one that has touched CUDA cannot use it, and importing diffusers may touch it
+        self._context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+        if device != "cuda":
+            self._context.set_forkserver_preload(["torch", "seqpar.distributed", "seqpar.sampling.loop"])
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._world, self._groups = 0, 0
+        self._stores: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def device(self) -> str:
+        """ "cuda" (one rank a GPU, NCCL) or "cpu" (gloo)."""
+        return self._device
+
+    def run(self, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `fn` returned on each rank. One rank is this process: it needs no group."""
+        if world == 1:
+            where = torch.device("cuda", 0) if self._device == "cuda" else torch.device("cpu")
+            return [_cpu(fn(0, 1, where, *args))]
+        if self._device == "cuda" and world > torch.cuda.device_count():
+            pytest.skip(f"needs {world} GPUs")
+        while len(self._ranks) < world:
+            self._ranks.append(self._spawn(len(self._ranks)))
+        if world != self._world:
+            self._leave()
+            self._world, self._groups = world, self._groups + 1
+        self._stores = self._stores or tempfile.TemporaryDirectory(prefix="seqpar-test-")
+        store = os.path.join(self._stores.name, str(self._groups))
+        answers = self._ask(world, _pack((fn.__module__, fn.__qualname__, world, store, args)))
+        if failed := [text for ok, text in answers if not ok]:
+            self.close()  # ranks that wait for a dead one are of no more use
+            raise RankError("\n".join(failed))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        """End all ranks, and remove the files through which they met."""
+        for process, _ in self._ranks:
+            process.kill()
+            process.join()
+        self._ranks, self._world = [], 0
+        if self._stores is not None:
+            self._stores.cleanup()
+            self._stores = None
+
+    def _leave(self) -> None:
+        """All ranks end the old group together: NCCL waits for those that do not."""
+        for _, pipe in self._ranks:
+            pipe.send_bytes(_pack(None))
+        if failed := [text for ok, text in map(self._answer, range(len(self._ranks))) if not ok]:
+            self.close()
+            raise RankError("\n".join(failed))
+
+    def _spawn(self, rank: int) -> tuple[Any, Connection]:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(rank, self._device, there), daemon=True)
+        process.start()
+        there.close()
+        return process, here
+
+    def _ask(self, world: int, question: bytes) -> list[tuple[bool, Any]]:
+        try:
+            for _, pipe in self._ranks[:world]:
+                pipe.send_bytes(question)
+        except BrokenPipeError:
+            return [(False, "a rank died before it was asked")]
+        return [self._answer(rank) for rank in range(world)]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        pipe = self._ranks[rank][1]
+        try:
+            if not pipe.poll(TIMEOUT_S + 30):
+                return False, f"rank {rank} did not answer in time"
+            return _unpack(pipe.recv_bytes())
+        except EOFError:
+            return False, f"rank {rank} died"
+
+
+def _serve(rank: int, device: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)  # ranks share the cores
+    where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(where)
+    joined = ""
+    while True:
+        question = _unpack(pipe.recv_bytes())
+        if question is None:
+            joined = _leave_group()
+            pipe.send_bytes(_pack((True, None)))
+            continue
+        module, name, world, store, args = question
+        try:
+            if joined != store:
+                joined = _join(rank, world, device, store)
+            function = getattr(__import__(module, fromlist=[name]), name)
+            answer = True, function(rank, world, where, *args)
+        except BaseException:
+            answer = False, f"rank {rank} of {world}:\n{traceback.format_exc()}"
+        pipe.send_bytes(_pack(answer))
+
+
+def _leave_group() -> str:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return ""
+
+
+def _join(rank: int, world: int, device: str, store: str) -> str:
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world,
+                            timeout=timedelta(seconds=TIMEOUT_S))  # fmt: skip
+    return store
+
+
+def _cpu(value: Any) -> Any:
+    return _unpack(_pack(value))
+
+
+def _pack(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False, map_location="cpu")

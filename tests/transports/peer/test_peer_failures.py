@@ -1,0 +1,298 @@
+"""What peer memory does when something is not as it should be: ranks that are late, memory that is not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from seqpar import DistributedDiT, Guidance, Sampler
+from seqpar.kernels import flags, prepare
+from seqpar.mesh import Axis, Mesh
+from seqpar.planner.choose import Choice, choose_transport
+from seqpar.protocols import Prepare
+from seqpar.sampling.loop import draw_noise
+from seqpar.shard import Shard
+from seqpar.transports import peer
+from seqpar.transports.peer import arena
+from seqpar.transports.peer.arena import Arena, together
+from tests.sampling.test_sampling import STEPS, scheduler
+from tests.support.meshes import mesh as make_mesh
+from tests.support.meshes import mesh_for
+from tests.support.pool import Pool
+from tests.support.tiny import diffusers_dit
+from tests.test_distributed import local
+from tests.transports.peer.test_peer import CASES, layout_of, payload, settle
+
+DEADLINE_S = 1.0
+
+
+def left_alone(rank: int, world: int, device: torch.device) -> tuple[str, float]:
+    """The second call is rank 0's alone: what it is told, and after how long."""
+    model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
+    dit = DistributedDiT(model, mesh_for("ulysses", world, device), "ulysses", local(device), "peer")
+    dit._moves = peer.Transport(DEADLINE_S)
+    x, t = torch.ones(1, 4, 8, 8, device=device, dtype=dit.dtype), torch.tensor([3], device=device)
+    dit(x, t, class_labels=t)
+    start, told = time.monotonic(), "nothing"
+    if rank == 0:
+        try:
+            dit(x, t, class_labels=t)
+        except TimeoutError as error:
+            told = str(error)
+        dit.release()  # waits for nobody
+    return told, time.monotonic() - start
+
+
+def test_a_call_that_waited_in_vain_ends_in_an_error_after_one_deadline(ranks: Pool) -> None:
+    """And not in a picture: its blocks hold old numbers. Later waits of the call do not wait again."""
+    (told, seconds), (other, _) = ranks.run(2, left_alone)
+    assert "rank 0 waited 1 s in vain for rank 1 (axis ulysses" in told
+    assert DEADLINE_S <= seconds < 1.9 * DEADLINE_S
+    assert other == "nothing"
+
+
+def no_room(rank: int, world: int, device: torch.device) -> str:
+    axis, real = make_mesh(device, cfg=1).sequence, os.posix_fallocate
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    os.posix_fallocate = full if rank == 1 else real
+    try:
+        arena.Arena(axis, 1 << 16, torch.device("cpu"))
+    except ValueError as error:
+        return str(error)
+    finally:
+        os.posix_fallocate = real
+    return "nothing"
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="files cannot be given memory before it is used here")
+def test_memory_that_one_rank_does_not_get_is_an_error_of_all(ranks: Pool) -> None:
+    for told in ranks.run(3, no_room):
+        assert "got 65536 bytes of shared memory" in told
+        assert "No space left on device" in told
+
+
+def met(rank: int, world: int, device: torch.device) -> tuple[int, list[int], bool]:
+    """Symmetric memory whose ranks have met others before, as often as their rank says; with torch's part faked."""
+    axis, meetings = make_mesh(device, cfg=1).sequence, []
+    rendezvous = arena._Rendezvous()
+    rendezvous.count = rank
+
+    def meet(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+        rendezvous.count += 1
+        meetings.append(group.size())
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        return memory, SimpleNamespace(get_buffer=lambda rank, shape, dtype, start: memory[start : shape[0]])
+
+    rendezvous.meet = meet
+    real, arena._rendezvous = arena._rendezvous, lambda: rendezvous  # pyright: ignore
+    try:
+        views, (memory, _) = arena._on_gpus(axis, 64, torch.device("cpu"))  # pyright: ignore
+    finally:
+        arena._rendezvous = real
+    return rendezvous.count, meetings, views[0].data_ptr() == memory.data_ptr()
+
+
+def test_ranks_that_have_met_less_often_make_up_for_it_alone(ranks: Pool) -> None:
+    """torch counts the meetings of a process, whatever the group, and ranks meet under equal numbers only."""
+    assert ranks.run(3, met) == [(3, [1, 1, 3], True), (3, [1, 3], True), (3, [3], True)]
+
+
+def test_an_arena_keeps_what_its_views_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, memory = object(), torch.ones(64, dtype=torch.uint8)
+    monkeypatch.setattr(arena, "_on_gpus", lambda axis, nbytes, device: ([memory], owner))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    made = arena.Arena(make_mesh_of_one(), 64, torch.device("cuda"))
+    assert made._owner is owner
+    assert not memory.any()
+    made.close()
+    assert made._owner is None
+
+
+def make_mesh_of_one() -> Any:
+    return mesh_for("ulysses", 1, torch.device("cpu")).sequence
+
+
+def same_collect(rank: int, world: int, device: torch.device) -> bool:
+    axis, transport = make_mesh(device, cfg=1).sequence, peer.Transport()
+    like = torch.zeros((), device=device)
+    first, again = (transport.gather(axis, (1,) * world, (2, 3), like) for _ in range(2))
+    return first is again and transport.gather(axis, (1,) * world, (2, 4), like) is not first
+
+
+def test_equal_blocks_get_the_same_exchange(ranks: Pool) -> None:
+    """Every run asks for one: a new one each time would be memory that nobody frees."""
+    assert ranks.run(2, same_collect) == [True, True]
+
+
+def again(rank: int, world: int, device: torch.device, between: str) -> tuple[bool, bool]:
+    """(is the run kept, has it the bits of a first one) when something happened between two calls of a sampler."""
+    model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
+    dit = DistributedDiT(model, mesh_for("ulysses", world, device), "ulysses", local(device), "peer")
+    order = (scheduler(), draw_noise((1, 4, 6, 10), torch.Generator().manual_seed(0)))
+    labels = {"class_labels": torch.tensor([3])}
+    with Sampler(dit) as sampler:
+        with torch.inference_mode(between == "inference mode"):
+            first = sampler(*order, labels, steps=STEPS, guidance=Guidance(3.0))
+        run = sampler._run
+        if between == "release":
+            dit.release()
+        if between == "other weights":
+            dit.model.load_state_dict({name: x.clone() for name, x in dit.model.state_dict().items()}, assign=True)
+        second = sampler(*order, labels, steps=STEPS, guidance=Guidance(3.0))
+        return sampler._run is run, torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("between", "kept"), [("nothing", True), ("inference mode", True), ("release", False), ("other weights", False)]
+)
+def test_a_kept_run_is_used_as_long_as_its_memory_is_where_it_was(ranks: Pool, between: str, kept: bool) -> None:
+    assert ranks.run(2, again, between) == [(kept, True)] * 2
+
+
+def silent(rank: int, world: int, device: torch.device, how: str) -> tuple[str, float]:
+    """The last rank takes no part; what the others are told, and how long it took."""
+    axis = make_mesh(device, cfg=1).ulysses
+    transport = peer.Transport(deadline_s=0.2)
+    into, _ = transport.heads(axis, layout_of(axis, CASES[0], device, torch.float32))
+    start = time.monotonic()
+    if rank < world - 1:
+        made: Any = transport._made[0][2]
+        for _ in range(3):  # once late, nobody waits again
+            if how == "kernel":
+                flags.launch(made.all_flags[0], True, True)
+            elif how == "kernel that writes":
+                q, k, v = payload(CASES[0], 0, device, torch.float32)
+                mine = Shard(CASES[0][1], world).slice(rank)
+                into_peers = into.outboxes(), into.flags
+                prepare.launch_into(q[:, mine], k[:, mine], v[:, mine], Prepare(), *into_peers)
+            else:
+                into.deliver()
+    try:
+        transport.check()
+    except TimeoutError as error:
+        return str(error), time.monotonic() - start
+    return "nothing", time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", ["deliver", "kernel", "kernel that writes"])
+def test_peer_that_is_gone_is_named_within_the_deadline(ranks: Pool, how: str) -> None:
+    if how != "deliver":
+        pytest.importorskip("triton")
+    *told, last = ranks.run(3, silent, how)
+    for rank, (message, seconds) in enumerate(told):
+        assert f"rank {rank} waited 0.2 s in vain for rank 2 (axis ulysses, exchange 1 of q, k, v" in message
+        assert seconds < 10
+    assert last[0] == "nothing"  # it waited for nobody
+
+
+@pytest.mark.parametrize("come_s", [None, 0.05])
+def test_a_kernel_looks_at_the_clock_until_the_deadline(monkeypatch: pytest.MonkeyPatch, come_s: float | None) -> None:
+    """The timed loop, for which the interpreter has no clock of its own: a peer that never comes, and a late one."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU has a clock: see the test above")
+    extra, start = flags.tl.extra, time.monotonic_ns()
+    late = flags.Late.on(torch.device("cpu"), 0.2)
+    theirs, mine = torch.zeros(2, 2, dtype=torch.int64)
+    made = flags.Flags.of(tuple(theirs), mine, late, 4, (0, 1))
+    mine[0] = 1
+
+    def clock() -> int:
+        if come_s is not None and time.monotonic_ns() - start > come_s * flags.NANOSECONDS:
+            mine[1] = 1
+        return time.monotonic_ns()
+
+    monkeypatch.setattr(extra.cuda, "globaltimer", clock)
+    monkeypatch.setattr(flags, "compiled", lambda kernel: True)
+    monkeypatch.setattr(flags, "LOOKS", 4)
+    flags.launch(made, True, True)
+    assert theirs.tolist() == [1, 1]
+    assert made.counts.tolist()[:3] == [1, 1, 0]
+    assert late.note.tolist() == ([5, 2, 1] if come_s is None else [0, 0, 0])
+    assert (time.monotonic_ns() - start > 0.2 * flags.NANOSECONDS) == (come_s is None)
+
+
+def no_files(rank: int, world: int, device: torch.device) -> tuple[int, list[str]]:
+    """Of all ranks: what is left in memory's file system while an arena is mapped, and whether it is shared."""
+    axis = make_mesh(device, cfg=1).sequence
+    there = files()  # of whoever was killed before
+    together(axis, None)
+    made = Arena(axis, 1 << 16, device)
+    made.view((axis.rank + 1) % world, 8 * axis.rank, (), torch.int64).fill_(7 + axis.rank)
+    settle(device)
+    together(axis, None)
+    before = (axis.rank - 1) % world
+    got = int(made.view(axis.rank, 8 * before, (), torch.int64))
+    left = files() - there
+    made.close()
+    return got - 7 - before, sorted(left)
+
+
+def files() -> set[str]:
+    """Of arenas, in memory's file system."""
+    return {path.name for path in Path("/dev/shm").glob("seqpar-*")} if Path("/dev/shm").is_dir() else set()
+
+
+def test_an_arena_is_shared_and_leaves_no_file(ranks: Pool) -> None:
+    assert ranks.run(2, no_files) == [(0, []), (0, [])]
+
+
+@pytest.mark.parametrize(
+    ("reason", "name", "told"),
+    [(None, "peer", "GPUs that reach each other's memory"),
+     ("the ranks are on 2 machines", "collective", "NCCL; not peer: the ranks are on 2 machines")],
+)  # fmt: skip
+def test_gpus_use_each_others_memory_unasked_or_it_is_said_why_not(
+    monkeypatch: pytest.MonkeyPatch, reason: str | None, name: str, told: str
+) -> None:
+    for name_of in ("why_not", "supports"):
+        monkeypatch.setattr(peer, name_of, lambda *_: reason)
+    gpu = replace(Mesh.single(), device=torch.device("cuda", 0))
+    assert choose_transport("auto", gpu) == Choice("collective", "nothing to exchange")
+    two = Axis("sequence", 0, 2)
+    assert choose_transport("auto", replace(gpu, sequence=two)) == Choice(name, told)
+    assert choose_transport("auto", replace(gpu, cfg=two)) == Choice(name, told)
+    assert choose_transport("auto", replace(Mesh.single(), sequence=two)) == Choice("collective", "gloo")
+    if reason is not None:
+        with pytest.raises(ValueError, match="does not work here: the ranks are on 2 machines; use transport coll"):
+            choose_transport("peer", replace(gpu, sequence=two))
+
+
+def tried(rank: int, world: int, device: torch.device, fault: str) -> str | None:
+    """Why these ranks do not write each other's memory, where rank 1 has a fault."""
+    axis = make_mesh(device, cfg=1).sequence
+    kept = peer.TRIAL_S, flags.Flags.meet, arena.Arena.view
+    peer.TRIAL_S = DEADLINE_S
+    if rank == 1 and fault == "flags that nobody sees":
+        flags.Flags.meet = flags.Flags.wait
+    if rank == 1 and fault == "writes that go elsewhere":
+        arena.Arena.view = lambda self, _, *where: kept[2](self, rank, *where)  # pyright: ignore
+    try:
+        return peer.why_not.__wrapped__(axis, device)
+    finally:
+        peer.TRIAL_S, flags.Flags.meet, arena.Arena.view = kept
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("none", "None"), ("flags that nobody sees", "tried and failed: rank . waited 1 s in vain for rank 1"),
+     ("writes that go elsewhere", "(tried and brought|tried and failed)")],
+)  # fmt: skip
+def test_peers_are_tried_before_they_are_used_unasked(ranks: Pool, fault: str, told: str) -> None:
+    answers = ranks.run(3, tried, fault)
+    assert len(set(answers)) == 1  # all ranks do the same
+    assert re.search(told, str(answers[0]))
+    assert ranks.run(3, tried, "none") == [None] * 3  # and nothing is left of it

@@ -109,7 +109,7 @@ def differing_attentions() -> list[str]:
     wrong, device = [], torch.device("cuda")
     for dim in (64, 72, 128):
         for module in (flash, sdpa):
-            if module.supports(device, BF16, dim) is not None or module.invariant(device, BF16, dim) is not None:
+            if module.why_not(device, BF16, dim) is not None or module.invariant(device, BF16, dim) is not None:
                 continue
             q, k, v = (_random(2, 1025, 8, dim) for _ in range(3))
             whole = module.attend(q, k, v)[0]

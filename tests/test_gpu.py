@@ -45,7 +45,7 @@ def test_gpu_strategy_that_only_moves_data_has_one_gpus_bits(
     ranks: Pool, world: int, transport: str, strategy: str, name: str, case: tuple[int, ...]
 ) -> None:
     module = {"sdpa": sdpa, "flash": flash}[name]
-    if (reason := module.supports(torch.device("cuda"), BF16, case[4])) is not None:
+    if (reason := module.why_not(torch.device("cuda"), BF16, case[4])) is not None:
         pytest.skip(reason)
     one = ranks.run(1, attention, strategy, transport, name, case)[0]
     assert torch.equal(torch.cat(ranks.run(world, attention, strategy, transport, name, case), dim=1), one)

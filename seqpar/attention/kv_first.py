@@ -17,7 +17,7 @@ from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core, Prepare
 from seqpar.shard import Tokens, check_tokens
-from seqpar.transports._contract import Behind, Transport
+from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
 
 check = kv_gather.check
@@ -37,7 +37,7 @@ class KVFirst:
     def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
         self.tokens = sum(sizes)
-        self._exchanges: dict[HeadLayout, Behind] = {}
+        self._exchanges: dict[HeadLayout, KeyValues] = {}
         self._sent: Sent | None = None
 
     def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:
@@ -58,19 +58,19 @@ class KVFirst:
         self._sent = None if capturing else sent  # what is captured is not sent yet
         return sent
 
-    def _exchange(self, k_BlGD: Tensor, heads: int) -> Behind:
+    def _exchange(self, k_BlGD: Tensor, heads: int) -> KeyValues:
         batch, _, groups, dim = k_BlGD.shape
         layout = HeadLayout(batch, self._sizes, heads, groups, dim, k_BlGD.dtype, k_BlGD.device)
         if layout not in self._exchanges:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._exchanges[layout] = self._transport.behind(self._axis, layout)
+                self._exchanges[layout] = self._transport.key_values(self._axis, layout, overlap=True)
         return self._exchanges[layout]
 
 
 class Sent:
     """Keys that are on their way once this is made. See `seqpar.protocols.KeysSent`."""
 
-    def __init__(self, local: Core, exchange: Behind, how: Prepare, k_BlGD: Tensor) -> None:
+    def __init__(self, local: Core, exchange: KeyValues, how: Prepare, k_BlGD: Tensor) -> None:
         self._local, self._exchange, self._how = local, exchange, how
         self._boxes = exchange.outboxes()
         self.room = _one_matrix(self._boxes[0].v)

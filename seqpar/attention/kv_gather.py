@@ -14,7 +14,7 @@ from seqpar.kernels.prepare import prepare, prepare_into
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core, Prepare
 from seqpar.shard import Tokens, check_tokens
-from seqpar.transports._contract import Into, Transport
+from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
 
 
@@ -34,7 +34,7 @@ class KVGather:
     def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
         self.tokens = sum(sizes)
-        self._exchanges: dict[HeadLayout, Into] = {}
+        self._exchanges: dict[HeadLayout, KeyValues] = {}
 
     def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:
         """See `seqpar.protocols.Attend`."""
@@ -50,9 +50,9 @@ class KVGather:
         prepared, k, v = exchange.deliver(met)
         return self._local(q_BlHD if as_it_is else prepared, k, v)[0]
 
-    def _exchange(self, q_BlHD: Tensor, k_BlGD: Tensor) -> Into:
+    def _exchange(self, q_BlHD: Tensor, k_BlGD: Tensor) -> KeyValues:
         layout = HeadLayout.of(self._sizes, q_BlHD, k_BlGD)
         if layout not in self._exchanges:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._exchanges[layout] = self._transport.everywhere(self._axis, layout)
+                self._exchanges[layout] = self._transport.key_values(self._axis, layout)
         return self._exchanges[layout]

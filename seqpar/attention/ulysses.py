@@ -15,7 +15,7 @@ from seqpar.kernels.push import push
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core, Prepare
 from seqpar.shard import Tokens, check_tokens
-from seqpar.transports._contract import Back, Into, Transport
+from seqpar.transports._contract import ToHeads, ToTokens, Transport
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.collective.differentiable import to_heads, to_tokens
 
@@ -40,7 +40,7 @@ class Ulysses:
         """tokens: of the whole sequence, of which `sizes` are on this axis."""
         self.tokens = tokens
         self._core, self._axis, self._sizes, self._transport = core, axis, sizes, transport
-        self._exchanges: dict[HeadLayout, tuple[Into, Back]] = {}
+        self._exchanges: dict[HeadLayout, tuple[ToHeads, ToTokens]] = {}
 
     def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:
         """See `seqpar.protocols.Attend`."""
@@ -50,11 +50,12 @@ class Ulysses:
             return self._differentiable(*prepare(q_BlHD, k_BlGD, how), v_BlGD)
         into, back = self._exchange(q_BlHD, k_BlGD)
         q, k, v = into.deliver(prepare_into(q_BlHD, k_BlGD, v_BlGD, how, into.outboxes(), into.flags))
+        out, boxes = self._core(q, k, v)[0] if q.shape[2] else None, back.outboxes()
         # a rank without heads only takes part in the exchanges
-        met = bool(q.shape[2]) and push(self._core(q, k, v)[0], back.outboxes(), back.flags)
+        met = out is not None and push(out, boxes, back.flags)
         return back.deliver(met)
 
-    def _exchange(self, q_BlHD: Tensor, k_BlGD: Tensor) -> tuple[Into, Back]:
+    def _exchange(self, q_BlHD: Tensor, k_BlGD: Tensor) -> tuple[ToHeads, ToTokens]:
         layout = HeadLayout.of(self._sizes, q_BlHD, k_BlGD)
         if layout not in self._exchanges:
             with torch.inference_mode(False):  # buffers outlive the caller's mode

@@ -22,7 +22,7 @@ PACKAGES = {
 }
 
 
-def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """None where an installed generation takes this, else the reason why not."""
     if device.type != "cuda":
         return "needs a GPU"

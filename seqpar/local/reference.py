@@ -11,7 +11,7 @@ from torch import Tensor
 from seqpar.protocols import state_dtype
 
 
-def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """None: every device, dtype and head dim."""
     return None
 

@@ -17,7 +17,7 @@ HALF = (torch.float16, torch.bfloat16)
 FLASH_MOST = 256  # head dim that torch's FlashAttention-2 takes
 
 
-def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """None where a kernel takes this, else the reason why not."""
     if device.type == "cpu":
         return None

@@ -38,7 +38,6 @@ class KVFirst:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
         self.tokens = sum(sizes)
         self._exchanges: dict[HeadLayout, KeyValues] = {}
-        self._sent: Sent | None = None
 
     def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:
         """See `seqpar.protocols.Attend`: for who has all three at once."""
@@ -51,12 +50,8 @@ class KVFirst:
     def send_keys(self, k_BlGD: Tensor, heads: int, how: Prepare, /) -> Sent:
         """See `seqpar.protocols.KeysFirst`."""
         _refuse_gradients(k_BlGD)
-        capturing = k_BlGD.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self._sent is not None:
-            self._sent.finish(capturing)
-        sent = Sent(self._local, self._exchange(k_BlGD, heads), how, k_BlGD)
-        self._sent = None if capturing else sent  # what is captured is not sent yet
-        return sent
+        self._transport.abandon()  # what an error in the last call left unfinished
+        return Sent(self._local, self._exchange(k_BlGD, heads), how, k_BlGD)
 
     def _exchange(self, k_BlGD: Tensor, heads: int) -> KeyValues:
         batch, _, groups, dim = k_BlGD.shape
@@ -74,7 +69,6 @@ class Sent:
         self._local, self._exchange, self._how = local, exchange, how
         self._boxes = exchange.outboxes()
         self.room = _one_matrix(self._boxes[0].v)
-        self._values_sent = self._delivered = False
         prepare_into(None, k_BlGD, None, how, self._boxes)
         exchange.start_keys()
 
@@ -84,7 +78,6 @@ class Sent:
         if v_BlGD is not self.room:
             prepare_into(None, None, v_BlGD, self._how, self._boxes)
         self._exchange.start_values()
-        self._values_sent = True
 
     def receive(self, q_BlHD: Tensor, /) -> Tensor:
         """See `seqpar.protocols.KeysSent`."""
@@ -92,20 +85,8 @@ class Sent:
         as_it_is = self._how.is_identity
         if not as_it_is:
             prepare_into(q_BlHD, None, None, self._how, self._boxes)
-        self._delivered = True
         prepared, k, v = self._exchange.deliver()
         return self._local(q_BlHD if as_it_is else prepared, k, v)[0]
-
-    def finish(self, capturing: bool) -> None:
-        """Send and receive what an error left undone: peers count messages, so that the next would be taken for it."""
-        if self._delivered:
-            return
-        if capturing:  # what is captured does not run now, and runs again and again later
-            raise RuntimeError("got a capture right after a call that failed, expected a call outside of one before")
-        if not self._values_sent:
-            self._exchange.start_values()
-        self._delivered = True
-        self._exchange.deliver()
 
 
 def _one_matrix(v_lBGD: Tensor | None) -> Tensor | None:

@@ -44,6 +44,7 @@ class KVGather:
             raise ValueError(
                 "got inputs that require gradients, expected none: kv_gather is for inference; use ulysses"
             )
+        self._transport.abandon()  # what an error in the last call left unfinished
         exchange, as_it_is = self._exchange(q_BlHD, k_BlGD), how.is_identity
         moved = None if as_it_is else q_BlHD  # queries stay: where they need nothing, where they are
         met = prepare_into(moved, k_BlGD, v_BlGD, how, exchange.outboxes(), exchange.flags)

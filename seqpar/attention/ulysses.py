@@ -44,6 +44,7 @@ class Ulysses:
 
     def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:
         """See `seqpar.protocols.Attend`."""
+        self._transport.abandon()  # what an error in the last call left unfinished
         if self._axis.size == 1:  # one rank: the projection is the attention input itself
             return self._core(*prepare(q_BlHD, k_BlGD, how), v_BlGD)[0]
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q_BlHD, k_BlGD, v_BlGD)):

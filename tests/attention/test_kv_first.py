@@ -122,7 +122,7 @@ def made_in_place(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     mesh.collect(rank)  # k is there, and v of nobody
-    whole = sent._exchange.slot()[rank]
+    whole = sent._exchange.made.slot()[rank]
     whole[1].fill_(float("nan"))
     before = whole.clone()
     qkv, h = qkv.to(device), h.to(device)
@@ -135,7 +135,7 @@ def made_in_place(
     mesh.collect(rank)
     sent.send_values(made)
     sent.receive(random((batch, 13, HEADS, DIM), 3, device)[:, mine])
-    got_k, got_v = sent._exchange.read()[1:]
+    got_k, got_v = sent._exchange.made.read()[1:]
     assert torch.equal(got_k, k)
     assert torch.allclose(got_v, v, rtol=0, atol=1e-13)
     return True, in_place, wrote, untouched
@@ -201,7 +201,7 @@ def patient(rank: int, world: int, device: torch.device, transport: str) -> tupl
     attend(q, k, v, Prepare())  # makes its buffers
     exchange = next(iter(attend._exchanges.values()))
     if transport == "peer":  # as in a graph: calls of the host begin together
-        exchange.outboxes = lambda: exchange.open(1, False)
+        exchange.made.outboxes = lambda: exchange.made.open(1, False)
     mesh.collect(rank)
     time.sleep(2 * LATE_S * rank)
     start = time.perf_counter()

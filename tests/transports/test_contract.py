@@ -152,7 +152,12 @@ def misused(rank: int, world: int, device: torch.device, name: str) -> list[tupl
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_call_out_of_turn_is_the_same_error_on_every_transport(ranks: Pool, transport: str, world: int) -> None:
     """Before any data moves; and an exchange that was abandoned then is as good as a new one."""
-    for told in ranks.run(world, misused, transport):
+    check_told(ranks.run(world, misused, transport))
+
+
+def check_told(answers: list[list[tuple[str, dict[str, int], bool]]]) -> None:
+    """That all ranks told what `misused` must tell, whatever the transport."""
+    for told in answers:
         for (kind, made, call), (error, calls, right) in zip(MISUSES, told, strict=True):
             what, turns = TURNS[kind]
             expected = turns[made % len(turns)]

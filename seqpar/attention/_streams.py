@@ -13,7 +13,7 @@ from seqpar.kernels.prepare import prepare, prepare_into
 from seqpar.mesh import Axis
 from seqpar.protocols import Core, Given, Outboxes, Projected, Stream
 from seqpar.transports import collective
-from seqpar.transports._contract import Into
+from seqpar.transports._contract import KeyValues
 from seqpar.transports._layout import HeadLayout
 
 
@@ -46,17 +46,23 @@ def _project(stream: Projected, part: int, room_BlHD: Tensor | None = None) -> T
     heads = (stream.heads, stream.kv_heads, stream.kv_heads)
     dim = len(stream.weight) // sum(heads)
     widths = [count * dim for count in heads]
-    weight = stream.weight.split(widths)[part]
     bias = None if stream.bias is None else stream.bias.split(widths)[part]
+    return project(stream.x, stream.weight.split(widths)[part], bias, dim, room_BlHD)
+
+
+def project(
+    x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, dim: int, room_BlHD: Tensor | None = None
+) -> Tensor:
+    """x W^T + b as heads, (B, l, F / dim, dim), written into `room_BlHD` where that is given and has the dtype."""
     # autocast leaves out= alone: what it would cast is made elsewhere
-    if room_BlHD is None or not room_BlHD.dtype == stream.x.dtype == weight.dtype:
-        return F.linear(stream.x, weight, bias).unflatten(-1, (-1, dim))
+    if room_BlHD is None or not room_BlHD.dtype == x_BlE.dtype == weight_FE.dtype:
+        return F.linear(x_BlE, weight_FE, bias_F).unflatten(-1, (-1, dim))
     # a contiguous matrix and a bias of one row: cuBLAS writes and adds in place, torch copies neither
-    rows_RE, out_RF = stream.x.flatten(0, 1), room_BlHD.view(-1, len(weight))
-    if bias is None:
-        torch.mm(rows_RE, weight.t(), out=out_RF)
+    rows_RE, out_RF = x_BlE.flatten(0, 1), room_BlHD.view(-1, len(weight_FE))
+    if bias_F is None:
+        torch.mm(rows_RE, weight_FE.t(), out=out_RF)
     else:
-        torch.addmm(bias, rows_RE, weight.t(), out=out_RF)
+        torch.addmm(bias_F, rows_RE, weight_FE.t(), out=out_RF)
     return room_BlHD
 
 
@@ -123,7 +129,7 @@ class OneRank:
     def __init__(self, core: Core, axis: Axis, tokens: int) -> None:
         self._core, self._axis, self._tokens = core, axis, tokens
         self._transport = collective.Transport()
-        self._joined: dict[HeadLayout, Into] = {}
+        self._joined: dict[HeadLayout, KeyValues] = {}
 
     def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
@@ -136,7 +142,7 @@ class OneRank:
         layout = layout_of((self._tokens,), here, here[0].k)
         if layout not in self._joined:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._joined[layout] = self._transport.everywhere(self._axis, layout)
+                self._joined[layout] = self._transport.key_values(self._axis, layout)
         buffers = self._joined[layout]
         met = write(here, buffers.outboxes(), buffers.flags)
         return split_out(self._core(*buffers.deliver(met), mask_BL)[0], streams)

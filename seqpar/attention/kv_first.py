@@ -21,7 +21,7 @@ from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core, Outboxes, Stream
 from seqpar.shard import Tokens, check_tokens
-from seqpar.transports._contract import Behind, Transport
+from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
 
 check = kv_gather.check
@@ -41,7 +41,8 @@ class KVFirst:
     def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
         self.tokens = sum(sizes)
-        self._exchanges: dict[HeadLayout, Behind] = {}
+        self._exchanges: dict[HeadLayout, KeyValues] = {}
+        self._begun: KeyValues | None = None
 
     def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`. Keys of all streams are sent, then values; then queries are made."""
@@ -50,7 +51,9 @@ class KVFirst:
         here = present(streams)
         first_k = key(here[0])
         exchange = self._exchange(layout_of(self._sizes, here, first_k))
-        boxes = exchange.outboxes()
+        if self._begun is not None:  # peers count messages: what an error left undone is ended first
+            self._begun.abandon()
+        self._begun, boxes = exchange, exchange.outboxes()
         parts = list(zip(here, boxes.split([stream.tokens for stream in here]), strict=True))
         for index, (stream, part) in enumerate(parts):
             prepare_into(None, key(stream) if index else first_k, None, stream.prepare, part)
@@ -62,12 +65,13 @@ class KVFirst:
         for stream, part in parts if q_BlHD is None else ():
             prepare_into(query(stream), None, None, stream.prepare, part)
         prepared, k, v = exchange.deliver()
+        self._begun = None
         return split_out(self._local(prepared if q_BlHD is None else q_BlHD, k, v, mask_BL)[0], streams)
 
-    def _exchange(self, layout: HeadLayout) -> Behind:
+    def _exchange(self, layout: HeadLayout) -> KeyValues:
         if layout not in self._exchanges:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._exchanges[layout] = self._transport.behind(self._axis, layout)
+                self._exchanges[layout] = self._transport.key_values(self._axis, layout, overlap=True)
         return self._exchanges[layout]
 
 

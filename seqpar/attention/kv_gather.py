@@ -16,7 +16,7 @@ from seqpar.attention._streams import OneRank, given, layout_of, present, refuse
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
-from seqpar.transports._contract import Into, Transport
+from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
 
 
@@ -37,7 +37,7 @@ class KVGather:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
         self.tokens = sum(sizes)
         self._one_rank = OneRank(local, axis, sizes[axis.rank])
-        self._exchanges: dict[HeadLayout, Into] = {}
+        self._exchanges: dict[HeadLayout, KeyValues] = {}
 
     def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
@@ -51,10 +51,10 @@ class KVGather:
         prepared, k, v = exchange.deliver(met)
         return split_out(self._local(here[0].q if stay else prepared, k, v, mask_BL)[0], streams)
 
-    def _exchange(self, layout: HeadLayout) -> Into:
+    def _exchange(self, layout: HeadLayout) -> KeyValues:
         if layout not in self._exchanges:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._exchanges[layout] = self._transport.everywhere(self._axis, layout)
+                self._exchanges[layout] = self._transport.key_values(self._axis, layout)
         return self._exchanges[layout]
 
 

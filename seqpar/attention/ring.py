@@ -16,7 +16,7 @@ from seqpar.kernels.merge import merge
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core
 from seqpar.shard import Tokens, check_tokens
-from seqpar.transports._contract import Rotate, Transport
+from seqpar.transports._contract import Rotation, Transport
 
 
 def check(mesh: Mesh) -> None:
@@ -38,7 +38,7 @@ class Ring:
 
     def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
-        self._rotations: dict[tuple[object, ...], Rotate] = {}
+        self._rotations: dict[tuple[object, ...], Rotation] = {}
 
     def __call__(
         self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /
@@ -65,7 +65,7 @@ class Ring:
         assert lse is not None
         return out, lse
 
-    def _rotation(self, k_BLGD: Tensor) -> Rotate:
+    def _rotation(self, k_BLGD: Tensor) -> Rotation:
         batch, _, groups, dim = k_BLGD.shape
         key = (batch, groups, dim, k_BLGD.dtype, k_BLGD.device)
         if key not in self._rotations:

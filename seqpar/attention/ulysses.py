@@ -17,7 +17,7 @@ from seqpar.kernels.push import push
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
-from seqpar.transports._contract import Back, Into, Transport
+from seqpar.transports._contract import ToTokens, ToHeads, Transport
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.collective.differentiable import to_heads, to_tokens
 
@@ -43,7 +43,7 @@ class Ulysses:
         self._core, self._axis, self._sizes, self._transport = core, axis, sizes, transport
         self.tokens = tokens
         self._one_rank = OneRank(core, axis, sizes[axis.rank])
-        self._exchanges: dict[HeadLayout, tuple[Into, Back]] = {}
+        self._exchanges: dict[HeadLayout, tuple[ToHeads, ToTokens]] = {}
 
     def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
@@ -54,11 +54,12 @@ class Ulysses:
             return split_out(self._differentiable(*joined(here), mask_BL), streams)
         into, back = self._exchange(layout_of(self._sizes, here, here[0].k))
         q, k, v = into.deliver(write(here, into.outboxes(), into.flags))
+        out, boxes = self._core(q, k, v, mask_BL)[0] if q.shape[2] else None, back.outboxes()
         # a rank without heads only takes part in the exchanges
-        met = bool(q.shape[2]) and push(self._core(q, k, v, mask_BL)[0], back.outboxes(), back.flags)
+        met = out is not None and push(out, boxes, back.flags)
         return split_out(back.deliver(met), streams)
 
-    def _exchange(self, layout: HeadLayout) -> tuple[Into, Back]:
+    def _exchange(self, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         if layout not in self._exchanges:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
                 self._exchanges[layout] = self._transport.heads(self._axis, layout)

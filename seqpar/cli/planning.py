@@ -45,7 +45,9 @@ def here(device: torch.device, count: int, transport: str) -> Machine:
 
 def ours(ranks: Mesh, transport: str) -> Machine:
     """The devices there are. Every rank asks at the same time."""
-    reached = transport != "auto" or ranks.device.type != "cuda" or peer.why_not(ranks.world, ranks.device) is None
+    reached = (
+        transport != "auto" or ranks.device.type != "cuda" or peer.why_not_tried(ranks.world, ranks.device) is None
+    )
     return here(ranks.device, ranks.world.size, transport if reached else "collective")
 
 

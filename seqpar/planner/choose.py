@@ -86,7 +86,7 @@ def choose_transport(name: str, mesh: Mesh) -> Choice:
     """How blocks travel; `ValueError` where the named way does not work here. Every rank asks at the same time."""
     if name == "auto":
         return _transport(mesh)
-    reason = plugin(seqpar.transports, name, "transport").supports(mesh)
+    reason = plugin(seqpar.transports, name, "transport").why_not(mesh)
     if reason is not None:
         raise ValueError(f"got transport {name!r}, which does not work here: {reason}; use transport collective")
     return Choice(name, "as asked")
@@ -98,7 +98,7 @@ def _transport(mesh: Mesh) -> Choice:
         return Choice("collective", "nothing to exchange")
     if mesh.device.type != "cuda":
         return Choice("collective", "gloo")
-    reason = peer.why_not(mesh.world, mesh.device)
+    reason = peer.why_not_tried(mesh.world, mesh.device)
     if reason is None:
         return Choice("peer", "GPUs that reach each other's memory")
     return Choice("collective", f"NCCL; not peer: {reason}")
@@ -121,7 +121,7 @@ def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[l
 def _why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why a local attention is not for this, None where it is; in exact mode also where rows may differ."""
     module = plugin(seqpar.local, name, "local attention")
-    reason = module.supports(device, dtype, head_dim)
+    reason = module.why_not(device, dtype, head_dim)
     if reason is None and exact.is_on():
         reason = module.invariant(device, dtype, head_dim)
     return reason

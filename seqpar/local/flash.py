@@ -48,9 +48,7 @@ def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: boo
     return None if found[0] == 4 else f"FlashAttention-{found[0]} may split its work by row counts"
 
 
-def attend(
-    q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /
-) -> tuple[Tensor, Tensor]:
+def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
     """See `seqpar.protocols.Core`; grouped-query heads as they are. A mask is refused by `ValueError`."""
     if mask_BL is not None:
         raise ValueError("got a key mask, expected None: FlashAttention takes none; use local attention sdpa")

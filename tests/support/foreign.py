@@ -129,9 +129,7 @@ def run_lumina(block: nn.Module, text: Stream, image: Stream, condition_B6E: Ten
 def prepared(norms: tuple[Any, Any], cos_lD2: Tensor, sin_lD2: Tensor, per_head: bool = True) -> Prepare:
     """What a block's RMSNorms of q and k and its interleaved rotary rows do, as data."""
     q, k = norms
-    return Prepare(
-        "rms", per_head, q.eps, q_weight=q.weight, k_weight=k.weight, cos_lD2=cos_lD2, sin_lD2=sin_lD2
-    )
+    return Prepare("rms", per_head, q.eps, q_weight=q.weight, k_weight=k.weight, cos_lD2=cos_lD2, sin_lD2=sin_lD2)
 
 
 def every_other(rows: tuple[Tensor, Tensor], tokens: slice = slice(None)) -> tuple[Tensor, Tensor]:

@@ -143,6 +143,7 @@ class OneRank:
         if layout not in self._joined:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
                 self._joined[layout] = self._transport.key_values(self._axis, layout)
+        self._transport.abandon()  # what an error in the last call left unfinished
         buffers = self._joined[layout]
         met = write(here, buffers.outboxes(), buffers.flags)
         return split_out(self._core(*buffers.deliver(met), mask_BL)[0], streams)

@@ -44,6 +44,7 @@ class KVGather:
         if self._axis.size == 1:
             return self._one_rank(streams, mask_BL)
         refuse_gradients(streams, "kv_gather")
+        self._transport.abandon()  # what an error in the last call left unfinished
         here = [given(stream) for stream in present(streams)]
         exchange = self._exchange(layout_of(self._sizes, here, here[0].k))
         stay = stays(here)

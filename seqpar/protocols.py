@@ -91,7 +91,7 @@ class Outboxes(tuple[Outbox, ...]):
 
     @cached_property
     def places(self) -> Places:
-        """The table for kernels, made at first use. That copies to the device: use it before a CUDA graph is captured."""
+        """The table for kernels. Its first use copies to the device: before a CUDA graph is captured."""
         return _places(self)
 
     def split(self, sizes: Sequence[int]) -> tuple[Outboxes, ...]:

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar import exact
+from seqpar.attention._streams import project
 from seqpar.local import flash, reference, sdpa
 from seqpar.mesh import Axis, Mesh
-from seqpar.models import _layers
 from seqpar.planner.choose import choose_local, choose_strategy
 from tests.support.meshes import TRANSPORTS
 
@@ -95,7 +95,7 @@ def differing_columns() -> list[str]:
         for name, b in (("", None), (" + bias", bias)):
             cuts = [(weight[start : start + k], None if b is None else b[start : start + k]) for start in (0, k, 2 * k)]
             rooms = (None, None, x.new_zeros(1, WHOLE, k // 64, 64))
-            parts = [_layers._project(x[None], *cut, 64, room) for cut, room in zip(cuts, rooms, strict=True)]
+            parts = [project(x[None], *cut, 64, room) for cut, room in zip(cuts, rooms, strict=True)]
             wrong += (
                 []
                 if torch.equal(torch.cat(parts, dim=2)[0].flatten(1), F.linear(x, weight, b))

@@ -10,7 +10,7 @@ from seqpar import DistributedDiT, Guidance, sample
 from seqpar.local import flash, sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import dit
-from seqpar.protocols import Core, Prepare
+from seqpar.protocols import Core, Given, Prepare
 from seqpar.sampling.loop import draw_noise
 from seqpar.shard import Shard
 from seqpar.weights.find import randomise
@@ -33,7 +33,7 @@ def attention(
     q, k, v = (random((batch, tokens, n, dim), seed, device, BF16) for seed, n in enumerate((heads, kv, kv)))
     mine = shard.slice(mesh.sequence.rank)
     # a copy: what attention returns may be peers' memory, which ends with what made it
-    return attend(q[:, mine], k[:, mine], v[:, mine], Prepare()).clone()
+    return attend((Given(q[:, mine], k[:, mine], v[:, mine], Prepare()),))[0].clone()
 
 
 @pytest.mark.parametrize("case", [(2, 1024, 16, 16, 72), (1, 1025, 6, 6, 128), (3, 257, 8, 2, 64)], ids=str)

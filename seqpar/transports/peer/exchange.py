@@ -19,7 +19,7 @@ from torch import Tensor
 from seqpar.kernels.flags import Flags, Late
 from seqpar.kernels.push import Destinations
 from seqpar.mesh import Axis
-from seqpar.protocols import Outbox, Outboxes
+from seqpar.protocols import Outbox, Outboxes, take_turns
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.peer.arena import Arena, Fields
 from seqpar.transports.peer.blocks import FLAG_BYTES, Aside, after, flags_at, slices, spread
@@ -128,7 +128,7 @@ class PeerKeyValues:
         # batch-major, because attention's output follows it: what projects that must find rows as on one rank
         q_shape = (layout.batch, mine, layout.heads, layout.head_dim)
         self.q_BlHD = torch.empty(q_shape, dtype=layout.dtype, device=layout.device)
-        self._boxes = [self._outboxes(slot) for slot in self._slots]
+        self._boxes = take_turns([self._outboxes(slot) for slot in self._slots])
         for boxes in self._boxes:
             _ = boxes.places  # made now: calls of the host never use the second slot, and a graph must not copy
         self._in_capture = False

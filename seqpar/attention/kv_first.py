@@ -9,12 +9,15 @@ product of q alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from seqpar.attention import kv_gather
 from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh import Axis, Mesh
+from seqpar.planner.facts import Facts, Layer, Place
 from seqpar.protocols import Attend, Core, Prepare
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import Behind, Transport
@@ -121,3 +124,24 @@ def _one_matrix(v_lBGD: Tensor | None) -> Tensor | None:
 def _refuse_gradients(*inputs: Tensor) -> None:
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         raise ValueError("got inputs that require gradients, expected none: kv_first is for inference; use ulysses")
+
+
+# Facts ---------------------------------------------------------------------------------------------------------
+
+
+def layer(at: Place, rank: int) -> Layer:
+    """The exchange of `kv_gather`, but three products for q, k and v, and a pass for each of them.
+
+    By peer memory the keys travel behind the product of the values, and the values behind that of the queries; the
+    product of one batch row's values writes them where they are sent from, without a pass.
+    """
+    gathered = kv_gather.layer(at, rank)
+    if at.ranks == 1:
+        return gathered
+    work, in_place = at.work, at.direct and at.batch == 1
+    heads = (*([work.heads] if work.prepares else []), work.kv_heads, *([] if in_place else [work.kv_heads]))
+    passes = tuple((2 * at.sizes[rank] * part, 1) for part in heads)
+    return replace(gathered, passes=passes, split=True, behind=("v", "q") if at.direct else ())
+
+
+FACTS = Facts(moves_only=True, order=30, axes=(), layer=layer)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from seqpar.kernels.prepare import prepare, prepare_into
 from seqpar.mesh import Axis, Mesh
+from seqpar.planner.facts import Call, Facts, Layer, Move, Place
 from seqpar.protocols import Attend, Core, Prepare
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import Into, Transport
@@ -56,3 +57,22 @@ class KVGather:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
                 self._exchanges[layout] = self._transport.everywhere(self._axis, layout)
         return self._exchanges[layout]
+
+
+# Facts ---------------------------------------------------------------------------------------------------------
+
+
+def layer(at: Place, rank: int) -> Layer:
+    """Keys and values of my tokens, in one exchange, to each other rank; all heads of my queries to all keys."""
+    work, mine, others = at.work, at.sizes[rank], at.ranks - 1
+    calls = (Call(mine, at.tokens, work.heads, work.kv_heads),)
+    if not others:
+        return Layer((), calls, at.prepared(rank), 0)
+    both = 2 * work.kv_heads
+    moves = (Move(mine * both * others, (at.tokens - mine) * both, others),)
+    written = both + (work.heads if work.prepares else 0)  # queries that need nothing stay where they are
+    slots = 2 if at.direct else 1  # peers write the next layer's keys while this layer's are read
+    return Layer(moves, calls, ((2 * mine * written, 1),), mine * work.heads + slots * at.tokens * both)
+
+
+FACTS = Facts(moves_only=True, order=10, axes=(), layer=layer)

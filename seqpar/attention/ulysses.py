@@ -7,12 +7,15 @@ When it wins: enough heads for the ranks, fast links. Fewer bytes than a ring fr
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from seqpar.kernels.prepare import prepare, prepare_into
 from seqpar.kernels.push import push
 from seqpar.mesh import Axis, Mesh
+from seqpar.planner.facts import Call, Facts, Layer, Move, Place
 from seqpar.protocols import Attend, Core, Prepare
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import Back, Into, Transport
@@ -74,3 +77,40 @@ class Ulysses:
         else:
             out = q  # no heads here: nothing to attend to, but the exchange back needs all ranks
         return to_tokens(out, self._axis, self._sizes, groups).unflatten(-1, (-1, dim)).flatten(2, 3)
+
+
+# Facts ---------------------------------------------------------------------------------------------------------
+
+
+def layer(at: Place, rank: int) -> Layer:
+    """One call of attention with some heads, between two exchanges."""
+    heads, groups = at.heads(rank)
+    return around(at, rank, Layer((), (Call(at.tokens, at.tokens, heads, groups),) if heads else (), (), 0))
+
+
+def around(at: Place, rank: int, inner: Layer) -> Layer:
+    """A layer of any Core with the exchanges of heads for tokens before it and of tokens for heads after it."""
+    if at.ulysses == 1:
+        return replace(inner, passes=(*at.prepared(rank), *inner.passes))
+    work, mine, block = at.work, at.sizes[rank], at.blocks[rank // at.ulysses]
+    (heads, groups), whole, others = at.heads(rank), work.heads + 2 * work.kv_heads, at.ulysses - 1
+    share, elsewhere = work.heads // work.kv_heads, work.kv_heads - groups
+    there = Move(mine * elsewhere * (share + 2), (block - mine) * groups * (share + 2), others)
+    back = Move((block - mine) * heads, mine * elsewhere * share, others)
+    local, kept = block * heads, inner.kept + block * (heads + 2 * groups)
+    if at.direct:  # what goes to others is the exchange itself: one part of each tensor is written at home
+        passes = (mine * whole + mine * whole // at.ulysses, 1), *inner.passes, (local + local // at.ulysses, 1)
+        kept += mine * work.heads
+    else:
+        rearranged = 2 * mine * work.heads, at.ulysses
+        passes = (2 * mine * whole, 1), *inner.passes, (2 * local, 1), rearranged
+        kept += mine * whole + local + 2 * mine * work.heads
+    return replace(inner, moves=(there, *inner.moves, back), passes=passes, kept=kept)
+
+
+def why_not(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
+    """It has no use for a ring axis. Ranks that are more than the key-value heads are idle in attention."""
+    return None if ring == 1 else f"ring={ring}, expected ring=1; use strategy usp for both"
+
+
+FACTS = Facts(moves_only=True, order=20, axes=("ulysses",), layer=layer, why_not=why_not)

@@ -27,7 +27,7 @@ from seqpar.planner import rates
 from seqpar.planner.choose import choose_local, load_local
 from seqpar.planner.costs import core
 from seqpar.transports import peer
-from seqpar.transports._contract import Back
+from seqpar.transports._contract import ToTokens
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.peer.arena import why_no_peers
 
@@ -166,7 +166,7 @@ def stores(mesh: Mesh, sent: tuple[int, ...]) -> rates.Curve:
         _, back = transport.heads(mesh.world, layout)
         out = torch.ones(1, tokens * world, 1, PUSHED_DIM, dtype=torch.bfloat16, device=mesh.device)
 
-        def work(out: torch.Tensor = out, back: Back = back) -> None:
+        def work(out: torch.Tensor = out, back: ToTokens = back) -> None:
             back.deliver(push(out, back.outboxes(), back.flags))
 
         us = max(mesh.collect(time_us(work, mesh.device, EXCHANGES)))

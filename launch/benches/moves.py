@@ -83,7 +83,7 @@ def ours(move: str, transport: Transport, axis: Axis, layout: HeadLayout) -> Way
             return (back.deliver(push(out, back.outboxes(), back.flags)),)
 
         return Way((out,), returned, sent, partial(_coded, layout, (0,), mine, ALL))
-    into = transport.heads(axis, layout)[0] if move == "ulysses in" else transport.everywhere(axis, layout)
+    into = transport.heads(axis, layout)[0] if move == "ulysses in" else transport.key_values(axis, layout)
     (q, k, v), sent = _inputs(layout, (0, 1, 2), mine, ALL)
 
     def moved() -> Sequence[Tensor]:

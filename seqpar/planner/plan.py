@@ -232,7 +232,7 @@ def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[l
 def _why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why a local attention is not for this, None where it is; in exact mode also where rows may differ."""
     module = plugin(seqpar.local, name, "local attention")
-    reason = module.supports(device, dtype, head_dim)
+    reason = module.why_not(device, dtype, head_dim)
     if reason is None and exact.is_on():
         reason = module.invariant(device, dtype, head_dim)
     return reason

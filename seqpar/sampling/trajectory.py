@@ -17,7 +17,7 @@ from seqpar.kernels.ddim import guide
 from seqpar.mesh import Mesh
 from seqpar.protocols import Attend, SequenceModel, rows, sharded, state_dtype
 from seqpar.shard import Shard
-from seqpar.transports._contract import Collect, Transport
+from seqpar.transports._contract import Gather, Transport
 from seqpar.transports.collective.point_to_point import gather
 
 TABLE_BYTES = 2 << 30  # more than this, and the table is made for some steps at a time
@@ -78,7 +78,7 @@ class Trajectory:
         self._timesteps = conditions.timesteps.to(mesh.device)
         self._labels, self._row_labels = self._distinct(conditions.labels)
         self._start = torch.zeros((), dtype=torch.int64, device=mesh.device)
-        self._swap: Collect | None = None
+        self._swap: Gather | None = None
         if mesh.cfg.size > 1:
             self._swap = transport.gather(mesh.cfg, (1, 1), tuple(self.tokens.shape), self.tokens)
         self._table: dict[str, Tensor] = {}

@@ -19,12 +19,15 @@ from seqpar.transports._layout import HeadLayout
 DEADLINE_S = 120.0  # how long a rank waits for a peer: longer than any kernel compiles, shorter than patience
 
 
-class Into(Protocol):
-    """q, k, v of my tokens to those who read them."""
+class ToHeads(Protocol):
+    """Tokens sharded to heads sharded: q, k, v of my tokens travel to the ranks of their heads."""
 
     @property
     def flags(self) -> Flags | None:
-        """By which the kernel that writes may tell all peers and wait for them, instead of `deliver`, if there are."""
+        """Flags that the kernel which writes may raise and wait for itself, instead of `deliver`; None: it may not.
+
+        A kernel that does must be followed by `deliver(met=True)` at once.
+        """
         ...
 
     def outboxes(self) -> Outboxes:
@@ -32,31 +35,19 @@ class Into(Protocol):
         ...
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as attention takes them, (B, L, heads, D); valid until the next call of `outboxes`.
+        """q (B, L, h, D), k and v (B, L, g, D) as attention takes them; valid until the next call of `outboxes`.
 
         met: whether the kernel that wrote has met the peers of `flags`.
         """
         ...
 
 
-class Behind(Into, Protocol):
-    """The same where k, then v travel behind other work of this rank's: what comes next being made. One outbox."""
-
-    def start_keys(self) -> None:
-        """Send k as it is now. v may be written until `start_values`, q until `deliver`."""
-        ...
-
-    def start_values(self) -> None:
-        """Send v as it is now: after `start_keys`, before `deliver`, at every exchange."""
-        ...
-
-
-class Back(Protocol):
-    """Attention's output to the ranks of its tokens."""
+class ToTokens(Protocol):
+    """Heads sharded to tokens sharded: attention's output travels to the ranks of its tokens."""
 
     @property
     def flags(self) -> Flags | None:
-        """As of `Into`."""
+        """See `ToHeads.flags`."""
         ...
 
     def outboxes(self) -> Destinations:
@@ -64,23 +55,51 @@ class Back(Protocol):
         ...
 
     def deliver(self, met: bool = False) -> Tensor:
-        """(B, l, H, D); valid until the next call. met: as of `Into`."""
+        """(B, l, H, D); valid until the next call. met: see `ToHeads.deliver`."""
         ...
 
 
-class Rotate(Protocol):
-    """A block a rank, passed around an axis."""
+class KeyValues(Protocol):
+    """Keys and values of all tokens on every rank; the queries stay where they are."""
+
+    @property
+    def flags(self) -> Flags | None:
+        """See `ToHeads.flags`."""
+        ...
+
+    def outboxes(self) -> Outboxes:
+        """Where to write. An exchange made with overlap has one outbox."""
+        ...
+
+    def start_keys(self) -> None:
+        """Send k as it is now. v may be written until `start_values`, q until `deliver`. With overlap only."""
+        ...
+
+    def start_values(self) -> None:
+        """Send v as it is now: after `start_keys`, before `deliver`. With overlap only, and then every time."""
+        ...
+
+    def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, l, H, D) of my tokens, k and v (B, L, G, D) of all; valid until the next call of `outboxes`."""
+        ...
+
+
+class Rotation(Protocol):
+    """Each rank has one block, and the blocks are passed around an axis."""
 
     def outbox(self) -> Tensor:
         """Where to write my own block before `rotate`."""
         ...
 
-    def rotate(self) -> Iterator[Tensor]:
-        """Yield my block, then those of the ranks before me. Read a block before asking for the next."""
+    def rotate(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (owner, block): my block first, then those of the ranks before me.
+
+        owner: the rank on the axis that wrote the block. Read a block before asking for the next.
+        """
         ...
 
 
-class Collect(Protocol):
+class Gather(Protocol):
     """Every rank's block on every rank."""
 
     def outbox(self) -> Tensor:
@@ -95,23 +114,22 @@ class Collect(Protocol):
 class Transport(Protocol):
     """Makes exchanges; each owns its buffers."""
 
-    def heads(self, axis: Axis, layout: HeadLayout) -> tuple[Into, Back]:
+    def heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         """Tokens sharded to heads sharded, and back."""
         ...
 
-    def everywhere(self, axis: Axis, layout: HeadLayout) -> Into:
-        """Keys and values of all tokens on every rank."""
+    def key_values(self, axis: Axis, layout: HeadLayout, overlap: bool = False) -> KeyValues:
+        """Keys and values of all tokens on every rank.
+
+        overlap: k and v are sent by `start_keys` and `start_values` while this rank computes what comes next.
+        """
         ...
 
-    def behind(self, axis: Axis, layout: HeadLayout) -> Behind:
-        """The same behind other work."""
-        ...
-
-    def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotate:
+    def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotation:
         """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
         ...
 
-    def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Collect:
+    def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
         """Every rank's (sizes[r], *shape) on every rank, with dtype and device of `like`."""
         ...
 

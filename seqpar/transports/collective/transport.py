@@ -8,13 +8,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from seqpar.mesh import Axis, Mesh
-from seqpar.transports._contract import Back, Behind, Collect, Into, Rotate
+from seqpar.transports._contract import Gather, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
-from seqpar.transports.collective.exchange import ToAll, ToHeads, ToTokens
-from seqpar.transports.collective.point_to_point import Gather, Rotation
+from seqpar.transports.collective.exchange import CollectiveKeyValues, CollectiveToHeads, CollectiveToTokens
+from seqpar.transports.collective.point_to_point import CollectiveGather, CollectiveRotation
 
 
-def supports(mesh: Mesh) -> str | None:
+def why_not(mesh: Mesh) -> str | None:
     """Any mesh."""
     return None
 
@@ -22,25 +22,21 @@ def supports(mesh: Mesh) -> str | None:
 class Transport:
     """See `seqpar.transports._contract.Transport`. Deadlines are the process group's."""
 
-    def heads(self, axis: Axis, layout: HeadLayout) -> tuple[Into, Back]:
+    def heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         """Two all-to-alls."""
-        return ToHeads(axis, layout), ToTokens(axis, layout)
+        return CollectiveToHeads(axis, layout), CollectiveToTokens(axis, layout)
 
-    def everywhere(self, axis: Axis, layout: HeadLayout) -> Into:
-        """One group of sends and receives."""
-        return ToAll(axis, layout)
+    def key_values(self, axis: Axis, layout: HeadLayout, overlap: bool = False) -> KeyValues:
+        """One group of sends and receives. A backend has streams or threads of its own, so overlap needs nothing."""
+        return CollectiveKeyValues(axis, layout)
 
-    def behind(self, axis: Axis, layout: HeadLayout) -> Behind:
-        """The same: a backend has streams or threads of its own."""
-        return ToAll(axis, layout)
-
-    def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotate:
+    def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotation:
         """A send and a receive a step."""
-        return Rotation(axis, sizes, shape, like)
+        return CollectiveRotation(axis, sizes, shape, like)
 
-    def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Collect:
+    def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
         """One group of sends and receives."""
-        return Gather(axis, sizes, shape, like)
+        return CollectiveGather(axis, sizes, shape, like)
 
     def check(self) -> None:
         """Nothing to say: a collective that fails raises by itself."""

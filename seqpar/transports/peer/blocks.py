@@ -19,7 +19,7 @@ FLAG_BYTES = 8
 
 
 class PeerGather:
-    """Every rank's block in every rank's memory. See `seqpar.transports.collective.point_to_point.Gather`.
+    """Every rank's block in every rank's memory. See `seqpar.transports.collective.point_to_point.CollectiveGather`.
 
     For what is exchanged once a step: nothing else holds these ranks together, so it asks first whether all have begun.
     """
@@ -98,16 +98,17 @@ class PeerRotation:
         """Where to write my own block before `rotate`."""
         return self._here[0][: self._sizes[self._rank]]
 
-    def rotate(self) -> Iterator[Tensor]:
-        """Yield my block, then those of the ranks before me. Read a block before asking for the next."""
+    def rotate(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (owner, block): my block, then those of the ranks before me. Read one before asking for the next."""
         count = len(self._sizes)
         self._free.tell()  # all that I read in the last call: the second slot is free
         for step in range(count):
-            size = self._sizes[(self._rank - step) % count]
+            owner = (self._rank - step) % count
+            size = self._sizes[owner]
             block = self._here[step % 2][:size]
             if step + 1 < count:
                 self._pass_on(block, self._there[(step + 1) % 2][:size])
-            yield block
+            yield owner, block
             if step + 1 < count:
                 self._aside.join()  # what comes next may write over the block
                 if step + 2 < count:

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from seqpar.kernels.flags import Late
 from seqpar.mesh import Axis, Mesh
-from seqpar.transports._contract import DEADLINE_S, Back, Behind, Collect, Into, Rotate
+from seqpar.transports._contract import DEADLINE_S, Gather, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.peer.arena import first_told, why_no_peers
 from seqpar.transports.peer.blocks import PeerGather, PeerRotation
-from seqpar.transports.peer.exchange import PeerBehind, PeerHeads, PeerToAll
+from seqpar.transports.peer.exchange import PeerHeads, PeerKeyValues, PeerOverlappedKeyValues
 
 T = TypeVar("T")
 TRIAL_S = 30.0  # longer than ranks need to compile the kernel of the flags
 
 
-def supports(mesh: Mesh) -> str | None:
+def why_not(mesh: Mesh) -> str | None:
     """None where the ranks that exchange are on one machine and reach each other's memory, else why not."""
     # both are asked on every rank: the answer is the same on all ranks of an axis only
     reasons = [why_no_peers(axis, mesh.device) for axis in (mesh.sequence, mesh.cfg)]
@@ -32,7 +32,7 @@ def supports(mesh: Mesh) -> str | None:
 
 
 @cache
-def why_not(axis: Axis, device: torch.device) -> str | None:
+def why_not_tried(axis: Axis, device: torch.device) -> str | None:
     """None where the ranks of an axis reach each other's memory, and an exchange of a number each was tried; else why
     not, the same on all. Access over some buses lacks what flags need. Tried once: planner and engines all ask."""
     reason = why_no_peers(axis, device)
@@ -64,30 +64,26 @@ class Transport:
         self._deadline_s = deadline_s
         self._late: Late | None = None
         self._made: list[tuple[Axis, str, Any]] = []
-        self._collects: dict[object, Collect] = {}
+        self._collects: dict[object, Gather] = {}
 
-    def heads(self, axis: Axis, layout: HeadLayout) -> tuple[Into, Back]:
+    def heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         """Both ways in one arena."""
         both = PeerHeads(axis, layout, *self._next(layout.device))
         self._keep(axis, f"q, k, v and output of {_shown(layout)}", both)
-        return both.into, both.back
+        return both.to_heads, both.to_tokens
 
-    def everywhere(self, axis: Axis, layout: HeadLayout) -> Into:
-        """Two slots that take turns."""
-        exchange = PeerToAll(axis, layout, *self._next(layout.device))
+    def key_values(self, axis: Axis, layout: HeadLayout, overlap: bool = False) -> KeyValues:
+        """Two slots that take turns; with overlap, copies on a stream of their own fill those of the other ranks."""
+        make = PeerOverlappedKeyValues if overlap else PeerKeyValues
+        exchange = make(axis, layout, *self._next(layout.device))
         return self._keep(axis, f"keys and values of {_shown(layout)}", exchange)
 
-    def behind(self, axis: Axis, layout: HeadLayout) -> Behind:
-        """The same, by copies on a stream of their own."""
-        exchange = PeerBehind(axis, layout, *self._next(layout.device))
-        return self._keep(axis, f"keys and values of {_shown(layout)}", exchange)
-
-    def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotate:
+    def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotation:
         """Copies under attention."""
         rotation = PeerRotation(axis, sizes, shape, like, *self._next(like.device))
         return self._keep(axis, f"ring blocks of {sum(sizes)} tokens", rotation)
 
-    def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Collect:
+    def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
         """A copy to each peer. The same one for equal blocks: every run asks for one."""
         key = (axis.name, sizes, shape, like.dtype)
         if key not in self._collects:

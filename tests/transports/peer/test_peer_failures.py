@@ -258,7 +258,7 @@ def test_an_arena_is_shared_and_leaves_no_file(ranks: Pool) -> None:
 def test_gpus_use_each_others_memory_unasked_or_it_is_said_why_not(
     monkeypatch: pytest.MonkeyPatch, reason: str | None, name: str, told: str
 ) -> None:
-    for name_of in ("why_not", "supports"):
+    for name_of in ("why_not", "why_not_tried"):
         monkeypatch.setattr(peer, name_of, lambda *_: reason)
     gpu = replace(Mesh.single(), device=torch.device("cuda", 0))
     assert choose_transport("auto", gpu) == Choice("collective", "nothing to exchange")
@@ -281,7 +281,7 @@ def tried(rank: int, world: int, device: torch.device, fault: str) -> str | None
     if rank == 1 and fault == "writes that go elsewhere":
         arena.Arena.view = lambda self, _, *where: kept[2](self, rank, *where)  # pyright: ignore
     try:
-        return peer.why_not.__wrapped__(axis, device)
+        return peer.why_not_tried.__wrapped__(axis, device)
     finally:
         peer.TRIAL_S, flags.Flags.meet, arena.Arena.view = kept
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqpar.mesh import Mesh
 from seqpar.models import large_dit
-from seqpar.planner.choose import load_local
+from seqpar.planner.plan import load_local
 from seqpar.shard import Shard
 from seqpar.transports._layout import HeadLayout
 

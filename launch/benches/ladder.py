@@ -43,7 +43,7 @@ from launch.benches.timing import (
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
-from seqpar.planner.choose import load_local
+from seqpar.planner.plan import load_local
 from seqpar.sampling.loop import Order, Run, Sampler, draw_noise
 from seqpar.sampling.trajectory import Guidance
 from seqpar.weights.find import locate

@@ -84,7 +84,7 @@ def main(args: Scale) -> None:
     _, world = meshes.join()
     check(args, world)
     device = meshes.pick_device(world)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = meshes.default_dtype(device)
     model = locate(args.model).build(dtype, device)
     layouts = [*fitting(args.layouts, world), *(data_layouts(world) if args.data else ())]
     bench = make_bench(model, layouts, args.local, device)

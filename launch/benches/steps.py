@@ -25,7 +25,7 @@ from launch.benches.timing import append, command, environment, spread
 from seqpar import exact
 from seqpar import mesh as meshes
 from seqpar.distributed import DistributedDiT
-from seqpar.mesh import Mesh
+from seqpar.mesh import Mesh, default_dtype
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
 from seqpar.protocols import SequenceModel
 from seqpar.sampling.loop import digest, draw_noise, sample
@@ -89,7 +89,7 @@ def main(args: Steps) -> None:
     _, world = meshes.join()
     check(args, world)
     device = meshes.pick_device(world)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = default_dtype(device)
     model = locate(args.model).build(dtype, device)
     for tokens in args.tokens:
         lines = measure(args, model, tokens, world, device)

@@ -25,7 +25,7 @@ from launch.benches.timing import attempt, graphed
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
-from seqpar.planner.choose import choose_local, load_local
+from seqpar.planner.plan import choose_local, load_local
 from seqpar.protocols import SequenceModel, plugins
 from seqpar.sampling.loop import Order, Run, check_finite, digest, draw_noise, why_no_graph
 

@@ -21,10 +21,6 @@ from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
 
 
-def check(mesh: Mesh) -> None:
-    """Any mesh: ring and ulysses axes are used as one."""
-
-
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size)

@@ -14,21 +14,15 @@ from torch import Tensor
 from seqpar.attention.ulysses import Ulysses, around
 from seqpar.kernels.merge import merge
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.facts import Call, Facts, Layer, Move, Place
+from seqpar.planner.facts import Call, Facts, Layer, Move, Place, refuse
 from seqpar.protocols import Attend, Core
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import Rotation, Transport
 
 
-def check(mesh: Mesh) -> None:
-    """Raise `ValueError` on a mesh that this strategy does not use whole."""
-    if mesh.ulysses.size > 1:
-        raise ValueError(f"got strategy ring with ulysses={mesh.ulysses.size}, expected ulysses=1; use strategy usp")
-
-
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Attention for one token count: ulysses over an axis of one, around a ring."""
-    check(mesh)
+    refuse("ring", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
     check_tokens(tokens, mesh.sequence.size)
     ring = Ring(local, mesh.ring, tokens.sizes, transport)
     return Ulysses(ring, mesh.ulysses, (tokens.sizes[mesh.ring.rank],), transport, tokens.total)

@@ -16,7 +16,7 @@ from torch import Tensor
 from seqpar.attention._streams import OneRank, given, joined, layout_of, present, split_out, want_gradients, write
 from seqpar.kernels.push import push
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.facts import Call, Facts, Layer, Move, Place
+from seqpar.planner.facts import Call, Facts, Layer, Move, Place, refuse
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import ToTokens, ToHeads, Transport
@@ -24,15 +24,9 @@ from seqpar.transports._layout import HeadLayout
 from seqpar.transports.collective.differentiable import to_heads, to_tokens
 
 
-def check(mesh: Mesh) -> None:
-    """Raise `ValueError` on a mesh that this strategy does not use whole."""
-    if mesh.ring.size > 1:
-        raise ValueError(f"got strategy ulysses with ring={mesh.ring.size}, expected ring=1; use strategy usp for both")
-
-
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Attention for one token count; `tokens` is sharded over `mesh.sequence`."""
-    check(mesh)
+    refuse("ulysses", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
     check_tokens(tokens, mesh.sequence.size)
     return Ulysses(local, mesh.ulysses, tokens.sizes, transport, tokens.total)
 

@@ -15,10 +15,6 @@ from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import Transport
 
 
-def check(mesh: Mesh) -> None:
-    """Any mesh: an axis of one is no special case."""
-
-
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Attention for one token count; ring block r is parts r*U ... r*U + U - 1 of the flat shard."""
     check_tokens(tokens, mesh.sequence.size)

@@ -29,7 +29,7 @@ from seqpar.kernels import gated_linear
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import Files, Pipeline
 from seqpar.pipelines.pictures import check_writable, grid, save, to_pil
-from seqpar.planner.choose import parse_mesh
+from seqpar.planner.plan import parse_mesh
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Plan
 from seqpar.protocols import plugin

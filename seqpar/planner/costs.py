@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import seqpar.attention
+import seqpar.transports
 from seqpar.planner.facts import Cost, Facts, Layer, Layout, Place, Work, core
 from seqpar.protocols import plugin, plugins
 
@@ -45,9 +46,10 @@ def place(work: Work, layout: Layout, tokens: int, batch: int = 1) -> Place:
     return Place(work, layout.ring, layout.ulysses, tokens, batch, is_direct(layout.transport))
 
 
-def is_direct(transport: str) -> bool:
-    """Whether a rank's kernels write into the memory of the reader."""
-    return transport == "peer"
+def is_direct(curve: str) -> bool:
+    """Whether a transport, named by the key of its measured times, writes into the memory of the reader."""
+    facts = (plugin(seqpar.transports, name, "transport").FACTS for name in plugins(seqpar.transports))
+    return any(x.in_place and curve in x.rates.values() for x in facts)
 
 
 def layers(work: Work, layout: Layout, tokens: int, batch: int = 1) -> tuple[Layer, ...]:

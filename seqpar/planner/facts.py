@@ -196,6 +196,12 @@ def fits_anywhere(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | N
     return None
 
 
+def refuse(strategy: str, reason: str | None) -> None:
+    """Raise `ValueError` with what a `Facts.why_not` answered, unless that is None."""
+    if reason is not None:
+        raise ValueError(f"got strategy {strategy} with {reason}")
+
+
 @dataclass(frozen=True)
 class Facts:
     """What planner, benches and tests know of a strategy.

@@ -23,12 +23,14 @@ Aim = Literal["latency", "throughput"]
 
 @dataclass(frozen=True)
 class Wish:
-    """What the caller says: an aim, sizes of some axes, a strategy (or "auto"), whether only exact ones will do."""
+    """What the caller says: an aim, sizes of some axes, whether only exact strategies will do, and names or "auto"."""
 
     aim: Aim = "latency"
     axes: Mapping[str, int] = field(default_factory=dict)
     strategy: str = "auto"
     exact: bool = False
+    local: str = "auto"
+    transport: str = "auto"
 
 
 @dataclass(frozen=True)

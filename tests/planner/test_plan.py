@@ -14,7 +14,7 @@ from seqpar.cli.planning import Machine, make_plan, shared_plan
 from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit
 from seqpar.planner import rates
-from seqpar.planner.choose import parse_mesh
+from seqpar.planner.plan import parse_mesh
 from seqpar.planner.costs import Layout, Work
 from seqpar.planner.predict import GIB, Load, predict
 from seqpar.planner.rates import CPU, H200, Rates

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from seqpar.local import reference, sdpa
 from seqpar.mesh import Mesh
-from seqpar.planner.choose import load_strategy, load_transport
+from seqpar.planner.plan import load_strategy, load_transport
 from seqpar.protocols import Attend, Core
 from seqpar.shard import Tokens
 

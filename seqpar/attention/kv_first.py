@@ -41,7 +41,6 @@ class KVFirst:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
         self.tokens = sum(sizes)
         self._exchanges: dict[HeadLayout, KeyValues] = {}
-        self._begun: KeyValues | None = None
 
     def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`. Keys of all streams are sent, then values; then queries are made."""
@@ -50,9 +49,8 @@ class KVFirst:
         here = present(streams)
         first_k = key(here[0])
         exchange = self._exchange(layout_of(self._sizes, here, first_k))
-        if self._begun is not None:  # peers count messages: what an error left undone is ended first
-            self._begun.abandon()
-        self._begun, boxes = exchange, exchange.outboxes()
+        self._transport.abandon()  # what an error in the last call left unfinished
+        boxes = exchange.outboxes()
         parts = list(zip(here, boxes.split([stream.tokens for stream in here]), strict=True))
         for index, (stream, part) in enumerate(parts):
             prepare_into(None, key(stream) if index else first_k, None, stream.prepare, part)
@@ -64,7 +62,6 @@ class KVFirst:
         for stream, part in parts if q_BlHD is None else ():
             prepare_into(query(stream), None, None, stream.prepare, part)
         prepared, k, v = exchange.deliver()
-        self._begun = None
         return split_out(self._local(prepared if q_BlHD is None else q_BlHD, k, v, mask_BL)[0], streams)
 
     def _exchange(self, layout: HeadLayout) -> KeyValues:

@@ -43,6 +43,7 @@ class Ulysses:
 
     def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
+        self._transport.abandon()  # what an error in the last call left unfinished
         if self._axis.size == 1:
             return self._one_rank(streams, mask_BL)
         here = [given(stream) for stream in present(streams)]

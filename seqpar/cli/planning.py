@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-
 import torch
 
 import seqpar.attention
 from seqpar.mesh import Mesh
 from seqpar.planner.facts import Layout
 from seqpar.planner.machine import Machine, here, imagined
-from seqpar.planner.plan import Plan, choose_transport, make, parse_mesh, rank, work_of
+from seqpar.planner.plan import Plan, make, parse_mesh, rank, transport_between, work_of
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Ranking, Wish
 from seqpar.protocols import SequenceModel, plugin
@@ -24,8 +22,9 @@ __all__ = ["Machine", "asked", "here", "imagined", "make_plan", "ours", "pick", 
 
 def ours(ranks: Mesh, transport: str) -> Machine:
     """The devices there are. Every rank asks at the same time."""
-    reached = choose_transport("auto", replace(ranks, sequence=ranks.world)).name if transport == "auto" else transport
-    return here(ranks.device, ranks.world.size, reached)
+    if transport == "auto":
+        transport = transport_between(ranks.world, ranks.device).name
+    return here(ranks.device, ranks.world.size, transport)
 
 
 def asked(mesh: str, strategy: str, exact: bool, local: str = "auto", transport: str = "auto") -> Wish:

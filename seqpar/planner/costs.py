@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import seqpar.attention
-import seqpar.transports
 from seqpar.planner.facts import Cost, Facts, Layer, Layout, Place, Work, core
 from seqpar.protocols import plugin, plugins
+from seqpar.transports import _folder
 
 
 def facts_of(strategy: str) -> Facts:
@@ -48,8 +48,8 @@ def place(work: Work, layout: Layout, tokens: int, batch: int = 1) -> Place:
 
 def is_direct(curve: str) -> bool:
     """Whether a transport, named by the key of its measured times, writes into the memory of the reader."""
-    facts = (plugin(seqpar.transports, name, "transport").FACTS for name in plugins(seqpar.transports))
-    return any(x.in_place and curve in x.rates.values() for x in facts)
+    every = map(_folder.facts, _folder.names())
+    return any(facts.in_place and curve in facts.rates.values() for facts in every)
 
 
 def layers(work: Work, layout: Layout, tokens: int, batch: int = 1) -> tuple[Layer, ...]:

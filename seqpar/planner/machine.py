@@ -7,11 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-import seqpar.transports
-from seqpar.mesh import Mesh
 from seqpar.planner import rates
-from seqpar.protocols import plugin, plugins
-from seqpar.transports._contract import Facts
+from seqpar.transports import _folder
 
 GIB = 1 << 30
 
@@ -29,22 +26,10 @@ class Machine:
     memory: float | None
 
 
-def transports(device_type: str) -> dict[str, Facts]:
-    """Name -> facts of the transports that are chosen unasked on such devices, the preferred one first."""
-    found = {name: plugin(seqpar.transports, name, "transport").FACTS for name in plugins(seqpar.transports)}
-    unasked = {name: facts for name, facts in found.items() if device_type in facts.unasked}
-    return dict(sorted(unasked.items(), key=lambda item: -item[1].preference))
-
-
 def curve_of(transport: str, device_type: str) -> str:
     """The key of a transport's measured times; of the preferred one where "auto"."""
-    if transport == "auto":
-        return next(iter(transports(device_type).values())).rates[device_type]
-    facts: Facts = plugin(seqpar.transports, transport, "transport").FACTS
-    if device_type not in facts.rates:
-        known = ", ".join(facts.rates)
-        raise ValueError(f"got transport {transport!r} on {device_type}, expected a device of {known} for it")
-    return facts.rates[device_type]
+    known = _folder.facts(_folder.unasked(device_type)[0] if transport == "auto" else transport).rates
+    return known.get(device_type, known["cpu"])
 
 
 def here(device: torch.device, count: int, transport: str) -> Machine:
@@ -56,11 +41,6 @@ def here(device: torch.device, count: int, transport: str) -> Machine:
     known = hasattr(os, "sysconf")  # not on Windows
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB / count if known else None
     return Machine("CPU", count, curve, memory)
-
-
-def ours(ranks: Mesh, transport: str) -> Machine:
-    """The devices of these ranks; the name of a transport that works between them."""
-    return here(ranks.device, ranks.world.size, transport)
 
 
 def imagined(device: torch.device, count: int, transport: str) -> Machine:

@@ -17,15 +17,15 @@ import torch
 
 import seqpar.attention
 import seqpar.local
-import seqpar.transports
 from seqpar import exact
-from seqpar.mesh import AXES, Mesh
+from seqpar.mesh import AXES, Axis, Mesh
 from seqpar.planner import rates
 from seqpar.planner.facts import Layout, Work
-from seqpar.planner.machine import Machine, here, transports
+from seqpar.planner.machine import Machine, here
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Aim, Ranking, Wish, search
 from seqpar.protocols import plugin, plugins
+from seqpar.transports import _folder
 from seqpar.transports._contract import Transport
 
 # (major capability, head dim) -> first choices in order, where installed; those that do not take the dtype drop out
@@ -102,7 +102,7 @@ def make(
         tokens, images = max(load.tokens, mesh.sequence.size), max(load.images, mesh.data.size)
         load = replace(load, tokens=tokens, images=images)
     # every rank tries the exchanges together
-    moved = ranks.together(lambda: _reached(wish, ranks, mesh))
+    moved = ranks.together(lambda: _reached(wish.transport, ranks, mesh))
     machine = here(ranks.device, ranks.world.size, moved.name)
     if mesh is not None:  # the caller has decided that it fits
         machine = replace(machine, memory=None)
@@ -160,36 +160,42 @@ def choose_transport(name: str, mesh: Mesh) -> Choice:
         return Choice(name, "as asked")
     if mesh.sequence.size * mesh.cfg.size == 1:
         return _nothing_to_exchange(mesh.device)
+    return transport_between(mesh.world, mesh.device)
+
+
+def transport_between(axis: Axis, device: torch.device) -> Choice:
+    """The best transport that "auto" may take and that works between these ranks; they ask at the same time."""
     refused = ""
-    for other, facts in transports(mesh.device.type).items():
-        reason = plugin(seqpar.transports, other, "transport").why_not_tried(mesh.world, mesh.device)
+    for name in _folder.unasked(device.type):
+        module = _folder.load(name)
+        reason = module.why_not_tried(axis, device)
         if reason is None:
-            return Choice(other, f"{facts.unasked[mesh.device.type]}{refused}")
-        refused += f"; not {other}: {reason}"
-    raise ValueError(f"got ranks on {mesh.device.type} that no transport connects{refused}; name one that does")
+            return Choice(name, f"{module.FACTS.unasked.get(device.type, 'on any device')}{refused}")
+        refused += f"; not {name}: {reason}"
+    raise ValueError(f"got ranks between which no transport works{refused}; name one with transport=")
 
 
 def check_transport(name: str, mesh: Mesh) -> None:
     """Raise `ValueError` where a transport does not work between these ranks. Every rank asks at the same time."""
-    reason = plugin(seqpar.transports, name, "transport").why_not(mesh)
+    reason = _folder.load(name).why_not(mesh)
     if reason is not None:
-        other = _nothing_to_exchange(mesh.device).name
-        raise ValueError(f"got transport {name!r}, which does not work here: {reason}; use transport {other}")
+        simplest = _folder.unasked(mesh.device.type)[-1]
+        raise ValueError(f"got transport {name!r}, which does not work here: {reason}; use transport {simplest}")
 
 
-def _reached(wish: Wish, ranks: Mesh, mesh: Mesh | None) -> Choice:
+def _reached(name: str, ranks: Mesh, mesh: Mesh | None) -> Choice:
     """The transport between these ranks, before or after they have a mesh. A named one is tried on the mesh."""
     if mesh is not None:
-        return choose_transport(wish.transport, mesh)
-    if wish.transport == "auto":
-        return choose_transport("auto", replace(ranks, sequence=ranks.world))
-    plugin(seqpar.transports, wish.transport, "transport")
-    return Choice(wish.transport, "as asked")
+        return choose_transport(name, mesh)
+    if name == "auto":
+        return transport_between(ranks.world, ranks.device)
+    _folder.load(name)
+    return Choice(name, "as asked")
 
 
 def _nothing_to_exchange(device: torch.device) -> Choice:
     """The transport that needs least: the one that is preferred last."""
-    return Choice([*transports(device.type)][-1], "nothing to exchange")
+    return Choice(_folder.unasked(device.type)[-1], "nothing to exchange")
 
 
 # Local attention -----------------------------------------------------------------------------------------------
@@ -260,7 +266,7 @@ def load_strategy(name: str) -> ModuleType:
 
 def load_transport(name: str) -> Transport:
     """A transport of that name, with nothing made yet."""
-    return plugin(seqpar.transports, name, "transport").Transport()
+    return _folder.load(name).Transport()
 
 
 def load_local(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:

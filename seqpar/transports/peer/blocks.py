@@ -1,5 +1,6 @@
-"""Blocks between ranks by copies into each other's memory: the guidance swap's `PeerGather`, the ring's
-`PeerRotation`. See `seqpar.transports.collective.point_to_point` for what they do, `seqpar.transports.peer.exchange` for how.
+"""Blocks between ranks by copies into each other's memory: the guidance swap's `PeerGather`, the ring's `PeerRotation`.
+
+See `seqpar.transports._exchanges` for what they do, `seqpar.transports.peer.exchange` for how.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FLAG_BYTES = 8
 
 
 class PeerGather:
-    """Every rank's block in every rank's memory. See `seqpar.transports.collective.point_to_point.CollectiveGather`.
+    """Every rank's block in every rank's memory; see `seqpar.transports._exchanges.Gather`.
 
     For what is exchanged once a step: nothing else holds these ranks together, so it asks first whether all have begun.
     """
@@ -58,7 +59,7 @@ class PeerGather:
 
 
 class PeerRotation:
-    """Blocks that are copied into the next rank's memory while they are read. See `seqpar.transports.collective.point_to_point`.
+    """Blocks that are copied into the next rank's memory while they are read.
 
     Two slots a rank: one is read, one is written to. A rank tells the one before it when a slot is free, and the one
     after it when a block has arrived. On GPUs the copies have a stream of their own, so that they run under attention.

@@ -1,14 +1,14 @@
-"""The exchanges without collectives: what a rank writes is at once where its reader reads (see `seqpar.transports.peer.arena`).
+"""Exchanges without collectives: what a rank writes is at once where its reader reads (`seqpar.transports.peer.arena`).
 
 `outboxes()` are views of the readers' own buffers; then all peers are told and waited for, at the end of the kernel
 that writes, or by `deliver()` where plain torch wrote: no send buffer, no copy on arrival, no host. When it wins: one
 machine whose GPUs reach each other's memory; against NCCL most at small blocks, where its launch and its permutes cost
 more than the bytes.
 
-Nobody may write where a peer still reads. Ulysses needs no rule for that: to begin the next exchange into the heads a
-rank must have met all peers on the way back, which each does after it has read; and the other way round. `PeerKeyValues` has
-nothing on the way back, so its two slots take turns: who has met all peers for one slot knows that they have left the
-other.
+Nobody may write where a peer still reads. The exchange of heads needs no rule of its own for that, because its two ways
+alternate: before a rank writes q, k, v of the next exchange, it has met all peers on the way back, which each does
+after it has read; and the other way round. `PeerKeyValues` has no way back, so its two slots take turns: a rank that
+has met all peers for one slot knows that they have left the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from seqpar.transports.peer.blocks import FLAG_BYTES, Aside, after, flags_at, sl
 
 
 class PeerHeads:
-    """q, k, v to their heads' ranks and the output back: both ways in one arena. See `seqpar.transports.collective.exchange`."""
+    """q, k, v to the ranks of their heads and the output back: both ways in one arena."""
 
     def __init__(self, axis: Axis, layout: HeadLayout, late: Late, number: int) -> None:
         self._layout, self._rank = layout, axis.rank
@@ -106,7 +106,7 @@ class PeerToTokens:
 
 
 class PeerKeyValues:
-    """Every rank's keys and values in every rank's memory. See `seqpar.transports.collective.exchange.CollectiveKeyValues`.
+    """Every rank's keys and values in every rank's memory; see `seqpar.transports._exchanges.KeyValues`.
 
     Between two captures of graphs there must be a call outside of one, as a warm-up is.
     """

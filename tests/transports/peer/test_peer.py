@@ -76,8 +76,9 @@ def there_and_back(
         received = into.deliver()
         for got, x, which in zip(received, whole, (q_heads, kv_heads, kv_heads), strict=True):
             assert torch.equal(got, x[:, :, which])
+        boxes = back.outboxes()
         if received[0].shape[2]:
-            push.push(received[0], back.outboxes())
+            push.push(received[0], boxes)
         assert torch.equal(back.deliver(), whole[0][:, mine])
     transport.check()
 

@@ -73,7 +73,7 @@ def replayed(
     axis, case = make_mesh(device, cfg=1).sequence, CASES[1]
     layout = layout_of(axis, case, device, torch.float64)
     transport, mine = peer.Transport(), Shard(case[1], world).slice(axis.rank)
-    exchange: Any = transport.key_values(axis, layout, overlap)
+    exchange: Any = transport._key_values(axis, layout, overlap)  # a graph's turns, which the host does not make
     assert all("places" in boxes.__dict__ for boxes in exchange._boxes)  # a graph's first use would be too late
     wrong = 0
     for round_ in range(rounds):
@@ -111,7 +111,7 @@ def test_kv_gather_peer_negative_control_an_odd_graph_that_does_not_ask_is_notic
 def told_early(rank: int, world: int, device: torch.device) -> tuple[bool, bool]:
     """Whether keys and values were right where a rank whose values are late told its peers after the keys."""
     axis, case = make_mesh(device, cfg=1).sequence, CASES[1]
-    exchange: Any = peer.Transport().key_values(axis, layout_of(axis, case, device, torch.float64), overlap=True)
+    exchange: Any = peer.Transport()._key_values(axis, layout_of(axis, case, device, torch.float64), overlap=True)
     whole, mine = payload(case, 1, device, torch.float64), Shard(case[1], world).slice(axis.rank)
     boxes = exchange.outboxes()
     prepare.prepare_into(None, whole[1][:, mine], None, Prepare(), boxes)

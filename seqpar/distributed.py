@@ -8,10 +8,8 @@ It shards the declared inputs, runs the model on this rank's tokens with a shard
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,8 +17,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from seqpar.mesh import Mesh
-from seqpar.planner import plan as planning
-from seqpar.planner.plan import Plan, load_local, load_strategy, load_transport
+from seqpar.planner.plan import Plan, for_library, load_local, load_strategy, load_transport
 from seqpar.planner.search import Wish
 from seqpar.protocols import Attend, SequenceModel, sharded
 from seqpar.sampling.trajectory import TABLE_BYTES, Conditions, Guidance, Trajectory, batch_rows
@@ -52,16 +49,12 @@ class DistributedDiT(nn.Module):
     ) -> None:
         super().__init__()
         blueprint = None if isinstance(model, SequenceModel) else from_diffusers(model)
-        file, config = (file_of(model), model.config) if blueprint is None else (blueprint.module, blueprint.config)
-        first = next(model.parameters())
-        if plan is None:
-            count, wish = sum(x.numel() for x in model.parameters()), Wish(strategy=strategy, local=local,
-                                                                          transport=transport)
-            plan = planning.for_library(file, config, count, first.dtype, mesh, wish, TABLE_BYTES)
-        else:
-            refuse_names(strategy, local, transport)
+        config = model.config if blueprint is None else blueprint.config
+        dtype = next(model.parameters()).dtype
+        wish = Wish(strategy=strategy, local=local, transport=transport)
+        plan = plan_of(config, model, dtype, mesh, wish) if plan is None else alone(plan, wish)
         self.mesh = settled(plan, mesh)
-        built = model if blueprint is None else blueprint.build(first.dtype, self.mesh.device)
+        built = model if blueprint is None else blueprint.build(dtype, self.mesh.device)
         assert isinstance(built, SequenceModel)
         self.model, self.plan = built.to(self.mesh.device), plan
         self.strategy, self.local, self.transport = plan.strategy, plan.local, plan.transport
@@ -91,12 +84,8 @@ class DistributedDiT(nn.Module):
         """
         ranks = mesh or Mesh.joined()
         blueprint = path if isinstance(path, Blueprint) else ranks.together(lambda: locate(path))
-        if plan is None:
-            count = sum(x.numel() for x in blueprint.meta().parameters())
-            wish = Wish(strategy=strategy, local=local, transport=transport)
-            plan = planning.for_library(blueprint.module, blueprint.config, count, dtype, mesh, wish, TABLE_BYTES)
-        else:
-            refuse_names(strategy, local, transport)
+        wish = Wish(strategy=strategy, local=local, transport=transport)
+        plan = plan_of(blueprint.config, blueprint.meta(), dtype, mesh, wish) if plan is None else alone(plan, wish)
         mesh = settled(plan, mesh)
         model = mesh.together(lambda: blueprint.build(dtype, mesh.device))
         return cls(model, mesh, plan=plan)
@@ -238,17 +227,19 @@ class DistributedDiT(nn.Module):
 
 def settled(plan: Plan, mesh: Mesh | None) -> Mesh:
     """The caller's mesh, or that of the plan; `ValueError` on every rank where plan and mesh do not fit together."""
-    found = mesh or Mesh.from_env(**plan.sizes)
+    found = mesh or Mesh.from_env(*plan.sizes.values())
     found.together(lambda: plan.check(found))
     return found
 
 
-def refuse_names(*names: str) -> None:
-    """Raise `ValueError` for names beside a plan, which has decided them."""
-    if any(name != "auto" for name in names):
-        raise ValueError(f"got a plan and {', '.join(names)}, expected one of them: a plan names all of these")
+def plan_of(config: Any, model: nn.Module, dtype: torch.dtype, mesh: Mesh | None, wish: Wish) -> Plan:
+    """The planner's choice for a model that has as many parameters as this one; the same on every rank."""
+    count = sum(x.numel() for x in model.parameters())
+    return for_library(config, count, dtype, mesh, wish, TABLE_BYTES)
 
 
-def file_of(model: nn.Module) -> ModuleType:
-    """The file that a model's class is written in."""
-    return sys.modules[type(model).__module__]
+def alone(plan: Plan, wish: Wish) -> Plan:
+    """The caller's plan; `ValueError` for names beside it, because it has decided them."""
+    if wish != Wish():
+        raise ValueError("got a plan and names of strategy, local or transport, expected one of them: a plan names all")
+    return plan

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar import exact
+from seqpar.attention._streams import project
 from seqpar.local import flash, reference, sdpa
 from seqpar.mesh import Axis, Mesh
-from seqpar.attention._streams import project
 from seqpar.planner.plan import choose_local, choose_strategy
 from tests.support.meshes import TRANSPORTS
 

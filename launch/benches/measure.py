@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 
 from launch.benches.timing import graphed, over, timed
-from seqpar.planner.machine import here
 from seqpar.kernels.push import push
 from seqpar.mesh import Mesh, default_dtype
 from seqpar.planner import rates
 from seqpar.planner.facts import core
+from seqpar.planner.machine import here
 from seqpar.planner.plan import choose_local, load_local
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport

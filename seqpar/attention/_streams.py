@@ -78,7 +78,9 @@ def layout_of(sizes: tuple[int, ...], streams: Sequence[Stream], k_BlGD: Tensor)
     """
     counts = {heads_of(stream) for stream in streams}
     if len(counts) != 1:
-        raise ValueError(f"got streams with heads (query, key-value) {sorted(counts)}, expected the same in all streams")
+        raise ValueError(
+            f"got streams with heads (query, key-value) {sorted(counts)}, expected the same in all streams"
+        )
     (heads, groups), (batch, _, _, dim) = counts.pop(), k_BlGD.shape
     return HeadLayout(batch, sizes, heads, groups, dim, k_BlGD.dtype, k_BlGD.device)
 
@@ -117,9 +119,7 @@ def want_gradients(streams: Sequence[Stream]) -> bool:
 def refuse_gradients(streams: Sequence[Stream], strategy: str) -> None:
     """Raise `ValueError` where gradients are to flow through any of the streams."""
     if want_gradients(streams):
-        raise ValueError(
-            f"got inputs that require gradients, expected none: {strategy} is for inference; use ulysses"
-        )
+        raise ValueError(f"got inputs that require gradients, expected none: {strategy} is for inference; use ulysses")
 
 
 class OneRank:

@@ -26,6 +26,7 @@ from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
 
+
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Attention for one token count over the whole sequence axis. One rank has nothing to send first."""
     if mesh.sequence.size == 1:

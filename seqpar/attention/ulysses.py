@@ -19,7 +19,7 @@ from seqpar.mesh import Axis, Mesh
 from seqpar.planner.facts import Call, Facts, Layer, Move, Place, refuse
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
-from seqpar.transports._contract import ToTokens, ToHeads, Transport
+from seqpar.transports._contract import ToHeads, ToTokens, Transport
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.collective.differentiable import to_heads, to_tokens
 
@@ -62,9 +62,7 @@ class Ulysses:
                 self._exchanges[layout] = self._transport.heads(self._axis, layout)
         return self._exchanges[layout]
 
-    def _differentiable(
-        self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, mask_BL: Tensor | None
-    ) -> Tensor:
+    def _differentiable(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, mask_BL: Tensor | None) -> Tensor:
         """The same with gradients. A key-value head and its query heads travel as one wide head."""
         (heads, dim), groups = q_BlHD.shape[2:], k_BlGD.shape[2]
         width = heads // groups * dim

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+
 import torch
 
 import seqpar.attention
@@ -44,12 +45,12 @@ def make_plan(
 
 def planned(load: Load, model: Blueprint, machine: Machine, wish: Wish, dtype: torch.dtype) -> Ranking:
     """The layouts of this machine; `ValueError` where there are none."""
-    return rank(work_of(model.module, model.config), load, machine, wish, dtype)
+    return rank(work_of(model.config), load, machine, wish, dtype)
 
 
 def shared_plan(load: Load, model: Blueprint, ranks: Mesh, wish: Wish, dtype: torch.dtype) -> Plan:
     """The plan for the processes there are, the same on all ranks."""
-    return make(work_of(model.module, model.config), load, dtype, ranks, wish)
+    return make(work_of(model.config), load, dtype, ranks, wish)
 
 
 def tables(load: Load, model: Blueprint, machines: Sequence[Machine], wish: Wish, dtype: torch.dtype) -> str:

@@ -8,6 +8,7 @@ kernel on any number of ranks makes results comparable bit by bit.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -90,9 +91,7 @@ class Plan:
         return str(self.ranking)
 
 
-def make(
-    work: Work, load: Load, dtype: torch.dtype, ranks: Mesh, wish: Wish, mesh: Mesh | None = None
-) -> Plan:
+def make(work: Work, load: Load, dtype: torch.dtype, ranks: Mesh, wish: Wish, mesh: Mesh | None = None) -> Plan:
     """The plan for these processes, or within the caller's mesh; the same on every rank, because rank 0's rates decide.
 
     Raises `ValueError`, on every rank, for names that are none and where nothing is what was asked for.
@@ -109,22 +108,22 @@ def make(
     return ranks.share(ranks.together(lambda: _decided(work, load, dtype, ranks.device, machine, wish, moved)))
 
 
-def for_library(model: ModuleType, config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | None, wish: Wish,
-                table: int) -> Plan:  # fmt: skip
+def for_library(config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | None, wish: Wish, table: int) -> Plan:
     """The plan of a model that is called for pictures of unknown number and size: one guided picture of its own size.
 
-    model: its file, which exports `work`. table: as of `Load`.
+    config: of a model whose file exports `work`. table: as of `Load`.
     """
     tokens, latent = (config.sample_size // config.patch_size) ** 2, config.in_channels * config.patch_size**2
     load = Load(1, tokens, True, STEPS, dtype.itemsize, parameters, latent, 2, table)
-    return make(work_of(model, config), load, dtype, mesh or Mesh.joined(), replace(wish, exact=exact.is_on()), mesh)
+    return make(work_of(config), load, dtype, mesh or Mesh.joined(), replace(wish, exact=exact.is_on()), mesh)
 
 
-def work_of(model: ModuleType, config: Any) -> Work:
-    """What a model does with a token, as its file says."""
-    if not hasattr(model, "work"):
-        raise ValueError(f"got a model of {model.__name__}, which has no `work(config)`, expected one for the planner")
-    return model.work(config)
+def work_of(config: Any) -> Work:
+    """What a model does with a token, as the file says in which its config's class is written."""
+    file = sys.modules[type(config).__module__]
+    if not hasattr(file, "work"):
+        raise ValueError(f"got a model whose file {file.__name__} has no `work(config)`, expected one for the planner")
+    return file.work(config)
 
 
 def rank(work: Work, load: Load, machine: Machine, wish: Wish, dtype: torch.dtype) -> Ranking:

@@ -127,7 +127,7 @@ def attention_us(rates: Rates, head_dim: int, call: Cost) -> float:
 
 
 def memory(work: Work, load: Load, layout: Layout, layer: Layer) -> Memory:
-    """The memory of a rank: all weights, and the modulation of as many steps as `load.table` bytes hold, at least one."""
+    """The memory of a rank: all weights, and the modulation of as many steps as `load.table` bytes hold, or of one."""
     b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
     step = load.labels * work.table * STATE
     kept = min(load.steps, max(1, load.table // step))

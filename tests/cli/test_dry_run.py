@@ -9,7 +9,7 @@ import torch
 import tyro
 
 from seqpar.cli.sample import Args, run
-from seqpar.planner.search import EXACT
+from tests.support.meshes import EXACT
 from seqpar.weights.find import Blueprint
 from tests.cli.test_sample import launch
 

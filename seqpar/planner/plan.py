@@ -221,7 +221,9 @@ def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
     )
 
 
-def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool) -> tuple[list[str], Mapping[str, str]]:
+def _fitting(
+    device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool
+) -> tuple[list[str], Mapping[str, str]]:
     """Those that work here, best first; the reason for each that would have come before the best."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     order = [*_LOCAL.get((major, head_dim), ()), *_ELSEWHERE, *plugins(seqpar.local)]

@@ -18,7 +18,7 @@ from seqpar import exact
 from seqpar.attention._streams import project
 from seqpar.local import flash, reference, sdpa
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.choose import choose_local, choose_strategy
+from seqpar.planner.plan import choose_local, choose_strategy
 from tests.support.meshes import TRANSPORTS
 
 ROOT = Path(__file__).parents[1]

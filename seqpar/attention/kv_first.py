@@ -47,10 +47,10 @@ class KVFirst:
         """See `seqpar.protocols.Attend`. Keys of all streams are sent, then values; then queries are made."""
         # before anything is sent: peers would wait in vain
         refuse_gradients(streams, "kv_first")
+        self._transport.abandon()  # what an error in the last call left unfinished
         here = present(streams)
         first_k = key(here[0])
         exchange = self._exchange(layout_of(self._sizes, here, first_k))
-        self._transport.abandon()  # what an error in the last call left unfinished
         boxes = exchange.outboxes()
         parts = list(zip(here, boxes.split([stream.tokens for stream in here]), strict=True))
         for index, (stream, part) in enumerate(parts):

@@ -41,10 +41,10 @@ class KVGather:
         if self._axis.size == 1:
             return self._one_rank(streams, mask_BL)
         refuse_gradients(streams, "kv_gather")
+        self._transport.abandon()  # what an error in the last call left unfinished
         here = [given(stream) for stream in present(streams)]
         exchange = self._exchange(layout_of(self._sizes, here, here[0].k))
         stay = stays(here)
-        self._transport.abandon()  # what an error in the last call left unfinished
         met = write(here, exchange.outboxes(), exchange.flags, queries=not stay)
         prepared, k, v = exchange.deliver(met)
         return split_out(self._local(here[0].q if stay else prepared, k, v, mask_BL)[0], streams)

@@ -1,7 +1,7 @@
 """FlashAttention as its own package: 4 (`flash_attn.cute`), else 3 (`flash_attn_interface`), else 2 (`flash_attn`).
 
-When it wins: the first choice on Hopper at head dims 64 and 128 where it is installed (the table in `seqpar.planner.plan`), and
-grouped-query heads need no copies. FlashAttention-4 compiles each head dim on first use.
+When it wins: the first choice on Hopper at head dims 64 and 128 where it is installed (the table in
+`seqpar.planner.plan`), and grouped-query heads need no copies. FlashAttention-4 compiles each head dim on first use.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: boo
     return None if found[0] == 4 else f"FlashAttention-{found[0]} may split its work by row counts"
 
 
-def attend(
-    q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /
-) -> tuple[Tensor, Tensor]:
+def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
     """See `seqpar.protocols.Core`; grouped-query heads as they are. A mask is refused by `ValueError`."""
     if mask_BL is not None:
         raise ValueError("got a key mask, expected None: FlashAttention takes none; use local attention sdpa")

@@ -22,9 +22,7 @@ def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: boo
     return "batched matrix products choose their tiles by row counts"
 
 
-def attend(
-    q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /
-) -> tuple[Tensor, Tensor]:
+def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
     """softmax(q k^T / sqrt(D)) v and the log-sum-exp of the scores; see `seqpar.protocols.Core`.
 
     Masked keys have weight 0 exactly; where all keys are masked, out is 0 and lse is -inf.

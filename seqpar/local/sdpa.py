@@ -1,9 +1,9 @@
 """torch's own attention kernels, called directly because they return the log-sum-exp that a ring needs.
 
-When it wins: always there, without another package, and the first choice where the table in `seqpar.planner.plan` names no
-other. cuDNN on Hopper and later, torch's FlashAttention-2 before and for head dims over 128, the memory-efficient
-kernel for fp32 and for key masks where FlashAttention-2 would be taken, a flash kernel on the CPU. Takes strided views as
-they are.
+When it wins: always there, without another package, and the first choice where the table in `seqpar.planner.plan`
+names no other. cuDNN on Hopper and later, torch's FlashAttention-2 before and for head dims over 128, the
+memory-efficient kernel for fp32 and for key masks where FlashAttention-2 would be taken, a flash kernel on the CPU.
+Takes strided views as they are.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: boo
     return None if chosen is cudnn else f"the kernel for this ({chosen.__name__}) may split its work by row counts"
 
 
-def attend(
-    q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /
-) -> tuple[Tensor, Tensor]:
+def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
     """See `seqpar.protocols.Core`. The kernel depends on device, dtype, head dim and mask or none, never on row counts.
 
     A `seqpar.masks.key_bias` of q's dtype is used as it is; a bool mask is made one in every call.
@@ -67,9 +65,7 @@ def kernel(
     return efficient if mask else flash
 
 
-def cudnn(
-    q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, bias_BHLL: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def cudnn(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, bias_BHLL: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """cuDNN's fused attention: fp16/bf16, grouped-query as it is; lse comes as (B, H, L, 1)."""
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q_BHLD, k_BGLD, v_BGLD, bias_BHLL, True)
     return out, lse.squeeze(-1) if lse.dim() == 4 else lse
@@ -82,18 +78,14 @@ def flash(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, bias: None = None) -> 
     return out, lse
 
 
-def efficient(
-    q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, bias_BHLL: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def efficient(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, bias_BHLL: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The memory-efficient kernel: also fp32; its lse is padded along the tokens."""
     k, v = (_repeat(x, q_BHLD.shape[1]) for x in (k_BGLD, v_BGLD))
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q_BHLD, k, v, bias_BHLL, True)
     return out, lse[..., : q_BHLD.shape[2]]
 
 
-def cpu_flash(
-    q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, bias_BHLL: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def cpu_flash(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, bias_BHLL: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """torch's flash attention for the CPU: fp16 to fp64; dies on empty inputs, which strategies never pass."""
     k, v = (_repeat(x, q_BHLD.shape[1]) for x in (k_BGLD, v_BGLD))
     return aten._scaled_dot_product_flash_attention_for_cpu(q_BHLD, k, v, attn_mask=bias_BHLL)

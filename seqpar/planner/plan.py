@@ -201,17 +201,18 @@ def _nothing_to_exchange(device: torch.device) -> Choice:
 # Local attention -----------------------------------------------------------------------------------------------
 
 
-def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice:
-    """The local attention for this device, dtype and head dim; `ValueError` where the named one does not fit."""
+def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> Choice:
+    """The local attention for this device, dtype and head dim, with key masks or not; `ValueError` where the named one
+    does not fit."""
     if name != "auto":
-        reason = _why_not(name, device, dtype, head_dim)
+        reason = _why_not(name, device, dtype, head_dim, mask)
         if reason is not None:
             raise ValueError(
                 f"got local attention {name!r}, which does not work here: {reason}; expected one of "
-                f"{', '.join(_fitting(device, dtype, head_dim)[0]) or 'another dtype'}"
+                f"{', '.join(_fitting(device, dtype, head_dim, mask)[0]) or 'another dtype'}"
             )
         return Choice(name, "as asked")
-    order, reasons = _fitting(device, dtype, head_dim)
+    order, reasons = _fitting(device, dtype, head_dim, mask)
     if not order:
         told = "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
         raise ValueError(f"got {dtype} and head dim {head_dim} in exact mode, expected an attention for it ({told})")
@@ -221,13 +222,15 @@ def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
     )
 
 
-def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[list[str], Mapping[str, str]]:
+def _fitting(
+    device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool
+) -> tuple[list[str], Mapping[str, str]]:
     """Those that work here, best first; the reason for each that would have come before the best."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     order = [*_LOCAL.get((major, head_dim), ()), *_ELSEWHERE, *plugins(seqpar.local)]
     working, reasons = [], {}
     for name in dict.fromkeys(order):
-        reason = _why_not(name, device, dtype, head_dim)
+        reason = _why_not(name, device, dtype, head_dim, mask)
         if reason is None:
             working.append(name)
         elif not working:
@@ -235,12 +238,12 @@ def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[l
     return working, reasons
 
 
-def _why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool) -> str | None:
     """Why a local attention is not for this, None where it is; in exact mode also where rows may differ."""
     module = plugin(seqpar.local, name, "local attention")
-    reason = module.why_not(device, dtype, head_dim)
+    reason = module.why_not(device, dtype, head_dim, mask)
     if reason is None and exact.is_on():
-        reason = module.invariant(device, dtype, head_dim)
+        reason = module.invariant(device, dtype, head_dim, mask)
     return reason
 
 

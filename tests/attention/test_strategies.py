@@ -95,7 +95,7 @@ def test_strategy_tells_the_tokens_of_the_whole_sequence(ranks: Pool, world: int
     assert ranks.run(world, told_tokens, strategy) == [13] * world
 
 
-def row_by_row(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask: None = None, /) -> tuple[Tensor, Tensor]:
+def row_by_row(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
     """Attention whose bits cannot depend on how many rows or heads come together: one query and head at a time."""
     group, out = q_BLHD.shape[2] // k_BLGD.shape[2], torch.empty_like(q_BLHD)
     for b, row, head in torch.cartesian_prod(*(torch.arange(n) for n in q_BLHD.shape[:3])).tolist():

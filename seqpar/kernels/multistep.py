@@ -117,8 +117,8 @@ def launch(
     states, outputs, seen = history.states_PnlC, history.outputs_QnlC, history.seen_nlC
     slots, images, tokens, width = states.shape
     count = 1 if outputs is None else len(outputs) + 1
-    for name, tensor in (("state", states), ("history of outputs", outputs), ("model input", seen),
-                         ("table", steps.table_SK), ("guidance", steps.guidance_S), ("noise", steps.noise_SnlC)):  # fmt: skip
+    tables = (("table", steps.table_SK), ("guidance", steps.guidance_S), ("noise", steps.noise_SnlC))
+    for name, tensor in (("state", states), ("history of outputs", outputs), ("model input", seen), *tables):
         if tensor is not None and not (tensor.is_contiguous() and tensor.dtype == torch.float32):
             raise ValueError(f"got a {name} {tensor.dtype} {tensor.stride()}, expected contiguous fp32")
     if steps.table_SK.shape[1] != 1 + slots + count:
@@ -176,10 +176,10 @@ def multistep_kernel(
         m = tl.where(column < GUIDED, u + tl.load(guidance + now) * (m - u), m)
     new = tl.load(row + 1) * x + tl.load(row + 1 + P) * m
     # + P and + Q: slots of steps before the first are not negative (their weights are zero, so nothing is read)
-    for j in tl.static_range(1, P):
+    for j in tl.static_range(1, P):  # pyright: ignore[reportGeneralTypeIssues]
         weight = tl.load(row + 1 + j)
         new += weight * tl.load(states + ((now + P - j) % P) * size + at, mask & (weight != 0), 0.0)
-    for j in tl.static_range(1, Q):
+    for j in tl.static_range(1, Q):  # pyright: ignore[reportGeneralTypeIssues]
         weight = tl.load(row + 1 + P + j)
         new += weight * tl.load(outputs + ((now + Q - 1 - j) % (Q - 1)) * size + at, mask & (weight != 0), 0.0)
     if Q > 1:

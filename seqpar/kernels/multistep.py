@@ -178,10 +178,14 @@ def multistep_kernel(
     # + P and + Q: slots of steps before the first are not negative (their weights are zero, so nothing is read)
     for j in tl.static_range(1, P):  # pyright: ignore[reportGeneralTypeIssues]
         weight = tl.load(row + 1 + j)
-        new += weight * tl.load(states + ((now + P - j) % P) * size + at, mask & (weight != 0), 0.0)
+        new += weight * tl.load(
+            states + ((now + P - j) % P) * size + at, here < tl.where(weight != 0, tokens * C, 0), 0.0
+        )
     for j in tl.static_range(1, Q):  # pyright: ignore[reportGeneralTypeIssues]
         weight = tl.load(row + 1 + P + j)
-        new += weight * tl.load(outputs + ((now + Q - 1 - j) % (Q - 1)) * size + at, mask & (weight != 0), 0.0)
+        new += weight * tl.load(
+            outputs + ((now + Q - 1 - j) % (Q - 1)) * size + at, here < tl.where(weight != 0, tokens * C, 0), 0.0
+        )
     if Q > 1:
         tl.store(outputs + (now % (Q - 1)) * size + at, m, mask)
     if noise is not None:

@@ -113,7 +113,7 @@ class Traced:
         if states == 1 and bool((schedule.inputs_S == 1).all()):
             self.history = History(tokens[None], past, None)
         else:
-            self.history = History(tokens.new_zeros((states, *tokens.shape)), past, tokens)
+            self.history = History(tokens.new_zeros((states, *tokens.shape), dtype=torch.float64), past, tokens)
         self._show(trajectory, schedule)
 
     def __call__(self, trajectory: Trajectory, index: int, step: Tensor, bad: Tensor, /) -> None:
@@ -193,7 +193,7 @@ def traced_steps(
     """All steps of a run by a traced schedule; shape: of the whole latents."""
     like = trajectory.tokens
     after = torch.cat((schedule.inputs_S[1:], torch.ones(1, dtype=torch.float64)))
-    table = torch.cat((after[:, None], schedule.states_SP, schedule.outputs_SQ), dim=1).to(like.device, like.dtype)
+    table = torch.cat((after[:, None], schedule.states_SP, schedule.outputs_SQ), dim=1).to(like.device)
     noise = None
     if schedule.draws:
         noise = torch.stack([trajectory.slice(x) for x in mixed_noise(schedule, shape, like.dtype, generator)])

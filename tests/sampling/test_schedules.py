@@ -10,6 +10,8 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance
@@ -176,7 +178,6 @@ def test_a_kept_run_has_the_bits_of_a_new_one_whatever_the_history_holds(name: s
             for ring in (kept.states_PnlC, kept.outputs_QnlC):
                 if ring is not None:
                     ring.fill_(float("nan"))
-    assert run is not None
     assert torch.equal(*found)
 
 
@@ -232,7 +233,7 @@ def test_what_is_not_linear_is_stepped_whole_and_says_why(name: str, config: dic
 
 def test_large_values_that_are_clipped_are_noticed() -> None:
     """A range that ordinary values do not reach: the trace's vectors have elements of 1000."""
-    sched = diffusers.DDPMScheduler(clip_sample=True, clip_sample_range=100.0)
+    sched: Any = DDPMScheduler(clip_sample=True, clip_sample_range=100.0)
     sched.set_timesteps(STEPS)
     assert "clip_sample" in str(decide(sched).whole)
 
@@ -259,7 +260,7 @@ def test_only_what_steps_on_the_host_has_no_graph(name: str, kind: type, monkeyp
 @pytest.mark.parametrize("eta", [0.0, 0.7])
 @pytest.mark.parametrize("clipped", [False, True])
 def test_ddim_with_clipped_model_output_is_diffusers_own(eta: float, clipped: bool) -> None:
-    sched = diffusers.DDIMScheduler(**LINEAR, clip_sample=True, clip_sample_range=0.5)
+    sched: Any = DDIMScheduler(**LINEAR, clip_sample=True, clip_sample_range=0.5)
     dit = DistributedDiT(diffusers_dit().to(DEVICE), Mesh.single(DEVICE), local=local(torch.device(DEVICE)))
     order = Order(sched, noise().double(), {"class_labels": torch.tensor(LABELS)}, 6, Guidance(1.0), eta,
                   torch.Generator().manual_seed(5), clipped)  # fmt: skip

@@ -29,6 +29,7 @@ from seqpar.planner.choose import (
 from seqpar.protocols import Attend, SequenceModel, sharded
 from seqpar.sampling.trajectory import Conditions, Guidance, Trajectory, batch_rows
 from seqpar.shard import Shard, check_tokens
+from seqpar.transports._contract import Gather
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.weights.find import Blueprint, from_diffusers, locate
 
@@ -60,6 +61,7 @@ class DistributedDiT(nn.Module):
         self.strategy, self.local, self.transport = chosen
         self._moves = load_transport(self.transport.name)
         self._attends: dict[tuple[int, int], Attend] = {}
+        self._swaps: dict[tuple[torch.Size, torch.dtype], Gather] = {}
         self._releases = 0
         self._positions: dict[tuple[int, int], Tensor] = {}
 
@@ -129,7 +131,7 @@ class DistributedDiT(nn.Module):
         """A denoising run that stays sharded; see `Trajectory`. The noise is whole and the same on every rank."""
         batch = batch_rows(self.mesh, len(noise_BCHW), guidance)
         attend = self.attend(batch, self._tokens(*noise_BCHW.shape[2:]))
-        return Trajectory(self.model, self.mesh, attend, self._moves, noise_BCHW, conditions, guidance)
+        return Trajectory(self.model, self.mesh, attend, self._swap, noise_BCHW, conditions, guidance)
 
     def attend(self, batch: int, tokens: int) -> Attend:
         """The sharded attention for this batch and token count; made once, owns its buffers."""
@@ -139,6 +141,14 @@ class DistributedDiT(nn.Module):
             self._attends[batch, tokens] = build(self.mesh, shard, load_local(self.local.name), self._moves)
         return self._attends[batch, tokens]
 
+    def _swap(self, state: Tensor) -> Gather:
+        """The exchange between the guidance branches for states of this shape; made once, so that runs share it."""
+        key = (state.shape, state.dtype)
+        if key not in self._swaps:
+            with torch.inference_mode(False):  # its buffers outlive the caller's mode
+                self._swaps[key] = self._moves.gather(self.mesh.cfg, (1, 1), tuple(state.shape), state)
+        return self._swaps[key]
+
     def check_delivered(self) -> None:
         """Raise TimeoutError where a rank waited in vain for another one; waits for the device."""
         self._moves.check()
@@ -146,6 +156,7 @@ class DistributedDiT(nn.Module):
     def release(self) -> None:
         """Free the exchanges' buffers, together with the other ranks; the next call makes new ones."""
         self._attends.clear()
+        self._swaps.clear()
         self._releases += 1
         self._moves.release()
 

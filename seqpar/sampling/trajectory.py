@@ -7,7 +7,7 @@ by a step counter that lives on the device, so nothing waits on the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from seqpar.kernels.ddim import guide
 from seqpar.mesh import Mesh
 from seqpar.protocols import Attend, SequenceModel, rows, sharded, state_dtype
 from seqpar.shard import Shard
-from seqpar.transports._contract import Collect, Transport
+from seqpar.transports._contract import Gather
 from seqpar.transports.collective.point_to_point import gather
 
 TABLE_BYTES = 2 << 30  # more than this, and the table is made for some steps at a time
@@ -72,12 +72,15 @@ class Trajectory:
         model: SequenceModel,
         mesh: Mesh,
         attend: Attend,
-        transport: Transport,
+        swap: Callable[[Tensor], Gather],
         noise: Tensor,
         conditions: Conditions,
         guidance: Guidance,
     ) -> None:
-        """`noise` is the whole (N, C, H, W), the same on every rank; `attend` is built for `batch_rows` rows."""
+        """`noise` is the whole (N, C, H, W), the same on every rank; `attend` is built for `batch_rows` rows.
+
+        swap: returns the exchange of the guidance branches for a tensor like the state; asked only on a cfg axis.
+        """
         check(model, mesh, noise, conditions, guidance)
         self._model, self._mesh, self._attend, self._guidance = model, mesh, attend, guidance
         self._images, self._size = noise.shape[0], (noise.shape[2], noise.shape[3])
@@ -89,9 +92,9 @@ class Trajectory:
         self._timesteps = conditions.timesteps.to(mesh.device)
         self._labels, self._row_labels = self._distinct(conditions.labels)
         self._start = torch.zeros((), dtype=torch.int64, device=mesh.device)
-        self._swap: Collect | None = None
+        self._swap: Gather | None = None
         if mesh.cfg.size > 1:
-            self._swap = transport.gather(mesh.cfg, (1, 1), tuple(self.tokens.shape), self.tokens)
+            self._swap = swap(self.tokens)
         self._table: dict[str, Tensor] = {}
         self._count = max(1, len(next(iter(self._labels.values()), self._start[None])))  # distinct labels
         self._chunk = max(1, min(len(self._timesteps), TABLE_BYTES // max(1, self._count * self._row_bytes())))

@@ -33,8 +33,8 @@ from seqpar.planner.plan import Plan, parse_mesh
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish
 from seqpar.protocols import plugin
-from seqpar.sampling.loop import digest, why_no_graph
-from seqpar.sampling.steppers import steps_locally
+from seqpar.sampling.loop import digest, why_not_captured
+from seqpar.sampling.steppers import decide
 from seqpar.sampling.trajectory import Guidance, check_layout
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,8 +57,9 @@ class Args:
     """Classifier-free guidance; off at 1 and below."""
     guidance_channels: int | None = None
     """Guide only the first channels (original DiT: 3); all where not given, as diffusers does."""
-    eta: float = 0.0
-    """DDIM's noise: 0 is deterministic, 1 is DDPM."""
+    eta: float | None = None
+    """The noise of DDIM and of schedulers like it: 0 is deterministic, 1 is DDPM; the scheduler's default where not
+    given (DDIM: 0, TCD: 0.3)."""
     scheduler: str | None = None
     """Any diffusers scheduler by class name; the model's own where not given."""
     seed: int = 0
@@ -222,7 +223,7 @@ def summary(args: Args, pipeline: Pipeline, job: Job, plan: Plan) -> str:
     """What runs, where, and why, in a few lines."""
     dit, mesh = pipeline.dit, pipeline.dit.mesh
     backend = "one process" if mesh.world.size == 1 else "NCCL" if mesh.device.type == "cuda" else "gloo"
-    steps = "on local tokens" if steps_locally(job.scheduler) else "on the gathered prediction: not DDIM"
+    decision = decide(job.scheduler, {"eta": args.eta})
     why = "as asked" if args.strategy != "auto" else "planned" if mesh.sequence.size > 1 else "one rank a sequence"
     lines = [
         f"plan      {plan}",
@@ -231,7 +232,7 @@ def summary(args: Args, pipeline: Pipeline, job: Job, plan: Plan) -> str:
         f"transport {dit.transport}",
         f"local     {dit.local}{', exact mode' if exact.is_on() else ''}",
         f"work      {len(job.pictures)} pictures, {job.tokens} tokens, {str(job.dtype).removeprefix('torch.')}, "
-        f"{args.steps} steps of {type(job.scheduler).__name__} {steps}, guidance {args.guidance:g}",
+        f"{args.steps} steps of {type(job.scheduler).__name__} {decision}, guidance {args.guidance:g}",
     ]
     if job.evaluations != args.steps:
         lines[-1] += f"; the scheduler calls the model {job.evaluations} times"
@@ -242,7 +243,7 @@ def summary(args: Args, pipeline: Pipeline, job: Job, plan: Plan) -> str:
         missing = gated_linear.why_not()
         how = "in its product (quack) where that was faster" if missing is None else f"a kernel after cuBLAS: {missing}"
         lines.append(f"SwiGLU    {how}")
-    reason = why_no_graph(dit, job.scheduler)
+    reason = why_not_captured(dit, decision)
     lines.append(f"graph     {'a step is one CUDA graph' if reason is None else f'none: {reason}'}")
     if pipeline.vae is None:
         lines.append("decoder   none comes with this model: pictures show the first three latent channels")

@@ -62,7 +62,7 @@ def picture(mark: Marks, model: str, steps: int, out: str) -> dict[str, str]:
 
     import torch
 
-    from seqpar.cli.sample import DTYPES
+    from seqpar.cli.job import DTYPES
     from seqpar.mesh import Mesh
     from seqpar.pipelines.class_labels import Files, Pipeline
     from seqpar.pipelines.pictures import grid, save, to_pil

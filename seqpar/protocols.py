@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 from types import ModuleType
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from seqpar.shard import starts
 
 Condition = Mapping[str, Tensor]
 """What a model needs besides tokens and positions; every tensor has a leading row dim R (empty where nothing is)."""
@@ -82,79 +84,149 @@ class Places:
 
 
 class Outboxes(tuple[Outbox, ...]):
-    """The outboxes of one exchange: made once with their buffers, so that no call computes or copies addresses."""
+    """The outboxes of one slot of an exchange, made once with its buffers, so that no call computes or copies addresses."""
+
+    turns: tuple[Outboxes, ...] = ()
+    """The outboxes of all slots of the exchange, where several slots take turns; set by `take_turns`."""
 
     @cached_property
     def places(self) -> Places:
-        """Made at first use, which copies to the device: before a CUDA graph is captured."""
-        found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        views = [view for box in self for view in (box.q, box.k, box.v) if view is not None]
-        for box in self:
-            for part, (view, heads) in enumerate(((box.q, box.heads), (box.k, box.kv_heads), (box.v, box.kv_heads))):
-                for index, head in enumerate(range(heads.start, heads.stop) if view is not None else ()):
-                    assert view is not None
-                    place = (view[:, :, index].data_ptr(), view.stride(0), view.stride(1))
-                    found.setdefault((part, head), []).append(place)
-        dtype = views[0].dtype
-        if any(view.dtype != dtype or view.stride(-1) != 1 for view in views):
-            raise ValueError("got outboxes of several dtypes or with strided head dims, expected one dtype, contiguous")
-        copies, heads = max(map(len, found.values()), default=1), max((head + 1 for _, head in found), default=1)
-        table, alignment = torch.zeros(3, copies, heads, 3, dtype=torch.int64), 16
-        for (part, head), places in found.items():
-            table[part, : len(places), head] = torch.tensor(places)
-            for address, *strides in places:
-                alignment = gcd(alignment, address, *(stride * dtype.itemsize for stride in strides))
-        return Places(table.to(views[0].device), dtype, alignment)
+        """The table for kernels. It is made at first use, which copies to the device: before a CUDA graph is captured."""
+        return _places(self)
+
+    def split(self, sizes: Sequence[int]) -> tuple[Outboxes, ...]:
+        """The outboxes of neighbouring parts of this rank's tokens, `sizes` tokens each; the parts cover all tokens.
+
+        A part of all tokens is this object itself. The parts are made once, for all slots that take turns and with
+        their tables, so that a call during a capture of a CUDA graph copies nothing from the host.
+        """
+        key = tuple(sizes)
+        if key not in self._splits:
+            for slot in self.turns or (self,):
+                slot._splits[key] = slot._split(key)
+        return self._splits[key]
+
+    @cached_property
+    def _splits(self) -> dict[tuple[int, ...], tuple[Outboxes, ...]]:
+        return {}
+
+    def _split(self, sizes: tuple[int, ...]) -> tuple[Outboxes, ...]:
+        total = next(len(view) for box in self for view in (box.q, box.k, box.v) if view is not None)
+        if sum(sizes) != total:
+            raise ValueError(f"got streams of {sizes} tokens on this rank, expected {total} tokens together")
+        parts = []
+        for start, size in zip(starts(sizes), sizes, strict=True):
+            part = self if size == total else Outboxes(_narrowed(box, start, size) for box in self)
+            if size:
+                _ = part.places
+            parts.append(part)
+        return tuple(parts)
+
+
+def take_turns(slots: Sequence[Outboxes]) -> list[Outboxes]:
+    """The same outboxes, each of which knows those of the other slots of its exchange (see `Outboxes.split`)."""
+    for slot in slots:
+        slot.turns = tuple(slots)
+    return list(slots)
+
+
+def _narrowed(box: Outbox, start: int, size: int) -> Outbox:
+    q, k, v = (None if view is None else view[start : start + size] for view in (box.q, box.k, box.v))
+    return Outbox(q, k, v, box.heads, box.kv_heads)
+
+
+def _places(boxes: Outboxes) -> Places:
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    views = [view for box in boxes for view in (box.q, box.k, box.v) if view is not None]
+    for box in boxes:
+        for part, (view, heads) in enumerate(((box.q, box.heads), (box.k, box.kv_heads), (box.v, box.kv_heads))):
+            for index, head in enumerate(range(heads.start, heads.stop) if view is not None else ()):
+                assert view is not None
+                place = (view[:, :, index].data_ptr(), view.stride(0), view.stride(1))
+                found.setdefault((part, head), []).append(place)
+    dtype = views[0].dtype
+    if any(view.dtype != dtype or view.stride(-1) != 1 for view in views):
+        raise ValueError("got outboxes of several dtypes or with strided head dims, expected one dtype, contiguous")
+    copies, heads = max(map(len, found.values()), default=1), max((head + 1 for _, head in found), default=1)
+    table, alignment = torch.zeros(3, copies, heads, 3, dtype=torch.int64), 16
+    for (part, head), places in found.items():
+        table[part, : len(places), head] = torch.tensor(places)
+        for address, *strides in places:
+            alignment = gcd(alignment, address, *(stride * dtype.itemsize for stride in strides))
+    return Places(table.to(views[0].device), dtype, alignment)
 
 
 class Core(Protocol):
     """Attention over the given q, k, v on one device: what strategies wrap.
 
-    Takes (B, L, H, D), (B, L', G, D), (B, L', G, D), any strides with a contiguous last dim, G dividing H.
-    Returns out (B, L, H, D) and lse (B, H, L): natural log, fp32 (fp64 for fp64).
+    Takes (B, L, H, D), (B, L', G, D), (B, L', G, D), any strides with a contiguous last dim, G dividing H, and a key
+    mask (B, L') or None (see `Attend`). Returns out (B, L, H, D) and lse (B, H, L): natural log, fp32 (fp64 for fp64).
+    Where all keys of a row are masked, out is finite and lse is -inf or so negative that `merge` gives the row weight 0.
     """
 
-    def __call__(self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]: ...
+    def __call__(
+        self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Given:
+    """A stream whose q, k and v the model made itself: (B, l, H, D), (B, l, G, D), (B, l, G, D).
+
+    Any strides with a contiguous last dim.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    prepare: Prepare
+
+    @property
+    def tokens(self) -> int:
+        """l, the tokens of this stream on this rank; may be 0."""
+        return self.q.shape[1]
+
+
+@dataclass(frozen=True)
+class Projected:
+    """A stream as the input of its fused QKV projection, so that the strategy chooses between one GEMM and three.
+
+    x: (B, l, E). weight: ((H + 2 G) D, E), the rows of q, then k, then v. bias: ((H + 2 G) D,) or None.
+    heads, kv_heads: H and G.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    heads: int
+    kv_heads: int
+    prepare: Prepare
+
+    @property
+    def tokens(self) -> int:
+        """l, the tokens of this stream on this rank; may be 0."""
+        return self.x.shape[1]
+
+
+Stream = Given | Projected
+"""One kind of tokens (image, text) of this rank on the way to attention, with its own norms and rotary rows."""
 
 
 class Attend(Protocol):
     """Attention of this rank's tokens to the whole sequence: what a model calls, once a block.
 
-    Takes strided views (B, l, H, D), (B, l, G, D), (B, l, G, D). Returns (B, l, H, D), which may be a buffer that
-    the next call overwrites: use it at once. Over several ranks it has `tokens`, those of the whole sequence.
+    streams: this rank's tokens of each stream, always in the same order; all with the same B, H, G, D and dtype.
+    mask_BL: which keys are attended to, (B, L) bool with True for those that are, or the same as numbers to be added
+    (`seqpar.masks.key_bias`, made once a run). Keys of all ranks are in joined order: [t0 i0 t1 i1 ...], the streams of
+    rank 0, those of rank 1 and so on (`seqpar.masks.joined_mask`). None attends to all keys.
+
+    Returns (B, l, H, D) for each stream, which may be views of a buffer that the next call overwrites: use them at once.
     """
 
-    def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, prepare: Prepare, /) -> Tensor: ...
+    tokens: int
+    """The tokens of the whole sequence, of all ranks and streams together."""
 
-
-class KeysSent(Protocol):
-    """Keys on their way to all ranks. Values follow, then queries, once each."""
-
-    @property
-    def room(self) -> Tensor | None:
-        """Where the product of the values may be written, (B, l, G, D) and contiguous, so that nothing else has to
-        bring them there; None where they must come from elsewhere. Until `send_values`."""
-        ...
-
-    def send_values(self, v_BlGD: Tensor, /) -> None:
-        """Send them: `room` itself, or strided views as a call takes them."""
-        ...
-
-    def receive(self, q_BlHD: Tensor, /) -> Tensor:
-        """Attend with these queries, and return what a call returns."""
-        ...
-
-
-@runtime_checkable
-class KeysFirst(Attend, Protocol):
-    """An `Attend` that would rather have keys, then values, before there are queries: they travel meanwhile."""
-
-    def send_keys(self, k_BlGD: Tensor, heads: int, prepare: Prepare, /) -> KeysSent:
-        """Send them; so many heads of queries will follow.
-
-        What was returned before, and has not received, must not be used any more.
-        """
-        ...
+    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]: ...
 
 
 class SequenceModel(nn.Module):

@@ -170,29 +170,6 @@ def test_our_loop_and_a_call_may_follow_each_other(ranks: Pool, first: str) -> N
     assert all(ranks.run(2, loop_then_call, first))
 
 
-def different_inputs(rank: int, world: int, device: torch.device, name: str) -> list[str]:
-    """What the same call says twice, and then a call with equal inputs."""
-    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
-    x, t, y = latents(2, (8, 8), device)
-    wrong = {"x": (x + rank, t, y), "t": (x, t + rank, y), "y": (x, t, (y + rank) % 10)}[name]
-    said = []
-    for noise, timestep, labels in (wrong, wrong, (x, t, y)):
-        try:
-            dit(noise, timestep=timestep, class_labels=labels)
-            said.append("nothing")
-        except ValueError as error:
-            said.append(str(error))
-    return said
-
-
-@pytest.mark.parametrize("name", ["x", "t", "y"])
-def test_inputs_that_differ_between_ranks_are_refused(ranks: Pool, name: str) -> None:
-    for first, second, equal in ranks.run(2, different_inputs, name):
-        assert "differ between ranks" in first
-        assert second == first
-        assert equal == "nothing"
-
-
 def in_inference_mode(rank: int, world: int, device: torch.device, strategy: str) -> bool:
     dit = DistributedDiT(diffusers_dit().to(device), mesh_for(strategy, world, device), strategy, local(device))
     x, t, y = latents(2, (8, 8), device)

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar import exact
+from seqpar.attention._streams import project
 from seqpar.local import flash, reference, sdpa
 from seqpar.mesh import Axis, Mesh
-from seqpar.models import _layers
 from seqpar.planner.choose import choose_local, choose_strategy
 from tests.support.meshes import TRANSPORTS
 
@@ -95,7 +95,7 @@ def differing_columns() -> list[str]:
         for name, b in (("", None), (" + bias", bias)):
             cuts = [(weight[start : start + k], None if b is None else b[start : start + k]) for start in (0, k, 2 * k)]
             rooms = (None, None, x.new_zeros(1, WHOLE, k // 64, 64))
-            parts = [_layers._project(x[None], *cut, 64, room) for cut, room in zip(cuts, rooms, strict=True)]
+            parts = [project(x[None], *cut, 64, room) for cut, room in zip(cuts, rooms, strict=True)]
             wrong += (
                 []
                 if torch.equal(torch.cat(parts, dim=2)[0].flatten(1), F.linear(x, weight, b))
@@ -109,7 +109,7 @@ def differing_attentions() -> list[str]:
     wrong, device = [], torch.device("cuda")
     for dim in (64, 72, 128):
         for module in (flash, sdpa):
-            if module.supports(device, BF16, dim) is not None or module.invariant(device, BF16, dim) is not None:
+            if module.why_not(device, BF16, dim) is not None or module.invariant(device, BF16, dim) is not None:
                 continue
             q, k, v = (_random(2, 1025, 8, dim) for _ in range(3))
             whole = module.attend(q, k, v)[0]

@@ -10,7 +10,7 @@ from seqpar import DistributedDiT, Guidance, sample
 from seqpar.local import flash, sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import dit
-from seqpar.protocols import Core, Prepare
+from seqpar.protocols import Core, Given, Prepare
 from seqpar.sampling.loop import draw_noise
 from seqpar.shard import Shard
 from seqpar.weights.find import randomise
@@ -33,7 +33,7 @@ def attention(
     q, k, v = (random((batch, tokens, n, dim), seed, device, BF16) for seed, n in enumerate((heads, kv, kv)))
     mine = shard.slice(mesh.sequence.rank)
     # a copy: what attention returns may be peers' memory, which ends with what made it
-    return attend(q[:, mine], k[:, mine], v[:, mine], Prepare()).clone()
+    return attend((Given(q[:, mine], k[:, mine], v[:, mine], Prepare()),))[0].clone()
 
 
 @pytest.mark.parametrize("case", [(2, 1024, 16, 16, 72), (1, 1025, 6, 6, 128), (3, 257, 8, 2, 64)], ids=str)
@@ -45,7 +45,7 @@ def test_gpu_strategy_that_only_moves_data_has_one_gpus_bits(
     ranks: Pool, world: int, transport: str, strategy: str, name: str, case: tuple[int, ...]
 ) -> None:
     module = {"sdpa": sdpa, "flash": flash}[name]
-    if (reason := module.supports(torch.device("cuda"), BF16, case[4])) is not None:
+    if (reason := module.why_not(torch.device("cuda"), BF16, case[4])) is not None:
         pytest.skip(reason)
     one = ranks.run(1, attention, strategy, transport, name, case)[0]
     assert torch.equal(torch.cat(ranks.run(world, attention, strategy, transport, name, case), dim=1), one)

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from itertools import cycle
+from types import ModuleType
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from launch.benches.timing import graphed, over, timed
@@ -26,10 +26,9 @@ from seqpar.mesh import Mesh
 from seqpar.planner import rates
 from seqpar.planner.choose import choose_local, load_local
 from seqpar.planner.costs import core
-from seqpar.transports import peer
-from seqpar.transports._contract import Back
+from seqpar.transports import _folder
+from seqpar.transports._contract import Transport
 from seqpar.transports._layout import HeadLayout
-from seqpar.transports.peer.arena import why_no_peers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD_DIMS = (64, 72, 128)
@@ -148,48 +147,41 @@ def copying(size: int, device: torch.device) -> Callable[[], object]:
 
 def exchanges(mesh: Mesh, sent: tuple[int, ...]) -> dict[str, rates.Curve]:
     """Each transport that works between all ranks: bytes that leave each rank -> us."""
-    found = {"nccl" if mesh.device.type == "cuda" else "gloo": all_to_all(mesh, sent)}
-    reason = why_no_peers(mesh.world, mesh.device)
-    if reason is None:
-        return found | {"peer": stores(mesh, sent)}
-    if mesh.is_main:
-        print(f"peer memory is not measured: {reason}")
+    found = {}
+    for name in _folder.names():
+        module = _folder.load(name)
+        reason = module.why_not_tried(mesh.world, mesh.device)
+        if reason is None:
+            found[module.FACTS.rates[mesh.device.type]] = curve(mesh, module, sent)
+        elif mesh.is_main:
+            print(f"transport {name} is not measured: {reason}")
     return found
 
 
-def stores(mesh: Mesh, sent: tuple[int, ...]) -> rates.Curve:
-    """Attention's output to the ranks of its tokens, written into their memory, and the flags."""
-    world, points, transport = mesh.world.size, [], peer.Transport()
+def curve(mesh: Mesh, module: ModuleType, sent: tuple[int, ...]) -> rates.Curve:
+    """(bytes that leave each rank, us) by one transport."""
+    others, points = mesh.world.size - 1, []
+    transport: Transport = module.Transport()
     for size in sent:
-        tokens = max(1, size // (world - 1) // (PUSHED_DIM * 2))
-        layout = HeadLayout(1, (tokens,) * world, world, world, PUSHED_DIM, torch.bfloat16, mesh.device)
-        _, back = transport.heads(mesh.world, layout)
-        out = torch.ones(1, tokens * world, 1, PUSHED_DIM, dtype=torch.bfloat16, device=mesh.device)
-
-        def work(out: torch.Tensor = out, back: Back = back) -> None:
-            back.deliver(push(out, back.outboxes(), back.flags))
-
-        us = max(mesh.collect(time_us(work, mesh.device, EXCHANGES)))
-        points.append((tokens * PUSHED_DIM * 2 * (world - 1), us))
+        if module.FACTS.bare is None:
+            tokens = max(1, size // others // (PUSHED_DIM * 2))
+            each, work = tokens * PUSHED_DIM * 2, push_back(transport, mesh, tokens)
+        else:
+            each = -(-size // others)
+            work = module.FACTS.bare(mesh.world, each, mesh.device)
+        points.append((each * others, max(mesh.collect(time_us(work, mesh.device, EXCHANGES)))))
     transport.check()
     transport.release()
     return tuple(points)
 
 
-def all_to_all(mesh: Mesh, sent: tuple[int, ...]) -> rates.Curve:
-    """A collective."""
-    points = []
-    for size in sent:
-        each = -(-size // (mesh.world.size - 1))
-        send = torch.ones(each * mesh.world.size, dtype=torch.uint8, device=mesh.device)
-        receive = torch.empty_like(send)
-
-        def work(send: torch.Tensor = send, receive: torch.Tensor = receive) -> None:
-            dist.all_to_all_single(receive, send, group=mesh.world.group)
-
-        us = max(mesh.collect(time_us(work, mesh.device, EXCHANGES)))
-        points.append((each * (mesh.world.size - 1), us))
-    return tuple(points)
+def push_back(transport: Transport, mesh: Mesh, tokens: int) -> Callable[[], object]:
+    """Attention's output to the ranks of its tokens, `tokens` bf16 rows of one head to each."""
+    world = mesh.world.size
+    layout = HeadLayout(1, (tokens,) * world, world, world, PUSHED_DIM, torch.bfloat16, mesh.device)
+    _, back = transport._heads(mesh.world, layout)  # without its checks: one way alone, which nobody reads meanwhile
+    out = torch.ones(1, tokens * world, 1, PUSHED_DIM, dtype=torch.bfloat16, device=mesh.device)
+    return lambda: back.deliver(push(out, back.outboxes(), back.flags))
 
 
 def time_us(work: Callable[[], object], device: torch.device, repeat: int | None = None) -> float:

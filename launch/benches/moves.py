@@ -76,14 +76,14 @@ def ours(move: str, transport: Transport, axis: Axis, layout: HeadLayout) -> Way
     """As a strategy makes it: the kernel that prepares q, k, v (or pushes the output) writes where it will be read."""
     mine, all_heads = _tokens(axis, layout), layout.q_slice(axis.rank)
     if move == "ulysses back":
-        back = transport.heads(axis, layout)[1]
+        _, back = transport._heads(axis, layout)  # without its checks: one way alone, which nobody reads meanwhile
         (out,), sent = _inputs(layout, (0,), ALL, all_heads)
 
         def returned() -> Sequence[Tensor]:
             return (back.deliver(push(out, back.outboxes(), back.flags)),)
 
         return Way((out,), returned, sent, partial(_coded, layout, (0,), mine, ALL))
-    into = transport.heads(axis, layout)[0] if move == "ulysses in" else transport.everywhere(axis, layout)
+    into = transport._heads(axis, layout)[0] if move == "ulysses in" else transport.key_values(axis, layout)
     (q, k, v), sent = _inputs(layout, (0, 1, 2), mine, ALL)
 
     def moved() -> Sequence[Tensor]:

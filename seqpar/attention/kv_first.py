@@ -9,15 +9,19 @@ product of q alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from seqpar.attention import kv_gather
+from seqpar.attention._streams import key, layout_of, present, query, refuse_gradients, split_out, value
+from seqpar.attention.kv_gather import stays
 from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh import Axis, Mesh
-from seqpar.protocols import Attend, Core, Prepare
+from seqpar.protocols import Attend, Core, Outboxes, Stream
 from seqpar.shard import Tokens, check_tokens
-from seqpar.transports._contract import Behind, Transport
+from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
 
 check = kv_gather.check
@@ -32,92 +36,55 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
 
 
 class KVFirst:
-    """A local attention of my queries over everybody's keys and values. Owns its buffers (see `KeysFirst`)."""
+    """A local attention of my queries over the keys and values of all ranks. Owns its buffers (see `Attend`)."""
 
     def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
         self.tokens = sum(sizes)
-        self._exchanges: dict[HeadLayout, Behind] = {}
-        self._sent: Sent | None = None
+        self._exchanges: dict[HeadLayout, KeyValues] = {}
 
-    def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:
-        """See `seqpar.protocols.Attend`: for who has all three at once."""
-        # before anything is sent: who never receives leaves its peers' messages waiting
-        _refuse_gradients(q_BlHD, k_BlGD, v_BlGD)
-        sent = self.send_keys(k_BlGD, q_BlHD.shape[2], how)
-        sent.send_values(v_BlGD)
-        return sent.receive(q_BlHD)
+    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
+        """See `seqpar.protocols.Attend`. Keys of all streams are sent, then values; then queries are made."""
+        # before anything is sent: peers would wait in vain
+        refuse_gradients(streams, "kv_first")
+        self._transport.abandon()  # what an error in the last call left unfinished
+        here = present(streams)
+        first_k = key(here[0])
+        exchange = self._exchange(layout_of(self._sizes, here, first_k))
+        boxes = exchange.outboxes()
+        parts = list(zip(here, boxes.split([stream.tokens for stream in here]), strict=True))
+        for index, (stream, part) in enumerate(parts):
+            prepare_into(None, key(stream) if index else first_k, None, stream.prepare, part)
+        exchange.start_keys()
+        for stream, part in parts:
+            _write_values(stream, part)
+        exchange.start_values()
+        q_BlHD = query(here[0]) if stays(here) else None
+        for stream, part in parts if q_BlHD is None else ():
+            prepare_into(query(stream), None, None, stream.prepare, part)
+        prepared, k, v = exchange.deliver()
+        return split_out(self._local(prepared if q_BlHD is None else q_BlHD, k, v, mask_BL)[0], streams)
 
-    def send_keys(self, k_BlGD: Tensor, heads: int, how: Prepare, /) -> Sent:
-        """See `seqpar.protocols.KeysFirst`."""
-        _refuse_gradients(k_BlGD)
-        capturing = k_BlGD.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self._sent is not None:
-            self._sent.finish(capturing)
-        sent = Sent(self._local, self._exchange(k_BlGD, heads), how, k_BlGD)
-        self._sent = None if capturing else sent  # what is captured is not sent yet
-        return sent
-
-    def _exchange(self, k_BlGD: Tensor, heads: int) -> Behind:
-        batch, _, groups, dim = k_BlGD.shape
-        layout = HeadLayout(batch, self._sizes, heads, groups, dim, k_BlGD.dtype, k_BlGD.device)
+    def _exchange(self, layout: HeadLayout) -> KeyValues:
         if layout not in self._exchanges:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._exchanges[layout] = self._transport.behind(self._axis, layout)
+                self._exchanges[layout] = self._transport.key_values(self._axis, layout, overlap=True)
         return self._exchanges[layout]
 
 
-class Sent:
-    """Keys that are on their way once this is made. See `seqpar.protocols.KeysSent`."""
-
-    def __init__(self, local: Core, exchange: Behind, how: Prepare, k_BlGD: Tensor) -> None:
-        self._local, self._exchange, self._how = local, exchange, how
-        self._boxes = exchange.outboxes()
-        self.room = _one_matrix(self._boxes[0].v)
-        self._values_sent = self._delivered = False
-        prepare_into(None, k_BlGD, None, how, self._boxes)
-        exchange.start_keys()
-
-    def send_values(self, v_BlGD: Tensor, /) -> None:
-        """See `seqpar.protocols.KeysSent`."""
-        _refuse_gradients(v_BlGD)
-        if v_BlGD is not self.room:
-            prepare_into(None, None, v_BlGD, self._how, self._boxes)
-        self._exchange.start_values()
-        self._values_sent = True
-
-    def receive(self, q_BlHD: Tensor, /) -> Tensor:
-        """See `seqpar.protocols.KeysSent`."""
-        _refuse_gradients(q_BlHD)
-        as_it_is = self._how.is_identity
-        if not as_it_is:
-            prepare_into(q_BlHD, None, None, self._how, self._boxes)
-        self._delivered = True
-        prepared, k, v = self._exchange.deliver()
-        return self._local(q_BlHD if as_it_is else prepared, k, v)[0]
-
-    def finish(self, capturing: bool) -> None:
-        """Send and receive what an error left undone: peers count messages, so that the next would be taken for it."""
-        if self._delivered:
-            return
-        if capturing:  # what is captured does not run now, and runs again and again later
-            raise RuntimeError("got a capture right after a call that failed, expected a call outside of one before")
-        if not self._values_sent:
-            self._exchange.start_values()
-        self._delivered = True
-        self._exchange.deliver()
+def _write_values(stream: Stream, part: Outboxes) -> None:
+    """Write the values of a stream into its part of the outbox: by their GEMM itself, where it can write there."""
+    room = one_matrix(part[0].v)
+    v_BlGD = value(stream, room)
+    if v_BlGD is not room:
+        prepare_into(None, None, v_BlGD, stream.prepare, part)
 
 
-def _one_matrix(v_lBGD: Tensor | None) -> Tensor | None:
-    """(B, l, G, D) where a product can write it: peers' slots, for one batch row.
+def one_matrix(v_lBGD: Tensor | None) -> Tensor | None:
+    """(B, l, G, D) where a GEMM can write it: a slot of peer memory, for one batch row. Otherwise None.
 
-    Slots are token-major. For more batch rows that would be a product each, every one of which reads all weights: one
-    product and a pass of v alone cost less. Collectives' k and v share rows, so that a message is one block.
+    Slots are token-major. For more batch rows that would be a GEMM each, every one of which reads all weights: one GEMM
+    and a pass over v alone cost less. The k and v of collectives share rows, so that a message is one block.
     """
     v_BlGD = None if v_lBGD is None else v_lBGD.transpose(0, 1)
     return v_BlGD if v_BlGD is not None and v_BlGD.is_contiguous() else None
-
-
-def _refuse_gradients(*inputs: Tensor) -> None:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        raise ValueError("got inputs that require gradients, expected none: kv_first is for inference; use ulysses")

@@ -7,14 +7,16 @@ key-value heads, head counts that do not divide. From four ranks on it moves mor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from seqpar.kernels.prepare import prepare, prepare_into
+from seqpar.attention._streams import OneRank, given, layout_of, present, refuse_gradients, split_out, write
 from seqpar.mesh import Axis, Mesh
-from seqpar.protocols import Attend, Core, Prepare
+from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
-from seqpar.transports._contract import Into, Transport
+from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
 
 
@@ -34,25 +36,29 @@ class KVGather:
     def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
         self.tokens = sum(sizes)
-        self._exchanges: dict[HeadLayout, Into] = {}
+        self._one_rank = OneRank(local, axis, sizes[axis.rank])
+        self._exchanges: dict[HeadLayout, KeyValues] = {}
 
-    def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:
+    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
         if self._axis.size == 1:
-            return self._local(*prepare(q_BlHD, k_BlGD, how), v_BlGD)[0]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q_BlHD, k_BlGD, v_BlGD)):
-            raise ValueError(
-                "got inputs that require gradients, expected none: kv_gather is for inference; use ulysses"
-            )
-        exchange, as_it_is = self._exchange(q_BlHD, k_BlGD), how.is_identity
-        moved = None if as_it_is else q_BlHD  # queries stay: where they need nothing, where they are
-        met = prepare_into(moved, k_BlGD, v_BlGD, how, exchange.outboxes(), exchange.flags)
+            return self._one_rank(streams, mask_BL)
+        refuse_gradients(streams, "kv_gather")
+        self._transport.abandon()  # what an error in the last call left unfinished
+        here = [given(stream) for stream in present(streams)]
+        exchange = self._exchange(layout_of(self._sizes, here, here[0].k))
+        stay = stays(here)
+        met = write(here, exchange.outboxes(), exchange.flags, queries=not stay)
         prepared, k, v = exchange.deliver(met)
-        return self._local(q_BlHD if as_it_is else prepared, k, v)[0]
+        return split_out(self._local(here[0].q if stay else prepared, k, v, mask_BL)[0], streams)
 
-    def _exchange(self, q_BlHD: Tensor, k_BlGD: Tensor) -> Into:
-        layout = HeadLayout.of(self._sizes, q_BlHD, k_BlGD)
+    def _exchange(self, layout: HeadLayout) -> KeyValues:
         if layout not in self._exchanges:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._exchanges[layout] = self._transport.everywhere(self._axis, layout)
+                self._exchanges[layout] = self._transport.key_values(self._axis, layout)
         return self._exchanges[layout]
+
+
+def stays(streams: Sequence[Stream]) -> bool:
+    """Whether queries are attended with where they are: a single stream that needs neither norm nor rotary."""
+    return len(streams) == 1 and streams[0].prepare.is_identity

@@ -7,15 +7,17 @@ When it wins: enough heads for the ranks, fast links. Fewer bytes than a ring fr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from seqpar.kernels.prepare import prepare, prepare_into
+from seqpar.attention._streams import OneRank, given, joined, layout_of, present, split_out, want_gradients, write
 from seqpar.kernels.push import push
 from seqpar.mesh import Axis, Mesh
-from seqpar.protocols import Attend, Core, Prepare
+from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
-from seqpar.transports._contract import Back, Into, Transport
+from seqpar.transports._contract import ToHeads, ToTokens, Transport
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.collective.differentiable import to_heads, to_tokens
 
@@ -37,40 +39,41 @@ class Ulysses:
     """Any Core on all tokens of one axis, some heads each. Owns the buffers of its exchanges (see `Attend`)."""
 
     def __init__(self, core: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, tokens: int) -> None:
-        """tokens: of the whole sequence, of which `sizes` are on this axis."""
-        self.tokens = tokens
+        """sizes: the tokens of each rank of this axis; tokens: those of the whole sequence."""
         self._core, self._axis, self._sizes, self._transport = core, axis, sizes, transport
-        self._exchanges: dict[HeadLayout, tuple[Into, Back]] = {}
+        self.tokens = tokens
+        self._one_rank = OneRank(core, axis, sizes[axis.rank])
+        self._exchanges: dict[HeadLayout, tuple[ToHeads, ToTokens]] = {}
 
-    def __call__(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, how: Prepare, /) -> Tensor:
+    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
-        if self._axis.size == 1:  # one rank: the projection is the attention input itself
-            return self._core(*prepare(q_BlHD, k_BlGD, how), v_BlGD)[0]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q_BlHD, k_BlGD, v_BlGD)):
-            return self._differentiable(*prepare(q_BlHD, k_BlGD, how), v_BlGD)
-        into, back = self._exchange(q_BlHD, k_BlGD)
-        q, k, v = into.deliver(prepare_into(q_BlHD, k_BlGD, v_BlGD, how, into.outboxes(), into.flags))
+        self._transport.abandon()  # what an error in the last call left unfinished
+        if self._axis.size == 1:
+            return self._one_rank(streams, mask_BL)
+        here = [given(stream) for stream in present(streams)]
+        if want_gradients(here):
+            return split_out(self._differentiable(*joined(here), mask_BL), streams)
+        into, back = self._exchange(layout_of(self._sizes, here, here[0].k))
+        q, k, v = into.deliver(write(here, into.outboxes(), into.flags))
+        out, boxes = self._core(q, k, v, mask_BL)[0] if q.shape[2] else None, back.outboxes()
         # a rank without heads only takes part in the exchanges
-        met = bool(q.shape[2]) and push(self._core(q, k, v)[0], back.outboxes(), back.flags)
-        return back.deliver(met)
+        met = out is not None and push(out, boxes, back.flags)
+        return split_out(back.deliver(met), streams)
 
-    def _exchange(self, q_BlHD: Tensor, k_BlGD: Tensor) -> tuple[Into, Back]:
-        layout = HeadLayout.of(self._sizes, q_BlHD, k_BlGD)
+    def _exchange(self, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         if layout not in self._exchanges:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
                 self._exchanges[layout] = self._transport.heads(self._axis, layout)
         return self._exchanges[layout]
 
-    def _differentiable(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor) -> Tensor:
+    def _differentiable(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, mask_BL: Tensor | None) -> Tensor:
         """The same with gradients. A key-value head and its query heads travel as one wide head."""
         (heads, dim), groups = q_BlHD.shape[2:], k_BlGD.shape[2]
         width = heads // groups * dim
         wide = torch.cat((q_BlHD.unflatten(2, (groups, -1)).flatten(3), k_BlGD, v_BlGD), dim=-1)
         q, k, v = to_heads(wide, self._axis, self._sizes).split((width, dim, dim), dim=-1)
+        out = q  # without heads here there is nothing to attend to, but the exchange back needs all ranks
         if q.shape[2]:
-            out = (
-                self._core(q.unflatten(-1, (-1, dim)).flatten(2, 3), k, v)[0].unflatten(2, (q.shape[2], -1)).flatten(3)
-            )
-        else:
-            out = q  # no heads here: nothing to attend to, but the exchange back needs all ranks
+            out = self._core(q.unflatten(-1, (-1, dim)).flatten(2, 3), k, v, mask_BL)[0]
+            out = out.unflatten(2, (q.shape[2], -1)).flatten(3)
         return to_tokens(out, self._axis, self._sizes, groups).unflatten(-1, (-1, dim)).flatten(2, 3)

@@ -25,8 +25,9 @@ class Flags:
     """Scale of classifier-free guidance; guidance is off at 1 and below."""
     guidance_channels: int | None = None
     """Guide only the first channels (original DiT: 3); all channels by default, as diffusers does."""
-    eta: float = 0.0
-    """Noise of DDIM: 0 is deterministic, 1 is DDPM."""
+    eta: float | None = None
+    """Noise of DDIM and of schedulers like it: 0 is deterministic, 1 is DDPM; the scheduler's own value by default
+    (DDIM: 0, TCD: 0.3)."""
     scheduler: str | None = None
     """Class name of any diffusers scheduler; the model's own scheduler by default."""
     seed: int = 0

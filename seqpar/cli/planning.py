@@ -12,13 +12,13 @@ import torch
 import seqpar.attention
 from seqpar.mesh import Mesh
 from seqpar.planner import rates
-from seqpar.planner.choose import parse_mesh
+from seqpar.planner.choose import parse_mesh, transport_between
 from seqpar.planner.costs import Layout
 from seqpar.planner.predict import GIB, Load
 from seqpar.planner.search import Plan, Wish, plan
 from seqpar.protocols import SequenceModel, plugin
 from seqpar.sampling.trajectory import TABLE_BYTES
-from seqpar.transports import peer
+from seqpar.transports import _folder
 from seqpar.weights.find import Blueprint
 
 
@@ -33,26 +33,34 @@ class Machine:
 
 
 def here(device: torch.device, count: int, transport: str) -> Machine:
-    """Devices like this one; transport as the launcher takes it: "auto" is peers' memory between GPUs."""
-    direct = transport == "peer" or (transport == "auto" and device.type == "cuda")
+    """Devices like this one; transport as the launcher takes it: "auto" is the best for such devices."""
+    moved = _rates_of(transport, device.type)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / GIB
-        return Machine(torch.cuda.get_device_name(device), count, "peer" if direct else "nccl", memory)
+        return Machine(torch.cuda.get_device_name(device), count, moved, memory)
     known = hasattr(os, "sysconf")  # not on Windows
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB / count if known else None
-    return Machine("CPU", count, "peer" if direct else "gloo", memory)
+    return Machine("CPU", count, moved, memory)
 
 
 def ours(ranks: Mesh, transport: str) -> Machine:
     """The devices there are. Every rank asks at the same time."""
-    reached = transport != "auto" or ranks.device.type != "cuda" or peer.why_not(ranks.world, ranks.device) is None
-    return here(ranks.device, ranks.world.size, transport if reached else "collective")
+    if transport == "auto":
+        transport = transport_between(ranks.world, ranks.device).name
+    return here(ranks.device, ranks.world.size, transport)
 
 
 def imagined(device: torch.device, count: int, transport: str) -> Machine:
     """GPUs like this one, or H200s where there is no GPU."""
-    h200 = Machine(rates.H200.device, count, "nccl" if transport == "collective" else "peer", rates.H200.memory)
+    h200 = Machine(rates.H200.device, count, _rates_of(transport, "cuda"), rates.H200.memory)
     return here(device, count, transport) if device.type == "cuda" else h200
+
+
+def _rates_of(transport: str, device_type: str) -> str:
+    """The key of a transport's measured times between such devices."""
+    name = _folder.unasked(device_type)[0] if transport == "auto" else transport
+    known = _folder.facts(name).rates
+    return known.get(device_type, known["cpu"])
 
 
 def make_plan(

@@ -16,21 +16,22 @@ from seqpar.kernels import gated_linear
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import Pipeline
 from seqpar.planner.search import Plan
-from seqpar.sampling.loop import why_no_graph
-from seqpar.sampling.steppers import steps_locally
+from seqpar.sampling.loop import why_not_captured
+from seqpar.sampling.steppers import Decision, decide
 
 
 def summary(args: Args, pipeline: Pipeline, job: Job, plan: Plan) -> str:
     """Lines that say what runs, where, and why."""
     dit, mesh = pipeline.dit, pipeline.dit.mesh
+    decision = decide(job.scheduler, {"eta": args.eta})
     lines = [
         f"plan      {plan}",
         f"mesh      {mesh} ({mesh.world.size} x {_device(mesh)}, {_backend(mesh)})",
         f"strategy  {dit.strategy.name} ({_why_strategy(args, mesh)})",
         f"transport {dit.transport}",
         f"local     {dit.local}{', exact mode' if exact.is_on() else ''}",
-        f"work      {_work(args, job)}",
-        *_notes(args, pipeline, job),
+        f"work      {_work(args, job, decision)}",
+        *_notes(args, pipeline, job, decision),
     ]
     return "\n".join(lines)
 
@@ -61,19 +62,18 @@ def _why_strategy(args: Args, mesh: Mesh) -> str:
     return "planned" if mesh.sequence.size > 1 else "one rank a sequence"
 
 
-def _work(args: Args, job: Job) -> str:
+def _work(args: Args, job: Job, decision: Decision) -> str:
     """Pictures, tokens, data type, steps and guidance."""
-    steps = "on local tokens" if steps_locally(job.scheduler) else "on the gathered prediction: not DDIM"
     text = (
         f"{len(job.pictures)} pictures, {job.tokens} tokens, {str(job.dtype).removeprefix('torch.')}, "
-        f"{args.steps} steps of {type(job.scheduler).__name__} {steps}, guidance {args.guidance:g}"
+        f"{args.steps} steps of {type(job.scheduler).__name__} {decision}, guidance {args.guidance:g}"
     )
     if job.evaluations != args.steps:
         text += f"; the scheduler calls the model {job.evaluations} times"
     return text
 
 
-def _notes(args: Args, pipeline: Pipeline, job: Job) -> list[str]:
+def _notes(args: Args, pipeline: Pipeline, job: Job, decision: Decision) -> list[str]:
     """Lines that only some runs need, and the line about the CUDA graph."""
     dit, mesh, lines = pipeline.dit, pipeline.dit.mesh, []
     whole = mesh.sequence.size == mesh.world.size > mesh.cfg.size == 1
@@ -83,7 +83,7 @@ def _notes(args: Args, pipeline: Pipeline, job: Job) -> list[str]:
         missing = gated_linear.why_not()
         fused = "fused into its product (quack) where that was faster"
         lines.append(f"SwiGLU    {fused if missing is None else f'a kernel after cuBLAS: {missing}'}")
-    reason = why_no_graph(dit, job.scheduler)
+    reason = why_not_captured(dit, decision)
     lines.append(f"graph     {'a step is one CUDA graph' if reason is None else f'none: {reason}'}")
     if pipeline.vae is None:
         lines.append("decoder   none comes with this model: pictures show the first three latent channels")

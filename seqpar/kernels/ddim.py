@@ -21,18 +21,19 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class Update:
-    """All steps of a run. For state x and guided prediction m: x0 = c0 x + c1 m, clipped to +-clip; e = c2 x + c3 m;
+    """All S steps of a run. For state x and guided prediction m: x0 = c0 x + c1 m, clipped to +-clip; e = c2 x + c3 m;
     next = c4 x0 + c5 e + c6 noise.
 
-    guidance: the scale, on the first `guided` columns of a token (all where None). coefficients_S7 and noise_SnlC
-    have the state's dtype.
+    guidance_S: one scale a step, on the first `guided` columns of a token (all where None). clipped: e = c2 x + c3 x0
+    instead, from the clipped x0. coefficients_S7, guidance_S and noise_SnlC have the state's dtype.
     """
 
     coefficients_S7: Tensor
-    guidance: float = 1.0
+    guidance_S: Tensor
     guided: int | None = None
     clip: float | None = None
     noise_SnlC: Tensor | None = None
+    clipped: bool = False
 
 
 # images, tokens, columns of the state, columns of the model's output
@@ -67,10 +68,10 @@ def reference(
     """`guided_step` in plain torch, without waiting on the host either."""
     index = step.view(1)
     x0_x, x0_m, e_x, e_m, keep, direction, sigma = update.coefficients_S7.index_select(0, index)[0].unbind()
-    m = guide(tokens_nlC, cond_nlM, uncond_nlM, update.guidance, update.guided)
+    m = guide(tokens_nlC, cond_nlM, uncond_nlM, update.guidance_S.index_select(0, index)[0], update.guided)
     x0 = x0_x * tokens_nlC + x0_m * m
     x0 = x0 if update.clip is None else x0.clamp(-update.clip, update.clip)
-    tokens = keep * x0 + direction * (e_x * tokens_nlC + e_m * m)
+    tokens = keep * x0 + direction * (e_x * tokens_nlC + e_m * (x0 if update.clipped else m))
     if update.noise_SnlC is not None:
         tokens = tokens + sigma * update.noise_SnlC.index_select(0, index)[0]
     tokens_nlC.copy_(tokens)
@@ -78,7 +79,7 @@ def reference(
 
 
 def guide(
-    state_nlC: Tensor, cond_nlM: Tensor, uncond_nlM: Tensor | None, scale: float, guided: int | None = None
+    state_nlC: Tensor, cond_nlM: Tensor, uncond_nlM: Tensor | None, scale: float | Tensor, guided: int | None = None
 ) -> Tensor:
     """u + scale (c - u) on the first `guided` columns (None: all), c on the rest; in the state's shape and dtype."""
     width = state_nlC.shape[-1]
@@ -97,7 +98,8 @@ def launch(
     """`guided_step` by the kernel. State, coefficients and noise are contiguous; predictions only within a token."""
     images, tokens, width = tokens_nlC.shape
     noise = update.noise_SnlC
-    for name, tensor in (("state", tokens_nlC), ("table of coefficients", update.coefficients_S7), ("noise", noise)):
+    for name, tensor in (("state", tokens_nlC), ("table of coefficients", update.coefficients_S7),
+                         ("guidance", update.guidance_S), ("noise", noise)):  # fmt: skip
         if tensor is not None and not (tensor.is_contiguous() and tensor.dtype == torch.float32):
             raise ValueError(f"got a {name} {tensor.dtype} {tensor.stride()}, expected contiguous fp32")
     strides: list[int] = []
@@ -108,24 +110,24 @@ def launch(
     guided = width if update.guided is None else update.guided
     clip = update.clip or 0.0
     # without fusion into fma the bits are plain torch's
-    _kernel[(-(-tokens * width // BLOCK), images)](
-        tokens_nlC, cond_nlM, uncond_nlM, noise, update.coefficients_S7, step, bad, tokens, update.guidance, clip,
-        *strides, C=width, GUIDED=guided, CLIP=update.clip is not None, BLOCK=BLOCK, num_warps=4,
-        enable_fp_fusion=False,
+    tensors = (tokens_nlC, cond_nlM, uncond_nlM, noise, update.coefficients_S7, update.guidance_S)
+    ddim_kernel[(-(-tokens * width // BLOCK), images)](
+        *tensors, step, bad, tokens, clip, *strides, C=width, GUIDED=guided, CLIP=update.clip is not None,
+        CLIPPED=update.clipped, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 @jit
-def _kernel(
+def ddim_kernel(
     state,
     cond,
     uncond,
     noise,
     coefficients,
+    guidance,
     step,
     bad,
     tokens,
-    guidance,
     clip,
     cond_image,
     cond_token,
@@ -134,6 +136,7 @@ def _kernel(
     C: tl.constexpr,
     GUIDED: tl.constexpr,
     CLIP: tl.constexpr,
+    CLIPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     image = tl.program_id(1).to(tl.int64)
@@ -147,11 +150,13 @@ def _kernel(
     m = tl.load(cond + image * cond_image + token * cond_token + column, mask, 0.0).to(tl.float32)
     if uncond is not None:
         u = tl.load(uncond + image * uncond_image + token * uncond_token + column, mask, 0.0).to(tl.float32)
-        m = tl.where(column < GUIDED, u + guidance * (m - u), m)
+        m = tl.where(column < GUIDED, u + tl.load(guidance + now) * (m - u), m)
     x0 = tl.load(c) * x + tl.load(c + 1) * m
     if CLIP:  # comparisons let NaN through, as torch's clamp does; minimum and maximum would hide it
         x0 = tl.where(x0 > clip, clip, x0)
         x0 = tl.where(x0 < -clip, -clip, x0)
+    if CLIPPED:
+        m = x0
     new = tl.load(c + 4) * x0 + tl.load(c + 5) * (tl.load(c + 2) * x + tl.load(c + 3) * m)
     if noise is not None:
         drawn = tl.load(noise + (now * tl.num_programs(1) + image) * tokens * C + here, mask, 0.0)

@@ -58,7 +58,7 @@ def prepare_into(
 
     None is what is not there yet: its places are left as they are.
     Pass the same `Outboxes` at every call: what a kernel must know of them is computed once.
-    Returns whether the kernel has also told the peers of these flags, and waited for them (see `Into.flags`).
+    Returns whether the kernel has also told the peers of these flags, and waited for them (see `ToHeads.flags`).
     """
     given = [x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None]
     if not given:

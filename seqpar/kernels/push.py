@@ -69,7 +69,7 @@ class Destinations(tuple[Tensor, ...]):
 def push(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> bool:
     """Write the tokens of each rank to its view, whose heads lie side by side; those of `out` lie where they are.
 
-    Returns whether the kernel has also told the peers of these flags, and waited for them (see `Into.flags`).
+    Returns whether the kernel has also told the peers of these flags, and waited for them (see `ToHeads.flags`).
     """
     if not fused(out_BLhD) or not out_BLhD.numel():
         reference(out_BLhD, into)

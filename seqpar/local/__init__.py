@@ -1,1 +1,1 @@
-"""One device's attention; one implementation = one file exporting `attend` (a Core) and `supports`."""
+"""One device's attention; one implementation = one file exporting `attend` (a Core) and `why_not`."""

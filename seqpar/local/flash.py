@@ -22,10 +22,12 @@ PACKAGES = {
 }
 
 
-def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
     """None where an installed generation takes this, else the reason why not."""
     if device.type != "cuda":
         return "needs a GPU"
+    if mask:
+        return "takes no key masks"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"takes fp16 and bf16, not {dtype}"
     found = _find()
@@ -36,7 +38,7 @@ def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
     return None
 
 
-def invariant(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
     """None where a query's bits depend on that query alone (measured: generation 4), else the reason why not."""
     if device.type != "cuda":
         return f"needs a GPU, not {device.type}"
@@ -46,8 +48,10 @@ def invariant(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
     return None if found[0] == 4 else f"FlashAttention-{found[0]} may split its work by row counts"
 
 
-def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]:
-    """See `seqpar.protocols.Core`; grouped-query heads as they are."""
+def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
+    """See `seqpar.protocols.Core`; grouped-query heads as they are. A mask is refused by `ValueError`."""
+    if mask_BL is not None:
+        raise ValueError("got a key mask, expected None: FlashAttention takes none; use local attention sdpa")
     found = _find()
     if isinstance(found, str):
         raise ImportError(found)

@@ -8,25 +8,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqpar.masks import is_kept
 from seqpar.protocols import state_dtype
 
 
-def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """None: every device, dtype and head dim."""
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
+    """None: it takes every device, dtype and head dim, and key masks."""
     return None
 
 
-def invariant(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
     """Why a query's bits may depend on how many there are."""
     return "batched matrix products choose their tiles by row counts"
 
 
-def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(D)) v and the log-sum-exp of the scores; see `seqpar.protocols.Core`."""
+def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T / sqrt(D)) v and the log-sum-exp of the scores; see `seqpar.protocols.Core`.
+
+    Masked keys have weight 0 exactly; where all keys are masked, out is 0 and lse is -inf.
+    """
     wide, group = state_dtype(q_BLHD.dtype), q_BLHD.shape[2] // k_BLGD.shape[2]
     q, k, v = (x.transpose(1, 2).to(wide) for x in (q_BLHD, k_BLGD, v_BLGD))
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    if mask_BL is not None:
+        scores = scores.masked_fill(~is_kept(mask_BL)[:, None, None], -torch.inf)
     lse = scores.logsumexp(-1)
-    out = (scores - lse[..., None]).exp() @ v
-    return out.transpose(1, 2).to(q_BLHD.dtype), lse
+    weights = (scores - lse[..., None]).exp()
+    if mask_BL is not None:
+        weights = weights.masked_fill((lse == -torch.inf)[..., None], 0.0)
+    return (weights @ v).transpose(1, 2).to(q_BLHD.dtype), lse

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.protocols import Attend, KeysFirst, Prepare
-
 MAX_PERIOD = 10000.0
 
 
@@ -56,43 +54,6 @@ def sincos_2d(rows_H: Tensor, columns_W: Tensor, dim: int) -> Tensor:
     columns = half(columns_W)[None].expand(height, -1, -1)
     rows = half(rows_H)[:, None].expand(-1, width, -1)
     return torch.cat((columns, rows), dim=-1).flatten(0, 1).float()
-
-
-def attention(
-    h_BlE: Tensor, qkv: nn.Linear, heads: tuple[int, int, int], dim: int, how: Prepare, attend: Attend
-) -> Tensor:
-    """Project to q, k and v (so many heads of each) and attend: (B, l, H D).
-
-    One product; three, of k, v and q, for who lets what is made travel while the next is.
-    """
-    if not isinstance(attend, KeysFirst):
-        q, k, v = qkv(h_BlE).unflatten(-1, (-1, dim)).split(heads, dim=2)
-        return attend(q, k, v, how).flatten(2)
-    widths = [count * dim for count in heads]
-    biases = (None, None, None) if qkv.bias is None else qkv.bias.split(widths)
-    of_q, of_k, of_v = zip(qkv.weight.split(widths), biases, strict=True)
-    sent = attend.send_keys(_project(h_BlE, *of_k, dim), heads[0], how)
-    sent.send_values(_project(h_BlE, *of_v, dim, sent.room))
-    return sent.receive(_project(h_BlE, *of_q, dim)).flatten(2)
-
-
-def _project(x_BlE: Tensor, weight: Tensor, bias: Tensor | None, dim: int, room_BlHD: Tensor | None = None) -> Tensor:
-    """(B, l, heads, D): some heads of a projection, in this room where there is one."""
-    # autocast leaves out= alone: what it would cast is made elsewhere
-    if room_BlHD is None or not room_BlHD.dtype == x_BlE.dtype == weight.dtype:
-        return F.linear(x_BlE, weight, bias).unflatten(-1, (-1, dim))
-    # a contiguous matrix and a bias of one row: cuBLAS writes and adds in place, torch copies neither
-    rows_RE, out_RF = x_BlE.flatten(0, 1), room_BlHD.view(-1, len(weight))
-    if bias is None:
-        torch.mm(rows_RE, weight.t(), out=out_RF)
-    else:
-        torch.addmm(bias, rows_RE, weight.t(), out=out_RF)
-    return room_BlHD
-
-
-def whole(attend: Attend, x_BlE: Tensor) -> int:
-    """Tokens of the whole sequence, as attention over several ranks knows them; else those that are here."""
-    return getattr(attend, "tokens", x_BlE.shape[1])
 
 
 def linear(x: Tensor, layer: nn.Module, dtype: torch.dtype) -> Tensor:

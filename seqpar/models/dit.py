@@ -19,7 +19,7 @@ from seqpar.kernels.gelu import linear_gelu
 from seqpar.models import _layers
 from seqpar.models._label_dit import LabelDiT
 from seqpar.planner.costs import Work
-from seqpar.protocols import Attend, Condition, Prepare
+from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
 
 NORM = Norm("layer", 1e-6)  # before attention and at the end, in both variants
@@ -73,7 +73,9 @@ class Block(nn.Module):
         and normalising it for the next one is a single pass. The last block need not `keep` the stream.
         """
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
-        branch = self.proj(_layers.attention(h_BlE, self.qkv, self.heads, self.head_dim, Prepare(), attend))
+        heads, kv_heads, _ = self.heads
+        (out,) = attend((Projected(h_BlE, self.qkv.weight, self.qkv.bias, heads, kv_heads, Prepare()),))
+        branch = self.proj(out.flatten(2))
         x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, self.mlp_norm)
         branch = self.fc2(linear_gelu(h, self.fc1.weight, self.fc1.bias))
         return gate_norm_modulate(x, gate_mlp, branch, *after, keep=keep)

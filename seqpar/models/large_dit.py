@@ -20,7 +20,7 @@ from seqpar.kernels.gated_linear import gated_linear
 from seqpar.models import _layers
 from seqpar.models._label_dit import LabelDiT
 from seqpar.planner.costs import Work
-from seqpar.protocols import Attend, Condition, Prepare
+from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
 
 CONDITION = 1024  # width of timestep and label embeddings, at most the model's
@@ -100,10 +100,11 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The stream x and its normalised, modulated form h -> both after this block (see `seqpar.models.dit`)."""
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
-        h = _layers.attention(h_BlE, self.qkv, self.heads, self.head_dim, self.prepare(*rotary), attend)
+        heads, kv_heads, _ = self.heads
+        (out,) = attend((Projected(h_BlE, self.qkv.weight, None, heads, kv_heads, self.prepare(*rotary)),))
         inside = shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight)
-        x, h = gate_norm_modulate(x_BlE, gate, self.wo(h), *inside)
-        h = gated_linear(h, self.w13.weight, _layers.whole(attend, h))
+        x, h = gate_norm_modulate(x_BlE, gate, self.wo(out.flatten(2)), *inside)
+        h = gated_linear(h, self.w13.weight, attend.tokens)
         return gate_norm_modulate(x, gate_mlp, self.w2(h), *after, keep=keep)
 
 

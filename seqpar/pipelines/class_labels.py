@@ -19,7 +19,8 @@ from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines.pictures import to_pil
 from seqpar.sampling.loop import Sampler, draw_noise
-from seqpar.sampling.steppers import check_eta, ddim_coefficients, steps_locally
+from seqpar.sampling.schedules import FAILURES
+from seqpar.sampling.steppers import check_eta, decide
 from seqpar.sampling.trajectory import Guidance
 from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
 from seqpar.weights.checkpoint import read_json
@@ -111,12 +112,15 @@ class Files:
             raise ValueError(
                 f"got scheduler {chosen!r}, which cannot be built: {' '.join(str(error).split())}"
             ) from error
-        if (reason := _why_not(scheduler, config)) is not None:
+        if (reason := _why_not(scheduler)) is not None:
             raise ValueError(f"got scheduler {chosen!r}, which {reason}; expected one like DDIMScheduler")
         return scheduler
 
-    def schedule(self, name: str | None, steps: int, eta: float = 0.0) -> Any:
-        """`scheduler(name)` with its timesteps set, one a model call; ValueError where steps or eta do not fit."""
+    def schedule(self, name: str | None, steps: int, eta: float | None = None) -> Any:
+        """`scheduler(name)` with its timesteps set, one a model call; ValueError where steps or eta do not fit.
+
+        eta: None is the scheduler's own default.
+        """
         scheduler = self.scheduler(name)
         chosen, most = type(scheduler).__name__, getattr(scheduler.config, "num_train_timesteps", steps)
         if not 1 <= steps <= most:
@@ -124,10 +128,9 @@ class Files:
         check_eta(scheduler, eta)
         try:
             scheduler.set_timesteps(steps)
-        except (ValueError, TypeError, IndexError, KeyError, RuntimeError, ZeroDivisionError) as error:
+        except FAILURES as error:
             raise ValueError(f"got {steps} steps, which {chosen} cannot do: {error}; try more or fewer") from error
-        if steps_locally(scheduler):
-            ddim_coefficients(scheduler, steps, eta)
+        decide(scheduler, {"eta": eta})  # a scheduler whose step fails is refused here
         return scheduler
 
     def _class_id(self, label: str, names: Mapping[str, set[int]]) -> int:
@@ -196,7 +199,7 @@ class Pipeline:
         guidance: Guidance,
         seed: int = 0,
         size: tuple[int, int] | None = None,
-        eta: float = 0.0,
+        eta: float | None = None,
         scheduler: str | None = None,
         on_step: Callable[[int], None] = lambda index: None,
     ) -> Tensor:
@@ -251,18 +254,14 @@ def _and(numbers: Iterable[int]) -> str:
     return " and ".join(map(str, sorted(numbers)))
 
 
-def _why_not(scheduler: Any, config: Mapping[str, Any]) -> str | None:
-    """Why the denoising loop cannot drive a scheduler with the model's configuration, None where it can."""
-    if not hasattr(scheduler, "scale_model_input"):
-        return "has no scale_model_input: flow matching and other processes than the model's are not implemented"
+def _why_not(scheduler: Any) -> str | None:
+    """Why the denoising loop cannot drive a scheduler, None where it can."""
     parameters = signature(scheduler.step).parameters.values() if hasattr(scheduler, "step") else ()
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     if required != STEP:
         return f"steps with ({', '.join(required)}), not with ({', '.join(STEP)})"
     if str(getattr(scheduler.config, "variance_type", "")).startswith("learned"):
         return "needs the model's variances (variance_type learned), which the loop does not pass on"
-    if "beta_schedule" in config and "beta_schedule" not in signature(type(scheduler).__init__).parameters:
-        return "does not know the noise schedule (betas) that the model was trained with"
     return None
 
 

@@ -15,12 +15,11 @@ import torch
 
 import seqpar.attention
 import seqpar.local
-import seqpar.transports
 from seqpar import exact
-from seqpar.mesh import AXES, Mesh
+from seqpar.mesh import AXES, Axis, Mesh
 from seqpar.planner.search import EXACT, Aim
 from seqpar.protocols import plugin, plugins
-from seqpar.transports import peer
+from seqpar.transports import _folder
 from seqpar.transports._contract import Transport
 
 # (major capability, head dim) -> first choices in order, where installed; those that do not take the dtype drop out
@@ -86,22 +85,30 @@ def choose_transport(name: str, mesh: Mesh) -> Choice:
     """How blocks travel; `ValueError` where the named way does not work here. Every rank asks at the same time."""
     if name == "auto":
         return _transport(mesh)
-    reason = plugin(seqpar.transports, name, "transport").supports(mesh)
+    reason = _folder.load(name).why_not(mesh)
     if reason is not None:
-        raise ValueError(f"got transport {name!r}, which does not work here: {reason}; use transport collective")
+        simplest = _folder.unasked(mesh.device.type)[-1]
+        raise ValueError(f"got transport {name!r}, which does not work here: {reason}; use transport {simplest}")
     return Choice(name, "as asked")
 
 
 def _transport(mesh: Mesh) -> Choice:
-    """Peers' memory where all GPUs of the run reach each other's, collectives elsewhere: the same on all ranks."""
+    """The transport that a mesh gets unasked: the same on all ranks."""
     if mesh.sequence.size * mesh.cfg.size == 1:
-        return Choice("collective", "nothing to exchange")
-    if mesh.device.type != "cuda":
-        return Choice("collective", "gloo")
-    reason = peer.why_not(mesh.world, mesh.device)
-    if reason is None:
-        return Choice("peer", "GPUs that reach each other's memory")
-    return Choice("collective", f"NCCL; not peer: {reason}")
+        return Choice(_folder.unasked(mesh.device.type)[-1], "nothing to exchange")
+    return transport_between(mesh.world, mesh.device)
+
+
+def transport_between(axis: Axis, device: torch.device) -> Choice:
+    """The best transport that "auto" may take and that works between these ranks; they ask at the same time."""
+    refused = ""
+    for name in _folder.unasked(device.type):
+        module = _folder.load(name)
+        reason = module.why_not_tried(axis, device)
+        if reason is None:
+            return Choice(name, f"{module.FACTS.unasked.get(device.type, 'on any device')}{refused}")
+        refused += f"; not {name}: {reason}"
+    raise ValueError(f"got ranks between which no transport works{refused}; name one with transport=")
 
 
 def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[list[str], Mapping[str, str]]:
@@ -121,7 +128,7 @@ def _fitting(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[l
 def _why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why a local attention is not for this, None where it is; in exact mode also where rows may differ."""
     module = plugin(seqpar.local, name, "local attention")
-    reason = module.supports(device, dtype, head_dim)
+    reason = module.why_not(device, dtype, head_dim)
     if reason is None and exact.is_on():
         reason = module.invariant(device, dtype, head_dim)
     return reason
@@ -149,7 +156,7 @@ def load_strategy(name: str) -> ModuleType:
 
 def load_transport(name: str) -> Transport:
     """A transport of that name, with nothing made yet."""
-    return plugin(seqpar.transports, name, "transport").Transport()
+    return _folder.load(name).Transport()
 
 
 def load_local(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:

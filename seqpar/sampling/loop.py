@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,8 +17,21 @@ from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
 from seqpar.kernels.ddim import Update
+from seqpar.kernels.multistep import Steps
 from seqpar.sampling.graph import StepGraph
-from seqpar.sampling.steppers import DDIM, Replicated, Stepper, check_eta, clip, ddim_update, steps_locally
+from seqpar.sampling.schedules import Schedule
+from seqpar.sampling.steppers import (
+    DDIM,
+    Decision,
+    Replicated,
+    Stepper,
+    Traced,
+    check_eta,
+    clip,
+    ddim_update,
+    decide,
+    traced_steps,
+)
 from seqpar.sampling.trajectory import Conditions, Guidance
 
 
@@ -29,15 +43,15 @@ def sample(
     *,
     steps: int,
     guidance: Guidance,
-    eta: float = 0.0,
+    eta: float | None = None,
     generator: torch.Generator | None = None,
     graph: bool = True,
     on_step: Callable[[int], None] = lambda index: None,
 ) -> Tensor:
     """Latents (N, C, H, W) from noise of that shape, whole and equal on every rank.
 
-    scheduler: diffusers'. Noise within the run (eta > 0, ancestral schedulers) comes from `generator`, a CPU one with
-    the same seed on every rank; None is seed 0.
+    scheduler: diffusers'. eta: how much noise, None for the scheduler's own default. Noise within the run (eta > 0,
+    ancestral schedulers) comes from `generator`, a CPU one with the same seed on every rank; None is seed 0.
     graph: replay the step as a CUDA graph where that is possible (`why_no_graph` says where not).
     on_step(index) is called when a step has been queued; on a GPU it may still be running.
     Raises ValueError for arguments that do not fit, and where the latents stop being finite (says at which step).
@@ -78,7 +92,7 @@ class Sampler:
         *,
         steps: int,
         guidance: Guidance,
-        eta: float = 0.0,
+        eta: float | None = None,
         generator: torch.Generator | None = None,
         on_step: Callable[[int], None] = lambda index: None,
     ) -> Tensor:
@@ -90,7 +104,7 @@ class Sampler:
             self._run, self._kind = Run(self.dit, order), kind
         run = self._run
         for chunk in run.trajectory.chunks():
-            if self._graph and why_no_graph(self.dit, scheduler) is None:
+            if self._graph and why_not_captured(self.dit, order.decision) is None:
                 run.capture()
             for index in chunk:
                 run.step(index)
@@ -109,37 +123,56 @@ class Sampler:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """What one run is asked for; see `sample`. Sets the scheduler's timesteps."""
+    """What one run is asked for; see `sample`. Sets the scheduler's timesteps.
+
+    begin: the evaluation of the model that the run begins with; the state is then taken as it is given (image-to-image:
+    a picture with that step's noise). use_clipped_model_output: see diffusers' DDIM.
+    """
 
     scheduler: Any
     noise_NCHW: Tensor
     labels: Mapping[str, Tensor]
     steps: int
     guidance: Guidance
-    eta: float = 0.0
+    eta: float | None = None
     generator: torch.Generator | None = None
+    use_clipped_model_output: bool = False
+    begin: int = 0
 
     def __post_init__(self) -> None:
         check_eta(self.scheduler, self.eta)
         self.scheduler.set_timesteps(self.steps)
+        if not 0 <= self.begin < len(self.scheduler.timesteps):
+            raise ValueError(f"got begin {self.begin}, expected 0 to {len(self.scheduler.timesteps) - 1}")
+
+    @cached_property
+    def decision(self) -> Decision:
+        """How the scheduler steps."""
+        options = {"eta": self.eta, "use_clipped_model_output": self.use_clipped_model_output or None}
+        return decide(self.scheduler, options, self.begin)
 
     @property
     def timesteps(self) -> Tensor:
         """Of all evaluations of the model, (S,)."""
-        return torch.as_tensor(self.scheduler.timesteps)
+        return torch.as_tensor(self.scheduler.timesteps)[self.begin :]
 
     @property
     def start(self) -> Tensor:
         """The state before the first step."""
-        return self.noise_NCHW * float(getattr(self.scheduler, "init_noise_sigma", 1.0))
+        return self.noise_NCHW * (1.0 if self.begin else float(getattr(self.scheduler, "init_noise_sigma", 1.0)))
 
     @property
     def kind(self) -> object:
         """Equal for orders that one run can serve after another; of its own where the scheduler steps on the host."""
-        if not steps_locally(self.scheduler):
+        decision, schedule = self.decision, self.decision.schedule
+        if not decision.local:
             return object()
-        shape, steps = tuple(self.noise_NCHW.shape), len(self.timesteps)
-        return shape, steps, self.guidance, self.eta > 0, clip(self.scheduler)
+        same = tuple(self.noise_NCHW.shape), len(self.timesteps), self.guidance.on, self.guidance.channels
+        if schedule is None:
+            options = decision.options
+            return *same, options.get("eta", 0.0) > 0, clip(self.scheduler), options.get("use_clipped_model_output")
+        sizes = schedule.states_SP.shape[1], schedule.outputs_SQ.shape[1], bool((schedule.inputs_S == 1).all())
+        return *same, sizes, bool(schedule.draws)
 
     def draws(self) -> torch.Generator:
         """Where noise within the run comes from."""
@@ -153,29 +186,49 @@ class Run:
         self.timesteps = order.timesteps
         conditions = Conditions(self.timesteps, order.labels)
         self.trajectory = dit.trajectory(order.start, conditions, order.guidance)
-        self._advance: Stepper
-        if steps_locally(order.scheduler):
-            self._advance = DDIM(self._update(order))
-        else:
-            self._advance = Replicated(order.scheduler, order.eta, self.trajectory, order.start, order.draws())
+        self._advance = self._stepper(order)
         self._count = torch.zeros((), dtype=torch.int64, device=dit.device)
         self.bad = torch.full_like(self._count, len(self.timesteps))
         self._graph: StepGraph | None = None
 
     def restart(self, order: Order) -> bool:
         """Begin again with another order of the same kind, in the same buffers; False where its labels need others."""
-        if not isinstance(self._advance, DDIM):
+        if isinstance(self._advance, Replicated):
             return False
         if not self.trajectory.restart(order.start, Conditions(order.timesteps, order.labels)):
             return False
         self.timesteps = order.timesteps
-        self._advance.restart(self._update(order))
+        schedule = order.decision.schedule
+        if isinstance(self._advance, DDIM):
+            self._advance.restart(self._update(order))
+        elif isinstance(self._advance, Traced) and schedule is not None:
+            self._advance.restart(self.trajectory, schedule, self._steps(order, schedule))
         self._count.zero_()
         self.bad.fill_(len(self.timesteps))
         return True
 
+    def _stepper(self, order: Order) -> Stepper:
+        decision = order.decision
+        if not decision.local:
+            return Replicated(
+                order.scheduler, decision, self.trajectory, order.start, self._guidance(order), order.draws()
+            )
+        if decision.schedule is None:
+            return DDIM(self._update(order))
+        return Traced(self.trajectory, decision.schedule, self._steps(order, decision.schedule))
+
     def _update(self, order: Order) -> Update:
-        return ddim_update(self.trajectory, order.scheduler, order.steps, order.eta, order.noise_NCHW, order.draws())
+        shape = tuple(order.noise_NCHW.shape)
+        guidance_S = self._guidance(order)
+        return ddim_update(self.trajectory, order.scheduler, order.decision, guidance_S, shape, order.draws())
+
+    def _steps(self, order: Order, schedule: Schedule) -> Steps:
+        shape = tuple(order.noise_NCHW.shape)
+        return traced_steps(self.trajectory, schedule, self._guidance(order), shape, order.draws())
+
+    def _guidance(self, order: Order) -> Tensor:
+        tokens = self.trajectory.tokens
+        return order.guidance.vector(len(order.timesteps)).to(tokens.device, tokens.dtype)
 
     def step(self, index: int) -> None:
         """Queue one step: a graph's replay where there is one. Without a graph `index` must be the step's number."""
@@ -203,11 +256,16 @@ class Run:
 
 
 def why_no_graph(dit: DistributedDiT, scheduler: Any) -> str | None:
-    """None where a step can be a CUDA graph, else the reason why not."""
+    """None where a step of this scheduler, whose timesteps are set, can be a CUDA graph, else the reason why not."""
+    return why_not_captured(dit, decide(scheduler))
+
+
+def why_not_captured(dit: DistributedDiT, decision: Decision) -> str | None:
+    """None where steps that run like this can be a CUDA graph, else the reason why not."""
     if dit.device.type != "cuda":
         return "no GPU"
-    if not steps_locally(scheduler):
-        return f"{type(scheduler).__name__} steps on the host"
+    if not decision.local:
+        return f"the scheduler steps on the host ({decision.whole})"
     if dit.dtype == torch.float64:
         return "fp64 is for checking"
     return None

@@ -1,12 +1,15 @@
 """How a diffusers scheduler moves a trajectory one step on.
 
-DDIM steps where the tokens are. Any other scheduler is stepped whole, identically on every rank, from the gathered
-prediction (latent-sized), then sliced again.
+DDIM has a kernel of its own, with clipping; any other scheduler that is linear steps on local tokens, too, by the
+coefficients that `seqpar.sampling.schedules` traces. The rest is stepped whole, identically on every rank, from the
+gathered prediction (latent-sized), then sliced again. `decide` says which of these a scheduler is, and why.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +18,8 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from seqpar.kernels.ddim import Update, guided_step
+from seqpar.kernels.multistep import History, Steps, guided_multistep
+from seqpar.sampling.schedules import FAILURES, NotLinearError, Schedule, mixed_noise, step_options, trace
 from seqpar.sampling.trajectory import Trajectory
 
 
@@ -22,6 +27,58 @@ class Stepper(Protocol):
     """Moves a trajectory's state one step on, and lowers `bad` to the step where it stops being finite."""
 
     def __call__(self, trajectory: Trajectory, index: int, step: Tensor, bad: Tensor, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a scheduler steps: `schedule` for traced coefficients, `whole` for the reason why none; DDIM has neither.
+
+    options: the keyword arguments of the scheduler's step. begin: the evaluation that the run begins with.
+    """
+
+    schedule: Schedule | None = None
+    whole: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    begin: int = 0
+
+    @property
+    def local(self) -> bool:
+        """Whether steps run on local tokens, so that they can be a CUDA graph."""
+        return self.whole is None
+
+    def __str__(self) -> str:
+        if self.whole is not None:
+            return f"on the gathered prediction: {self.whole}"
+        if self.schedule is None:
+            return "on local tokens"
+        states, outputs = self.schedule.states_SP.shape[1], self.schedule.outputs_SQ.shape[1]
+        return f"on local tokens (from the last {states} state(s) and {outputs} output(s))"
+
+
+def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int = 0) -> Decision:
+    """How a diffusers scheduler, whose timesteps are set, steps from its evaluation `begin` on.
+
+    options: keyword arguments for its step (eta, use_clipped_model_output); what is None or not accepted is left out.
+    Raises ValueError, with the reason, for a scheduler that does not work with its settings.
+    """
+    given = step_options(scheduler, **(options or {}))
+    if steps_locally(scheduler):
+        ddim_coefficients(scheduler, given.get("eta", 0.0), bool(given.get("use_clipped_model_output")), begin)
+        return Decision(None, None, given, begin)
+    name = type(scheduler).__name__
+    try:
+        generator = step_options(scheduler, generator=torch.Generator())
+        return Decision(trace(scheduler, given | generator, begin), None, given, begin)
+    except NotLinearError as reason:
+        return Decision(None, f"{name} is not traced, {_why(scheduler, str(reason))}", given, begin)
+    except FAILURES as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"got scheduler {name!r}, which fails in its step: {reason}") from error
+
+
+def _why(scheduler: Any, found: str) -> str:
+    known = [name for name in ("thresholding", "clip_sample") if scheduler.config.get(name)]
+    return f"because of its {' and '.join(known)}" if known else found
 
 
 class DDIM:
@@ -38,46 +95,71 @@ class DDIM:
     def restart(self, update: Update) -> None:
         """Take another run's coefficients and noise into the buffers that a captured step reads."""
         self._update.coefficients_S7.copy_(update.coefficients_S7)
+        self._update.guidance_S.copy_(update.guidance_S)
         if self._update.noise_SnlC is not None and update.noise_SnlC is not None:
             self._update.noise_SnlC.copy_(update.noise_SnlC)
 
 
-def ddim_update(
-    trajectory: Trajectory, scheduler: Any, steps: int, eta: float, noise_NCHW: Tensor, generator: torch.Generator
-) -> Update:
-    """All steps of a run with a diffusers scheduler's coefficients; noise is drawn like `noise_NCHW`."""
-    like = trajectory.tokens
-    table = ddim_coefficients(scheduler, steps, eta).to(like.device, like.dtype)
-    # drawn whole and before the loop, then sliced: the same noise for any number of ranks
-    shape = tuple(noise_NCHW.shape)
-    noise = [trajectory.slice(randn_tensor(shape, generator=generator)) for _ in range(steps if eta > 0 else 0)]
-    drawn = torch.stack(noise) if noise else None
-    return Update(table, trajectory.scale, trajectory.guided_width, clip(scheduler), drawn)
+class Traced:
+    """Any linear scheduler on tokens, by its coefficients; the history lives in ring buffers on the device.
 
+    The trajectory's tokens are the model's input: the state times the input scale of the next step (1 after the last).
+    """
 
-def clip(scheduler: Any) -> float | None:
-    """How far from zero a predicted picture may go, None where it is not clipped."""
-    return scheduler.config.clip_sample_range if scheduler.config.clip_sample else None
+    def __init__(self, trajectory: Trajectory, schedule: Schedule, steps: Steps) -> None:
+        states, outputs = schedule.states_SP.shape[1], schedule.outputs_SQ.shape[1]
+        tokens, self._steps = trajectory.tokens, steps
+        past = tokens.new_zeros((outputs - 1, *tokens.shape)) if outputs > 1 else None
+        if states == 1 and bool((schedule.inputs_S == 1).all()):
+            self.history = History(tokens[None], past, None)
+        else:
+            self.history = History(tokens.new_zeros((states, *tokens.shape)), past, tokens)
+        self._show(trajectory, schedule)
+
+    def __call__(self, trajectory: Trajectory, index: int, step: Tensor, bad: Tensor, /) -> None:
+        """See `Stepper`; `step` picks coefficients and slots of the history on the device."""
+        cond, uncond = trajectory.branches(step)
+        guided_multistep(self.history, cond, uncond, self._steps, step, bad)
+
+    def restart(self, trajectory: Trajectory, schedule: Schedule, steps: Steps) -> None:
+        """Take another run's coefficients, noise and first state into the buffers that a captured step reads.
+
+        The history may keep what it holds, even NaN: a step reads only slots that this run has written.
+        """
+        self._steps.table_SK.copy_(steps.table_SK)
+        self._steps.guidance_S.copy_(steps.guidance_S)
+        if self._steps.noise_SnlC is not None and steps.noise_SnlC is not None:
+            self._steps.noise_SnlC.copy_(steps.noise_SnlC)
+        self._show(trajectory, schedule)
+
+    def _show(self, trajectory: Trajectory, schedule: Schedule) -> None:
+        """Keep the first state, and put what the model sees of it into the trajectory."""
+        if self.history.seen_nlC is not None:
+            self.history.states_PnlC[0].copy_(trajectory.tokens)
+            trajectory.tokens.mul_(float(schedule.inputs_S[0]))
 
 
 class Replicated:
     """Any diffusers scheduler: gather the prediction, step the whole latents on every rank alike, slice."""
 
     def __init__(
-        self, scheduler: Any, eta: float, trajectory: Trajectory, noise: Tensor, generator: torch.Generator
-    ) -> None:
-        accepted = inspect.signature(scheduler.step).parameters
-        options = {"eta": eta, "generator": generator}
-        self._scheduler, self._options = scheduler, {key: x for key, x in options.items() if key in accepted}
+        self, scheduler: Any, decision: Decision, trajectory: Trajectory, noise: Tensor, guidance_S: Tensor,
+        generator: torch.Generator,
+    ) -> None:  # fmt: skip
+        self._scheduler, self._guidance_S = scheduler, guidance_S
+        self._options = {**decision.options, **step_options(scheduler, generator=generator)}
+        self._timesteps = scheduler.timesteps[decision.begin :]
+        if decision.begin and hasattr(scheduler, "set_begin_index"):
+            scheduler.set_begin_index(decision.begin)
         self.latents = noise.to(trajectory.tokens.device, trajectory.tokens.dtype)
         self._show(trajectory, 0)
 
     def __call__(self, trajectory: Trajectory, index: int, step: Tensor, bad: Tensor, /) -> None:
         """See `Stepper`; needs `index` on the host, as diffusers' schedulers do."""
-        whole = trajectory.gather(trajectory.predict(step))
-        timestep = self._scheduler.timesteps[index]
+        whole = trajectory.gather(trajectory.predict(step, self._guidance_S.index_select(0, step.view(1))[0]))
+        timestep = self._timesteps[index]
         self.latents = self._scheduler.step(whole, timestep, self.latents, **self._options).prev_sample
-        if index + 1 < len(self._scheduler.timesteps):
+        if index + 1 < len(self._timesteps):
             self._show(trajectory, index + 1)
         else:
             trajectory.tokens.copy_(trajectory.slice(self.latents))
@@ -85,20 +167,59 @@ class Replicated:
 
     def _show(self, trajectory: Trajectory, index: int) -> None:
         """Put what the model sees at a step into the trajectory."""
-        seen = self._scheduler.scale_model_input(self.latents, self._scheduler.timesteps[index])
+        seen = self.latents
+        if hasattr(self._scheduler, "scale_model_input"):  # flow matching has none
+            seen = self._scheduler.scale_model_input(seen, self._timesteps[index])
         trajectory.tokens.copy_(trajectory.slice(seen))
 
 
-def ddim_coefficients(scheduler: Any, steps: int, eta: float) -> Tensor:
-    """(steps, 7) fp64: x0 = c0 x + c1 m, e = c2 x + c3 m, next = c4 x0 + c5 e + c6 noise, for model output m."""
+def ddim_update(
+    trajectory: Trajectory, scheduler: Any, decision: Decision, guidance_S: Tensor, shape: tuple[int, ...],
+    generator: torch.Generator,
+) -> Update:  # fmt: skip
+    """All steps of a run with a diffusers DDIM scheduler's coefficients; shape: of the whole latents."""
+    like = trajectory.tokens
+    eta, clipped = decision.options.get("eta", 0.0), bool(decision.options.get("use_clipped_model_output"))
+    table = ddim_coefficients(scheduler, eta, clipped, decision.begin).to(like.device, like.dtype)
+    # drawn whole and before the loop, then sliced: the same noise for any number of ranks
+    noise = [trajectory.slice(randn_tensor(shape, generator=generator)) for _ in range(len(table) if eta > 0 else 0)]
+    drawn = torch.stack(noise) if noise else None
+    return Update(table, guidance_S, trajectory.guided_width, clip(scheduler), drawn, clipped)
+
+
+def traced_steps(
+    trajectory: Trajectory, schedule: Schedule, guidance_S: Tensor, shape: tuple[int, ...], generator: torch.Generator
+) -> Steps:
+    """All steps of a run by a traced schedule; shape: of the whole latents."""
+    like = trajectory.tokens
+    after = torch.cat((schedule.inputs_S[1:], torch.ones(1, dtype=torch.float64)))
+    table = torch.cat((after[:, None], schedule.states_SP, schedule.outputs_SQ), dim=1).to(like.device, like.dtype)
+    noise = None
+    if schedule.draws:
+        noise = torch.stack([trajectory.slice(x) for x in mixed_noise(schedule, shape, like.dtype, generator)])
+    return Steps(table, guidance_S, trajectory.guided_width, noise)
+
+
+def clip(scheduler: Any) -> float | None:
+    """How far from zero a predicted picture may go, None where it is not clipped."""
+    return scheduler.config.clip_sample_range if scheduler.config.clip_sample else None
+
+
+def ddim_coefficients(scheduler: Any, eta: float, clipped: bool = False, begin: int = 0) -> Tensor:
+    """(S, 7) fp64: x0 = c0 x + c1 m, e = c2 x + c3 m, next = c4 x0 + c5 e + c6 noise, for model output m.
+
+    clipped: e = c2 x + c3 x0 instead, from the clipped x0 (diffusers' use_clipped_model_output).
+    """
     rows = []
-    stride = scheduler.config.num_train_timesteps // steps
-    for t in scheduler.timesteps.tolist():
+    stride = scheduler.config.num_train_timesteps // scheduler.num_inference_steps
+    for t in scheduler.timesteps[begin:].tolist():
         now = float(scheduler.alphas_cumprod[t])
         before = float(scheduler.alphas_cumprod[t - stride] if t >= stride else scheduler.final_alpha_cumprod)
         sigma = eta * ((1 - before) / (1 - now) * (1 - now / before)) ** 0.5
-        x0_e = _prediction(scheduler.config.prediction_type, now**0.5, (1 - now) ** 0.5)
-        rows.append((*x0_e, before**0.5, max(0.0, 1 - before - sigma**2) ** 0.5, sigma))
+        a, b = now**0.5, (1 - now) ** 0.5
+        x0_x, x0_m, e_x, e_m = _prediction(scheduler.config.prediction_type, a, b)
+        e_x, e_m = (1 / b, -a / b) if clipped else (e_x, e_m)
+        rows.append((x0_x, x0_m, e_x, e_m, before**0.5, max(0.0, 1 - before - sigma**2) ** 0.5, sigma))
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -106,8 +227,10 @@ def _prediction(kind: str, a: float, b: float) -> tuple[float, float, float, flo
     """How x0 and noise e follow from state x = a x0 + b e and model output m: (x0/x, x0/m, e/x, e/m)."""
     if kind == "epsilon":
         if a == 0:
-            raise ValueError("got prediction_type 'epsilon' with zero terminal SNR, expected 'v_prediction' or "
-                             "'sample': pure noise says nothing of the picture")  # fmt: skip
+            raise ValueError(
+                "got prediction_type 'epsilon' with zero terminal SNR, expected 'v_prediction' or 'sample': pure noise "
+                "says nothing of the picture"
+            )
         return 1 / a, -b / a, 0.0, 1.0
     if kind == "sample":
         return 0.0, 1.0, 1 / b, -a / b
@@ -117,12 +240,17 @@ def _prediction(kind: str, a: float, b: float) -> tuple[float, float, float, flo
 
 
 def steps_locally(scheduler: Any) -> bool:
-    """Whether this scheduler's step needs one token at a time: DDIM without dynamic thresholding."""
+    """Whether this is DDIM without dynamic thresholding, which has a kernel of its own."""
     return type(scheduler) is DDIMScheduler and not scheduler.config["thresholding"]
 
 
-def check_eta(scheduler: Any, eta: float) -> None:
-    """Raise ValueError for an amount of noise that is none, or that this scheduler does not know."""
+def check_eta(scheduler: Any, eta: float | None) -> None:
+    """Raise ValueError for an amount of noise that is none, or that this scheduler does not know.
+
+    None is the scheduler's own default.
+    """
+    if eta is None:
+        return
     if not 0 <= eta <= 1:
         raise ValueError(f"got eta {eta:g}, expected 0 (deterministic) to 1 (DDPM's noise)")
     if eta > 0 and "eta" not in inspect.signature(scheduler.step).parameters:

@@ -7,7 +7,7 @@ by a step counter that lives on the device, so nothing waits on the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from seqpar.kernels.ddim import guide
 from seqpar.mesh import Mesh
 from seqpar.protocols import Attend, SequenceModel, rows, sharded, state_dtype
 from seqpar.shard import Shard
-from seqpar.transports._contract import Collect, Transport
+from seqpar.transports._contract import Gather
 from seqpar.transports.collective.point_to_point import gather
 
 TABLE_BYTES = 2 << 30  # more than this, and the table is made for some steps at a time
@@ -28,19 +28,30 @@ class Guidance:
     """Classifier-free guidance (arXiv 2207.12598): u + scale (c - u) on the first `channels` of the latent.
 
     Off at scale <= 1. Original DiT guides 3 of 4 channels, diffusers all (None).
+    scales: one scale for each evaluation of the model, instead of `scale`; the unconditional branch is computed at
+    every step where one of them is over 1.
     """
 
     scale: float = 4.0
     channels: int | None = None
+    scales: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.scale):
-            raise ValueError(f"got guidance {self.scale}, expected a finite number; 1 or less is no guidance")
+        for scale in (self.scale, *(self.scales or ())):
+            if not math.isfinite(scale):
+                raise ValueError(f"got guidance {scale}, expected a finite number; 1 or less is no guidance")
 
     @property
     def on(self) -> bool:
         """Whether there is an unconditional branch."""
-        return self.scale > 1
+        return max(self.scales or (self.scale,)) > 1
+
+    def vector(self, evaluations: int) -> Tensor:
+        """The scale of each evaluation of the model, fp64 on the CPU; ValueError where there are more or fewer."""
+        scales = self.scales or (self.scale,) * evaluations
+        if len(scales) != evaluations:
+            raise ValueError(f"got {len(scales)} guidance scales, expected one for each of {evaluations} evaluations")
+        return torch.tensor(scales, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -61,12 +72,15 @@ class Trajectory:
         model: SequenceModel,
         mesh: Mesh,
         attend: Attend,
-        transport: Transport,
+        swap: Callable[[Tensor], Gather],
         noise: Tensor,
         conditions: Conditions,
         guidance: Guidance,
     ) -> None:
-        """`noise` is the whole (N, C, H, W), the same on every rank; `attend` is built for `batch_rows` rows."""
+        """`noise` is the whole (N, C, H, W), the same on every rank; `attend` is built for `batch_rows` rows.
+
+        swap: returns the exchange of the guidance branches for a tensor like the state; asked only on a cfg axis.
+        """
         check(model, mesh, noise, conditions, guidance)
         self._model, self._mesh, self._attend, self._guidance = model, mesh, attend, guidance
         self._images, self._size = noise.shape[0], (noise.shape[2], noise.shape[3])
@@ -78,9 +92,9 @@ class Trajectory:
         self._timesteps = conditions.timesteps.to(mesh.device)
         self._labels, self._row_labels = self._distinct(conditions.labels)
         self._start = torch.zeros((), dtype=torch.int64, device=mesh.device)
-        self._swap: Collect | None = None
+        self._swap: Gather | None = None
         if mesh.cfg.size > 1:
-            self._swap = transport.gather(mesh.cfg, (1, 1), tuple(self.tokens.shape), self.tokens)
+            self._swap = swap(self.tokens)
         self._table: dict[str, Tensor] = {}
         self._count = max(1, len(next(iter(self._labels.values()), self._start[None])))  # distinct labels
         self._chunk = max(1, min(len(self._timesteps), TABLE_BYTES // max(1, self._count * self._row_bytes())))
@@ -155,21 +169,20 @@ class Trajectory:
         cond, uncond = out.chunk(2) if batched else self._swapped(out[..., : self._width].to(self.tokens.dtype))
         return cond, uncond
 
-    def predict(self, step: Tensor) -> Tensor:
-        """The guided prediction (n, l, C*p*p) for the state at a step (a device scalar), in the state's dtype."""
+    def predict(self, step: Tensor, scale: Tensor | None = None) -> Tensor:
+        """The guided prediction (n, l, C*p*p) for the state at a step (a device scalar), in the state's dtype.
+
+        scale: the guidance scale of this step, a device scalar; the run's one scale where None.
+        """
         cond, uncond = self.branches(step)
-        return guide(self.tokens, cond, uncond, self.scale, self.guided_width)
+        scaled = self._guidance.scale if scale is None else scale
+        return guide(self.tokens, cond, uncond, scaled, self.guided_width)
 
     @property
     def guided_width(self) -> int:
         """How many of a token's leading values guidance applies to."""
         channels = self._guidance.channels
         return self._width if channels is None else channels * self._model.config.patch_size**2
-
-    @property
-    def scale(self) -> float:
-        """Of guidance."""
-        return self._guidance.scale
 
     def gather(self, tokens: Tensor | None = None) -> Tensor:
         """The whole latents (N, C, H, W) on every rank, from the state or from something of its shape."""

@@ -1,1 +1,1 @@
-"""How blocks travel between ranks; one transport = one file that exports `supports` and `Transport`."""
+"""How blocks travel between ranks; one transport = one file or folder that exports `why_not` and `Transport`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
+from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
@@ -21,7 +23,8 @@ _LEGACY = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out
 
 
 def decode(vae: Any, latents_NCHW: Tensor, mesh: Mesh) -> Tensor:
-    """(N, C, h, w) latents -> (N, 3, H, W) in [0, 1], fp32, on every rank. vae: diffusers' AutoencoderKL."""
+    """(N, C, h, w) latents, rank 0's -> (N, 3, H, W) in [0, 1], fp32, on every rank. vae: diffusers' AutoencoderKL."""
+    latents_NCHW = from_rank_0(mesh, {"latents": latents_NCHW})["latents"]
     shard = Shard(len(latents_NCHW), mesh.world.size)
     mine = latents_NCHW[shard.slice(mesh.world.rank)].to(mesh.device, vae.dtype)
     factor = vae_factor(vae.config)
@@ -33,6 +36,21 @@ def decode(vae: Any, latents_NCHW: Tensor, mesh: Mesh) -> Tensor:
             decoded = vae.decode(latent[None] / vae.config.scaling_factor + shift).sample[0]
             image.copy_((decoded.float() / 2 + 0.5).clamp(0, 1))
     return gather(images, mesh.world, shard.sizes) if mesh.world.size > 1 else images
+
+
+def share_input(vae: Any, mesh: Mesh) -> None:
+    """Make a decoder (in place) decode rank 0's latents on every rank.
+
+    A diffusers pipeline steps latents of its own on every rank; where noises or generators differ, only its transformer
+    (`DistributedDiT`) is given rank 0's. Every rank must call `vae.decode` at the same time from then on.
+    """
+    alone = vae.decode
+
+    @wraps(alone)
+    def decode_rank_0s(z: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return alone(from_rank_0(mesh, {"latents": z})["latents"], *args, **kwargs)
+
+    vae.decode = decode_rank_0s
 
 
 def preview(latents_NCHW: Tensor, factor: int) -> Tensor:

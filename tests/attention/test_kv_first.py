@@ -1,4 +1,4 @@
-"""Keys and values first: models send them before they make queries, and nobody waits meanwhile."""
+"""kv_first: keys and values are projected and sent before the queries are projected, and no rank waits meanwhile."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from seqpar import DistributedDiT
-from seqpar.kernels.prepare import prepare
+from seqpar.attention import _streams
+from seqpar.attention._streams import given, project
+from seqpar.attention.kv_first import KVFirst, _write_values
 from seqpar.local import reference
-from seqpar.models import _layers, large_dit
-from seqpar.protocols import Prepare
+from seqpar.mesh import Axis
+from seqpar.models import large_dit
+from seqpar.protocols import Given, Prepare, Projected
 from seqpar.shard import Shard
+from seqpar.transports import collective
 from tests.support.meshes import TRANSPORTS, build, mesh_for, random
 from tests.support.pool import Pool
 from tests.test_distributed import local
@@ -24,131 +28,104 @@ HEADS, GROUPS, DIM = 6, 2, 8
 LATE_S = 0.4
 
 
-class Spy:
-    """Attention on one rank that wants keys first, and notes what happens in which order."""
+class Spy(collective.Transport):
+    """Collectives on an axis of one rank, which note the GEMMs and what is sent, in their order."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
         self.notes: list[str] = []
-        self.room: Tensor | None = None
+        linear = _streams.F.linear
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, how: Prepare, /) -> Tensor:
-        return reference.attend(*prepare(q, k, how), v)[0]
+        def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            self.notes.append(f"GEMM of {len(weight) // DIM} heads")
+            return linear(x, weight, bias)
 
-    def send_keys(self, k: Tensor, heads: int, how: Prepare, /) -> SpySent:
-        self.notes.append(f"send {k.shape[2]} heads, {heads} will follow")
-        return SpySent(self, k, how)
+        patch.setattr(_streams.F, "linear", noted)
 
+    def key_values(self, axis: Any, layout: Any, overlap: bool = False) -> Any:
+        """An exchange that notes its calls; without overlap it would not be asked to start."""
+        assert overlap
+        exchange: Any = super().key_values(axis, layout, overlap)
+        for name in ("start_keys", "start_values", "deliver"):
+            setattr(exchange, name, partial(self._called, name, getattr(exchange, name)))
+        return exchange
 
-class SpySent:
-    """What a `Spy` was sent; it has room for values where the spy has."""
-
-    def __init__(self, spy: Spy, k: Tensor, how: Prepare) -> None:
-        self.spy, self.k, self.how, self.room, self.v = spy, k, how, spy.room, k
-
-    def send_values(self, v: Tensor, /) -> None:
-        self.spy.notes.append(f"send {v.shape[2]} heads" + (", in their room" if v is self.room else ""))
-        self.v = v
-
-    def receive(self, q: Tensor, /) -> Tensor:
-        self.spy.notes.append("receive")
-        return self.spy(q, self.k, self.v, self.how)
+    def _called(self, name: str, call: Any, *args: Any) -> Any:
+        self.notes.append(name)
+        return call(*args)
 
 
-HEADS_OF = (HEADS, GROUPS, GROUPS)
+def stream(tokens: int, seed: int, bias: bool = True, batch: int = 1, dtype: torch.dtype = torch.float64) -> Projected:
+    """A random stream of so many tokens; all ranks make the same."""
+    rows = (HEADS + 2 * GROUPS) * DIM
+    x, weight, offset = (
+        random(shape, seed + i, dtype=dtype) for i, shape in enumerate(((batch, tokens, 32), (rows, 32), (rows,)))
+    )
+    return Projected(x, weight, offset if bias else None, HEADS, GROUPS, Prepare("rms"))
 
 
-def projection(bias: bool, dtype: torch.dtype = torch.float64) -> nn.Linear:
-    qkv = nn.Linear(32, sum(HEADS_OF) * DIM, bias).to(dtype).requires_grad_(False)
-    for seed, parameter in enumerate(qkv.parameters()):
-        parameter.copy_(random(tuple(parameter.shape), seed, dtype=dtype))
-    return qkv
-
-
-def note_products(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among what the spy is sent."""
-
-    def noting(product: Any, weight: int, dim: int) -> Any:
-        def noted(*args: Any, **rest: Any) -> Tensor:
-            spy.notes.append(f"product of {args[weight].shape[dim] // DIM} heads")
-            return product(*args, **rest)
-
-        return noted
-
-    monkeypatch.setattr(_layers.F, "linear", noting(_layers.F.linear, 1, 0))
-    monkeypatch.setattr(torch, "mm", noting(torch.mm, 1, 1))
-    monkeypatch.setattr(torch, "addmm", noting(torch.addmm, 2, 1))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("room", [True, False])
-def test_models_send_keys_then_values_before_they_make_queries(
-    bias: bool, room: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    qkv, h, spy = projection(bias), random((2, 5, 32), 9), Spy()
-    want = _layers.attention(h, qkv, HEADS_OF, DIM, Prepare("rms"), spy.__call__)  # a plain function: all at once
-    spy.room = torch.full((2, 5, GROUPS, DIM), float("nan"), dtype=torch.float64) if room else None
-    note_products(spy, monkeypatch)
-    got = _layers.attention(h, qkv, HEADS_OF, DIM, Prepare("rms"), spy)
-    values = "send 2 heads" + (", in their room" if room else "")
-    assert spy.notes == ["product of 2 heads", "send 2 heads, 6 will follow", "product of 2 heads", values,
-                         "product of 6 heads", "receive"]  # fmt: skip
-    assert (got - want).abs().max() < 1e-13
+def test_keys_then_values_of_all_streams_are_sent_before_queries_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, image = stream(3, 0, bias=False), stream(5, 10)
+    want = _streams.OneRank(reference.attend, Axis("sequence"), 8)((text, image))
+    spy = Spy(monkeypatch)
+    got = KVFirst(reference.attend, Axis("sequence"), (8,), spy)((text, image))
+    k, q = ["GEMM of 2 heads"] * 2, ["GEMM of 6 heads"] * 2
+    assert spy.notes == [*k, "start_keys", *k, "start_values", *q, "deliver"]
+    for mine, truth in zip(got, want, strict=True):
+        assert (mine - truth).abs().max() < 1e-13
 
 
 def test_what_autocast_casts_is_not_made_in_the_room() -> None:
     """`out=` is not cast: a room of the keys' dtype would not take a product of the weights'."""
-    qkv, h, spy = projection(True, torch.float32), random((1, 5, 32), 9, dtype=torch.float32), Spy()
-    spy.room = torch.full((1, 5, GROUPS, DIM), float("nan"), dtype=torch.bfloat16)
+    made = stream(5, 0, dtype=torch.float32)
+    room = torch.full((1, 5, HEADS + 2 * GROUPS, DIM), float("nan"), dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        want = _layers.attention(h, qkv, HEADS_OF, DIM, Prepare(), spy.__call__)
-        got = _layers.attention(h, qkv, HEADS_OF, DIM, Prepare(), spy)
-    assert spy.room.isnan().all()
+        got = project(made.x, made.weight, made.bias, DIM, room)
+    assert room.isnan().all()
     assert got.dtype == torch.bfloat16
-    assert (got - want).abs().max() <= 0.02 * want.abs().max()
+    want = torch.nn.functional.linear(made.x, made.weight, made.bias)
+    assert (got.flatten(2) - want).abs().max() <= 0.02 * want.abs().max()
 
 
 def made_in_place(
     rank: int, world: int, device: torch.device, batch: int, bias: bool, transport: str
-) -> tuple[bool, bool, bool, bool]:
-    """Whether there is room for v, whether it is v's place in the exchange, whether a product writes it all, and
-    whether nothing else changes."""
-    mesh, shard = mesh_for("kv_first", world, device), Shard(13, world)
-    attend: Any = build("kv_first", mesh, shard, reference.attend, transport)
-    mine, qkv, h = shard.slice(rank), projection(bias), random((batch, 13, 32), 9)
-    k, v = (x.unflatten(-1, (-1, DIM)).to(device) for x in qkv(h).split([n * DIM for n in HEADS_OF], dim=2)[1:])
-    sent = attend.send_keys(k[:, mine], HEADS, Prepare())
-    if sent.room is None:
-        return False, False, False, False
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    mesh.collect(rank)  # k is there, and v of nobody
-    whole = sent._exchange.slot()[rank]
-    whole[1].fill_(float("nan"))
-    before = whole.clone()
-    qkv, h = qkv.to(device), h.to(device)
-    made = _layers._project(h[:, mine], qkv.weight[-GROUPS * DIM :], qkv.bias[-GROUPS * DIM :] if bias else None, DIM,
-                            sent.room)  # fmt: skip
-    in_place = made is sent.room and whole[1, mine].data_ptr() == made.data_ptr()
-    wrote = torch.allclose(whole[1, mine].transpose(0, 1), v[:, mine], rtol=0, atol=1e-13)
-    before[1, mine] = whole[1, mine]
-    untouched = torch.equal(whole.nan_to_num(7e9), before.nan_to_num(7e9))
+) -> tuple[bool, bool]:
+    """Whether values are written by their GEMM; whether that writes v of both streams, and nothing else."""
+    mesh, shards = mesh_for("kv_first", world, device), (Shard(4, world), Shard(9, world))
+    sizes = tuple(sum(shard.sizes[r] for shard in shards) for r in range(world))
+    attend: Any = build("kv_first", mesh, Shard(13, world), reference.attend, transport)
+    streams = [stream(shard.sizes[rank], 10 * rank + 3 * i, bias, batch) for i, shard in enumerate(shards)]
+    exchange = attend._exchange(_streams.layout_of(sizes, streams, given(streams[0]).k))
+    boxes = exchange.outboxes()
+    parts, own = boxes.split([s.tokens for s in streams]), boxes[0].v
+    for view in (boxes[0].k, own):
+        view.fill_(float("nan"))
+    passes = []
+    with pytest.MonkeyPatch.context() as patch:
+        into = attend.__call__.__globals__["prepare_into"]
+        patch.setattr("seqpar.attention.kv_first.prepare_into", lambda *args: passes.append(into(*args)))
+        for made, part in zip(streams, parts, strict=True):
+            _write_values(made, part)
+    want = torch.cat([given(made).v for made in streams], dim=1)
+    right = torch.allclose(own.transpose(0, 1), want, rtol=0, atol=1e-12) and bool(boxes[0].k.isnan().all())
+    exchange.start_keys()
+    exchange.start_values()
+    whole = exchange.deliver()[2]
+    assert not whole.isnan().any()
     mesh.collect(rank)
-    sent.send_values(made)
-    sent.receive(random((batch, 13, HEADS, DIM), 3, device)[:, mine])
-    got_k, got_v = sent._exchange.read()[1:]
-    assert torch.equal(got_k, k)
-    assert torch.allclose(got_v, v, rtol=0, atol=1e-13)
-    return True, in_place, wrote, untouched
+    return not passes, right
 
 
+@pytest.mark.parametrize(
+    ("batch", "transport", "in_place"),
+    [(1, "peer", True), (2, "peer", False), (1, "collective", False), (2, "collective", False)],
+)
 @pytest.mark.parametrize("bias", [True, False])
-def test_by_peer_the_values_of_one_batch_row_are_made_in_their_place(ranks: Pool, bias: bool) -> None:
-    assert ranks.run(2, made_in_place, 1, bias, "peer") == [(True, True, True, True)] * 2
-
-
-@pytest.mark.parametrize(("batch", "transport"), [(2, "peer"), (1, "collective"), (2, "collective")])
-def test_elsewhere_values_have_no_room_that_one_product_could_write(ranks: Pool, batch: int, transport: str) -> None:
-    assert ranks.run(2, made_in_place, batch, True, transport) == [(False,) * 4] * 2
+def test_by_peer_the_values_of_one_batch_row_are_made_in_their_place(
+    ranks: Pool, bias: bool, batch: int, transport: str, in_place: bool
+) -> None:
+    """Elsewhere there is no matrix that one GEMM could write."""
+    assert ranks.run(2, made_in_place, batch, bias, transport) == [(in_place, True)] * 2
 
 
 @pytest.mark.gpu
@@ -162,7 +139,7 @@ def test_gpu_a_product_in_its_room_needs_no_memory_of_its_own(bias: bool) -> Non
     want = torch.nn.functional.linear(x, weight, offset if bias else None)  # makes cuBLAS's workspace
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    _layers._project(x, weight, offset if bias else None, DIM, room)
+    project(x, weight, offset if bias else None, DIM, room)
     more = torch.cuda.max_memory_allocated() - before
     assert more < room.numel() * room.element_size() / 2
     assert torch.equal(room.flatten(2), want)
@@ -189,50 +166,76 @@ def test_a_model_has_the_bits_of_kv_gather(ranks: Pool, world: int, batch: int) 
     alike = torch.equal if ranks.device == "cpu" else partial(torch.allclose, rtol=0, atol=1e-10)
     truth = ranks.run(1, predicted, "kv_gather", "collective", batch)[0]
     for transport in TRANSPORTS:
-        for strategy in ("kv_gather", "kv_first"):
-            assert all(alike(out, truth) for out in ranks.run(world, predicted, strategy, transport, batch))
+        gathered, first = (ranks.run(world, predicted, name, transport, batch) for name in ("kv_gather", "kv_first"))
+        assert all(alike(mine, other) for mine, other in zip(first, gathered, strict=True))
+        assert all((out - truth).abs().max() < 1e-10 for out in first)
+
+
+class Slow:
+    """A local attention that notes when it begins: when everything has arrived."""
+
+    def __init__(self) -> None:
+        self.begun = 0.0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
+        self.begun = time.perf_counter()
+        return reference.attend(q, k, v)
 
 
 def patient(rank: int, world: int, device: torch.device, transport: str) -> tuple[float, float]:
-    """Seconds that sending and receiving took a rank whose peer is late."""
-    mesh, shard = mesh_for("kv_first", world, device), Shard(13, world)
-    attend: Any = build("kv_first", mesh, shard, reference.attend, transport)
+    """Seconds until a rank whose peer is late has sent its values, and until it attends."""
+    mesh, shard, core = mesh_for("kv_first", world, device), Shard(13, world), Slow()
+    attend: Any = build("kv_first", mesh, shard, core, transport)
     q, k, v = (random((1, shard.sizes[rank], 3, DIM), seed, device) for seed in range(3))
-    attend(q, k, v, Prepare())  # makes its buffers
+    attend((Given(q, k, v, Prepare()),))  # makes its buffers
     exchange = next(iter(attend._exchanges.values()))
     if transport == "peer":  # as in a graph: calls of the host begin together
-        exchange.outboxes = lambda: exchange.open(1, False)
+        exchange.made.outboxes = lambda: exchange.made.open(1, False)
+    sent, start_values = [], exchange.start_values
+
+    def noted() -> None:
+        start_values()
+        sent.append(time.perf_counter())
+
+    exchange.start_values = noted
     mesh.collect(rank)
     time.sleep(2 * LATE_S * rank)
     start = time.perf_counter()
-    sent = attend.send_keys(k, 3, Prepare())
-    sent.send_values(v)
-    after = time.perf_counter()
-    sent.receive(q)
-    return after - start, time.perf_counter() - after
+    attend((Given(q, k, v, Prepare()),))
+    return sent[0] - start, core.begun - start
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sending_does_not_wait_for_who_is_late(ranks: Pool, transport: str) -> None:
+def test_sending_does_not_wait_for_a_rank_that_is_late(ranks: Pool, transport: str) -> None:
     sent, received = ranks.run(2, patient, transport)[0]
     assert sent < LATE_S < received
 
 
+class MistakeError(Exception):
+    """An error in the middle of a call."""
+
+
 def dropped(rank: int, world: int, device: torch.device, transport: str, values: tuple[bool, ...]) -> int:
-    """How often attention was wrong around one that was sent, its values only by these ranks, and never received; all
-    but one rank are late."""
+    """How often attention was wrong around a call that failed after keys were sent: before values were sent, or on
+    the ranks named by `values` after that. All ranks but one are late."""
     mesh, shard = mesh_for("kv_first", world, device), Shard(13, world)
     attend: Any = build("kv_first", mesh, shard, reference.attend, transport)
     mine, wrong = shard.slice(rank), 0
+    failing = "query" if values[rank] else "value"
+
+    def fails(*args: object) -> Tensor:
+        raise MistakeError
+
     for round_ in range(6):
         q, k, v = (random((1, 13, 3, DIM), 3 * round_ + seed, device) for seed in range(3))
+        streams = (Given(q[:, mine], k[:, mine], v[:, mine], Prepare()),)
         if round_ == 2:
-            sent = attend.send_keys(k[:, mine], 3, Prepare())
-            if values[rank]:
-                sent.send_values(v[:, mine])
-            continue  # an error, on every rank
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(MistakeError):
+                patch.setattr(f"seqpar.attention.kv_first.{failing}", fails)
+                attend(streams)
+            continue
         time.sleep(0.05 * rank)
-        got = attend(q[:, mine], k[:, mine], v[:, mine], Prepare())
+        got = attend(streams)[0]
         wrong += not torch.allclose(got, reference.attend(q[:, mine], k, v)[0], rtol=0, atol=1e-12)
     return wrong
 
@@ -244,22 +247,3 @@ def test_an_error_between_sending_and_receiving_leaves_later_calls_right(
 ) -> None:
     """Also where keys were sent, and values not, or by some ranks alone."""
     assert ranks.run(3, dropped, transport, values) == [0, 0, 0]
-
-
-def refused(rank: int, world: int, device: torch.device) -> list[str]:
-    """What is said when queries, or keys, want gradients."""
-    mesh, shard, told = mesh_for("kv_first", world, device), Shard(4, world), []
-    attend: Any = build("kv_first", mesh, shard, reference.attend)
-    for wanting in range(2):
-        inputs = [random((1, 2, 2, DIM), seed, device).requires_grad_(seed == wanting) for seed in range(3)]
-        try:
-            attend(*inputs, Prepare())
-        except ValueError as error:
-            told.append(str(error))
-    return told
-
-
-def test_queries_that_require_gradients_are_refused_as_keys_are(ranks: Pool) -> None:
-    for told in ranks.run(2, refused):
-        assert len(told) == 2
-        assert all("kv_first is for inference; use ulysses" in text for text in told)

@@ -10,7 +10,7 @@ from torch import Tensor
 from seqpar.kernels.prepare import prepare
 from seqpar.local import reference
 from seqpar.mesh import Mesh
-from seqpar.protocols import Prepare
+from seqpar.protocols import Given, Prepare
 from seqpar.shard import JointShard, Shard, Tokens
 from tests.support.meshes import LAYOUTS, TRANSPORTS, build, counted_calls, local_for, mesh_for, random, talking
 from tests.support.meshes import mesh as make_mesh
@@ -55,7 +55,7 @@ def sharded(
     how = preparation(case[2], case[3], rows, device)
     outs = []
     for _ in range(3):  # buffers are reused: every call must be right
-        out = attend(q, k, v, how)
+        out = attend((Given(q, k, v, how),))[0]
         # the projection that follows sees (B, l, H D) rows: strided, it would take another product, with other bits
         assert out.flatten(2).is_contiguous()
         outs.append(out.clone())
@@ -95,7 +95,7 @@ def test_strategy_tells_the_tokens_of_the_whole_sequence(ranks: Pool, world: int
     assert ranks.run(world, told_tokens, strategy) == [13] * world
 
 
-def row_by_row(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, /) -> tuple[Tensor, Tensor]:
+def row_by_row(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
     """Attention whose bits cannot depend on how many rows or heads come together: one query and head at a time."""
     group, out = q_BLHD.shape[2] // k_BLGD.shape[2], torch.empty_like(q_BLHD)
     for b, row, head in torch.cartesian_prod(*(torch.arange(n) for n in q_BLHD.shape[:3])).tolist():
@@ -109,7 +109,7 @@ def moved(rank: int, world: int, device: torch.device, strategy: str, transport:
     mesh, shard = mesh_for(strategy, world, device), Shard(case[1], world)
     attend = build(strategy, mesh, shard, row_by_row, transport)
     q, k, v = (x[:, shard.slice(mesh.sequence.rank)] for x in inputs(case, device))
-    return attend(q, k, v, Prepare()).clone()  # what it returned ends with it where it is peers' memory
+    return attend((Given(q, k, v, Prepare()),))[0].clone()  # what it returned ends with it where it is peers' memory
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -149,7 +149,7 @@ def gradients(rank: int, world: int, device: torch.device, case: tuple[int, ...]
     attend = build("ulysses", mesh, shard, reference.attend)
     mine = shard.slice(mesh.sequence.rank)
     q, k, v = (x[:, mine].clone().requires_grad_() for x in inputs(case, device))
-    out = attend(q, k, v, Prepare())
+    out = attend((Given(q, k, v, Prepare()),))[0]
     (out * random((case[0], case[1], case[2], DIM), 9, device)[:, mine]).sum().backward()
     grads = [x.grad for x in (q, k, v)]
     return [grad for grad in grads if grad is not None]
@@ -170,7 +170,7 @@ def refuses_gradients(rank: int, world: int, device: torch.device, strategy: str
     attend = build(strategy, mesh_for(strategy, world, device), Shard(8, world), reference.attend)
     x = torch.ones(1, 4, 2, DIM, requires_grad=True, device=device)
     try:
-        attend(x, x, x, Prepare())
+        attend((Given(x, x, x, Prepare()),))[0]
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -213,8 +213,8 @@ def counted(rank: int, world: int, device: torch.device, strategy: str, transpor
     mesh, shard = mesh_for(strategy, world, device), Shard(13, world)
     attend = build(strategy, mesh, shard, local_for(device), transport)
     q, k, v = (x[:, shard.slice(mesh.sequence.rank)] for x in inputs((2, 13, 5, 5), device))
-    attend(q, k, v, Prepare())  # makes its buffers
-    return counted_calls(lambda: attend(q, k, v, Prepare()))
+    attend((Given(q, k, v, Prepare()),))[0]  # makes its buffers
+    return counted_calls(lambda: attend((Given(q, k, v, Prepare()),))[0])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ NARROW = {
     "merge": {4},  # log-sum-exps, one for each row of a head
     "outboxes": {8},  # the table of places
     "ddim": {2, 4, 8},  # latent-sized; its scalars too
+    "multistep": {2, 4, 8},  # the same
     "push": {8},  # the table of places
 }
 """Bytes of accesses that are meant to be narrow."""

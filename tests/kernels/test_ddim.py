@@ -26,7 +26,8 @@ def data(case: dict[str, int], dtype: torch.dtype = torch.float32) -> tuple[Tens
     """State, both predictions (two halves of one model output), all steps with noise."""
     images, tokens, columns, outputs = (case[name] for name in ("images", "tokens", "columns", "outputs"))
     cond, uncond = draw(2 * images, tokens, outputs, seed=0).to(dtype).chunk(2)
-    update = Update(draw(STEPS, 7, seed=1), 4.0, columns // 4 * 3, 1.0, draw(STEPS, images, tokens, columns, seed=2))
+    noise, guidance = draw(STEPS, images, tokens, columns, seed=2), torch.tensor((4.0, 1.3, 7.7), device=DEVICE)
+    update = Update(draw(STEPS, 7, seed=1), guidance, columns // 4 * 3, 1.0, noise)
     return draw(images, tokens, columns, seed=3), cond, uncond, update
 
 
@@ -37,12 +38,13 @@ def counters(step: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", [0, 2])
-@pytest.mark.parametrize("variant", ["all", "no clip", "no noise", "all channels", "no guidance"])
+@pytest.mark.parametrize("variant", ["all", "no clip", "no noise", "all channels", "no guidance", "clipped"])
 def test_kernel_gives_the_bits_of_plain_torch(
     case: dict[str, int], dtype: torch.dtype, step: int, variant: str
 ) -> None:
     state, cond, uncond, update = data(case, dtype)
-    changes = {"no clip": {"clip": None}, "no noise": {"noise_SnlC": None}, "all channels": {"guided": None}}
+    changes = {"no clip": {"clip": None}, "no noise": {"noise_SnlC": None}, "all channels": {"guided": None},
+               "clipped": {"clipped": True}}  # fmt: skip
     update = replace(update, **changes.get(variant, {}))
     branch = None if variant == "no guidance" else uncond
     got, want = state.clone(), state.clone()
@@ -59,10 +61,11 @@ def test_reference_is_the_papers_arithmetic() -> None:
     state, cond, uncond = (x.double() for x in tensors)
     assert update.noise_SnlC is not None
     noise = update.noise_SnlC.double()
-    update = replace(update, coefficients_S7=update.coefficients_S7.double(), noise_SnlC=noise)
+    table, scales = update.coefficients_S7.double(), update.guidance_S.double()
+    update = replace(update, coefficients_S7=table, guidance_S=scales, noise_SnlC=noise)
     index, bad = counters(1)
     c, m = update.coefficients_S7[1], cond[..., :16].clone()
-    m[..., :12] = uncond[..., :12] + 4.0 * (cond[..., :12] - uncond[..., :12])
+    m[..., :12] = uncond[..., :12] + scales[1] * (cond[..., :12] - uncond[..., :12])
     want = c[4] * (c[0] * state + c[1] * m).clamp(-1, 1) + c[5] * (c[2] * state + c[3] * m) + c[6] * noise[1]
     guided_step(state, cond, uncond, update, index, bad)
     assert float((state - want).abs().max()) < 1e-12

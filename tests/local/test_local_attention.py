@@ -78,7 +78,7 @@ def test_a_local_attention_that_does_not_fit_is_refused_with_the_reason() -> Non
 def test_gpu_local_attention_is_as_good_as_bf16_allows(name: str, dim: int, heads: tuple[int, int]) -> None:
     """Strided views of a token-major slab; the error against fp64 is that of rounding the result to bf16."""
     module, where = {"sdpa": sdpa, "flash": flash}[name], torch.device(DEVICE)
-    if (reason := module.supports(where, torch.bfloat16, dim)) is not None:
+    if (reason := module.why_not(where, torch.bfloat16, dim)) is not None:
         pytest.skip(reason)
     slab = random((257, 2, heads[0] + 2 * heads[1], dim), 0, where, torch.bfloat16).transpose(0, 1)
     q, k, v = slab.split((heads[0], heads[1], heads[1]), dim=2)
@@ -102,5 +102,5 @@ def test_gpu_sdpa_fp32() -> None:
 @pytest.mark.parametrize(("dim", "takes"), [(72, True), (256, True), (264, False), (320, False), (60, False)])
 def test_sdpa_says_which_head_dims_it_takes_in_half_precision(dim: int, takes: bool) -> None:
     cuda = torch.device("cuda")
-    assert (sdpa.supports(cuda, torch.bfloat16, dim) is None) == takes
-    assert sdpa.supports(cuda, torch.float32, 320) is None
+    assert (sdpa.why_not(cuda, torch.bfloat16, dim) is None) == takes
+    assert sdpa.why_not(cuda, torch.float32, 320) is None

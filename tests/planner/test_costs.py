@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from seqpar.kernels.prepare import Prepare
 from seqpar.local import reference
 from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit
 from seqpar.planner import costs
 from seqpar.planner.costs import Cost, Layout, Move, Work
+from seqpar.protocols import Given, Prepare
 from seqpar.shard import Shard
 from seqpar.weights.find import Blueprint, locate
 from tests.attention.test_strategies import CASES
@@ -164,7 +164,7 @@ def spied(rank: int, world: int, device: torch.device, strategy: str, case: tupl
     original = dist.all_to_all_single, dist.batch_isend_irecv
     dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batched
     try:
-        counted = flops(lambda: attend(q, k, v, Prepare()))
+        counted = flops(lambda: attend((Given(q, k, v, Prepare()),)))
     finally:
         dist.all_to_all_single, dist.batch_isend_irecv = original
     return seen, sum(kept(attend, {}).values()), counted

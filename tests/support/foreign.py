@@ -17,7 +17,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from seqpar.protocols import Attend, Prepare
+from seqpar.protocols import Attend, Given, Prepare, Projected
 from tests.support.meshes import random
 
 DIM = 8
@@ -126,25 +126,36 @@ def run_lumina(block: nn.Module, text: Stream, image: Stream, condition_B6E: Ten
     return text_BlE, image_BlE
 
 
+def prepared(norms: tuple[Any, Any], cos_lD2: Tensor, sin_lD2: Tensor, per_head: bool = True) -> Prepare:
+    """What a block's RMSNorms of q and k and its interleaved rotary rows do, as data."""
+    q, k = norms
+    return Prepare("rms", per_head, q.eps, q_weight=q.weight, k_weight=k.weight, cos_lD2=cos_lD2, sin_lD2=sin_lD2)
+
+
+def every_other(rows: tuple[Tensor, Tensor], tokens: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    """(l, D/2) cos and sin of some tokens, from rows in which each number is there twice."""
+    return rows[0][tokens, ::2], rows[1][tokens, ::2]
+
+
 @dataclass(frozen=True)
 class FluxDoubleProcessor:
-    """Text and image have their own projections and norms; `Prepare` has one norm for all tokens, so only rotary."""
+    """Two streams, text first: each has its own projections, norms and rotary rows."""
 
     attend: Attend
 
     def __call__(
         self, attn: Any, image_BlE: Tensor, text_BlE: Tensor, mask: None, rows: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Called by `FluxAttention.forward`."""
-        added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-        text_q, text_k, text_v = heads(*(project(text_BlE) for project in added))
-        image_q, image_k, image_v = heads(*(project(image_BlE) for project in (attn.to_q, attn.to_k, attn.to_v)))
-        q = torch.cat((attn.norm_added_q(text_q), attn.norm_q(image_q)), dim=1)
-        k = torch.cat((attn.norm_added_k(text_k), attn.norm_k(image_k)), dim=1)
-        how = Prepare(cos_lD2=rows[0][:, ::2], sin_lD2=rows[1][:, ::2])
-        out = self.attend(q, k, torch.cat((text_v, image_v), dim=1), how).flatten(2)
-        text, image = out.split((text_BlE.shape[1], image_BlE.shape[1]), dim=1)
-        return attn.to_out[0](image), attn.to_add_out(text)
+        """Called by `FluxAttention.forward`. The text is projected by the model, the image by the strategy."""
+        count = text_BlE.shape[1]
+        added = heads(*(layer(text_BlE) for layer in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)))
+        text = Given(*added, prepared((attn.norm_added_q, attn.norm_added_k), *every_other(rows, slice(count))))
+        layers = (attn.to_q, attn.to_k, attn.to_v)
+        weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+        how = prepared((attn.norm_q, attn.norm_k), *every_other(rows, slice(count, None)))
+        image = Projected(image_BlE, weight, bias, attn.heads, attn.heads, how)
+        text_out, image_out = self.attend((text, image))
+        return attn.to_out[0](image_out.flatten(2)), attn.to_add_out(text_out.flatten(2))
 
 
 @dataclass(frozen=True)
@@ -155,12 +166,8 @@ class FluxSingleProcessor:
 
     def __call__(self, attn: Any, x_BlE: Tensor, text: None, mask: None, rows: tuple[Tensor, Tensor]) -> Tensor:
         """Called by `FluxAttention.forward`."""
-        q, k, v = heads(*attn.to_qkv(x_BlE).chunk(3, dim=-1))
-        how = Prepare(
-            "rms", per_head=True, eps=attn.norm_q.eps, q_weight=attn.norm_q.weight, k_weight=attn.norm_k.weight,
-            cos_lD2=rows[0][:, ::2], sin_lD2=rows[1][:, ::2],
-        )  # fmt: skip
-        return self.attend(q, k, v, how).flatten(2)
+        how = prepared((attn.norm_q, attn.norm_k), *every_other(rows))
+        return self.attend((Given(*heads(*attn.to_qkv(x_BlE).chunk(3, dim=-1)), how),))[0].flatten(2)
 
 
 @dataclass(frozen=True)
@@ -172,11 +179,9 @@ class WanProcessor:
     def __call__(self, attn: Any, x_BlE: Tensor, text: None, mask: None, rows: tuple[Tensor, Tensor]) -> Tensor:
         """Called by `WanAttention.forward`."""
         q, k, v = heads(attn.to_q(x_BlE), attn.to_k(x_BlE), attn.to_v(x_BlE))
-        how = Prepare(
-            "rms", per_head=False, eps=attn.norm_q.eps, q_weight=attn.norm_q.weight, k_weight=attn.norm_k.weight,
-            cos_lD2=rows[0][0, :, 0, ::2], sin_lD2=rows[1][0, :, 0, ::2],
-        )  # fmt: skip
-        return attn.to_out[0](self.attend(q, k, v, how).flatten(2))
+        cos, sin = every_other((rows[0][0, :, 0], rows[1][0, :, 0]))
+        how = prepared((attn.norm_q, attn.norm_k), cos, sin, per_head=False)
+        return attn.to_out[0](self.attend((Given(q, k, v, how),))[0].flatten(2))
 
 
 @dataclass(frozen=True)
@@ -196,11 +201,8 @@ class LuminaProcessor:
         """Called by `Attention.forward`, with these names; it passes the tokens twice."""
         q, k, v = heads(attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states))
         rows = image_rotary_emb[0]  # `Prepare` has one set of rows for all batch rows; here they are alike
-        how = Prepare(
-            "rms", per_head=True, eps=attn.norm_q.eps, q_weight=attn.norm_q.weight, k_weight=attn.norm_k.weight,
-            cos_lD2=rows.real, sin_lD2=rows.imag,
-        )  # fmt: skip
-        return attn.to_out[0](self.attend(q, k, v, how).flatten(2))
+        how = prepared((attn.norm_q, attn.norm_k), rows.real, rows.imag)
+        return attn.to_out[0](self.attend((Given(q, k, v, how),))[0].flatten(2))
 
 
 def fused_single() -> nn.Module:

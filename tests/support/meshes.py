@@ -18,6 +18,7 @@ from seqpar.mesh import Mesh
 from seqpar.planner.choose import load_strategy, load_transport
 from seqpar.protocols import Attend, Core
 from seqpar.shard import Tokens
+from seqpar.transports import _folder
 
 # strategy -> ring size on a world of this many ranks (ulysses takes the rest)
 LAYOUTS = {
@@ -29,7 +30,7 @@ LAYOUTS = {
 }
 
 
-TRANSPORTS = ("collective", "peer")
+TRANSPORTS = _folder.names()
 
 # beginnings of the names of all public functions of torch.distributed that talk to other ranks
 TALKS = ("all_", "barrier", "batch_isend", "broadcast", "gather", "irecv", "isend", "monitored_barrier", "recv",

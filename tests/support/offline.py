@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from launch.benches.kernels import Case, cases
 from launch.benches.tiles import candidates
-from seqpar.kernels import adaln, ddim, flags, gelu, prepare, push, swiglu
+from seqpar.kernels import adaln, ddim, flags, gelu, multistep, prepare, push, swiglu
 from seqpar.kernels.adaln import Norm
 from seqpar.kernels.push import Destinations
 from seqpar.local import sdpa
@@ -122,6 +122,7 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {f"outboxes, {part} alone": outboxes(32, 128, parts=part) for part in "qkv"}
     made |= {"outboxes, meets": outboxes(32, 128, meets=True), "push, meets": pushed(8, 128, meets=True)}
     made |= {f"model, {name}": modelled(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")}
+    made |= {f"multistep, {p} and {q}": multistepped(p, q) for p, q in ((1, 1), (1, 2), (2, 2), (3, 3))}
     return made | {"ddim": update, "flags": lambda: flags.launch(four_ranks(), True, True)}
 
 
@@ -191,8 +192,19 @@ def modelled(name: str) -> Callable[[], object]:
 def update() -> None:
     """A DDIM step."""
     step, outputs = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
-    how = ddim.Update(torch.zeros(25, 7), 4.0, clip=1.0)
+    how = ddim.Update(torch.zeros(25, 7), torch.zeros(25), clip=1.0)
     ddim.launch(torch.zeros(1, 16, 16), outputs, outputs, how, step, step.clone())
+
+
+def multistepped(states: int, outputs: int) -> Callable[[], object]:
+    """A step of a traced scheduler with noise; with one state and one output the state is the model's input."""
+    step, predicted = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
+    past = torch.zeros(outputs - 1, 1, 16, 16) if outputs > 1 else None
+    seen = torch.zeros(1, 16, 16) if states + outputs > 2 else None
+    history = multistep.History(torch.zeros(states, 1, 16, 16), past, seen)
+    noise = torch.zeros(25, 1, 16, 16)
+    steps = multistep.Steps(torch.zeros(25, 1 + states + outputs), torch.zeros(25), None, noise)
+    return lambda: multistep.launch(history, predicted, predicted, steps, step, step.clone())
 
 
 def rows(*shape: int) -> Tensor:

@@ -13,8 +13,8 @@ from seqpar.kernels.prepare import prepare_into
 from seqpar.protocols import Prepare
 from seqpar.shard import Shard
 from seqpar.transports._layout import HeadLayout
-from seqpar.transports.collective.exchange import ToHeads, ToTokens
-from seqpar.transports.collective.point_to_point import Gather, Rotation, gather
+from seqpar.transports.collective.exchange import CollectiveToHeads, CollectiveToTokens
+from seqpar.transports.collective.point_to_point import CollectiveGather, CollectiveRotation, gather
 from tests.support.meshes import coded
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
@@ -34,7 +34,7 @@ def poison(tensor: Tensor) -> None:
 def there_and_back(rank: int, world: int, device: torch.device, batch: int, tokens: int, heads: int, kv: int) -> None:
     axis, shard, dim = make_mesh(device, cfg=1).ulysses, Shard(tokens, world), 2
     layout = HeadLayout(batch, shard.sizes, heads, kv, dim, torch.float32, device)  # on GPUs kernels move it
-    into, back = ToHeads(axis, layout), ToTokens(axis, layout)
+    into, back = CollectiveToHeads(axis, layout), CollectiveToTokens(axis, layout)
     mine, q_heads, kv_heads = shard.slice(axis.rank), layout.q_slice(axis.rank), layout.kv_slice(axis.rank)
     for round_ in range(ROUNDS):
         whole = [coded(batch, tokens, n, dim, 7 * round_ + name).to(device, torch.float32)
@@ -73,14 +73,14 @@ def test_ulysses_exchange_with_more_ranks_than_heads(ranks: Pool, world: int) ->
 def around(rank: int, world: int, device: torch.device, tokens: int) -> None:
     axis, shard = make_mesh(device, ring=world, cfg=1).ring, Shard(tokens, world)
     whole = coded(2, tokens, 3, 2, 1).transpose(0, 1).to(device)
-    rotation = Rotation(axis, shard.sizes, (2, 3, 2), whole)
+    rotation = CollectiveRotation(axis, shard.sizes, (2, 3, 2), whole)
     for round_ in range(ROUNDS):
         for block in rotation._blocks:
             poison(block)
         rotation.outbox().copy_(whole[shard.slice(axis.rank)] + round_)
-        for step, block in enumerate(rotation.rotate()):
+        for step, (owner, block) in enumerate(rotation.rotate()):
             late(rank, step)
-            owner = (axis.rank - step) % world
+            assert owner == (axis.rank - step) % world
             assert torch.equal(block, whole[shard.slice(owner)] + round_)
 
 
@@ -93,7 +93,7 @@ def test_ring_rotation_shows_every_block_once(ranks: Pool, world: int, tokens: i
 def collected(rank: int, world: int, device: torch.device, tokens: int) -> None:
     axis, shard = make_mesh(device, cfg=1).sequence, Shard(tokens, world)
     whole = coded(2, tokens, 3, 2, 1).transpose(0, 1).to(device)
-    exchange = Gather(axis, shard.sizes, (2, 3, 2), whole)
+    exchange = CollectiveGather(axis, shard.sizes, (2, 3, 2), whole)
     for round_ in range(ROUNDS):
         poison(exchange._whole)
         late(rank, round_)
@@ -112,7 +112,7 @@ def test_gather_of_uneven_and_empty_blocks(ranks: Pool, world: int, tokens: int)
 def wrong_order(rank: int, world: int, device: torch.device) -> bool:
     axis, shard = make_mesh(device, cfg=1).ulysses, Shard(8, world)
     layout = HeadLayout(1, shard.sizes, 4, 4, 2, torch.float64, device)
-    whole, into = coded(1, 8, 4, 2, 0).to(device), ToHeads(axis, layout)
+    whole, into = coded(1, 8, 4, 2, 0).to(device), CollectiveToHeads(axis, layout)
     mine = whole[:, shard.slice(axis.rank)].flip(2)  # heads permuted before the exchange
     prepare_into(mine, mine, mine, Prepare(), into.outboxes())
     return torch.equal(into.deliver()[0], whole[:, :, layout.q_slice(axis.rank)])

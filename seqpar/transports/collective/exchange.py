@@ -19,7 +19,7 @@ from seqpar.kernels.push import Destinations, push
 from seqpar.mesh import Axis
 from seqpar.protocols import Outbox, Outboxes
 from seqpar.transports._layout import HeadLayout
-from seqpar.transports.collective.point_to_point import Gather
+from seqpar.transports.collective.point_to_point import CollectiveGather
 
 
 class AllToAll:
@@ -51,7 +51,7 @@ class AllToAll:
         return self._recv
 
 
-class ToHeads:
+class CollectiveToHeads:
     """q, k, v: all heads of my tokens -> my heads of all tokens, as one slab (L, B, h + 2g, D)."""
 
     flags: Flags | None = None
@@ -86,7 +86,7 @@ class ToHeads:
         return q, k, v
 
 
-class ToTokens:
+class CollectiveToTokens:
     """Attention output: my heads of all tokens -> all heads of my tokens."""
 
     flags: Flags | None = None
@@ -120,7 +120,7 @@ class ToTokens:
         return self._out
 
 
-class ToAll:
+class CollectiveKeyValues:
     """k and v of all tokens on every rank; q stays. No rule about heads."""
 
     flags: Flags | None = None
@@ -131,7 +131,7 @@ class ToAll:
         # batch-major, because attention's output follows it: what projects that must find rows as on one rank
         q_shape = (layout.batch, mine, layout.heads, layout.head_dim)
         self._q_BlHD = torch.empty(q_shape, dtype=layout.dtype, device=layout.device)
-        self._gather = Gather(axis, layout.tokens, rest, self._q_BlHD)
+        self._gather = CollectiveGather(axis, layout.tokens, rest, self._q_BlHD)
         k, v = self._gather.outbox().split((self._groups, self._groups), dim=2)
         box = Outbox(
             self._q_BlHD.transpose(0, 1), k, v, heads=slice(0, layout.heads), kv_heads=slice(0, layout.kv_heads)

@@ -1,4 +1,4 @@
-"""Blocks that travel directly between ranks: the ring's `Rotation`, and `Gather` of uneven blocks.
+"""Blocks that travel directly between ranks: the ring's `CollectiveRotation`, and `CollectiveGather` of uneven blocks.
 
 Both are grouped sends and receives into views of buffers made once: no size exchange, no concatenation, any sizes.
 (gloo's `all_gather` refuses uneven sizes.)
@@ -15,7 +15,7 @@ from torch import Tensor
 from seqpar.mesh import Axis
 
 
-class Rotation:
+class CollectiveRotation:
     """Passes one block per rank around an axis; two blocks in memory, one travels while the other is read."""
 
     def __init__(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> None:
@@ -28,15 +28,15 @@ class Rotation:
         """Where to write my own block before `rotate`."""
         return self._blocks[0][: self._sizes[self._axis.rank]]
 
-    def rotate(self) -> Iterator[Tensor]:
-        """Yield my block, then those of the ranks before me. Read a block before asking for the next."""
+    def rotate(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (owner, block): my block, then those of the ranks before me. Read one before asking for the next."""
         here, there = self._blocks[0], self._blocks[-1]
         for step in range(self._axis.size):
-            held = self._owner(step)
-            block = here[: self._sizes[held]]
+            owner = self._owner(step)
+            block = here[: self._sizes[owner]]
             last = step + 1 == self._axis.size
             moves = [] if last else self._pass_on(block, there[: self._sizes[self._owner(step + 1)]])
-            yield block
+            yield owner, block
             for move in moves:
                 move.wait()
             here, there = there, here
@@ -54,7 +54,7 @@ class Rotation:
         )
 
 
-class Gather:
+class CollectiveGather:
     """Every rank's block on every rank, as one tensor (sum(sizes), *shape) that the blocks are received into."""
 
     def __init__(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> None:
@@ -90,9 +90,9 @@ class Gather:
 
 
 def gather(block: Tensor, axis: Axis, sizes: tuple[int, ...], dim: int = 0) -> Tensor:
-    """`Gather` once, along any dim, in a tensor of its own."""
+    """`CollectiveGather` once, along any dim, in a tensor of its own."""
     first = block.movedim(dim, 0)
-    exchange = Gather(axis, sizes, tuple(first.shape[1:]), block)
+    exchange = CollectiveGather(axis, sizes, tuple(first.shape[1:]), block)
     exchange.outbox().copy_(first)
     return exchange.deliver().movedim(0, dim)
 

@@ -5,45 +5,55 @@ When it wins: big blocks between machines; and where ranks cannot reach each oth
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.mesh import Axis, Mesh
-from seqpar.transports._contract import Back, Behind, Collect, Into, Rotate
+from seqpar.transports import _contract
+from seqpar.transports._exchanges import Gather, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
-from seqpar.transports.collective.exchange import ToAll, ToHeads, ToTokens
-from seqpar.transports.collective.point_to_point import Gather, Rotation
+from seqpar.transports.collective.exchange import CollectiveKeyValues, CollectiveToHeads, CollectiveToTokens
+from seqpar.transports.collective.point_to_point import CollectiveGather, CollectiveRotation
 
 
-def supports(mesh: Mesh) -> str | None:
-    """Any mesh."""
+def bare(axis: Axis, nbytes: int, device: torch.device) -> Callable[[], object]:
+    """One all-to-all of `nbytes` to each rank, and nothing else."""
+    send = torch.ones(nbytes * axis.size, dtype=torch.uint8, device=device)
+    receive = torch.empty_like(send)
+    return lambda: dist.all_to_all_single(receive, send, group=axis.group)
+
+
+FACTS = _contract.Facts(rates={"cuda": "nccl", "cpu": "gloo"}, unasked={"cuda": "NCCL", "cpu": "gloo"}, bare=bare)
+
+
+def why_not(mesh: Mesh) -> str | None:
+    """None: it works on any mesh."""
     return None
 
 
-class Transport:
-    """See `seqpar.transports._contract.Transport`. Deadlines are the process group's."""
+def why_not_tried(axis: Axis, device: torch.device) -> str | None:
+    """None: it works between any ranks that are in one process group."""
+    return None
 
-    def heads(self, axis: Axis, layout: HeadLayout) -> tuple[Into, Back]:
+
+class Transport(_contract.Transport):
+    """Exchanges by collectives; see `seqpar.transports._contract.Transport`. Deadlines are the process group's."""
+
+    def _heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         """Two all-to-alls."""
-        return ToHeads(axis, layout), ToTokens(axis, layout)
+        return CollectiveToHeads(axis, layout), CollectiveToTokens(axis, layout)
 
-    def everywhere(self, axis: Axis, layout: HeadLayout) -> Into:
-        """One group of sends and receives."""
-        return ToAll(axis, layout)
+    def _key_values(self, axis: Axis, layout: HeadLayout, overlap: bool) -> KeyValues:
+        """One group of sends and receives. A backend has streams or threads of its own, so overlap needs nothing."""
+        return CollectiveKeyValues(axis, layout)
 
-    def behind(self, axis: Axis, layout: HeadLayout) -> Behind:
-        """The same: a backend has streams or threads of its own."""
-        return ToAll(axis, layout)
-
-    def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotate:
+    def _ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotation:
         """A send and a receive a step."""
-        return Rotation(axis, sizes, shape, like)
+        return CollectiveRotation(axis, sizes, shape, like)
 
-    def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Collect:
+    def _gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
         """One group of sends and receives."""
-        return Gather(axis, sizes, shape, like)
-
-    def check(self) -> None:
-        """Nothing to say: a collective that fails raises by itself."""
-
-    def release(self) -> None:
-        """Nothing that does not go with its exchange."""
+        return CollectiveGather(axis, sizes, shape, like)

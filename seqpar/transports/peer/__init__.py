@@ -1,5 +1,5 @@
 """Writing into each other's memory on one machine; see `transport.py`."""
 
-from seqpar.transports.peer.transport import TRIAL_S, Transport, supports, why_not
+from seqpar.transports.peer.transport import FACTS, Transport, why_not, why_not_tried
 
-__all__ = ["TRIAL_S", "Transport", "supports", "why_not"]
+__all__ = ["FACTS", "Transport", "why_not", "why_not_tried"]

@@ -1,5 +1,6 @@
-"""Blocks between ranks by copies into each other's memory: the guidance swap's `PeerGather`, the ring's
-`PeerRotation`. See `seqpar.transports.collective.point_to_point` for what they do, `seqpar.transports.peer.exchange` for how.
+"""Blocks between ranks by copies into each other's memory: the guidance swap's `PeerGather`, the ring's `PeerRotation`.
+
+See `seqpar.transports._exchanges` for what they do, `seqpar.transports.peer.exchange` for how.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FLAG_BYTES = 8
 
 
 class PeerGather:
-    """Every rank's block in every rank's memory. See `seqpar.transports.collective.point_to_point.Gather`.
+    """Every rank's block in every rank's memory; see `seqpar.transports._exchanges.Gather`.
 
     For what is exchanged once a step: nothing else holds these ranks together, so it asks first whether all have begun.
     """
@@ -58,7 +59,7 @@ class PeerGather:
 
 
 class PeerRotation:
-    """Blocks that are copied into the next rank's memory while they are read. See `seqpar.transports.collective.point_to_point`.
+    """Blocks that are copied into the next rank's memory while they are read.
 
     Two slots a rank: one is read, one is written to. A rank tells the one before it when a slot is free, and the one
     after it when a block has arrived. On GPUs the copies have a stream of their own, so that they run under attention.
@@ -98,16 +99,17 @@ class PeerRotation:
         """Where to write my own block before `rotate`."""
         return self._here[0][: self._sizes[self._rank]]
 
-    def rotate(self) -> Iterator[Tensor]:
-        """Yield my block, then those of the ranks before me. Read a block before asking for the next."""
+    def rotate(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (owner, block): my block, then those of the ranks before me. Read one before asking for the next."""
         count = len(self._sizes)
         self._free.tell()  # all that I read in the last call: the second slot is free
         for step in range(count):
-            size = self._sizes[(self._rank - step) % count]
+            owner = (self._rank - step) % count
+            size = self._sizes[owner]
             block = self._here[step % 2][:size]
             if step + 1 < count:
                 self._pass_on(block, self._there[(step + 1) % 2][:size])
-            yield block
+            yield owner, block
             if step + 1 < count:
                 self._aside.join()  # what comes next may write over the block
                 if step + 2 < count:

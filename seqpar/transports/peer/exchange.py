@@ -1,14 +1,14 @@
-"""The exchanges without collectives: what a rank writes is at once where its reader reads (see `seqpar.transports.peer.arena`).
+"""Exchanges without collectives: what a rank writes is at once where its reader reads (`seqpar.transports.peer.arena`).
 
 `outboxes()` are views of the readers' own buffers; then all peers are told and waited for, at the end of the kernel
 that writes, or by `deliver()` where plain torch wrote: no send buffer, no copy on arrival, no host. When it wins: one
 machine whose GPUs reach each other's memory; against NCCL most at small blocks, where its launch and its permutes cost
 more than the bytes.
 
-Nobody may write where a peer still reads. Ulysses needs no rule for that: to begin the next exchange into the heads a
-rank must have met all peers on the way back, which each does after it has read; and the other way round. `ToAll` has
-nothing on the way back, so its two slots take turns: who has met all peers for one slot knows that they have left the
-other.
+Nobody may write where a peer still reads. The exchange of heads needs no rule of its own for that, because its two ways
+alternate: before a rank writes q, k, v of the next exchange, it has met all peers on the way back, which each does
+after it has read; and the other way round. `PeerKeyValues` has no way back, so its two slots take turns: a rank that
+has met all peers for one slot knows that they have left the other.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from seqpar.kernels.flags import Flags, Late
 from seqpar.kernels.push import Destinations
 from seqpar.mesh import Axis
-from seqpar.protocols import Outbox, Outboxes
+from seqpar.protocols import Outbox, Outboxes, take_turns
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.peer.arena import Arena, Fields
 from seqpar.transports.peer.blocks import FLAG_BYTES, Aside, after, flags_at, slices, spread
 
 
 class PeerHeads:
-    """q, k, v to their heads' ranks and the output back: both ways in one arena. See `seqpar.transports.collective.exchange`."""
+    """q, k, v to the ranks of their heads and the output back: both ways in one arena."""
 
     def __init__(self, axis: Axis, layout: HeadLayout, late: Late, number: int) -> None:
         self._layout, self._rank = layout, axis.rank
@@ -42,7 +42,7 @@ class PeerHeads:
         shapes = [(batch, n, layout.heads, dim) for n in layout.tokens]
         self._outs = [arena.view(rank, outs, shape, layout.dtype) for rank, shape in enumerate(shapes)]
         self.all_flags = [flags_at(arena, axis, start, late, number + i) for i, start in enumerate(flags)]
-        self.into, self.back = IntoHeads(self), BackToTokens(self)
+        self.to_heads, self.to_tokens = PeerToHeads(self), PeerToTokens(self)
 
     def outboxes(self) -> Outboxes:
         """Of q, k, v: for each rank its heads of my tokens, in its slab."""
@@ -71,8 +71,8 @@ class PeerHeads:
         return self._outs[self._rank]
 
 
-class IntoHeads:
-    """See `seqpar.transports.collective.exchange.ToHeads`."""
+class PeerToHeads:
+    """See `seqpar.transports.collective.exchange.CollectiveToHeads`."""
 
     def __init__(self, heads: PeerHeads) -> None:
         self.flags, self._boxes, self._heads = heads.all_flags[0], heads.outboxes(), heads.heads()
@@ -88,8 +88,8 @@ class IntoHeads:
         return self._heads
 
 
-class BackToTokens:
-    """See `seqpar.transports.collective.exchange.ToTokens`; without its copy."""
+class PeerToTokens:
+    """See `seqpar.transports.collective.exchange.CollectiveToTokens`; without its copy."""
 
     def __init__(self, heads: PeerHeads) -> None:
         self.flags, self._boxes, self._out = heads.all_flags[1], heads.destinations(), heads.out()
@@ -105,8 +105,8 @@ class BackToTokens:
         return self._out
 
 
-class PeerToAll:
-    """Every rank's keys and values in every rank's memory. See `seqpar.transports.collective.exchange.ToAll`.
+class PeerKeyValues:
+    """Every rank's keys and values in every rank's memory; see `seqpar.transports._exchanges.KeyValues`.
 
     Between two captures of graphs there must be a call outside of one, as a warm-up is.
     """
@@ -128,7 +128,7 @@ class PeerToAll:
         # batch-major, because attention's output follows it: what projects that must find rows as on one rank
         q_shape = (layout.batch, mine, layout.heads, layout.head_dim)
         self.q_BlHD = torch.empty(q_shape, dtype=layout.dtype, device=layout.device)
-        self._boxes = [self._outboxes(slot) for slot in self._slots]
+        self._boxes = take_turns([self._outboxes(slot) for slot in self._slots])
         for boxes in self._boxes:
             _ = boxes.places  # made now: calls of the host never use the second slot, and a graph must not copy
         self._in_capture = False
@@ -147,6 +147,12 @@ class PeerToAll:
             self._begun.meet()
         self._slot = slot
         return self._boxes[slot]
+
+    def start_keys(self) -> None:
+        """Nothing to do: the kernel that prepares k and v writes them where they will be read."""
+
+    def start_values(self) -> None:
+        """Nothing to do, as for keys."""
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, l, H, D) of my tokens, k and v (B, L, G, D) of all; valid until the next call of `outboxes`."""
@@ -177,7 +183,7 @@ class PeerToAll:
         return Outboxes(boxes)
 
 
-class PeerBehind(PeerToAll):
+class PeerOverlappedKeyValues(PeerKeyValues):
     """The same behind other work: whoever prepares writes here only, and copies on a stream of their own take k, then v
     to the others. Copy engines make them, so that no multiprocessor is missing elsewhere."""
 
@@ -206,7 +212,7 @@ class PeerBehind(PeerToAll):
         spread([whole[part] for whole in self.slot()], self._rank, slices(self._layout.tokens)[self._rank])
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """See `PeerToAll.deliver`."""
+        """See `PeerKeyValues.deliver`."""
         self._aside.join()
         self.arrived.wait()
         return self.read()

@@ -1,6 +1,7 @@
 """Peer memory: kernels write where the reader will read, and flags say when. One machine only.
 
-When it wins: GPUs that reach each other's memory, small and middle-sized blocks most; see `seqpar.transports.peer.exchange`.
+When it wins: GPUs that reach each other's memory, small and middle-sized blocks most; see
+`seqpar.transports.peer.exchange`.
 """
 
 from __future__ import annotations
@@ -14,17 +15,24 @@ from torch import Tensor
 
 from seqpar.kernels.flags import Late
 from seqpar.mesh import Axis, Mesh
-from seqpar.transports._contract import DEADLINE_S, Back, Behind, Collect, Into, Rotate
+from seqpar.transports import _contract
+from seqpar.transports._exchanges import Gather, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.peer.arena import first_told, why_no_peers
 from seqpar.transports.peer.blocks import PeerGather, PeerRotation
-from seqpar.transports.peer.exchange import PeerBehind, PeerHeads, PeerToAll
+from seqpar.transports.peer.exchange import PeerHeads, PeerKeyValues, PeerOverlappedKeyValues
 
 T = TypeVar("T")
 TRIAL_S = 30.0  # longer than ranks need to compile the kernel of the flags
+FACTS = _contract.Facts(
+    rates={"cuda": "peer", "cpu": "peer"},
+    unasked={"cuda": "GPUs that reach each other's memory"},
+    preference=1,
+    in_place=True,
+)
 
 
-def supports(mesh: Mesh) -> str | None:
+def why_not(mesh: Mesh) -> str | None:
     """None where the ranks that exchange are on one machine and reach each other's memory, else why not."""
     # both are asked on every rank: the answer is the same on all ranks of an axis only
     reasons = [why_no_peers(axis, mesh.device) for axis in (mesh.sequence, mesh.cfg)]
@@ -32,7 +40,7 @@ def supports(mesh: Mesh) -> str | None:
 
 
 @cache
-def why_not(axis: Axis, device: torch.device) -> str | None:
+def why_not_tried(axis: Axis, device: torch.device) -> str | None:
     """None where the ranks of an axis reach each other's memory, and an exchange of a number each was tried; else why
     not, the same on all. Access over some buses lacks what flags need. Tried once: planner and engines all ask."""
     reason = why_no_peers(axis, device)
@@ -57,46 +65,42 @@ def _tried(transport: Transport, axis: Axis, device: torch.device) -> str | None
     return None if arrived == wanted else f"an exchange was tried and brought {arrived}, expected {wanted}"
 
 
-class Transport:
-    """See `seqpar.transports._contract.Transport`. All waits share a deadline and the note of who missed it."""
+class Transport(_contract.Transport):
+    """Exchanges by peer memory; see `seqpar.transports._contract.Transport`.
 
-    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
+    All waits share a deadline and the note that names the rank which missed it.
+    """
+
+    def __init__(self, deadline_s: float = _contract.DEADLINE_S) -> None:
+        super().__init__()
         self._deadline_s = deadline_s
         self._late: Late | None = None
         self._made: list[tuple[Axis, str, Any]] = []
-        self._collects: dict[object, Collect] = {}
 
-    def heads(self, axis: Axis, layout: HeadLayout) -> tuple[Into, Back]:
+    def _heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         """Both ways in one arena."""
         both = PeerHeads(axis, layout, *self._next(layout.device))
         self._keep(axis, f"q, k, v and output of {_shown(layout)}", both)
-        return both.into, both.back
+        return both.to_heads, both.to_tokens
 
-    def everywhere(self, axis: Axis, layout: HeadLayout) -> Into:
-        """Two slots that take turns."""
-        exchange = PeerToAll(axis, layout, *self._next(layout.device))
+    def _key_values(self, axis: Axis, layout: HeadLayout, overlap: bool) -> KeyValues:
+        """Two slots that take turns; with overlap, copies on a stream of their own fill those of the other ranks."""
+        make = PeerOverlappedKeyValues if overlap else PeerKeyValues
+        exchange = make(axis, layout, *self._next(layout.device))
         return self._keep(axis, f"keys and values of {_shown(layout)}", exchange)
 
-    def behind(self, axis: Axis, layout: HeadLayout) -> Behind:
-        """The same, by copies on a stream of their own."""
-        exchange = PeerBehind(axis, layout, *self._next(layout.device))
-        return self._keep(axis, f"keys and values of {_shown(layout)}", exchange)
-
-    def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotate:
+    def _ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotation:
         """Copies under attention."""
         rotation = PeerRotation(axis, sizes, shape, like, *self._next(like.device))
         return self._keep(axis, f"ring blocks of {sum(sizes)} tokens", rotation)
 
-    def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Collect:
-        """A copy to each peer. The same one for equal blocks: every run asks for one."""
-        key = (axis.name, sizes, shape, like.dtype)
-        if key not in self._collects:
-            collect = PeerGather(axis, sizes, shape, like, *self._next(like.device))
-            self._collects[key] = self._keep(axis, f"blocks of {sizes} x {shape}", collect)
-        return self._collects[key]
+    def _gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
+        """A copy to each peer."""
+        made = PeerGather(axis, sizes, shape, like, *self._next(like.device))
+        return self._keep(axis, f"blocks of {sizes} x {shape}", made)
 
     def check(self) -> None:
-        """See `seqpar.transports._contract.Transport`. Raises at once: whoever started the ranks must end the others."""
+        """See the base class. Raises on this rank at once: the program that started the ranks must end the others."""
         if self._late is None or not any(note := self._late.note.tolist()):
             return
         number, behind, count = note
@@ -109,13 +113,12 @@ class Transport:
             f"output"
         )
 
-    def release(self) -> None:
-        """See `seqpar.transports._contract.Transport`. After a wait in vain nothing is freed: the others may not come."""
+    def _release(self) -> None:
+        """Free the arenas. After a wait in vain nothing is freed, because the other ranks may not come to it."""
         if self._late is None or not int(self._late.note[0]):
             for _, _, exchange in self._made:
                 exchange.arena.close()
         self._made.clear()
-        self._collects.clear()
         self._late = None
 
     def _keep(self, axis: Axis, what: str, exchange: T) -> T:

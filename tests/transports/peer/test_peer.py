@@ -76,8 +76,9 @@ def there_and_back(
         received = into.deliver()
         for got, x, which in zip(received, whole, (q_heads, kv_heads, kv_heads), strict=True):
             assert torch.equal(got, x[:, :, which])
+        boxes = back.outboxes()
         if received[0].shape[2]:
-            push.push(received[0], back.outboxes())
+            push.push(received[0], boxes)
         assert torch.equal(back.deliver(), whole[0][:, mine])
     transport.check()
 
@@ -101,10 +102,10 @@ def around(rank: int, world: int, device: torch.device, tokens: int, rounds: int
     rotation = transport.ring(axis, shard.sizes, (2, 3, DIM), whole)
     for round_ in range(rounds):
         rotation.outbox().copy_(whole[shard.slice(axis.rank)] + round_)
-        for step, block in enumerate(rotation.rotate()):
+        for step, (owner, block) in enumerate(rotation.rotate()):
             if round_ < 20:
                 late(rank, step + 7 * round_)
-            owner = (axis.rank - step) % world
+            assert owner == (axis.rank - step) % world
             assert torch.equal(block, whole[shard.slice(owner)] + round_)
     transport.check()
 
@@ -157,7 +158,7 @@ def two_engines(rank: int, world: int, device: torch.device) -> None:
     axis, case = make_mesh(device, cfg=1).sequence, CASES[1]
     layout = layout_of(axis, case, device, torch.float64)
     transports = [peer.Transport(), peer.Transport()]
-    exchanges = [transport.everywhere(axis, layout) for transport in transports]
+    exchanges = [transport.key_values(axis, layout) for transport in transports]
     mine = Shard(case[1], world).slice(axis.rank)
     for round_ in range(20):
         for which, exchange in enumerate(exchanges):
@@ -175,7 +176,7 @@ def test_peer_engines_side_by_side(ranks: Pool) -> None:
 
 def no_talk(rank: int, world: int, device: torch.device) -> dict[str, int]:
     axis = make_mesh(device, cfg=1).sequence
-    exchange = peer.Transport().everywhere(axis, layout_of(axis, CASES[0], device, torch.float64))
+    exchange = peer.Transport().key_values(axis, layout_of(axis, CASES[0], device, torch.float64))
     return counted_calls(lambda: (exchange.outboxes(), exchange.deliver()))
 
 

@@ -34,17 +34,17 @@ def write_first(whole: list[Tensor], mine: slice, exchange: Any, outboxes: Outbo
     prepare.prepare_into(q, None, None, Prepare(), outboxes)
 
 
-def everywhere(rank: int, world: int, device: torch.device, case: tuple[int, ...], rounds: int, behind: bool) -> None:
+def key_values(rank: int, world: int, device: torch.device, case: tuple[int, ...], rounds: int, overlap: bool) -> None:
     axis = make_mesh(device, cfg=1).sequence
     layout = layout_of(axis, case, device, torch.float64)
     transport, mine = peer.Transport(), Shard(case[1], world).slice(axis.rank)
-    exchange: Any = (transport.behind if behind else transport.everywhere)(axis, layout)
+    exchange: Any = transport.key_values(axis, layout, overlap)
     for round_ in range(rounds):
         whole = payload(case, round_, device, torch.float64)
         if round_ < 20 or round_ % 25 == 0:
             late(rank, round_)
         boxes = exchange.outboxes()
-        if behind:
+        if overlap:
             write_first(whole, mine, exchange, boxes, round_ if round_ < 20 else None)
         else:
             write(whole, mine, boxes)
@@ -59,28 +59,28 @@ def everywhere(rank: int, world: int, device: torch.device, case: tuple[int, ...
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_kv_gather_peer_shows_all_keys_and_values_to_all(
-    ranks: Pool, world: int, case: tuple[int, ...], behind: bool
+    ranks: Pool, world: int, case: tuple[int, ...], overlap: bool
 ) -> None:
-    ranks.run(world, everywhere, case, 60, behind)
+    ranks.run(world, key_values, case, 60, overlap)
 
 
 def replayed(
-    rank: int, world: int, device: torch.device, turns: list[tuple[int, bool]], rounds: int, behind: bool = False
+    rank: int, world: int, device: torch.device, turns: list[tuple[int, bool]], rounds: int, overlap: bool = False
 ) -> int:
     """How often a slow reader read something else than was sent to it, in a graph of these calls, again and again."""
     axis, case = make_mesh(device, cfg=1).sequence, CASES[1]
     layout = layout_of(axis, case, device, torch.float64)
     transport, mine = peer.Transport(), Shard(case[1], world).slice(axis.rank)
-    exchange: Any = (transport.behind if behind else transport.everywhere)(axis, layout)
+    exchange: Any = transport._key_values(axis, layout, overlap)  # a graph's turns, which the host does not make
     assert all("places" in boxes.__dict__ for boxes in exchange._boxes)  # a graph's first use would be too late
     wrong = 0
     for round_ in range(rounds):
         for call, (slot, first) in enumerate(turns):
             whole = payload(case, round_ * len(turns) + call, device, torch.float64)
             boxes = exchange.open(slot, first)
-            if behind:
+            if overlap:
                 write_first(whole, mine, exchange, boxes)
             else:
                 write(whole, mine, boxes)
@@ -94,11 +94,11 @@ def replayed(
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
-@pytest.mark.parametrize("behind", [False, True])
-def test_kv_gather_peer_in_graphs_of_any_number_of_layers(ranks: Pool, calls: int, behind: bool) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_kv_gather_peer_in_graphs_of_any_number_of_layers(ranks: Pool, calls: int, overlap: bool) -> None:
     """As a graph captures them: slots in turn, and only the first call asks whether all have left both."""
     turns = [(call % 2, call == 0) for call in range(calls)]
-    assert ranks.run(3, replayed, turns, 30, behind) == [0, 0, 0]
+    assert ranks.run(3, replayed, turns, 30, overlap) == [0, 0, 0]
 
 
 def test_kv_gather_peer_negative_control_an_odd_graph_that_does_not_ask_is_noticed(ranks: Pool) -> None:
@@ -111,7 +111,7 @@ def test_kv_gather_peer_negative_control_an_odd_graph_that_does_not_ask_is_notic
 def told_early(rank: int, world: int, device: torch.device) -> tuple[bool, bool]:
     """Whether keys and values were right where a rank whose values are late told its peers after the keys."""
     axis, case = make_mesh(device, cfg=1).sequence, CASES[1]
-    exchange: Any = peer.Transport().behind(axis, layout_of(axis, case, device, torch.float64))
+    exchange: Any = peer.Transport()._key_values(axis, layout_of(axis, case, device, torch.float64), overlap=True)
     whole, mine = payload(case, 1, device, torch.float64), Shard(case[1], world).slice(axis.rank)
     boxes = exchange.outboxes()
     prepare.prepare_into(None, whole[1][:, mine], None, Prepare(), boxes)

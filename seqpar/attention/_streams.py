@@ -1,0 +1,156 @@
+"""What all strategies do with streams: their projections, and writing each stream into its part of the outboxes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.kernels.flags import Flags
+from seqpar.kernels.prepare import prepare, prepare_into
+from seqpar.mesh import Axis
+from seqpar.protocols import Core, Given, Outboxes, Projected, Stream
+from seqpar.transports import collective
+from seqpar.transports._contract import KeyValues
+from seqpar.transports._layout import HeadLayout
+
+
+def given(stream: Stream) -> Given:
+    """q, k and v of a stream: strided views of one fused QKV GEMM, where the model has not made them."""
+    if isinstance(stream, Given):
+        return stream
+    dim = len(stream.weight) // (stream.heads + 2 * stream.kv_heads)
+    made = F.linear(stream.x, stream.weight, stream.bias).unflatten(-1, (-1, dim))
+    return Given(*made.split((stream.heads, stream.kv_heads, stream.kv_heads), dim=2), stream.prepare)
+
+
+def query(stream: Stream) -> Tensor:
+    """q of a stream, by a GEMM of its own where the model has not made it."""
+    return stream.q if isinstance(stream, Given) else _project(stream, 0)
+
+
+def key(stream: Stream) -> Tensor:
+    """k of a stream, as `query`."""
+    return stream.k if isinstance(stream, Given) else _project(stream, 1)
+
+
+def value(stream: Stream, room_BlGD: Tensor | None = None) -> Tensor:
+    """v of a stream, as `query`; a GEMM writes it into `room_BlGD` and returns that, where there is one."""
+    return stream.v if isinstance(stream, Given) else _project(stream, 2, room_BlGD)
+
+
+def _project(stream: Projected, part: int, room_BlHD: Tensor | None = None) -> Tensor:
+    """(B, l, heads, D): part 0, 1 or 2 (q, k or v) of a projection."""
+    heads = (stream.heads, stream.kv_heads, stream.kv_heads)
+    dim = len(stream.weight) // sum(heads)
+    widths = [count * dim for count in heads]
+    bias = None if stream.bias is None else stream.bias.split(widths)[part]
+    return project(stream.x, stream.weight.split(widths)[part], bias, dim, room_BlHD)
+
+
+def project(
+    x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, dim: int, room_BlHD: Tensor | None = None
+) -> Tensor:
+    """x W^T + b as heads, (B, l, F / dim, dim), written into `room_BlHD` where that is given and has the dtype."""
+    # autocast leaves out= alone: what it would cast is made elsewhere
+    if room_BlHD is None or not room_BlHD.dtype == x_BlE.dtype == weight_FE.dtype:
+        return F.linear(x_BlE, weight_FE, bias_F).unflatten(-1, (-1, dim))
+    # a contiguous matrix and a bias of one row: cuBLAS writes and adds in place, torch copies neither
+    rows_RE, out_RF = x_BlE.flatten(0, 1), room_BlHD.view(-1, len(weight_FE))
+    if bias_F is None:
+        torch.mm(rows_RE, weight_FE.t(), out=out_RF)
+    else:
+        torch.addmm(bias_F, rows_RE, weight_FE.t(), out=out_RF)
+    return room_BlHD
+
+
+def heads_of(stream: Stream) -> tuple[int, int]:
+    """(query heads, key-value heads) of a stream."""
+    return (stream.q.shape[2], stream.k.shape[2]) if isinstance(stream, Given) else (stream.heads, stream.kv_heads)
+
+
+def layout_of(sizes: tuple[int, ...], streams: Sequence[Stream], k_BlGD: Tensor) -> HeadLayout:
+    """The layout of an exchange of these streams, `sizes` tokens a rank; `k_BlGD` is the keys of one of them.
+
+    Raises `ValueError` where streams do not have the same heads.
+    """
+    counts = {heads_of(stream) for stream in streams}
+    if len(counts) != 1:
+        raise ValueError(
+            f"got streams with heads (query, key-value) {sorted(counts)}, expected the same in all streams"
+        )
+    (heads, groups), (batch, _, _, dim) = counts.pop(), k_BlGD.shape
+    return HeadLayout(batch, sizes, heads, groups, dim, k_BlGD.dtype, k_BlGD.device)
+
+
+def present(streams: Sequence[Stream]) -> list[Stream]:
+    """The streams that have tokens on this rank: a text may have fewer tokens than there are ranks."""
+    return [stream for stream in streams if stream.tokens]
+
+
+def write(streams: Sequence[Given], boxes: Outboxes, flags: Flags | None = None, *, queries: bool = True) -> bool:
+    """Prepare each stream into its part of the outboxes; only the last one raises flags.
+
+    Without `queries` q is not written. Returns what `prepare_into` returns.
+    """
+    parts = boxes.split([stream.tokens for stream in streams])
+    met = False
+    for index, (stream, part) in enumerate(zip(streams, parts, strict=True), start=1):
+        q = stream.q if queries else None
+        met = prepare_into(q, stream.k, stream.v, stream.prepare, part, flags if index == len(streams) else None)
+    return met
+
+
+def split_out(out_BlHD: Tensor, streams: Sequence[Stream]) -> tuple[Tensor, ...]:
+    """The outputs of the streams, as views of the output of their joined tokens."""
+    return (out_BlHD,) if len(streams) == 1 else out_BlHD.split([stream.tokens for stream in streams], dim=1)
+
+
+def want_gradients(streams: Sequence[Stream]) -> bool:
+    """Whether gradients are to flow through any of the streams."""
+    if not torch.is_grad_enabled():
+        return False
+    tensors = [(s.q, s.k, s.v) if isinstance(s, Given) else (s.x, s.weight, s.bias) for s in streams]
+    return any(x is not None and x.requires_grad for stream in tensors for x in stream)
+
+
+def refuse_gradients(streams: Sequence[Stream], strategy: str) -> None:
+    """Raise `ValueError` where gradients are to flow through any of the streams."""
+    if want_gradients(streams):
+        raise ValueError(f"got inputs that require gradients, expected none: {strategy} is for inference; use ulysses")
+
+
+class OneRank:
+    """Attention on an axis of one rank. A single stream is attended to where its projection wrote it, without a copy;
+    several streams are joined in buffers of this rank, each as it is prepared."""
+
+    def __init__(self, core: Core, axis: Axis, tokens: int) -> None:
+        self._core, self._axis, self._tokens = core, axis, tokens
+        self._transport = collective.Transport()
+        self._joined: dict[HeadLayout, KeyValues] = {}
+
+    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None) -> tuple[Tensor, ...]:
+        """See `seqpar.protocols.Attend`."""
+        here = [given(stream) for stream in present(streams)]
+        if len(here) == 1:
+            q, k = prepare(here[0].q, here[0].k, here[0].prepare)
+            return split_out(self._core(q, k, here[0].v, mask_BL)[0], streams)
+        if want_gradients(here):
+            return split_out(self._core(*joined(here), mask_BL)[0], streams)
+        layout = layout_of((self._tokens,), here, here[0].k)
+        if layout not in self._joined:
+            with torch.inference_mode(False):  # buffers outlive the caller's mode
+                self._joined[layout] = self._transport.key_values(self._axis, layout)
+        self._transport.abandon()  # what an error in the last call left unfinished
+        buffers = self._joined[layout]
+        met = write(here, buffers.outboxes(), buffers.flags)
+        return split_out(self._core(*buffers.deliver(met), mask_BL)[0], streams)
+
+
+def joined(streams: Sequence[Given]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of the joined tokens, prepared, by torch's own functions: gradients flow through them."""
+    ready = [(*prepare(stream.q, stream.k, stream.prepare), stream.v) for stream in streams]
+    q, k, v = (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] for parts in zip(*ready, strict=True))
+    return q, k, v

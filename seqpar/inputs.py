@@ -1,0 +1,86 @@
+"""Rank 0's inputs are everyone's: what a caller passes is broadcast from rank 0, at every call, before it is used.
+
+Ranks that were given different noise, labels or timesteps would each compute their tokens of another picture, and the
+result would be wrong without an error. A call costs one gather of 8 bytes a rank on the host, which finds inputs of
+unequal form, and one broadcast of all tensors in one buffer (by NCCL on GPUs).
+When it wins: always; comparing the inputs would need as many bytes, and a wait for the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seqpar.mesh import Mesh
+
+ALIGN = 16  # bytes between the tensors in the buffer: views of any dtype are possible
+
+
+def agree(mesh: Mesh, form: Mapping[str, object]) -> None:
+    """Raise one ValueError on every rank where `form` differs between ranks; it is compared by its `repr`."""
+    if mesh.world.size == 1:
+        return
+    texts = {name: repr(value) for name, value in sorted(form.items())}
+    digest = hashlib.blake2b(repr(texts).encode(), digest_size=8).digest()
+    mine = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=_host(mesh))
+    every = mine.new_empty(mesh.world.size)
+    dist.all_gather_into_tensor(every, mine, group=mesh.world.group)
+    if len(set(every.tolist())) > 1:
+        raise ValueError(_difference(mesh.collect(texts)))
+
+
+def from_rank_0(
+    mesh: Mesh, tensors: Mapping[str, Tensor], form: Mapping[str, object] | None = None
+) -> dict[str, Tensor]:
+    """Rank 0's tensors on every rank and its device, as views of one buffer; with one rank the tensors as they are.
+
+    form: what else must be equal on all ranks. Raises one ValueError on every rank where names, shapes, dtypes or
+    `form` differ between ranks. Every rank must call it at the same time.
+    """
+    if mesh.world.size == 1:
+        return dict(tensors)
+    shapes = {name: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in tensors.items()}
+    agree(mesh, {**shapes, **(form or {})})
+    rooms, buffer = _rooms(mesh, tensors)
+    if mesh.is_main:
+        for name, room in rooms.items():
+            room.copy_(tensors[name].detach())
+    if len(buffer):
+        dist.broadcast(buffer, src=0, group=mesh.world.group)
+    return rooms
+
+
+def _rooms(mesh: Mesh, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """A place for each tensor in one buffer on this rank's device, and the buffer."""
+    sizes = {name: x.numel() * x.element_size() for name, x in tensors.items()}
+    buffer = torch.empty(
+        sum(-(-size // ALIGN) * ALIGN for size in sizes.values()), dtype=torch.uint8, device=mesh.device
+    )
+    rooms, start = {}, 0
+    for name in sorted(tensors):
+        room = buffer[start : start + sizes[name]].view(tensors[name].dtype)
+        rooms[name] = room.view(tensors[name].shape)
+        start += -(-sizes[name] // ALIGN) * ALIGN
+    return {name: rooms[name] for name in tensors}, buffer
+
+
+def _host(mesh: Mesh) -> torch.device:
+    """Where small numbers are gathered: on the host where the process group can, else on the device."""
+    config = dist.get_backend_config(mesh.world.group)
+    return torch.device("cpu") if "cpu:" in config else mesh.device
+
+
+def _difference(every: list[dict[str, str]]) -> str:
+    """What a rank was given otherwise than rank 0."""
+    first = every[0]
+    rank, other = next((rank, texts) for rank, texts in enumerate(every) if texts != first)
+    name = next(name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name))
+    got, wanted = other.get(name, "nothing"), first.get(name, "nothing")
+    return (
+        f"got {name} {got} on rank {rank}, expected {wanted} as on rank 0: values may differ between ranks (rank 0's "
+        f"are used), but names, shapes, dtypes and numbers of steps may not"
+    )

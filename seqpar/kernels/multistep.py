@@ -1,0 +1,197 @@
+"""Guidance and one step of any linear scheduler on this rank's tokens, with the history in ring buffers; one pass.
+
+For state x_i and guided prediction o_i: x_(i+1) = sum_j a_j x_(i-j) + sum_j b_j o_(i-j) + noise_i, and the model sees
+x_(i+1) times the next step's input scale. Coefficients, guidance scales and slots of the history are picked on the
+device by the step counter, so a CUDA graph can replay the step. History whose coefficient is zero is not read: it may
+be another run's, or NaN.
+When it wins: always on a GPU, where plain torch makes more than twenty launches of a latent-sized step. With one state
+and one output it moves DDIM's bytes: read x and both predictions, write x; more history adds one read a slot.
+Products and sums are rounded one by one, as plain torch rounds them: kernel and reference give the same bits.
+Source: the coefficients come from `seqpar.sampling.schedules`; classifier-free guidance is arXiv 2207.12598.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels._triton import fused, jit, tl
+from seqpar.kernels.ddim import guide
+
+BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Steps:
+    """All S steps of a run with P states and Q outputs a step; every tensor has the state's dtype and is contiguous.
+
+    table_SK: K = 1 + P + Q coefficients a step: what the model's next input is scaled by, a_0 .. a_(P-1), b_0 ..
+    b_(Q-1). guidance_S: scales, on the first `guided` columns of a token (all where None). noise_SnlC: what is added,
+    already weighted (None: nothing).
+    """
+
+    table_SK: Tensor
+    guidance_S: Tensor
+    guided: int | None = None
+    noise_SnlC: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class History:
+    """Ring buffers: x_i is in slot i % P of states_PnlC, o_i goes to slot i % (Q - 1) of outputs_QnlC.
+
+    outputs_QnlC has Q - 1 slots and is None where Q is 1. seen_nlC is the model's input, None where P is 1 and the
+    model's input is the state itself.
+    """
+
+    states_PnlC: Tensor
+    outputs_QnlC: Tensor | None
+    seen_nlC: Tensor | None
+
+
+# images, tokens, columns of the state, columns of the model's output, states, outputs
+CASES: tuple[dict[str, int], ...] = (
+    {"images": 1, "tokens": 1, "columns": 16, "outputs": 32, "P": 1, "Q": 1},
+    {"images": 3, "tokens": 85, "columns": 16, "outputs": 32, "P": 2, "Q": 2},
+    {"images": 2, "tokens": 5, "columns": 12, "outputs": 12, "P": 3, "Q": 4},
+    {"images": 1, "tokens": 130, "columns": 64, "outputs": 64, "P": 1, "Q": 3},
+    {"images": 1, "tokens": 4096, "columns": 16, "outputs": 32, "P": 2, "Q": 2},
+    {"images": 1, "tokens": 16384, "columns": 16, "outputs": 32, "P": 1, "Q": 1},
+    {"images": 4, "tokens": 16384, "columns": 64, "outputs": 64, "P": 3, "Q": 3},
+)
+
+
+def guided_multistep(
+    history: History, cond_nlM: Tensor, uncond_nlM: Tensor | None, steps: Steps, step: Tensor, bad: Tensor
+) -> None:
+    """Move the state (n, l, C), fp32 or fp64, one step on, in place.
+
+    cond, uncond: the model's outputs, (n, l, M >= C), of which the first C columns count; uncond is None without
+    guidance. step: the index of this step, a scalar on the device. bad: the first step that made something non-finite,
+    a scalar of the same kind; it starts at the number of steps.
+    """
+    (launch if fused(history.states_PnlC, cond_nlM, uncond_nlM) else reference)(
+        history, cond_nlM, uncond_nlM, steps, step, bad
+    )
+
+
+def reference(
+    history: History, cond_nlM: Tensor, uncond_nlM: Tensor | None, steps: Steps, step: Tensor, bad: Tensor
+) -> None:
+    """`guided_multistep` in plain torch, without waiting on the host either."""
+    states, outputs = history.states_PnlC, history.outputs_QnlC
+    index, slots = step.view(1), len(states)
+    scale, *weights = steps.table_SK.index_select(0, index)[0].unbind()
+    x = _slot(states, index)
+    m = guide(x, cond_nlM, uncond_nlM, steps.guidance_S.index_select(0, index)[0], steps.guided)
+    new = weights[0] * x + weights[slots] * m
+    for j in range(1, slots):
+        new = new + weights[j] * _used(_slot(states, index - j), weights[j])
+    if outputs is not None:
+        for j in range(1, len(outputs) + 1):
+            new = new + weights[slots + j] * _used(_slot(outputs, index - j), weights[slots + j])
+        outputs.index_copy_(0, index.remainder(len(outputs)), m[None])
+    if steps.noise_SnlC is not None:
+        new = new + steps.noise_SnlC.index_select(0, index)[0]
+    states.index_copy_(0, (index + 1).remainder(slots), new[None])
+    if history.seen_nlC is not None:
+        history.seen_nlC.copy_(scale * new)
+    torch.where(new.isfinite().all(), bad, torch.minimum(bad, step), out=bad)
+
+
+def _slot(ring_RnlC: Tensor, index: Tensor) -> Tensor:
+    return ring_RnlC.index_select(0, index.remainder(len(ring_RnlC)))[0]
+
+
+def _used(x: Tensor, weight: Tensor) -> Tensor:
+    """`x`, or zeros where its weight is zero: it may be NaN there, from a run that ended before."""
+    return torch.where(weight != 0, x, 0.0)
+
+
+def launch(
+    history: History, cond_nlM: Tensor, uncond_nlM: Tensor | None, steps: Steps, step: Tensor, bad: Tensor
+) -> None:
+    """`guided_multistep` by the kernel. Everything is contiguous; predictions only within a token."""
+    states, outputs, seen = history.states_PnlC, history.outputs_QnlC, history.seen_nlC
+    slots, images, tokens, width = states.shape
+    count = 1 if outputs is None else len(outputs) + 1
+    tables = (("table", steps.table_SK), ("guidance", steps.guidance_S), ("noise", steps.noise_SnlC))
+    for name, tensor in (("state", states), ("history of outputs", outputs), ("model input", seen), *tables):
+        if tensor is not None and not (tensor.is_contiguous() and tensor.dtype == torch.float32):
+            raise ValueError(f"got a {name} {tensor.dtype} {tensor.stride()}, expected contiguous fp32")
+    if steps.table_SK.shape[1] != 1 + slots + count:
+        raise ValueError(f"got a table {tuple(steps.table_SK.shape)}, expected 1 + {slots} + {count} columns")
+    strides: list[int] = []
+    for output in (cond_nlM, uncond_nlM):
+        if output is not None and (output.stride(-1) != 1 or output.shape[-1] < width):
+            raise ValueError(f"got predictions {tuple(output.shape)}, expected {width} contiguous columns or more")
+        strides += [0, 0] if output is None else output.stride()[:2]
+    guided = width if steps.guided is None else steps.guided
+    grid = (-(-tokens * width // BLOCK), images)
+    tensors = (states, outputs, seen, cond_nlM, uncond_nlM, steps.noise_SnlC, steps.table_SK, steps.guidance_S)
+    # without fusion into fma the bits are plain torch's
+    multistep_kernel[grid](
+        *tensors, step, bad, tokens, *strides,
+        C=width, GUIDED=guided, P=slots, Q=count, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@jit
+def multistep_kernel(
+    states,
+    outputs,
+    seen,
+    cond,
+    uncond,
+    noise,
+    table,
+    guidance,
+    step,
+    bad,
+    tokens,
+    cond_image,
+    cond_token,
+    uncond_image,
+    uncond_token,
+    C: tl.constexpr,
+    GUIDED: tl.constexpr,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    image = tl.program_id(1).to(tl.int64)
+    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = here < tokens * C
+    token, column = (here // C).to(tl.int64), here % C
+    now = tl.load(step).to(tl.int64)
+    size = tl.num_programs(1).to(tl.int64) * tokens * C  # of a slot
+    at = image * tokens * C + here
+    row = table + now * (1 + P + Q)
+    x = tl.load(states + (now % P) * size + at, mask, 0.0)
+    m = tl.load(cond + image * cond_image + token * cond_token + column, mask, 0.0).to(tl.float32)
+    if uncond is not None:
+        u = tl.load(uncond + image * uncond_image + token * uncond_token + column, mask, 0.0).to(tl.float32)
+        m = tl.where(column < GUIDED, u + tl.load(guidance + now) * (m - u), m)
+    new = tl.load(row + 1) * x + tl.load(row + 1 + P) * m
+    # + P and + Q: slots of steps before the first are not negative (their weights are zero, so nothing is read)
+    for j in tl.static_range(1, P):  # pyright: ignore[reportGeneralTypeIssues]
+        weight = tl.load(row + 1 + j)
+        new += weight * tl.load(
+            states + ((now + P - j) % P) * size + at, here < tl.where(weight != 0, tokens * C, 0), 0.0
+        )
+    for j in tl.static_range(1, Q):  # pyright: ignore[reportGeneralTypeIssues]
+        weight = tl.load(row + 1 + P + j)
+        new += weight * tl.load(
+            outputs + ((now + Q - 1 - j) % (Q - 1)) * size + at, here < tl.where(weight != 0, tokens * C, 0), 0.0
+        )
+    if Q > 1:
+        tl.store(outputs + (now % (Q - 1)) * size + at, m, mask)
+    if noise is not None:
+        new += tl.load(noise + now * size + at, mask, 0.0)
+    tl.store(states + ((now + 1) % P) * size + at, new, mask)
+    if seen is not None:
+        tl.store(seen + at, tl.load(row) * new, mask)
+    broken = tl.sum((mask & ~(tl.abs(new) < float("inf"))).to(tl.int32), 0) != 0
+    tl.atomic_min(bad, now, mask=broken, sem="relaxed")

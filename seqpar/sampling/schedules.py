@@ -1,0 +1,231 @@
+"""Traces a diffusers scheduler to coefficients, so that its steps run on local tokens inside the CUDA graph.
+
+Most schedulers are linear: the next state is a sum of the last states and model outputs, with weights that depend only
+on the step. A copy of the scheduler is run once, before the loop, on small random vectors in fp64, and the weights are
+solved for by least squares. Noise that a scheduler draws in its step enters linearly, too: it is drawn before the loop,
+in the same order, and mixed into one tensor a step. Whether a scheduler is linear is found by trying: there are many
+more equations than weights, at several magnitudes, so that clipping, thresholding and constants leave a residual.
+When it wins: always against stepping the gathered latents on every rank, which waits for the host at every step.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+MOST = 4  # states or outputs that a step may need, this step's included
+CLEAN, ENOUGH = 1e-10, 1e-6  # relative residuals: of arithmetic alone; of a row that is accepted
+SHAPE = (2, 4, 4, 4)  # of the vectors: latents in small, 128 equations for at most some 20 weights
+MAGNITUDES = (1.0, 1e-2, 1e3, 30.0)  # of the vectors' elements in turn: what is linear scales with them
+CASTS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.type}
+RANDOM = {torch.rand, torch.rand_like, torch.randint, torch.normal, torch.bernoulli, torch.multinomial,
+          torch.Tensor.normal_, torch.Tensor.uniform_}  # fmt: skip
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
+
+
+class NotLinearError(Exception):
+    """The scheduler works, but its steps are no coefficients; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A run of S model evaluations as coefficients, all fp64 on the CPU.
+
+    x_(i+1) = sum_j states_SP[i, j] x_(i-j) + sum_j outputs_SQ[i, j] o_(i-j) + sum_k noise_SK[i, k] z_k for the states
+    x, model outputs o and draws z; the model sees inputs_S[i] x_i. draws: the dtype of each draw, None for the state's.
+    residual: the largest relative error of a row against the scheduler's own step.
+    """
+
+    inputs_S: Tensor
+    states_SP: Tensor
+    outputs_SQ: Tensor
+    noise_SK: Tensor
+    draws: tuple[torch.dtype | None, ...]
+    residual: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a scheduler did on the vectors: S+1 states, S outputs, draws, and how many draws there were after a step."""
+
+    scales: Sequence[float]
+    states: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    draws: Sequence[Tensor]
+    drawn: Sequence[int]
+    dtypes: Sequence[torch.dtype | None]
+
+
+class Recorder(TorchFunctionMode):
+    """Keeps vectors in fp64 where a scheduler casts them, and hands out known vectors where it draws noise."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.draws: list[Tensor] = []
+        self.dtypes: list[torch.dtype | None] = []
+        self._generator = generator
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one of torch's functions, or what stands in for it."""
+        kwargs = kwargs or {}
+        if func in RANDOM:
+            raise NotLinearError(f"it draws random numbers by torch's {func.__name__}")
+        if func in (torch.randn, torch.randn_like):
+            return self._draw(func, args, kwargs)
+        if func in CASTS and args[0].shape == SHAPE and args[0].dtype == torch.float64:
+            return args[0].clone()
+        return func(*args, **kwargs)
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        shape = args[0].shape if func is torch.randn_like else kwargs.get("size", args[0] if args else ())
+        if tuple(shape) != SHAPE:
+            raise NotLinearError(f"it draws noise of a shape of its own ({tuple(shape)} for a state of {SHAPE})")
+        default = args[0].dtype if func is torch.randn_like else torch.get_default_dtype()
+        dtype = kwargs.get("dtype") or default
+        self.dtypes.append(None if dtype == torch.float64 else dtype)
+        self.draws.append(vector(self._generator))
+        return self.draws[-1]
+
+
+def trace(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Schedule:
+    """The coefficients of a diffusers scheduler whose timesteps are set, from its evaluation `begin` on.
+
+    options: keyword arguments of its step, such as eta; see `step_options`. The scheduler itself is not changed.
+    Raises NotLinearError, with the reason, where its steps are no coefficients, and ValueError where it does not work.
+    """
+    record = play(copy.deepcopy(scheduler), options, begin)
+    rows, width = [], (1, 1)
+    for index in reversed(range(len(record.outputs))):  # the first steps have less history, and fit in many ways
+        row = solve(record, index, width)
+        width = max(width[0], len(row[0])), max(width[1], len(row[1]))
+        rows.insert(0, row)
+    noise = torch.zeros(len(rows), len(record.draws), dtype=torch.float64)
+    for index, row in enumerate(rows):
+        noise[index, record.drawn[index + 1] - len(row[2]) : record.drawn[index + 1]] = row[2]
+    return Schedule(
+        torch.tensor(record.scales, dtype=torch.float64),
+        torch.stack([padded(row[0], width[0]) for row in rows]),
+        torch.stack([padded(row[1], width[1]) for row in rows]),
+        noise,
+        tuple(record.dtypes),
+        max(row[3] for row in rows),
+    )
+
+
+def play(scheduler: Any, options: Mapping[str, Any], begin: int) -> Record:
+    """Step the scheduler (it is used up) through its schedule on random vectors."""
+    generator = torch.Generator().manual_seed(0)
+    if begin and hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(begin)
+    timesteps, state, recorder = scheduler.timesteps[begin:], vector(generator), Recorder(generator)
+    outputs = [vector(generator) for _ in timesteps]  # not within the recorder, for which they would be noise
+    scales, states, drawn = [], [state], [0]
+    with recorder:
+        for t, output in zip(timesteps, outputs, strict=True):
+            seen = scheduler.scale_model_input(state, t) if hasattr(scheduler, "scale_model_input") else state
+            scales.append(scale_of(seen, state))
+            state = scheduler.step(output.clone(), t, state.clone(), **options).prev_sample
+            if not state.isfinite().all():
+                raise ValueError(f"step {len(scales)} makes NaN or infinity of finite states and outputs")
+            states.append(state)
+            drawn.append(len(recorder.draws))
+    return Record(scales, states, outputs, recorder.draws, drawn, recorder.dtypes)
+
+
+def solve(record: Record, index: int, width: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, float]:
+    """(states, outputs, noise, residual) of one row, by the fewest states and outputs that reproduce the step.
+
+    width: how many states and outputs other rows need already; these are preferred to a longer history of another kind.
+    """
+    best = float("inf")
+    found: list[tuple[Tensor, Tensor, Tensor, float]] = []
+    most = min(MOST, index + 1)
+    sizes = [(p, q) for p in range(1, most + 1) for q in range(1, most + 1)]
+    sizes.sort(key=lambda size: (max(size[0], width[0]) + max(size[1], width[1]), sum(size), size))
+    for draws in {1: None, most: None}:
+        first = record.drawn[index + 1 - draws]
+        for p, q in sizes:
+            columns = [
+                *(record.states[index - j] for j in range(p)),
+                *(record.outputs[index - j] for j in range(q)),
+                *record.draws[first : record.drawn[index + 1]],
+            ]
+            weights, residual = fit(columns, record.states[index + 1])
+            best = min(best, residual)
+            if residual <= ENOUGH:
+                found.append((weights[:p], weights[p : p + q], weights[p + q :], residual))
+            if residual <= CLEAN:
+                return found[-1]
+    if not found:
+        raise NotLinearError(
+            f"step {index + 1} is not linear in the last {most} states and outputs (relative residual {best:.0e})"
+        )
+    return found[0]
+
+
+def fit(columns: Sequence[Tensor], wanted: Tensor) -> tuple[Tensor, float]:
+    """Weights of the columns that add up to what is wanted, and the relative residual; negligible weights are 0."""
+    scale = magnitudes()
+    matrix = torch.stack([(column / scale).flatten() for column in columns], dim=1)
+    target = (wanted / scale).flatten()
+    norms = matrix.norm(dim=0).clamp_min(1e-300)
+    weights = torch.linalg.lstsq(matrix / norms, target[:, None], driver="gelsd").solution[:, 0]
+    size = float(target.norm()) or 1.0
+    weights = torch.where(weights.abs() < 1e-13 * size, 0.0, weights) / norms
+    return weights, float((matrix @ weights - target).abs().max()) * len(target) ** 0.5 / size
+
+
+def scale_of(seen: Tensor, state: Tensor) -> float:
+    """The number that makes the model's input of the state."""
+    scale = float((seen / state).median())
+    if not torch.allclose(seen, scale * state, rtol=ENOUGH, atol=0):
+        raise NotLinearError("its scale_model_input is no product with a number")
+    return scale
+
+
+def step_options(scheduler: Any, **given: Any) -> dict[str, Any]:
+    """The keyword arguments that this scheduler's step accepts, of those that are given (not None)."""
+    accepted = inspect.signature(scheduler.step).parameters
+    return {name: value for name, value in given.items() if value is not None and name in accepted}
+
+
+def mixed_noise(
+    schedule: Schedule, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> list[Tensor]:
+    """What noise adds at every step: draws like diffusers' own, in its order, mixed; whole, on the CPU."""
+    draws = [randn_tensor(shape, generator=generator, dtype=own or dtype).to(dtype) for own in schedule.draws]
+    mixed = []
+    for weights in schedule.noise_SK:
+        total = torch.zeros(shape, dtype=dtype)
+        for draw, weight in zip(draws, weights.tolist(), strict=True):
+            total = total + weight * draw if weight else total
+        mixed.append(total)
+    return mixed
+
+
+def vector(generator: torch.Generator) -> Tensor:
+    """Random numbers of several magnitudes."""
+    return torch.randn(SHAPE, generator=generator, dtype=torch.float64) * magnitudes()
+
+
+def magnitudes() -> Tensor:
+    """Of a vector's elements, one for each channel."""
+    return torch.tensor(MAGNITUDES, dtype=torch.float64).view(1, -1, 1, 1)
+
+
+def padded(row: Tensor, width: int) -> Tensor:
+    """A row of coefficients with zeros for the history that it does not need."""
+    return torch.nn.functional.pad(row, (0, width - len(row)))

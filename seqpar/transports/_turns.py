@@ -1,0 +1,227 @@
+"""Exchanges whose calls must come in turn: what every transport makes is wrapped in these.
+
+A call out of turn raises the same `TurnError` by every transport, before any data moves. Used out of turn, peer memory
+would be written while it is still read, and collectives would wait for each other for ever. A check is one comparison
+of integers on the host; a CUDA graph contains none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, Protocol, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels.flags import Flags
+from seqpar.protocols import Outboxes
+from seqpar.transports._exchanges import Gather, KeyValues, Rotation, ToHeads, ToTokens
+
+RELEASED = -1  # the turn that never comes: after `Transport.release`
+NEVER = -2  # a call that this exchange does not have
+END = "rotate, read to its end"
+BoxesT = TypeVar("BoxesT", covariant=True)
+ReadT = TypeVar("ReadT", covariant=True)
+
+
+class Owner(Protocol):
+    """What makes exchanges: a transport. unfinished: those whose first call was made and whose last was not, in the
+    order of their first calls."""
+
+    exchanges: WeakSet[Turns]
+    unfinished: list[Turns]
+
+
+class TurnError(RuntimeError):
+    """A call of an exchange came out of turn."""
+
+
+class Turns:
+    """Which call of one exchange is next. Keeps the transport, and with it all memory of the exchange, alive.
+
+    calls: the name of each call and the call of what the transport made, in the order in which they must come.
+    """
+
+    def __init__(
+        self, owner: Owner, what: str, device: torch.device, calls: tuple[tuple[str, Callable[[], object]], ...]
+    ) -> None:
+        self._owner, self._what, self._calls = owner, what, calls
+        self._on_gpu, self._captured = device.type == "cuda", False
+        self._next, self._last = 0, len(calls) - 1
+        owner.exchanges.add(self)
+
+    def take(self, turn: int, call: str) -> None:
+        """Note that it is this turn's call; `TurnError` where it is not. A call that fails counts as made."""
+        if turn != self._next:
+            raise self._error(call)
+        if turn == 0:
+            self._captured = self._capturing()
+            self._owner.unfinished.append(self)
+        if turn == self._last:
+            self._owner.unfinished.remove(self)
+            self._next = 0
+        else:
+            self._next = turn + 1
+
+    def finish(self) -> None:
+        """Make the calls that are missing; see `seqpar.transports._contract.Transport.abandon`."""
+        if not self._captured and self._capturing():
+            raise RuntimeError(
+                f"got the capture of a CUDA graph while {self._what} is unfinished after an error, expected a call "
+                f"outside of a capture first: what is captured is not sent now"
+            )
+        while self._next > 0:
+            name, make = self._calls[self._next]
+            self.take(self._next, name)
+            if not self._captured:  # a capture has sent nothing
+                make()
+
+    def release(self) -> None:
+        """Refuse every later call."""
+        self._next = RELEASED
+
+    def _capturing(self) -> bool:
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
+
+    def _error(self, call: str) -> TurnError:
+        if self._next == RELEASED:
+            return TurnError(f"got {call}() of {self._what} after release(), expected a new exchange; ask for one")
+        names = [name for name, _ in self._calls]
+        return TurnError(
+            f"got {call}() of {self._what}, expected {names[self._next]}(): its calls come in turn "
+            f"({', '.join(names)}); after an error call the transport's abandon() first"
+        )
+
+
+class _Way(Protocol[BoxesT, ReadT]):
+    @property
+    def flags(self) -> Flags | None: ...
+
+    def outboxes(self) -> BoxesT: ...
+
+    def deliver(self, met: bool = False) -> ReadT: ...
+
+
+class WayInTurn(Generic[BoxesT, ReadT]):
+    """One way of an exchange of heads: `ToHeads` or `ToTokens`. made: what the transport made."""
+
+    def __init__(self, made: _Way[BoxesT, ReadT], name: str, turns: Turns, first: int) -> None:
+        self.made, self.flags = made, made.flags
+        self._turns, self._first, self._second = turns, first, first + 1
+        self._names = f"{name}.outboxes", f"{name}.deliver"
+
+    def outboxes(self) -> BoxesT:
+        """See `ToHeads.outboxes`."""
+        self._turns.take(self._first, self._names[0])
+        return self.made.outboxes()
+
+    def deliver(self, met: bool = False) -> ReadT:
+        """See `ToHeads.deliver`."""
+        self._turns.take(self._second, self._names[1])
+        return self.made.deliver(met)
+
+
+class KeyValuesInTurn:
+    """See `KeyValues`. made: what the transport made."""
+
+    def __init__(self, made: KeyValues, turns: Turns, overlap: bool) -> None:
+        self.made, self.flags, self._turns = made, made.flags, turns
+        self._keys, self._values, self._last = (1, 2, 3) if overlap else (NEVER, NEVER, 1)
+
+    def outboxes(self) -> Outboxes:
+        """See `KeyValues.outboxes`."""
+        self._turns.take(0, "outboxes")
+        return self.made.outboxes()
+
+    def start_keys(self) -> None:
+        """See `KeyValues.start_keys`."""
+        self._turns.take(self._keys, "start_keys")
+        self.made.start_keys()
+
+    def start_values(self) -> None:
+        """See `KeyValues.start_values`."""
+        self._turns.take(self._values, "start_values")
+        self.made.start_values()
+
+    def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """See `KeyValues.deliver`."""
+        self._turns.take(self._last, "deliver")
+        return self.made.deliver(met)
+
+
+class GatherInTurn:
+    """See `Gather`. made: what the transport made."""
+
+    def __init__(self, made: Gather, turns: Turns) -> None:
+        self.made, self._turns = made, turns
+
+    def outbox(self) -> Tensor:
+        """See `Gather.outbox`."""
+        self._turns.take(0, "outbox")
+        return self.made.outbox()
+
+    def deliver(self) -> Tensor:
+        """See `Gather.deliver`."""
+        self._turns.take(1, "deliver")
+        return self.made.deliver()
+
+
+class RotationInTurn:
+    """See `Rotation`. made: what the transport made."""
+
+    def __init__(self, made: Rotation, owner: Owner, device: torch.device) -> None:
+        calls = (("outbox", made.outbox), ("rotate", self._begin), (END, self._finish))
+        self.made, self._blocks = made, iter(())
+        self._turns = Turns(owner, "a ring", device, calls)
+
+    def outbox(self) -> Tensor:
+        """See `Rotation.outbox`."""
+        self._turns.take(0, "outbox")
+        return self.made.outbox()
+
+    def rotate(self) -> Iterator[tuple[int, Tensor]]:
+        """See `Rotation.rotate`."""
+        self._turns.take(1, "rotate")  # now: a generator would take its turn when its first block is asked for
+        self._begin()
+        return self._all(self._blocks)
+
+    def _all(self, blocks: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+        # not `yield from`: a caller that stops in the middle must leave the blocks to be passed on by `abandon`
+        for block in blocks:  # noqa: UP028
+            yield block
+        if blocks is self._blocks:  # nobody has abandoned them
+            self._turns.take(2, END)
+
+    def _begin(self) -> None:
+        self._blocks = self.made.rotate()
+
+    def _finish(self) -> None:
+        blocks, self._blocks = self._blocks, iter(())
+        for _ in blocks:
+            pass
+
+
+def both_ways(made: tuple[ToHeads, ToTokens], owner: Owner, device: torch.device) -> tuple[ToHeads, ToTokens]:
+    """The two ways of an exchange of heads, which alternate."""
+    to_heads, to_tokens = made
+    calls = (
+        ("to_heads.outboxes", to_heads.outboxes),
+        ("to_heads.deliver", to_heads.deliver),
+        ("to_tokens.outboxes", to_tokens.outboxes),
+        ("to_tokens.deliver", to_tokens.deliver),
+    )
+    turns = Turns(owner, "an exchange of heads", device, calls)
+    return WayInTurn(to_heads, "to_heads", turns, 0), WayInTurn(to_tokens, "to_tokens", turns, 2)
+
+
+def key_values(made: KeyValues, owner: Owner, device: torch.device, overlap: bool) -> KeyValues:
+    """An exchange of keys and values; `start_keys` and `start_values` are calls of it only with overlap."""
+    starts = (("start_keys", made.start_keys), ("start_values", made.start_values)) if overlap else ()
+    calls = (("outboxes", made.outboxes), *starts, ("deliver", made.deliver))
+    return KeyValuesInTurn(made, Turns(owner, "an exchange of keys and values", device, calls), overlap)
+
+
+def gather(made: Gather, owner: Owner, device: torch.device) -> Gather:
+    """A gather."""
+    return GatherInTurn(made, Turns(owner, "a gather", device, (("outbox", made.outbox), ("deliver", made.deliver))))

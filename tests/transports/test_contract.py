@@ -15,7 +15,7 @@ from seqpar.kernels.prepare import prepare_into
 from seqpar.kernels.push import push
 from seqpar.local import reference
 from seqpar.mesh import Axis
-from seqpar.planner.choose import load_transport
+from seqpar.planner.plan import load_transport
 from seqpar.protocols import Prepare
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.trajectory import Conditions

@@ -15,7 +15,7 @@ import torch
 import seqpar.transports
 from seqpar.cli.planning import here
 from seqpar.mesh import Mesh
-from seqpar.planner.choose import Choice, choose_transport, load_transport, transport_between
+from seqpar.planner.plan import Choice, choose_transport, load_transport, transport_between
 from seqpar.transports import _folder
 from tests.attention.test_strategies import CASES, TOLERANCE, moved, sharded, whole
 from tests.support.meshes import LAYOUTS

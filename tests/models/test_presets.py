@@ -115,7 +115,7 @@ def test_large_dit_with_its_defaults_is_the_published_arithmetic() -> None:
 
 @pytest.mark.parametrize("size", [(8, 8), (6, 10)], ids=str)
 def test_rotary_rows_are_the_published_ones(size: tuple[int, int]) -> None:
-    """Attention depends on differences of positions alone, so that a table that counts from 1 gives the same picture."""
+    """Attention sees differences of positions alone, so a table that counts from 1 would give the same picture."""
     model = large_dit.Model(large_dit.Config(256, 1, 32, 32, 48, num_classes=10))  # heads of 8
     index, frequencies = torch.arange(size[0] // 2 * (size[1] // 2)), 10000.0 ** -torch.tensor([0, 0.25, 0.5, 0.75])
     angles = index[:, None] * frequencies

@@ -21,7 +21,7 @@ def test_a_fault_can_be_planted_and_its_test_exists(fault: Fault) -> None:
 
 def test_a_text_that_is_gone_or_there_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("one one two")
-    with pytest.raises(ValueError, match="got 2 places of fault 'twice' in a.py, expected 1"):
+    with pytest.raises(ValueError, match="got 2 places of fault 'twice'"):
         Fault("twice", "a.py", "one", "1", "", "").apply(tmp_path)
     with pytest.raises(ValueError, match="got 0 places"):
         Fault("gone", "a.py", "three", "3", "", "").apply(tmp_path)

@@ -2,6 +2,7 @@
 
     python -m tests.support.structure            # print them
     python -m tests.support.structure --write    # write them into the page
+    python -m tests.support.structure --calls    # print the calls of the recorded run, to repair the walkthrough with
 
 Read from the source by `ast`, except the calls between `run` and a kernel, which are recorded while a picture is made.
 `tests/test_structure.py` compares the page with what this makes, and holds the counts to `LIMITS`.
@@ -197,8 +198,13 @@ def main() -> None:
     """Print the counts or write them into the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write them into {relative(PAGE)}")
+    parser.add_argument("--calls", action="store_true", help="print what called what, in order of the first calls")
     arguments: Any = parser.parse_args()
-    made = block(record()[1])
+    calls, stacks = record()
+    if arguments.calls:
+        print(*(f"{' '.join(caller)} -> {' '.join(called)}" for caller, called in calls), sep="\n")
+        return
+    made = block(stacks)
     if arguments.write:
         PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")
     print(made)

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("seqpar", "launch", "tests", "pyproject.toml")
 DEADLINE_S = 600  # of all tests without a fault
 HANG_S = 45  # of one test: where a fault fails one rank, the others wait for it
+MISTAKES = ("SyntaxError", "NameError", "ImportError", "AttributeError", "TypeError", "UnboundLocalError")
 FAILED = 1  # pytest's exit status where tests ran and some failed; every other status but 0 is a broken entry
 
 
@@ -232,17 +233,27 @@ def run(root: Path, tests: Sequence[str]) -> tuple[int, str]:
     return done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
 
 
+def verdict(status: int, text: str) -> str:
+    """What a test process with a fault says about its entry: only an entry that is caught begins with that word."""
+    if status == 0:
+        return "SURVIVES"
+    if status != FAILED:
+        return f"BROKEN ENTRY (pytest's exit status {status})"
+    if wrong := next((name for name in MISTAKES if name in text), None):
+        return f"BROKEN ENTRY ({wrong}: its text is not a program that runs)"
+    return "caught, by a hang" if "Timeout" in text else "caught"
+
+
 def replay(fault: Fault) -> bool:
     """Whether the fault is caught; prints its line of the table."""
     start = time.monotonic()
     with copied(fault) as root:
         status, text = run(root, (fault.test,))
-    how = "caught, by a hang" if "Timeout" in text else "caught"
-    verdict = {FAILED: how, 0: "SURVIVES"}.get(status, f"BROKEN ENTRY (pytest's exit status {status})")
-    print(f"| {fault.name} | {verdict} | {time.monotonic() - start:.0f} |", flush=True)
-    if status not in (0, FAILED):
+    found = verdict(status, text)
+    print(f"| {fault.name} | {found} | {time.monotonic() - start:.0f} |", flush=True)
+    if found.startswith("BROKEN"):
         print(text)
-    return status == FAILED
+    return found.startswith("caught")
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faults import FAILED, FAULTS, ROOT, Fault, run
+from tests.support.faults import FAILED, FAULTS, ROOT, Fault, run, verdict
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -32,5 +32,8 @@ def test_a_text_that_is_gone_or_there_twice_is_refused(tmp_path: Path) -> None:
 def test_what_a_run_says_is_told_apart(tmp_path: Path) -> None:
     """A test that fails, one that passes, and an entry whose test is not there: neither caught nor survived."""
     (tmp_path / "test_a.py").write_text("def test_passes(): pass\ndef test_fails(): raise ValueError\n")
-    wanted = [("test_passes", 0), ("test_fails", FAILED), ("test_that_is_gone", 4)]
-    assert [run(tmp_path, (f"test_a.py::{name}",))[0] for name, _ in wanted] == [status for _, status in wanted]
+    names = ("test_passes", "test_fails", "test_that_is_gone")
+    ends = [run(tmp_path, (f"test_a.py::{name}",)) for name in names]
+    assert [status for status, _ in ends] == [0, FAILED, 4]
+    assert [verdict(*end).split()[0] for end in ends] == ["SURVIVES", "caught", "BROKEN"]
+    assert verdict(FAILED, "NameError: name 'x' is not defined").startswith("BROKEN")

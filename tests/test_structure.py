@@ -78,12 +78,13 @@ def test_the_walkthrough_is_what_calls_what(record: tuple[Calls, Stacks]) -> Non
     assert untrue(steps, record[0]) == []
 
 
-def test_negative_control_a_walkthrough_that_is_untrue_is_noticed(record: tuple[Calls, Stacks]) -> None:
-    steps, calls = walk(), record[0]
-    (depth, last), gone = steps[-1], Place("seqpar/mesh.py", "Mesh.is_gone")
-    assert untrue([*steps[:-1], (depth, gone)], calls) == [f"{START} does not call {gone}"]
-    assert untrue([steps[0], (1, last), *steps[1:-1]], calls) == [f"{START} calls {steps[1][1]} earlier"]
-    assert untrue([(0, START), (2, last)], calls) == [f"{last}: indented below nothing"]
+def test_negative_control_a_walkthrough_that_is_untrue_is_noticed() -> None:
+    a, b, c, d = (Place("a.py", name) for name in "abcd")
+    calls = [(a, b), (b, c), (a, d)]
+    assert untrue([(0, a), (1, b), (2, c), (1, d)], calls) == []
+    assert untrue([(0, a), (1, b), (1, c)], calls) == [f"{a} does not call {c}"]
+    assert untrue([(0, a), (1, d), (1, b)], calls) == [f"{a} calls {b} earlier"]
+    assert untrue([(0, a), (2, c)], calls) == [f"{c}: indented below nothing"]
 
 
 def test_the_counts_on_the_page_are_those_of_the_code(record: tuple[Calls, Stacks]) -> None:

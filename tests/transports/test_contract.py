@@ -173,10 +173,12 @@ def failed(rank: int, world: int, device: torch.device, strategy: str, name: str
     """How often attention was wrong after its local attention had failed on some ranks."""
     state, wrong, shard = {"fails": False}, 0, Shard(13, world)
 
-    def core(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def core(
+        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /
+    ) -> tuple[Tensor, Tensor]:
         if state["fails"]:
             raise ArithmeticError
-        return reference.attend(*tensors)
+        return reference.attend(q_BLHD, k_BLGD, v_BLGD, mask_BL)
 
     attend: Any = build(strategy, mesh_for(strategy, world, device), shard, core, name)
     for round_ in range(5):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tyro
-from seqpar.planner.choose import parse_mesh
+from seqpar.planner.plan import parse_mesh
 
 from seqpar.cli.args import Args
 from seqpar.cli.job import check, parse_size

@@ -1,6 +1,6 @@
 """torch's own attention kernels, called directly because they return the log-sum-exp that a ring needs.
 
-When it wins: always there, without another package, and the first choice where the table in `seqpar.planner.choose`
+When it wins: always there, without another package, and the first choice where the table in `seqpar.planner.plan`
 names no other. cuDNN on Hopper and later, torch's FlashAttention-2 before and for head dims over 128, the
 memory-efficient kernel for fp32 and for key masks where FlashAttention-2 would be taken, a flash kernel on the CPU.
 Takes strided views as they are.

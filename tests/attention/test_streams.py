@@ -308,5 +308,3 @@ def test_a_key_bias_is_finite_and_its_rows_are_aligned(dtype: torch.dtype) -> No
     assert bias.isfinite().all()
     assert bias.stride() == (32, 1)
     assert torch.equal(is_kept(bias), mask)
-
-

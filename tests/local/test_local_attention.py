@@ -8,7 +8,7 @@ import torch
 from seqpar.kernels.merge import merge
 from seqpar.local import flash, reference, sdpa
 from seqpar.masks import key_bias
-from seqpar.planner.choose import choose_local
+from seqpar.planner.plan import choose_local
 from tests.conftest import DEVICE
 from tests.support.meshes import random
 

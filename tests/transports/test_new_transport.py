@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import seqpar.transports
-from seqpar.cli.planning import here
 from seqpar.mesh import Mesh
-from seqpar.planner.choose import Choice, choose_transport, transport_between
+from seqpar.planner.machine import curve_of
+from seqpar.planner.plan import Choice, choose_transport, transport_between
 from seqpar.transports import _folder
 from tests.attention import test_streams
 from tests.attention.test_strategies import CASES, TOLERANCE, moved, sharded, whole
@@ -80,7 +80,7 @@ def test_a_new_transport_is_held_to_the_contract(ranks: Pool) -> None:
 def named(rank: int, world: int, device: torch.device) -> tuple[Choice, str, str, bool]:
     """What the planner says of it: as asked, its rates, what "auto" takes, and whether it is listed."""
     mesh = make_mesh(device, cfg=1)
-    rates, auto = here(device, world, NAME).transport, transport_between(mesh.world, device).name
+    rates, auto = curve_of(NAME, device.type), transport_between(mesh.world, device).name
     return choose_transport(NAME, mesh), rates, auto, NAME in _folder.names()
 
 

@@ -71,7 +71,9 @@ def test_exact_mode_refuses_rings_and_attentions_that_may_differ(monkeypatch: py
         return search(dit.work(dit.PRESETS["dit-s/8"]), load, ring, wish, CPU, "gloo", None).best.strategy
 
     for name in ("auto", "ring", "usp"):
-        with pytest.raises(ValueError, match="expected kv_gather or ulysses or kv_first and no ring axis"):
+        with pytest.raises(
+            ValueError, match="in exact mode, expected kv_gather or ulysses or kv_first and no ring axis"
+        ):
             taken(name, 2)
     for name in ("kv_gather", "kv_first"):
         assert taken(name, 2) == name

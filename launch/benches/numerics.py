@@ -30,7 +30,8 @@ from seqpar.mesh import Mesh, pick_device
 from seqpar.models import large_dit
 from seqpar.pipelines.class_labels import Files
 from seqpar.protocols import SequenceModel
-from seqpar.sampling.loop import Order, Run, draw_noise, steps_locally, why_no_graph
+from seqpar.sampling.loop import Order, Run, draw_noise, why_no_graph
+from seqpar.sampling.steppers import steps_locally
 from seqpar.sampling.trajectory import Guidance
 from seqpar.weights.checkpoint import from_state_dict
 from seqpar.weights.find import Blueprint, from_diffusers

@@ -23,7 +23,8 @@ def given(stream: Stream) -> Given:
         return stream
     dim = len(stream.weight) // (stream.heads + 2 * stream.kv_heads)
     made = F.linear(stream.x, stream.weight, stream.bias).unflatten(-1, (-1, dim))
-    return Given(*made.split((stream.heads, stream.kv_heads, stream.kv_heads), dim=2), stream.prepare)
+    q, k, v = made.split((stream.heads, stream.kv_heads, stream.kv_heads), dim=2)
+    return Given(q, k, v, stream.prepare)
 
 
 def query(stream: Stream) -> Tensor:
@@ -105,7 +106,8 @@ def write(streams: Sequence[Given], boxes: Outboxes, flags: Flags | None = None,
 
 def split_out(out_BlHD: Tensor, streams: Sequence[Stream]) -> tuple[Tensor, ...]:
     """The outputs of the streams, as views of the output of their joined tokens."""
-    return (out_BlHD,) if len(streams) == 1 else out_BlHD.split([stream.tokens for stream in streams], dim=1)
+    sizes = [stream.tokens for stream in streams]
+    return (out_BlHD,) if len(sizes) == 1 else tuple(out_BlHD.split(sizes, dim=1))
 
 
 def want_gradients(streams: Sequence[Stream]) -> bool:

@@ -10,13 +10,13 @@ import torch
 import seqpar.local
 import seqpar.transports
 from seqpar.cli.args import Args
-from seqpar.mesh import Mesh
+from seqpar.mesh import Mesh, default_dtype
 from seqpar.pipelines.class_labels import Files
 from seqpar.pipelines.pictures import check_writable
-from seqpar.planner.choose import parse_mesh
+from seqpar.planner.plan import parse_mesh
 from seqpar.planner.predict import Load
 from seqpar.protocols import plugin
-from seqpar.sampling.trajectory import TABLE_BYTES, Guidance, check_layout
+from seqpar.sampling.trajectory import Guidance, check_layout
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN_BY_DEFAULT = 12  # number of classes if the user names none
@@ -52,18 +52,7 @@ class Job:
     @property
     def load(self) -> Load:
         """The sizes that the planner needs."""
-        model, config = self.files.blueprint.meta(), self.files.blueprint.config
-        return Load(
-            images=len(self.pictures),
-            tokens=self.tokens,
-            guidance=self.guidance.on,
-            steps=self.evaluations,
-            itemsize=self.dtype.itemsize,
-            parameters=sum(x.numel() for x in model.parameters()),
-            latent=config.in_channels * config.patch_size**2,
-            labels=len(set(self.pictures)) + self.guidance.on,
-            table=TABLE_BYTES,
-        )
+        return self.files.load_of(self.pictures, self.guidance, self.evaluations, self.dtype, self.size)
 
 
 def check(args: Args, mesh: Mesh, guidance: Guidance) -> Job:
@@ -119,5 +108,5 @@ def _check_names(args: Args) -> None:
 
 def _dtype(args: Args, mesh: Mesh) -> torch.dtype:
     """The data type of weights; a plan for a number of GPUs takes a GPU's, also on a machine without one."""
-    on_gpu = mesh.device.type == "cuda" or bool(args.dry_run)
-    return DTYPES.get(args.dtype, torch.bfloat16 if on_gpu else torch.float32)
+    device = torch.device("cuda") if args.dry_run else mesh.device
+    return DTYPES.get(args.dtype, default_dtype(device))

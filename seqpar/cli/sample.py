@@ -9,7 +9,7 @@ from torch import Tensor
 from seqpar import exact
 from seqpar.cli.args import Args
 from seqpar.cli.job import Job, check
-from seqpar.cli.plan import dry_run
+from seqpar.cli.plan import dry_run, wish_of
 from seqpar.cli.planning import shared_plan
 from seqpar.cli.progress import Progress
 from seqpar.cli.summary import parameters, summary
@@ -35,12 +35,10 @@ def run(args: Args) -> None:
 
 def make_pictures(args: Args, job: Job, ranks: Mesh) -> None:
     """Plan, load, sample, decode and save; rank 0 prints and writes."""
-    plan = shared_plan(
-        job.load, job.files.blueprint, ranks, args.mesh, args.strategy, args.transport, job.dtype, args.exact
-    )
-    mesh = Mesh.from_env(*plan.best.sizes.values())
+    plan = shared_plan(job.load, job.files.blueprint, ranks, wish_of(args), job.dtype)
     started = time.perf_counter()
-    pipeline = Pipeline.load(job.files, mesh, job.dtype, plan.best.strategy, args.local, args.transport)
+    pipeline = Pipeline.load(job.files, None, job.dtype, plan=plan)
+    mesh = pipeline.dit.mesh
     loaded = time.perf_counter() - started
     _say(mesh, summary(args, pipeline, job, plan))
     latents, per_step = _sample(args, job, pipeline)

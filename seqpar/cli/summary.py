@@ -15,7 +15,7 @@ from seqpar.cli.job import DTYPES, Job
 from seqpar.kernels import gated_linear
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import Pipeline
-from seqpar.planner.search import Plan
+from seqpar.planner.plan import Plan
 from seqpar.sampling.loop import why_not_captured
 from seqpar.sampling.steppers import Decision, decide
 

@@ -18,10 +18,13 @@ from torch import Tensor
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines.pictures import to_pil
+from seqpar.planner.plan import Plan, make, work_of
+from seqpar.planner.predict import Load
+from seqpar.planner.search import Wish
 from seqpar.sampling.loop import Sampler, draw_noise
 from seqpar.sampling.schedules import FAILURES
 from seqpar.sampling.steppers import check_eta, decide
-from seqpar.sampling.trajectory import Guidance
+from seqpar.sampling.trajectory import TABLE_BYTES, Guidance
 from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
 from seqpar.weights.checkpoint import read_json
 from seqpar.weights.find import Blueprint, locate, resolve
@@ -94,6 +97,28 @@ class Files:
                 f"x decoder {self.factor})"
             )
         return pixels[0] // self.factor, pixels[1] // self.factor
+
+    def load_of(
+        self,
+        classes: Sequence[str | int],
+        guidance: Guidance,
+        evaluations: int,
+        dtype: torch.dtype,
+        size: tuple[int, int] | None = None,
+    ) -> Load:
+        """What the planner must know: a picture of each class, so many calls of the model, the size in pixels."""
+        config, (height, width) = self.blueprint.config, self.latent_size(size)
+        return Load(
+            images=len(classes),
+            tokens=height * width // config.patch_size**2,
+            guidance=guidance.on,
+            steps=evaluations,
+            itemsize=dtype.itemsize,
+            parameters=sum(x.numel() for x in self.blueprint.meta().parameters()),
+            latent=config.in_channels * config.patch_size**2,
+            labels=len(set(classes)) + guidance.on,
+            table=TABLE_BYTES,
+        )
 
     def scheduler(self, name: str | None = None) -> Any:
         """The folder's scheduler, or diffusers' class of another name with the same configuration.
@@ -177,14 +202,17 @@ class Pipeline:
     @staticmethod
     def load(
         files: Files,
-        mesh: Mesh,
+        mesh: Mesh | None = None,
         dtype: torch.dtype = torch.float32,
         strategy: str = "auto",
         local: str = "auto",
         transport: str = "auto",
+        *,
+        plan: Plan | None = None,
     ) -> Pipeline:
-        """Read the weights; the decoder in the transformer's dtype."""
-        dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local, transport)
+        """Read the weights; the decoder in the transformer's dtype. Arguments are those of `DistributedDiT`."""
+        dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local, transport, plan=plan)
+        mesh = dit.mesh
         folder = files.folder
         if folder is None or files.vae is None:
             return Pipeline(dit, files, None)
@@ -230,11 +258,12 @@ def generate(
     dtype: torch.dtype = torch.float32,
 ) -> list[Image.Image]:
     """Pictures of the given classes, on every rank: the whole path in one call."""
-    wanted = Guidance(guidance)
-    mesh = mesh or Mesh.from_env(guidance=wanted.on)
-    files = mesh.together(lambda: Files.locate(model))
-    mesh.together(lambda: (files.class_ids(classes), files.schedule(None, steps)))
-    with Pipeline.load(files, mesh, dtype) as pipeline:
+    wanted, ranks = Guidance(guidance), mesh or Mesh.joined()
+    files = ranks.together(lambda: Files.locate(model))
+    scheduler, _ = ranks.together(lambda: (files.schedule(None, steps), files.class_ids(classes)))
+    load = files.load_of(classes, wanted, len(scheduler.timesteps), dtype)
+    plan = make(work_of(files.blueprint.config), load, dtype, ranks, Wish(), mesh)
+    with Pipeline.load(files, mesh, dtype, plan=plan) as pipeline:
         return to_pil(pipeline.decode(pipeline.latents(classes, steps=steps, guidance=wanted, seed=seed)))
 
 

@@ -10,10 +10,10 @@ import tyro
 from seqpar.cli.args import Args
 from seqpar.cli.main import command
 from seqpar.cli.sample import run
-from seqpar.planner.search import EXACT
 from seqpar.weights.find import Blueprint
 from tests.cli.processes import seqpar
 from tests.cli.test_sample import printed
+from tests.support.meshes import EXACT
 from tests.support.pool import Pool
 
 
@@ -32,7 +32,9 @@ def test_a_dry_run_ranks_layouts_and_loads_no_weights(
     tables = shown.split("\n\n")[1:]
     assert [table.split(" x ")[0] for table in tables] == ([str(count) for count in counts] or ["1"])
     assert all(("NVIDIA H200" if counts else "CPU") in table for table in tables)
-    rows = tables[-1].splitlines()[2:]
+    *rows, counted = tables[-1].splitlines()[2:]
+    assert counted.startswith("a step: 10.7 TFLOP, ")
+    assert ("the busiest rank sends" in counted) == bool(counts)
     assert len(rows) == (9 if counts else 1)
     assert all("GiB" not in row for row in rows)
     times = [float(row[46:56]) for row in rows]

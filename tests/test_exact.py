@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,8 @@ from torch import Tensor
 
 from seqpar import exact
 from seqpar.attention._streams import project
-from seqpar.distributed import DistributedDiT
 from seqpar.local import flash, reference, sdpa
-from seqpar.mesh import Mesh
-from seqpar.models import dit
-from seqpar.planner.plan import choose_local
-from seqpar.planner.predict import Load
-from seqpar.planner.rates import CPU
-from seqpar.planner.search import Wish, search
+from seqpar.masks import key_bias
 from tests.support.meshes import TRANSPORTS
 
 ROOT = Path(__file__).parents[1]
@@ -63,21 +58,14 @@ def test_no_attention_on_a_cpu_is_said_to_be_exact(module: object) -> None:
 
 def test_exact_mode_refuses_rings_and_attentions_that_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "is_on", lambda: True)
-    load = Load(1, 64, True, 25, 4, 1000, 16, 2, 1 << 20)
-
-    def taken(strategy: str, ring: int) -> str:
-        wish = Wish(axes={"cfg": 1, "ring": ring, "ulysses": 1}, strategy=strategy, exact=True)
-        return search(dit.work(dit.PRESETS["dit-s/8"]), load, ring, wish, CPU, "gloo", None).best.strategy
-
+    two = Axis("ring", 0, 2)
+    ring = replace(Mesh.single(), ring=two, sequence=two)
     for name in ("auto", "ring", "usp"):
-        with pytest.raises(ValueError, match="in exact mode, expected kv_gather or ulysses or kv_first and no ring axis"):
-            taken(name, 2)
+        with pytest.raises(ValueError, match="expected kv_gather or ulysses or kv_first"):
+            choose_strategy(name, ring, 4)
     for name in ("kv_gather", "kv_first"):
-        assert taken(name, 2) == name
-    assert taken("auto", 1) == "ulysses"
-    model = dit.Model(dit.Config(2, 64, 1, num_classes=5))
-    with pytest.raises(ValueError, match="row counts"):  # the mode is looked up where the plan is made
-        DistributedDiT(model, Mesh.single(), local="sdpa")
+        assert choose_strategy(name, ring, 4).name == name
+    assert choose_strategy("auto", Mesh.single(), 4).name == "ulysses"
     for name in ("auto", "sdpa", "reference"):
         with pytest.raises(ValueError, match="row counts"):
             choose_local(name, torch.device("cpu"), torch.float32, 64)
@@ -123,13 +111,17 @@ def differing_attentions() -> list[str]:
             if module.why_not(device, BF16, dim) is not None or module.invariant(device, BF16, dim) is not None:
                 continue
             q, k, v = (_random(2, 1025, 8, dim) for _ in range(3))
-            whole = module.attend(q, k, v)[0]
-            parts = {
-                "queries": torch.equal(module.attend(q[:, 3:88], k, v)[0], whole[:, 3:88]),
-                "heads": torch.equal(module.attend(q[:, :, 3:5], k[:, :, 3:5], v[:, :, 3:5])[0], whole[:, :, 3:5]),
-                "batch": torch.equal(module.attend(q[1:], k[1:], v[1:])[0], whole[1:]),
-            }
-            wrong += [f"{module.__name__}, head dim {dim}: {part}" for part, equal in parts.items() if not equal]
+            bias = key_bias(torch.rand(2, 1025, device=device) > 0.3, BF16)
+            for mask in (None, bias) if module.why_not(device, BF16, dim, mask=True) is None else (None,):
+                whole, last = module.attend(q, k, v, mask)[0], None if mask is None else mask[1:]
+                few = module.attend(q[:, :, 3:5], k[:, :, 3:5], v[:, :, 3:5], mask)[0]
+                parts = {
+                    "queries": torch.equal(module.attend(q[:, 3:88], k, v, mask)[0], whole[:, 3:88]),
+                    "heads": torch.equal(few, whole[:, :, 3:5]),
+                    "batch": torch.equal(module.attend(q[1:], k[1:], v[1:], last)[0], whole[1:]),
+                }
+                name = f"{module.__name__}, head dim {dim}{', masked' if mask is not None else ''}"
+                wrong += [f"{name}: {part}" for part, equal in parts.items() if not equal]
     return wrong
 
 

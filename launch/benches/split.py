@@ -46,7 +46,8 @@ def split(spans: Iterable[Span]) -> dict[str, float]:
 def traced(step: Callable[[], object], steps: int) -> list[Span]:
     """The kernels of `steps` steps on this GPU, in us; empty if the profiler saw none."""
     # one session with a warm-up step: a second session soon after may find nothing
-    with profile(activities=[ProfilerActivity.CUDA], schedule=schedule(wait=0, warmup=1, active=1)) as found:
+    session = schedule(wait=0, warmup=1, active=1)
+    with profile(activities=[ProfilerActivity.CUDA], schedule=session, acc_events=True) as found:
         step()
         torch.cuda.synchronize()
         found.step()

@@ -193,7 +193,10 @@ class Sensors:
     def __exit__(self, *error: object) -> None:
         time.sleep(0.1)
         self._process.terminate()
+        self._process.wait()
         self._thread.join(timeout=2)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

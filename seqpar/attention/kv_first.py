@@ -55,6 +55,7 @@ class KVFirst:
         parts = list(zip(here, boxes.split([stream.tokens for stream in here]), strict=True))
         for index, (stream, part) in enumerate(parts):
             prepare_into(None, key(stream) if index else first_k, None, stream.prepare, part)
+        del first_k  # its memory is free for the next GEMMs
         exchange.start_keys()
         for stream, part in parts:
             _write_values(stream, part)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish
 from seqpar.sampling.loop import Sampler, draw_noise
 from seqpar.sampling.schedules import FAILURES
-from seqpar.sampling.steppers import check_eta, decide
+from seqpar.sampling.steppers import check_eta, decide, why_not_driven
 from seqpar.sampling.trajectory import TABLE_BYTES, Guidance
 from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
 from seqpar.weights.checkpoint import read_json
@@ -33,7 +32,6 @@ BUILTIN = Path(__file__).parents[1] / "assets" / "emoji-dit"
 NO_VAE_FACTOR = 8  # of the autoencoder that published DiTs are trained with
 # what the original DiT and Large-DiT use; a pipeline folder brings its own
 DDIM_DEFAULT = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "clip_sample": False}
-STEP = ["model_output", "timestep", "sample"]  # what a scheduler's step may require
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ class Files:
             raise ValueError(
                 f"got scheduler {chosen!r}, which cannot be built: {' '.join(str(error).split())}"
             ) from error
-        if (reason := _why_not(scheduler)) is not None:
+        if (reason := why_not_driven(scheduler)) is not None:
             raise ValueError(f"got scheduler {chosen!r}, which {reason}; expected one like DDIMScheduler")
         return scheduler
 
@@ -281,17 +279,6 @@ def _parts(label: str) -> tuple[str, ...]:
 
 def _and(numbers: Iterable[int]) -> str:
     return " and ".join(map(str, sorted(numbers)))
-
-
-def _why_not(scheduler: Any) -> str | None:
-    """Why the denoising loop cannot drive a scheduler, None where it can."""
-    parameters = signature(scheduler.step).parameters.values() if hasattr(scheduler, "step") else ()
-    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-    if required != STEP:
-        return f"steps with ({', '.join(required)}), not with ({', '.join(STEP)})"
-    if str(getattr(scheduler.config, "variance_type", "")).startswith("learned"):
-        return "needs the model's variances (variance_type learned), which the loop does not pass on"
-    return None
 
 
 def _near(name: str, known: Sequence[str]) -> str:

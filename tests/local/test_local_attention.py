@@ -87,14 +87,14 @@ def test_a_mask_that_is_off_by_one_key_is_noticed() -> None:
 
 
 def test_masks_choose_a_local_attention_that_takes_them() -> None:
-    cuda = torch.device("cuda")
+    cuda, x = torch.device("cuda"), random((1, 2, 1, 8), 0)
     assert flash.why_not(cuda, torch.bfloat16, 128, True) == "takes no key masks"
     assert sdpa.why_not(cuda, torch.bfloat16, 128, True) is None
     assert choose_local("auto", CPU, torch.float32, 64, True).name == "sdpa"
     with pytest.raises(ValueError, match="got a key mask, expected None"):
-        flash.attend(*(torch.zeros(1, 2, 1, 8),) * 3, torch.ones(1, 2, dtype=torch.bool))
+        flash.attend(x, x, x, torch.ones(1, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"got a key bias of torch.float32, expected torch.float64"):
-        sdpa.attend(*(random((1, 2, 1, 8), 0),) * 3, torch.zeros(1, 2))
+        sdpa.attend(x, x, x, torch.zeros(1, 2))
 
 
 @pytest.mark.parametrize("spread", [1.0, 80.0])

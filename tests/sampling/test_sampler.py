@@ -18,10 +18,10 @@ from tests.test_distributed import local
 
 # seed of the noise, labels, guidance, the scheduler's beta_end; another schedule is only other numbers
 FIRST = (2, (3, 7, 3), Guidance(3.0), 0.02)
-SAME_KIND = [(5, (1, 1, 4), Guidance(3.0), 0.02), (2, (7, 3, 3), Guidance(3.0), 0.01), FIRST]
+SAME_KIND = [(5, (1, 1, 4), Guidance(2.0), 0.02), (2, (7, 3, 3), Guidance(3.0), 0.01), FIRST]
 OTHER_KINDS = [
     (2, (3, 7, 1), Guidance(3.0), 0.02),
-    (2, (3, 7, 3), Guidance(2.0), 0.02),
+    (2, (3, 7, 3), Guidance(3.0, 3), 0.02),
     (2, (3, 7), Guidance(3.0), 0.02),
 ]
 
@@ -75,6 +75,6 @@ def test_a_scheduler_that_steps_on_the_host_is_never_kept() -> None:
     with Sampler(dit) as sampler:
         runs = []
         for _ in range(2):
-            sampler(scheduler("EulerDiscreteScheduler"), noise, labels, steps=STEPS, guidance=guidance)
+            sampler(scheduler(thresholding=True), noise, labels, steps=STEPS, guidance=guidance)
             runs.append(sampler._run)
     assert runs[0] is not runs[1]

@@ -95,11 +95,11 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What the flags come to: `classes` as named, `pictures` with each of them repeated."""
+    """What the flags come to: `classes` as named, `pictures` the class number of each picture."""
 
     files: Files
     classes: tuple[str, ...]
-    pictures: list[str]
+    pictures: list[int]
     size: tuple[int, int] | None
     guidance: Guidance
     scheduler: Any
@@ -151,12 +151,12 @@ def run(args: Args) -> None:
     _say(mesh, summary(args, pipeline, job, plan))
     with pipeline, Progress(job.evaluations, mesh) as progress:
         latents = pipeline.latents(job.pictures, steps=args.steps, guidance=guidance, seed=args.seed, size=job.size,
-                                   eta=args.eta, scheduler=args.scheduler, on_step=progress)  # fmt: skip
+                                   eta=args.eta, scheduler=job.scheduler, on_step=progress)  # fmt: skip
         per_step = progress.finish()
     images = pipeline.decode(latents)
     bits = digest(latents)
     if mesh.is_main:
-        labels = [job.files.class_name(number) for number in job.files.class_ids(job.pictures)]
+        labels = [job.files.class_name(number) for number in job.pictures]
         told = parameters(args, pipeline, job) | {"ms_per_step": per_step, "latents": bits}
         save(grid(to_pil(images), labels), args.out, told)
     speed = "a step not measured (one alone is warm-up)" if per_step is None else f"{per_step:.1f} ms a step"
@@ -175,8 +175,7 @@ def check(args: Args, mesh: Mesh, guidance: Guidance) -> Job:
             plugin(package, name, kind)
     files = Files.locate(args.model)
     classes = args.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
-    files.class_ids(classes)
-    pictures = [label for label in classes for _ in range(args.repeat)]
+    pictures = [number for number in files.class_ids(classes) for _ in range(args.repeat)]
     gpu = mesh.device.type == "cuda" or args.dry_run  # --dry-run 4 imagines GPUs where there are none
     dtype = DTYPES.get(args.dtype, torch.bfloat16 if gpu else torch.float32)
     scheduler = files.schedule(args.scheduler, args.steps, args.eta)

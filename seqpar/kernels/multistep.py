@@ -5,8 +5,10 @@ x_(i+1) times the next step's input scale. Coefficients, guidance scales and slo
 device by the step counter, so a CUDA graph can replay the step. History whose coefficient is zero is not read: it may
 be another run's, or NaN.
 When it wins: always on a GPU, where plain torch makes more than twenty launches of a latent-sized step. With one state
-and one output it moves DDIM's bytes: read x and both predictions, write x; more history adds one read a slot.
-Products and sums are rounded one by one, as plain torch rounds them: kernel and reference give the same bits.
+and one output it moves DDIM's bytes: read x and both predictions, write x; more history adds one read a slot. States
+with history are kept in fp64, because differences of states lose digits; the model's input is then a tensor of its own.
+Guidance is computed in the model input's dtype, the sum in fp64. Products and sums are rounded one by one, as plain
+torch rounds them: kernel and reference give the same bits.
 Source: the coefficients come from `seqpar.sampling.schedules`; classifier-free guidance is arXiv 2207.12598.
 """
 
@@ -25,11 +27,11 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class Steps:
-    """All S steps of a run with P states and Q outputs a step; every tensor has the state's dtype and is contiguous.
+    """All S steps of a run with P states and Q outputs a step; every tensor is contiguous.
 
-    table_SK: K = 1 + P + Q coefficients a step: what the model's next input is scaled by, a_0 .. a_(P-1), b_0 ..
+    table_SK, fp64: K = 1 + P + Q coefficients a step: what the model's next input is scaled by, a_0 .. a_(P-1), b_0 ..
     b_(Q-1). guidance_S: scales, on the first `guided` columns of a token (all where None). noise_SnlC: what is added,
-    already weighted (None: nothing).
+    already weighted (None: nothing). These two have the dtype of the model's input.
     """
 
     table_SK: Tensor
@@ -43,7 +45,7 @@ class History:
     """Ring buffers: x_i is in slot i % P of states_PnlC, o_i goes to slot i % (Q - 1) of outputs_QnlC.
 
     outputs_QnlC has Q - 1 slots and is None where Q is 1. seen_nlC is the model's input, None where P is 1 and the
-    model's input is the state itself.
+    model's input is the state itself. States are fp64 where there is a model's input besides them.
     """
 
     states_PnlC: Tensor
@@ -51,30 +53,29 @@ class History:
     seen_nlC: Tensor | None
 
 
-# images, tokens, columns of the state, columns of the model's output, states, outputs
+# images, tokens, columns of the state, columns of the model's output, states, outputs, model's input apart
 CASES: tuple[dict[str, int], ...] = (
-    {"images": 1, "tokens": 1, "columns": 16, "outputs": 32, "P": 1, "Q": 1},
-    {"images": 3, "tokens": 85, "columns": 16, "outputs": 32, "P": 2, "Q": 2},
-    {"images": 2, "tokens": 5, "columns": 12, "outputs": 12, "P": 3, "Q": 4},
-    {"images": 1, "tokens": 130, "columns": 64, "outputs": 64, "P": 1, "Q": 3},
-    {"images": 1, "tokens": 4096, "columns": 16, "outputs": 32, "P": 2, "Q": 2},
-    {"images": 1, "tokens": 16384, "columns": 16, "outputs": 32, "P": 1, "Q": 1},
-    {"images": 4, "tokens": 16384, "columns": 64, "outputs": 64, "P": 3, "Q": 3},
+    {"images": 1, "tokens": 1, "columns": 16, "outputs": 32, "P": 1, "Q": 1, "seen": 0},
+    {"images": 3, "tokens": 85, "columns": 16, "outputs": 32, "P": 2, "Q": 2, "seen": 1},
+    {"images": 2, "tokens": 5, "columns": 12, "outputs": 12, "P": 3, "Q": 4, "seen": 1},
+    {"images": 1, "tokens": 130, "columns": 64, "outputs": 64, "P": 1, "Q": 3, "seen": 0},
+    {"images": 1, "tokens": 5, "columns": 16, "outputs": 32, "P": 1, "Q": 1, "seen": 1},
+    {"images": 1, "tokens": 4096, "columns": 16, "outputs": 32, "P": 2, "Q": 2, "seen": 1},
+    {"images": 1, "tokens": 16384, "columns": 16, "outputs": 32, "P": 1, "Q": 1, "seen": 0},
+    {"images": 4, "tokens": 16384, "columns": 64, "outputs": 64, "P": 3, "Q": 3, "seen": 1},
 )
 
 
 def guided_multistep(
     history: History, cond_nlM: Tensor, uncond_nlM: Tensor | None, steps: Steps, step: Tensor, bad: Tensor
 ) -> None:
-    """Move the state (n, l, C), fp32 or fp64, one step on, in place.
+    """Move the state (n, l, C) one step on, in place.
 
     cond, uncond: the model's outputs, (n, l, M >= C), of which the first C columns count; uncond is None without
     guidance. step: the index of this step, a scalar on the device. bad: the first step that made something non-finite,
     a scalar of the same kind; it starts at the number of steps.
     """
-    (launch if fused(history.states_PnlC, cond_nlM, uncond_nlM) else reference)(
-        history, cond_nlM, uncond_nlM, steps, step, bad
-    )
+    (launch if fused(cond_nlM, uncond_nlM) else reference)(history, cond_nlM, uncond_nlM, steps, step, bad)
 
 
 def reference(
@@ -84,9 +85,9 @@ def reference(
     states, outputs = history.states_PnlC, history.outputs_QnlC
     index, slots = step.view(1), len(states)
     scale, *weights = steps.table_SK.index_select(0, index)[0].unbind()
-    x = _slot(states, index)
-    m = guide(x, cond_nlM, uncond_nlM, steps.guidance_S.index_select(0, index)[0], steps.guided)
-    new = weights[0] * x + weights[slots] * m
+    x, guidance = _slot(states, index), steps.guidance_S.index_select(0, index)[0]
+    m = guide(x.to(guidance.dtype), cond_nlM, uncond_nlM, guidance, steps.guided)
+    new = weights[0] * x.double() + weights[slots] * m.double()
     for j in range(1, slots):
         new = new + weights[j] * _used(_slot(states, index - j), weights[j])
     if outputs is not None:
@@ -94,11 +95,12 @@ def reference(
             new = new + weights[slots + j] * _used(_slot(outputs, index - j), weights[slots + j])
         outputs.index_copy_(0, index.remainder(len(outputs)), m[None])
     if steps.noise_SnlC is not None:
-        new = new + steps.noise_SnlC.index_select(0, index)[0]
-    states.index_copy_(0, (index + 1).remainder(slots), new[None])
+        new = new + steps.noise_SnlC.index_select(0, index)[0].double()
+    states.index_copy_(0, (index + 1).remainder(slots), new[None].to(states.dtype))
     if history.seen_nlC is not None:
         history.seen_nlC.copy_(scale * new)
-    torch.where(new.isfinite().all(), bad, torch.minimum(bad, step), out=bad)
+    kept = new.to(guidance.dtype)
+    torch.where(kept.isfinite().all(), bad, torch.minimum(bad, step), out=bad)
 
 
 def _slot(ring_RnlC: Tensor, index: Tensor) -> Tensor:
@@ -106,8 +108,8 @@ def _slot(ring_RnlC: Tensor, index: Tensor) -> Tensor:
 
 
 def _used(x: Tensor, weight: Tensor) -> Tensor:
-    """`x`, or zeros where its weight is zero: it may be NaN there, from a run that ended before."""
-    return torch.where(weight != 0, x, 0.0)
+    """`x` in fp64, or zeros where its weight is zero: it may be NaN there, from a run that ended before."""
+    return torch.where(weight != 0, x.double(), 0.0)
 
 
 def launch(
@@ -117,10 +119,17 @@ def launch(
     states, outputs, seen = history.states_PnlC, history.outputs_QnlC, history.seen_nlC
     slots, images, tokens, width = states.shape
     count = 1 if outputs is None else len(outputs) + 1
-    tables = (("table", steps.table_SK), ("guidance", steps.guidance_S), ("noise", steps.noise_SnlC))
-    for name, tensor in (("state", states), ("history of outputs", outputs), ("model input", seen), *tables):
-        if tensor is not None and not (tensor.is_contiguous() and tensor.dtype == torch.float32):
-            raise ValueError(f"got a {name} {tensor.dtype} {tensor.stride()}, expected contiguous fp32")
+    single, double = torch.float32, torch.float64
+    for name, tensor, dtype in (
+        ("state", states, single if seen is None else double),
+        ("history of outputs", outputs, single),
+        ("model input", seen, single),
+        ("table", steps.table_SK, double),
+        ("guidance", steps.guidance_S, single),
+        ("noise", steps.noise_SnlC, single),
+    ):
+        if tensor is not None and not (tensor.is_contiguous() and tensor.dtype == dtype):
+            raise ValueError(f"got a {name} {tensor.dtype} {tensor.stride()}, expected contiguous {dtype}")
     if steps.table_SK.shape[1] != 1 + slots + count:
         raise ValueError(f"got a table {tuple(steps.table_SK.shape)}, expected 1 + {slots} + {count} columns")
     strides: list[int] = []
@@ -174,24 +183,23 @@ def multistep_kernel(
     if uncond is not None:
         u = tl.load(uncond + image * uncond_image + token * uncond_token + column, mask, 0.0).to(tl.float32)
         m = tl.where(column < GUIDED, u + tl.load(guidance + now) * (m - u), m)
-    new = tl.load(row + 1) * x + tl.load(row + 1 + P) * m
+    new = tl.load(row + 1) * x.to(tl.float64) + tl.load(row + 1 + P) * m.to(tl.float64)
     # + P and + Q: slots of steps before the first are not negative (their weights are zero, so nothing is read)
     for j in tl.static_range(1, P):  # pyright: ignore[reportGeneralTypeIssues]
         weight = tl.load(row + 1 + j)
-        new += weight * tl.load(
-            states + ((now + P - j) % P) * size + at, here < tl.where(weight != 0, tokens * C, 0), 0.0
-        )
+        used = here < tl.where(weight != 0, tokens * C, 0)
+        new += weight * tl.load(states + ((now + P - j) % P) * size + at, used, 0.0).to(tl.float64)
     for j in tl.static_range(1, Q):  # pyright: ignore[reportGeneralTypeIssues]
         weight = tl.load(row + 1 + P + j)
-        new += weight * tl.load(
-            outputs + ((now + Q - 1 - j) % (Q - 1)) * size + at, here < tl.where(weight != 0, tokens * C, 0), 0.0
-        )
+        used = here < tl.where(weight != 0, tokens * C, 0)
+        new += weight * tl.load(outputs + ((now + Q - 1 - j) % (Q - 1)) * size + at, used, 0.0).to(tl.float64)
     if Q > 1:
         tl.store(outputs + (now % (Q - 1)) * size + at, m, mask)
     if noise is not None:
-        new += tl.load(noise + now * size + at, mask, 0.0)
-    tl.store(states + ((now + 1) % P) * size + at, new, mask)
+        new += tl.load(noise + now * size + at, mask, 0.0).to(tl.float64)
+    tl.store(states + ((now + 1) % P) * size + at, new.to(states.dtype.element_ty), mask)
     if seen is not None:
-        tl.store(seen + at, tl.load(row) * new, mask)
-    broken = tl.sum((mask & ~(tl.abs(new) < float("inf"))).to(tl.int32), 0) != 0
+        tl.store(seen + at, (tl.load(row) * new).to(tl.float32), mask)
+    kept = new.to(tl.float32)
+    broken = tl.sum((mask & ~(tl.abs(kept) < float("inf"))).to(tl.int32), 0) != 0
     tl.atomic_min(bad, now, mask=broken, sem="relaxed")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,13 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
+from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
 from seqpar.pipelines.pictures import to_pil
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler, draw_noise
 from seqpar.sampling.schedules import FAILURES
-from seqpar.sampling.steppers import check_eta, decide
+from seqpar.sampling.steppers import check_eta, decide, why_not_driven
 from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
 from seqpar.weights.checkpoint import read_json
 from seqpar.weights.find import Blueprint, locate, resolve
@@ -30,7 +30,6 @@ BUILTIN = Path(__file__).parents[1] / "assets" / "emoji-dit"
 NO_VAE_FACTOR = 8  # of the autoencoder that published DiTs are trained with
 # what the original DiT and Large-DiT use; a pipeline folder brings its own
 DDIM_DEFAULT = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "clip_sample": False}
-STEP = ["model_output", "timestep", "sample"]  # what a scheduler's step may require
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,9 @@ class Files:
 
         Raises ValueError with near names for one that is none of these, with the numbers for a name of several classes.
         """
-        names: dict[str, set[int]] = {}
+        numbers, names = self.labels.keys() or range(self.blueprint.config.num_classes), dict[str, set[int]]()
+        if all(isinstance(label, int) and label in numbers for label in classes):
+            return list(map(int, classes))
         for number, own in self.labels.items():
             for name in own:
                 names.setdefault(name, set()).add(number)
@@ -112,7 +113,7 @@ class Files:
             raise ValueError(
                 f"got scheduler {chosen!r}, which cannot be built: {' '.join(str(error).split())}"
             ) from error
-        if (reason := _why_not(scheduler)) is not None:
+        if (reason := why_not_driven(scheduler)) is not None:
             raise ValueError(f"got scheduler {chosen!r}, which {reason}; expected one like DDIMScheduler")
         return scheduler
 
@@ -200,22 +201,28 @@ class Pipeline:
         seed: int = 0,
         size: tuple[int, int] | None = None,
         eta: float | None = None,
-        scheduler: str | None = None,
+        scheduler: Any = None,
         on_step: Callable[[int], None] = lambda index: None,
     ) -> Tensor:
-        """Sampled latents (N, C, h, w) for N classes, equal on every rank."""
+        """Sampled latents (N, C, h, w) for N classes, equal on every rank: all arguments are rank 0's.
+
+        scheduler: the name of a diffusers class, a scheduler (which is not changed), or None for the model's own.
+        """
+        classes, size, seed = self.dit.mesh.share((list(classes), size, seed))
+        if scheduler is None or isinstance(scheduler, str):
+            scheduler = self.files.scheduler(self.dit.mesh.share(scheduler))
         ids = torch.tensor(self.files.class_ids(classes))
         height, width = self.files.latent_size(size)
         self.dit.check_size(height, width)
         generator = torch.Generator().manual_seed(seed)
         noise = draw_noise((len(ids), self.dit.config.in_channels, height, width), generator)
-        return self.sampler(self.files.scheduler(scheduler), noise, {"class_labels": ids}, steps=steps,
+        return self.sampler(scheduler, noise, {"class_labels": ids}, steps=steps,
                             guidance=guidance, eta=eta, generator=generator, on_step=on_step)  # fmt: skip
 
     def decode(self, latents_NCHW: Tensor) -> Tensor:
-        """(N, 3, H, W) in [0, 1] on every rank."""
+        """(N, 3, H, W) in [0, 1] on every rank, from rank 0's latents."""
         if self.vae is None:
-            return preview(latents_NCHW, self.files.factor)
+            return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
         return decode(self.vae, latents_NCHW, self.dit.mesh)
 
 
@@ -229,13 +236,16 @@ def generate(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> list[Image.Image]:
-    """Pictures of the given classes, on every rank: the whole path in one call."""
+    """Pictures of the given classes, on every rank: the whole path in one call. Arguments are rank 0's."""
+    ranks = mesh or Mesh.joined()
+    classes, model, steps, guidance, seed, dtype = ranks.share((list(classes), model, steps, guidance, seed, dtype))
     wanted = Guidance(guidance)
     mesh = mesh or Mesh.from_env(guidance=wanted.on)
     files = mesh.together(lambda: Files.locate(model))
-    mesh.together(lambda: (files.class_ids(classes), files.schedule(None, steps)))
+    ids, scheduler = mesh.together(lambda: (files.class_ids(classes), files.schedule(None, steps)))
     with Pipeline.load(files, mesh, dtype) as pipeline:
-        return to_pil(pipeline.decode(pipeline.latents(classes, steps=steps, guidance=wanted, seed=seed)))
+        made = pipeline.latents(ids, steps=steps, guidance=wanted, seed=seed, scheduler=scheduler)
+        return to_pil(pipeline.decode(made))
 
 
 def _labels(index: Mapping[str, Any], classes: int) -> dict[int, tuple[str, ...]]:
@@ -252,17 +262,6 @@ def _parts(label: str) -> tuple[str, ...]:
 
 def _and(numbers: Iterable[int]) -> str:
     return " and ".join(map(str, sorted(numbers)))
-
-
-def _why_not(scheduler: Any) -> str | None:
-    """Why the denoising loop cannot drive a scheduler, None where it can."""
-    parameters = signature(scheduler.step).parameters.values() if hasattr(scheduler, "step") else ()
-    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-    if required != STEP:
-        return f"steps with ({', '.join(required)}), not with ({', '.join(STEP)})"
-    if str(getattr(scheduler.config, "variance_type", "")).startswith("learned"):
-        return "needs the model's variances (variance_type learned), which the loop does not pass on"
-    return None
 
 
 def _near(name: str, known: Sequence[str]) -> str:

@@ -145,6 +145,30 @@ def play(scheduler: Any, options: Mapping[str, Any], begin: int) -> Record:
     return Record(scales, states, outputs, recorder.draws, drawn, recorder.dtypes)
 
 
+def check_whole(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> None:
+    """Raise ValueError, with the reason, for a scheduler that cannot be stepped whole, identically on every rank.
+
+    A copy is stepped on ordinary random latents; see `trace` for the arguments.
+    """
+    scheduler, generator = copy.deepcopy(scheduler), torch.Generator().manual_seed(0)
+    if begin and hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(begin)
+    state = torch.randn(SHAPE, generator=generator)
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        for index, t in enumerate(scheduler.timesteps[begin:]):
+            if hasattr(scheduler, "scale_model_input"):
+                scheduler.scale_model_input(state, t)
+            output = torch.randn(SHAPE, generator=generator)
+            state = scheduler.step(output, t, state, **options).prev_sample
+            if state.shape != SHAPE or not state.is_floating_point():
+                raise ValueError(f"step {index + 1} makes no latents, but {state.dtype} of shape {tuple(state.shape)}")
+            if not state.isfinite().all():
+                raise ValueError(f"step {index + 1} makes NaN or infinity of finite states and outputs")
+        if not torch.equal(torch.get_rng_state(), before):
+            raise ValueError("it draws from torch's global generator, whose numbers differ between ranks")
+
+
 def solve(record: Record, index: int, width: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, float]:
     """(states, outputs, noise, residual) of one row, by the fewest states and outputs that reproduce the step.
 

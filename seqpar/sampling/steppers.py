@@ -19,8 +19,10 @@ from torch import Tensor
 
 from seqpar.kernels.ddim import Update, guide, guided_step
 from seqpar.kernels.multistep import History, Steps, guided_multistep
-from seqpar.sampling.schedules import FAILURES, NotLinearError, Schedule, mixed_noise, step_options, trace
+from seqpar.sampling.schedules import FAILURES, NotLinearError, Schedule, check_whole, mixed_noise, step_options, trace
 from seqpar.sampling.state import State
+
+STEP = ["model_output", "timestep", "sample"]  # what a scheduler's step may require
 
 
 class Stepper(Protocol):
@@ -68,19 +70,20 @@ def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int 
     if steps_locally(scheduler):
         ddim_coefficients(scheduler, given.get("eta", 0.0), bool(given.get("use_clipped_model_output")), begin)
         return Decision(None, None, given, begin)
-    name = type(scheduler).__name__
+    name, drawn = type(scheduler).__name__, given | step_options(scheduler, generator=torch.Generator())
     try:
-        generator = step_options(scheduler, generator=torch.Generator())
-        return Decision(trace(scheduler, given | generator, begin), None, given, begin)
-    except NotLinearError as reason:
-        return Decision(None, f"{name} is not traced, {_why(scheduler, str(reason))}", given, begin)
+        try:
+            return Decision(trace(scheduler, drawn, begin), None, given, begin)
+        except NotLinearError as reason:
+            check_whole(scheduler, drawn, begin)
+            return Decision(None, f"{name} is not traced, {_why(scheduler, str(reason))}", given, begin)
     except FAILURES as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"got scheduler {name!r}, which fails in its step: {reason}") from error
 
 
 def _why(scheduler: Any, found: str) -> str:
-    known = [name for name in ("thresholding", "clip_sample") if scheduler.config.get(name)]
+    known = [name for name in ("thresholding", "clip_sample", "clip_denoised") if scheduler.config.get(name)]
     return f"because of its {' and '.join(known)}" if known else found
 
 
@@ -116,7 +119,7 @@ class Traced:
         if states == 1 and bool((schedule.inputs_S == 1).all()):
             self.history = History(tokens[None], past, None)
         else:
-            self.history = History(tokens.new_zeros((states, *tokens.shape)), past, tokens)
+            self.history = History(tokens.new_zeros((states, *tokens.shape), dtype=torch.float64), past, tokens)
         self._show(schedule)
 
     def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None:
@@ -208,7 +211,7 @@ def traced_steps(
     """All steps of a run by a traced schedule; shape: of the whole latents."""
     like = state.tokens
     after = torch.cat((schedule.inputs_S[1:], torch.ones(1, dtype=torch.float64)))
-    table = torch.cat((after[:, None], schedule.states_SP, schedule.outputs_SQ), dim=1).to(like.device, like.dtype)
+    table = torch.cat((after[:, None], schedule.states_SP, schedule.outputs_SQ), dim=1).to(like.device)
     noise = None
     if schedule.draws:
         noise = torch.stack([state.slice(x) for x in mixed_noise(schedule, shape, like.dtype, generator)])
@@ -257,6 +260,17 @@ def _prediction(kind: str, a: float, b: float) -> tuple[float, float, float, flo
 def steps_locally(scheduler: Any) -> bool:
     """Whether this is DDIM without dynamic thresholding, which has a kernel of its own."""
     return type(scheduler) is DDIMScheduler and not scheduler.config["thresholding"]
+
+
+def why_not_driven(scheduler: Any) -> str | None:
+    """Why the denoising loop cannot drive a scheduler, None where it can."""
+    parameters = inspect.signature(scheduler.step).parameters.values() if hasattr(scheduler, "step") else ()
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    if required != STEP:
+        return f"steps with ({', '.join(required)}), not with ({', '.join(STEP)})"
+    if str(getattr(scheduler.config, "variance_type", "")).startswith("learned"):
+        return "needs the model's variances (variance_type learned), which the loop does not pass on"
+    return None
 
 
 def check_eta(scheduler: Any, eta: float | None) -> None:

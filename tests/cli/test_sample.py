@@ -121,7 +121,7 @@ def test_a_mistake_is_one_message_and_no_hang(
         ({"guidance_channels": 5}, "got guidance on 5 channels"),
         ({"eta": 2.0}, "got eta 2, expected 0"),
         ({"eta": 0.5, "scheduler": "EulerDiscreteScheduler"}, "this scheduler has no eta"),
-        ({"scheduler": "FlowMatchEulerDiscreteScheduler"}, "has no scale_model_input"),
+        ({"scheduler": "KarrasVeScheduler"}, "which steps with"),
         ({"scheduler": "PNDMScheduler", "steps": 3}, "got 3 steps, which PNDMScheduler cannot do"),
         ({"steps": 1001}, "got 1001 steps, expected 1 to 1000"),
         ({"repeat": 0}, "--repeat 0"),

@@ -202,9 +202,10 @@ def multistepped(states: int, outputs: int) -> Callable[[], object]:
     step, predicted = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
     past = torch.zeros(outputs - 1, 1, 16, 16) if outputs > 1 else None
     seen = torch.zeros(1, 16, 16) if states + outputs > 2 else None
-    history = multistep.History(torch.zeros(states, 1, 16, 16), past, seen)
+    dtype = torch.float32 if seen is None else torch.float64
+    history = multistep.History(torch.zeros(states, 1, 16, 16, dtype=dtype), past, seen)
     noise = torch.zeros(25, 1, 16, 16)
-    steps = multistep.Steps(torch.zeros(25, 1 + states + outputs), torch.zeros(25), None, noise)
+    steps = multistep.Steps(torch.zeros(25, 1 + states + outputs, dtype=torch.float64), torch.zeros(25), None, noise)
     return lambda: multistep.launch(history, predicted, predicted, steps, step, step.clone())
 
 

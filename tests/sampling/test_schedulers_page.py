@@ -1,0 +1,54 @@
+"""docs/schedulers.md says what the installed diffusers does; every scheduler that models are run with is local."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import diffusers
+import pytest
+
+from tests.support.schedulers_page import page, row
+
+PAGE = Path(__file__).parents[2] / "docs" / "schedulers.md"
+MISSING = "library but it was not found"  # in the reason of a class whose package is not installed
+
+
+def kept(lines: list[str], *others: list[str]) -> list[str]:
+    """Lines of classes whose packages are there for all of these pages."""
+    gone = {line.split("|")[1] for text in (lines, *others) for line in text if MISSING in line}
+    return [line for line in lines if not line.startswith("|") or line.split("|")[1] not in gone]
+
+
+def test_the_page_is_what_the_installed_diffusers_does(tmp_path: Path) -> None:
+    committed = PAGE.read_text().splitlines()
+    if f"diffusers {diffusers.__version__} " not in committed[2]:
+        pytest.skip(f"the page was made with another diffusers than {diffusers.__version__}")
+    (tmp_path / "schedulers.md").write_text(page())
+    made = (tmp_path / "schedulers.md").read_text().splitlines()
+    assert kept(made, committed) == kept(committed, made)
+
+
+def test_every_scheduler_class_has_a_line() -> None:
+    lines = PAGE.read_text()
+    named = {name for name in dir(diffusers) if name.endswith("Scheduler")}
+    if f"diffusers {diffusers.__version__} " in lines:
+        assert {line.split("|")[1].strip() for line in lines.splitlines() if "Scheduler |" in line} == named
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "stepped"),
+    [
+        ("DPMSolverMultistepScheduler", {}, ("local", "2 states, 2 outputs, residual < 1e-12")),
+        ("UniPCMultistepScheduler", {}, ("local", "3 states, 3 outputs, residual < 1e-12")),
+        ("EulerDiscreteScheduler", {}, ("local", "1 state, 1 output, residual < 1e-12")),
+        ("HeunDiscreteScheduler", {}, ("local", "1 state, 2 outputs, residual < 1e-12")),
+        ("DDPMScheduler", {}, ("whole", "because of its clip_sample")),
+    ],
+)
+def test_lines_of_any_diffusers(name: str, settings: dict[str, object], stepped: tuple[str, str]) -> None:
+    assert row(name, settings) == stepped
+
+
+def test_a_scheduler_that_makes_no_latents_is_refused() -> None:
+    """It makes numbers of words, drawn anew on every rank."""
+    assert row("EntropyBoundScheduler", {})[0] == "refused"

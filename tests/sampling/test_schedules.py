@@ -1,0 +1,281 @@
+"""Traced schedulers on local tokens against diffusers' own steps: 25 steps, fp64 and fp32, sharded, from any step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+from torch import Tensor
+
+from seqpar import DistributedDiT, Guidance
+from seqpar.mesh import Mesh
+from seqpar.sampling import loop, steppers
+from seqpar.sampling.loop import Order, Run, Sampler, draw_noise, why_no_graph
+from seqpar.sampling.schedules import Schedule
+from seqpar.sampling.steppers import DDIM, Replicated, Traced, decide, traced_steps
+from tests.conftest import DEVICE
+from tests.support.meshes import mesh_for
+from tests.support.pool import Pool
+from tests.support.tiny import CLASSES, diffusers_dit
+from tests.test_distributed import local
+
+STEPS, LABELS, GUIDANCE = 25, [3, 7], Guidance(3.0)
+LINEAR = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
+FLOW = (("prediction_type", "flow_prediction"), ("use_flow_sigmas", True))
+Config = tuple[tuple[str, Any], ...]
+Case = tuple[str, Config]
+NAMED: dict[str, Case] = {
+    "DPM++ 2M": ("DPMSolverMultistepScheduler", ()),
+    "DPM++ 2M Karras": ("DPMSolverMultistepScheduler", (("use_karras_sigmas", True),)),
+    "DPM++ 2M flow": ("DPMSolverMultistepScheduler", FLOW),
+    "UniPC": ("UniPCMultistepScheduler", ()),
+    "UniPC flow": ("UniPCMultistepScheduler", FLOW),
+    "Euler": ("EulerDiscreteScheduler", ()),
+    "Heun": ("HeunDiscreteScheduler", ()),
+    "FlowMatchEuler": ("FlowMatchEulerDiscreteScheduler", (("shift", 3.0),)),
+    "DEIS": ("DEISMultistepScheduler", ()),
+}
+NOISY: dict[str, Case] = {
+    "SDE-DPM++ 2M": ("DPMSolverMultistepScheduler", (("algorithm_type", "sde-dpmsolver++"),)),
+    "Euler ancestral": ("EulerAncestralDiscreteScheduler", ()),
+    "KDPM2 ancestral": ("KDPM2AncestralDiscreteScheduler", ()),
+    "DDPM": ("DDPMScheduler", (("clip_sample", False),)),
+    "LCM": ("LCMScheduler", (("clip_sample", False),)),
+    "TCD": ("TCDScheduler", ()),  # whose eta is 0.3 where the caller gives none
+    "SA-Solver": ("SASolverScheduler", ()),
+}
+WHOLE: dict[str, Case] = {
+    "PNDM": ("PNDMScheduler", ()),
+    "DPM++ thresholds": ("DPMSolverMultistepScheduler", (("thresholding", True),)),
+}
+CASES = NAMED | NOISY | WHOLE
+
+
+def scheduler(name: str) -> Any:
+    """A fresh scheduler of a case above, with the betas of the tests' model where it has betas."""
+    kind, config = getattr(diffusers, CASES[name][0]), dict(CASES[name][1])
+    known = inspect.signature(kind.__init__).parameters
+    return kind(**{key: value for key, value in (LINEAR | config).items() if key in known})
+
+
+def noise() -> Tensor:
+    return draw_noise((2, 4, 8, 8), torch.Generator().manual_seed(2))
+
+
+@cache
+def diffusers_own(
+    name: str, dtype: torch.dtype = torch.float64, begin: int = 0, scales: tuple[float, ...] | None = None
+) -> Tensor:
+    """One process, diffusers' model and its scheduler's own steps."""
+    sched, model = scheduler(name), diffusers_dit().to(DEVICE, dtype)
+    sched.set_timesteps(STEPS)
+    if begin:
+        sched.set_begin_index(begin)
+    x = noise().to(DEVICE, dtype) * (1.0 if begin else float(getattr(sched, "init_noise_sigma", 1.0)))
+    labels, generator = torch.tensor(LABELS, device=DEVICE), torch.Generator().manual_seed(5)
+    options = {"generator": generator} if "generator" in inspect.signature(sched.step).parameters else {}
+    for i, t in enumerate(sched.timesteps[begin:]):
+        seen = sched.scale_model_input(x, t) if hasattr(sched, "scale_model_input") else x
+        c, u = (model(seen.to(dtype), timestep=t.to(DEVICE).expand(len(x)), class_labels=y).sample[:, :4]
+                for y in (labels, torch.full_like(labels, CLASSES)))  # fmt: skip
+        x = sched.step(u + (scales[i] if scales else GUIDANCE.scale) * (c - u), t, x, **options).prev_sample
+    return x.double().cpu()
+
+
+def ours(
+    rank: int, world: int, device: torch.device, layout: tuple[str, int], name: str,
+    dtype: torch.dtype = torch.float64, options: Mapping[str, Any] | None = None,
+) -> Tensor:  # fmt: skip
+    """The engine's latents on this mesh."""
+    dit = DistributedDiT(diffusers_dit().to(device, dtype), mesh_for(layout[0], world, device, layout[1]), layout[0],
+                         local(device))  # fmt: skip
+    order = ordered(name, dtype, **(options or {}))
+    run = Run(dit, order)
+    for index in range(len(run.timesteps)):
+        run.step(index)
+    assert int(run.bad) == len(run.timesteps)
+    return run.latents().double().cpu()
+
+
+def ordered(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Order:
+    labels = {"class_labels": torch.tensor(LABELS)}
+    options = {"guidance": GUIDANCE, "generator": torch.Generator().manual_seed(5), **options}
+    return Order(scheduler(name), noise().to(dtype), labels, STEPS, **options)
+
+
+def alone(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Tensor:
+    return ours(0, 1, torch.device(DEVICE), ("ulysses", 1), name, dtype, options)
+
+
+def off(got: Tensor, truth: Tensor) -> float:
+    return float((got - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("name", [*NAMED, *NOISY])
+@pytest.mark.parametrize(("world", "layout"), [(1, ("ulysses", 1)), (3, ("kv_gather", 1))], ids=str)
+def test_25_steps_in_fp64_are_diffusers_own(ranks: Pool, name: str, world: int, layout: tuple[str, int]) -> None:
+    """Sixteen tokens on three ranks are uneven. What is left is diffusers' own casts to fp32 inside its steps."""
+    truth = diffusers_own(name)
+    for got in ranks.run(world, ours, layout, name):
+        assert off(got, truth) <= 1e-6
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_25_steps_in_fp32_are_as_near_to_fp64_as_diffusers_own(name: str) -> None:
+    truth = alone(name)
+    assert off(alone(name, torch.float32), truth) <= 1.25 * off(diffusers_own(name, torch.float32), truth)
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_noise_in_fp32_is_drawn_like_diffusers_own(name: str) -> None:
+    """Draws of another dtype are other numbers, so fp32 is compared with fp32."""
+    assert off(alone(name, torch.float32), diffusers_own(name, torch.float32)) < 3e-6
+
+
+@pytest.mark.parametrize("name", ["DPM++ 2M", "UniPC", "Heun", "FlowMatchEuler", "DPM++ thresholds"])
+def test_a_run_may_begin_at_any_step(name: str) -> None:
+    """As image-to-image does; Heun's evaluations are two a step; what thresholds is stepped whole."""
+    begin = 12
+    got = alone(name, begin=begin)
+    assert off(got, diffusers_own(name, begin=begin)) <= 1e-6
+    assert off(got, diffusers_own(name)) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["DPM++ 2M", "FlowMatchEuler", "PNDM"])
+def test_guidance_may_have_a_scale_for_each_evaluation(name: str) -> None:
+    sched = scheduler(name)
+    sched.set_timesteps(STEPS)
+    scales = tuple(1.0 + 0.25 * (index % 9) for index in range(len(sched.timesteps)))
+    got = alone(name, guidance=Guidance(scales=scales))
+    assert off(got, diffusers_own(name, scales=scales)) <= 1e-6
+    assert off(got, diffusers_own(name, scales=(*scales[1:], scales[0]))) > 1e-2
+
+
+def test_too_few_guidance_scales_are_refused() -> None:
+    with pytest.raises(ValueError, match="got 3 guidance scales, expected one for each of 25 evaluations"):
+        alone("UniPC", guidance=Guidance(scales=(2.0, 3.0, 4.0)))
+
+
+@pytest.mark.parametrize("name", ["UniPC", "DPM++ 2M", "Heun", "SDE-DPM++ 2M", "Euler"])
+def test_a_kept_run_has_the_bits_of_a_new_one_whatever_the_history_holds(name: str) -> None:
+    dit = DistributedDiT(diffusers_dit().to(DEVICE), Mesh.single(DEVICE), local=local(torch.device(DEVICE)))
+    found, labels = [], {"class_labels": torch.tensor(LABELS)}
+    with Sampler(dit) as sampler:
+        for _ in range(2):
+            found.append(sampler(scheduler(name), noise(), labels, steps=STEPS, guidance=GUIDANCE,
+                                 generator=torch.Generator().manual_seed(5)))  # fmt: skip
+            run = sampler._run
+            assert run is not None
+            assert isinstance(run._advance, Traced)
+            kept = run._advance.history
+            for ring in (kept.states_PnlC, kept.outputs_QnlC):
+                if ring is not None:
+                    ring.fill_(float("nan"))
+    assert torch.equal(*found)
+
+
+WRONG: dict[str, Callable[[Schedule], Schedule]] = {
+    "coefficients of the row before": lambda it: Schedule(
+        it.inputs_S, it.states_SP.roll(1, 0), it.outputs_SQ.roll(1, 0), it.noise_SK, it.draws, it.residual
+    ),
+    "no history of outputs": lambda it: Schedule(
+        it.inputs_S, it.states_SP, it.outputs_SQ * torch.tensor([1.0, 0.0]), it.noise_SK, it.draws, it.residual
+    ),
+    "input scales of the step before": lambda it: Schedule(
+        it.inputs_S.roll(1, 0) * 1.01, it.states_SP, it.outputs_SQ, it.noise_SK, it.draws, it.residual
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_negative_control_wrong_coefficients_are_noticed(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(loop, "traced_steps", lambda trajectory, schedule, *rest: traced_steps(
+        trajectory, WRONG[how](schedule), *rest))  # fmt: skip
+    assert off(alone("DPM++ 2M"), diffusers_own("DPM++ 2M")) > 1e-4
+
+
+def test_negative_control_stale_history_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs that are one step older than they should be."""
+    right = steppers.guided_multistep
+
+    def stale(history: Any, cond: Tensor, uncond: Tensor, steps: Any, step: Tensor, bad: Tensor) -> None:
+        before = history.outputs_QnlC.clone()
+        right(history, cond, uncond, steps, step, bad)
+        history.outputs_QnlC.copy_(before if int(step) % 2 else history.outputs_QnlC)
+
+    monkeypatch.setattr(steppers, "guided_multistep", stale)
+    assert off(alone("DPM++ 2M"), diffusers_own("DPM++ 2M")) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "reason"),
+    [
+        ("DDPMScheduler", {}, "because of its clip_sample"),
+        ("DPMSolverMultistepScheduler", {"thresholding": True}, "because of its thresholding"),
+        ("DDIMScheduler", {"thresholding": True, "clip_sample": False}, "because of its thresholding"),
+        ("PNDMScheduler", {}, "is not linear in the last 4 states and outputs"),
+        ("UnCLIPScheduler", {}, "because of its clip_sample"),
+    ],
+)
+def test_what_is_not_linear_is_stepped_whole_and_says_why(name: str, config: dict[str, Any], reason: str) -> None:
+    sched = getattr(diffusers, name)(**config)
+    sched.set_timesteps(STEPS)
+    assert reason in str(decide(sched).whole)
+    assert reason in str(decide(sched))
+
+
+def test_large_values_that_are_clipped_are_noticed() -> None:
+    """A range that ordinary values do not reach: the trace's vectors have elements of 1000."""
+    sched: Any = DDPMScheduler(clip_sample=True, clip_sample_range=100.0)
+    sched.set_timesteps(STEPS)
+    assert "clip_sample" in str(decide(sched).whole)
+
+
+def test_tracing_leaves_the_scheduler_and_torchs_generator_as_they_are() -> None:
+    sched = scheduler("SDE-DPM++ 2M")
+    sched.set_timesteps(STEPS)
+    before, state = {**sched.__dict__}, torch.get_rng_state()
+    assert decide(sched).schedule is not None
+    assert sched.__dict__ == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("UniPC", Traced), ("PNDM", Replicated)])
+def test_only_what_steps_on_the_host_has_no_graph(name: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    dit = DistributedDiT(diffusers_dit().to(DEVICE, torch.float32), Mesh.single(DEVICE))
+    order = ordered(name, torch.float32)
+    assert isinstance(Run(dit, order)._advance, kind)
+    monkeypatch.setattr(DistributedDiT, "device", torch.device("cuda"))
+    reason = why_no_graph(dit, order.scheduler)
+    assert reason is None if kind is Traced else "steps on the host (PNDMScheduler is not traced" in str(reason)
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.7])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_ddim_with_clipped_model_output_is_diffusers_own(eta: float, clipped: bool) -> None:
+    sched: Any = DDIMScheduler(**LINEAR, clip_sample=True, clip_sample_range=0.5)
+    dit = DistributedDiT(diffusers_dit().to(DEVICE), Mesh.single(DEVICE), local=local(torch.device(DEVICE)))
+    order = Order(sched, noise().double(), {"class_labels": torch.tensor(LABELS)}, 6, Guidance(1.0), eta,
+                  torch.Generator().manual_seed(5), clipped)  # fmt: skip
+    run = Run(dit, order)
+    assert isinstance(run._advance, DDIM)
+    model, x, labels = diffusers_dit().to(DEVICE), noise().double().to(DEVICE), torch.tensor(LABELS, device=DEVICE)
+    generator = torch.Generator().manual_seed(5)
+    for index, t in enumerate(sched.timesteps):
+        run.step(index)
+        out = model(x, timestep=t.to(DEVICE).expand(len(x)), class_labels=labels).sample[:, :4]
+        z = torch.randn(x.shape, generator=generator).to(x) if eta else None
+        x = sched.step(out, t, x, eta=eta, use_clipped_model_output=clipped, variance_noise=z).prev_sample
+    assert off(run.latents(), x) < 1e-5
+
+
+def test_eta_of_none_is_the_schedulers_own_default() -> None:
+    assert off(alone("TCD"), alone("TCD", eta=0.3)) == 0
+    assert off(alone("TCD"), alone("TCD", eta=0.0)) > 1e-2

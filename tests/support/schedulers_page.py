@@ -1,0 +1,112 @@
+"""Writes docs/schedulers.md: how every scheduler class of the installed diffusers is stepped, found by trying.
+
+python -m tests.support.schedulers_page > docs/schedulers.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+import diffusers
+from diffusers.utils import logging
+
+from seqpar.sampling.schedules import FAILURES, MOST
+from seqpar.sampling.steppers import decide, why_not_driven
+
+STEPS = 25
+FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+# besides every class with its default settings
+MORE: dict[str, tuple[dict[str, Any], ...]] = {
+    "DDIMParallelScheduler": ({"clip_sample": False},),
+    "DDIMScheduler": ({"thresholding": True},),
+    "DDPMParallelScheduler": ({"clip_sample": False},),
+    "DDPMScheduler": ({"clip_sample": False}, {"clip_sample": False, "variance_type": "learned_range"}),
+    "DDIMInverseScheduler": ({"clip_sample": False},),
+    "DEISMultistepScheduler": ({"solver_order": 3}, FLOW),
+    "DPMSolverMultistepScheduler": (
+        {"use_karras_sigmas": True},
+        FLOW,
+        {"solver_order": 3},
+        {"algorithm_type": "sde-dpmsolver++"},
+        {"thresholding": True},
+    ),
+    "EulerDiscreteScheduler": ({"use_karras_sigmas": True}, {"prediction_type": "v_prediction"}),
+    "FlowMatchEulerDiscreteScheduler": ({"stochastic_sampling": True}, {"use_dynamic_shifting": True}),
+    "PNDMScheduler": ({"skip_prk_steps": True},),
+    "UnCLIPScheduler": ({"clip_sample": False},),
+    "UniPCMultistepScheduler": ({"use_karras_sigmas": True}, FLOW, {"solver_order": 3}),
+}
+HEAD = f"""# Schedulers
+
+How each scheduler class of diffusers {diffusers.__version__} is stepped, found by trying it with {STEPS} steps.
+`python -m tests.support.schedulers_page > docs/schedulers.md` makes this page again; a test compares it with what the
+installed diffusers does.
+
+- **local**: the scheduler's steps are traced to coefficients before the loop (`seqpar/sampling/schedules.py`) and run
+  on each rank's own tokens, inside the CUDA graph. The history says how many states and model outputs a step uses, this
+  step's included; the residual is the largest relative difference between a row of coefficients and the scheduler's own
+  step. Noise that the scheduler draws in its steps is drawn before the loop, in the same order from the same generator.
+- **whole**: the scheduler itself steps the gathered latents, identically on every rank, outside of a graph. A scheduler
+  is traced where its steps are linear in at most {MOST} states and {MOST} outputs.
+- **refused**: the scheduler cannot be built with these settings, or cannot be driven by the denoising loop.
+
+DDIM has a kernel of its own, which also clips. A scheduler of another noise process than the model's is not refused:
+a checkpoint does not always say what it was trained with, and such a run makes no meaningful picture.
+
+| scheduler | settings | stepped | history, or reason |
+|---|---|---|---|
+"""
+
+
+def row(name: str, settings: dict[str, Any]) -> tuple[str, str]:
+    """("local", "whole" or "refused"; history and residual, or the reason) of a class with these settings."""
+    try:
+        scheduler = getattr(diffusers, name)(**settings)
+    except FAILURES as error:
+        return "refused", f"cannot be built: {plain(error)}"
+    if (reason := why_not_driven(scheduler)) is not None:
+        return "refused", reason
+    try:
+        scheduler.set_timesteps(STEPS)
+        decision = decide(scheduler)
+    except FAILURES as error:
+        return "refused", plain(error)
+    if decision.whole is not None:
+        return "whole", re.sub(r" \(relative residual .*\)", "", decision.whole.split("is not traced, ")[1])
+    if decision.schedule is None:
+        return "local", "1 state, 1 output; a kernel of its own"
+    states, outputs = decision.schedule.states_SP.shape[1], decision.schedule.outputs_SQ.shape[1]
+    size = next(limit for limit in ("1e-12", "1e-9", "1e-6") if decision.schedule.residual < float(limit))
+    drawn = f"; {len(decision.schedule.draws)} draws of noise" if decision.schedule.draws else ""
+    return "local", f"{count(states, 'state')}, {count(outputs, 'output')}, residual < {size}{drawn}"
+
+
+def plain(error: BaseException) -> str:
+    """An error's first sentence in one line of a table."""
+    text = " ".join(str(error).split()).replace("|", "\\|")
+    text = re.sub(r"^got scheduler '\w+', which ", "", text)
+    return re.split(r"(?<=[a-z)])\. ", text)[0][:160]
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 state" or "2 states"."""
+    return f"{number} {noun}{'s' if number > 1 else ''}"
+
+
+def page() -> str:
+    """All classes and settings."""
+    names = [name for name in dir(diffusers) if name.endswith("Scheduler")]
+    lines = []
+    logging.set_verbosity_error()  # diffusers warns of settings that these steps are tried with
+    with contextlib.redirect_stdout(None):
+        for name in names:
+            for settings in ({}, *MORE.get(name, ())):
+                told = ", ".join(f"{key}={value}" for key, value in settings.items()) or "default"
+                lines.append(f"| {name} | {told} | {' | '.join(row(name, settings))} |")
+    return HEAD + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

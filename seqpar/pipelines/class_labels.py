@@ -18,6 +18,9 @@ from seqpar.distributed import DistributedDiT
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
 from seqpar.pipelines.pictures import to_pil
+from seqpar.planner.plan import Plan, make, work_of
+from seqpar.planner.predict import TABLE_BYTES, Load
+from seqpar.planner.search import Wish
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler, draw_noise
 from seqpar.sampling.schedules import FAILURES
@@ -95,6 +98,28 @@ class Files:
                 f"x decoder {self.factor})"
             )
         return pixels[0] // self.factor, pixels[1] // self.factor
+
+    def load_of(
+        self,
+        classes: Sequence[str | int],
+        guidance: Guidance,
+        evaluations: int,
+        dtype: torch.dtype,
+        size: tuple[int, int] | None = None,
+    ) -> Load:
+        """What the planner must know: a picture of each class, so many calls of the model, the size in pixels."""
+        config, (height, width) = self.blueprint.config, self.latent_size(size)
+        return Load(
+            images=len(classes),
+            tokens=height * width // config.patch_size**2,
+            guidance=guidance.on,
+            steps=evaluations,
+            itemsize=dtype.itemsize,
+            parameters=sum(x.numel() for x in self.blueprint.meta().parameters()),
+            latent=config.in_channels * config.patch_size**2,
+            labels=len(set(classes)) + guidance.on,
+            table=TABLE_BYTES,
+        )
 
     def scheduler(self, name: str | None = None) -> Any:
         """The folder's scheduler, or diffusers' class of another name with the same configuration.
@@ -178,14 +203,17 @@ class Pipeline:
     @staticmethod
     def load(
         files: Files,
-        mesh: Mesh,
+        mesh: Mesh | None = None,
         dtype: torch.dtype = torch.float32,
         strategy: str = "auto",
         local: str = "auto",
         transport: str = "auto",
+        *,
+        plan: Plan | None = None,
     ) -> Pipeline:
-        """Read the weights; the decoder in the transformer's dtype."""
-        dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local, transport)
+        """Read the weights; the decoder in the transformer's dtype. Arguments are those of `DistributedDiT`."""
+        dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local, transport, plan=plan)
+        mesh = dit.mesh
         folder = files.folder
         if folder is None or files.vae is None:
             return Pipeline(dit, files, None)
@@ -240,10 +268,11 @@ def generate(
     ranks = mesh or Mesh.joined()
     classes, model, steps, guidance, seed, dtype = ranks.share((list(classes), model, steps, guidance, seed, dtype))
     wanted = Guidance(guidance)
-    mesh = mesh or Mesh.from_env(guidance=wanted.on)
-    files = mesh.together(lambda: Files.locate(model))
-    ids, scheduler = mesh.together(lambda: (files.class_ids(classes), files.schedule(None, steps)))
-    with Pipeline.load(files, mesh, dtype) as pipeline:
+    files = ranks.together(lambda: Files.locate(model))
+    scheduler, ids = ranks.together(lambda: (files.schedule(None, steps), files.class_ids(classes)))
+    load = files.load_of(ids, wanted, len(scheduler.timesteps), dtype)
+    plan = make(work_of(files.blueprint.config), load, dtype, ranks, Wish(), mesh)
+    with Pipeline.load(files, mesh, dtype, plan=plan) as pipeline:
         made = pipeline.latents(ids, steps=steps, guidance=wanted, seed=seed, scheduler=scheduler)
         return to_pil(pipeline.decode(made))
 

@@ -48,7 +48,7 @@ RUNGS = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of one prediction; positions and table (`model.condition(t_B, class_labels=y_B)`) are made before it."""
+    """Inputs of one prediction; positions and table (`model.modulate(t_B, class_labels=y_B)`) are made before it."""
 
     tokens_BLC: Tensor
     positions: Tensor

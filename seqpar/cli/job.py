@@ -16,7 +16,7 @@ from seqpar.pipelines.pictures import check_writable
 from seqpar.planner.plan import parse_mesh
 from seqpar.planner.predict import Load
 from seqpar.protocols import plugin
-from seqpar.sampling.trajectory import Guidance, check_layout
+from seqpar.sampling.guidance import Guidance, check_layout
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN_BY_DEFAULT = 12  # number of classes if the user names none
@@ -24,11 +24,11 @@ SHOWN_BY_DEFAULT = 12  # number of classes if the user names none
 
 @dataclass(frozen=True)
 class Job:
-    """The work that the flags describe: `classes` as the user named them, `pictures` with each class repeated."""
+    """The work that the flags describe: `classes` as the user named them, `pictures` their numbers, repeated."""
 
     files: Files
     classes: tuple[str, ...]
-    pictures: list[str]
+    pictures: list[int]
     size: tuple[int, int] | None
     guidance: Guidance
     scheduler: Any
@@ -61,8 +61,7 @@ def check(args: Args, mesh: Mesh, guidance: Guidance) -> Job:
     _check_names(args)
     files = Files.locate(args.model)
     classes = args.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
-    files.class_ids(classes)
-    pictures = [label for label in classes for _ in range(args.repeat)]
+    pictures = [number for number in files.class_ids(classes) for _ in range(args.repeat)]
     scheduler = files.schedule(args.scheduler, args.steps, args.eta)
     _, axes = parse_mesh(args.mesh)
     data, cfg = axes.get("data", 1), axes.get("cfg", 1)

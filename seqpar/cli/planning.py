@@ -12,10 +12,9 @@ from seqpar.mesh import Mesh
 from seqpar.planner.facts import Layout
 from seqpar.planner.machine import Machine, here, imagined
 from seqpar.planner.plan import Plan, make, parse_mesh, rank, transport_between, work_of
-from seqpar.planner.predict import Load
+from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Ranking, Wish
 from seqpar.protocols import SequenceModel, plugin
-from seqpar.sampling.trajectory import TABLE_BYTES
 from seqpar.weights.find import Blueprint
 
 __all__ = ["Machine", "asked", "here", "imagined", "make_plan", "ours", "pick", "planned", "shared_plan", "tables"]

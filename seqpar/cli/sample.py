@@ -16,8 +16,8 @@ from seqpar.cli.summary import parameters, summary
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import Pipeline
 from seqpar.pipelines.pictures import grid, save, to_pil
+from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import digest
-from seqpar.sampling.trajectory import Guidance
 
 
 def run(args: Args) -> None:
@@ -44,7 +44,7 @@ def make_pictures(args: Args, job: Job, ranks: Mesh) -> None:
     latents, per_step = _sample(args, job, pipeline)
     images, bits = pipeline.decode(latents), digest(latents)
     if mesh.is_main:
-        labels = [job.files.class_name(number) for number in job.files.class_ids(job.pictures)]
+        labels = [job.files.class_name(number) for number in job.pictures]
         told = parameters(args, pipeline, job) | {"ms_per_step": per_step, "latents": bits}
         save(grid(to_pil(images), labels), args.out, told)
     speed = "a step not measured (one alone is warm-up)" if per_step is None else f"{per_step:.1f} ms a step"
@@ -62,7 +62,7 @@ def _sample(args: Args, job: Job, pipeline: Pipeline) -> tuple[Tensor, float | N
             seed=args.seed,
             size=job.size,
             eta=args.eta,
-            scheduler=args.scheduler,
+            scheduler=job.scheduler,
             on_step=progress,
         )
         return latents, progress.finish()

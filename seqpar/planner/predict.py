@@ -16,6 +16,7 @@ from seqpar.shard import Shard
 
 STATE = 4  # bytes of the denoised state and of modulation: fp32
 GIB = 1 << 30
+TABLE_BYTES = 2 << 30  # a modulation table that is larger is made for some steps at a time
 USABLE = 0.95  # of a device's memory: CUDA's context and NCCL's buffers need the rest
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from seqpar import DistributedDiT
-from seqpar.cli.planning import shared_plan
 from seqpar.cli.args import Args
 from seqpar.cli.job import check
 from seqpar.cli.plan import wish_of
+from seqpar.cli.planning import shared_plan
 from seqpar.mesh import Mesh
 from seqpar.models import dit
 from seqpar.pipelines.class_labels import Files
@@ -20,7 +20,7 @@ from seqpar.planner import plan as planning
 from seqpar.planner.costs import facts_of
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.search import Wish
-from seqpar.sampling.trajectory import Guidance
+from seqpar.sampling.guidance import Guidance
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance
@@ -19,7 +20,8 @@ from seqpar.local import reference
 from seqpar.mesh import Axis
 from seqpar.protocols import Given, Prepare
 from seqpar.sampling.loop import draw_noise
-from seqpar.sampling.trajectory import Conditions
+from seqpar.sampling.request import Request
+from seqpar.sampling.run import begin
 from seqpar.shard import Shard
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport, TurnError
@@ -349,10 +351,10 @@ def run_again(rank: int, world: int, device: torch.device, name: str) -> tuple[i
     dit = DistributedDiT(model, mesh_for("ulysses", world, device, cfg=2), "ulysses", local(device), name)
     counts, kept = [], []
     noise = draw_noise((1, 4, 6, 10), torch.Generator().manual_seed(0))
-    conditions = Conditions(torch.tensor([500, 200]), {"class_labels": torch.tensor([3])})
+    request = Request(DDIMScheduler(), noise, {"class_labels": torch.tensor([3])}, 2, Guidance(3.0))
     for _ in range(3):
-        kept.append(dit.trajectory(noise, conditions, Guidance(3.0)))
-        kept[-1].predict(0)
+        kept.append(begin(dit, request))
+        kept[-1].predict()
         counts.append(len(dit._moves.exchanges))
     return counts[0], counts[-1]
 

@@ -5,8 +5,8 @@
 
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
+from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler, sample
-from seqpar.sampling.trajectory import Guidance
 
 __version__ = "0.1.0"
 

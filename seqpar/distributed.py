@@ -1,13 +1,14 @@
 """`DistributedDiT`: a plain diffusion transformer run on a mesh, called like diffusers' model.
 
 It shards the declared inputs, runs the model on this rank's tokens with a sharded `attend`, and gathers what leaves.
-`pipe.transformer = DistributedDiT(pipe.transformer, mesh)` makes a diffusers pipeline run sharded; our own loop uses
-`trajectory`, which gathers once at the end instead of once a step.
+`pipe.transformer = DistributedDiT(pipe.transformer, mesh)` makes a diffusers pipeline run sharded; our own loop
+(`seqpar.sampling.run`) gathers once at the end instead of once a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from seqpar.inputs import from_rank_0
-from seqpar.mesh import Mesh
+from seqpar.mesh import Axis, Mesh
 from seqpar.planner.choose import (
     Choice,
     choose_local,
@@ -26,9 +27,9 @@ from seqpar.planner.choose import (
     load_strategy,
     load_transport,
 )
-from seqpar.protocols import Attend, SequenceModel, sharded
-from seqpar.sampling.trajectory import Conditions, Guidance, Trajectory, batch_rows
-from seqpar.shard import Shard, check_tokens
+from seqpar.protocols import Attend, SequenceModel
+from seqpar.shard import Shard, Tokens, check_tokens
+from seqpar.streams import Split, completed
 from seqpar.transports._contract import Gather
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.weights.find import Blueprint, from_diffusers, locate
@@ -60,10 +61,10 @@ class DistributedDiT(nn.Module):
         chosen = choose(self.mesh, model.config, self.dtype, strategy, local, transport)
         self.strategy, self.local, self.transport = chosen
         self._moves = load_transport(self.transport.name)
-        self._attends: dict[tuple[int, int], Attend] = {}
-        self._swaps: dict[tuple[torch.Size, torch.dtype], Gather] = {}
+        self._attends: dict[tuple[int, Tokens], Attend] = {}
+        self._gathers: dict[tuple[str, str, torch.Size, torch.dtype], Gather] = {}
         self._releases = 0
-        self._positions: dict[tuple[int, int], Tensor] = {}
+        self._positions: dict[tuple[tuple[int, ...], Split], dict[str, Tensor]] = {}
 
     @classmethod
     def from_pretrained(
@@ -117,37 +118,40 @@ class DistributedDiT(nn.Module):
         given = self._shared(hidden_states, timestep, labels)
         x = given.pop("hidden_states").to(self.device)
         t_B = given.pop("timestep").to(self.device).reshape(-1).expand(len(x))
-        data, cfg, (height, width) = self.mesh.data, self.mesh.cfg, x.shape[2:]
+        data, cfg = self.mesh.data, self.mesh.cfg
         batch = Shard(len(x), data.size * cfg.size)
         mine = batch.slice(data.rank * cfg.size + cfg.rank)
-        out = self._predict(x[mine], t_B[mine], {name: label.to(self.device)[mine] for name, label in given.items()})
+        out = self._predict(x[mine], t_B[mine], {name: value.to(self.device)[mine] for name, value in given.items()})
         parts = [batch.sizes[d * cfg.size : (d + 1) * cfg.size] for d in range(data.size)]
         out = gather(out, cfg, parts[data.rank]) if cfg.size > 1 else out
         out = gather(out, data, tuple(map(sum, parts))) if data.size > 1 else out
-        sample = self.model.unpatchify(out, height, width).to(hidden_states.dtype)
+        sample = self.model.unpatchify(out, *x.shape[2:]).to(hidden_states.dtype)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
-    def trajectory(self, noise_BCHW: Tensor, conditions: Conditions, guidance: Guidance) -> Trajectory:
-        """A denoising run that stays sharded; see `Trajectory`. The noise is whole and the same on every rank."""
-        batch = batch_rows(self.mesh, len(noise_BCHW), guidance)
-        attend = self.attend(batch, self._tokens(*noise_BCHW.shape[2:]))
-        return Trajectory(self.model, self.mesh, attend, self._swap, noise_BCHW, conditions, guidance)
-
-    def attend(self, batch: int, tokens: int) -> Attend:
-        """The sharded attention for this batch and token count; made once, owns its buffers."""
+    def attend(self, batch: int, tokens: Tokens) -> Attend:
+        """The sharded attention for this batch and split of tokens; made once, owns its buffers."""
         if (batch, tokens) not in self._attends:
             build = load_strategy(self.strategy.name).build
-            shard = Shard(tokens, self.mesh.sequence.size)
-            self._attends[batch, tokens] = build(self.mesh, shard, load_local(self.local.name), self._moves)
+            self._attends[batch, tokens] = build(self.mesh, tokens, load_local(self.local.name), self._moves)
         return self._attends[batch, tokens]
 
-    def _swap(self, state: Tensor) -> Gather:
-        """The exchange between the guidance branches for states of this shape; made once, so that runs share it."""
-        key = (state.shape, state.dtype)
-        if key not in self._swaps:
+    def positions(self, size: tuple[int, ...], split: Split) -> dict[str, Tensor]:
+        """This rank's rows of each stream's positions, for a latent of this size; made once."""
+        if (size, split) not in self._positions:
+            rows = self.model.stream_positions(size, split.lengths)
+            self._positions[size, split] = {name: split.mine(name, x, dim=0) for name, x in rows.items()}
+        return self._positions[size, split]
+
+    def gathering(self, use: str, axis: Axis, like: Tensor) -> Gather:
+        """The exchange that brings a tensor like this one from every rank of an axis to all of them.
+
+        Made once for each use, so that runs share it.
+        """
+        key = (use, axis.name, like.shape, like.dtype)
+        if key not in self._gathers:
             with torch.inference_mode(False):  # its buffers outlive the caller's mode
-                self._swaps[key] = self._moves.gather(self.mesh.cfg, (1, 1), tuple(state.shape), state)
-        return self._swaps[key]
+                self._gathers[key] = self._moves.gather(axis, (1,) * axis.size, tuple(like.shape), like)
+        return self._gathers[key]
 
     def check_delivered(self) -> None:
         """Raise TimeoutError where a rank waited in vain for another one; waits for the device."""
@@ -156,7 +160,7 @@ class DistributedDiT(nn.Module):
     def release(self) -> None:
         """Free the exchanges' buffers, together with the other ranks; the next call makes new ones."""
         self._attends.clear()
-        self._swaps.clear()
+        self._gathers.clear()
         self._releases += 1
         self._moves.release()
 
@@ -165,29 +169,32 @@ class DistributedDiT(nn.Module):
         """Equal as long as exchanges and weights are where they were: what captured a step may be used again."""
         return self._releases, self.dtype, tuple(parameter.data_ptr() for parameter in self.parameters())
 
-    def check_size(self, height: int, width: int) -> None:
+    def check_size(self, *size: int) -> None:
         """Raise ValueError for a latent that cannot be cut into patches, or has fewer tokens than ranks."""
-        self.model.check_size(height, width)
-        parts = self.mesh.sequence.size
-        check_tokens(Shard(self._tokens(height, width), parts), parts)
+        self.model.check_size(*size)
+        if self.model.STATE[:1] == self.model.STREAMS:
+            tokens = prod(side // own for side, own in zip(size, self.model.patch[-len(size) :], strict=True))
+            parts = self.mesh.sequence.size
+            check_tokens(Shard(tokens, parts), parts)
 
-    def _tokens(self, height: int, width: int) -> int:
-        return (height // self.config.patch_size) * (width // self.config.patch_size)
-
-    def _predict(self, x_BCHW: Tensor, t_B: Tensor, labels: Mapping[str, Tensor]) -> Tensor:
+    def _predict(self, x: Tensor, t_B: Tensor, given: dict[str, Tensor]) -> Tensor:
         """All tokens' predictions for this batch, (B, L, C_out*p*p)."""
-        axis, (height, width) = self.mesh.sequence, x_BCHW.shape[2:]
-        tokens = self.model.patchify(x_BCHW)
-        shard = Shard(tokens.shape[1], axis.size)
-        mine = shard.slice(axis.rank)
-        inputs = sharded(self.model, {"tokens": tokens}, mine)
-        condition = self.model.condition(t_B, **labels)
-        attend = self.attend(len(x_BCHW), tokens.shape[1])
-        if (height, width) not in self._positions:
-            self._positions[height, width] = self.model.positions(height, width)[mine]
-        out = self.model.forward_tokens(inputs, self._positions[height, width], condition, attend)
+        model, axis, size, (name, *others) = self.model, self.mesh.sequence, tuple(x.shape[2:]), self.model.STATE
+        if others:
+            raise ValueError(
+                f"got a call of a model that denoises {', '.join(model.STATE)}, expected one stream; use sample"
+            )
+        guidance = {"guidance": given.pop("guidance").expand(len(x))} if model.EMBEDS_GUIDANCE else {}
+        encoded = model.encode(**completed(model, given))
+        streams = {name: model.patchify(x), **encoded.streams}
+        split = Split.of(model, {key: stream.shape[1] for key, stream in streams.items()}, axis)
+        mask = split.mask(encoded)
+        conditioning = {**model.modulate(t_B, **encoded.pooled, **guidance), **({} if mask is None else {"mask": mask})}
+        mine = {key: split.mine(key, stream) for key, stream in streams.items()}
+        attend = self.attend(len(x), split.tokens)
+        out = model.forward_tokens(mine, self.positions(size, split), conditioning, attend)[name]
         self.check_delivered()
-        return gather(out, axis, shard.sizes, dim=1) if axis.size > 1 else out
+        return gather(out, axis, split.shard(name).sizes, dim=1) if axis.size > 1 else out
 
     def _shared(
         self, x: Tensor, timestep: Tensor | float | None, labels: Mapping[str, Tensor | None]
@@ -205,14 +212,15 @@ class DistributedDiT(nn.Module):
 
     def _check_call(self, given: Mapping[str, Tensor]) -> None:
         x, labels = given["hidden_states"], given.keys() - {"hidden_states", "timestep"}
-        if x.dim() != 4 or x.shape[1] != self.config.in_channels:
+        if x.dim() not in (4, 5) or x.shape[1] != self.config.in_channels:
             raise ValueError(
                 f"got hidden_states of shape {tuple(x.shape)}, expected (B, {self.config.in_channels}, H, W)"
             )
         self.check_size(*x.shape[2:])
-        if "timestep" not in given or labels != set(self.model.LABELS):
-            wanted = ", ".join(("timestep", *self.model.LABELS))
-            raise ValueError(f"got arguments timestep={'timestep' in given}, {sorted(labels)}, expected {wanted}")
+        wanted = {*self.model.PROMPT, *(["guidance"] if self.model.EMBEDS_GUIDANCE else [])}
+        if "timestep" not in given or not wanted - set(self.model.MASKS) <= labels <= wanted:
+            names = ", ".join(("timestep", *sorted(wanted)))
+            raise ValueError(f"got arguments timestep={'timestep' in given}, {sorted(labels)}, expected {names}")
         parts = self.mesh.data.size * self.mesh.cfg.size
         if len(x) < parts:
             raise ValueError(f"got a batch of {len(x)} for data x cfg = {parts}, expected one row a rank; use cfg=1")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
 from types import ModuleType
@@ -229,49 +229,114 @@ class Attend(Protocol):
     def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]: ...
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """What a model computes once a run from R prompts: it depends on neither the step nor the state.
+
+    streams: constant streams (projected text), (R, L, ...) each; those in the model's `STREAMS` are split over the
+    ranks like the state, others (for cross-attention) stay whole on every rank. masks: (R, L) bool for streams with
+    padding, True for tokens. pooled: what `modulate` takes besides the timestep, R rows each.
+    """
+
+    streams: Mapping[str, Tensor] = field(default_factory=dict)
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
+    pooled: Mapping[str, Tensor] = field(default_factory=dict)
+
+
 class SequenceModel(nn.Module):
-    """A diffusion transformer over tokens that knows nothing of ranks. One model = one file in `seqpar/models`."""
+    """A diffusion transformer over streams of tokens that knows nothing of ranks; one file in `seqpar/models`.
 
-    SEQUENCE_INPUTS: ClassVar[Mapping[str, int]] = {"tokens": 1}
-    """The inputs that are split over the ranks, with their token dim."""
+    It has three levels: `encode` once a run, `modulate` once for each step and distinct prompt (before the loop), and
+    `forward_tokens` in every step on a rank's tokens.
+    """
 
-    LABELS: ClassVar[tuple[str, ...]] = ()
-    """The names of `condition`'s keyword arguments."""
+    STREAMS: ClassVar[tuple[str, ...]] = ("image",)
+    """The streams that meet in attention, in the order in which `forward_tokens` hands them to `attend`."""
+
+    STATE: ClassVar[tuple[str, ...]] = ("image",)
+    """Those of `STREAMS` that are denoised; the first is the latent that the model's sizes belong to."""
+
+    PROMPT: ClassVar[tuple[str, ...]] = ()
+    """The names of `encode`'s keyword arguments."""
+
+    MASKS: ClassVar[Mapping[str, str]] = {}
+    """Those of `PROMPT` that are masks, and whose tokens they mask; a mask that is not given is all True."""
+
+    EMBEDS_GUIDANCE: ClassVar[bool] = False
+    """Whether `modulate` takes the guidance scale, as `guidance`, (R,)."""
 
     config: Any
     """A frozen dataclass with at least sample_size, patch_size, in_channels, out_channels."""
 
-    def patchify(self, x_BCHW: Tensor) -> Tensor:
-        """(B, C, H, W) -> tokens (B, L, C*p*p), each token ordered (C, ph, pw), tokens row-major."""
-        raise NotImplementedError
+    def patchify(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) or (B, C, T, H, W) -> tokens (B, L, C*pt*ph*pw), each ordered (C, pt, ph, pw), row-major."""
+        return patches_of(x, self.patch)
 
-    def unpatchify(self, tokens_BLC: Tensor, height: int, width: int) -> Tensor:
-        """The inverse of `patchify` for any channel count; height and width of the latent."""
-        raise NotImplementedError
+    def unpatchify(self, tokens_BLC: Tensor, *size: int) -> Tensor:
+        """The inverse of `patchify` for any channel count; size: (height, width) or (frames, height, width)."""
+        return from_patches(tokens_BLC, self.patch, size)
 
-    def positions(self, height: int, width: int) -> Tensor:
+    @property
+    def patch(self) -> tuple[int, int, int]:
+        """Frames, height and width of a patch; `config.patch_size` is all three, or the side of one frame's squares."""
+        patch = self.config.patch_size
+        return (1, patch, patch) if isinstance(patch, int) else patch
+
+    def positions(self, *size: int) -> Tensor:
         """Rows for every token of a latent of this size, (L, ...); the caller slices its own."""
         raise NotImplementedError
 
-    def condition(self, t_R: Tensor, **labels: Tensor) -> Condition:
-        """Everything that depends on timestep and labels alone, for R rows, in fp32 (fp64 for an fp64 model)."""
+    def stream_positions(self, size: tuple[int, ...], lengths: Mapping[str, int]) -> dict[str, Tensor]:
+        """Rows for every token of the streams that have positions; lengths: tokens of each stream of `STREAMS`."""
+        return {self.STATE[0]: self.positions(*size)}
+
+    def encode(self, **prompt: Tensor) -> Encoded:
+        """What R prompts come to for a whole run. A class-conditional model has labels only, for `modulate`."""
+        return Encoded(pooled=prompt)
+
+    def modulate(self, t_R: Tensor, **pooled: Tensor) -> Condition:
+        """Everything that depends on the timestep and the pooled prompt alone, for R rows, in fp32 (or fp64)."""
         raise NotImplementedError
 
     def forward_tokens(
-        self, inputs: Mapping[str, Tensor], positions: Tensor, condition: Condition, attend: Attend
-    ) -> Tensor:
-        """This rank's tokens -> its predictions (B, l, C_out*p*p), ordered like `patchify`'s tokens."""
+        self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
+    ) -> dict[str, Tensor]:
+        """This rank's tokens of each stream -> the predictions of the state's streams, (B, l, C_out*p*p) each.
+
+        conditioning: `modulate`'s tensors with a row for each batch row, and "mask", (B, L) bool, where streams have
+        padding: it goes to `attend` as it is. A prediction is ordered like `patchify`'s tokens and may be wider than
+        the state (variances come last).
+        """
         raise NotImplementedError
 
-    def null_labels(self, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The labels of the unconditional branch."""
+    def null_prompt(self, prompt: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The prompt of the unconditional branch where the caller names none."""
         raise NotImplementedError
 
-    def check_size(self, height: int, width: int) -> None:
-        """Raise `ValueError` where a latent of height x width cannot be cut into patches."""
-        patch = self.config.patch_size
-        if height < 1 or width < 1 or height % patch or width % patch:
-            raise ValueError(f"got a latent of {height} x {width}, expected multiples of the patch size {patch}")
+    def check_size(self, *size: int) -> None:
+        """Raise `ValueError` where a latent of this (frames,) height and width cannot be cut into patches."""
+        patch = self.patch[-len(size) :]
+        if any(side < 1 or side % own for side, own in zip(size, patch, strict=True)):
+            shown = self.config.patch_size
+            raise ValueError(
+                f"got a latent of {' x '.join(map(str, size))}, expected multiples of the patch size {shown}"
+            )
+
+
+def patches_of(x: Tensor, patch: tuple[int, int, int]) -> Tensor:
+    """(B, C, H, W) or (B, C, T, H, W) -> (B, L, C*pt*ph*pw), tokens row-major, each as a convolution's weight."""
+    x = x if x.dim() == 5 else x[:, :, None]
+    (batch, channels, *size), (pt, ph, pw) = x.shape, patch
+    t, h, w = size[0] // pt, size[1] // ph, size[2] // pw
+    x = x.reshape(batch, channels, t, pt, h, ph, w, pw).permute(0, 2, 4, 6, 1, 3, 5, 7)
+    return x.reshape(batch, t * h * w, channels * pt * ph * pw)
+
+
+def from_patches(tokens_BLC: Tensor, patch: tuple[int, int, int], size: tuple[int, ...]) -> Tensor:
+    """The inverse of `patches_of`, for any channel count; size: (H, W) or (T, H, W)."""
+    (pt, ph, pw), (frames, height, width) = patch, size if len(size) == 3 else (1, *size)
+    x = tokens_BLC.reshape(len(tokens_BLC), frames // pt, height // ph, width // pw, -1, pt, ph, pw)
+    return x.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(len(tokens_BLC), -1, *size)
 
 
 def plugins(package: ModuleType) -> dict[str, str]:
@@ -286,13 +351,6 @@ def plugin(package: ModuleType, name: str, kind: str) -> ModuleType:
     if name not in known:
         raise ValueError(f"got {kind} {name!r}, expected one of {', '.join(known)}")
     return importlib.import_module(known[name])
-
-
-def sharded(model: SequenceModel, inputs: Mapping[str, Tensor], mine: slice) -> dict[str, Tensor]:
-    """A model's inputs, those that it declares as sequences cut to my tokens."""
-    dims = {name: model.SEQUENCE_INPUTS.get(name) for name in inputs}
-    return {name: x if (dim := dims[name]) is None else x.narrow(dim, mine.start, mine.stop - mine.start)
-            for name, x in inputs.items()}  # fmt: skip
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

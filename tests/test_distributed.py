@@ -9,7 +9,10 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.mesh import Mesh
-from seqpar.sampling.trajectory import Conditions
+from seqpar.sampling.request import Request
+from seqpar.sampling.run import begin
+from seqpar.shard import Shard
+from seqpar.transports.collective.point_to_point import gather
 from tests.attention.test_strategies import counted_calls
 from tests.support.meshes import LAYOUTS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
@@ -70,11 +73,11 @@ def calls_per_block(rank: int, world: int, device: torch.device) -> dict[str, in
     dit = DistributedDiT(diffusers_dit(num_layers=1).to(device), mesh, "ulysses", local(device))
     x, t, y = latents(2, (6, 6), device)
     tokens = dit.model.patchify(x)
-    attend, condition = dit.attend(2, 9), dit.model.condition(t, class_labels=y)
+    attend, conditioning = dit.attend(2, Shard(9, world)), dit.model.modulate(t, class_labels=y)
     positions = dit.model.positions(6, 6)
     mine = slice(0, 5) if rank == 0 else slice(5, 9)
-    inputs = {"tokens": tokens[:, mine]}
-    return counted_calls(lambda: dit.model.forward_tokens(inputs, positions[mine], condition, attend))
+    streams, rows = {"image": tokens[:, mine]}, {"image": positions[mine]}
+    return counted_calls(lambda: dit.model.forward_tokens(streams, rows, conditioning, attend))
 
 
 def test_one_block_with_ulysses_is_exactly_two_all_to_alls(ranks: Pool) -> None:
@@ -86,9 +89,9 @@ def dropped_shard(rank: int, world: int, device: torch.device) -> Tensor:
     x, t, y = latents(2, (8, 8), device)
     inner = dit.model.forward_tokens
 
-    def lossy(inputs, positions, condition, attend):
-        tokens = inputs["tokens"] * (0.0 if rank == world - 1 else 1.0)
-        return inner({"tokens": tokens}, positions, condition, attend)
+    def lossy(streams, positions, conditioning, attend):
+        tokens = streams["image"] * (0.0 if rank == world - 1 else 1.0)
+        return inner({"image": tokens}, positions, conditioning, attend)
 
     dit.model.forward_tokens = lossy
     return dit(x, timestep=t, class_labels=y).sample
@@ -98,7 +101,7 @@ def shifted_positions(rank: int, world: int, device: torch.device) -> Tensor:
     dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
     x, t, y = latents(2, (8, 8), device)
     inner = dit.model.positions
-    dit.model.positions = lambda height, width: inner(height, width).roll(1, 0)
+    dit.model.positions = lambda *size: inner(*size).roll(1, 0)
     return dit(x, timestep=t, class_labels=y).sample
 
 
@@ -190,16 +193,17 @@ def test_inputs_that_require_gradients_are_refused() -> None:
 
 
 def by_hand(rank: int, world: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A trajectory as design.md describes it: tokens, predict(step), gather()."""
+    """A run stepped by hand: its tokens, a prediction for them, the latents."""
     dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
     x, _, y = latents(2, (8, 8), device)
-    run = dit.trajectory(x, Conditions(torch.tensor([500, 3]), {"class_labels": y}), Guidance(1.0))
-    prediction = run.predict(torch.zeros((), dtype=torch.int64, device=device))
+    request = Request(DDIMScheduler(clip_sample=False), x, {"class_labels": y}, steps=2, guidance=Guidance(1.0))
+    run = begin(dit, request)
+    prediction = run.predict()["image"]
     assert run.tokens.shape == prediction.shape == (2, 8, 16)
-    return run.gather(), run.gather(prediction)
+    return run.latents(), gather(prediction, dit.mesh.sequence, Shard(16, world).sizes, dim=1)
 
 
-def test_trajectory_predicts_from_its_first_moment(ranks: Pool) -> None:
+def test_a_run_predicts_from_its_first_moment(ranks: Pool) -> None:
     x, _, y = latents(2, (8, 8))
     where = torch.device(ranks.device)
     truth = diffusers_dit().to(where)(x.to(where), timestep=torch.tensor([500, 500], device=where),

@@ -143,7 +143,7 @@ def test_gpu_five_hundred_replays_through_peers_memory(ranks: Pool, world: int, 
 def test_gpu_a_graph_of_a_table_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many labels: the modulation table holds a step at a time, and warming up must not read past it."""
     whole = long_run(0, 1, torch.device("cuda", 0), "ulysses", 1, True)
-    monkeypatch.setattr("seqpar.sampling.loop.trajectory.TABLE_BYTES", 1)
+    monkeypatch.setattr("seqpar.sampling.segment.TABLE_BYTES", 1)
     by_steps = long_run(0, 1, torch.device("cuda", 0), "ulysses", 1, True)
     # the table's own products have another number of rows then, and round otherwise
     assert (by_steps - whole).norm() < 1e-2 * whole.norm()

@@ -48,7 +48,7 @@ RUNGS = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of one prediction; positions and table (`model.condition(t_B, class_labels=y_B)`) are made before the loop."""
+    """Of one prediction; positions and table (`model.modulate(t_B, class_labels=y_B)`) are made before the loop."""
 
     tokens_BLC: Tensor
     positions: Tensor

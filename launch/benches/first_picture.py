@@ -88,26 +88,28 @@ def denoised(mark: Marks, pipeline: Any, label: int, steps: int) -> Any:
     """Latents of one picture with guidance: the body of `seqpar.sampling.loop.sample`, with marks."""
     import torch
 
-    from seqpar.sampling.loop import Order, Run, check_finite, draw_noise, why_no_graph
-    from seqpar.sampling.trajectory import Guidance
+    from seqpar.sampling.guidance import Guidance
+    from seqpar.sampling.loop import check_finite, draw_noise, why_no_graph
+    from seqpar.sampling.request import Request
+    from seqpar.sampling.run import begin
 
     files, dit = pipeline.files, pipeline.dit
     scheduler, config = files.schedule(None, steps), dit.config
     noise = draw_noise((1, config.in_channels, *files.latent_size(None)), torch.Generator().manual_seed(0))
-    run = Run(dit, Order(scheduler, noise, {"class_labels": torch.tensor([label])}, steps, Guidance(4.0)))
+    request = Request(scheduler, noise, {"class_labels": torch.tensor([label])}, steps, Guidance(4.0))
+    run = begin(dit, request)
     mark("modulation")
     with torch.no_grad():
-        for chunk in run.trajectory.chunks():
-            for index in chunk:
-                if index == 1 and why_no_graph(dit, scheduler) is None:
-                    run.capture()
-                    mark("capture")
-                run.step(index)
-                if index == 0:
-                    mark("first step")
+        for index in range(len(run.timesteps)):
+            if index == 1 and why_no_graph(dit, scheduler) is None:
+                run.capture()
+                mark("capture")
+            run.step()
+            if index == 0:
+                mark("first step")
         latents = run.latents()
     run.release()
-    check_finite(int(run.bad), run.timesteps)
+    check_finite(run.first_bad(), run.timesteps)
     mark("steps")
     return latents
 

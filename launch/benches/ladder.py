@@ -44,8 +44,10 @@ from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
 from seqpar.planner.choose import load_local
-from seqpar.sampling.loop import Order, Run, Sampler, draw_noise
-from seqpar.sampling.trajectory import Guidance
+from seqpar.sampling.guidance import Guidance
+from seqpar.sampling.loop import Sampler, draw_noise
+from seqpar.sampling.request import Request
+from seqpar.sampling.run import begin
 from seqpar.weights.find import locate
 
 GUIDANCE = Guidance(4.0)
@@ -182,7 +184,7 @@ def rungs(model: Any, side: int, local: str) -> dict[str, Way]:
     x = torch.randn(1, (side // config.patch_size) ** 2, model.x_embedder.in_features, device=device)
     t, y = torch.full((2,), 480, device=device), torch.tensor([1, config.num_classes], device=device)
     with torch.inference_mode():
-        table, positions, core = model.condition(t, class_labels=y), model.positions(side, side), load_local(local)
+        table, positions, core = model.modulate(t, class_labels=y), model.positions(side, side), load_local(local)
 
     def step(rung: Rung) -> Tensor:
         out = forward(model, rung, Inputs(torch.cat((x, x)), positions, t, y, table), core)
@@ -194,18 +196,16 @@ def rungs(model: Any, side: int, local: str) -> dict[str, Way]:
 def engine(dit: DistributedDiT, side: int, graph: bool) -> Way:
     """A step of a run of 25, again and again."""
     noise, labels = start_of_run(dit, side)
-    run = Run(dit, Order(DDIMScheduler.from_config(DDIM_DEFAULT), noise, labels, RUN_STEPS, GUIDANCE))
-    with torch.inference_mode():
-        next(run.trajectory.chunks())
-        start = run.trajectory.tokens.clone()
-        if graph:
+    run = begin(dit, Request(DDIMScheduler.from_config(DDIM_DEFAULT), noise, labels, RUN_STEPS, GUIDANCE))
+    if graph:
+        with torch.inference_mode():
             run.capture()
     done = itertools.count()
 
     def step() -> None:
         if next(done) % RUN_STEPS == 0:  # round and round the state would overflow, and what overflowed runs faster
-            run.trajectory.tokens.copy_(start)
-        run.step(0)
+            run.rewind()
+        run.step()
 
     return torch.inference_mode()(step)
 

@@ -30,8 +30,11 @@ from seqpar.mesh import Mesh, pick_device
 from seqpar.models import large_dit
 from seqpar.pipelines.class_labels import Files
 from seqpar.protocols import SequenceModel
-from seqpar.sampling.loop import Order, Run, draw_noise, steps_locally, why_no_graph
-from seqpar.sampling.trajectory import Guidance
+from seqpar.sampling.guidance import Guidance
+from seqpar.sampling.loop import draw_noise, why_no_graph
+from seqpar.sampling.request import Request
+from seqpar.sampling.run import begin
+from seqpar.sampling.steppers import steps_locally
 from seqpar.weights.checkpoint import from_state_dict
 from seqpar.weights.find import Blueprint, from_diffusers
 
@@ -129,22 +132,20 @@ def compare(
     """Each step's error of the engine and of plain bf16, from the truth's state before it."""
     config, label = dit.config, torch.zeros(1, dtype=torch.int64)
     noise = draw_noise((1, config.in_channels, *[config.sample_size] * 2), torch.Generator().manual_seed(0))
-    run = Run(dit, Order(scheduler, noise, {"class_labels": label}, steps, GUIDANCE))
+    run = begin(dit, Request(scheduler, noise, {"class_labels": label}, steps, GUIDANCE))
     both_labels = torch.cat((label, torch.full_like(label, config.num_classes))).to(dit.device)
     state, errors = noise.to(next(truth.parameters())), {ENGINE: [], PLAIN: []}
-    for chunk in run.trajectory.chunks():
-        if why_no_graph(dit, scheduler) is None:
-            run.capture()
-        for index in chunk:
-            t = run.timesteps[index]
-            with exact():
-                after = step(truth, scheduler, state, t, both_labels)
-            share = rms(after - scheduler.step(torch.zeros_like(state), t, state).prev_sample)
-            errors[PLAIN].append(rms(step(plain, scheduler, state, t, both_labels) - after) / share)
-            run.trajectory.tokens.copy_(run.trajectory.slice(state))
-            run.step(index)
-            errors[ENGINE].append(rms(run.latents().to(after.dtype) - after) / share)
-            state = after
+    if why_no_graph(dit, scheduler) is None:
+        run.capture()
+    for t in run.timesteps:
+        with exact():
+            after = step(truth, scheduler, state, t, both_labels)
+        share = rms(after - scheduler.step(torch.zeros_like(state), t, state).prev_sample)
+        errors[PLAIN].append(rms(step(plain, scheduler, state, t, both_labels) - after) / share)
+        run.place(state)
+        run.step()
+        errors[ENGINE].append(rms(run.latents().to(after.dtype) - after) / share)
+        state = after
     run.release()
     return errors
 

@@ -28,8 +28,8 @@ from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
 from seqpar.protocols import SequenceModel
+from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import digest, draw_noise, sample
-from seqpar.sampling.trajectory import Guidance
 from seqpar.weights.find import locate
 
 GUIDANCE = Guidance(4.0)

@@ -27,7 +27,9 @@ from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
 from seqpar.planner.choose import choose_local, load_local
 from seqpar.protocols import SequenceModel, plugins
-from seqpar.sampling.loop import Order, Run, check_finite, digest, draw_noise, why_no_graph
+from seqpar.sampling.loop import check_finite, digest, draw_noise, why_no_graph
+from seqpar.sampling.request import Request
+from seqpar.sampling.run import Run, begin
 
 RUN_STEPS = 25
 
@@ -145,14 +147,13 @@ def engine(dit: DistributedDiT, size: tuple[int, int], images: int, digest_steps
     labels = {"class_labels": torch.zeros(images, dtype=torch.int64)}
     scheduler = DDIMScheduler.from_config(DDIM_DEFAULT)
     dit.check_size(*size)
-    run = Run(dit, Order(scheduler, noise, labels, RUN_STEPS, GUIDANCE))
+    run = begin(dit, Request(scheduler, noise, labels, RUN_STEPS, GUIDANCE))
     try:
         with torch.no_grad():
-            start = run.trajectory.tokens.clone()
             if why_no_graph(dit, scheduler) is None:
                 run.capture()
-        yield Ready(torch.no_grad()(lambda: run.step(0)), torch.no_grad()(partial(_bits, dit, run, digest_steps)),
-                    lambda: run.trajectory.tokens.copy_(start), dit.check_delivered)  # fmt: skip
+        yield Ready(torch.no_grad()(run.step), torch.no_grad()(partial(_bits, dit, run, digest_steps)),
+                    run.rewind, dit.check_delivered)  # fmt: skip
     finally:
         run.release()
         dit.release()
@@ -161,13 +162,11 @@ def engine(dit: DistributedDiT, size: tuple[int, int], images: int, digest_steps
 def _bits(dit: DistributedDiT, run: Run, steps: int) -> str | None:
     if not steps:
         return None
-    for chunk in run.trajectory.chunks():
-        for index in chunk:
-            if index < steps:
-                run.step(index)
+    for _ in range(steps):
+        run.step()
     dit.check_delivered()
     latents = run.latents()
-    check_finite(min(dit.mesh.collect(int(run.bad))), run.timesteps)
+    check_finite(run.first_bad(), run.timesteps)
     return digest(latents[:1])
 
 

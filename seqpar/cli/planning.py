@@ -17,7 +17,7 @@ from seqpar.planner.costs import Layout
 from seqpar.planner.predict import GIB, Load
 from seqpar.planner.search import Plan, Wish, plan
 from seqpar.protocols import SequenceModel, plugin
-from seqpar.sampling.trajectory import TABLE_BYTES
+from seqpar.sampling.segment import TABLE_BYTES
 from seqpar.transports import _folder
 from seqpar.weights.find import Blueprint
 

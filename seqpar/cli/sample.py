@@ -33,9 +33,10 @@ from seqpar.planner.choose import parse_mesh
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Plan
 from seqpar.protocols import plugin
+from seqpar.sampling.guidance import Guidance, check_layout
 from seqpar.sampling.loop import digest, why_not_captured
+from seqpar.sampling.segment import TABLE_BYTES
 from seqpar.sampling.steppers import decide
-from seqpar.sampling.trajectory import TABLE_BYTES, Guidance, check_layout
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN_BY_DEFAULT = 12  # classes, where none are named

@@ -12,20 +12,6 @@ from torch import Tensor, nn
 MAX_PERIOD = 10000.0
 
 
-def patchify(x_BCHW: Tensor, patch: int) -> Tensor:
-    """(B, C, H, W) -> (B, H/p * W/p, C*p*p); tokens row-major, each ordered (C, ph, pw) as a convolution's weight."""
-    batch, channels, height, width = x_BCHW.shape
-    x = x_BCHW.reshape(batch, channels, height // patch, patch, width // patch, patch)
-    return x.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * patch * patch)
-
-
-def unpatchify(tokens_BLC: Tensor, patch: int, height: int, width: int) -> Tensor:
-    """The inverse of `patchify`, for any channel count."""
-    batch = tokens_BLC.shape[0]
-    x = tokens_BLC.reshape(batch, height // patch, width // patch, -1, patch, patch)
-    return x.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, height, width)
-
-
 def sinusoid(t_R: Tensor, dim: int, freq_shift: float = 0.0) -> Tensor:
     """(R,) timesteps -> (R, dim) fp32: [cos, sin] of t * 10000^(-i / (dim/2 - freq_shift)).
 

@@ -89,9 +89,9 @@ class Model(LabelDiT):
     def __init__(self, config: Config) -> None:
         super().__init__(config, config.width, lambda: Block(config), config.freq_shift)
 
-    def positions(self, height: int, width: int) -> Tensor:
+    def positions(self, *size: int) -> Tensor:
         """(L, E) sine-cosine rows. Off the trained size positions are squeezed onto it, or run on ("none")."""
-        patch, device = self.config.patch_size, self.x_embedder.weight.device
+        (height, width), patch, device = size, self.config.patch_size, self.x_embedder.weight.device
         base = self.config.sample_size // patch
 
         def axis(size: int) -> Tensor:
@@ -101,17 +101,18 @@ class Model(LabelDiT):
         return _layers.sincos_2d(axis(height), axis(width), self.config.width)
 
     def forward_tokens(
-        self, inputs: Mapping[str, Tensor], positions: Tensor, condition: Condition, attend: Attend
-    ) -> Tensor:
+        self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
+    ) -> dict[str, Tensor]:
+        """See `SequenceModel`."""
         dtype = self.x_embedder.weight.dtype
-        x = self.x_embedder(inputs["tokens"].to(dtype)) + positions.to(dtype)
-        blocks_BN6E, final_B2E = condition["blocks"], condition["final"]
+        x = self.x_embedder(streams["image"].to(dtype)) + positions["image"].to(dtype)
+        blocks_BN6E, final_B2E = conditioning["blocks"], conditioning["final"]
         starts = [(modulation[:, 0], modulation[:, 1], NORM) for modulation in blocks_BN6E.unbind(1)]
         ends = [*starts[1:], (final_B2E[:, 0], final_B2E[:, 1], NORM)]
         h = norm_modulate(x, *starts[0])
         for index, (block, modulation) in enumerate(zip(self.blocks, blocks_BN6E.unbind(1), strict=True)):
             x, h = block(x, h, modulation, ends[index], attend, keep=index + 1 < len(ends))
-        return self.final(h)
+        return {"image": self.final(h)}
 
 
 def work(config: Config) -> Work:

@@ -116,27 +116,29 @@ class Model(LabelDiT):
     def __init__(self, config: Config) -> None:
         super().__init__(config, config.condition_width, lambda: Block(config))
 
-    def positions(self, height: int, width: int) -> Tensor:
+    def positions(self, *size: int) -> Tensor:
         """(L, D): cosines, then sines, of the raster index; fp32 angles as in the original, for any length."""
-        patch, dim, device = self.config.patch_size, self.config.attention_head_dim, self.x_embedder.weight.device
+        (height, width), patch = size, self.config.patch_size
+        dim, device = self.config.attention_head_dim, self.x_embedder.weight.device
         index = torch.arange((height // patch) * (width // patch), dtype=torch.float32, device=device)
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
         angles = torch.outer(index, 1.0 / _layers.MAX_PERIOD**exponent)
         return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
     def forward_tokens(
-        self, inputs: Mapping[str, Tensor], positions: Tensor, condition: Condition, attend: Attend
-    ) -> Tensor:
+        self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
+    ) -> dict[str, Tensor]:
+        """See `SequenceModel`."""
         blocks: list[Any] = list(self.blocks)
-        modulations, final_B2E = condition["blocks"].unbind(1), condition["final"]
+        modulations, final_B2E = conditioning["blocks"].unbind(1), conditioning["final"]
         starts = [block.start(modulation) for block, modulation in zip(blocks, modulations, strict=True)]
         ends = [*starts[1:], (final_B2E[:, 0], final_B2E[:, 1], FINAL_NORM)]
-        rotary = positions.chunk(2, dim=-1)
-        x = self.x_embedder(inputs["tokens"].to(self.x_embedder.weight.dtype))
+        rotary = positions["image"].chunk(2, dim=-1)
+        x = self.x_embedder(streams["image"].to(self.x_embedder.weight.dtype))
         h = norm_modulate(x, *starts[0])
         for index, (block, modulation) in enumerate(zip(blocks, modulations, strict=True)):
             x, h = block(x, h, modulation, rotary, ends[index], attend, keep=index + 1 < len(ends))
-        return self.final(h)
+        return {"image": self.final(h)}
 
 
 def work(config: Config) -> Work:

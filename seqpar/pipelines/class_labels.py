@@ -17,10 +17,10 @@ from torch import Tensor
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines.pictures import to_pil
+from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler, draw_noise
 from seqpar.sampling.schedules import FAILURES
 from seqpar.sampling.steppers import check_eta, decide, why_not_driven
-from seqpar.sampling.trajectory import Guidance
 from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
 from seqpar.weights.checkpoint import read_json
 from seqpar.weights.find import Blueprint, locate, resolve

@@ -1,4 +1,4 @@
-"""How a diffusers scheduler moves a trajectory one step on.
+"""How a diffusers scheduler moves a stream of the state one step on.
 
 DDIM has a kernel of its own, with clipping; any other scheduler that is linear steps on local tokens, too, by the
 coefficients that `seqpar.sampling.schedules` traces. The rest is stepped whole, identically on every rank, from the
@@ -17,18 +17,21 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from seqpar.kernels.ddim import Update, guided_step
+from seqpar.kernels.ddim import Update, guide, guided_step
 from seqpar.kernels.multistep import History, Steps, guided_multistep
 from seqpar.sampling.schedules import FAILURES, NotLinearError, Schedule, check_whole, mixed_noise, step_options, trace
-from seqpar.sampling.trajectory import Trajectory
+from seqpar.sampling.state import State
 
 STEP = ["model_output", "timestep", "sample"]  # what a scheduler's step may require
 
 
 class Stepper(Protocol):
-    """Moves a trajectory's state one step on, and lowers `bad` to the step where it stops being finite."""
+    """Moves a stream of the state one step on by the model's outputs, with the labels and without (None: one branch).
 
-    def __call__(self, trajectory: Trajectory, index: int, step: Tensor, bad: Tensor, /) -> None: ...
+    Lowers `bad` to the step where the state stops being finite. step: its number on the device; index: on the host.
+    """
+
+    def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -87,13 +90,12 @@ def _why(scheduler: Any, found: str) -> str:
 class DDIM:
     """DDIM (arXiv 2010.02502, formulas 12 and 16) on tokens."""
 
-    def __init__(self, update: Update) -> None:
-        self._update = update
+    def __init__(self, state: State, update: Update) -> None:
+        self._state, self._update = state, update
 
-    def __call__(self, trajectory: Trajectory, index: int, step: Tensor, bad: Tensor, /) -> None:
+    def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None:
         """See `Stepper`; `step` picks the coefficients on the device."""
-        cond, uncond = trajectory.branches(step)
-        guided_step(trajectory.tokens, cond, uncond, self._update, step, bad)
+        guided_step(self._state.tokens, cond, uncond, self._update, step, bad)
 
     def restart(self, update: Update) -> None:
         """Take another run's coefficients and noise into the buffers that a captured step reads."""
@@ -106,25 +108,25 @@ class DDIM:
 class Traced:
     """Any linear scheduler on tokens, by its coefficients; the history lives in ring buffers on the device.
 
-    The trajectory's tokens are the model's input: the state times the input scale of the next step (1 after the last).
+    The tokens of its `State` are the model's input: the state times the next step's input scale (1 after the last).
     """
 
-    def __init__(self, trajectory: Trajectory, schedule: Schedule, steps: Steps) -> None:
+    def __init__(self, state: State, schedule: Schedule, steps: Steps) -> None:
         states, outputs = schedule.states_SP.shape[1], schedule.outputs_SQ.shape[1]
-        tokens, self._steps = trajectory.tokens, steps
+        tokens, self._steps, self._state = state.tokens, steps, state
+        self._first = tokens.clone()
         past = tokens.new_zeros((outputs - 1, *tokens.shape)) if outputs > 1 else None
         if states == 1 and bool((schedule.inputs_S == 1).all()):
             self.history = History(tokens[None], past, None)
         else:
             self.history = History(tokens.new_zeros((states, *tokens.shape), dtype=torch.float64), past, tokens)
-        self._show(trajectory, schedule)
+        self._show(schedule)
 
-    def __call__(self, trajectory: Trajectory, index: int, step: Tensor, bad: Tensor, /) -> None:
+    def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None:
         """See `Stepper`; `step` picks coefficients and slots of the history on the device."""
-        cond, uncond = trajectory.branches(step)
         guided_multistep(self.history, cond, uncond, self._steps, step, bad)
 
-    def restart(self, trajectory: Trajectory, schedule: Schedule, steps: Steps) -> None:
+    def restart(self, schedule: Schedule, steps: Steps) -> None:
         """Take another run's coefficients, noise and first state into the buffers that a captured step reads.
 
         The history may keep what it holds, even NaN: a step reads only slots that this run has written.
@@ -133,74 +135,87 @@ class Traced:
         self._steps.guidance_S.copy_(steps.guidance_S)
         if self._steps.noise_SnlC is not None and steps.noise_SnlC is not None:
             self._steps.noise_SnlC.copy_(steps.noise_SnlC)
-        self._show(trajectory, schedule)
+        self._show(schedule)
 
-    def _show(self, trajectory: Trajectory, schedule: Schedule) -> None:
-        """Keep the first state, and put what the model sees of it into the trajectory."""
+    @property
+    def kept(self) -> list[Tensor]:
+        """What a step changes besides the state's tokens."""
+        return [x for x in (self.history.states_PnlC, self.history.outputs_QnlC) if x is not None]
+
+    def rewind(self) -> None:
+        """Go back to the first step, whose model input is in the state's tokens again."""
         if self.history.seen_nlC is not None:
-            self.history.states_PnlC[0].copy_(trajectory.tokens)
-            trajectory.tokens.mul_(float(schedule.inputs_S[0]))
+            self.history.states_PnlC[0].copy_(self._first)
+
+    def _show(self, schedule: Schedule) -> None:
+        """Keep the first state, and put what the model sees of it into the state's tokens."""
+        if self.history.seen_nlC is not None:
+            self.history.states_PnlC[0].copy_(self._state.tokens)
+            self._first.copy_(self._state.tokens)
+            self._state.tokens.mul_(float(schedule.inputs_S[0]))
 
 
 class Replicated:
     """Any diffusers scheduler: gather the prediction, step the whole latents on every rank alike, slice."""
 
     def __init__(
-        self, scheduler: Any, decision: Decision, trajectory: Trajectory, noise: Tensor, guidance_S: Tensor,
+        self, scheduler: Any, decision: Decision, state: State, start: Tensor, guidance_S: Tensor,
         generator: torch.Generator,
     ) -> None:  # fmt: skip
-        self._scheduler, self._guidance_S = scheduler, guidance_S
+        """start: the whole latents before the first step."""
+        self._scheduler, self._guidance_S, self._state = scheduler, guidance_S, state
         self._options = {**decision.options, **step_options(scheduler, generator=generator)}
         self._timesteps = scheduler.timesteps[decision.begin :]
         if decision.begin and hasattr(scheduler, "set_begin_index"):
             scheduler.set_begin_index(decision.begin)
-        self.latents = noise.to(trajectory.tokens.device, trajectory.tokens.dtype)
-        self._show(trajectory, 0)
+        self.latents = start.to(state.tokens.device, state.tokens.dtype)
+        self._show(0)
 
-    def __call__(self, trajectory: Trajectory, index: int, step: Tensor, bad: Tensor, /) -> None:
-        """See `Stepper`; needs `index` on the host, as diffusers' schedulers do."""
-        whole = trajectory.gather(trajectory.predict(step, self._guidance_S.index_select(0, step.view(1))[0]))
+    def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None:
+        """See `Stepper`; needs `index`, as diffusers' schedulers do."""
+        scale = self._guidance_S.index_select(0, step.view(1))[0]
+        whole = self._state.gather(guide(self._state.tokens, cond, uncond, scale, self._state.guided_width))
         timestep = self._timesteps[index]
         self.latents = self._scheduler.step(whole, timestep, self.latents, **self._options).prev_sample
         if index + 1 < len(self._timesteps):
-            self._show(trajectory, index + 1)
+            self._show(index + 1)
         else:
-            trajectory.tokens.copy_(trajectory.slice(self.latents))
+            self._state.tokens.copy_(self._state.slice(self.latents))
         torch.where(self.latents.isfinite().all(), bad, torch.minimum(bad, step), out=bad)
 
-    def _show(self, trajectory: Trajectory, index: int) -> None:
-        """Put what the model sees at a step into the trajectory."""
+    def _show(self, index: int) -> None:
+        """Put what the model sees at a step into the state's tokens."""
         seen = self.latents
         if hasattr(self._scheduler, "scale_model_input"):  # flow matching has none
             seen = self._scheduler.scale_model_input(seen, self._timesteps[index])
-        trajectory.tokens.copy_(trajectory.slice(seen))
+        self._state.tokens.copy_(self._state.slice(seen))
 
 
 def ddim_update(
-    trajectory: Trajectory, scheduler: Any, decision: Decision, guidance_S: Tensor, shape: tuple[int, ...],
+    state: State, scheduler: Any, decision: Decision, guidance_S: Tensor, shape: tuple[int, ...],
     generator: torch.Generator,
 ) -> Update:  # fmt: skip
     """All steps of a run with a diffusers DDIM scheduler's coefficients; shape: of the whole latents."""
-    like = trajectory.tokens
+    like = state.tokens
     eta, clipped = decision.options.get("eta", 0.0), bool(decision.options.get("use_clipped_model_output"))
     table = ddim_coefficients(scheduler, eta, clipped, decision.begin).to(like.device, like.dtype)
     # drawn whole and before the loop, then sliced: the same noise for any number of ranks
-    noise = [trajectory.slice(randn_tensor(shape, generator=generator)) for _ in range(len(table) if eta > 0 else 0)]
+    noise = [state.slice(randn_tensor(shape, generator=generator)) for _ in range(len(table) if eta > 0 else 0)]
     drawn = torch.stack(noise) if noise else None
-    return Update(table, guidance_S, trajectory.guided_width, clip(scheduler), drawn, clipped)
+    return Update(table, guidance_S, state.guided_width, clip(scheduler), drawn, clipped)
 
 
 def traced_steps(
-    trajectory: Trajectory, schedule: Schedule, guidance_S: Tensor, shape: tuple[int, ...], generator: torch.Generator
+    state: State, schedule: Schedule, guidance_S: Tensor, shape: tuple[int, ...], generator: torch.Generator
 ) -> Steps:
     """All steps of a run by a traced schedule; shape: of the whole latents."""
-    like = trajectory.tokens
+    like = state.tokens
     after = torch.cat((schedule.inputs_S[1:], torch.ones(1, dtype=torch.float64)))
     table = torch.cat((after[:, None], schedule.states_SP, schedule.outputs_SQ), dim=1).to(like.device)
     noise = None
     if schedule.draws:
-        noise = torch.stack([trajectory.slice(x) for x in mixed_noise(schedule, shape, like.dtype, generator)])
-    return Steps(table, guidance_S, trajectory.guided_width, noise)
+        noise = torch.stack([state.slice(x) for x in mixed_noise(schedule, shape, like.dtype, generator)])
+    return Steps(table, guidance_S, state.guided_width, noise)
 
 
 def clip(scheduler: Any) -> float | None:

@@ -48,10 +48,10 @@ def test_a_step_has_the_flops_that_torch_counts(name: str, batch: int) -> None:
     module, config = TINY[name]
     model = Blueprint(name, module, config).build(torch.float64, torch.device("cpu"))
     x = random((batch, 4, 6, 8), 0)
-    condition = model.condition(torch.tensor([7.0] * batch), class_labels=torch.tensor([1] * batch))
+    conditioning = model.modulate(torch.tensor([7.0] * batch), class_labels=torch.tensor([1] * batch))
     attend = build("ulysses", Mesh.single(), Shard(12, 1), reference.attend)
-    inputs, positions = {"tokens": model.patchify(x)}, model.positions(6, 8)
-    counted = flops(lambda: model.forward_tokens(inputs, positions, condition, attend))
+    streams, positions = {"image": model.patchify(x)}, {"image": model.positions(6, 8)}
+    counted = flops(lambda: model.forward_tokens(streams, positions, conditioning, attend))
     assert counted == module.work(config).step(batch, 12).flops
     assert counted != module.work(config).step(batch, 11).flops
 
@@ -66,9 +66,9 @@ def test_the_products_are_the_models_linear_layers(preset: str) -> None:
     shapes = sorted((m.in_features, m.out_features) for m in inside)
     embedder = [(m.in_features, m.out_features) for m in model.get_submodule("t_embedder") if hasattr(m, "in_features")]  # pyright: ignore
     assert shapes == sorted([*work.gemms * work.layers, *work.once, *embedder])
-    condition = Blueprint(preset, blueprint.module, blueprint.config).meta().condition(
+    conditioning = Blueprint(preset, blueprint.module, blueprint.config).meta().modulate(
         torch.zeros(1, device="meta"), class_labels=torch.zeros(1, dtype=torch.int64, device="meta"))  # fmt: skip
-    assert work.table == sum(table.numel() for table in condition.values())
+    assert work.table == sum(table.numel() for table in conditioning.values())
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

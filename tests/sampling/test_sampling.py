@@ -12,9 +12,11 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.mesh import Mesh
-from seqpar.sampling import trajectory as trajectories
+from seqpar.sampling import segment
 from seqpar.sampling.loop import draw_noise
-from seqpar.sampling.trajectory import Conditions
+from seqpar.sampling.request import Request
+from seqpar.sampling.run import Run, begin
+from seqpar.sampling.state import State
 from tests.conftest import DEVICE
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
@@ -144,17 +146,17 @@ WRONG_NOISE = {
 def wrong_noise(
     rank: int, world: int, device: torch.device, layout: tuple[str, int, int], how: str, bad: int
 ) -> Tensor:
-    right = trajectories.Trajectory.slice
+    right = State.slice
 
-    def wrong(self: trajectories.Trajectory, x_BCHW: Tensor) -> Tensor:
+    def wrong(self: State, whole: Tensor) -> Tensor:
         # the first slice of all is that of the state
-        return right(self, WRONG_NOISE[how](x_BCHW) if hasattr(self, "tokens") and rank == bad else x_BCHW)
+        return right(self, WRONG_NOISE[how](whole) if hasattr(self, "tokens") and rank == bad else whole)
 
-    trajectories.Trajectory.slice = wrong
+    State.slice = wrong
     try:
         return run(rank, world, device, layout, Guidance(3.0), *FEW)
     finally:
-        trajectories.Trajectory.slice = right
+        State.slice = right
 
 
 @pytest.mark.parametrize("how", WRONG_NOISE)
@@ -190,12 +192,12 @@ def test_any_other_scheduler_is_the_same_on_every_mesh(
 
 
 def swapped_branches(rank: int, world: int, device: torch.device) -> Tensor:
-    right = trajectories.Trajectory.branches
-    trajectories.Trajectory.branches = lambda self, step: right(self, step)[::-1]  # pyright: ignore
+    right = Run._parted
+    Run._parted = lambda self, name, out: right(self, name, out)[::-1]  # pyright: ignore
     try:
         return run(rank, world, device, ("ulysses", 2, 1), Guidance(3.0))
     finally:
-        trajectories.Trajectory.branches = right
+        Run._parted = right
 
 
 def test_negative_control_swapped_guidance_branches_are_noticed(ranks: Pool) -> None:
@@ -207,11 +209,11 @@ def test_negative_control_swapped_guidance_branches_are_noticed(ranks: Pool) -> 
 def test_modulation_in_chunks_of_steps_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(0, 1, torch.device("cpu"), ("ulysses", 1, 1), Guidance(3.0))
     rows = 3 * (3 * 6 + 2) * 24 * 8  # distinct labels (two and none) x modulation of one row, bytes
-    monkeypatch.setattr(trajectories, "TABLE_BYTES", 2 * rows + 1)
+    monkeypatch.setattr(segment, "TABLE_BYTES", 2 * rows + 1)
     made = []
-    condition = DistributedDiT(diffusers_dit(), Mesh.single()).model.__class__.condition
-    monkeypatch.setattr("seqpar.models.dit.Model.condition",
-                        lambda self, t, **y: made.append(len(t)) or condition(self, t, **y))  # fmt: skip
+    modulate = DistributedDiT(diffusers_dit(), Mesh.single()).model.__class__.modulate
+    monkeypatch.setattr("seqpar.models.dit.Model.modulate",
+                        lambda self, t, **y: made.append(len(t)) or modulate(self, t, **y))  # fmt: skip
     chunked = run(0, 1, torch.device("cpu"), ("ulysses", 1, 1), Guidance(3.0))
     assert made[1:] == [6, 6]  # two steps x three labels each, after one row to learn its size
     assert (chunked - whole).abs().max() < TOLERANCE
@@ -227,10 +229,12 @@ def not_finite(rank: int, world: int, device: torch.device) -> str:
     dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
     inner, calls = dit.model.forward_tokens, []
 
-    def breaks_at_third(*args: object) -> Tensor:
+    def breaks_at_third(*args: object) -> dict[str, Tensor]:
         calls.append(1)
         out = inner(*args)  # pyright: ignore
-        return out.fill_(float("nan")) if len(calls) == 3 and rank == world - 1 else out
+        if len(calls) == 3 and rank == world - 1:
+            out["image"].fill_(float("nan"))
+        return out
 
     dit.model.forward_tokens = breaks_at_third  # pyright: ignore
     try:
@@ -248,7 +252,7 @@ def not_finite(rank: int, world: int, device: torch.device) -> str:
         ({"guidance": Guidance(3.0, 9)}, "got guidance on 9 channels, expected 1 to 4"),
         ({"shape": (3, 5, 8, 8)}, r"got noise of shape \(3, 5, 8, 8\), expected \(N, 4, H, W\)"),
         ({"data": 2, "shape": (1, 4, 8, 8)}, r"got 1 image\(s\) for data=2"),
-        ({"labels": {}}, r"got labels \[\], expected \['class_labels'\]"),
+        ({"labels": {}}, r"got prompt \[\], expected \['class_labels'\]"),
     ],
     ids=["cfg", "channels", "noise", "data", "labels"],
 )
@@ -266,7 +270,8 @@ def refused(rank: int, world: int, device: torch.device, change: dict[str, Any])
     shape = change.get("shape", (3, 4, 8, 8))
     labels = change.get("labels", {"class_labels": torch.zeros(shape[0], dtype=torch.int64)})
     try:
-        dit.trajectory(torch.zeros(shape), Conditions(torch.tensor([1]), labels), change.get("guidance", Guidance(1.0)))
+        guidance = change.get("guidance", Guidance(1.0))
+        begin(dit, Request(scheduler(), torch.zeros(shape), labels, steps=1, guidance=guidance))
     except ValueError as error:
         return str(error)
     return "nothing"

@@ -179,8 +179,9 @@ def modelled(name: str) -> Callable[[], object]:
             for kernel in kernels:
                 kernel.fused = lambda *given: True
             with torch.inference_mode():
-                rows = model.condition(torch.zeros(2), class_labels=torch.zeros(2, dtype=torch.int64))
-                model.forward_tokens({"tokens": torch.zeros(2, 64, 16)}, model.positions(16, 16), rows, attend)
+                rows = model.modulate(torch.zeros(2), class_labels=torch.zeros(2, dtype=torch.int64))
+                positions = {"image": model.positions(16, 16)}
+                model.forward_tokens({"image": torch.zeros(2, 64, 16)}, positions, rows, attend)
         finally:
             torch.cuda.get_device_capability = capability
             for kernel, fused in zip(kernels, kept, strict=True):

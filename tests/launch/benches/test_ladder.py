@@ -41,7 +41,7 @@ def pair(kind: str) -> tuple[nn.Module, LabelDiT]:
 
 def predicted(model: LabelDiT, rung: Rung, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
     height, width = x.shape[2:]
-    made = model.condition(t, class_labels=y)
+    made = model.modulate(t, class_labels=y)
     given = Inputs(model.patchify(x), model.positions(height, width), t, y, made)
     return model.unpatchify(forward(model, rung, given, sdpa.attend), height, width)
 
@@ -192,14 +192,14 @@ def test_runs_are_compared_with_the_plain_ways_of_the_same_run() -> None:
 def test_a_step_that_is_timed_again_and_again_goes_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of random weights grows a hundredfold: what goes on and on from there overflows, and runs faster."""
     made: list[Any] = []
-    real = ladder.Run
-    monkeypatch.setattr(ladder, "Run", lambda *args: made.append(real(*args)) or made[0])
+    real = ladder.begin
+    monkeypatch.setattr(ladder, "begin", lambda *args: made.append(real(*args)) or made[0])
     dit = DistributedDiT(locate("dit-s/8").build(torch.float32, torch.device("cpu")), Mesh.single())
     step = ladder.engine(dit, 16, False)
     states = []
     for _ in range(3):
         for _ in range(ladder.RUN_STEPS):
             step()
-        states.append(made[0].trajectory.tokens.clone())
+        states.append(made[0].tokens.clone())
     assert states[0].isfinite().all()
     assert torch.equal(states[0], states[2])

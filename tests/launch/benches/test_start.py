@@ -16,8 +16,8 @@ from launch.benches.first_picture import Marks
 from launch.benches.start import Start
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import Files, Pipeline
+from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import digest
-from seqpar.sampling.trajectory import Guidance
 
 TINY = Start("dit-s/8", steps=3, rounds=1)
 PARTS = ["python", "import torch", "import diffusers", "import seqpar", "device", "weights", "modulation", "first step",

@@ -1,0 +1,174 @@
+"""What a denoising run is asked for, and the schedule that is built from it once, on a copy of the scheduler."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Required, TypedDict
+
+import torch
+from torch import Tensor
+
+from seqpar.distributed import DistributedDiT
+from seqpar.inputs import from_rank_0
+from seqpar.mesh import Mesh
+from seqpar.sampling.guidance import Guidance
+from seqpar.sampling.steppers import Decision, check_eta, clip, decide
+from seqpar.streams import Prompt
+
+
+class Settings(TypedDict, total=False):
+    """What `sample` takes besides scheduler, noise and prompt; see `Request`."""
+
+    steps: Required[int]
+    guidance: Required[Guidance]
+    eta: float | None
+    generator: torch.Generator | None
+    use_clipped_model_output: bool
+    begin: int
+    negative: Prompt | None
+    drawn: Mapping[str, Tensor]
+    segments: Mapping[int, DistributedDiT]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What one run is asked for. Nothing here is changed by the run.
+
+    scheduler: diffusers'. noise: whole latents, (N, C, H, W) or (N, C, T, H, W); for a model that denoises several
+    streams a mapping, in which 3-D tensors are tokens (N, L, C). prompt: the keyword arguments of the model's `encode`,
+    N rows each. negative: the prompt of the unconditional branch, which may have another text length; None for the
+    model's own. eta: how much noise, None for the scheduler's default. generator: where noise within the run comes
+    from, a CPU one; None is seed 0. use_clipped_model_output: see diffusers' DDIM.
+    begin: the evaluation of the model that the run begins with; the state is then taken as it is given (image-to-image:
+    a picture with that step's noise).
+    drawn: streams of the model with other tokens at every evaluation, (S, N, L, C).
+    segments: from which evaluation on another model takes over; it has the same streams and its own weights.
+    """
+
+    scheduler: Any
+    noise: Tensor | Mapping[str, Tensor]
+    prompt: Prompt
+    steps: int
+    guidance: Guidance
+    eta: float | None = None
+    generator: torch.Generator | None = None
+    use_clipped_model_output: bool = False
+    begin: int = 0
+    negative: Prompt | None = None
+    drawn: Mapping[str, Tensor] = field(default_factory=dict)
+    segments: Mapping[int, DistributedDiT] = field(default_factory=dict)
+
+    def latents(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The noise of each stream of the state; ValueError where there is none for one of them."""
+        given = {names[0]: self.noise} if isinstance(self.noise, Tensor) else dict(self.noise)
+        if set(given) != set(names):
+            raise ValueError(f"got noise for {', '.join(sorted(given))}, expected {', '.join(names)}")
+        return {name: given[name] for name in names}
+
+
+def rank_0s(mesh: Mesh, request: Request) -> Request:
+    """The request as rank 0 makes it, on every rank; one ValueError where its form differs between ranks."""
+    if mesh.world.size == 1:
+        return request
+    many = isinstance(request.noise, Mapping)
+    tensors = {
+        **{f"noise {name}": x for name, x in (request.noise.items() if isinstance(request.noise, Mapping) else ())},
+        **({} if isinstance(request.noise, Mapping) else {"noise": request.noise}),
+        **{f"prompt {name}": x for name, x in request.prompt.items()},
+        **{f"negative {name}": x for name, x in (request.negative or {}).items()},
+        **{f"drawn {name}": x for name, x in request.drawn.items()},
+    }
+    given = from_rank_0(mesh, tensors, _form(request))
+    generator = request.generator or torch.Generator().manual_seed(0)
+    guidance, eta, state = mesh.share((request.guidance, request.eta, generator.get_state()))
+    generator.set_state(state)
+
+    def named(kind: str) -> dict[str, Tensor]:
+        return {name.removeprefix(f"{kind} "): x for name, x in given.items() if name.startswith(f"{kind} ")}
+
+    return replace(
+        request,
+        noise=named("noise") if many else given["noise"],
+        prompt=named("prompt"),
+        negative=None if request.negative is None else named("negative"),
+        drawn=named("drawn"),
+        guidance=guidance,
+        eta=eta,
+        generator=generator,
+    )
+
+
+def _form(request: Request) -> dict[str, object]:
+    """What ranks must agree on besides tensors."""
+    config = {name: value for name, value in request.scheduler.config.items() if not name.startswith("_")}
+    return {
+        "scheduler": (type(request.scheduler).__name__, sorted(config.items())),
+        "steps": request.steps,
+        "begin": request.begin,
+        "use_clipped_model_output": request.use_clipped_model_output,
+        "segments": sorted(request.segments),
+        "negative": request.negative is None,
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Course:
+    """A request and its schedule. scheduler: a copy of the caller's, with its timesteps set.
+
+    timesteps_S: of all evaluations of the model. guidance_S: the scale of each, fp64 on the CPU.
+    """
+
+    request: Request
+    scheduler: Any
+    decision: Decision
+    timesteps_S: Tensor
+    guidance_S: Tensor
+
+    @property
+    def start_scale(self) -> float:
+        """What the noise is multiplied by before the first step."""
+        return 1.0 if self.request.begin else float(getattr(self.scheduler, "init_noise_sigma", 1.0))
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """Where noise within the run comes from."""
+        return self.request.generator or torch.Generator().manual_seed(0)
+
+    @property
+    def kind(self) -> object:
+        """Equal for requests that one run can serve after another; of its own where the scheduler steps on the host."""
+        decision, schedule, request = self.decision, self.decision.schedule, self.request
+        if not decision.local:
+            return object()
+        noise = {"": request.noise} if isinstance(request.noise, Tensor) else request.noise
+        guidance = request.guidance
+        same = (
+            tuple((name, tuple(x.shape)) for name, x in noise.items()),
+            tuple((name, tuple(x.shape)) for name, x in request.drawn.items()),
+            len(self.timesteps_S), guidance.on, guidance.channels, guidance.rescale, guidance.embedded,
+            tuple((first, dit.state) for first, dit in request.segments.items()),
+        )  # fmt: skip
+        if schedule is None:
+            options = decision.options
+            return *same, options.get("eta", 0.0) > 0, clip(self.scheduler), options.get("use_clipped_model_output")
+        sizes = schedule.states_SP.shape[1], schedule.outputs_SQ.shape[1], bool((schedule.inputs_S == 1).all())
+        return *same, sizes, bool(schedule.draws)
+
+
+def course(request: Request) -> Course:
+    """The schedule of a request; ValueError for settings that do not fit the scheduler."""
+    scheduler = copy.deepcopy(request.scheduler)
+    check_eta(scheduler, request.eta)
+    scheduler.set_timesteps(request.steps)
+    evaluations = len(scheduler.timesteps)
+    if not 0 <= request.begin < evaluations:
+        raise ValueError(f"got begin {request.begin}, expected 0 to {evaluations - 1}")
+    options = {"eta": request.eta, "use_clipped_model_output": request.use_clipped_model_output or None}
+    timesteps = torch.as_tensor(scheduler.timesteps)[request.begin :]
+    if any(not 0 < first < len(timesteps) for first in request.segments):
+        raise ValueError(f"got segments from {sorted(request.segments)}, expected 1 to {len(timesteps) - 1}")
+    decision = decide(scheduler, options, request.begin)
+    return Course(request, scheduler, decision, timesteps, request.guidance.vector(len(timesteps)))

@@ -1,0 +1,292 @@
+"""One denoising run: it owns the sharded state, its history, the modulation tables, the step counter and the graphs.
+
+Tokens are cut once before the first step and gathered once after the last. Nothing in a step waits on the host where
+the scheduler steps on local tokens (see `seqpar.sampling.steppers`), so that a step can be a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from seqpar.distributed import DistributedDiT
+from seqpar.kernels.ddim import guide
+from seqpar.sampling.graph import StepGraph
+from seqpar.sampling.guidance import check_layout
+from seqpar.sampling.request import Course, Request, course, rank_0s
+from seqpar.sampling.segment import Conditions, Segment
+from seqpar.sampling.state import State
+from seqpar.sampling.steppers import DDIM, Replicated, Stepper, Traced, ddim_update, traced_steps
+from seqpar.shard import Shard
+from seqpar.streams import completed, distinct, stacked
+
+Branches = tuple[Tensor, Tensor | None]
+"""The model's outputs with the prompt and without it (None where there is one branch), (n, l, at least C*p*p) each."""
+
+
+def begin(dit: DistributedDiT, request: Request) -> Run:
+    """A run at its beginning; every rank must call it at the same time. Rank 0's request is everyone's."""
+    return Run(dit, course(rank_0s(dit.mesh, request)))
+
+
+class Run:
+    """A denoising run. `step` moves it on, `latents` gathers it; `capture` makes steps replays of a CUDA graph."""
+
+    def __init__(self, dit: DistributedDiT, course: Course) -> None:
+        """The course's inputs are the same on every rank (see `begin`). Raises ValueError where they do not fit."""
+        self._dit, self._course = dit, course
+        request, model = course.request, dit.model
+        whole = request.latents(model.STATE)
+        _check(dit, request, whole)
+        self._images = len(next(iter(whole.values())))
+        starts = {name: x * course.start_scale for name, x in whole.items()}
+        channels = request.guidance.channels
+        self._states = {
+            name: State(model, dit.mesh, x, channels if name == model.STATE[0] else None) for name, x in starts.items()
+        }
+        self._count = torch.zeros((), dtype=torch.int64, device=dit.device)
+        self._bad = torch.full_like(self._count, len(course.timesteps_S))
+        self._batched = request.guidance.on and dit.mesh.cfg.size == 1
+        self._guidance_S = course.guidance_S.to(dit.device, self.tokens.dtype)
+        self._segments = self._made_segments(whole)
+        self._steppers: dict[str, Stepper] = {
+            name: self._stepper(state, starts[name]) for name, state in self._states.items()
+        }
+        self._starts = {name: state.tokens.clone() for name, state in self._states.items()}
+        self._index = 0
+        self._segment = self._segments[0]
+        self._segment.load(0)
+
+    # What a caller does with a run --------------------------------------------------------------------------------
+
+    @property
+    def timesteps(self) -> Tensor:
+        """Of all evaluations of the model, (S,)."""
+        return self._course.timesteps_S
+
+    @property
+    def tokens(self) -> Tensor:
+        """This rank's part of what the model sees next of the (first) stream of the state, (n, l, C*p*p)."""
+        return next(iter(self._states.values())).tokens
+
+    def step(self) -> None:
+        """Queue the next step: a graph's replay where one was captured. After the last comes the first again."""
+        self._load()
+        segment = self._segment
+        if segment.graph is not None:
+            segment.graph.replay()
+        else:
+            outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count))
+            for name, out in outputs.items():
+                cond, uncond = self._guided(name, *self._parted(name, out))
+                self._steppers[name](cond, uncond, self._index, self._count, self._bad)
+            self._count.add_(1).remainder_(len(self.timesteps))  # a bench may go round
+        self._index = (self._index + 1) % len(self.timesteps)
+
+    def capture(self) -> None:
+        """Make steps of the next step's segment replays of a graph. The state stays as it is."""
+        self._load()
+        if self._segment.graph is None:
+            changed = [self._count, self._bad]
+            for name, stepper in self._steppers.items():
+                changed += [self._states[name].tokens, *(stepper.kept if isinstance(stepper, Traced) else ())]
+            self._segment.graph = StepGraph(self._same_step, changed)
+
+    def _same_step(self) -> None:
+        """`step`, after which the host still stands at the same step."""
+        index = self._index
+        self.step()
+        self._index = index
+
+    def predict(self, step: Tensor | None = None) -> dict[str, Tensor]:
+        """The guided predictions (n, l, C*p*p) of each stream for the state as it is, in the state's dtype.
+
+        step: the evaluation whose modulation is used, a device scalar; the next one's where None.
+        """
+        scale = self._guidance_S.index_select(0, (self._count if step is None else step).view(1))[0]
+        made = {}
+        for name, (cond, uncond) in self.branches(step).items():
+            state = self._states[name]
+            made[name] = guide(state.tokens, cond, uncond, scale, state.guided_width)
+        return made
+
+    def branches(self, step: Tensor | None = None) -> dict[str, Branches]:
+        """The model's outputs for the state as it is; step: as of `predict`."""
+        segment = self._segment
+        outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count if step is None else step))
+        return {name: self._parted(name, out) for name, out in outputs.items()}
+
+    def latents(self) -> Tensor:
+        """The latents of the (first) stream of the state as they are, whole, on every rank."""
+        return self.all_latents()[self._dit.model.STATE[0]]
+
+    def all_latents(self) -> dict[str, Tensor]:
+        """The latents of every stream of the state, whole, on every rank."""
+        found = {}
+        for name, stepper in self._steppers.items():
+            whole = isinstance(stepper, Replicated)
+            found[name] = stepper.latents if whole else self._states[name].gather()
+        return found
+
+    def place(self, latents: Tensor) -> None:
+        """Make these whole latents what the model sees next; only for schedulers without history."""
+        state = next(iter(self._states.values()))
+        state.tokens.copy_(state.slice(latents))
+
+    def rewind(self) -> None:
+        """Go back to the first step of the same run; not where the scheduler steps on the host."""
+        for name, state in self._states.items():
+            state.tokens.copy_(self._starts[name])
+            stepper = self._steppers[name]
+            if isinstance(stepper, Traced):
+                stepper.rewind()
+        self._count.zero_()
+        self._bad.fill_(len(self.timesteps))
+        self._index = 0
+
+    def restart(self, course: Course) -> bool:
+        """Begin again with a course of the same kind, in the same buffers, so that captured steps stay true.
+
+        False where its prompts need other buffers; the run is of no use then.
+        """
+        if any(isinstance(stepper, Replicated) for stepper in self._steppers.values()):
+            return False
+        whole = course.request.latents(self._dit.model.STATE)
+        _check(self._dit, course.request, whole)
+        self._course = course
+        self._guidance_S.copy_(course.guidance_S)
+        given = self._conditions()
+        if not all(segment.restart(given) for segment in self._segments):
+            return False
+        for name, state in self._states.items():
+            state.tokens.copy_(state.slice(whole[name] * course.start_scale))
+            self._restart_stepper(self._steppers[name], state, whole[name])
+            self._starts[name].copy_(state.tokens)
+        self._count.zero_()
+        self._bad.fill_(len(course.timesteps_S))
+        self._index = 0
+        return True
+
+    def first_bad(self) -> int:
+        """The first step after which a stream was not finite on any rank, or the number of steps. Waits for all."""
+        return min(self._dit.mesh.collect(int(self._bad)))
+
+    def release(self) -> None:
+        """End the graphs, and give their memory back."""
+        for segment in self._segments:
+            segment.release()
+
+    # A step -------------------------------------------------------------------------------------------------------
+
+    def _seen(self) -> dict[str, Tensor]:
+        """The streams of the state as the model sees them: once for each branch that is computed here."""
+        seen = {name: state.tokens for name, state in self._states.items()}
+        return {name: torch.cat((x, x)) for name, x in seen.items()} if self._batched else seen
+
+    def _load(self) -> None:
+        """Make the segment of the next step, and its modulation, the ones in use."""
+        self._segment = next(segment for segment in self._segments if self._index in segment.steps)
+        self._segment.load(self._index)
+
+    def _parted(self, name: str, out: Tensor) -> Branches:
+        if not self._course.request.guidance.on:
+            return out, None
+        if self._batched:
+            cond, uncond = out.chunk(2)
+            return cond, uncond
+        # rank 0 of the cfg axis computes the first branch, rank 1 the second
+        tokens, mesh = self._states[name].tokens, self._dit.mesh
+        swap = self._dit.gathering(f"branches of {name}", mesh.cfg, tokens)
+        swap.outbox().copy_(out[..., : tokens.shape[-1]].to(tokens.dtype)[None])
+        cond, uncond = swap.deliver()
+        return cond, uncond
+
+    def _guided(self, name: str, cond: Tensor, uncond: Tensor | None) -> Branches:
+        """What the stepper takes: both branches, or the guided prediction where it is rescaled.
+
+        A share of it is scaled to the standard deviation that the conditional prediction has over the whole latent.
+        """
+        share = self._course.request.guidance.rescale
+        if uncond is None or not share:
+            return cond, uncond
+        state, mesh = self._states[name], self._dit.mesh
+        scale = self._guidance_S.index_select(0, self._count.view(1))[0]
+        guided = guide(state.tokens, cond, uncond, scale, state.guided_width)
+        both = torch.stack((cond[..., : guided.shape[-1]].to(guided.dtype), guided)).double()
+        sums = torch.stack((both.sum(dim=(2, 3)), both.square().sum(dim=(2, 3))))
+        if mesh.sequence.size > 1:
+            exchange = self._dit.gathering(f"deviations of {name}", mesh.sequence, sums)
+            exchange.outbox().copy_(sums[None])
+            sums = exchange.deliver().sum(dim=0)
+        total, squares = sums
+        variance = squares - total.square() / (state.shard.total * guided.shape[-1])
+        factor = (variance[0] / variance[1]).sqrt().to(guided.dtype)[:, None, None]
+        return share * (factor * guided) + (1 - share) * guided, None
+
+    # Beginning ----------------------------------------------------------------------------------------------------
+
+    def _made_segments(self, whole: Mapping[str, Tensor]) -> list[Segment]:
+        lengths = {name: state.shard.total for name, state in self._states.items()}
+        size, given = tuple(whole[self._dit.model.STATE[0]].shape[2:]), self._conditions()
+        dits = {0: self._dit, **self._course.request.segments}
+        firsts = sorted(dits)
+        ends = [*firsts[1:], len(self.timesteps)]
+        return [
+            Segment(dits[first], range(first, end), lengths, size, given)
+            for first, end in zip(firsts, ends, strict=True)
+        ]
+
+    def _conditions(self) -> Conditions:
+        """The distinct prompts of both branches, and which of them this rank's rows have."""
+        request, mesh, device = self._course.request, self._dit.mesh, self._dit.device
+        mine, model = Shard(self._images, mesh.data.size).slice(mesh.data.rank), self._dit.model
+        prompt = {name: x.to(device) for name, x in completed(model, request.prompt).items()}
+        branches = 2 if request.guidance.on else 1
+        rows = torch.zeros(branches * self._images, dtype=torch.int64, device=device)
+        if prompt:
+            if request.guidance.on:
+                other = model.null_prompt(prompt) if request.negative is None else completed(model, request.negative)
+                prompt = stacked(prompt, other)
+            prompt, rows = distinct(prompt)
+        rows = rows.view(branches, self._images)[:, mine]
+        rows = rows if mesh.cfg.size == 1 else rows[mesh.cfg.rank : mesh.cfg.rank + 1]
+        drawn = {name: x[:, mine].to(device).repeat(1, len(rows), 1, 1) for name, x in request.drawn.items()}
+        return Conditions(self.timesteps.to(device), self._guidance_S, prompt, rows.flatten(), drawn)
+
+    def _stepper(self, state: State, start: Tensor) -> Stepper:
+        course, decision, shape = self._course, self._course.decision, tuple(start.shape)
+        if not decision.local:
+            scheduler = copy.deepcopy(course.scheduler)  # it keeps a history, and each stream has its own
+            return Replicated(scheduler, decision, state, start, self._guidance_S, course.generator)
+        if decision.schedule is None:
+            update = ddim_update(state, course.scheduler, decision, self._guidance_S, shape, course.generator)
+            return DDIM(state, update)
+        steps = traced_steps(state, decision.schedule, self._guidance_S, shape, course.generator)
+        return Traced(state, decision.schedule, steps)
+
+    def _restart_stepper(self, stepper: Stepper, state: State, whole: Tensor) -> None:
+        course, schedule, shape = self._course, self._course.decision.schedule, tuple(whole.shape)
+        if isinstance(stepper, DDIM):
+            stepper.restart(
+                ddim_update(state, course.scheduler, course.decision, self._guidance_S, shape, course.generator)
+            )
+        elif isinstance(stepper, Traced) and schedule is not None:
+            stepper.restart(schedule, traced_steps(state, schedule, self._guidance_S, shape, course.generator))
+
+
+def _check(dit: DistributedDiT, request: Request, whole: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a run that this mesh or model cannot do."""
+    model, mesh, config = dit.model, dit.mesh, dit.config
+    noise = whole[model.STATE[0]]
+    if noise.dim() not in (4, 5) or noise.shape[1] != config.in_channels:
+        raise ValueError(f"got noise of shape {tuple(noise.shape)}, expected (N, {config.in_channels}, H, W)")
+    dit.check_size(*noise.shape[2:])
+    check_layout(mesh.data.size, mesh.cfg.size, len(noise), request.guidance, config.in_channels)
+    if request.guidance.embedded and not model.EMBEDS_GUIDANCE:
+        raise ValueError("got embedded guidance, expected a model that takes the scale as an input")
+    for name, x in (*completed(model, request.prompt).items(), *whole.items()):
+        if len(x) != len(noise):
+            raise ValueError(f"got {name} of shape {tuple(x.shape)}, expected ({len(noise)},), one an image")

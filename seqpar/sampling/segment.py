@@ -1,0 +1,141 @@
+"""One model's part of a run: consecutive evaluations with their constant streams, modulation table and CUDA graph.
+
+Everything that depends only on timestep and prompt is computed before the steps, as a table; a step reads rows of it
+by a step counter that lives on the device, so nothing waits on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from seqpar.distributed import DistributedDiT
+from seqpar.protocols import Attend, Encoded, rows
+from seqpar.sampling.graph import StepGraph
+from seqpar.streams import Split
+
+TABLE_BYTES = 2 << 30  # more than this, and the table is made for some steps at a time
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a segment's evaluations depend on besides the state.
+
+    timesteps_S, guidance_S: of all evaluations of the run, on the device. prompt: the distinct ones, P rows. row_B:
+    which of them each row of this rank's batch has. drawn: this rank's rows of streams with other tokens at every
+    evaluation, (S, B, L, C).
+    """
+
+    timesteps_S: Tensor
+    guidance_S: Tensor
+    prompt: Mapping[str, Tensor]
+    row_B: Tensor
+    drawn: Mapping[str, Tensor]
+
+
+class Segment:
+    """The evaluations `steps` of a run, computed by one model."""
+
+    def __init__(
+        self, dit: DistributedDiT, steps: range, lengths: Mapping[str, int], size: tuple[int, ...], given: Conditions
+    ) -> None:
+        """lengths: tokens of the streams of the state; size: of the first one's latent."""
+        self.steps = steps
+        self.graph: StepGraph | None = None
+        self.model, self._given = dit.model, given
+        encoded = self._encode(given)
+        others = {name: x.shape[1] for name, x in encoded.streams.items()}
+        others |= {name: x.shape[2] for name, x in given.drawn.items()}
+        self.split = Split.of(dit.model, {**lengths, **others}, dit.mesh.sequence)
+        self._drawn = {name: self.split.mine(name, x, dim=2).contiguous() for name, x in given.drawn.items()}
+        self._constant = {name: x.clone() for name, x in self._rows(encoded, given.row_B).items()}
+        self._mask = self._masked(encoded, given.row_B)
+        self._positions = dit.positions(size, self.split)
+        self._attend = dit.attend(len(given.row_B), self.split.tokens)
+        self._first = torch.zeros((), dtype=torch.int64, device=dit.device)
+        self._row_B = given.row_B.clone()
+        self._table: dict[str, Tensor] = {}
+        self._count = max(1, len(next(iter(given.prompt.values()), self._first[None])))  # distinct prompts
+        self._pooled = encoded.pooled
+        self._chunk = max(1, min(len(steps), TABLE_BYTES // max(1, self._count * self._row_bytes())))
+        self._loaded = -1
+
+    def restart(self, given: Conditions) -> bool:
+        """Take another run's conditions into the buffers that a captured step reads; False where they do not fit."""
+        encoded = self._encode(given)
+        constant, mask = self._rows(encoded, given.row_B), self._masked(encoded, given.row_B)
+        drawn = {name: self.split.mine(name, x, dim=2) for name, x in given.drawn.items()}
+        before = _shapes(self._constant), _shapes(self._drawn), _shapes(self._pooled), self._mask is None
+        if before != (_shapes(constant), _shapes(drawn), _shapes(encoded.pooled), mask is None):
+            return False
+        for mine, new in ((self._constant, constant), (self._drawn, drawn)):
+            for name, x in mine.items():
+                x.copy_(new[name])
+        if self._mask is not None and mask is not None:
+            self._mask.copy_(mask)
+        self._row_B.copy_(given.row_B)
+        self._given, self._pooled, self._loaded = given, encoded.pooled, -1
+        return True
+
+    def load(self, step: int) -> None:
+        """Bring the modulation of this evaluation into the table, where it is not there."""
+        start = self.steps.start + (step - self.steps.start) // self._chunk * self._chunk
+        if start == self._loaded:
+            return
+        end = min(start + self._chunk, self.steps.stop)
+        # all rows on every rank, whatever the mesh: a matrix product of other shape may round differently
+        every = {name: x.repeat(end - start, *[1] * (x.dim() - 1)) for name, x in self._pooled.items()}
+        made = self._modulate(slice(start, end), self._count, every)
+        if not self._table:
+            self._table = dict(made)
+        for name, table in self._table.items():  # where the first chunk was: a captured step reads from there
+            table[: len(made[name])].copy_(made[name])
+        self._first.fill_(start)
+        self._loaded = start
+
+    def inputs(
+        self, state: Mapping[str, Tensor], step: Tensor
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], dict[str, Tensor], Attend]:
+        """The arguments of the model's `forward_tokens` at a step (a device scalar)."""
+        conditioning = rows(self._table, (step - self._first) * self._count + self._row_B)
+        if self._mask is not None:
+            conditioning["mask"] = self._mask
+        drawn = {name: x.index_select(0, step.view(1))[0] for name, x in self._drawn.items()}
+        return {**state, **self._constant, **drawn}, self._positions, conditioning, self._attend
+
+    def release(self) -> None:
+        """End the graph, if there is one, and give its memory back."""
+        if self.graph is not None:
+            torch.cuda.synchronize()
+            self.graph.release()
+            self.graph = None
+
+    def _encode(self, given: Conditions) -> Encoded:
+        with torch.no_grad():
+            return self.model.encode(**given.prompt)
+
+    def _rows(self, encoded: Encoded, row_B: Tensor) -> dict[str, Tensor]:
+        """This rank's rows and tokens of the constant streams."""
+        return {name: self.split.mine(name, x)[row_B].contiguous() for name, x in encoded.streams.items()}
+
+    def _masked(self, encoded: Encoded, row_B: Tensor) -> Tensor | None:
+        mask = self.split.mask(encoded)
+        return None if mask is None else mask[row_B]
+
+    def _modulate(self, steps: slice, count: int, pooled: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        guidance = {}
+        if self.model.EMBEDS_GUIDANCE:
+            guidance = {"guidance": self._given.guidance_S[steps].repeat_interleave(count)}
+        with torch.no_grad():
+            return self.model.modulate(self._given.timesteps_S[steps].repeat_interleave(count), **pooled, **guidance)
+
+    def _row_bytes(self) -> int:
+        one = self._modulate(slice(0, 1), 1, {name: x[:1] for name, x in self._pooled.items()})
+        return sum(tensor.numel() * tensor.element_size() for tensor in one.values())
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: x.shape for name, x in tensors.items()}

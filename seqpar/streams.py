@@ -1,0 +1,105 @@
+"""How a model's streams are split over the ranks of an axis, and its prompts as rows that a run or a call can use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.masks import joined_mask
+from seqpar.mesh import Axis
+from seqpar.protocols import Encoded, SequenceModel
+from seqpar.shard import JointShard, Shard, Tokens
+
+Prompt = Mapping[str, Tensor]
+"""The keyword arguments of a model's `encode`, one row for each image."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The streams that meet in attention, in order, each with its tokens' owners; `rank` is this rank's place."""
+
+    shards: tuple[tuple[str, Shard], ...]
+    rank: int
+
+    @staticmethod
+    def of(model: SequenceModel, lengths: Mapping[str, int], axis: Axis) -> Split:
+        """The split of streams of these token counts; ValueError where the model has other streams."""
+        if missing := [name for name in model.STREAMS if name not in lengths]:
+            raise ValueError(f"got streams {', '.join(lengths)}, expected {', '.join(missing)}, too")
+        return Split(tuple((name, Shard(lengths[name], axis.size)) for name in model.STREAMS), axis.rank)
+
+    @property
+    def tokens(self) -> Tokens:
+        """What strategies must know."""
+        streams = tuple(shard for _, shard in self.shards)
+        return streams[0] if len(streams) == 1 else JointShard(streams)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """All tokens of each stream."""
+        return {name: shard.total for name, shard in self.shards}
+
+    def shard(self, name: str) -> Shard:
+        """Who owns which tokens of a stream."""
+        return dict(self.shards)[name]
+
+    def mine(self, name: str, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a stream; all of it where the stream is none of those that are split."""
+        if name not in self.lengths:
+            return x
+        part = self.shard(name).slice(self.rank)
+        return x.narrow(dim, part.start, part.stop - part.start)
+
+    def mask(self, encoded: Encoded) -> Tensor | None:
+        """(R, L) bool in the order of the joined keys, None where no stream has padding."""
+        masks = {name: mask for name, mask in encoded.masks.items() if name in self.lengths}
+        if not masks:
+            return None
+        like = next(iter(masks.values()))
+        shards = JointShard(tuple(shard for _, shard in self.shards))
+        return joined_mask([masks.get(name) for name, _ in self.shards], shards, like)
+
+
+def completed(model: SequenceModel, prompt: Prompt) -> dict[str, Tensor]:
+    """The prompt with a mask of True where a mask was not given; ValueError for names that are not the model's."""
+    given, masks = set(prompt), set(model.MASKS)
+    if not set(model.PROMPT) - masks <= given <= set(model.PROMPT):
+        raise ValueError(f"got prompt {sorted(given)}, expected {sorted(model.PROMPT)}")
+    made = dict(prompt)
+    for mask, name in model.MASKS.items():
+        if mask not in made:
+            made[mask] = torch.ones(prompt[name].shape[:2], dtype=torch.bool, device=prompt[name].device)
+    return {name: made[name] for name in model.PROMPT}
+
+
+def stacked(first: Prompt, second: Prompt) -> dict[str, Tensor]:
+    """The rows of both, the shorter texts padded with zeros (masks with False) to the longer ones' tokens."""
+    made = {}
+    for name, x in first.items():
+        y = second[name].to(x.device)
+        if x.dim() > 1:
+            longest = max(x.shape[1], y.shape[1])
+            x, y = (F.pad(z, [0, 0] * (z.dim() - 2) + [0, longest - z.shape[1]]) for z in (x, y))
+        made[name] = torch.cat((x, y))
+    return made
+
+
+def distinct(prompt: Prompt) -> tuple[dict[str, Tensor], Tensor]:
+    """(rows without repetitions, which of them each row is)."""
+    tensors = list(prompt.values())
+    if all(x.dim() == 1 and not x.is_floating_point() for x in tensors):
+        rows, index = torch.stack(tensors, dim=1).unique(dim=0, return_inverse=True)
+        return dict(zip(prompt, rows.unbind(1), strict=True)), index
+    kept: list[int] = []
+    found = []
+    for row in range(len(tensors[0])):
+        same = (place for place, other in enumerate(kept) if all(torch.equal(x[row], x[other]) for x in tensors))
+        place = next(same, len(kept))
+        kept += [row] if place == len(kept) else []
+        found.append(place)
+    where = tensors[0].device
+    return {name: x[torch.tensor(kept, device=where)] for name, x in prompt.items()}, torch.tensor(found, device=where)

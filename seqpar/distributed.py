@@ -18,15 +18,9 @@ from torch import Tensor, nn
 
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.choose import (
-    Choice,
-    choose_local,
-    choose_strategy,
-    choose_transport,
-    load_local,
-    load_strategy,
-    load_transport,
-)
+from seqpar.planner.plan import Plan, for_library, load_local, load_strategy, load_transport
+from seqpar.planner.predict import TABLE_BYTES
+from seqpar.planner.search import Wish
 from seqpar.protocols import Attend, SequenceModel
 from seqpar.shard import Shard, Tokens, check_tokens
 from seqpar.streams import Split, completed
@@ -38,10 +32,11 @@ from seqpar.weights.find import Blueprint, from_diffusers, locate
 class DistributedDiT(nn.Module):
     """A sequence-parallel diffusion transformer.
 
-    model: a `seqpar` model or a diffusers transformer (its weights are taken over as they are). mesh None: all
-    processes there are (`Mesh.from_env()`). strategy, local, transport: a name, or "auto"; the attributes of the same
-    names say what was taken and why.
-    Raises ValueError where model, mesh and names do not fit together.
+    model: a `seqpar` model or a diffusers transformer (its weights are taken over as they are). mesh, strategy, local,
+    transport: what the caller decides; where mesh is None or a name is "auto" the planner decides, once, for one guided
+    picture of the model's own size. plan: what the planner has made before (`seqpar.planner.plan`), instead of names.
+    The attributes `plan`, `strategy`, `local` and `transport` say what was taken and why.
+    Raises ValueError where model, mesh, names and plan do not fit together.
     """
 
     def __init__(
@@ -51,15 +46,20 @@ class DistributedDiT(nn.Module):
         strategy: str = "auto",
         local: str = "auto",
         transport: str = "auto",
+        *,
+        plan: Plan | None = None,
     ) -> None:
         super().__init__()
-        self.mesh = mesh or Mesh.from_env()
-        if not isinstance(model, SequenceModel):
-            dtype = next(model.parameters()).dtype
-            model = from_diffusers(model).build(dtype, self.mesh.device)
-        self.model = model.to(self.mesh.device)
-        chosen = choose(self.mesh, model.config, self.dtype, strategy, local, transport)
-        self.strategy, self.local, self.transport = chosen
+        blueprint = None if isinstance(model, SequenceModel) else from_diffusers(model)
+        config = model.config if blueprint is None else blueprint.config
+        dtype = next(model.parameters()).dtype
+        wish = Wish(strategy=strategy, local=local, transport=transport)
+        plan = plan_of(config, model, dtype, mesh, wish) if plan is None else alone(plan, wish)
+        self.mesh = settled(plan, mesh)
+        built = model if blueprint is None else blueprint.build(dtype, self.mesh.device)
+        assert isinstance(built, SequenceModel)
+        self.model, self.plan = built.to(self.mesh.device), plan
+        self.strategy, self.local, self.transport = plan.strategy, plan.local, plan.transport
         self._moves = load_transport(self.transport.name)
         self._attends: dict[tuple[int, Tokens], Attend] = {}
         self._gathers: dict[tuple[str, str, torch.Size, torch.dtype], Gather] = {}
@@ -75,16 +75,21 @@ class DistributedDiT(nn.Module):
         strategy: str = "auto",
         local: str = "auto",
         transport: str = "auto",
+        *,
+        plan: Plan | None = None,
     ) -> DistributedDiT:
         """From a diffusers folder (pipeline or transformer), an original `.pt`, a hub id, or a preset (random weights).
 
-        Raises ValueError, the same on every rank, before weights load where something does not fit.
+        The other arguments are those of the class. Raises ValueError, the same on every rank, before weights load where
+        something does not fit.
         """
-        mesh = mesh or Mesh.from_env()
-        blueprint = path if isinstance(path, Blueprint) else mesh.together(lambda: locate(path))
-        choose(mesh, blueprint.config, dtype, strategy, local, transport)
+        ranks = mesh or Mesh.joined()
+        blueprint = path if isinstance(path, Blueprint) else ranks.together(lambda: locate(path))
+        wish = Wish(strategy=strategy, local=local, transport=transport)
+        plan = plan_of(blueprint.config, blueprint.meta(), dtype, mesh, wish) if plan is None else alone(plan, wish)
+        mesh = settled(plan, mesh)
         model = mesh.together(lambda: blueprint.build(dtype, mesh.device))
-        return cls(model, mesh, strategy, local, transport)
+        return cls(model, mesh, plan=plan)
 
     @property
     def config(self) -> Any:
@@ -226,15 +231,21 @@ class DistributedDiT(nn.Module):
             raise ValueError(f"got a batch of {len(x)} for data x cfg = {parts}, expected one row a rank; use cfg=1")
 
 
-def choose(
-    mesh: Mesh, config: Any, dtype: torch.dtype, strategy: str, local: str, transport: str
-) -> tuple[Choice, Choice, Choice]:
-    """Strategy, local attention and transport for a model of this config; rank 0 decides for all."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+def settled(plan: Plan, mesh: Mesh | None) -> Mesh:
+    """The caller's mesh, or that of the plan; `ValueError` on every rank where plan and mesh do not fit together."""
+    found = mesh or Mesh.from_env(*plan.sizes.values())
+    found.together(lambda: plan.check(found))
+    return found
 
-    def decide() -> tuple[Choice, Choice]:
-        chosen = choose_strategy(strategy, mesh, heads)
-        return chosen, choose_local(local, mesh.device, dtype, config.attention_head_dim)
 
-    moved = mesh.together(lambda: choose_transport(transport, mesh))
-    return mesh.share((*mesh.together(decide), moved))
+def plan_of(config: Any, model: nn.Module, dtype: torch.dtype, mesh: Mesh | None, wish: Wish) -> Plan:
+    """The planner's choice for a model that has as many parameters as this one; the same on every rank."""
+    count = sum(x.numel() for x in model.parameters())
+    return for_library(config, count, dtype, mesh, wish, TABLE_BYTES)
+
+
+def alone(plan: Plan, wish: Wish) -> Plan:
+    """The caller's plan; `ValueError` for names beside it, because it has decided them."""
+    if wish != Wish():
+        raise ValueError("got a plan and names of strategy, local or transport, expected one of them: a plan names all")
+    return plan

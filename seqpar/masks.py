@@ -43,7 +43,7 @@ def key_bias(mask_BL: Tensor, dtype: torch.dtype) -> Tensor:
     """A (B, L) bool mask as numbers in `dtype` to be added to the scores: 0, or a large finite negative number.
 
     Pass it in place of the mask to save its conversion in every call. It is finite so that a row whose keys are all
-    masked has no NaN, and half of the smallest number so that a score can be added. Its rows are padded, as kernels need.
+    masked has no NaN, and half of the smallest number so that a score can be added. Its rows are padded for kernels.
     """
     bias = torch.zeros(mask_BL.shape, dtype=dtype, device=mask_BL.device)
     bias.masked_fill_(~mask_BL, torch.finfo(dtype).min / 2)

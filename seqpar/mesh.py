@@ -157,6 +157,11 @@ def pick_device(world: int) -> torch.device:
     return torch.device("cuda", local)
 
 
+def default_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of weights and activations that nobody named: bf16 on GPUs, fp32 on CPUs."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def fill(
     world: int, data: int, cfg: int | None, ring: int, ulysses: int | None, guidance: bool
 ) -> tuple[int, int, int, int]:

@@ -84,14 +84,14 @@ class Places:
 
 
 class Outboxes(tuple[Outbox, ...]):
-    """The outboxes of one slot of an exchange, made once with its buffers, so that no call computes or copies addresses."""
+    """The outboxes of one slot of an exchange: made once with its buffers, so that no call computes addresses."""
 
     turns: tuple[Outboxes, ...] = ()
     """The outboxes of all slots of the exchange, where several slots take turns; set by `take_turns`."""
 
     @cached_property
     def places(self) -> Places:
-        """The table for kernels. It is made at first use, which copies to the device: before a CUDA graph is captured."""
+        """The table for kernels. Its first use copies to the device: before a CUDA graph is captured."""
         return _places(self)
 
     def split(self, sizes: Sequence[int]) -> tuple[Outboxes, ...]:
@@ -161,7 +161,7 @@ class Core(Protocol):
 
     Takes (B, L, H, D), (B, L', G, D), (B, L', G, D), any strides with a contiguous last dim, G dividing H, and a key
     mask (B, L') or None (see `Attend`). Returns out (B, L, H, D) and lse (B, H, L): natural log, fp32 (fp64 for fp64).
-    Where all keys of a row are masked, out is finite and lse is -inf or so negative that `merge` gives the row weight 0.
+    Where all keys of a row are masked, out is finite and lse is -inf, or so negative that `merge` gives out weight 0.
     """
 
     def __call__(
@@ -220,7 +220,7 @@ class Attend(Protocol):
     (`seqpar.masks.key_bias`, made once a run). Keys of all ranks are in joined order: [t0 i0 t1 i1 ...], the streams of
     rank 0, those of rank 1 and so on (`seqpar.masks.joined_mask`). None attends to all keys.
 
-    Returns (B, l, H, D) for each stream, which may be views of a buffer that the next call overwrites: use them at once.
+    Returns (B, l, H, D) for each stream; these may be views of a buffer that the next call overwrites.
     """
 
     tokens: int

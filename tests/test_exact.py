@@ -17,8 +17,9 @@ from torch import Tensor
 from seqpar import exact
 from seqpar.attention._streams import project
 from seqpar.local import flash, reference, sdpa
+from seqpar.masks import key_bias
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.choose import choose_local, choose_strategy
+from seqpar.planner.plan import choose_local, choose_strategy
 from tests.support.meshes import TRANSPORTS
 
 ROOT = Path(__file__).parents[1]
@@ -112,13 +113,17 @@ def differing_attentions() -> list[str]:
             if module.why_not(device, BF16, dim) is not None or module.invariant(device, BF16, dim) is not None:
                 continue
             q, k, v = (_random(2, 1025, 8, dim) for _ in range(3))
-            whole = module.attend(q, k, v)[0]
-            parts = {
-                "queries": torch.equal(module.attend(q[:, 3:88], k, v)[0], whole[:, 3:88]),
-                "heads": torch.equal(module.attend(q[:, :, 3:5], k[:, :, 3:5], v[:, :, 3:5])[0], whole[:, :, 3:5]),
-                "batch": torch.equal(module.attend(q[1:], k[1:], v[1:])[0], whole[1:]),
-            }
-            wrong += [f"{module.__name__}, head dim {dim}: {part}" for part, equal in parts.items() if not equal]
+            bias = key_bias(torch.rand(2, 1025, device=device) > 0.3, BF16)
+            for mask in (None, bias) if module.why_not(device, BF16, dim, mask=True) is None else (None,):
+                whole, last = module.attend(q, k, v, mask)[0], None if mask is None else mask[1:]
+                few = module.attend(q[:, :, 3:5], k[:, :, 3:5], v[:, :, 3:5], mask)[0]
+                parts = {
+                    "queries": torch.equal(module.attend(q[:, 3:88], k, v, mask)[0], whole[:, 3:88]),
+                    "heads": torch.equal(few, whole[:, :, 3:5]),
+                    "batch": torch.equal(module.attend(q[1:], k[1:], v[1:], last)[0], whole[1:]),
+                }
+                name = f"{module.__name__}, head dim {dim}{', masked' if mask is not None else ''}"
+                wrong += [f"{name}: {part}" for part, equal in parts.items() if not equal]
     return wrong
 
 

@@ -4,84 +4,79 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from launch.benches.timing import over
 from seqpar.mesh import Mesh
-from seqpar.models import large_dit
-from seqpar.planner.choose import load_local
-from seqpar.shard import Shard
-from seqpar.transports._layout import HeadLayout
+from seqpar.planner.costs import facts_of
+from seqpar.planner.facts import Call, Place, Work
+from seqpar.planner.plan import load_local
 
 MATRIX_FLOPS, MEMORY_BYTES = 790e12, 4.3e12  # a second; measured on an H200
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank computes in a step: `batch` rows of `tokens`; attention of `queries` to blocks of `keys`, each with
-    `heads` (query, key-value)."""
+    """What one rank computes in a step: `batch` rows of `tokens`, and these calls of the local attention a layer."""
 
     batch: int
     tokens: int
-    queries: int
-    keys: tuple[int, ...]
-    heads: tuple[int, int]
+    calls: tuple[Call, ...]
 
 
-def share(config: Any, tokens: int, strategy: str, mesh: Mesh) -> Share:
-    """This rank's, of one picture with two guidance branches (of one on each rank of a data axis)."""
-    batch, axis, ring, ulysses = 2 // mesh.cfg.size, mesh.sequence, mesh.ring, mesh.ulysses
-    sizes = Shard(tokens, axis.size).sizes
-    heads, mine = config.num_attention_heads, sizes[axis.rank]
-    groups = getattr(config, "num_key_value_heads", heads)
-    if strategy in ("kv_gather", "kv_first"):
-        return Share(batch, mine, mine, (tokens,), (heads, groups))
-    blocks = [sizes[start : start + ulysses.size] for start in range(0, axis.size, ulysses.size)]
-    layout = HeadLayout(batch, blocks[ring.rank], heads, groups, config.attention_head_dim, torch.float32, mesh.device)
-    keys = tuple(map(sum, blocks))
-    return Share(batch, mine, keys[ring.rank], keys, layout.counts(ulysses.rank))
+def share(work: Work, tokens: int, strategy: str, mesh: Mesh) -> Share:
+    """This rank's part of one picture with two guidance branches (of one picture on each rank of a data axis)."""
+    batch, rank = 2 // mesh.cfg.size, mesh.sequence.rank
+    at = Place(work, mesh.ring.size, mesh.ulysses.size, tokens, batch, False)
+    return Share(batch, at.sizes[rank], facts_of(strategy).layer(at, rank).calls)
 
 
-def ceiling(model: Any, mine: Share, local: str) -> Callable[[], object]:
-    """The matrix products of all blocks by cuBLAS, and attention, and nothing else: a rank's shapes, random data."""
-    config, weight = model.config, model.x_embedder.weight
-    large = isinstance(config, large_dit.Config)
-    hidden = config.feed_forward if large else 4 * config.width
-    attend = load_local(local)
+def ceiling(work: Work, mine: Share, local: str, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """The matrix products of all blocks by cuBLAS, and attention, and nothing else: a rank's shapes, random data.
+
+    The weights of the blocks take turns, as many of them as no cache holds.
+    """
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=weight.device).to(weight.dtype)
+        return torch.randn(shape, device=device).to(dtype)
 
-    x, inner = (random(mine.batch, mine.tokens, width) for width in (config.width, hidden))
-    (h, g), dim = mine.heads, config.attention_head_dim
-    q = random(mine.batch, mine.queries, h, dim)
-    keys = [random(mine.batch, count, 2 * g, dim).chunk(2, dim=2) for count in mine.keys] if h else []
+    bytes_of_block = sum(inputs * outputs for inputs, outputs in work.gemms) * dtype.itemsize
+    copies = min(work.layers, over(bytes_of_block)) if device.type == "cuda" else 1
+    blocks = [[0.02 * random(outputs, inputs) for inputs, outputs in work.gemms] for _ in range(copies)]
+    final = random(*reversed(work.once[-1]))
+    rows = {width: random(mine.batch, mine.tokens, width) for width in {inputs for inputs, _ in work.gemms}}
+    rows[work.once[-1][0]] = rows.get(work.once[-1][0], random(mine.batch, mine.tokens, work.once[-1][0]))
+    calls = [_inputs(random, mine.batch, work.head_dim, call) for call in mine.calls]
+    attend = load_local(local)
 
     def step() -> Tensor:
-        for block in model.blocks:
-            F.linear(x, block.qkv.weight)
-            for k, v in keys:
+        for index in range(work.layers):
+            first, *others = blocks[index % copies]
+            F.linear(rows[first.shape[1]], first)
+            for q, k, v in calls:
                 attend(q, k, v)
-            F.linear(x, (block.wo if large else block.proj).weight)
-            F.linear(x, (block.w13 if large else block.fc1).weight)
-            F.linear(inner, (block.w2 if large else block.fc2).weight)
-        return F.linear(x, model.final.weight)
+            for weight in others:
+                F.linear(rows[weight.shape[1]], weight)
+        return F.linear(rows[final.shape[1]], final)
 
     return torch.inference_mode()(step)
 
 
-def work(config: Any, tokens: int) -> tuple[float, float]:
-    """(FLOPs, bytes of weights) of one step with two batch rows: matrix products and attention of all blocks."""
-    width = config.width
-    large = isinstance(config, large_dit.Config)
-    weights = 4 * width**2 + (3 * width * config.feed_forward if large else 8 * width**2)
-    products, attention = 2 * 2 * tokens * weights, 2 * 4 * tokens**2 * width
-    return config.num_layers * (products + attention), config.num_layers * weights * 2.0
+def _inputs(random: Callable[..., Tensor], batch: int, dim: int, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of one call; k and v lie side by side."""
+    k, v = random(batch, call.keys, 2 * call.kv_heads, dim).chunk(2, dim=2)
+    return random(batch, call.queries, call.heads, dim), k, v
 
 
 def roofline(flops: float, weights: float) -> float:
     """ms: FLOPs at the rate of matrix products, or weights read once, whichever takes longer."""
     return 1e3 * max(flops / MATRIX_FLOPS, weights / MEMORY_BYTES)
+
+
+def flops_and_weights(work: Work, tokens: int) -> tuple[float, float]:
+    """(FLOPs, bytes of weights) of one step with two batch rows: matrix products and attention of all blocks, bf16."""
+    weights = sum(inputs * outputs for inputs, outputs in work.gemms)
+    return work.layers * work.block(2, tokens).flops, work.layers * weights * 2.0

@@ -22,8 +22,8 @@ import seqpar.transports
 from launch.benches.moves import CODED_BYTES, MOVES, Way, bare, bytes_of, ours, permuted, tokens_for
 from launch.benches.timing import append, attempt, calls_for, command, elapsed, environment, graphed, slowest
 from seqpar import mesh as meshes
-from seqpar.mesh import Mesh
-from seqpar.planner.choose import choose_transport, load_transport
+from seqpar.mesh import Mesh, default_dtype
+from seqpar.planner.plan import choose_transport, load_transport
 from seqpar.protocols import plugins
 from seqpar.transports._contract import Transport
 from seqpar.transports._layout import HeadLayout
@@ -84,7 +84,7 @@ def check(args: Exchange, world: int) -> None:
 @torch.no_grad()
 def measure(args: Exchange, mesh: Mesh, move: str, megabytes: float) -> list[dict[str, Any]]:
     """One line for each way, eager and in a graph; one that says why for each that is not possible."""
-    dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
+    dtype = default_dtype(mesh.device)
     ranks, width = mesh.world.size, args.heads * args.head_dim
     tokens = tokens_for(move, megabytes, ranks, args.batch, width, dtype.itemsize)
     layout = HeadLayout(args.batch, (tokens,) * ranks, args.heads, args.heads, args.head_dim, dtype, mesh.device)

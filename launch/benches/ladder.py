@@ -26,7 +26,7 @@ from torch import Tensor
 
 from launch.baselines.plain import moved, plain_model, predict
 from launch.baselines.rungs import RUNGS, Inputs, Rung, forward
-from launch.benches.ceiling import Share, ceiling, roofline, share, work
+from launch.benches.ceiling import Share, ceiling, flops_and_weights, roofline, share
 from launch.benches.steps import check_squares
 from launch.benches.timing import (
     Sensors,
@@ -43,7 +43,7 @@ from launch.benches.timing import (
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
-from seqpar.planner.choose import load_local
+from seqpar.planner.plan import load_local, work_of
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler, draw_noise
 from seqpar.sampling.request import Request
@@ -122,7 +122,9 @@ def all_ways(dit: DistributedDiT, side: int, compiled: bool) -> dict[str, Way]:
         faster = compiled_step(step)
         faster()  # here, and not in the warm-up of the graph: compiling tunes and loads on a stream of its own
         ways |= dict(zip(PLAIN[2:], (faster, graphed(faster)), strict=True))
-    return ways | {"ceiling": graphed(ceiling(model, whole(dit, side), dit.local.name))}
+    return ways | {
+        "ceiling": graphed(ceiling(work_of(model.config), whole(dit, side), dit.local.name, dit.dtype, dit.device))
+    }
 
 
 def compiled_step(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -161,7 +163,7 @@ def sensed(work: Way, repeat: int) -> tuple[float, float] | None:
 
 def described(args: Ladder, dit: DistributedDiT, tokens: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:
     """A line for each way: its times beside the yardsticks."""
-    flops, weights = work(dit.config, tokens)
+    flops, weights = flops_and_weights(work_of(dit.config), tokens)
     case = {"model": args.model, "tokens": tokens, "layout": "one GPU", "guidance": "batched"}
     case |= {"local": dit.local.name, "dtype": "bfloat16"}
     yardsticks = {"ceiling_ms": spread(times["ceiling"])["median"], "roofline_ms": roofline(flops, weights)}
@@ -212,7 +214,7 @@ def engine(dit: DistributedDiT, side: int, graph: bool) -> Way:
 
 def whole(dit: DistributedDiT, side: int) -> Share:
     """All the work of a step."""
-    return share(dit.config, (side // dit.config.patch_size) ** 2, "ulysses", dit.mesh)
+    return share(work_of(dit.config), (side // dit.config.patch_size) ** 2, dit.strategy.name, dit.mesh)
 
 
 def start_of_run(dit: DistributedDiT, side: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 
 from launch.benches.timing import graphed, over, timed
-from seqpar.cli.planning import here
 from seqpar.kernels.push import push
-from seqpar.mesh import Mesh
+from seqpar.mesh import Mesh, default_dtype
 from seqpar.planner import rates
-from seqpar.planner.choose import choose_local, load_local
-from seqpar.planner.costs import core
+from seqpar.planner.facts import core
+from seqpar.planner.machine import here
+from seqpar.planner.plan import choose_local, load_local
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport
 from seqpar.transports._layout import HeadLayout
@@ -76,7 +76,7 @@ CPU = Sizes(
 def main(args: Rates) -> None:
     """Measure, keep, and say where."""
     mesh = Mesh.from_env()
-    dtype = DTYPES.get(args.dtype, torch.bfloat16 if mesh.device.type == "cuda" else torch.float32)
+    dtype = DTYPES.get(args.dtype, default_dtype(mesh.device))
     found = measure(mesh, dtype)
     if mesh.is_main:
         path = rates.save(found, mesh.world.size)

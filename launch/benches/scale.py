@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
-from launch.benches.ceiling import roofline, work
+from launch.benches.ceiling import flops_and_weights, roofline
 from launch.benches.split import split_of
 from launch.benches.steps import Layout, fitting
 from launch.benches.timing import Sensors, append, attempt, calls_for, command, elapsed, environment, slowest, timed
 from launch.benches.ways import RUN_STEPS, Bench, Way, all_ways, data_layouts, make_bench
 from seqpar import mesh as meshes
 from seqpar.cli.planning import pick
+from seqpar.planner.plan import work_of
 from seqpar.weights.find import locate
 
 GIB = 1 << 30
@@ -84,7 +85,7 @@ def main(args: Scale) -> None:
     _, world = meshes.join()
     check(args, world)
     device = meshes.pick_device(world)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = meshes.default_dtype(device)
     model = locate(args.model).build(dtype, device)
     layouts = [*fitting(args.layouts, world), *(data_layouts(world) if args.data else ())]
     bench = make_bench(model, layouts, args.local, device)
@@ -228,7 +229,7 @@ def line(
     end = {"command": command(), "env": environment(device)}
     if ms is None:
         return made | {"refused": why} | end
-    flops, weights = work(bench.model.config, tokens)
+    flops, weights = flops_and_weights(work_of(bench.model.config), tokens)
     flops *= way.images / world
     made |= {"tflops": flops / ms["median"] / 1e9, "roofline_ms": roofline(flops, weights)}
     made |= {"pictures_per_s": way.images / (RUN_STEPS * ms["median"] * 1e-3)}

@@ -25,8 +25,9 @@ from launch.benches.timing import append, command, environment, spread
 from seqpar import exact
 from seqpar import mesh as meshes
 from seqpar.distributed import DistributedDiT
-from seqpar.mesh import Mesh
+from seqpar.mesh import Mesh, default_dtype
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
+from seqpar.planner.costs import strategies
 from seqpar.protocols import SequenceModel
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import digest, draw_noise, sample
@@ -89,7 +90,7 @@ def main(args: Steps) -> None:
     _, world = meshes.join()
     check(args, world)
     device = meshes.pick_device(world)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = default_dtype(device)
     model = locate(args.model).build(dtype, device)
     for tokens in args.tokens:
         lines = measure(args, model, tokens, world, device)
@@ -147,17 +148,17 @@ def fitting(names: Sequence[str], world: int) -> list[Layout]:
     found = []
     for cfg in (1, 2) if world % 2 == 0 else (1,):
         rest = world // cfg
-        one_axis = ("ulysses", "kv_gather", "kv_first") if rest > 1 or cfg == 2 else ()
-        found += [Layout(name, cfg, 1, rest) for name in one_axis]
-        found += [Layout("ring", cfg, rest, 1)] if rest > 1 else []
-        found += [Layout("usp", cfg, 2, rest // 2)] if rest > 2 and rest % 2 == 0 else []
-    found = found or [Layout("ulysses", 1, 1, 1)]
-    # alone on its sequence a guidance branch does not exchange: one strategy stands for all
-    found = [x for x in found if x.ring * x.ulysses > 1 or x.strategy == "ulysses"]
+        for ring in (ring for ring in range(1, rest + 1) if rest % ring == 0):
+            found += [Layout(name, cfg, ring, rest // ring) for name in named(ring, rest // ring)]
     known = [layout.name for layout in found]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"got --layouts {' '.join(unknown)}, expected some of {', '.join(known)}")
     return [layout for layout in found if not names or layout.name in names]
+
+
+def named(ring: int, ulysses: int) -> list[str]:
+    """The strategies that are known by such a mesh: alone on its sequence a rank does not exchange, and one is."""
+    return [name for name, facts in strategies().items() if facts.names(ring, ulysses)]
 
 
 class Run:

@@ -20,12 +20,12 @@ import seqpar.transports
 from launch.baselines.peers import DeviceMeshes, Peer, device_meshes, peer_step, peers, with_core
 from launch.baselines.plain import plain_model
 from launch.benches.ceiling import ceiling, share
-from launch.benches.steps import GUIDANCE, Layout
+from launch.benches.steps import GUIDANCE, Layout, named
 from launch.benches.timing import attempt, graphed
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
-from seqpar.planner.choose import choose_local, load_local
+from seqpar.planner.plan import choose_local, load_local, work_of
 from seqpar.protocols import SequenceModel, plugins
 from seqpar.sampling.loop import check_finite, digest, draw_noise, why_no_graph
 from seqpar.sampling.request import Request
@@ -91,7 +91,8 @@ def data_layouts(world: int) -> list[Layout]:
     """Several pictures at once: for each number of them the layout that puts the branches apart where it can."""
     counts = [count for count in range(2, world + 1) if world % count == 0]
     rests = [(count, world // count) for count in counts]
-    return [Layout("ulysses", cfg := 2 - rest % 2, 1, rest // cfg, count) for count, rest in rests]
+    axes = [(count, 2 - rest % 2, rest // (2 - rest % 2)) for count, rest in rests]
+    return [Layout(named(1, ulysses)[0], cfg, 1, ulysses, count) for count, cfg, ulysses in axes]
 
 
 def size_of(tokens: int, patch: int) -> tuple[int, int]:
@@ -172,7 +173,8 @@ def _bits(dit: DistributedDiT, run: Run, steps: int) -> str | None:
 
 @contextmanager
 def _ceiling(bench: Bench, tokens: int, strategy: str, mesh: Mesh) -> Iterator[Ready]:
-    step = ceiling(bench.model, share(bench.model.config, tokens, strategy, mesh), bench.local)
+    work, dtype = work_of(bench.model.config), next(bench.model.parameters()).dtype
+    step = ceiling(work, share(work, tokens, strategy, mesh), bench.local, dtype, mesh.device)
     yield Ready(graphed(step) if mesh.device.type == "cuda" else step)
 
 

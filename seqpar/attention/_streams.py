@@ -23,7 +23,8 @@ def given(stream: Stream) -> Given:
         return stream
     dim = len(stream.weight) // (stream.heads + 2 * stream.kv_heads)
     made = F.linear(stream.x, stream.weight, stream.bias).unflatten(-1, (-1, dim))
-    return Given(*made.split((stream.heads, stream.kv_heads, stream.kv_heads), dim=2), stream.prepare)
+    q, k, v = made.split((stream.heads, stream.kv_heads, stream.kv_heads), dim=2)
+    return Given(q, k, v, stream.prepare)
 
 
 def query(stream: Stream) -> Tensor:
@@ -81,7 +82,8 @@ def layout_of(sizes: tuple[int, ...], streams: Sequence[Stream], k_BlGD: Tensor)
         raise ValueError(
             f"got streams with heads (query, key-value) {sorted(counts)}, expected the same in all streams"
         )
-    (heads, groups), (batch, _, _, dim) = counts.pop(), k_BlGD.shape
+    heads, groups = heads_of(streams[0])
+    batch, _, _, dim = k_BlGD.shape
     return HeadLayout(batch, sizes, heads, groups, dim, k_BlGD.dtype, k_BlGD.device)
 
 
@@ -105,7 +107,8 @@ def write(streams: Sequence[Given], boxes: Outboxes, flags: Flags | None = None,
 
 def split_out(out_BlHD: Tensor, streams: Sequence[Stream]) -> tuple[Tensor, ...]:
     """The outputs of the streams, as views of the output of their joined tokens."""
-    return (out_BlHD,) if len(streams) == 1 else out_BlHD.split([stream.tokens for stream in streams], dim=1)
+    sizes = [stream.tokens for stream in streams]
+    return (out_BlHD,) if len(sizes) == 1 else tuple(out_BlHD.split(sizes, dim=1))
 
 
 def want_gradients(streams: Sequence[Stream]) -> bool:
@@ -135,18 +138,20 @@ class OneRank:
         """See `seqpar.protocols.Attend`."""
         here = [given(stream) for stream in present(streams)]
         if len(here) == 1:
-            q, k = prepare(here[0].q, here[0].k, here[0].prepare)
-            return split_out(self._core(q, k, here[0].v, mask_BL)[0], streams)
+            (alone,) = here
+            q, k = prepare(alone.q, alone.k, alone.prepare)
+            return split_out(self._core(q, k, alone.v, mask_BL)[0], streams)
         if want_gradients(here):
-            return split_out(self._core(*joined(here), mask_BL)[0], streams)
+            q, k, v = joined(here)
+            return split_out(self._core(q, k, v, mask_BL)[0], streams)
         layout = layout_of((self._tokens,), here, here[0].k)
         if layout not in self._joined:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
                 self._joined[layout] = self._transport.key_values(self._axis, layout)
         self._transport.abandon()  # what an error in the last call left unfinished
         buffers = self._joined[layout]
-        met = write(here, buffers.outboxes(), buffers.flags)
-        return split_out(self._core(*buffers.deliver(met), mask_BL)[0], streams)
+        q, k, v = buffers.deliver(write(here, buffers.outboxes(), buffers.flags))
+        return split_out(self._core(q, k, v, mask_BL)[0], streams)
 
 
 def joined(streams: Sequence[Given]) -> tuple[Tensor, Tensor, Tensor]:

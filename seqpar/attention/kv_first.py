@@ -10,6 +10,7 @@ product of q alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,12 +20,11 @@ from seqpar.attention._streams import key, layout_of, present, query, refuse_gra
 from seqpar.attention.kv_gather import stays
 from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh import Axis, Mesh
+from seqpar.planner.facts import Facts, Layer, Place
 from seqpar.protocols import Attend, Core, Outboxes, Stream
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
-
-check = kv_gather.check
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -55,6 +55,7 @@ class KVFirst:
         parts = list(zip(here, boxes.split([stream.tokens for stream in here]), strict=True))
         for index, (stream, part) in enumerate(parts):
             prepare_into(None, key(stream) if index else first_k, None, stream.prepare, part)
+        del first_k  # its memory is free for the next GEMMs
         exchange.start_keys()
         for stream, part in parts:
             _write_values(stream, part)
@@ -88,3 +89,24 @@ def one_matrix(v_lBGD: Tensor | None) -> Tensor | None:
     """
     v_BlGD = None if v_lBGD is None else v_lBGD.transpose(0, 1)
     return v_BlGD if v_BlGD is not None and v_BlGD.is_contiguous() else None
+
+
+# Facts ---------------------------------------------------------------------------------------------------------
+
+
+def layer(at: Place, rank: int) -> Layer:
+    """The exchange of `kv_gather`, but three products for q, k and v, and a pass for each of them.
+
+    By peer memory the keys travel behind the product of the values, and the values behind that of the queries; the
+    product of one batch row's values writes them where they are sent from, without a pass.
+    """
+    gathered = kv_gather.layer(at, rank)
+    if at.ranks == 1:
+        return gathered
+    work, in_place = at.work, at.direct and at.batch == 1
+    heads = (*([work.heads] if work.prepares else []), work.kv_heads, *([] if in_place else [work.kv_heads]))
+    passes = tuple((2 * at.sizes[rank] * part, 1) for part in heads)
+    return replace(gathered, passes=passes, split=True, behind=("v", "q") if at.direct else ())
+
+
+FACTS = Facts(moves_only=True, order=30, axes=(), layer=layer)

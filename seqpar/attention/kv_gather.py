@@ -14,14 +14,11 @@ from torch import Tensor
 
 from seqpar.attention._streams import OneRank, given, layout_of, present, refuse_gradients, split_out, write
 from seqpar.mesh import Axis, Mesh
+from seqpar.planner.facts import Call, Facts, Layer, Move, Place
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
-
-
-def check(mesh: Mesh) -> None:
-    """Any mesh: ring and ulysses axes are used as one."""
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -62,3 +59,22 @@ class KVGather:
 def stays(streams: Sequence[Stream]) -> bool:
     """Whether queries are attended with where they are: a single stream that needs neither norm nor rotary."""
     return len(streams) == 1 and streams[0].prepare.is_identity
+
+
+# Facts ---------------------------------------------------------------------------------------------------------
+
+
+def layer(at: Place, rank: int) -> Layer:
+    """Keys and values of my tokens, in one exchange, to each other rank; all heads of my queries to all keys."""
+    work, mine, others = at.work, at.sizes[rank], at.ranks - 1
+    calls = (Call(mine, at.tokens, work.heads, work.kv_heads),)
+    if not others:
+        return Layer((), calls, at.prepared(rank), 0)
+    both = 2 * work.kv_heads
+    moves = (Move(mine * both * others, (at.tokens - mine) * both, others),)
+    written = both + (work.heads if work.prepares else 0)  # queries that need nothing stay where they are
+    slots = 2 if at.direct else 1  # peers write the next layer's keys while this layer's are read
+    return Layer(moves, calls, ((2 * mine * written, 1),), mine * work.heads + slots * at.tokens * both)
+
+
+FACTS = Facts(moves_only=True, order=10, axes=(), layer=layer)

@@ -11,23 +11,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.attention.ulysses import Ulysses
+from seqpar.attention.ulysses import Ulysses, around
 from seqpar.kernels.merge import merge
 from seqpar.mesh import Axis, Mesh
+from seqpar.planner.facts import Call, Facts, Layer, Move, Place, refuse
 from seqpar.protocols import Attend, Core
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import Rotation, Transport
 
 
-def check(mesh: Mesh) -> None:
-    """Raise `ValueError` on a mesh that this strategy does not use whole."""
-    if mesh.ulysses.size > 1:
-        raise ValueError(f"got strategy ring with ulysses={mesh.ulysses.size}, expected ulysses=1; use strategy usp")
-
-
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Attention for one token count: ulysses over an axis of one, around a ring."""
-    check(mesh)
+    refuse("ring", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
     check_tokens(tokens, mesh.sequence.size)
     ring = Ring(local, mesh.ring, tokens.sizes, transport)
     return Ulysses(ring, mesh.ulysses, (tokens.sizes[mesh.ring.rank],), transport, tokens.total)
@@ -72,3 +67,35 @@ class Ring:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
                 self._rotations[key] = self._transport.ring(self._axis, self._sizes, (batch, 2 * groups, dim), k_BLGD)
         return self._rotations[key]
+
+
+# Facts ---------------------------------------------------------------------------------------------------------
+
+
+def layer(at: Place, rank: int) -> Layer:
+    """The calls and exchanges of the ring; q and k are prepared where they are."""
+    return around(at, rank, ring_layer(at, rank))
+
+
+def ring_layer(at: Place, rank: int) -> Layer:
+    """One call of attention for each block, and each block but the last passed on, with this rank's heads.
+
+    At step s a rank passes on the block of the rank s before it, and gets that of one more before. Ranks without heads
+    leave it out. Two packing kernels write k and v of the own block; memory holds two blocks.
+    """
+    row, (heads, groups), blocks, steps = rank // at.ulysses, at.heads(rank), at.blocks, range(at.ring - 1)
+    calls = tuple(Call(blocks[row], blocks[(row - step) % at.ring], heads, groups) for step in range(at.ring))
+    if at.ring == 1:
+        return Layer((), calls if heads else (), (), 0)
+    sizes = [blocks[(row - step) % at.ring] * 2 * groups for step in range(at.ring)]
+    moves = tuple(Move(sizes[step], sizes[step + 1], min(groups, 1)) for step in steps)
+    packing = (4 * blocks[row] * groups, 2)
+    return Layer(moves, calls if heads else (), (packing,), 2 * max(sizes), merges=len(steps) if heads else 0)
+
+
+def why_not(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
+    """It has no use for a ulysses axis."""
+    return None if ulysses == 1 else f"ulysses={ulysses}, expected ulysses=1; use strategy usp"
+
+
+FACTS = Facts(moves_only=False, order=50, axes=("ring",), layer=layer, why_not=why_not)

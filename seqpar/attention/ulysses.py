@@ -8,6 +8,7 @@ When it wins: enough heads for the ranks, fast links. Fewer bytes than a ring fr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from seqpar.attention._streams import OneRank, given, joined, layout_of, present, split_out, want_gradients, write
 from seqpar.kernels.push import push
 from seqpar.mesh import Axis, Mesh
+from seqpar.planner.facts import Call, Facts, Layer, Move, Place, refuse
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import ToHeads, ToTokens, Transport
@@ -22,15 +24,9 @@ from seqpar.transports._layout import HeadLayout
 from seqpar.transports.collective.differentiable import to_heads, to_tokens
 
 
-def check(mesh: Mesh) -> None:
-    """Raise `ValueError` on a mesh that this strategy does not use whole."""
-    if mesh.ring.size > 1:
-        raise ValueError(f"got strategy ulysses with ring={mesh.ring.size}, expected ring=1; use strategy usp for both")
-
-
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Attention for one token count; `tokens` is sharded over `mesh.sequence`."""
-    check(mesh)
+    refuse("ulysses", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
     check_tokens(tokens, mesh.sequence.size)
     return Ulysses(local, mesh.ulysses, tokens.sizes, transport, tokens.total)
 
@@ -77,3 +73,40 @@ class Ulysses:
             out = self._core(q.unflatten(-1, (-1, dim)).flatten(2, 3), k, v, mask_BL)[0]
             out = out.unflatten(2, (q.shape[2], -1)).flatten(3)
         return to_tokens(out, self._axis, self._sizes, groups).unflatten(-1, (-1, dim)).flatten(2, 3)
+
+
+# Facts ---------------------------------------------------------------------------------------------------------
+
+
+def layer(at: Place, rank: int) -> Layer:
+    """One call of attention with some heads, between two exchanges."""
+    heads, groups = at.heads(rank)
+    return around(at, rank, Layer((), (Call(at.tokens, at.tokens, heads, groups),) if heads else (), (), 0))
+
+
+def around(at: Place, rank: int, inner: Layer) -> Layer:
+    """A layer of any Core with the exchanges of heads for tokens before it and of tokens for heads after it."""
+    if at.ulysses == 1:
+        return replace(inner, passes=(*at.prepared(rank), *inner.passes))
+    work, mine, block = at.work, at.sizes[rank], at.blocks[rank // at.ulysses]
+    (heads, groups), whole, others = at.heads(rank), work.heads + 2 * work.kv_heads, at.ulysses - 1
+    share, elsewhere = work.heads // work.kv_heads, work.kv_heads - groups
+    there = Move(mine * elsewhere * (share + 2), (block - mine) * groups * (share + 2), others)
+    back = Move((block - mine) * heads, mine * elsewhere * share, others)
+    local, kept = block * heads, inner.kept + block * (heads + 2 * groups)
+    if at.direct:  # what goes to others is the exchange itself: one part of each tensor is written at home
+        passes = (mine * whole + mine * whole // at.ulysses, 1), *inner.passes, (local + local // at.ulysses, 1)
+        kept += mine * work.heads
+    else:
+        rearranged = 2 * mine * work.heads, at.ulysses
+        passes = (2 * mine * whole, 1), *inner.passes, (2 * local, 1), rearranged
+        kept += mine * whole + local + 2 * mine * work.heads
+    return replace(inner, moves=(there, *inner.moves, back), passes=passes, kept=kept)
+
+
+def why_not(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
+    """It has no use for a ring axis. Ranks that are more than the key-value heads are idle in attention."""
+    return None if ring == 1 else f"ring={ring}, expected ring=1; use strategy usp for both"
+
+
+FACTS = Facts(moves_only=True, order=20, axes=("ulysses",), layer=layer, why_not=why_not)

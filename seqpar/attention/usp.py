@@ -6,16 +6,13 @@ inside a group of ranks and slow between groups.
 
 from __future__ import annotations
 
-from seqpar.attention.ring import Ring
-from seqpar.attention.ulysses import Ulysses
+from seqpar.attention.ring import Ring, ring_layer
+from seqpar.attention.ulysses import Ulysses, around
 from seqpar.mesh import Mesh
+from seqpar.planner.facts import Facts, Layer, Place
 from seqpar.protocols import Attend, Core
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import Transport
-
-
-def check(mesh: Mesh) -> None:
-    """Any mesh: an axis of one is no special case."""
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -25,3 +22,14 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     parts = [tokens.sizes[row * width : (row + 1) * width] for row in range(mesh.ring.size)]
     ring = Ring(local, mesh.ring, tuple(map(sum, parts)), transport)
     return Ulysses(ring, mesh.ulysses, parts[mesh.ring.rank], transport, tokens.total)
+
+
+# Facts ---------------------------------------------------------------------------------------------------------
+
+
+def layer(at: Place, rank: int) -> Layer:
+    """A ring with the heads of one rank, between the exchanges of heads."""
+    return around(at, rank, ring_layer(at, rank))
+
+
+FACTS = Facts(moves_only=False, order=40, axes=("ring", "ulysses"), layer=layer)

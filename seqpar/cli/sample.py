@@ -23,19 +23,18 @@ import seqpar.local
 import seqpar.transports
 from seqpar import exact
 from seqpar.cli.exits import guarded
-from seqpar.cli.planning import imagined, ours, shared_plan, tables
+from seqpar.cli.planning import asked, imagined, ours, shared_plan, tables
 from seqpar.cli.progress import Progress
 from seqpar.kernels import gated_linear
-from seqpar.mesh import Mesh
+from seqpar.mesh import Mesh, default_dtype
 from seqpar.pipelines.class_labels import Files, Pipeline
 from seqpar.pipelines.pictures import check_writable, grid, save, to_pil
-from seqpar.planner.choose import parse_mesh
+from seqpar.planner.plan import Plan, parse_mesh
 from seqpar.planner.predict import Load
-from seqpar.planner.search import Plan
+from seqpar.planner.search import Wish
 from seqpar.protocols import plugin
 from seqpar.sampling.guidance import Guidance, check_layout
 from seqpar.sampling.loop import digest, why_not_captured
-from seqpar.sampling.segment import TABLE_BYTES
 from seqpar.sampling.steppers import decide
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -95,11 +94,11 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What the flags come to: `classes` as named, `pictures` with each of them repeated."""
+    """What the flags come to: `classes` as named, `pictures` the class number of each picture."""
 
     files: Files
     classes: tuple[str, ...]
-    pictures: list[str]
+    pictures: list[int]
     size: tuple[int, int] | None
     guidance: Guidance
     scheduler: Any
@@ -123,13 +122,7 @@ class Job:
     @property
     def load(self) -> Load:
         """What the planner must know."""
-        model, config = self.files.blueprint.meta(), self.files.blueprint.config
-        return Load(
-            images=len(self.pictures), tokens=self.tokens, guidance=self.guidance.on, steps=self.evaluations,
-            itemsize=self.dtype.itemsize, parameters=sum(x.numel() for x in model.parameters()),
-            latent=config.in_channels * config.patch_size**2, labels=len(set(self.pictures)) + self.guidance.on,
-            table=TABLE_BYTES,
-        )  # fmt: skip
+        return self.files.load_of(self.pictures, self.guidance, self.evaluations, self.dtype, self.size)
 
 
 def run(args: Args) -> None:
@@ -142,21 +135,20 @@ def run(args: Args) -> None:
     if args.dry_run is not None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks))))
         return
-    plan = shared_plan(job.load, job.files.blueprint, ranks, args.mesh, args.strategy, args.transport, job.dtype,
-                       args.exact)  # fmt: skip
-    mesh = Mesh.from_env(*plan.best.sizes.values())
+    plan = shared_plan(job.load, job.files.blueprint, ranks, wish_of(args), job.dtype)
     started = time.perf_counter()
-    pipeline = Pipeline.load(job.files, mesh, job.dtype, plan.best.strategy, args.local, args.transport)
+    pipeline = Pipeline.load(job.files, None, job.dtype, plan=plan)
+    mesh = pipeline.dit.mesh
     loaded = time.perf_counter() - started
     _say(mesh, summary(args, pipeline, job, plan))
     with pipeline, Progress(job.evaluations, mesh) as progress:
         latents = pipeline.latents(job.pictures, steps=args.steps, guidance=guidance, seed=args.seed, size=job.size,
-                                   eta=args.eta, scheduler=args.scheduler, on_step=progress)  # fmt: skip
+                                   eta=args.eta, scheduler=job.scheduler, on_step=progress)  # fmt: skip
         per_step = progress.finish()
     images = pipeline.decode(latents)
     bits = digest(latents)
     if mesh.is_main:
-        labels = [job.files.class_name(number) for number in job.files.class_ids(job.pictures)]
+        labels = [job.files.class_name(number) for number in job.pictures]
         told = parameters(args, pipeline, job) | {"ms_per_step": per_step, "latents": bits}
         save(grid(to_pil(images), labels), args.out, told)
     speed = "a step not measured (one alone is warm-up)" if per_step is None else f"{per_step:.1f} ms a step"
@@ -175,10 +167,9 @@ def check(args: Args, mesh: Mesh, guidance: Guidance) -> Job:
             plugin(package, name, kind)
     files = Files.locate(args.model)
     classes = args.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
-    files.class_ids(classes)
-    pictures = [label for label in classes for _ in range(args.repeat)]
-    gpu = mesh.device.type == "cuda" or args.dry_run  # --dry-run 4 imagines GPUs where there are none
-    dtype = DTYPES.get(args.dtype, torch.bfloat16 if gpu else torch.float32)
+    pictures = [number for number in files.class_ids(classes) for _ in range(args.repeat)]
+    gpu = torch.device("cuda") if args.dry_run else mesh.device  # --dry-run 4 imagines GPUs where there are none
+    dtype = DTYPES.get(args.dtype, default_dtype(gpu))
     scheduler = files.schedule(args.scheduler, args.steps, args.eta)
     _, axes = parse_mesh(args.mesh)
     data, cfg = axes.get("data", 1), axes.get("cfg", 1)
@@ -202,13 +193,18 @@ def _check_ranges(args: Args, guidance: Guidance) -> None:
         )
 
 
+def wish_of(args: Args) -> Wish:
+    """What the planner may choose."""
+    return asked(args.mesh, args.strategy, args.exact, args.local, args.transport)
+
+
 def dry_run(args: Args, job: Job, ranks: Mesh) -> str:
     """The tables that --dry-run prints."""
     load, model = job.load, job.files.blueprint
     head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, guidance {args.guidance:g}, {job.dtype}"
     machines = [imagined(ranks.device, count, args.transport) for count in args.dry_run or ()]
     machines = machines or [ours(ranks, args.transport)]
-    shown = tables(load, model, machines, args.mesh, args.strategy, job.dtype, args.exact)
+    shown = tables(load, model, machines, wish_of(args), job.dtype)
     return f"{head.replace('torch.', '')}\n\n{shown}"
 
 

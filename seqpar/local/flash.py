@@ -1,7 +1,7 @@
 """FlashAttention as its own package: 4 (`flash_attn.cute`), else 3 (`flash_attn_interface`), else 2 (`flash_attn`).
 
-When it wins: the first choice on Hopper at head dims 64 and 128 where it is installed (the table in `seqpar.planner.choose`), and
-grouped-query heads need no copies. FlashAttention-4 compiles each head dim on first use.
+When it wins: the first choice on Hopper at head dims 64 and 128 where it is installed (the table in
+`seqpar.planner.plan`), and grouped-query heads need no copies. FlashAttention-4 compiles each head dim on first use.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """torch's own attention kernels, called directly because they return the log-sum-exp that a ring needs.
 
-When it wins: always there, without another package, and the first choice where the table in `seqpar.planner.choose` names no
-other. cuDNN on Hopper and later, torch's FlashAttention-2 before and for head dims over 128, the memory-efficient
-kernel for fp32 and for key masks where FlashAttention-2 would be taken, a flash kernel on the CPU. Takes strided views as
-they are.
+When it wins: always there, without another package, and the first choice where the table in `seqpar.planner.plan`
+names no other. cuDNN on Hopper and later, torch's FlashAttention-2 before and for head dims over 128, the
+memory-efficient kernel for fp32 and for key masks where FlashAttention-2 would be taken, a flash kernel on the CPU.
+Takes strided views as they are.
 """
 
 from __future__ import annotations

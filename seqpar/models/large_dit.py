@@ -19,7 +19,7 @@ from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gated_linear import gated_linear
 from seqpar.models import _layers
 from seqpar.models._label_dit import LabelDiT
-from seqpar.planner.costs import Work
+from seqpar.planner.facts import Work
 from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
 

@@ -15,8 +15,12 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
+from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
 from seqpar.pipelines.pictures import to_pil
+from seqpar.planner.plan import Plan, make, work_of
+from seqpar.planner.predict import TABLE_BYTES, Load
+from seqpar.planner.search import Wish
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler, draw_noise
 from seqpar.sampling.schedules import FAILURES
@@ -70,7 +74,9 @@ class Files:
 
         Raises ValueError with near names for one that is none of these, with the numbers for a name of several classes.
         """
-        names: dict[str, set[int]] = {}
+        numbers, names = self.labels.keys() or range(self.blueprint.config.num_classes), dict[str, set[int]]()
+        if all(isinstance(label, int) and label in numbers for label in classes):
+            return list(map(int, classes))
         for number, own in self.labels.items():
             for name in own:
                 names.setdefault(name, set()).add(number)
@@ -92,6 +98,28 @@ class Files:
                 f"x decoder {self.factor})"
             )
         return pixels[0] // self.factor, pixels[1] // self.factor
+
+    def load_of(
+        self,
+        classes: Sequence[str | int],
+        guidance: Guidance,
+        evaluations: int,
+        dtype: torch.dtype,
+        size: tuple[int, int] | None = None,
+    ) -> Load:
+        """What the planner must know: a picture of each class, so many calls of the model, the size in pixels."""
+        config, (height, width) = self.blueprint.config, self.latent_size(size)
+        return Load(
+            images=len(classes),
+            tokens=height * width // config.patch_size**2,
+            guidance=guidance.on,
+            steps=evaluations,
+            itemsize=dtype.itemsize,
+            parameters=sum(x.numel() for x in self.blueprint.meta().parameters()),
+            latent=config.in_channels * config.patch_size**2,
+            labels=len(set(classes)) + guidance.on,
+            table=TABLE_BYTES,
+        )
 
     def scheduler(self, name: str | None = None) -> Any:
         """The folder's scheduler, or diffusers' class of another name with the same configuration.
@@ -175,14 +203,17 @@ class Pipeline:
     @staticmethod
     def load(
         files: Files,
-        mesh: Mesh,
+        mesh: Mesh | None = None,
         dtype: torch.dtype = torch.float32,
         strategy: str = "auto",
         local: str = "auto",
         transport: str = "auto",
+        *,
+        plan: Plan | None = None,
     ) -> Pipeline:
-        """Read the weights; the decoder in the transformer's dtype."""
-        dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local, transport)
+        """Read the weights; the decoder in the transformer's dtype. Arguments are those of `DistributedDiT`."""
+        dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local, transport, plan=plan)
+        mesh = dit.mesh
         folder = files.folder
         if folder is None or files.vae is None:
             return Pipeline(dit, files, None)
@@ -198,22 +229,28 @@ class Pipeline:
         seed: int = 0,
         size: tuple[int, int] | None = None,
         eta: float | None = None,
-        scheduler: str | None = None,
+        scheduler: Any = None,
         on_step: Callable[[int], None] = lambda index: None,
     ) -> Tensor:
-        """Sampled latents (N, C, h, w) for N classes, equal on every rank."""
+        """Sampled latents (N, C, h, w) for N classes, equal on every rank: all arguments are rank 0's.
+
+        scheduler: the name of a diffusers class, a scheduler (which is not changed), or None for the model's own.
+        """
+        classes, size, seed = self.dit.mesh.share((list(classes), size, seed))
+        if scheduler is None or isinstance(scheduler, str):
+            scheduler = self.files.scheduler(self.dit.mesh.share(scheduler))
         ids = torch.tensor(self.files.class_ids(classes))
         height, width = self.files.latent_size(size)
         self.dit.check_size(height, width)
         generator = torch.Generator().manual_seed(seed)
         noise = draw_noise((len(ids), self.dit.config.in_channels, height, width), generator)
-        return self.sampler(self.files.scheduler(scheduler), noise, {"class_labels": ids}, steps=steps,
+        return self.sampler(scheduler, noise, {"class_labels": ids}, steps=steps,
                             guidance=guidance, eta=eta, generator=generator, on_step=on_step)  # fmt: skip
 
     def decode(self, latents_NCHW: Tensor) -> Tensor:
-        """(N, 3, H, W) in [0, 1] on every rank."""
+        """(N, 3, H, W) in [0, 1] on every rank, from rank 0's latents."""
         if self.vae is None:
-            return preview(latents_NCHW, self.files.factor)
+            return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
         return decode(self.vae, latents_NCHW, self.dit.mesh)
 
 
@@ -227,13 +264,17 @@ def generate(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> list[Image.Image]:
-    """Pictures of the given classes, on every rank: the whole path in one call."""
+    """Pictures of the given classes, on every rank: the whole path in one call. Arguments are rank 0's."""
+    ranks = mesh or Mesh.joined()
+    classes, model, steps, guidance, seed, dtype = ranks.share((list(classes), model, steps, guidance, seed, dtype))
     wanted = Guidance(guidance)
-    mesh = mesh or Mesh.from_env(guidance=wanted.on)
-    files = mesh.together(lambda: Files.locate(model))
-    mesh.together(lambda: (files.class_ids(classes), files.schedule(None, steps)))
-    with Pipeline.load(files, mesh, dtype) as pipeline:
-        return to_pil(pipeline.decode(pipeline.latents(classes, steps=steps, guidance=wanted, seed=seed)))
+    files = ranks.together(lambda: Files.locate(model))
+    scheduler, ids = ranks.together(lambda: (files.schedule(None, steps), files.class_ids(classes)))
+    load = files.load_of(ids, wanted, len(scheduler.timesteps), dtype)
+    plan = make(work_of(files.blueprint.config), load, dtype, ranks, Wish(), mesh)
+    with Pipeline.load(files, mesh, dtype, plan=plan) as pipeline:
+        made = pipeline.latents(ids, steps=steps, guidance=wanted, seed=seed, scheduler=scheduler)
+        return to_pil(pipeline.decode(made))
 
 
 def _labels(index: Mapping[str, Any], classes: int) -> dict[int, tuple[str, ...]]:

@@ -1,20 +1,22 @@
 """Predicted ms of a step and memory of a rank for one layout: counts (`costs.py`) over rates (`rates.py`).
 
 Parts are added up, and nothing is counted as hidden, because transfers by kernels take multiprocessors from what they
-overlap (docs/planner.md), except behind `kv_first`'s products of values and queries, where copy engines make them. The
-slowest rank counts: uneven tokens and heads are rounded up.
+overlap (docs/planner.md), except where a strategy says that copy engines make them behind its products
+(`Layer.behind`). The slowest rank counts: uneven tokens and heads are rounded up.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from seqpar.planner.costs import Cost, Layout, Work, attention_calls, buffer_values, busiest, copies, merge_bytes
+from seqpar.planner.costs import attention_calls, busiest, layers, merge_bytes
+from seqpar.planner.facts import Cost, Layer, Layout, Work
 from seqpar.planner.rates import Rates, rate_at, time_at
 from seqpar.shard import Shard
 
 STATE = 4  # bytes of the denoised state and of modulation: fp32
 GIB = 1 << 30
+TABLE_BYTES = 2 << 30  # a modulation table that is larger is made for some steps at a time
 USABLE = 0.95  # of a device's memory: CUDA's context and NCCL's buffers need the rest
 
 
@@ -81,31 +83,36 @@ class Prediction:
 
 
 def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
-    """What a step on this layout takes."""
+    """The time and memory of a step on this layout."""
     b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
+    every = layers(work, layout, load.tokens, b)
+    slowest = every[0]
     once = sum(gemm_us(rates, b * mine, *gemm, load.itemsize) for gemm in work.once)
-    block = sum(gemm_us(rates, b * mine, *gemm, load.itemsize) for gemm in _products(work, layout))
-    attention = sum(attention_us(rates, work.head_dim, call) for call in attention_calls(work, layout, b, load.tokens))
-    passes = _step_pass_us(work, load, b * mine, rates) + work.layers * _passes_us(work, load, layout, rates)
-    exchanges = _swap_us(load, layout, rates) + work.layers * _exchanges_us(work, load, layout, rates)
+    block = sum(gemm_us(rates, b * mine, *gemm, load.itemsize) for gemm in _products(work, slowest))
+    attention = sum(attention_us(rates, work.head_dim, call) for call in attention_calls(work, slowest, b))
+    passes = _step_pass_us(work, load, b * mine, rates) + work.layers * _passes_us(work, load, layout, slowest, rates)
+    exchanges = _swap_us(load, layout, rates) + work.layers * _exchanges_us(work, load, layout, every, rates)
     return Prediction(
         layout,
         gemm=(once + work.layers * block) / 1e3,
         attention=work.layers * attention / 1e3,
         elementwise=passes / 1e3,
         exchange=exchanges / 1e3,
-        memory=memory(work, load, layout),
+        memory=memory(work, load, layout, slowest),
     )
 
 
-def _products(work: Work, layout: Layout) -> tuple[tuple[int, int], ...]:
-    """The matrix products of a block: q, k and v apart where keys go first."""
-    if layout.strategy != "kv_first" or layout.sequence == 1:
-        return work.gemms
-    (inputs, outputs), *rest = work.gemms
+def _products(work: Work, layer: Layer) -> tuple[tuple[int, int], ...]:
+    """The matrix products of a block: q, k and v apart where the strategy splits them."""
+    return (*_split(work).values(), *work.gemms[1:]) if layer.split else work.gemms
+
+
+def _split(work: Work) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of the products of q, k and v."""
+    inputs, outputs = work.gemms[0]
     queries = work.heads * work.head_dim
     keys = (outputs - queries) // 2
-    return (inputs, queries), (inputs, keys), (inputs, keys), *rest
+    return {"q": (inputs, queries), "k": (inputs, keys), "v": (inputs, keys)}
 
 
 def gemm_us(rates: Rates, rows: int, inputs: int, outputs: int, itemsize: int) -> float:
@@ -120,8 +127,8 @@ def attention_us(rates: Rates, head_dim: int, call: Cost) -> float:
     return 1e-6 * call.flops / rate_at(rates.attention[nearest], call.flops)
 
 
-def memory(work: Work, load: Load, layout: Layout) -> Memory:
-    """Every rank has all weights, and the modulation of as many steps as `load.table` bytes hold, at least one."""
+def memory(work: Work, load: Load, layout: Layout, layer: Layer) -> Memory:
+    """The memory of a rank: all weights, and the modulation of as many steps as `load.table` bytes hold, or of one."""
     b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
     step = load.labels * work.table * STATE
     kept = min(load.steps, max(1, load.table // step))
@@ -130,7 +137,7 @@ def memory(work: Work, load: Load, layout: Layout) -> Memory:
         weights=load.parameters * load.itemsize,
         table=kept * step + b * work.table * STATE,
         activations=b * mine * work.live * load.itemsize + state,
-        exchange=b * buffer_values(work, layout, load.tokens) * work.head_dim * load.itemsize,
+        exchange=b * layer.kept * work.head_dim * load.itemsize,
     )
 
 
@@ -138,13 +145,13 @@ def _pass_us(rates: Rates, read_and_written: float, kernels: int) -> float:
     return kernels * rates.kernel_us + 1e-6 * read_and_written / rates.copy
 
 
-def _passes_us(work: Work, load: Load, layout: Layout, rates: Rates) -> float:
+def _passes_us(work: Work, load: Load, layout: Layout, layer: Layer, rates: Rates) -> float:
     """The elementwise kernels of one block: the model's, and what the strategy adds."""
     b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
     total = sum(_pass_us(rates, b * mine * elements * load.itemsize, 1) for elements in work.passes)
-    for values, kernels in copies(work, layout, b, load.tokens):
+    for values, kernels in layer.passes:
         total += _pass_us(rates, b * values * work.head_dim * load.itemsize, kernels)
-    return total + _pass_us(rates, *merge_bytes(work, layout, b, load.tokens, load.itemsize))
+    return total + _pass_us(rates, *merge_bytes(work, layer, b, load.itemsize))
 
 
 def _step_pass_us(work: Work, load: Load, rows: int, rates: Rates) -> float:
@@ -152,23 +159,29 @@ def _step_pass_us(work: Work, load: Load, rows: int, rates: Rates) -> float:
     return _pass_us(rates, rows * (3 * work.width * load.itemsize + 4 * load.latent * STATE), 2)
 
 
-def _exchanges_us(work: Work, load: Load, layout: Layout, rates: Rates) -> float:
-    """The exchanges of one layer."""
-    value = load.rows(layout) * work.head_dim * load.itemsize
-    curve = rates.exchange[layout.transport]
-    total = sum(time_at(curve, moved * value) for moved in busiest(work, layout, load.tokens))
-    if layout.strategy != "kv_first" or layout.transport != "peer" or not total:
-        return total
-    return max(time_at(curve, 0), _exposed_us(work, load, layout, rates))  # what is hidden is waited for, too
+def _exchanges_us(work: Work, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates) -> float:
+    """The exchanges of one layer; what is hidden behind products is still waited for."""
+    value, curve = load.rows(layout) * work.head_dim * load.itemsize, rates.exchange[layout.transport]
+    moved = busiest(every)
+    if not every[0].behind or not sum(moved):
+        return sum(time_at(curve, each * value) for each in moved)
+    return max(time_at(curve, 0), _exposed_us(work, load, layout, every, rates))
 
 
-def _exposed_us(work: Work, load: Load, layout: Layout, rates: Rates) -> float:
-    """How much later than q v arrives, by peer: k leaves as the product of v begins, v after both, one at a time."""
-    b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
-    (k_and_v,) = busiest(work, layout, load.tokens)
-    copy = time_at(rates.exchange[layout.transport], k_and_v / 2 * b * work.head_dim * load.itemsize)
-    q, _, v = (gemm_us(rates, b * mine, *product, load.itemsize) for product in _products(work, layout)[:3])
-    return max(copy, v) + copy - (v + q)
+def _exposed_us(work: Work, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates) -> float:
+    """How much later than its last product an exchange ends whose equal parts travel behind products, one at a time.
+
+    A part leaves when it is made and the part before it has arrived; the product that it travels behind begins when it
+    is made.
+    """
+    rows, behind = load.rows(layout) * Shard(load.tokens, layout.sequence).sizes[0], every[0].behind
+    (moved,) = busiest(every)
+    part = moved / len(behind) * load.rows(layout) * work.head_dim * load.itemsize
+    copy, computed, arrived = time_at(rates.exchange[layout.transport], part), 0.0, 0.0
+    for name in behind:
+        arrived = max(arrived, computed) + copy
+        computed += gemm_us(rates, rows, *_split(work)[name], load.itemsize)
+    return arrived - computed
 
 
 def _swap_us(load: Load, layout: Layout, rates: Rates) -> float:

@@ -11,14 +11,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from seqpar.mesh import fill
-from seqpar.planner.costs import Layout, Work
+from seqpar.planner.costs import exact_strategies, facts_of, strategies, totals, why_not
+from seqpar.planner.facts import Layout, Work
 from seqpar.planner.predict import GIB, Load, Prediction, predict
 from seqpar.planner.rates import Rates
 
-ORDER = ("kv_gather", "ulysses", "kv_first", "usp", "ring")
-EXACT = ORDER[:3]
-"""They only move data: one rank's bits, of kv_first where a product rounds its columns alike however many it has, as on
-H200s. Unasked, only these are taken."""
 TIE = 0.01  # predictions that differ by less say nothing: then the first in the order of `allowed`
 
 Aim = Literal["latency", "throughput"]
@@ -26,18 +23,21 @@ Aim = Literal["latency", "throughput"]
 
 @dataclass(frozen=True)
 class Wish:
-    """What the caller says: an aim, sizes of some axes, a strategy (or "auto"), whether only exact ones will do."""
+    """What the caller says: an aim, sizes of some axes, whether only exact strategies will do, and names or "auto"."""
 
     aim: Aim = "latency"
     axes: Mapping[str, int] = field(default_factory=dict)
     strategy: str = "auto"
     exact: bool = False
+    local: str = "auto"
+    transport: str = "auto"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Ranking:
     """All layouts that were looked at, best first; those that do not fit the memory come last, each with its reason."""
 
+    work: Work
     wish: Wish
     load: Load
     rates: Rates
@@ -64,13 +64,11 @@ class Plan:
         text = f"{_name(first.layout)}, {_ms(first)} predicted"
         if others:
             text += f" ({aim}); next {_name(others[0].layout)}, {_ms(others[0])}"
-            exact, other = (row.layout.strategy in EXACT for row in (first, others[0]))
+            exact, other = (facts_of(row.layout.strategy).moves_only for row in (first, others[0]))
             rounds = exact and not other and others[0].ms < first.ms
             text += " (not taken unasked: it rounds otherwise than one rank)" if rounds else ""
         else:
             text += " (nothing else to choose)"
-        if first.layout.strategy not in ORDER:
-            text += f"; {first.layout.strategy} is counted as ulysses"
         return f"{text}; rates: {self.rates.source}"
 
     def table(self) -> str:
@@ -82,29 +80,40 @@ class Plan:
             speed = f"{1e3 * self.load.images / (row.ms * self.load.steps):10.3f}"
             lines.append(f"{_columns(row)} {row.ms:10.2f} {parts} {speed} {row.memory.total / GIB:10.1f}")
         lines += [f"{_columns(row)} does not fit: {reason}" for row, reason in self.too_big]
-        return "\n".join(lines)
+        return "\n".join([*lines, *([self.counts()] if self.ranked else [])])
+
+    def counts(self) -> str:
+        """What a step of the best layout costs, in FLOPs, bytes and messages."""
+        layout, load = self.best, self.load
+        cost = totals(self.work, layout, load.tokens, load.images, load.guidance, load.itemsize)
+        text = f"a step: {cost.flops / 1e12:.3g} TFLOP, {cost.elements * load.itemsize / 1e9:.3g} GB read and written"
+        if layout.sequence > 1:
+            text += f"; the busiest rank sends {cost.sent / 1e6:.3g} MB in {cost.messages} messages ({_name(layout)})"
+        return text
 
 
-def plan(work: Work, load: Load, world: int, wish: Wish, rates: Rates, transport: str, memory: float | None) -> Plan:
+def search(
+    work: Work, load: Load, world: int, wish: Wish, rates: Rates, transport: str, memory: float | None
+) -> Ranking:
     """The best layout of `world` ranks with `memory` GiB each (None: no limit), and all others.
 
     Raises ValueError where no layout is what was asked for.
     """
     layouts = allowed(world, wish, work, load, transport)
     if not layouts:
-        raise ValueError(_why_none(world, wish, load))
+        raise ValueError(_why_none(world, wish, load, work))
     found = [predict(work, load, layout, rates) for layout in layouts]
     too_big = tuple((row, reason) for row in found if (reason := row.too_big(memory)) is not None)
     fitting = [row for row in found if row.too_big(memory) is None]
-    return Plan(wish, load, rates, _ranked(fitting), too_big)
+    return Ranking(work, wish, load, rates, _ranked(fitting), too_big)
 
 
 def _ranked(fitting: list[Prediction]) -> tuple[Prediction, ...]:
     """What is taken, then the others, fastest first."""
     if not fitting:
         return ()
-    # rings round otherwise than one rank: unasked, only where nothing else fits
-    exact = [row for row in fitting if row.layout.strategy in EXACT] or fitting
+    # what rounds otherwise than one rank is taken unasked only where nothing else fits
+    exact = [row for row in fitting if facts_of(row.layout.strategy).moves_only] or fitting
     least_ms = min(row.ms for row in exact)
     first = next(row for row in exact if row.ms <= (1 + TIE) * least_ms)
     rest = sorted((row for row in fitting if row is not first), key=lambda row: row.ms)
@@ -115,10 +124,9 @@ def allowed(world: int, wish: Wish, work: Work, load: Load, transport: str) -> l
     """Every layout of `world` ranks that the wish allows and the pictures can fill.
 
     In order of preference where predictions tie: pictures apart, guidance branches apart (one small exchange a step),
-    then `ORDER` (the exact ones first; on two ranks of a sequence, where both move the same bytes, kv_gather was as
-    fast as ulysses or up to 5 % faster, by either transport, wherever it was measured).
+    then the order that the strategies' files say.
     """
-    names = ORDER if wish.strategy == "auto" else (wish.strategy,)
+    names = tuple(strategies()) if wish.strategy == "auto" else (wish.strategy,)
     found = [
         Layout(data, cfg, ring, ulysses, name, transport)
         for data, cfg, ring, ulysses in _axes(world, wish, load)
@@ -148,35 +156,36 @@ def _divisors(number: int, given: int | None) -> list[int]:
 
 
 def _fits(name: str, ring: int, ulysses: int, wish: Wish, work: Work) -> bool:
-    """Whether a strategy is meant for these axes; unnamed, each way of computing has one name."""
-    if wish.exact and ring * ulysses > 1 and name not in EXACT:
+    """Whether a strategy can run on these axes and is meant for them; unasked, each way of computing has one name."""
+    facts = facts_of(name)
+    if wish.exact and ring * ulysses > 1 and not facts.moves_only:
         return False
-    one_axis = {"ring": ulysses == 1, "ulysses": ring == 1}
+    if facts.why_not(ring, ulysses, work.heads, work.kv_heads) is not None:
+        return False
     if wish.strategy != "auto":
-        return one_axis.get(name, name == "usp" or ring == 1 or "ring" in wish.axes)
-    if ring * ulysses == 1:
-        return name == "ulysses"
-    # who names the ulysses axis means ulysses, as long as there are heads for it
-    means_ulysses = "ulysses" in wish.axes and ulysses <= work.kv_heads
-    gathers = ring == 1 and not means_ulysses
-    return {**one_axis, "usp": ring > 1 and ulysses > 1, "kv_gather": gathers, "kv_first": gathers}[name]
+        # a ring axis adds nothing for a strategy that uses both axes as one, but it may have been asked for
+        return ring == 1 or bool(facts.axes) or "ring" in wish.axes
+    if not facts.names(ring, ulysses):
+        return False
+    # whoever names the ulysses axis asks for heads to be split over it, as long as there are enough of them
+    means_heads = "ulysses" in wish.axes and 1 < ulysses <= work.kv_heads
+    return not means_heads or "ulysses" in facts.axes
 
 
 def _on_the_sequence(found: list[Layout]) -> list[Layout]:
-    """A named strategy gets as many ranks as it can, so that it really exchanges: on both axes for usp, else on one."""
+    """A named strategy gets as many ranks as it can, so that it really exchanges: on both axes if it treats both."""
     most = max((layout.sequence for layout in found), default=1)
     found = [layout for layout in found if layout.sequence == most]
-    both = [layout for layout in found if layout.strategy == "usp" and layout.ring > 1 and layout.ulysses > 1]
+    both = [x for x in found if len(facts_of(x.strategy).axes) > 1 and x.ring > 1 and x.ulysses > 1]
     return both or [layout for layout in found if layout.ring == 1] or found
 
 
 def _preference(layout: Layout) -> tuple[int, int, int, int]:
-    name = layout.strategy
-    return -layout.data, -layout.cfg, ORDER.index(name) if name in ORDER else 0, layout.ring
+    return -layout.data, -layout.cfg, facts_of(layout.strategy).order, layout.ring
 
 
-def _why_none(world: int, wish: Wish, load: Load) -> str:
-    """What cannot be, for people."""
+def _why_none(world: int, wish: Wish, load: Load, work: Work) -> str:
+    """Why no layout is what was asked for."""
     axes = wish.axes
     try:
         _, _, ring, ulysses = fill(
@@ -187,11 +196,16 @@ def _why_none(world: int, wish: Wish, load: Load) -> str:
     if load.tokens < ring * ulysses:
         return f"got {load.tokens} tokens for {ring * ulysses} ranks, expected one a rank; use a larger --size"
     named = " ".join(f"{name}={size}" for name, size in axes.items()) or "no axes named"
-    if wish.exact and wish.strategy not in ("auto", *EXACT):
-        return f"got strategy {wish.strategy} in exact mode, expected {' or '.join(EXACT)}: others round otherwise"
-    for name, other in (("ulysses", "ring"), ("ring", "ulysses")):
-        if wish.strategy == name and axes.get(other, 1) > 1:
-            return f"got strategy {name} with {other}={axes[other]}, expected {other}=1; use strategy usp for both"
+    exact = exact_strategies()
+    if wish.exact and (wish.strategy not in exact if wish.strategy != "auto" else ring > 1):
+        return (
+            f"got strategy {wish.strategy} with {named} in exact mode, expected {' or '.join(exact)} and no ring axis: "
+            f"others merge partial results and round otherwise than one rank"
+        )
+    if wish.strategy != "auto":
+        reason = why_not(wish.strategy, axes.get("ring", 1), axes.get("ulysses", 1), work.heads, work.kv_heads)
+        if reason is not None:
+            return reason
     return (
         f"got strategy {wish.strategy} with {named} for {world} process(es), {load.images} picture(s) and "
         f"{load.tokens} tokens, expected a mesh that has all ranks and that the strategy can use; name fewer axes"

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqpar.mesh import Mesh
-from seqpar.shard import Shard
-
 
 @dataclass(frozen=True)
 class Guidance:
@@ -48,11 +45,6 @@ class Guidance:
         if len(scales) != evaluations:
             raise ValueError(f"got {len(scales)} guidance scales, expected one for each of {evaluations} evaluations")
         return torch.tensor(scales, dtype=torch.float64)
-
-
-def batch_rows(mesh: Mesh, images: int, guidance: Guidance) -> int:
-    """Rows of this rank's batch: its images, twice where both guidance branches are computed here."""
-    return Shard(images, mesh.data.size).sizes[mesh.data.rank] * (2 if guidance.on and mesh.cfg.size == 1 else 1)
 
 
 def check_layout(data: int, cfg: int, images: int, guidance: Guidance, channels: int) -> None:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
+from seqpar.planner.predict import TABLE_BYTES
 from seqpar.protocols import Attend, Encoded, rows
 from seqpar.sampling.graph import StepGraph
 from seqpar.streams import Split
-
-TABLE_BYTES = 2 << 30  # more than this, and the table is made for some steps at a time
 
 
 @dataclass(frozen=True)

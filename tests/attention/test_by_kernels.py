@@ -17,6 +17,7 @@ from torch import Tensor
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.models import dit, large_dit
 from seqpar.sampling.loop import draw_noise
+from tests.attention import test_streams as streams
 from tests.conftest import DEVICE
 from tests.sampling.test_sampling import scheduler
 from tests.support.meshes import LAYOUTS, TRANSPORTS, mesh_for, random
@@ -126,6 +127,29 @@ def test_kv_first_by_peer_takes_one_batch_rows_values_from_their_product(
         assert (got - truth).abs().max() < TOLERANCE
         assert counts["prepare_into"] == passes
         assert counts["flags"] == (6 if transport == "peer" else 0)  # all begin, v told, waited for; in each layer
+
+
+def two_streams(rank: int, world: int, device: torch.device, transport: str) -> list[tuple[list[Tensor], int]]:
+    """Outputs of a masked block of two streams by each strategy, and how many of its passes write into outboxes."""
+    made = []
+    for strategy in LAYOUTS:
+        with launched() as counts:
+            outs = streams.sharded(rank, world, device, strategy, transport, streams.CASES[1], dtype=torch.float32)
+        made.append((outs, counts["prepare_into"]))
+    return made
+
+
+@pytest.mark.parametrize(("world", "transport"), [(1, "collective"), *((3, name) for name in TRANSPORTS)])
+def test_two_streams_by_their_kernels(ranks: Pool, world: int, transport: str) -> None:
+    """Three ranks have two text tokens, so one rank writes no text; a rank without heads writes all the same."""
+    got = ranks.run(world, two_streams, transport)
+    for index, strategy in enumerate(LAYOUTS):
+        outs = streams.joined([made[index][0] for made in got])
+        assert streams.error(outs, streams.truth(streams.CASES[1])) < TOLERANCE, strategy
+        for rank, made in enumerate(got):
+            parts = 2 if rank < 2 else int(strategy != "ring")  # a ring attends with a single stream where it is
+            # three calls; kv_first writes k, v and q of a stream in three passes
+            assert made[index][1] == 3 * parts * (3 if strategy == "kv_first" and world > 1 else 1), strategy
 
 
 def sampled(rank: int, world: int, device: torch.device, cfg: int, transport: str, kernels: bool) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 import tyro
 
 from seqpar.cli.sample import Args, run
-from seqpar.planner.search import EXACT
 from seqpar.weights.find import Blueprint
 from tests.cli.test_sample import launch
+from tests.support.meshes import EXACT
 
 
 @pytest.fixture

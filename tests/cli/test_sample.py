@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from seqpar.cli.sample import Args, Progress, check, parse_size
 from seqpar.mesh import Mesh
-from seqpar.planner.choose import parse_mesh
+from seqpar.planner.plan import parse_mesh
 from seqpar.sampling.guidance import Guidance
 from seqpar.weights.find import Blueprint
 from tests.cli.test_mistakes import words

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,12 +16,12 @@ from seqpar.local import reference
 from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit
 from seqpar.planner import costs
-from seqpar.planner.costs import Cost, Layout, Move, Work
+from seqpar.planner.facts import Layer, Layout, Move, Work
 from seqpar.protocols import Given, Prepare
 from seqpar.shard import Shard
 from seqpar.weights.find import Blueprint, locate
 from tests.attention.test_strategies import CASES
-from tests.support.meshes import LAYOUTS, build, mesh_for, random
+from tests.support.meshes import LAYOUTS, build, mesh_for, random, ring_of
 from tests.support.pool import Pool
 
 DIM = 8
@@ -71,48 +70,6 @@ def test_the_products_are_the_models_linear_layers(preset: str) -> None:
     assert work.table == sum(table.numel() for table in conditioning.values())
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.softmax(q @ k.mT, -1) @ v
-
-
-def test_formulas_of_attention_and_mlp_count_what_torch_counts() -> None:
-    b, frames, pixels, c, inputs, context, mid, out = 2, 3, 5, 7, 6, 9, 4, 8
-    s = frames * pixels
-    x, ctx = torch.zeros(b, s, inputs), torch.zeros(b, c, context)
-    w, wc, wo = torch.zeros(mid, inputs), torch.zeros(mid, context), torch.zeros(out, mid)
-
-    def project(own: Tensor, other: Tensor, w_other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return F.linear(own, w), F.linear(other, w_other), F.linear(other, w_other)
-
-    def self_attention(y: Tensor) -> Tensor:
-        return F.linear(attention(*project(y, y, w)), wo)
-
-    assert flops(lambda: self_attention(x)) == costs.self_attention(b, s, inputs, mid, out).flops
-    cross = costs.cross_attention(b, s, c, inputs, context, mid, out)
-    assert flops(lambda: F.linear(attention(*project(x, ctx, wc)), wo)) == cross.flops
-    space, time = x.view(b * frames, pixels, inputs), x.view(b, frames, pixels, inputs).transpose(1, 2).flatten(0, 1)
-    sizes = b, frames, pixels, inputs, mid, out
-    assert flops(lambda: self_attention(space)) == costs.spatial_attention(*sizes).flops
-    assert flops(lambda: self_attention(time)) == costs.temporal_attention(*sizes).flops
-    assert flops(lambda: F.linear(F.linear(x, w), wo)) == costs.mlp(b * s, inputs, mid, out).flops
-    gated = costs.swiglu(b * s, inputs, mid).flops
-    assert flops(lambda: F.linear(F.linear(x, w) * F.linear(x, w), torch.zeros(inputs, mid))) == gated
-
-
-def test_formulas_in_closed_form() -> None:
-    """As they stand in docs/planner.md, with one number for everything: b = 2, s = 30, c = 7, d = 16, mid = 4 d."""
-    b, s, c, d = 2, 30, 7, 16
-    assert costs.mlp(b * s, d, 4 * d, d) == Cost(16 * b * s * d**2, 10 * b * s * d + 8 * d**2)
-    assert costs.self_attention(b, s, d, d, d) == Cost(8 * b * s * d**2 + 4 * b * s**2 * d, 12 * b * s * d + 4 * d**2)
-    elements = 6 * b * s * d + 6 * b * c * d + 4 * d**2
-    assert costs.cross_attention(b, s, c, d, d, d, d).elements == elements
-    assert costs.swiglu(b * s, d, 3 * d) == Cost(18 * b * s * d**2, 12 * b * s * d + 9 * d**2)
-    spatial = costs.spatial_attention(b, 5, 6, d, d, d)
-    assert spatial.flops == 8 * b * s * d**2 + 4 * b * s * 6 * d
-    assert costs.temporal_attention(b, 5, 6, d, d, d).flops == 8 * b * s * d**2 + 4 * b * s * 5 * d
-    assert spatial.elements == costs.self_attention(b, s, d, d, d).elements  # attention keeps its scores on chip
-
-
 def test_large_dit_by_hand() -> None:
     assert SEVEN_B.step(2, 256).flops == pytest.approx(6.70e12, rel=1e-3)
     assert large_dit.work(large_dit.PRESETS["large-dit-3b"]).step(2, 256).flops == pytest.approx(3.76e12, rel=1e-3)
@@ -129,14 +86,14 @@ def test_large_dit_by_hand() -> None:
 )  # fmt: skip
 def test_bytes_of_a_layer_by_hand(strategy: str, ring: int, ulysses: int, tokens: int, mb: float) -> None:
     """Large-DiT-7B, two rows, bf16. Ulysses: 4 b (s/N) d (N - 1)/N elements; ring and gather: 2 b (s/N) d (N - 1)."""
-    moved = sum(costs.busiest(SEVEN_B, layout(strategy, ring, ulysses), tokens))
+    moved = sum(costs.busiest(costs.layers(SEVEN_B, layout(strategy, ring, ulysses), tokens)))
     assert moved * 2 * SEVEN_B.head_dim * 2 / 1e6 == pytest.approx(mb, abs=0.05)
 
 
 def test_one_rank_exchanges_nothing() -> None:
     for strategy in LAYOUTS:
-        assert costs.moves(SEVEN_B, layout(strategy), 64, 0) == ()
-        assert costs.buffer_values(SEVEN_B, layout(strategy), 64) == 0
+        (alone,) = costs.layers(SEVEN_B, layout(strategy), 64)
+        assert (alone.moves, alone.kept, alone.merges, alone.behind) == ((), 0, 0, ())
 
 
 def of(heads: int, kv_heads: int) -> Work:
@@ -182,59 +139,96 @@ def kept(thing: Any, found: dict[int, int]) -> dict[int, int]:
     return found
 
 
+def check_what_is_counted(ranks: Pool, world: int, strategy: str, case: tuple[int, ...], run: Any = spied) -> None:
+    """Compare every rank's messages, buffers and FLOPs of attention with what the strategy's file says of that rank."""
+    batch, tokens, heads, kv = case
+    ring = ring_of(strategy, world)
+    work, where = of(heads, kv), layout(strategy, ring, world // ring)
+    value = batch * DIM * 8  # fp64
+    every = costs.layers(work, where, tokens, batch)
+    results = ranks.run(world, run, strategy, case)
+    for layer, (seen, held, counted) in zip(every, results, strict=True):
+        moves = [move for move in layer.moves if move.messages]
+        assert seen == [(move.sent * value, move.received * value, move.messages) for move in moves]
+        assert held == layer.kept * value
+        assert counted == sum(call.flops for call in costs.attention_calls(work, layer, batch))
+    most = max(max(sent, got) for seen, _, _ in results for sent, got, _ in seen)
+    assert most == max(costs.busiest(every)) * value
+    assert max(layer.kept for layer in every) == every[0].kept  # rank 0 is the slowest one, and stands for all
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("strategy", LAYOUTS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_exchanges_move_and_keep_what_is_counted(ranks: Pool, world: int, strategy: str, case: tuple[int, ...]) -> None:
-    batch, tokens, heads, kv = case
-    ring = LAYOUTS[strategy](world)
-    work, where = of(heads, kv), layout(strategy, ring, world // ring)
-    value = batch * DIM * 8  # fp64
-    results = ranks.run(world, spied, strategy, case)
-    for rank, (seen, _, _) in enumerate(results):
-        counted = [move for move in costs.moves(work, where, tokens, rank) if move.messages]
-        assert seen == [(move.sent * value, move.received * value, move.messages) for move in counted]
-    most = max(max(sent, got) for seen, _, _ in results for sent, got, _ in seen)
-    assert most == max(costs.busiest(work, where, tokens)) * value
-    assert max(held for _, held, _ in results) == costs.buffer_values(work, where, tokens) * value
-    calls = costs.attention_calls(work, where, batch, tokens)
-    assert max(counted for _, _, counted in results) == sum(call.flops for call in calls)
+    check_what_is_counted(ranks, world, strategy, case)
 
 
 def test_negative_control_another_layout_moves_something_else() -> None:
-    work = of(4, 4)
-    assert costs.moves(work, layout("ulysses", 1, 4), 16, 0) == (Move(36, 36, 3), Move(12, 12, 3))
-    assert costs.moves(work, layout("kv_gather", 1, 4), 16, 0) == (Move(96, 96, 3),)
-    assert costs.moves(work, layout("ring", 4, 1), 16, 0) == (Move(32, 32, 1),) * 3
-    assert costs.moves(work, layout("usp", 2, 2), 16, 0) == (Move(24, 24, 1), Move(32, 32, 1), Move(8, 8, 1))
+    def moves(*where: Any) -> tuple[Move, ...]:
+        return costs.layers(of(4, 4), layout(*where), 16)[0].moves
+
+    assert moves("ulysses", 1, 4) == (Move(36, 36, 3), Move(12, 12, 3))
+    assert moves("kv_gather", 1, 4) == (Move(96, 96, 3),)
+    assert moves("ring", 4, 1) == (Move(32, 32, 1),) * 3
+    assert moves("usp", 2, 2) == (Move(24, 24, 1), Move(32, 32, 1), Move(8, 8, 1))
 
 
 def test_peers_write_less_at_home_and_keep_less() -> None:
     """128 tokens a rank, 4 heads, two ranks, norms and rotary. By hand, values of one head."""
     work = Work(1, 16, 4, 4, 4, (), (), True, (), 0, 0)
-    nccl, peer = layout("ulysses", 1, 2, "nccl"), layout("ulysses", 1, 2, "peer")
+
+    def rank(strategy: str, ring: int = 1, ulysses: int = 1, transport: str = "gloo", batch: int = 1,
+             of: Work = work) -> Layer:  # fmt: skip
+        return costs.layers(of, layout(strategy, ring, ulysses, transport), 256, batch)[0]
+
+    nccl, peer = rank("ulysses", 1, 2, "nccl"), rank("ulysses", 1, 2, "peer")
     # q, k, v read and written; my 2 heads of 256 tokens read and written; the output of both ranks interleaved
-    assert costs.copies(work, nccl, 1, 256) == ((2 * 128 * 12, 1), (2 * 256 * 2, 1), (2 * 128 * 4, 2))
-    assert costs.copies(work, peer, 1, 256) == ((128 * 12 * 3 // 2, 1), (256 * 2 * 3 // 2, 1))
-    assert costs.copies(work, layout("kv_gather", 1, 2), 1, 256) == ((2 * 128 * 12, 1),)
+    assert nccl.passes == ((2 * 128 * 12, 1), (2 * 256 * 2, 1), (2 * 128 * 4, 2))
+    assert peer.passes == ((128 * 12 * 3 // 2, 1), (256 * 2 * 3 // 2, 1))
+    assert rank("kv_gather", 1, 2).passes == ((2 * 128 * 12, 1),)
     q_k_v = ((2 * 128 * 4, 1),) * 3
-    assert costs.copies(work, layout("kv_first", 1, 2), 1, 256) == q_k_v
-    assert costs.copies(work, layout("kv_first", 1, 2, "peer"), 2, 256) == q_k_v
-    assert costs.copies(work, layout("kv_first", 1, 2, "peer"), 1, 256) == q_k_v[:2]  # the product of v wrote it
-    assert costs.copies(work, layout("kv_first"), 1, 256) == ((2 * 256 * 8, 1),)
+    assert rank("kv_first", 1, 2).passes == q_k_v
+    assert rank("kv_first", 1, 2, "peer", 2).passes == q_k_v
+    assert rank("kv_first", 1, 2, "peer").passes == q_k_v[:2]  # the product of v wrote it
+    assert rank("kv_first").passes == ((2 * 256 * 8, 1),)
     plain = replace(work, prepares=False)  # queries stay as they are
-    assert costs.copies(plain, layout("kv_gather", 1, 2), 1, 256) == ((2 * 128 * 8, 1),)
-    assert costs.copies(plain, layout("kv_first", 1, 2, "peer"), 1, 256) == q_k_v[:1]
-    assert costs.copies(work, layout("ring", 2, 1), 1, 256) == ((2 * 128 * 8, 1), (4 * 128 * 4, 2))
-    assert costs.copies(work, layout("ulysses"), 1, 256) == ((2 * 256 * 8, 1),)
-    assert costs.buffer_values(work, nccl, 256) == 2 * 128 * 12 + 3 * 128 * 4
-    assert costs.buffer_values(work, peer, 256) == 128 * 12 + 128 * 4
-    assert costs.buffer_values(work, layout("kv_gather", 1, 2, "peer"), 256) == 128 * 4 + 2 * 256 * 8
+    assert rank("kv_gather", 1, 2, of=plain).passes == ((2 * 128 * 8, 1),)
+    assert rank("kv_first", 1, 2, "peer", of=plain).passes == q_k_v[:1]
+    assert rank("ring", 2, 1).passes == ((2 * 128 * 8, 1), (4 * 128 * 4, 2))
+    assert rank("ulysses").passes == ((2 * 256 * 8, 1),)
+    assert nccl.kept == 2 * 128 * 12 + 3 * 128 * 4
+    assert peer.kept == 128 * 12 + 128 * 4
+    assert rank("kv_gather", 1, 2, "peer").kept == 128 * 4 + 2 * 256 * 8
 
 
 def test_merges_of_a_ring_by_hand() -> None:
     """Two bf16 parts merge with 6 bytes a value; each further one costs 10 (fp32 read and written, bf16 read)."""
-    work = of(4, 4)
-    assert costs.merge_bytes(work, layout("ring", 2), 1, 64, 2) == (32 * 4 * DIM * 6, 1)
-    assert costs.merge_bytes(work, layout("ring", 4), 1, 64, 2) == (16 * 4 * DIM * 26, 3)
-    assert costs.merge_bytes(work, layout("kv_gather", 2), 1, 64, 2) == (0, 0)
+
+    def merged(strategy: str, ring: int) -> tuple[int, int]:
+        return costs.merge_bytes(of(4, 4), costs.layers(of(4, 4), layout(strategy, ring), 64)[0], 1, 2)
+
+    assert merged("ring", 2) == (32 * 4 * DIM * 6, 1)
+    assert merged("ring", 4) == (16 * 4 * DIM * 26, 3)
+    assert merged("kv_gather", 2) == (0, 0)
+
+
+def test_totals_of_a_step_by_hand() -> None:
+    """Large-DiT-7B, one guided picture of 256 tokens in bf16 on four ranks by ulysses: 3.1 MB a layer (see above)."""
+    found = costs.totals(SEVEN_B, layout("ulysses", 1, 4), 256, 1, True, 2)
+    assert found.flops == SEVEN_B.step(2, 256).flops
+    assert found.elements == SEVEN_B.step(2, 256).elements
+    assert found.sent / 32 == pytest.approx(3.1e6, abs=0.05e6)
+    assert found.messages == 32 * 2 * 3
+    apart = costs.totals(SEVEN_B, Layout(1, 2, 1, 2, "ulysses", "gloo"), 256, 1, True, 2)
+    assert apart.flops == found.flops
+    assert apart.sent / 32 == pytest.approx(4.2e6 / 2, abs=0.05e6)  # one branch a rank
+    assert costs.totals(SEVEN_B, layout("ulysses"), 256, 1, True, 2).sent == 0
+
+
+def test_what_strategies_say_is_the_same_for_all_that_ask() -> None:
+    assert list(costs.strategies()) == ["kv_gather", "ulysses", "kv_first", "usp", "ring"]
+    assert costs.exact_strategies() == ("kv_gather", "ulysses", "kv_first")
+    assert costs.why_not("ring", 2, 2, 4, 4) == "got strategy ring with ulysses=2, expected ulysses=1; use strategy usp"
+    with pytest.raises(ValueError, match="got strategy 'none', expected one of kv_first, kv_gather, ring"):
+        costs.facts_of("none")

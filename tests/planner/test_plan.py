@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from seqpar.cli.planning import Machine, make_plan, shared_plan
+from seqpar.cli.planning import asked, shared_plan
+from seqpar.cli.planning import planned as planned_on
 from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit
 from seqpar.planner import rates
-from seqpar.planner.choose import parse_mesh
-from seqpar.planner.costs import Layout, Work
+from seqpar.planner.facts import Layout, Work
+from seqpar.planner.machine import Machine
+from seqpar.planner.plan import parse_mesh
 from seqpar.planner.predict import GIB, Load, predict
 from seqpar.planner.rates import CPU, H200, Rates
-from seqpar.planner.search import Plan, Wish, allowed, plan
+from seqpar.planner.search import Ranking, Wish, allowed, search
 from seqpar.weights.find import locate
 from tests.support.pool import Pool
 
@@ -29,8 +31,8 @@ ONE = Load(images=1, tokens=4096, guidance=True, steps=25, itemsize=2, parameter
 
 
 def planned(load: Load = ONE, world: int = 4, wish: Wish | None = None, rates: Rates = H200, work: Work = SEVEN_B,
-            transport: str = "peer", memory: float | None = 139) -> Plan:  # fmt: skip
-    return plan(work, load, world, wish or Wish(), rates, transport, memory)
+            transport: str = "peer", memory: float | None = 139) -> Ranking:  # fmt: skip
+    return search(work, load, world, wish or Wish(), rates, transport, memory)
 
 
 def of(cfg: int, ulysses: int, strategy: str = "ulysses", transport: str = "peer", ring: int = 1) -> Layout:
@@ -228,7 +230,8 @@ def test_the_line_says_what_is_next_and_on_what_grounds() -> None:
     assert "unasked" not in str(tie)
     assert "nothing else to choose" in str(planned(world=1))
     assert "most pictures a second" in str(planned(wish=Wish("throughput")))
-    assert "mine is counted as ulysses" in str(planned(wish=Wish(strategy="mine")))
+    with pytest.raises(ValueError, match="got strategy 'mine', expected one of kv_first"):
+        planned(wish=Wish(strategy="mine"))
 
 
 def test_the_same_input_gives_the_same_plan() -> None:
@@ -243,7 +246,7 @@ def on_rank(rank: int, world: int, device: torch.device, folder: str) -> tuple[s
         ranks = Mesh.joined(torch.device("cpu"))
         assert ranks.sizes == {"data": 1, "cfg": 1, "ring": 1, "ulysses": 1}
         small = replace(ONE, parameters=1000, tokens=64)
-        made = shared_plan(small, locate("dit-s/8"), ranks, "auto", "auto", "auto", torch.float32)
+        made = shared_plan(small, locate("dit-s/8"), ranks, Wish(), torch.float32)
     finally:
         os.environ.pop("SEQPAR_CACHE")
         if before is not None:
@@ -267,4 +270,4 @@ def test_a_strategy_that_is_none_is_refused() -> None:
     with pytest.raises(
         ValueError, match="got strategy 'ulises', expected one of kv_first, kv_gather, ring, ulysses, usp"
     ):
-        make_plan(ONE, locate("dit-s/8"), machine, "auto", "ulises", torch.float32)
+        planned_on(ONE, locate("dit-s/8"), machine, asked("auto", "ulises", False), torch.float32)

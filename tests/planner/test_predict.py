@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.planner.costs import Layout, Work
+from seqpar.planner.facts import Layout, Work
 from seqpar.planner.predict import predict
 from seqpar.planner.rates import H200
 from seqpar.planner.search import TIE, Wish

@@ -16,7 +16,7 @@ import torch
 
 from seqpar.cli import sample
 from seqpar.planner import rates
-from seqpar.planner.costs import core
+from seqpar.planner.facts import core
 from seqpar.planner.predict import attention_us, gemm_us
 from seqpar.planner.rates import CPU, H200, rate_at, time_at
 from tests.launch.benches.test_bench import ENV, ROOT

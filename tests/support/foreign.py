@@ -29,7 +29,7 @@ class StayDouble(TorchFunctionMode):
     """fp64 stays fp64 where a block rounds to fp32 on its way (rotary, norms, gates).
 
     Two runs that differ in the last bit of fp64 may round to neighbouring fp32 numbers, 1e-7 apart: that would hide
-    every error that is smaller. (It also keeps quiet about roundings in the seam; tests/attention/test_strategies.py has those.)
+    every error that is smaller. (It also hides roundings in the seam; tests/attention/test_strategies.py has those.)
     """
 
     def __torch_function__(
@@ -148,8 +148,8 @@ class FluxDoubleProcessor:
     ) -> tuple[Tensor, Tensor]:
         """Called by `FluxAttention.forward`. The text is projected by the model, the image by the strategy."""
         count = text_BlE.shape[1]
-        added = heads(*(layer(text_BlE) for layer in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)))
-        text = Given(*added, prepared((attn.norm_added_q, attn.norm_added_k), *every_other(rows, slice(count))))
+        q, k, v = heads(*(layer(text_BlE) for layer in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)))
+        text = Given(q, k, v, prepared((attn.norm_added_q, attn.norm_added_k), *every_other(rows, slice(count))))
         layers = (attn.to_q, attn.to_k, attn.to_v)
         weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
         how = prepared((attn.norm_q, attn.norm_k), *every_other(rows, slice(count, None)))
@@ -167,7 +167,8 @@ class FluxSingleProcessor:
     def __call__(self, attn: Any, x_BlE: Tensor, text: None, mask: None, rows: tuple[Tensor, Tensor]) -> Tensor:
         """Called by `FluxAttention.forward`."""
         how = prepared((attn.norm_q, attn.norm_k), *every_other(rows))
-        return self.attend((Given(*heads(*attn.to_qkv(x_BlE).chunk(3, dim=-1)), how),))[0].flatten(2)
+        q, k, v = heads(*attn.to_qkv(x_BlE).chunk(3, dim=-1))
+        return self.attend((Given(q, k, v, how),))[0].flatten(2)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -15,19 +15,27 @@ from torch.distributed import distributed_c10d
 
 from seqpar.local import reference, sdpa
 from seqpar.mesh import Mesh
-from seqpar.planner.choose import load_strategy, load_transport
+from seqpar.planner.costs import exact_strategies, facts_of, strategies
+from seqpar.planner.plan import load_strategy, load_transport
 from seqpar.protocols import Attend, Core
 from seqpar.shard import Tokens
 from seqpar.transports import _folder
 
-# strategy -> ring size on a world of this many ranks (ulysses takes the rest)
-LAYOUTS = {
-    "ulysses": lambda world: 1,
-    "ring": lambda world: world,
-    "usp": lambda world: 2 if world % 2 == 0 else 1,
-    "kv_gather": lambda world: 2 if world % 4 == 0 else 1,
-    "kv_first": lambda world: 2 if world % 4 == 0 else 1,
-}
+
+def ring_of(strategy: str, world: int) -> int:
+    """The ring size on which a strategy is tested with so many ranks (ulysses takes the rest).
+
+    It follows from the axes that the strategy treats in a way of its own: both of them where there are ranks enough. A
+    strategy that uses both axes as one is tested on both with four ranks or eight.
+    """
+    axes = facts_of(strategy).axes
+    if axes in (("ring",), ("ulysses",)):
+        return world if axes == ("ring",) else 1
+    return 2 if world % (2 if axes else 4) == 0 else 1
+
+
+LAYOUTS = {name: partial(ring_of, name) for name in strategies()}
+EXACT = exact_strategies()
 
 
 TRANSPORTS = _folder.names()
@@ -50,7 +58,7 @@ def mesh(device: torch.device, **axes: int) -> Mesh:
 def mesh_for(strategy: str, world: int, device: torch.device, cfg: int = 1, data: int = 1) -> Mesh:
     """The mesh that this strategy is tested on."""
     rest = world // (cfg * data)
-    return mesh(device, data=data, cfg=cfg, ring=LAYOUTS[strategy](rest))
+    return mesh(device, data=data, cfg=cfg, ring=ring_of(strategy, rest))
 
 
 def random(shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu",

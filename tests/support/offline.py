@@ -30,7 +30,7 @@ from seqpar.kernels.push import Destinations
 from seqpar.local import sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit
-from seqpar.planner.choose import load_strategy, load_transport
+from seqpar.planner.plan import load_strategy, load_transport
 from seqpar.protocols import Outbox, Outboxes, Prepare
 from seqpar.shard import Shard
 

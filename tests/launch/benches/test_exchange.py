@@ -13,7 +13,7 @@ from launch.baselines.plain_ulysses import ulysses
 from launch.benches import exchange, table, timing
 from launch.benches.exchange import Exchange, check, check_arrivals, measure
 from launch.benches.moves import CODED_BYTES, MOVES, bare, bytes_of, coded, ours, permuted, tokens_for
-from seqpar.planner.choose import load_transport
+from seqpar.planner.plan import load_transport
 from seqpar.transports._layout import HeadLayout
 from tests.support.meshes import local_for, random
 from tests.support.meshes import mesh as make_mesh

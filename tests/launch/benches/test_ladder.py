@@ -18,6 +18,7 @@ from seqpar.local import sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import large_dit
 from seqpar.models._label_dit import LabelDiT
+from seqpar.sampling.run import Run
 from seqpar.weights.find import from_diffusers, locate
 from tests.models.test_large_dit import VARIANTS, inputs
 from tests.models.test_large_dit import ours as ours_large
@@ -156,7 +157,7 @@ def test_the_ladder_has_a_line_for_every_way(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ladder, "graphed", lambda work: work)
     monkeypatch.setattr(ladder, "compiled_step", lambda step: step)
     monkeypatch.setattr(ladder, "Sensors", Still)
-    monkeypatch.setattr(ladder.Run, "capture", lambda run: None)
+    monkeypatch.setattr(Run, "capture", lambda run: None)
     lines = ladder.measure(ladder.Ladder("dit-s/8", (16,), rounds=2, runs=2), 16, CPU)
     ways = [line["case"]["way"] for line in lines]
     ours = ["engine: kernels, eager", ladder.ENGINE]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from seqpar import DistributedDiT, Guidance, Sampler
 from seqpar.kernels import flags, prepare
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.choose import Choice, choose_transport
+from seqpar.planner.plan import Choice, choose_transport
 from seqpar.protocols import Prepare
 from seqpar.sampling.loop import draw_noise
 from seqpar.shard import Shard

@@ -1,0 +1,50 @@
+"""The devices that a plan is for: how many there are, how much memory each has, and how they exchange."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from seqpar.planner import rates
+from seqpar.transports import _folder
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`count` devices of one kind with `memory` GiB each (None: not known).
+
+    transport: how they exchange, as the key of its measured times in `Rates.exchange`.
+    """
+
+    device: str
+    count: int
+    transport: str
+    memory: float | None
+
+
+def curve_of(transport: str, device_type: str) -> str:
+    """The key of a transport's measured times; of the preferred one where "auto"."""
+    known = _folder.facts(_folder.unasked(device_type)[0] if transport == "auto" else transport).rates
+    return known.get(device_type, known["cpu"])
+
+
+def here(device: torch.device, count: int, transport: str) -> Machine:
+    """Devices like this one. transport: a name, or "auto" for the one that is preferred on such devices."""
+    curve = curve_of(transport, device.type)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory / GIB
+        return Machine(torch.cuda.get_device_name(device), count, curve, memory)
+    known = hasattr(os, "sysconf")  # not on Windows
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB / count if known else None
+    return Machine("CPU", count, curve, memory)
+
+
+def imagined(device: torch.device, count: int, transport: str) -> Machine:
+    """GPUs like this one, or H200s where there is no GPU."""
+    if device.type == "cuda":
+        return here(device, count, transport)
+    return Machine(rates.H200.device, count, curve_of(transport, "cuda"), rates.H200.memory)

@@ -1,0 +1,360 @@
+"""Attention over two streams, text and image, equals the unsharded block of FLUX's shape: own weights, norms and rotary
+rows for each stream. Every strategy and transport, odd and unequal streams, fewer text tokens than ranks, key masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.attention._streams import OneRank
+from seqpar.kernels.prepare import prepare
+from seqpar.local import reference, sdpa
+from seqpar.masks import is_kept, joined_mask, key_bias, lengths_mask
+from seqpar.mesh import Axis
+from seqpar.protocols import Given, Outbox, Outboxes, Prepare, Projected, Stream, take_turns
+from seqpar.sampling.graph import StepGraph
+from seqpar.shard import JointShard, Shard
+from tests.support.meshes import LAYOUTS, TRANSPORTS, build, coded, mesh_for, random
+from tests.support.pool import Pool
+
+DIM, WIDTH = 8, 20
+TOLERANCE = 1e-12  # fp64: a few roundings of sums over at most 20 tokens
+VISIBLE = 1e-3
+Mistake = Literal["none", "streams swapped", "mask shifted", "rotary rows of the other stream"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens (text, image), heads, whether keys are masked, and which streams the model projects itself."""
+
+    batch: int
+    tokens: tuple[int, int]
+    heads: int
+    kv_heads: int
+    masked: bool
+    given: tuple[bool, bool]
+
+
+CASES = (
+    Case(1, (5, 9), 4, 4, False, (False, False)),  # image tokens are uneven on two ranks, too
+    Case(2, (2, 7), 6, 2, True, (True, False)),  # fewer text tokens than three or four ranks; grouped-query
+    Case(3, (6, 3), 5, 5, True, (False, True)),  # fewer image tokens than four ranks; uneven heads
+    Case(2, (1, 11), 3, 1, False, (True, True)),
+)
+
+
+def whole_stream(case: Case, index: int, dtype: torch.dtype = torch.float64) -> Projected:
+    """All tokens of a stream; every number of one stream differs from the other's. The same on every rank."""
+    seed, tokens, rows = 50 * index, case.tokens[index], (case.heads + 2 * case.kv_heads) * DIM
+    x, weight = random((case.batch, tokens, WIDTH), seed, dtype=dtype), random((rows, WIDTH), seed + 1, dtype=dtype)
+    angles = random((tokens, DIM // 2), seed + 2, dtype=torch.float64)
+    q_weight, k_weight = (1 + random((DIM,), seed + 3 + i, dtype=dtype) for i in range(2))
+    how = Prepare(
+        "rms", True, 1e-6, q_weight, None, k_weight, None, angles.cos().to(dtype), angles.sin().to(dtype), True
+    )
+    bias = random((rows,), seed + 5, dtype=dtype) if index else None
+    return Projected(x, weight * WIDTH**-0.5, bias, case.heads, case.kv_heads, how)
+
+
+def masks(case: Case) -> list[Tensor]:
+    """Keys of text and image that count. The first half of both streams is masked in the last row: in a ring of two
+    those are all keys of the first block."""
+    text, image = case.tokens
+    lengths = torch.arange(case.batch) % text + 1
+    kept = [lengths_mask(lengths, text), random((case.batch, image), 7) > -0.5]
+    for mask in kept:
+        mask[-1] = torch.arange(mask.shape[1]) >= -(-mask.shape[1] // 2)
+    kept[1][:, -1] = True
+    return kept
+
+
+def as_given(stream: Projected) -> Given:
+    """The same stream, projected by the model: a GEMM for each of q, k and v."""
+    counts = (stream.heads, stream.kv_heads, stream.kv_heads)
+    made = F.linear(stream.x, stream.weight, stream.bias).unflatten(-1, (-1, DIM)).split(counts, dim=2)
+    q, k, v = (part.contiguous() for part in made)
+    return Given(q, k, v, stream.prepare)
+
+
+def truth(case: Case) -> list[Tensor]:
+    """Attention of all tokens, text before image, in fp64; (B, l, H, D) of each stream."""
+    streams = [as_given(whole_stream(case, index)) for index in range(2)]
+    ready = [(*prepare(stream.q, stream.k, stream.prepare), stream.v) for stream in streams]
+    q, k, v = (torch.cat(parts, dim=1) for parts in zip(*ready, strict=True))
+    mask = torch.cat(masks(case), dim=1) if case.masked else None
+    return list(reference.attend(q, k, v, mask)[0].split(case.tokens, dim=1))
+
+
+def mine_of(stream: Projected, mine: slice, other: Projected, mistake: Mistake) -> Projected:
+    """A rank's tokens of a stream, and its rotary rows."""
+    rows = other.prepare if mistake == "rotary rows of the other stream" else stream.prepare
+    assert rows.cos_lD2 is not None
+    assert rows.sin_lD2 is not None
+    place = torch.arange(mine.start, mine.stop) % len(rows.cos_lD2)
+    how = replace(stream.prepare, cos_lD2=rows.cos_lD2[place], sin_lD2=rows.sin_lD2[place])
+    return replace(stream, x=stream.x[:, mine], prepare=how)
+
+
+def moved_to(stream: Projected, device: torch.device) -> Projected:
+    def there(thing: Any) -> Any:
+        return replace(thing, **{name: x.to(device) for name, x in vars(thing).items() if isinstance(x, Tensor)})
+
+    return replace(there(stream), prepare=there(stream.prepare))
+
+
+def sharded(
+    rank: int, world: int, device: torch.device, strategy: str, transport: str, case: Case,
+    mistake: Mistake = "none", dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:  # fmt: skip
+    """This rank's outputs of both streams."""
+    mesh = mesh_for(strategy, world, device)
+    shards = [Shard(tokens, world) for tokens in case.tokens]
+    tokens, part = JointShard(tuple(shards)), mesh.sequence.rank
+    core = sdpa.attend if device.type == "cpu" and case.given[0] else reference.attend
+    attend = build(strategy, mesh, tokens, core, transport)
+    whole = [whole_stream(case, index, dtype) for index in range(2)]
+    streams: list[Stream] = [
+        moved_to(mine_of(stream, shard.slice(part), other, mistake), device)
+        for stream, shard, other in zip(whole, shards, whole[::-1], strict=True)
+    ]
+    streams = [as_given(s) if given else s for s, given in zip(streams, case.given, strict=True)]  # pyright: ignore
+    mask = joined_mask(masks(case), tokens, whole[0].x.to(device)) if case.masked else None
+    mask = mask.roll(1, dims=1) if mask is not None and mistake == "mask shifted" else mask
+    if mistake == "streams swapped":
+        return [out.clone() for out in reversed(attend(streams[::-1], mask))]
+    assert attend.tokens == tokens.total
+    outs = [[out.clone() for out in attend(streams, mask)] for _ in range(2)]
+    bias = None if mask is None else key_bias(mask, dtype)
+    outs.append([out.clone() for out in attend(streams, bias)])  # buffers are reused: every call must be right
+    for again in outs[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(outs[0], again, strict=True))
+    return outs[0]
+
+
+def joined(pieces: list[list[Tensor]]) -> list[Tensor]:
+    """Ranks' outputs -> all tokens of each stream."""
+    return [torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)]
+
+
+def error(got: list[Tensor], want: list[Tensor]) -> float:
+    return torch.stack([(mine - other).abs().max() for mine, other in zip(got, want, strict=True)]).max().item()
+
+
+def all_cases(rank: int, world: int, device: torch.device, strategy: str, transport: str) -> list[list[Tensor]]:
+    return [sharded(rank, world, device, strategy, transport, case) for case in CASES]
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_two_streams_equal_the_unsharded_block(ranks: Pool, world: int, transport: str, strategy: str) -> None:
+    got = ranks.run(world, all_cases, strategy, transport)
+    for index, case in enumerate(CASES):
+        assert error(joined([outs[index] for outs in got]), truth(case)) < TOLERANCE, case
+
+
+@pytest.mark.parametrize("mistake", ["streams swapped", "mask shifted", "rotary rows of the other stream"])
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_streams_negative_controls_are_noticed(ranks: Pool, strategy: str, mistake: Mistake) -> None:
+    """The order of streams matters because the mask is in that order."""
+    got = joined(ranks.run(2, sharded, strategy, "collective", CASES[1], mistake))
+    assert error(got, truth(CASES[1])) > VISIBLE
+
+
+class Recorder:
+    """In place of attention: notes what came, and returns twice the queries."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, ...]] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
+        self.seen.append((q.clone(), k.clone(), v.clone()))
+        return 2 * q, q.new_empty(0)
+
+
+def moved(rank: int, world: int, device: torch.device, strategy: str, transport: str) -> bool:
+    """Whether every key and value comes to its place, and every output back, bit by bit."""
+    batch, heads, groups, counts = 2, 6, 3, (2, 7)
+    mesh, shards, core = mesh_for(strategy, world, device), [Shard(n, world) for n in counts], Recorder()
+    attend = build(strategy, mesh, JointShard(tuple(shards)), core, transport)
+    whole = [[coded(batch, n, h, DIM, 3 * i + j).to(device) for j, h in enumerate((heads, groups, groups))]
+             for i, n in enumerate(counts)]  # fmt: skip
+    streams = []
+    for shard, (q, k, v) in zip(shards, whole, strict=True):
+        streams.append(Given(*(x[:, shard.slice(rank)] for x in (q, k, v)), Prepare()))  # pyright: ignore
+    outs = [out.clone() for out in attend(streams)]
+    right = all(torch.equal(out, 2 * stream.q) for out, stream in zip(outs, streams, strict=True))
+    order = [(i, shard.slice(r)) for r in range(world) for i, shard in enumerate(shards)]
+    here = Shard(groups, world).slice(rank) if strategy == "ulysses" else slice(0, groups)
+    for _, *kv in core.seen:
+        for part, got in enumerate(kv, start=1):
+            want = torch.cat([whole[i][part][:, tokens, here] for i, tokens in order], dim=1)
+            right = right and torch.equal(got, want)
+    return right and len(core.seen) == int(here.stop > here.start)
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "kv_gather", "kv_first"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_joined_tokens_come_in_order(ranks: Pool, world: int, transport: str, strategy: str) -> None:
+    """[t0 i0 t1 i1 ...], where four ranks have no text on two of them and one rank no heads."""
+    assert ranks.run(world, moved, strategy, transport) == [True] * world
+
+
+def test_one_stream_on_one_rank_is_not_copied() -> None:
+    """Attention gets strided views of the fused projection."""
+    core = KeepsViews()
+    stream = replace(whole_stream(CASES[0], 0), prepare=Prepare())
+    OneRank(core, Axis("sequence"), 5)((stream,))
+    q, k, v = core.given
+    assert q.stride(1) == k.stride(1) == (4 + 4 + 4) * DIM
+    assert k.data_ptr() - q.data_ptr() == v.data_ptr() - k.data_ptr() == 4 * DIM * 8
+
+
+class KeepsViews:
+    """Attention that keeps the tensors it was given."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
+        self.given = q, k, v
+        return reference.attend(q, k, v)
+
+
+def gradients(rank: int, world: int, device: torch.device) -> list[Tensor]:
+    """Of this rank's text and image inputs."""
+    case, mesh = CASES[1], mesh_for("ulysses", world, device)
+    shards = [Shard(tokens, world) for tokens in case.tokens]
+    attend = build("ulysses", mesh, JointShard(tuple(shards)), reference.attend)
+    whole = [whole_stream(case, index) for index in range(2)]
+    streams = [moved_to(mine_of(s, shard.slice(rank), s, "none"), device)
+               for s, shard in zip(whole, shards, strict=True)]  # fmt: skip
+    streams = [replace(stream, x=stream.x.clone().requires_grad_()) for stream in streams]
+    for index, out in enumerate(attend(streams)):
+        weights = random((case.batch, case.tokens[index], case.heads, DIM), 90 + index, device)
+        (out * weights[:, shards[index].slice(rank)]).sum().backward(retain_graph=True)
+    return [stream.x.grad for stream in streams if stream.x.grad is not None]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ulysses_has_the_gradients_of_the_unsharded_streams(ranks: Pool, world: int) -> None:
+    case = CASES[1]
+    streams = [whole_stream(case, index) for index in range(2)]
+    streams = [replace(stream, x=stream.x.requires_grad_()) for stream in streams]
+    ready = [(*prepare(s.q, s.k, s.prepare), s.v) for s in map(as_given, streams)]
+    out = reference.attend(*(torch.cat(parts, dim=1) for parts in zip(*ready, strict=True)))[0]
+    weights = [random((case.batch, n, case.heads, DIM), 90 + i) for i, n in enumerate(case.tokens)]
+    (out * torch.cat(weights, dim=1)).sum().backward()
+    for got, stream in zip(joined(ranks.run(world, gradients)), streams, strict=True):
+        assert stream.x.grad is not None
+        assert (got - stream.x.grad).abs().max() < 1e-11
+
+
+LARGE = Case(2, (77, 515), 8, 4, True, (True, False))
+LAYERS = 3  # the two slots of kv_gather take turns: an odd number ends where it began
+
+
+def rounded(rank: int, world: int, device: torch.device, strategy: str, transport: str) -> list[Tensor]:
+    """Both streams in bf16, replayed from a CUDA graph of several attentions, each of which has eager bits."""
+    mesh, shards = mesh_for(strategy, world, device), [Shard(tokens, world) for tokens in LARGE.tokens]
+    tokens, part = JointShard(tuple(shards)), mesh.sequence.rank
+    attend = build(strategy, mesh, tokens, sdpa.attend, transport)
+    whole = [whole_stream(LARGE, index, torch.bfloat16) for index in range(2)]
+    mine = [moved_to(mine_of(stream, shard.slice(part), stream, "none"), device)
+            for stream, shard in zip(whole, shards, strict=True)]  # fmt: skip
+    mask = joined_mask(masks(LARGE), tokens, whole[0].x.to(device))
+    bias = key_bias(mask, torch.bfloat16)
+    layers = [[replace(stream, x=stream.x * (layer + 1)) for stream in mine] for layer in range(LAYERS)]
+    kept = [[torch.zeros(LARGE.batch, s.tokens, LARGE.heads, DIM, device=device, dtype=s.x.dtype) for s in mine]
+            for _ in layers]  # fmt: skip
+
+    def step() -> None:
+        for streams, outs in zip(layers, kept, strict=True):
+            for into, out in zip(outs, attend(streams, bias), strict=True):
+                into.copy_(out)
+
+    step()
+    eager = [out.clone() for outs in kept for out in outs]
+    graph = StepGraph(step, ()) if device.type == "cuda" else None
+    for _ in range(5 if graph else 0):
+        for out in (out for outs in kept for out in outs):
+            out.fill_(float("nan"))
+        graph.replay()  # pyright: ignore
+        assert all(torch.equal(out, want) for out, want in zip((o for outs in kept for o in outs), eager, strict=True))
+    if graph:
+        graph.release()
+    return eager[:2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_gpu_streams_in_bf16_and_in_graphs(ranks: Pool, world: int, transport: str, strategy: str) -> None:
+    """At most 1.25 times as far from fp64 as one GPU is."""
+    want = [x.double() for x in truth(LARGE)]
+    one, many = (joined(ranks.run(n, rounded, strategy, transport)) for n in (1, world))
+    for index, exact in enumerate(want):
+        assert (many[index].double() - exact).norm() <= 1.25 * (one[index].double() - exact).norm()
+        assert (one[index].double() - exact).norm() < 2e-2 * exact.norm()
+
+
+def refused(rank: int, world: int, device: torch.device, strategy: str) -> list[str]:
+    """What is said to streams of other heads, and of other lengths than the strategy was built for."""
+    tokens, told = JointShard((Shard(4, world), Shard(8, world))), []
+    attend = build(strategy, mesh_for(strategy, world, device), tokens, reference.attend)
+    share = 4 // world
+    for heads, more in ((2, 0), (3, 1)):
+        made = [random((1, n, h, DIM), 0, device) for n, h in ((share, 3), (2 * share + more, heads))]
+        try:
+            attend([Given(x, x, x, Prepare()) for x in made])
+        except ValueError as wrong:
+            told.append(str(wrong))
+    return told
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "kv_first", "kv_gather"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_streams_that_do_not_fit_are_refused(ranks: Pool, world: int, strategy: str) -> None:
+    for heads, tokens in ranks.run(world, refused, strategy):
+        assert "expected the same in all streams" in heads
+        assert f"expected {12 // world} tokens together" in tokens
+
+
+def test_the_parts_of_a_split_are_made_once_for_all_slots() -> None:
+    """With their tables: the second slot of an exchange is first used in a capture, which must not copy."""
+    slots = [torch.zeros(2, 7, 1, 3, DIM) for _ in range(2)]
+    every = slice(0, 3)
+    first, second = take_turns([Outboxes([Outbox(None, slot[0], slot[1], every, every)]) for slot in slots])
+    text, image = first.split((3, 4))
+    assert first.split([3, 4]) == (text, image)
+    assert [part.places for part in second._splits[3, 4]]
+    assert all("places" in vars(part) for boxes in (first, second) for part in boxes._splits[3, 4])
+    assert image.places.table[1, 0, 0, 0] == slots[0][0, 3].data_ptr()
+    assert second.split((3, 4))[1].places.table[2, 0, 2, 0] == slots[1][1, 3, 0, 2].data_ptr()
+    assert first.split((0, 7))[1] is first
+    with pytest.raises(ValueError, match=r"got streams of \(3, 5\) tokens on this rank, expected 7 tokens together"):
+        first.split((3, 5))
+
+
+def test_masks_are_joined_in_the_order_of_keys() -> None:
+    tokens = JointShard((Shard(3, 2), Shard(4, 2)))
+    text, image = lengths_mask(torch.tensor([1, 3]), 3), torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]]).bool()
+    got = joined_mask((text, image), tokens, torch.zeros(2))
+    # t0 t1 | i0 i1 | t2 | i2 i3
+    assert got.int().tolist() == [[1, 0, 1, 1, 0, 1, 0], [1, 1, 0, 1, 1, 1, 1]]
+    assert torch.equal(joined_mask((text, None), tokens, torch.zeros(2))[0].int(), torch.tensor([1, 0, 1, 1, 0, 1, 1]))
+    with pytest.raises(ValueError, match=r"got a mask of \(2, 4\), torch.bool, expected \(2, 3\), torch.bool"):
+        joined_mask((image, image), tokens, torch.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_key_bias_is_finite_and_its_rows_are_aligned(dtype: torch.dtype) -> None:
+    mask = lengths_mask(torch.tensor([5, 0, 19]), 19)
+    bias = key_bias(mask, dtype)
+    assert bias.isfinite().all()
+    assert bias.stride() == (32, 1)
+    assert torch.equal(is_kept(bias), mask)

@@ -20,7 +20,7 @@ def as_dry_run(args: PlanArgs) -> Args:
 
 
 def wish_of(args: Args) -> Wish:
-    """The user's words for the planner; what they leave open is planned."""
+    """The choices that the flags leave to the planner, and those that they make."""
     return asked(args.mesh, args.strategy, args.exact, args.local, args.transport)
 
 

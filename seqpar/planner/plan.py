@@ -144,7 +144,7 @@ def _decided(
     why = "as asked" if wish.strategy != "auto" else "planned" if layout.sequence > 1 else "one rank a sequence"
     if wish.transport == "auto" and layout.sequence * layout.cfg == 1:
         moved = _nothing_to_exchange(device)
-    local = choose_local(wish.local, device, dtype, work.head_dim)
+    local = choose_local(wish.local, device, dtype, work.head_dim, work.masked)
     return Plan(layout, Choice(layout.strategy, why), moved, local, ranking)
 
 

@@ -151,9 +151,7 @@ def test_a_rule_about_heads_is_kept_by_the_planner() -> None:
     grouped = replace(test_costs.SEVEN_B, kv_heads=2)
     load = replace(ONE, guidance=False, labels=1)
     assert "all_to_each" not in {row.layout.strategy for row in planned(load, work=grouped).ranked}
-    with pytest.raises(
-        ValueError, match="got strategy all_to_each with 2 key-value heads on 4 ranks, expected one"
-    ):
+    with pytest.raises(ValueError, match="got strategy all_to_each with 2 key-value heads on 4 ranks, expected one"):
         planned(load, work=grouped, wish=Wish(axes={"ulysses": 4}, strategy="all_to_each"))
 
 

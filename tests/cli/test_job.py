@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import tyro
-from seqpar.planner.plan import parse_mesh
 
 from seqpar.cli.args import Args
 from seqpar.cli.job import check, parse_size
 from seqpar.mesh import Mesh
+from seqpar.planner.plan import parse_mesh
 from seqpar.sampling.trajectory import Guidance
 from seqpar.weights.find import Blueprint
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,13 +17,14 @@ from seqpar.kernels.prepare import prepare_into
 from seqpar.kernels.push import push
 from seqpar.local import reference
 from seqpar.mesh import Axis
-from seqpar.planner.plan import load_transport
-from seqpar.protocols import Prepare
+from seqpar.protocols import Given, Prepare
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.trajectory import Conditions
 from seqpar.shard import Shard
+from seqpar.transports import _folder
 from seqpar.transports._contract import Transport, TurnError
 from seqpar.transports._layout import HeadLayout
+from seqpar.transports._turns import Turns
 from seqpar.transports.peer import arena
 from tests.support.meshes import TRANSPORTS, build, coded, counted_calls, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
@@ -129,7 +132,7 @@ class Used:
 def misused(rank: int, world: int, device: torch.device, name: str) -> list[tuple[str, dict[str, int], bool]]:
     """For each misuse: the error, the collectives that were called before it, and whether later uses were right."""
     axis, told = make_mesh(device, ring=world, cfg=1).ring, []
-    transport = load_transport(name)
+    transport = _folder.load(name).Transport()
     for kind, made, call in MISUSES:
         exchange, errors = Used(transport, kind, axis, device), []
 
@@ -173,7 +176,7 @@ def failed(rank: int, world: int, device: torch.device, strategy: str, name: str
     """How often attention was wrong after its local attention had failed on some ranks."""
     state, wrong, shard = {"fails": False}, 0, Shard(13, world)
 
-    def core(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def core(*tensors: Any) -> tuple[Tensor, Tensor]:
         if state["fails"]:
             raise ArithmeticError
         return reference.attend(*tensors)
@@ -181,14 +184,14 @@ def failed(rank: int, world: int, device: torch.device, strategy: str, name: str
     attend: Any = build(strategy, mesh_for(strategy, world, device), shard, core, name)
     for round_ in range(5):
         q, k, v = (random((1, 13, 4, DIM), 3 * round_ + seed, device) for seed in range(3))
-        mine = [x[:, shard.slice(rank)] for x in (q, k, v)]
+        mine = (Given(q[:, shard.slice(rank)], k[:, shard.slice(rank)], v[:, shard.slice(rank)], Prepare()),)
         state["fails"] = round_ == 1 and rank in failing
         if state["fails"]:
             with pytest.raises(ArithmeticError):
-                attend(*mine, Prepare())
+                attend(mine)
             continue
-        got = attend(*mine, Prepare())
-        truth = reference.attend(mine[0], k, v)[0]
+        (got,) = attend(mine)
+        truth = reference.attend(mine[0].q, k, v)[0]
         # what others send in the round of the error is whatever their outboxes hold
         wrong += round_ != 1 and not torch.allclose(got, truth, rtol=0, atol=1e-12)
     return wrong
@@ -197,8 +200,8 @@ def failed(rank: int, world: int, device: torch.device, strategy: str, name: str
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("world", "strategy", "failing"),
-    [(3, "ulysses", (0, 1, 2)), (3, "ulysses", (1,)), (3, "ring", (0, 1, 2)), (3, "ring", (1,)), (4, "usp", (0,)),
-     (3, "kv_gather", (2,)), (3, "kv_first", (0, 1, 2))],
+    [(3, "ulysses", (0, 1, 2)), (2, "ulysses", (1,)), (2, "ring", (0, 1)), (3, "ring", (1,)), (4, "usp", (0,)),
+     (2, "kv_gather", (1,)), (2, "kv_first", (0, 1))],
 )  # fmt: skip
 def test_an_error_in_attention_leaves_later_calls_right(
     ranks: Pool, world: int, strategy: str, failing: tuple[int, ...], transport: str
@@ -206,9 +209,61 @@ def test_an_error_in_attention_leaves_later_calls_right(
     assert ranks.run(world, failed, strategy, transport, failing) == [0] * world
 
 
+def test_captures_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failed capture began was never sent; what was begun outside cannot be ended inside of one."""
+    made, owner = [], Transport()
+    calls = tuple((name, partial(made.append, name)) for name in ("outboxes", "deliver"))
+    turns, state = Turns(owner, "an exchange", torch.device("cuda"), calls), {"capturing": True}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    turns.take(0, "outboxes")
+    owner.abandon()
+    turns.take(0, "outboxes")  # again in a capture, which is the next
+    state["capturing"] = False
+    owner.abandon()
+    assert made == []
+    turns.take(0, "outboxes")
+    state["capturing"] = True
+    with pytest.raises(RuntimeError, match="got the capture of a CUDA graph while an exchange is unfinished"):
+        owner.abandon()
+    assert made == []
+    state["capturing"] = False
+    owner.abandon()
+    assert made == ["deliver"]
+    turns.take(0, "outboxes")
+    turns.take(1, "deliver")
+    assert owner.unfinished == []
+
+
+def interrupted(rank: int, world: int, device: torch.device, name: str) -> list[bool]:
+    """Whether each kind of exchange is right after a capture of its first call that ended in an error."""
+    axis, transport, found = make_mesh(device, ring=world, cfg=1).ring, _folder.load(name).Transport(), []
+    for kind in KINDS:
+        exchange = Used(transport, kind, axis, device)
+        assert exchange.right(0)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with (
+            suppress(ArithmeticError),
+            torch.cuda.stream(torch.cuda.Stream()),
+            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+        ):
+            torch.zeros(1, device=device)
+            exchange.call(TURNS[kind][1][0])
+            raise ArithmeticError
+        transport.abandon()
+        found.append(exchange.right(1) and exchange.right(2))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [2])
+def test_gpu_a_capture_that_failed_leaves_later_calls_right(ranks: Pool, world: int, transport: str) -> None:
+    assert ranks.run(world, interrupted, transport) == [[True] * len(KINDS)] * world
+
+
 def equal_gathers(rank: int, world: int, device: torch.device, name: str) -> tuple[Tensor, Tensor]:
     """What two equal gathers bring, both written before either is delivered, and read after both are."""
-    axis, transport = make_mesh(device, cfg=1).sequence, load_transport(name)
+    axis, transport = make_mesh(device, cfg=1).sequence, _folder.load(name).Transport()
     both = [transport.gather(axis, (1,) * world, (2,), torch.zeros((), device=device)) for _ in range(2)]
     for number, exchange in enumerate(both):
         exchange.outbox().fill_(10 * number + rank)
@@ -245,7 +300,7 @@ def dropped(rank: int, world: int, device: torch.device, name: str) -> list[tupl
         arena._on_cpus = lambda *args: (real(*args)[0], Owner(freed))
     try:
         for kind in KINDS:
-            transport = load_transport(name)
+            transport = _folder.load(name).Transport()
             exchange, alive = Used(transport, kind, axis, device), weakref.ref(transport)
             del transport
             gc.collect()
@@ -270,7 +325,7 @@ def test_an_exchange_keeps_what_it_needs_and_no_longer(ranks: Pool, transport: s
 
 def released(rank: int, world: int, device: torch.device, name: str) -> list[str]:
     """What an exchange of each kind says after its transport was released."""
-    axis, transport, told = make_mesh(device, ring=world, cfg=1).ring, load_transport(name), []
+    axis, transport, told = make_mesh(device, ring=world, cfg=1).ring, _folder.load(name).Transport(), []
     exchanges = [Used(transport, kind, axis, device) for kind in KINDS]
     transport.release()
     for kind, exchange in zip(KINDS, exchanges, strict=True):

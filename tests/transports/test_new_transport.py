@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import seqpar.transports
-from seqpar.cli.planning import here
 from seqpar.mesh import Mesh
-from seqpar.planner.plan import Choice, choose_transport, load_transport, transport_between
+from seqpar.planner.machine import curve_of
+from seqpar.planner.plan import Choice, choose_transport, transport_between
 from seqpar.transports import _folder
+from tests.attention import test_streams
 from tests.attention.test_strategies import CASES, TOLERANCE, moved, sharded, whole
 from tests.support.meshes import LAYOUTS
 from tests.support.meshes import mesh as make_mesh
@@ -60,6 +61,14 @@ def test_strategies_that_move_data_keep_its_bits_by_a_new_transport(ranks: Pool,
     assert torch.equal(torch.cat(ranks.run(3, with_it, moved, strategy, NAME, CASES[2]), dim=1), one)
 
 
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_two_streams_are_right_by_a_new_transport(ranks: Pool, strategy: str) -> None:
+    got = ranks.run(3, with_it, test_streams.all_cases, strategy, NAME)
+    for index, case in enumerate(test_streams.CASES):
+        pieces = test_streams.joined([outs[index] for outs in got])
+        assert test_streams.error(pieces, test_streams.truth(case)) < TOLERANCE, case
+
+
 def test_a_new_transport_is_held_to_the_contract(ranks: Pool) -> None:
     check_told(ranks.run(3, with_it, misused, NAME))
     assert ranks.run(3, with_it, failed, "ulysses", NAME, (1,)) == [0] * 3
@@ -71,7 +80,7 @@ def test_a_new_transport_is_held_to_the_contract(ranks: Pool) -> None:
 def named(rank: int, world: int, device: torch.device) -> tuple[Choice, str, str, bool]:
     """What the planner says of it: as asked, its rates, what "auto" takes, and whether it is listed."""
     mesh = make_mesh(device, cfg=1)
-    rates, auto = here(device, world, NAME).transport, transport_between(mesh.world, device).name
+    rates, auto = curve_of(NAME, device.type), transport_between(mesh.world, device).name
     return choose_transport(NAME, mesh), rates, auto, NAME in _folder.names()
 
 
@@ -94,7 +103,7 @@ def test_latents_have_the_same_bits_by_a_new_transport(ranks: Pool, world: int, 
 
 def stale(rank: int, world: int, device: torch.device) -> bool:
     """Whether what was delivered can be read after the next turn began."""
-    axis, transport = make_mesh(device, cfg=1).sequence, load_transport(NAME)
+    axis, transport = make_mesh(device, cfg=1).sequence, _folder.load(NAME).Transport()
     exchange = transport.gather(axis, (1,) * world, (), torch.zeros((), device=device))
     exchange.outbox().fill_(rank)
     got = exchange.deliver()

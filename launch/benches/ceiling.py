@@ -45,10 +45,11 @@ def ceiling(work: Work, mine: Share, local: str, dtype: torch.dtype, device: tor
 
     bytes_of_block = sum(inputs * outputs for inputs, outputs in work.gemms) * dtype.itemsize
     copies = min(work.layers, over(bytes_of_block)) if device.type == "cuda" else 1
-    blocks = [[0.02 * random(outputs, inputs) for inputs, outputs in work.gemms] for _ in range(copies)]
-    final = random(*reversed(work.once[-1]))
-    rows = {width: random(mine.batch, mine.tokens, width) for width in {inputs for inputs, _ in work.gemms}}
-    rows[work.once[-1][0]] = rows.get(work.once[-1][0], random(mine.batch, mine.tokens, work.once[-1][0]))
+    *blocks, (final,) = [
+        [0.02 * random(outputs, inputs) for inputs, outputs in gemms]
+        for gemms in (*[work.gemms] * copies, work.once[-1:])
+    ]
+    rows = {inputs: random(mine.batch, mine.tokens, inputs) for inputs, _ in (*work.gemms, work.once[-1])}
     calls = [_inputs(random, mine.batch, work.head_dim, call) for call in mine.calls]
     attend = load_local(local)
 

@@ -8,6 +8,11 @@ from typing import Annotated, Literal
 
 import tyro
 
+import seqpar.attention
+from seqpar.protocols import plugins
+
+HOW, NAMED = "How attention sees the whole sequence", "A named one gets all ranks."
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -37,8 +42,7 @@ class Flags:
     mesh: str = "auto"
     """"auto" (the first picture soonest), "throughput" (most pictures a second: also chooses the data axis), or axes
     such as cfg=2,ulysses=2 (data, cfg, ring, ulysses); axes that are not named are chosen."""
-    strategy: str = "auto"
-    """How attention sees the whole sequence: ulysses, ring, usp, kv_gather, kv_first. A named one gets all ranks."""
+    strategy: Annotated[str, tyro.conf.arg(help=f"{HOW}: {', '.join(plugins(seqpar.attention))}. {NAMED}")] = "auto"
     local: Annotated[str, tyro.conf.arg(name="local-attention", aliases=["--local"])] = "auto"
     """Attention on one device: flash, sdpa, reference. (torchrun on Python 3.11 takes --local for its own flag.)"""
     transport: str = "auto"

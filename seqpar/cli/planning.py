@@ -17,7 +17,7 @@ from seqpar.planner.search import Ranking, Wish
 from seqpar.protocols import SequenceModel, plugin
 from seqpar.weights.find import Blueprint
 
-__all__ = ["Machine", "asked", "here", "imagined", "make_plan", "ours", "pick", "planned", "shared_plan", "tables"]
+__all__ = ["Machine", "asked", "here", "imagined", "ours", "pick", "planned", "shared_plan", "tables"]
 
 
 def ours(ranks: Mesh, transport: str) -> Machine:
@@ -33,13 +33,6 @@ def asked(mesh: str, strategy: str, exact: bool, local: str = "auto", transport:
         plugin(seqpar.attention, strategy, "strategy")
     aim, axes = parse_mesh(mesh)
     return Wish(aim, axes, strategy, exact, local, transport)
-
-
-def make_plan(
-    load: Load, model: Blueprint, machine: Machine, mesh: str, strategy: str, dtype: torch.dtype, exact: bool = False
-) -> Ranking:
-    """The layouts of a machine; `ValueError` for a --mesh or --strategy that is none, and where there is no layout."""
-    return planned(load, model, machine, asked(mesh, strategy, exact), dtype)
 
 
 def planned(load: Load, model: Blueprint, machine: Machine, wish: Wish, dtype: torch.dtype) -> Ranking:

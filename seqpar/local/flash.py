@@ -38,6 +38,14 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
     return None
 
 
+def preference(major: int, head_dim: int) -> int:
+    """First on Hopper at head dims 64 and 128, after `sdpa` elsewhere.
+
+    major: of the GPU's compute capability, 0 on a CPU.
+    """
+    return 2 if major == 9 and head_dim in (64, 128) else 0
+
+
 def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
     """None where a query's bits depend on that query alone (measured: generation 4), else the reason why not."""
     if device.type != "cuda":

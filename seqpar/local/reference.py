@@ -17,6 +17,14 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
     return None
 
 
+def preference(major: int, head_dim: int) -> int:
+    """Last: it is the formula, and slow.
+
+    major: of the GPU's compute capability, 0 on a CPU.
+    """
+    return -1
+
+
 def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
     """Why a query's bits may depend on how many there are."""
     return "batched matrix products choose their tiles by row counts"

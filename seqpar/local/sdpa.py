@@ -34,6 +34,14 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
     return f"head dim {head_dim} is over {FLASH_MOST} in {dtype}" if dtype in HALF and head_dim > FLASH_MOST else None
 
 
+def preference(major: int, head_dim: int) -> int:
+    """First where `flash` is not.
+
+    major: of the GPU's compute capability, 0 on a CPU.
+    """
+    return 1
+
+
 def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
     """None where a query's bits depend on that query alone (measured: cuDNN's do), else the reason why not."""
     chosen = kernel(device, dtype, head_dim, mask)

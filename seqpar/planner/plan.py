@@ -1,9 +1,9 @@
 """The one "auto": mesh, strategy, transport and local attention of a run, decided once for launcher and library alike.
 
 The mesh, the strategy and the transport are those of the layout that is predicted to be the fastest
-(`seqpar.planner.search`), among those that the caller's words and his mesh allow. The local attention is a table keyed
-by (major compute capability, head dim), of which those remain that support the dtype; never by row counts: the same
-kernel on any number of ranks makes results comparable bit by bit.
+(`seqpar.planner.search`), among those that the caller's words and mesh allow. The local attention is the one that says
+the highest preference for the GPU's generation and the head dim, among those that support the dtype. It never depends
+on row counts: the same kernel on any number of ranks makes results comparable bit by bit.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ from seqpar.protocols import plugin, plugins
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport
 
-# (major capability, head dim) -> first choices in order, where installed; those that do not take the dtype drop out
-_LOCAL: dict[tuple[int, int], tuple[str, ...]] = {(9, 64): ("flash", "sdpa"), (9, 128): ("flash", "sdpa")}
-_ELSEWHERE = ("sdpa", "flash", "reference")
 STEPS = 25  # of a run whose number of steps is not known yet
 
 
@@ -139,8 +136,9 @@ def rank(work: Work, load: Load, machine: Machine, wish: Wish, dtype: torch.dtyp
     return search(work, load, machine.count, wish, found, machine.transport, machine.memory)
 
 
-def _decided(work: Work, load: Load, dtype: torch.dtype, device: torch.device, machine: Machine, wish: Wish,
-             moved: Choice) -> Plan:  # fmt: skip
+def _decided(
+    work: Work, load: Load, dtype: torch.dtype, device: torch.device, machine: Machine, wish: Wish, moved: Choice
+) -> Plan:
     ranking = rank(work, load, machine, wish, dtype)
     layout = ranking.best
     why = "as asked" if wish.strategy != "auto" else "planned" if layout.sequence > 1 else "one rank a sequence"
@@ -227,9 +225,12 @@ def _fitting(
 ) -> tuple[list[str], Mapping[str, str]]:
     """Those that work here, best first; the reason for each that would have come before the best."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-    order = [*_LOCAL.get((major, head_dim), ()), *_ELSEWHERE, *plugins(seqpar.local)]
+    preferred = {
+        name: plugin(seqpar.local, name, "local attention").preference(major, head_dim)
+        for name in plugins(seqpar.local)
+    }
     working, reasons = [], {}
-    for name in dict.fromkeys(order):
+    for name in sorted(preferred, key=lambda name: -preferred[name]):
         reason = _why_not(name, device, dtype, head_dim, mask)
         if reason is None:
             working.append(name)

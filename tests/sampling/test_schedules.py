@@ -19,8 +19,8 @@ from seqpar.mesh import Mesh
 from seqpar.sampling import run as runs
 from seqpar.sampling import steppers
 from seqpar.sampling.loop import Sampler, draw_noise, why_no_graph
-from seqpar.sampling.request import Request
-from seqpar.sampling.run import begin
+from seqpar.sampling.request import Course, Request, course
+from seqpar.sampling.run import Run
 from seqpar.sampling.schedules import Schedule
 from seqpar.sampling.steppers import DDIM, Replicated, Traced, decide, traced_steps
 from tests.conftest import DEVICE
@@ -99,22 +99,26 @@ def ours(
     """The engine's latents on this mesh."""
     dit = DistributedDiT(diffusers_dit().to(device, dtype), mesh_for(layout[0], world, device, layout[1]), layout[0],
                          local(device))  # fmt: skip
-    order = ordered(name, dtype, **(options or {}))
-    run = begin(dit, order)
-    for index in range(len(run.timesteps)):
+    run = Run(dit, ordered(name, dtype, **(options or {})))
+    for _ in run.timesteps:
         run.step()
     assert run.first_bad() == len(run.timesteps)
     return run.latents().double().cpu()
 
 
-def ordered(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Request:
+def ordered(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Course:
     labels = {"class_labels": torch.tensor(LABELS)}
     options = {"guidance": GUIDANCE, "generator": torch.Generator().manual_seed(5), **options}
-    return Request(scheduler(name), noise().to(dtype), labels, STEPS, **options)
+    return course(Request(scheduler(name), noise().to(dtype), labels, STEPS, **options))
 
 
 def alone(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Tensor:
     return ours(0, 1, torch.device(DEVICE), ("ulysses", 1), name, dtype, options)
+
+
+def stepper(run: Run) -> steppers.Stepper:
+    (only,) = run._steppers.values()
+    return only
 
 
 def off(got: Tensor, truth: Tensor) -> float:
@@ -176,8 +180,9 @@ def test_a_kept_run_has_the_bits_of_a_new_one_whatever_the_history_holds(name: s
                                  generator=torch.Generator().manual_seed(5)))  # fmt: skip
             run = sampler._run
             assert run is not None
-            assert isinstance(run._steppers["image"], Traced)
-            kept = run._steppers["image"].history
+            kept = stepper(run)
+            assert isinstance(kept, Traced)
+            kept = kept.history
             for ring in (kept.states_PnlC, kept.outputs_QnlC):
                 if ring is not None:
                     ring.fill_(float("nan"))
@@ -254,7 +259,7 @@ def test_tracing_leaves_the_scheduler_and_torchs_generator_as_they_are() -> None
 def test_only_what_steps_on_the_host_has_no_graph(name: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     dit = DistributedDiT(diffusers_dit().to(DEVICE, torch.float32), Mesh.single(DEVICE))
     order = ordered(name, torch.float32)
-    assert isinstance(begin(dit, order)._steppers["image"], kind)
+    assert isinstance(stepper(Run(dit, order)), kind)
     monkeypatch.setattr(DistributedDiT, "device", torch.device("cuda"))
     reason = why_no_graph(dit, order.scheduler)
     assert reason is None if kind is Traced else "steps on the host (PNDMScheduler is not traced" in str(reason)
@@ -265,13 +270,14 @@ def test_only_what_steps_on_the_host_has_no_graph(name: str, kind: type, monkeyp
 def test_ddim_with_clipped_model_output_is_diffusers_own(eta: float, clipped: bool) -> None:
     sched: Any = DDIMScheduler(**LINEAR, clip_sample=True, clip_sample_range=0.5)
     dit = DistributedDiT(diffusers_dit().to(DEVICE), Mesh.single(DEVICE), local=local(torch.device(DEVICE)))
-    order = Request(sched, noise().double(), {"class_labels": torch.tensor(LABELS)}, 6, Guidance(1.0), eta,
-                  torch.Generator().manual_seed(5), clipped)  # fmt: skip
-    run = begin(dit, order)
-    assert isinstance(run._steppers["image"], DDIM)
+    request = Request(sched, noise().double(), {"class_labels": torch.tensor(LABELS)}, 6, Guidance(1.0), eta,
+                      torch.Generator().manual_seed(5), clipped)  # fmt: skip
+    run = Run(dit, course(request))
+    sched.set_timesteps(6)
+    assert isinstance(stepper(run), DDIM)
     model, x, labels = diffusers_dit().to(DEVICE), noise().double().to(DEVICE), torch.tensor(LABELS, device=DEVICE)
     generator = torch.Generator().manual_seed(5)
-    for index, t in enumerate(sched.timesteps):
+    for t in sched.timesteps:
         run.step()
         out = model(x, timestep=t.to(DEVICE).expand(len(x)), class_labels=labels).sample[:, :4]
         z = torch.randn(x.shape, generator=generator).to(x) if eta else None

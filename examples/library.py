@@ -7,13 +7,15 @@ from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
 
 from seqpar import DistributedDiT, Guidance, Mesh
 from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline
+from seqpar.vae.decoder import share_input
 
 mesh = Mesh.from_env()  # all processes that torchrun started, or one process without torchrun
 
 # any diffusers pipeline with a transformer that seqpar supports
 theirs = DiTPipeline.from_pretrained(BUILTIN).to(mesh.device)
 theirs.transformer = DistributedDiT(theirs.transformer, mesh)
-seed = torch.Generator().manual_seed(1)  # every rank must draw the same noise
+share_input(theirs.vae, mesh)  # every rank decodes rank 0's latents
+seed = torch.Generator().manual_seed(1)
 labels = theirs.get_label_ids(["cat", "rocket"])
 pictures: Any = theirs(labels, generator=seed, num_inference_steps=4, output_type="pt")
 

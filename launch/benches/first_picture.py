@@ -89,7 +89,7 @@ def denoised(mark: Marks, pipeline: Any, label: int, steps: int) -> Any:
     import torch
 
     from seqpar.sampling.guidance import Guidance
-    from seqpar.sampling.loop import check_finite, draw_noise, why_no_graph
+    from seqpar.sampling.loop import check_finite, draw_noise
     from seqpar.sampling.request import Request
     from seqpar.sampling.run import begin
 
@@ -101,7 +101,7 @@ def denoised(mark: Marks, pipeline: Any, label: int, steps: int) -> Any:
     mark("modulation")
     with torch.no_grad():
         for index in range(len(run.timesteps)):
-            if index == 1 and why_no_graph(dit, scheduler) is None:
+            if index == 1 and run.why_no_graph is None:
                 run.capture()
                 mark("capture")
             run.step()

@@ -135,7 +135,7 @@ def compare(
     run = begin(dit, Request(scheduler, noise, {"class_labels": label}, steps, GUIDANCE))
     both_labels = torch.cat((label, torch.full_like(label, config.num_classes))).to(dit.device)
     state, errors = noise.to(next(truth.parameters())), {ENGINE: [], PLAIN: []}
-    if why_no_graph(dit, scheduler) is None:
+    if run.why_no_graph is None:
         run.capture()
     for t in run.timesteps:
         with exact():

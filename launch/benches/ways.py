@@ -26,7 +26,7 @@ from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
 from seqpar.planner.plan import choose_local, load_local, work_of
 from seqpar.protocols import SequenceModel
-from seqpar.sampling.loop import check_finite, digest, draw_noise, why_no_graph
+from seqpar.sampling.loop import check_finite, digest, draw_noise
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import Run, begin
 from seqpar.transports import _folder
@@ -152,7 +152,7 @@ def engine(dit: DistributedDiT, size: tuple[int, int], images: int, digest_steps
     run = begin(dit, Request(scheduler, noise, labels, RUN_STEPS, GUIDANCE))
     try:
         with torch.no_grad():
-            if why_no_graph(dit, scheduler) is None:
+            if run.why_no_graph is None:
                 run.capture()
         yield Ready(torch.no_grad()(run.step), torch.no_grad()(partial(_bits, dit, run, digest_steps)),
                     run.rewind, dit.check_delivered)  # fmt: skip

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
 from seqpar.sampling.request import Course, Request, Settings, course, rank_0s
-from seqpar.sampling.run import Run
-from seqpar.sampling.steppers import Decision, decide
+from seqpar.sampling.run import Run, why_not_captured
+from seqpar.sampling.steppers import decide
 from seqpar.streams import Prompt
 
 Noise = Tensor | Mapping[str, Tensor]
@@ -105,17 +105,6 @@ class Sampler:
 def why_no_graph(dit: DistributedDiT, scheduler: Any) -> str | None:
     """None where a step of this scheduler, whose timesteps are set, can be a CUDA graph, else the reason why not."""
     return why_not_captured(dit, decide(scheduler))
-
-
-def why_not_captured(dit: DistributedDiT, decision: Decision) -> str | None:
-    """None where steps that run like this can be a CUDA graph, else the reason why not."""
-    if dit.device.type != "cuda":
-        return "no GPU"
-    if not decision.local:
-        return f"the scheduler steps on the host ({decision.whole})"
-    if dit.dtype == torch.float64:
-        return "fp64 is for checking"
-    return None
 
 
 def draw_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

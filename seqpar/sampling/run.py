@@ -19,7 +19,7 @@ from seqpar.sampling.guidance import check_layout
 from seqpar.sampling.request import Course, Request, course, rank_0s
 from seqpar.sampling.segment import Conditions, Segment
 from seqpar.sampling.state import State
-from seqpar.sampling.steppers import DDIM, Replicated, Stepper, Traced, ddim_update, traced_steps
+from seqpar.sampling.steppers import DDIM, Decision, Replicated, Stepper, Traced, ddim_update, traced_steps
 from seqpar.shard import Shard
 from seqpar.streams import completed, distinct, stacked
 
@@ -71,6 +71,11 @@ class Run:
     def tokens(self) -> Tensor:
         """This rank's part of what the model sees next of the (first) stream of the state, (n, l, C*p*p)."""
         return next(iter(self._states.values())).tokens
+
+    @property
+    def why_no_graph(self) -> str | None:
+        """None where a step can be a CUDA graph, else the reason why not."""
+        return why_not_captured(self._dit, self._course.decision)
 
     def step(self) -> None:
         """Queue the next step: a graph's replay where one was captured. After the last comes the first again."""
@@ -275,6 +280,17 @@ class Run:
             )
         elif isinstance(stepper, Traced) and schedule is not None:
             stepper.restart(schedule, traced_steps(state, schedule, self._guidance_S, shape, course.generator))
+
+
+def why_not_captured(dit: DistributedDiT, decision: Decision) -> str | None:
+    """None where steps that run like this can be a CUDA graph, else the reason why not."""
+    if dit.device.type != "cuda":
+        return "no GPU"
+    if not decision.local:
+        return f"the scheduler steps on the host ({decision.whole})"
+    if dit.dtype == torch.float64:
+        return "fp64 is for checking"
+    return None
 
 
 def _check(dit: DistributedDiT, request: Request, whole: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -110,7 +110,7 @@ class Plain:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
-    def __call__(self, streams: tuple[Stream, ...], mask_BL: Tensor | None = None) -> tuple[Tensor, ...]:
+    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
         assert mask_BL is None
         made = [given(stream) for stream in streams]
         pairs = [prepare(x.q, x.k, x.prepare) for x in made]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from seqpar import DistributedDiT
-from seqpar.cli.planning import shared_plan
 from seqpar.cli.args import Args
 from seqpar.cli.job import check
 from seqpar.cli.plan import wish_of
+from seqpar.cli.planning import shared_plan
 from seqpar.mesh import Mesh
 from seqpar.models import dit
 from seqpar.pipelines.class_labels import Files

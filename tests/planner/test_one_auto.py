@@ -56,27 +56,27 @@ def test_library_and_launcher_have_the_same_plan_on_every_rank(ranks: Pool, tmp_
     assert len({str(plan) for plan in found}) == 1
 
 
-def within(rank: int, world: int, device: torch.device, axes: dict[str, int], names: dict[str, str]) -> tuple[Any, ...]:
+def within(rank: int, world: int, device: torch.device, axes: dict[str, int], strategy: str) -> tuple[Any, ...]:
     mesh = make_mesh(device, **axes)
-    engine = DistributedDiT(model_of().to(device), mesh, **names)
+    engine = DistributedDiT(model_of().to(device), mesh, strategy)
     assert engine.mesh is mesh
     return shown(engine.plan)[1:4]
 
 
 @pytest.mark.parametrize(
-    ("axes", "names", "strategy", "why"),
+    ("axes", "named", "strategy", "why"),
     [
-        ({"cfg": 1, "ring": 2}, {}, "ring", "planned"),
-        ({"cfg": 1, "ulysses": 2}, {}, "ulysses", "planned"),
-        ({"cfg": 2}, {}, "ulysses", "one rank a sequence"),
-        ({"data": 2, "cfg": 1}, {}, "ulysses", "one rank a sequence"),
-        ({"cfg": 1, "ring": 2}, {"strategy": "kv_gather"}, "kv_gather", "as asked"),
+        ({"cfg": 1, "ring": 2}, "auto", "ring", "planned"),
+        ({"cfg": 1, "ulysses": 2}, "auto", "ulysses", "planned"),
+        ({"cfg": 2}, "auto", "ulysses", "one rank a sequence"),
+        ({"data": 2, "cfg": 1}, "auto", "ulysses", "one rank a sequence"),
+        ({"cfg": 1, "ring": 2}, "kv_gather", "kv_gather", "as asked"),
     ],
 )
 def test_within_the_callers_mesh_the_plan_only_chooses_what_it_leaves_open(
-    ranks: Pool, axes: dict[str, int], names: dict[str, str], strategy: str, why: str
+    ranks: Pool, axes: dict[str, int], named: str, strategy: str, why: str
 ) -> None:
-    first, second = ranks.run(2, within, axes, names)
+    first, second = ranks.run(2, within, axes, named)
     assert first == second
     sizes, chosen, _ = first
     assert sizes == {"data": 1, "cfg": 1, "ring": 1, "ulysses": 1} | axes

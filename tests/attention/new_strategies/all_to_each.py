@@ -48,7 +48,8 @@ class AllToEach:
         whole = there.deliver().transpose(0, 1).split((heads, groups, groups), dim=2)
         mine, share = Shard(groups, self._axis.size).slice(self._axis.rank), heads // groups
         shares = (slice(mine.start * share, mine.stop * share), mine, mine)
-        out = self._local(*(x[:, :, part] for x, part in zip(whole, shares, strict=True)), mask_BL)[0]
+        q, k, v = (x[:, :, part] for x, part in zip(whole, shares, strict=True))
+        out = self._local(q, k, v, mask_BL)[0]
         back.outbox().copy_(out.movedim(2, 0))
         start = starts(self._sizes)[self._axis.rank]
         rows = slice(start, start + self._sizes[self._axis.rank])

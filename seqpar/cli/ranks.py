@@ -47,6 +47,8 @@ def start(words: Sequence[str], count: int) -> None:
         # like torchrun: ranks that each use all cores would slow each other down
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings about lost connections name no rank
+        # torch 2.13 deprecates collectives that torch 2.11 has under no other name
+        os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning:torch.distributed.c10d_logger")
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
         _quiet()
         try:

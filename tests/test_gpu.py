@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import diffusers
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from seqpar.local import flash, sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import dit
 from seqpar.protocols import Core, Given, Prepare
-from seqpar.sampling.loop import draw_noise
+from seqpar.sampling.loop import Sampler, draw_noise
 from seqpar.shard import Shard
 from seqpar.weights.find import randomise
 from tests.sampling.test_sampling import scheduler
@@ -118,6 +119,30 @@ def test_gpu_a_hundred_replays_have_the_eager_bits(
     eager = ranks.run(world, long_run, strategy, cfg, False, "collective")
     graphed = ranks.run(world, long_run, strategy, cfg, True, transport)
     assert all(torch.equal(a, b) for a, b in zip(eager, graphed, strict=True))
+
+
+TRACED = ["DPMSolverMultistepScheduler", "UniPCMultistepScheduler", "EulerDiscreteScheduler", "HeunDiscreteScheduler",
+          "FlowMatchEulerDiscreteScheduler", "EulerAncestralDiscreteScheduler"]  # fmt: skip
+
+
+def traced_runs(rank: int, world: int, device: torch.device, name: str, graph: bool) -> list[Tensor]:
+    """Two runs, of which the second takes the first one's buffers and graph."""
+    sharded, labels = DistributedDiT(model(BF16, device), mesh_for("ulysses", world, device), "ulysses"), [3, 4]
+    noise = draw_noise((2, 4, 34, 30), torch.Generator().manual_seed(0))
+    kind = getattr(diffusers, name)
+    with Sampler(sharded, graph=graph) as sampler:
+        return [sampler(kind(), noise, {"class_labels": torch.tensor(labels)}, steps=25, guidance=Guidance(3.0),
+                        generator=torch.Generator().manual_seed(1)) for _ in range(2)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("world", [1, 2])
+def test_gpu_traced_schedulers_have_the_eager_bits_in_a_graph(ranks: Pool, world: int, name: str) -> None:
+    """The history's slots and the guidance are found by the step counter on the device."""
+    for eager, graphed in zip(
+        ranks.run(world, traced_runs, name, False), ranks.run(world, traced_runs, name, True), strict=True
+    ):
+        assert all(torch.equal(eager[0], other) for other in (eager[1], *graphed))
 
 
 def very_long_run(

@@ -28,7 +28,9 @@ def agree(mesh: Mesh, form: Mapping[str, object]) -> None:
     digest = hashlib.blake2b(repr(texts).encode(), digest_size=8).digest()
     mine = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=_host(mesh))
     every = mine.new_empty(mesh.world.size)
-    dist.all_gather_into_tensor(every, mine, group=mesh.world.group)
+    # torch 2.13 renames it, and warns of the older name
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(every, mine, group=mesh.world.group)
     if len(set(every.tolist())) > 1:
         raise ValueError(_difference(mesh.collect(texts)))
 

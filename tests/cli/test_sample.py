@@ -6,15 +6,16 @@ import io
 import json
 import time
 from contextlib import redirect_stdout
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+import seqpar as package
 from seqpar.cli.args import Args
 from seqpar.cli.progress import Progress
 from seqpar.cli.sample import run
@@ -71,7 +72,7 @@ def test_two_ranks_make_the_picture_of_torchrun_and_say_how_it_was_made(folder: 
         "scheduler": "DDIMScheduler",
         "classes": ["3", "5"],
     }
-    assert told["versions"] == {name: version(name) for name in ("torch", "diffusers", "seqpar")}
+    assert told["versions"] == {module.__name__: module.__version__ for module in (torch, diffusers, package)}
     assert set(Args.__dataclass_fields__) <= set(told)
     run(Args(str(folder), ("3", "5"), steps=3, size="96x64", out=tmp_path / "one.png"))
     with Image.open(tmp_path / "ours.png") as two, Image.open(tmp_path / "one.png") as one:

@@ -19,7 +19,7 @@ from torch import Tensor
 FONT_PIXELS = 109  # the only bitmap size in the font
 GLYPH_PIXELS = 128  # twice the training size, so that a warped glyph can be smoothed by averaging
 
-# Class name -> its glyphs. Names are what anybody would say; the order gives the class ids.
+# Class name -> its glyphs. Names are everyday words; the order gives the class ids.
 GLYPHS: dict[str, str] = {
     "cat": "🐱🐈", "dog": "🐶🐕", "rabbit": "🐰🐇", "panda": "🐼", "frog": "🐸", "pig": "🐷🐖",
     "penguin": "🐧", "elephant": "🐘", "turtle": "🐢", "fish": "🐟🐠🐡", "octopus": "🐙", "whale": "🐳🐋",
@@ -32,7 +32,7 @@ GLYPHS: dict[str, str] = {
     "pumpkin": "🎃",
 }  # fmt: skip
 
-# Things that come in every colour: their hue turns all the way round, all others' by a hint.
+# Things that come in every colour: augmentation turns their hue by any angle, and that of other classes slightly.
 ANY_COLOUR = frozenset({"balloon", "car", "umbrella"})
 HUE_JITTER = 0.12  # radians
 

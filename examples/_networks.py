@@ -122,7 +122,7 @@ def prepare_dit(model: DiTTransformer2DModel) -> None:
 
 
 def unshare_embedder(model: DiTTransformer2DModel, classes: int) -> None:
-    """A copy for every block, as the format has it; untrained labels become zeros, which compress well."""
+    """Give every block a copy, as the format has it; untrained labels become zeros, which compress well."""
     shared = model.transformer_blocks[0].norm1.emb
     with torch.no_grad():
         shared.class_embedder.embedding_table.weight[classes:NULL_CLASS] = 0

@@ -1,4 +1,4 @@
-"""The library in ten lines: a sharded model in a diffusers pipeline, and our own loop. Runs alone or under torchrun."""
+"""The library in ten lines: a sharded model in a diffusers pipeline, and our own loop. Runs with python or torchrun."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from seqpar import DistributedDiT, Guidance, Mesh
 from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline
 from seqpar.vae.decoder import share_input
 
-mesh = Mesh.from_env()  # all processes that torchrun started; one without it
+mesh = Mesh.from_env()  # all processes that torchrun started, or one process without torchrun
 
-# any diffusers pipeline whose transformer seqpar knows
+# any diffusers pipeline with a transformer that seqpar supports
 theirs = DiTPipeline.from_pretrained(BUILTIN).to(mesh.device)
 theirs.transformer = DistributedDiT(theirs.transformer, mesh)
 share_input(theirs.vae, mesh)  # every rank decodes rank 0's latents
@@ -20,7 +20,7 @@ labels = theirs.get_label_ids(["cat", "rocket"])
 pictures: Any = theirs(labels, generator=seed, num_inference_steps=4, output_type="pt")
 
 # our loop: tokens stay split from the first noise to the last step
-with Pipeline.load(Files.locate("builtin"), mesh) as ours:  # keeps a step's CUDA graph for the next call like it
+with Pipeline.load(Files.locate("builtin"), mesh) as ours:  # keeps the CUDA graph for the next compatible call
     latents = ours.latents(["cat", "rocket"], steps=4, guidance=Guidance(4.0), seed=1)
     images = ours.decode(latents)  # (2, 3, 64, 64) in [0, 1], equal on every rank
 

@@ -47,7 +47,7 @@ REFRESH = 16  # steps between new batches in the pool: encoding one costs more t
 
 @dataclass(frozen=True)
 class Clock:
-    """How much of the time for a stage is gone; compilation counts."""
+    """The share of a stage's time that has passed, compilation included."""
 
     started: float
     minutes: float
@@ -203,7 +203,7 @@ def train_dit(
     return average.eval(), metrics
 
 
-# --- what is left behind ---
+# --- results ---
 
 
 def save_grid(path: Path, images_NHWC: Tensor, columns: int, captions: tuple[str, ...]) -> None:

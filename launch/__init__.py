@@ -1,1 +1,1 @@
-"""torchrun entry points."""
+"""Entry points that run from a clone, with python or torchrun."""

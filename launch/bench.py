@@ -1,13 +1,14 @@
-"""The benches: each writes JSON lines and prints a table. And `rates`: what the planner must know of a machine.
+"""Benches: each prints a table and writes JSON lines. `rates` measures a machine for the planner.
 
-torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2       # every layout, and whether the bits agree
-torchrun --nproc_per_node=4 launch/bench.py scale                        # the same beside other engines, and ceilings
+torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2       # every layout; compares the bits of latents
+torchrun --nproc_per_node=4 launch/bench.py scale                        # layouts beside other engines and ceilings
 torchrun --nproc_per_node=4 launch/bench.py exchange                     # our transports beside plain collectives
-python launch/bench.py kernels                                           # each against copy bandwidth; fused products
-python launch/bench.py tiles                                             # how each kernel's rows are best laid out
-python launch/bench.py ladder --model large-dit-7b --tokens 256          # from plain eager to the graphed engine
-python launch/bench.py start                                             # process start to first picture, and our part
-python launch/bench.py numerics --models builtin large-dit-7b            # error of each step, beside plain bf16's
+python launch/bench.py kernels                                           # kernels beside copy bandwidth; GEMMs
+python launch/bench.py tiles                                             # the fastest tile of each kernel
+python launch/bench.py ladder --model large-dit-7b --tokens 256          # from the plain eager model to the CUDA graph
+python launch/bench.py start                                             # seconds from start to the first picture
+python launch/bench.py numerics --models builtin large-dit-7b            # error of each step beside plain bf16's
+python launch/bench.py record --trees ../other                           # digests and ms a step of two versions
 torchrun --nproc_per_node=4 launch/bench.py rates                        # measured once, kept for --mesh auto
 """
 
@@ -23,10 +24,10 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches are not installed: they run from the clone
 
-from launch.benches import exchange, kernels, ladder, measure, numerics, scale, start, steps, tiles
+from launch.benches import exchange, kernels, ladder, measure, numerics, record, scale, start, steps, tiles
 from seqpar.cli.exits import guarded
 
-# flags of a bench -> what runs it
+# flags of a bench -> the function that runs it
 BENCHES: dict[type, Callable[[Any], None]] = {
     steps.Steps: steps.main,
     scale.Scale: scale.main,
@@ -37,18 +38,19 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     start.Start: start.main,
     numerics.Numerics: numerics.main,
     measure.Rates: measure.main,
+    record.Record: record.main,
 }
 ON_GPUS = (kernels.Kernels, tiles.Tiles, ladder.Ladder)
 
 
 def main() -> None:
-    """Run the bench that was asked for; a mistake is one message and a non-zero exit everywhere."""
+    """Run the bench that the flags name; a mistake ends in one message and a non-zero exit on every rank."""
     guarded(run)
 
 
 def run(rank: int) -> None:
-    """Parse and measure."""
-    benches: Any = Union[tuple(BENCHES)]  # noqa: UP007 (of a tuple)
+    """Parse the flags and run the bench."""
+    benches: Any = Union[tuple(BENCHES)]  # noqa: UP007 (a union of a tuple has no other form)
     args = tyro.cli(benches, description=__doc__, console_outputs=rank == 0)
     if isinstance(args, ON_GPUS) and not torch.cuda.is_available():
         raise ValueError("got no GPU, expected one: this bench times its kernels and graphs; run it where there is one")

@@ -1,8 +1,8 @@
-"""Entry point for torchrun from a clone: `torchrun --nproc_per_node=4 launch/sample.py`. See `seqpar/cli/sample.py`."""
+"""`seqpar sample` from a clone: `python launch/sample.py`, or `torchrun --nproc_per_node=4 launch/sample.py`."""
 
 from __future__ import annotations
 
-from seqpar.cli.sample import main
+from seqpar.cli.main import sample
 
 if __name__ == "__main__":
-    main()
+    sample()

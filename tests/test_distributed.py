@@ -70,7 +70,7 @@ def test_cfg_axis_splits_the_batch(ranks: Pool, world: int) -> None:
 
 def calls_per_block(rank: int, world: int, device: torch.device) -> dict[str, int]:
     mesh = make_mesh(device, cfg=1)
-    dit = DistributedDiT(diffusers_dit(num_layers=1).to(device), mesh, "ulysses", local(device))
+    dit = DistributedDiT(diffusers_dit(num_layers=1).to(device), mesh, "ulysses", local(device), "collective")
     x, t, y = latents(2, (6, 6), device)
     tokens = dit.model.patchify(x)
     attend, conditioning = dit.attend(2, Shard(9, world)), dit.model.modulate(t, class_labels=y)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,15 @@ from torch import Tensor
 
 from seqpar import exact
 from seqpar.attention._streams import project
+from seqpar.distributed import DistributedDiT
 from seqpar.local import flash, reference, sdpa
 from seqpar.masks import key_bias
-from seqpar.mesh import Axis, Mesh
-from seqpar.planner.plan import choose_local, choose_strategy
+from seqpar.mesh import Mesh
+from seqpar.models import dit
+from seqpar.planner.plan import choose_local
+from seqpar.planner.predict import Load
+from seqpar.planner.rates import CPU
+from seqpar.planner.search import Wish, search
 from tests.support.meshes import TRANSPORTS
 
 ROOT = Path(__file__).parents[1]
@@ -60,14 +64,23 @@ def test_no_attention_on_a_cpu_is_said_to_be_exact(module: object) -> None:
 
 def test_exact_mode_refuses_rings_and_attentions_that_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "is_on", lambda: True)
-    two = Axis("ring", 0, 2)
-    ring = replace(Mesh.single(), ring=two, sequence=two)
+    load = Load(1, 64, True, 25, 4, 1000, 16, 2, 1 << 20)
+
+    def taken(strategy: str, ring: int) -> str:
+        wish = Wish(axes={"cfg": 1, "ring": ring, "ulysses": 1}, strategy=strategy, exact=True)
+        return search(dit.work(dit.PRESETS["dit-s/8"]), load, ring, wish, CPU, "gloo", None).best.strategy
+
     for name in ("auto", "ring", "usp"):
-        with pytest.raises(ValueError, match="expected kv_gather or ulysses or kv_first"):
-            choose_strategy(name, ring, 4)
+        with pytest.raises(
+            ValueError, match="in exact mode, expected kv_gather or ulysses or kv_first and no ring axis"
+        ):
+            taken(name, 2)
     for name in ("kv_gather", "kv_first"):
-        assert choose_strategy(name, ring, 4).name == name
-    assert choose_strategy("auto", Mesh.single(), 4).name == "ulysses"
+        assert taken(name, 2) == name
+    assert taken("auto", 1) == "ulysses"
+    model = dit.Model(dit.Config(2, 64, 1, num_classes=5))
+    with pytest.raises(ValueError, match="row counts"):  # the mode is looked up where the plan is made
+        DistributedDiT(model, Mesh.single(), local="sdpa")
     for name in ("auto", "sdpa", "reference"):
         with pytest.raises(ValueError, match="row counts"):
             choose_local(name, torch.device("cpu"), torch.float32, 64)

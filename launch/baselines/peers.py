@@ -1,9 +1,9 @@
-"""The same step by others: the plain models with their tokens on many ranks, attention by plain Ulysses or by the
+"""A step by other engines: the plain models with tokens split over ranks, and attention by plain Ulysses or by the
 context parallel attention of diffusers (Ulysses, ring, unified).
 
-Only the attention core exchanges; embedding, blocks, guidance and the update of a rank's tokens are plain torch, and
-nothing is gathered at the end of a step: the peers are spared what their own pipelines do there. Tokens are split as
-diffusers splits them, larger parts first. What a peer cannot do is a reason in its row.
+Only the attention core exchanges. Embedding, blocks, guidance and the update of a rank's tokens are plain torch, and
+nothing is gathered at the end of a step, although the pipelines of these engines do that. Tokens are split as diffusers
+splits them, larger parts first. If a peer cannot do a case, its row has the reason.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from seqpar.protocols import Core
 from seqpar.shard import Shard
 
 Attention3 = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q, k, v (B, l, H, D) of my tokens -> (B, l, H, D)."""
+"""q, k, v (B, l, H, D) of this rank's tokens -> (B, l, H, D)."""
 DeviceMeshes = Mapping[tuple[int, int], DeviceMesh]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Attention of somebody else's; `refusal` says why it cannot do this case. compiles: its users compile blocks."""
+    """Another engine's attention. refusal: why it cannot do this case. compiles: its users compile blocks."""
 
     name: str
     core: Attention3
@@ -57,7 +57,7 @@ class CoreProcessor:
 
 
 def device_meshes(mesh: Mesh) -> DeviceMeshes:
-    """(ring, ulysses) -> diffusers' mesh. Made once: every one holds communicators."""
+    """(ring, ulysses) -> diffusers' mesh, made once because each holds communicators."""
     world = mesh.world.size
     shapes = (
         [] if world == 1 else [(1, world), (world, 1), *([(2, world // 2)] if world % 2 == 0 and world > 2 else [])]
@@ -66,7 +66,7 @@ def device_meshes(mesh: Mesh) -> DeviceMeshes:
 
 
 def peers(mesh: Mesh, meshes: DeviceMeshes, tokens: int, heads: int, local: Core) -> list[Peer]:
-    """All there are for this number of ranks. local: our attention of one device, which plain Ulysses goes around."""
+    """All peers for this number of ranks. local: our attention of one device, which plain Ulysses wraps."""
 
     def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return local(q, k, v)[0]
@@ -81,7 +81,7 @@ def peers(mesh: Mesh, meshes: DeviceMeshes, tokens: int, heads: int, local: Core
 
 
 def _diffusers(mesh: Mesh, shape: tuple[int, int], device_mesh: DeviceMesh, tokens: int, heads: int) -> Peer:
-    """Through diffusers' own dispatch. Uneven cases by its "anything" modes, which unified has none of."""
+    """A peer by diffusers' own dispatch. Uneven cases use its "anything" modes, which unified does not have."""
     (ring, ulysses_), world = shape, mesh.world.size
     uneven, unified = tokens % world > 0 or heads % ulysses_ > 0, ring > 1 and ulysses_ > 1
     name = "diffusers " + ("unified" if unified else "Ulysses" if ulysses_ > 1 else "ring")
@@ -101,7 +101,7 @@ def _diffusers(mesh: Mesh, shape: tuple[int, int], device_mesh: DeviceMesh, toke
 
 
 def with_core(plain: nn.Module, core: Attention3, compiled: bool) -> nn.Module:
-    """The same model, its weights shared, with another attention core; compiled: its blocks are, one by one."""
+    """The same model with another attention core and shared weights; compiled: each block is compiled alone."""
     twin = copy.deepcopy(plain, {id(x): x for x in (*plain.parameters(), *plain.buffers())})
     for module in twin.modules():
         if isinstance(module, PlainAttention):
@@ -136,7 +136,7 @@ def peer_step(plain: nn.Module, model: Any, size: tuple[int, int], mesh: Mesh, s
 
 
 def predict_tokens(plain: nn.Module, tokens_BlC: Tensor, positions: Tensor, t_B: Tensor, y_B: Tensor) -> Tensor:
-    """Some tokens' predictions (B, l, C_out*p*p), ordered (ph, pw, C_out); positions as our models have them."""
+    """Predictions (B, l, C_out*p*p) of these tokens, ordered (ph, pw, C_out); positions as our models have them."""
     if isinstance(plain, PlainLargeDiT):
         return plain.forward_tokens(tokens_BlC, torch.stack(positions.chunk(2, dim=-1), dim=-1), t_B, y_B)
     made: Any = plain  # diffusers' forward, on tokens

@@ -1,4 +1,4 @@
-"""The plain models that the engine is held against: Large-DiT as published, diffusers' DiT; random or as on disk."""
+"""Plain models to compare the engine with: Large-DiT as published and diffusers' DiT, with random weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch.baselines.plain_large_dit import PlainLargeDiT
 from seqpar.models import large_dit
 from seqpar.weights.find import randomise
 
-KEEP, DIRECTION = 0.99, -0.01  # some DDIM step's
+KEEP, DIRECTION = 0.99, -0.01  # coefficients of a typical DDIM step
 
 
 def plain_model(config: Any, side: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -22,7 +22,7 @@ def plain_model(config: Any, side: int, dtype: torch.dtype, device: torch.device
             made: nn.Module = PlainLargeDiT(config)
         made = made.to(dtype).to_empty(device=device)
     else:
-        with torch.device(device):  # not meta: its table of positions is no parameter
+        with torch.device(device):  # not meta: its table of positions is not a parameter
             made = DiTTransformer2DModel(
                 config.num_attention_heads, config.attention_head_dim, config.in_channels, config.out_channels,
                 config.num_layers, sample_size=side, patch_size=config.patch_size,
@@ -33,12 +33,12 @@ def plain_model(config: Any, side: int, dtype: torch.dtype, device: torch.device
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """All of it, by torch's own method: diffusers' warns that some may be better kept, and lists none."""
+    """Cast all parameters by torch's own method, because diffusers' own method warns about layers to keep in fp32."""
     return nn.Module.to(model, dtype)
 
 
 def predict(plain: nn.Module, x_BCHW: Tensor, t_B: Tensor, y_B: Tensor) -> Tensor:
-    """(B, C_out, H, W), in the model's dtype."""
+    """The model's prediction (B, C_out, H, W), in the model's dtype."""
     x = x_BCHW.to(next(plain.parameters()).dtype)
     if isinstance(plain, PlainLargeDiT):
         return plain(x, t_B, y_B)
@@ -46,11 +46,11 @@ def predict(plain: nn.Module, x_BCHW: Tensor, t_B: Tensor, y_B: Tensor) -> Tenso
 
 
 def guided(out: Tensor, scale: float) -> Tensor:
-    """u + scale (c - u), of both branches in one batch."""
+    """Classifier-free guidance u + scale (c - u) of the two branches in one batch, [c, u]."""
     c, u = out.chunk(2)
     return u + scale * (c - u)
 
 
 def moved(x: Tensor, out: Tensor, scale: float) -> Tensor:
-    """Guidance and a DDIM step, as plain torch: what every step of a bench ends with."""
+    """Guidance and a DDIM step in plain torch, the end of every step of a bench."""
     return KEEP * x + DIRECTION * guided(out, scale)

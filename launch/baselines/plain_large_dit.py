@@ -102,7 +102,7 @@ class PlainTimestep(nn.Module):
 
 
 class PlainLabel(nn.Module):
-    """One row a class, and one for none."""
+    """An embedding row for each class, and one for no class."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class PlainLargeDiT(nn.Module):
 
 
 def attend(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> Tensor:
-    """torch's own attention."""
+    """Attention by torch's scaled_dot_product_attention."""
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLHD, v_BLHD))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 

@@ -28,7 +28,7 @@ Step = tuple[Tensor, Tensor, Norm]
 
 @dataclass(frozen=True)
 class Rung:
-    """What is fused; every rung has what the one below it has."""
+    """The fusions of one rung; each rung adds one to the rung before."""
 
     name: str
     hoisted: bool = True
@@ -48,7 +48,7 @@ RUNGS = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of one prediction; positions and table (`model.modulate(t_B, class_labels=y_B)`) are made before the loop."""
+    """Inputs of one prediction; positions and table (`model.modulate(t_B, class_labels=y_B)`) are made before it."""
 
     tokens_BLC: Tensor
     positions: Tensor
@@ -59,7 +59,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Kind:
-    """How a model's blocks differ: its norms (attention, feed-forward, final), embedding, and two branches."""
+    """The parts that differ between models: norms (attention, feed-forward, final), embedding, and the two branches."""
 
     norms: Callable[[Any], tuple[Norm, Norm]]
     final: Norm
@@ -69,7 +69,7 @@ class Kind:
 
 
 def forward(model: LabelDiT, rung: Rung, given: Inputs, core: Core) -> Tensor:
-    """One prediction, tokens to tokens."""
+    """The prediction of the model from tokens (B, L, C), as tokens."""
     kind = LARGE_DIT if isinstance(model, large_dit.Model) else DIT
     made = given.table if rung.hoisted else _condition(model, given.t_B, given.y_B)
     x, rotary = kind.embed(model, given)

@@ -1,14 +1,14 @@
-"""One process from its start to its first picture, and the seconds of each part: what `launch/bench.py start` times.
+"""The process that `launch/bench.py start` times: it makes one picture and prints the seconds of each part.
 
     python -m launch.benches.first_picture START '{"model": "large-dit-7b", "steps": 25, "out": "picture.png"}'
     python -m launch.benches.first_picture START '{"numels": [...], "width": 4096}'
 
-START is the starter's `time.monotonic()`. The first makes a picture by the calls of `launch/sample.py`; the second is
-the floor: the same interpreter, torch, diffusers and device, memory filled at random, one matrix product and one
-attention, and nothing of ours. Each prints one JSON line.
+START is `time.monotonic()` of the process that starts this one. The first form makes a picture by the calls of
+`seqpar sample`. The second form is the floor: the same interpreter, torch, diffusers and device, random weights, one
+matrix product and one attention, and no code of seqpar. Each prints one JSON line.
 """
 
-# imports are a part of what is timed: they stand where their time is taken, and nothing heavy stands here
+# Imports are timed, so heavy ones stand inside functions.
 from __future__ import annotations
 
 import json
@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 TORCH = ("torch", "torch.nn.functional")
-DIFFUSERS = (  # what seqpar imports of it
+DIFFUSERS = (  # the modules of diffusers that seqpar imports
     "diffusers",
     "diffusers.models.autoencoders.autoencoder_kl",
     "diffusers.models.modeling_outputs",
@@ -28,14 +28,14 @@ DIFFUSERS = (  # what seqpar imports of it
 
 
 class Marks:
-    """Seconds of each part, each from the end of the one before."""
+    """Seconds of each part, measured from the end of the part before."""
 
     def __init__(self, start: float) -> None:
         self.seconds: dict[str, float] = {}
         self._last = start
 
     def __call__(self, part: str) -> None:
-        """`part` ends here, on the device too where there is one in use."""
+        """End `part` now, after waiting for the GPU if one is in use."""
         torch = sys.modules.get("torch")
         if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -45,7 +45,7 @@ class Marks:
 
 
 def imports(mark: Marks) -> None:
-    """What any program with torch and diffusers imports."""
+    """Import torch and diffusers, as any program that uses them does."""
     mark("python")
     for name in TORCH:
         import_module(name)
@@ -56,13 +56,13 @@ def imports(mark: Marks) -> None:
 
 
 def picture(mark: Marks, model: str, steps: int, out: str) -> dict[str, str]:
-    """The way of `launch/sample.py`, except that the first step runs before the capture, to be timed by itself."""
+    """Make a picture as `seqpar sample` does, but run the first step before the capture, so that it is timed alone."""
     imports(mark)
     from pathlib import Path
 
     import torch
 
-    from seqpar.cli.sample import DTYPES
+    from seqpar.cli.job import DTYPES
     from seqpar.mesh import Mesh
     from seqpar.pipelines.class_labels import Files, Pipeline
     from seqpar.pipelines.pictures import grid, save, to_pil
@@ -115,7 +115,7 @@ def denoised(mark: Marks, pipeline: Any, label: int, steps: int) -> Any:
 
 
 def floor(mark: Marks, numels: list[int], width: int) -> dict[str, str]:
-    """As many tensors of as many random elements, and the first use of the libraries that every model needs."""
+    """Make random tensors of these sizes, and use cuBLAS and an attention kernel for the first time."""
     imports(mark)
     import torch
     import torch.nn.functional as F
@@ -134,7 +134,7 @@ def floor(mark: Marks, numels: list[int], width: int) -> dict[str, str]:
 
 
 def main() -> None:
-    """Do what the arguments say; the marks begin with them."""
+    """Parse START and the JSON object, run, and print the JSON line."""
     mark, what = Marks(float(sys.argv[1])), json.loads(sys.argv[2])
     told = floor(mark, **what) if "numels" in what else picture(mark, **what)
     print(json.dumps({"seconds": mark.seconds, **told}), flush=True)

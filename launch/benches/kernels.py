@@ -1,6 +1,6 @@
-"""Each kernel: its time and bytes a second beside plain torch and torch.compile, against this run's copy bandwidth.
+"""Time of each kernel beside plain torch and torch.compile, and its share of this run's copy bandwidth.
 
-Then the matrix products that have arithmetic in their epilogues (`launch/benches/products.py`), against cuBLAS and a kernel.
+Matrix products with arithmetic in their epilogues (`launch/benches/products.py`) follow, beside cuBLAS and a kernel.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class Kernels:
     width: int = 4096
     """Model width; heads are 128 wide, the feed-forward is 11008."""
     compiled: bool = True
-    """Also plain torch under torch.compile."""
+    """Also time plain torch under torch.compile."""
     products: bool = True
-    """Also the matrix products."""
+    """Also time the matrix products."""
     named: str = ""
-    """Only those whose name has this."""
+    """Run only the kernels and products whose name contains this."""
     rounds: int = 5
-    """Rounds in turn."""
+    """Number of rounds; each round times every way once."""
     out: Path | None = None
     """Append JSON lines here."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel on inputs of one size: its `launch` and `reference`, what they take, the bytes that must move."""
+    """One kernel on inputs of one size: the module with `launch` and `reference`, their inputs, the bytes they move."""
 
     name: str
     module: ModuleType
@@ -54,7 +54,7 @@ class Case:
     bytes: int
 
     def sets(self) -> list[tuple[Any, ...]]:
-        """Inputs of several calls (half of what moves, or more, is read), too many for the cache to hold any."""
+        """Inputs of so many calls that none is in the cache when used again (at least half of `bytes` is read)."""
         return [self.data() for _ in range(over(self.bytes // 2))]
 
 
@@ -73,7 +73,7 @@ def main(args: Kernels) -> None:
 
 
 def cases(rows: int, width: int, device: str = "cuda") -> Sequence[Case]:
-    """All elementwise kernels of a block at this many rows; data is made when it is asked for."""
+    """All elementwise kernels of a block at this number of rows; `Case.data` makes the inputs."""
     rand = partial(timing.rand, device=device)
     batch, tokens, hidden = 2, rows // 2, HIDDEN.get(width, 4 * width)
     heads = 16 if width < 2048 else 32

@@ -1,12 +1,13 @@
-"""From the plain model to the engine, one rung at a time, on one GPU; beside torch.compile and three yardsticks.
+"""ms a step on one GPU from the plain model to the engine, one fusion at a time, beside torch.compile and yardsticks.
 
-Rungs: the published arithmetic, eager -> modulation hoisted -> our kernels, eager -> the same as one CUDA graph. Beside
-them the plain model in a graph, under torch.compile, and both. Yardsticks of the same run: the *ceiling* (the same
-matrix products by cuBLAS and the same attention, alone in a graph), the *roofline* (FLOPs at 790 TFLOP/s or weights at
+The rungs are the published arithmetic in eager mode, then modulation hoisted out of the step, then our kernels in eager
+mode, then the same kernels in one CUDA graph. Beside them run the plain model in a graph, under torch.compile, and with
+both. The yardsticks of the same run are the *ceiling* (the same matrix products by cuBLAS and the same attention, alone
+in a graph), the *roofline* (FLOPs at 790 TFLOP/s or weights at
 4.3 TB/s, whichever takes longer), and achieved TFLOP/s, TB/s of weights, SM clock and joules a step.
 
-A run of 25 steps is 25 plain steps, but more than 25 of the engine's: its table of modulation comes before them. So
-whole runs are timed too, by the clock on the wall; everybody's graphs are captured before.
+The plain model repeats its modulation in each of 25 steps; the engine computes a table of it before the first step. So
+whole runs are timed too, in wall-clock time, with all graphs captured before.
 """
 
 from __future__ import annotations
@@ -60,20 +61,20 @@ Way = Callable[[], object]
 
 @dataclass(frozen=True)
 class Ladder:
-    """Climb from the plain model to the engine on one GPU."""
+    """Time a step from the plain model to the engine, one fusion at a time, on one GPU."""
 
     model: str = "large-dit-7b"
     """A preset: large-dit-3b, large-dit-7b, dit-xl/2 ..."""
     tokens: tuple[int, ...] = (256,)
     """Square token counts."""
     compiled: bool = True
-    """Also the plain model under torch.compile (minutes of compilation)."""
+    """Also time the plain model under torch.compile (minutes of compilation)."""
     rounds: int = 5
-    """Rounds in turn."""
+    """Number of rounds; each round times every way once."""
     seconds: float = 0.5
-    """How long one way runs in a round."""
+    """Seconds that one way runs in a round."""
     runs: int = 5
-    """Whole runs of 25 steps of the plain ways and the engine; 0: none."""
+    """Number of whole runs of 25 steps of the plain ways and of the engine; 0 times none."""
     out: Path | None = None
     """Append JSON lines here."""
 
@@ -120,7 +121,7 @@ def all_ways(dit: DistributedDiT, side: int, compiled: bool) -> dict[str, Way]:
     ways |= dict(zip(PLAIN[:2], (plain, graphed(plain)), strict=True))
     if compiled:
         faster = compiled_step(step)
-        faster()  # here, and not in the warm-up of the graph: compiling tunes and loads on a stream of its own
+        faster()  # compile before the graph's warm-up: compiling tunes and loads on a stream of its own
         ways |= dict(zip(PLAIN[2:], (faster, graphed(faster)), strict=True))
     return ways | {
         "ceiling": graphed(ceiling(work_of(model.config), whole(dit, side), dit.local.name, dit.dtype, dit.device))
@@ -128,17 +129,16 @@ def all_ways(dit: DistributedDiT, side: int, compiled: bool) -> dict[str, Way]:
 
 
 def compiled_step(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Compiled for its one shape, without inductor's own CUDA graphs: ours is what makes the difference between ways.
+    """The step compiled for its one shape, without inductor's own CUDA graphs: `graphed` adds one if it is timed.
 
-    Inference mode is around what is compiled, not within: it is part of the guards, so a call in another mode would
-    compile again, and no capture survives that.
+    Inference mode wraps the compiled function: it is part of the guards, so a call in another mode would compile again,
+    which no capture survives.
     """
     return torch.inference_mode()(torch.compile(step, dynamic=False, options={"triton.cudagraphs": False}))
 
 
 def whole_runs(dit: DistributedDiT, side: int, ways: Mapping[str, Way]) -> dict[str, Way]:
-    """25 steps of each plain way, its graph captured before; ours from noise to latents by a `Sampler`, whose graph is
-    kept, too."""
+    """Whole runs: 25 steps of each plain way, and ours from noise to latents by a `Sampler`; graphs exist before."""
 
     def repeated(way: Way) -> None:
         for _ in range(RUN_STEPS):
@@ -151,7 +151,7 @@ def whole_runs(dit: DistributedDiT, side: int, ways: Mapping[str, Way]) -> dict[
 
 
 def sensed(work: Way, repeat: int) -> tuple[float, float] | None:
-    """SM clock (MHz) and power (W) while work runs, None where nvidia-smi does not tell."""
+    """SM clock (MHz) and power (W) while work runs; None if nvidia-smi gives no readings."""
     try:
         with Sensors() as sensors:
             timed(work, repeat)
@@ -176,12 +176,12 @@ def described(args: Ladder, dit: DistributedDiT, tokens: int, times: dict[str, l
 
 
 def ours(dit: DistributedDiT, side: int) -> dict[str, Way]:
-    """The engine's step: kernels, eager and as a graph."""
+    """The engine's step, in eager mode and as a CUDA graph."""
     return {"engine: kernels, eager": engine(dit, side, False), ENGINE: engine(dit, side, True)}
 
 
 def rungs(model: Any, side: int, local: str) -> dict[str, Way]:
-    """A step of each rung between plain and engine; guidance and DDIM in plain torch, as the plain model's."""
+    """A step of each rung between plain and engine; guidance and DDIM are plain torch, as in the plain model's step."""
     config, device = model.config, model.x_embedder.weight.device
     x = torch.randn(1, (side // config.patch_size) ** 2, model.x_embedder.in_features, device=device)
     t, y = torch.full((2,), 480, device=device), torch.tensor([1, config.num_classes], device=device)
@@ -196,7 +196,7 @@ def rungs(model: Any, side: int, local: str) -> dict[str, Way]:
 
 
 def engine(dit: DistributedDiT, side: int, graph: bool) -> Way:
-    """A step of a run of 25, again and again."""
+    """The first step of a run of 25 steps, repeated."""
     noise, labels = start_of_run(dit, side)
     run = begin(dit, Request(DDIMScheduler.from_config(DDIM_DEFAULT), noise, labels, RUN_STEPS, GUIDANCE))
     if graph:
@@ -205,7 +205,7 @@ def engine(dit: DistributedDiT, side: int, graph: bool) -> Way:
     done = itertools.count()
 
     def step() -> None:
-        if next(done) % RUN_STEPS == 0:  # round and round the state would overflow, and what overflowed runs faster
+        if next(done) % RUN_STEPS == 0:  # restart now and then: a state that overflowed would run faster
             run.rewind()
         run.step()
 
@@ -213,18 +213,18 @@ def engine(dit: DistributedDiT, side: int, graph: bool) -> Way:
 
 
 def whole(dit: DistributedDiT, side: int) -> Share:
-    """All the work of a step."""
+    """The work of a step of one GPU."""
     return share(work_of(dit.config), (side // dit.config.patch_size) ** 2, dit.strategy.name, dit.mesh)
 
 
 def start_of_run(dit: DistributedDiT, side: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Noise and label of one image."""
+    """Noise (1, C, h, w) and the label of one image."""
     noise = draw_noise((1, dit.config.in_channels, side, side), torch.Generator().manual_seed(0))
     return noise, {"class_labels": torch.zeros(1, dtype=torch.int64)}
 
 
 def plain_step(model: Any, side: int) -> Callable[[], Tensor]:
-    """The published model's step: two branches in one batch, guidance, DDIM; plain torch, its own adaLN every step."""
+    """The published model's step in plain torch: two branches in one batch, adaLN in every step, guidance, DDIM."""
     weight, config = model.x_embedder.weight, model.config
     plain = plain_model(config, side, weight.dtype, weight.device)
     x = torch.randn(1, config.in_channels, side, side, device=weight.device)

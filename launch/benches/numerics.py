@@ -1,10 +1,10 @@
-"""How far a step of the engine is from the plain model in full precision, beside how far plain bf16 is.
+"""Error of each step of the engine and of the plain bf16 model, against the plain model in full precision.
 
-Teacher forcing: the plain model in fp32 (fp64 on CPUs) makes a trajectory; at each of its states the engine (kernels
-and graph, where there is a GPU) and the plain model in bf16 take the one step that it took. A step's error is the rms
-of the difference between the states after it, as a share of what the prediction put into them: for DDIM, the relative
-error of the guided prediction. All three have the same weights, those that bf16 can hold, so the errors are of
-arithmetic alone, and their ratio is what our kernels add to plain bf16 (or take from it).
+This is teacher forcing: the plain model in fp32 (fp64 on CPUs) makes a trajectory, and from each of its states the
+engine (with kernels and graph on a GPU) and the plain bf16 model take one step. A step's error is the rms of the
+difference between the states after it, relative to the prediction's part of the step: for DDIM, the relative error of
+the guided prediction. All three models have the same weights, rounded to bf16, so the errors come from arithmetic
+alone, and their ratio says what our kernels add to plain bf16 or take from it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main(args: Numerics) -> None:
 
 
 def locate(model: str, steps: int) -> Files:
-    """The model's files; ValueError where it has no plain twin here, or a scheduler that remembers earlier steps."""
+    """The model's files; `ValueError` if no plain model matches it, or if its scheduler remembers earlier steps."""
     files = Files.locate(model)
     if files.blueprint.checkpoint is not None and files.folder is None:
         raise ValueError(f"got model {model}, expected builtin, a diffusers pipeline folder or a preset: others "
@@ -100,7 +100,7 @@ def measure(model: str, files: Files, steps: int, device: torch.device) -> dict[
 
 
 def plain_truth(files: Files, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The plain model with weights that bf16 can hold, in a wider dtype."""
+    """The plain model in a wider dtype, with weights rounded to bf16."""
     config = files.blueprint.config
     if files.folder is not None:
         made: Any = DiTTransformer2DModel.from_pretrained(files.folder, subfolder="transformer")
@@ -109,7 +109,7 @@ def plain_truth(files: Files, dtype: torch.dtype, device: torch.device) -> nn.Mo
         made = plain_model(config, config.sample_size, dtype, device)
     for parameter in made.parameters():
         parameter.copy_(parameter.to(BF16))
-    if isinstance(made, DiTTransformer2DModel):  # a copy of the embedders in every block, as in what was trained
+    if isinstance(made, DiTTransformer2DModel):  # every block has the first one's embedders, as trained
         blocks: Any = made.transformer_blocks
         for block in blocks[1:]:
             block.norm1.emb.load_state_dict(blocks[0].norm1.emb.state_dict())
@@ -117,7 +117,7 @@ def plain_truth(files: Files, dtype: torch.dtype, device: torch.device) -> nn.Mo
 
 
 def engine_of(plain: nn.Module, dtype: torch.dtype) -> SequenceModel:
-    """Ours, with the plain model's weights."""
+    """Our model with the plain model's weights."""
     device = next(plain.parameters()).device
     if not isinstance(plain, PlainLargeDiT):
         return from_diffusers(plain).build(dtype, device)
@@ -129,7 +129,7 @@ def engine_of(plain: nn.Module, dtype: torch.dtype) -> SequenceModel:
 def compare(
     truth: nn.Module, plain: nn.Module, dit: DistributedDiT, scheduler: Any, steps: int
 ) -> dict[str, list[float]]:
-    """Each step's error of the engine and of plain bf16, from the truth's state before it."""
+    """Each step's error of the engine and of plain bf16, both from the true state before the step."""
     config, label = dit.config, torch.zeros(1, dtype=torch.int64)
     noise = draw_noise((1, config.in_channels, *[config.sample_size] * 2), torch.Generator().manual_seed(0))
     run = begin(dit, Request(scheduler, noise, {"class_labels": label}, steps, GUIDANCE))
@@ -152,7 +152,7 @@ def compare(
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """No TF32, in convolutions (where torch allows it by itself) and in attention."""
+    """Turn TF32 off in convolutions, where torch allows it by default, and in attention."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False), sdpa_kernel(SDPBackend.MATH):
         yield
 

@@ -1,6 +1,5 @@
-"""Pictures from the JSON lines of `launch/bench.py`: the ladder as bars against its ceiling, steps against GPUs, the
-start of a process as a stack of its parts, errors of steps, exchanges against the links, scaling
-against its ceiling.
+"""Plots from the JSON lines of `launch/bench.py`: the ladder as bars beside its ceiling, ms a step over GPUs, the parts
+of a process's start, errors of steps, exchanges beside the bandwidth of the links, scaling beside its ceiling.
 
 python launch/benches/plot.py docs/benchmarks/2026-11-20-h200-engine.jsonl        # writes .png files beside it
 """
@@ -24,7 +23,7 @@ INK, OURS, THEIRS = "#333333", "#2f7d4f", "#9aa5b1"
 
 
 def main(path: Path) -> None:
-    """One picture for each kind of lines that the file has."""
+    """Write one plot for each kind of lines in the file, beside the file."""
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     for kind, draw in (("ladder", ladder), ("steps", steps), ("start", start), ("numerics", numerics),
                        ("exchange", exchange), ("scale", scale)):  # fmt: skip
@@ -36,7 +35,7 @@ def main(path: Path) -> None:
 
 
 def ladder(lines: Sequence[Line]) -> Any:
-    """A panel for each run of a model and token count: ms of each way, the run's ceiling as a line."""
+    """A panel for each run of a model and token count: ms of each way as bars, the run's ceiling as a line."""
     runs = [list(run) for _, run in groupby(lines, key=lambda line: (line["case"]["model"], line["case"]["tokens"],
                                                                      line["ceiling_ms"]))]  # fmt: skip
     height = 0.8 * len(runs) + 0.22 * len(lines)
@@ -56,7 +55,7 @@ def ladder(lines: Sequence[Line]) -> Any:
 
 
 def steps(lines: Sequence[Line]) -> Any:
-    """ms a step against GPUs, a panel for each token count, every layout a point, the fastest joined."""
+    """ms a step over GPUs, a panel for each token count; each layout is a point, a line joins the fastest."""
     tokens = sorted({line["case"]["tokens"] for line in lines})
     figure, panels = plt.subplots(1, len(tokens), figsize=(4 * len(tokens), 3.2), squeeze=False)
     for panel, count in zip(panels[0], tokens, strict=True):
@@ -74,7 +73,7 @@ def steps(lines: Sequence[Line]) -> Any:
 
 
 def start(lines: Sequence[Line]) -> Any:
-    """Two stacks for each line, to the first picture and the floor without us; a part has one colour in all."""
+    """Two stacked bars for each line: ours to the first picture, and the floor without seqpar."""
     parts = list(dict.fromkeys(part for line in lines for part in line["seconds"]))
     figure, panel = plt.subplots(figsize=(9, 1.2 + 0.9 * len(lines)))
     for index, line in enumerate(lines):
@@ -92,7 +91,7 @@ def start(lines: Sequence[Line]) -> Any:
 
 
 def numerics(lines: Sequence[Line]) -> Any:
-    """Error of each step on the same inputs, a panel for each model, plain bf16 beside the engine."""
+    """Error of each step on the same inputs, a panel for each model: the engine beside plain bf16."""
     figure, panels = plt.subplots(1, len(lines), figsize=(4.5 * len(lines), 3.2), squeeze=False)
     for panel, line in zip(panels[0], lines, strict=True):
         for (way, errors), color in zip(line["error"].items(), (OURS, THEIRS), strict=True):
@@ -105,7 +104,7 @@ def numerics(lines: Sequence[Line]) -> Any:
 
 
 def scale(lines: Sequence[Line]) -> Any:
-    """ms a step against GPUs, a panel for each model and token count: ours, the fastest peer, the lowest ceiling."""
+    """ms a step over GPUs, a panel for each model and token count: ours, the fastest peer, the lowest ceiling."""
     able = [line for line in lines if line["ms"] is not None and line["case"]["images"] == 1]
     works = list(dict.fromkeys((line["case"]["model"], line["case"]["tokens"]) for line in able))
     figure, panels = plt.subplots(1, len(works), figsize=(4 * len(works), 3.2), squeeze=False)
@@ -130,7 +129,7 @@ def scale(lines: Sequence[Line]) -> Any:
 
 
 def exchange(lines: Sequence[Line]) -> Any:
-    """GB/s a rank against MB, a panel for each move and number of GPUs; in a graph where there is one."""
+    """GB/s a rank over MB, a panel for each move and number of GPUs; times in CUDA graphs if there are any."""
     mode = "graph" if any(line["case"]["mode"] == "graph" for line in lines) else "eager"
     mine = [line for line in lines if line["us"] is not None and line["case"]["mode"] == mode]
     panes = list(dict.fromkeys((line["gpus"], line["case"]["move"]) for line in mine))

@@ -1,6 +1,6 @@
-"""Matrix products with an activation in their epilogue, against cuBLAS and a kernel: what decides `FASTER`, `EPILOGUE`.
+"""Matrix products with an activation in their epilogue, beside cuBLAS and a kernel; they decide `FASTER`, `EPILOGUE`.
 
-Beside each way: TFLOP/s and the error against fp32 arithmetic. "alone" is the product without what follows it.
+Each row has TFLOP/s and the error against fp32 arithmetic. "alone" is the product without its activation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ALONE = "cuBLAS alone"
 
 @dataclass(frozen=True)
 class Product:
-    """x (rows, inner) times weights (columns, inner): what a way takes, the ways, and what they should make of it."""
+    """x (rows, inner) times weights (columns, inner): its inputs, the ways to compute it, and the reference."""
 
     name: str
     inner: int
@@ -46,7 +46,7 @@ class Product:
 
 
 def products(device: str = "cuda") -> Sequence[Product]:
-    """w1, w3 with SwiGLU of three models; the first layer of DiT-XL/2's feed-forward."""
+    """w1 and w3 with SwiGLU for three models, and the first layer of DiT-XL/2's feed-forward."""
     rand, ways = partial(timing.rand, device=device), gated_ways()
 
     def gated(inner: int, width: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ def products(device: str = "cuda") -> Sequence[Product]:
 
 
 def gated_ways() -> Mapping[str, Callable[..., Tensor]]:
-    """x, weights -> SwiGLU of their product."""
+    """Name -> a function of x and weights that returns SwiGLU of their product."""
     two: dict[str, Callable[..., Tensor]] = {ALONE: F.linear}
     two["cuBLAS + SwiGLU kernel"] = lambda x, w: swiglu.launch(F.linear(x, w))
     if (reason := why_not()) is not None:
@@ -73,7 +73,7 @@ def gated_ways() -> Mapping[str, Callable[..., Tensor]]:
 
 
 def gelu_ways() -> Mapping[str, Callable[..., Tensor]]:
-    """x, weights, bias -> GELU of their product."""
+    """Name -> a function of x, weights and bias that returns GELU of their product."""
     return {
         ALONE: lambda x, w, b: F.linear(x, w),
         "cuBLAS + bias + GELU kernel": lambda x, w, b: gelu.launch(F.linear(x, w), b),
@@ -82,7 +82,7 @@ def gelu_ways() -> Mapping[str, Callable[..., Tensor]]:
 
 
 def main(rows: Sequence[int], rounds: int, out: Path | None, named: str) -> None:
-    """Measure those whose name has `named`, print a table, append the lines."""
+    """Measure the products whose name contains `named`, print a table, append the lines."""
     chosen = [product for product in products() if named in product.name]
     for product in chosen:
         for count in rows:
@@ -108,7 +108,7 @@ def measure(product: Product, rows: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def works(name: str, way: Callable[..., Tensor], data: tuple[Tensor, ...]) -> bool:
-    """Whether a way runs here; says why not. Compilers have errors of their own."""
+    """Whether a way runs here; prints the reason if it does not. Compilers raise several types of errors."""
     try:
         way(*data)
         torch.cuda.synchronize()
@@ -119,7 +119,7 @@ def works(name: str, way: Callable[..., Tensor], data: tuple[Tensor, ...]) -> bo
 
 
 def error(way: Callable[..., Tensor], product: Product, data: tuple[Tensor, ...]) -> float | None:
-    """Relative; None for the product alone, which is something else."""
+    """Relative error; None for the product alone, which has no activation to compare."""
     if way is product.ways[ALONE]:
         return None
     want = product.reference(*(x.float() for x in data))

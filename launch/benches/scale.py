@@ -1,14 +1,14 @@
-"""Every layout of the processes there are, and the same work by others in the same run.
+"""ms a step of every layout on the processes that run, beside other engines and ceilings in the same run.
 
     for n in 1 2 4; do
         torchrun --nproc_per_node=$n launch/bench.py scale --tokens 4096 --out lines.jsonl
     done
 
-Rows: ours (every layout by every transport; on a data axis a picture for each of its ranks), peers (`launch/baselines/peers.py`;
-eager, with compiled blocks, each in a CUDA graph too) and the *ceiling* of each layout: its rank's matrix products and
-attention alone. One at a time is set up, timed and freed, in rounds (A B A B); the slowest rank counts. One JSON line a
-row, with the reason where a row is not possible; `launch/benches/table.py` makes the ratios, once the lines of all runs are
-there.
+Rows are our layouts (every layout by every transport; a data axis gives each of its ranks a picture), peers
+(`launch/baselines/peers.py`; eager and with compiled blocks, each also in a CUDA graph), and the *ceiling* of each
+layout: the matrix products and the attention of one rank alone. Ways are set up, timed and freed one at a time, in
+rounds (A B A B); the slowest rank counts. Each row is a JSON line, with the reason if it is not possible;
+`launch/benches/table.py` computes the ratios from the lines of all runs.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Scale:
-    """Time every layout, its peers and its ceiling on the processes there are."""
+    """Time every layout, its peers and its ceiling on the processes that run."""
 
     model: str = "large-dit-7b"
     """A preset (random weights) or a checkpoint."""
     tokens: tuple[int, ...] = (256, 4096, 16384)
-    """Token counts; a count that is no square is a picture as square as it can be."""
+    """Token counts; a count that is not a square gives the picture that is closest to a square."""
     layouts: tuple[str, ...] = ()
-    """Only these of one picture, as strategy:cfg:ring (ulysses:2:1); all that fit where none are given."""
+    """Layouts of one picture, as strategy:cfg:ring (ulysses:2:1); all that fit if none are given."""
     data: bool = True
-    """Also several pictures at once."""
+    """Also time several pictures at once."""
     peers: bool = True
-    """Also the same work by others."""
+    """Also time the same work by other engines."""
     named: tuple[str, ...] = ()
-    """Of those only who has one of these words in its name (Ulysses, compiled, graph ...)."""
+    """Run only the peers whose name contains one of these words (Ulysses, compiled, graph ...)."""
     compiled: bool = True
-    """Also peers with their blocks compiled (minutes)."""
+    """Also time peers with compiled blocks (minutes of compilation)."""
     local: str = "auto"
-    """Local attention of ours and of plain Ulysses."""
+    """Local attention of our layouts and of plain Ulysses."""
     rounds: int = 3
-    """Rounds in turn."""
+    """Number of rounds; each round times every way once."""
     seconds: float = 0.3
-    """How long one way runs in a round."""
+    """Seconds that one way runs in a round."""
     digest_steps: int = 25
-    """Steps of a run of 25 after which latents' bits are compared; 0: not at all."""
+    """Number of steps of a run of 25 after which the bits of latents are compared; 0 compares none."""
     out: Path | None = None
     """Append JSON lines here."""
 
 
 @dataclass
 class Found:
-    """What is known of a way so far: ms of each round on this rank, calls a round, bits, GiB, and a closer look."""
+    """Results of a way so far: ms of each round on this rank, calls a round, digest, GiB, and its trace."""
 
     times: list[float] = field(default_factory=list)
     calls: int = 0
@@ -136,13 +136,13 @@ def measure(args: Scale, bench: Bench, tokens: int) -> list[Line]:
 
 
 def wanted(args: Scale, ways: list[Way]) -> list[Way]:
-    """All but the peers that are not named, where some are."""
+    """The ways to time: all, or without the peers that --named leaves out."""
     named = args.named or ("",)
     return [way for way in ways if way.kind != "peer" or any(word in way.name for word in named)]
 
 
 def mark_picks(bench: Bench, tokens: int, ways: list[Way], found: dict[str, Found]) -> None:
-    """Say of each layout of one picture whether the planner would have taken it."""
+    """Mark the layouts of one picture that the planner would take."""
     picks = {transport: pick(bench.model, tokens, RUN_STEPS, bench.mesh, transport)
              for transport in dict.fromkeys(transport for _, transport in bench.engines)}  # fmt: skip
     for way in ways:
@@ -160,7 +160,7 @@ def visit(args: Scale, bench: Bench, way: Way, found: Found) -> None:
         if first:
             found.bits = ready.bits()
             ready.before()
-            # a state that goes round and round overflows, and what overflowed runs faster
+            # a state that is stepped again and again overflows, and then runs faster
             found.calls = min(MOST_STEPS, calls_for(args.seconds, ready.step, mesh))
         ready.before()
         mesh.collect(None)
@@ -210,7 +210,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def free(device: torch.device) -> None:
-    """Give back what a way held, so that the next one begins as it did."""
+    """Free what a way held, so that the next way starts from the same state."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -220,7 +220,7 @@ def free(device: torch.device) -> None:
 def line(
     args: Scale, bench: Bench, tokens: int, way: Way, found: Found, ms: dict[str, float] | None, why: str | None
 ) -> Line:
-    """All there is to say about one row. Asks the other ranks."""
+    """The JSON line of one row. It is a collective call."""
     world, device = bench.mesh.world.size, bench.mesh.device
     dtype = str(next(bench.model.parameters()).dtype).removeprefix("torch.")
     case = {"model": args.model, "tokens": tokens, "kind": way.kind, "way": way.name, "images": way.images,
@@ -243,7 +243,7 @@ def line(
 
 
 def row(line: Line) -> str:
-    """One line of the table; where the time of the best layout goes is a second one."""
+    """One line of the table; the best layout has a second line, its time by kind of kernel."""
     case, ms = line["case"], line["ms"]
     start = f"{case['tokens']:>6} tokens  {line['gpus']} x  {case['way']:<52}"
     if ms is None:

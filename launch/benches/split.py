@@ -1,7 +1,7 @@
-"""Where a step's time goes: matrix products, attention, elementwise, exchange that nothing hides, gaps.
+"""Time of a step by kind of kernel: matrix products, attention, elementwise, exposed exchange, gaps.
 
-From the kernels of a profiler's trace, by their names: each moment belongs to the first of these kinds that runs then,
-so exchange counts only where nothing is computed under it.
+Kernels of a profiler's trace are sorted by their names. Each moment counts for the first kind that runs then, so an
+exchange counts only while nothing is computed.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 KINDS: tuple[str, ...] = ("GEMM", "attention", "elementwise", "exchange exposed", "gaps")
 NAMES: dict[str, tuple[str, ...]] = {
-    "attention": ("flash", "fmha", "sdpa", "attention", "attn"),  # before GEMM: some are built with its library
+    "attention": ("flash", "fmha", "sdpa", "attention", "attn"),  # before GEMM: some have its library's name
     "exchange exposed": ("nccl", "flags_kernel", "push_kernel", "memcpy"),
     "GEMM": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas"),
 }
 Span = tuple[str, float, float]
-"""A kernel: name, start, end."""
+"""One kernel: its name, start and end."""
 
 
 def kind_of(kernel: str) -> str:
-    """Of `KINDS`, by what a kernel is called; elementwise is the rest."""
+    """The kind of a kernel by its name; kernels with other names are elementwise."""
     name = kernel.lower()
     return next((kind for kind, parts in NAMES.items() if any(part in name for part in parts)), "elementwise")
 
 
 def split(spans: Iterable[Span]) -> dict[str, float]:
-    """How long each kind is on, from the first kernel's start to the last one's end; in the spans' unit."""
+    """Time of each kind from the first kernel's start to the last one's end, in the unit of the spans."""
     edges: list[tuple[float, int, str]] = []
     for name, start, end in spans:
         edges += [(start, 1, kind_of(name)), (end, -1, kind_of(name))]
@@ -44,9 +44,10 @@ def split(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def traced(step: Callable[[], object], steps: int) -> list[Span]:
-    """The kernels of some steps on this GPU, in us; none where the profiler saw none."""
-    # one session, its own start left out: a second one soon after may find nothing
-    with profile(activities=[ProfilerActivity.CUDA], schedule=schedule(wait=0, warmup=1, active=1)) as found:
+    """The kernels of `steps` steps on this GPU, in us; empty if the profiler saw none."""
+    # one session with a warm-up step: a second session soon after may find nothing
+    session = schedule(wait=0, warmup=1, active=1)
+    with profile(activities=[ProfilerActivity.CUDA], schedule=session, acc_events=True) as found:
         step()
         torch.cuda.synchronize()
         found.step()
@@ -59,7 +60,9 @@ def traced(step: Callable[[], object], steps: int) -> list[Span]:
 
 
 def split_of(step: Callable[[], object], steps: int) -> dict[str, float] | None:
-    """ms a step of each kind, on this rank; None where nothing was seen. With peer memory the stores of q, k, v and the
-    wait for those of other ranks are the prepare kernel's, so they count as elementwise."""
+    """ms a step of each kind on this rank; None if the profiler saw no kernel.
+
+    With peer memory the prepare kernel stores q, k, v and waits for other ranks, so this counts as elementwise.
+    """
     spans = traced(step, steps)
     return {kind: us / 1e3 / steps for kind, us in split(spans).items()} if spans else None

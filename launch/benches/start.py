@@ -1,8 +1,8 @@
-"""From the start of a process to its first picture, with empty kernel caches: what takes how long, and what is ours.
+"""Seconds of each part between the start of a process and its first picture, with empty kernel caches.
 
-Each round starts two processes: one makes a picture of 25 steps from random weights, one is the floor: the same imports
-of torch and diffusers, the device, as many random weights, and one matrix product and attention, without a line of
-ours. Their caches of compiled kernels are new folders. The difference is what we cost.
+Each round starts two processes. One makes a picture of 25 steps from random weights. The other is the floor: the same
+imports of torch and diffusers, the device, as many random weights, one matrix product and one attention, and no code of
+seqpar. Both have empty caches of compiled kernels. The difference is the cost of seqpar.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from launch.benches.timing import append, command, environment, spread
 from seqpar.pipelines.class_labels import Files
 
 ROOT = Path(__file__).parents[2]
-# of Triton, inductor, the driver, FlashAttention-4 and what it stands on; what they do not name is in TMPDIR
+# caches of Triton, inductor, the driver, FlashAttention-4 and its packages; TMPDIR holds caches without a name
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "CUTE_DSL_CACHE_DIR",
           "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "TVM_FFI_CACHE_DIR", "TMPDIR")  # fmt: skip
 
@@ -38,7 +38,7 @@ class Start:
     steps: int = 25
     """Denoising steps."""
     rounds: int = 3
-    """New processes; medians are over these."""
+    """Number of rounds; the medians are over rounds."""
     out: Path | None = None
     """Append JSON lines here."""
 
@@ -55,7 +55,7 @@ def main(args: Start) -> None:
 
 
 def measure(args: Start, files: Files) -> dict[str, Any]:
-    """The line: medians of each part's seconds, and totals, of ours and of the floor."""
+    """The JSON line: median seconds of each part, and totals, for ours and for the floor."""
     numels = [parameter.numel() for parameter in files.blueprint.meta().parameters()]
     floor = {"numels": numels, "width": max(64, files.blueprint.config.width // 64 * 64)}
     ours, bare = [], []
@@ -73,7 +73,7 @@ def measure(args: Start, files: Files) -> dict[str, Any]:
 
 
 def child(what: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What a new process with empty caches in `folder` says of itself."""
+    """The JSON line that a new process prints, with empty caches in `folder`."""
     caches = {name: str(folder / name.lower()) for name in CACHES}
     for path in caches.values():
         Path(path).mkdir(parents=True)
@@ -87,17 +87,17 @@ def child(what: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def medians(rounds: list[dict[str, Any]]) -> dict[str, float]:
-    """Of each part."""
+    """Median seconds of each part."""
     return {part: median(one["seconds"][part] for one in rounds) for part in rounds[0]["seconds"]}
 
 
 def totals(rounds: list[dict[str, Any]]) -> dict[str, float]:
-    """Of all parts together."""
+    """Median, least and most of the sum of all parts."""
     return spread([sum(one["seconds"].values()) for one in rounds])
 
 
 def timeline(line: dict[str, Any]) -> str:
-    """For people: part by part, beside the floor's."""
+    """A table for people: each part beside the floor's."""
     case, floor = line["case"], line["floor_seconds"]
     rows = [f"{part:<18} {seconds:8.2f} s   floor {floor.get(part, 0.0):8.2f} s"
             for part, seconds in line["seconds"].items()]  # fmt: skip

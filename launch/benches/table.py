@@ -1,4 +1,4 @@
-"""Tables for people from the JSON lines of `launch/bench.py`: Markdown on standard output.
+"""Markdown tables from the JSON lines of `launch/bench.py`, on standard output.
 
 python launch/benches/table.py docs/benchmarks/2026-11-20-h200.jsonl
 """
@@ -14,13 +14,13 @@ from typing import Any
 
 
 def main(path: str) -> None:
-    """All tables that the lines of a file make."""
+    """Print all tables of the lines in a file."""
     lines = [json.loads(text) for text in Path(path).read_text().splitlines()]
     print("\n\n".join(tables(lines)))
 
 
 def tables(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Steps (best layouts, all layouts), ladder (a step, whole runs), kernels ...: those there are lines for."""
+    """One table for each kind of lines that is there: steps, ladder, kernels, products and so on."""
     makers = (("steps", best), ("steps", every), ("ladder", ladder), ("ladder", runs), ("kernels", kernels),
               ("products", products), ("tiles", tiles), ("start", start), ("numerics", numerics),
               ("exchange", exchange), ("scale", scale), ("scale", split), ("scale", soonest),
@@ -45,9 +45,9 @@ def ladder(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def runs(lines: Sequence[dict[str, Any]]) -> str:
-    """How many times faster than each plain way a step is, and a whole run of 25 steps: ms, and times again.
+    """Speed-up over each plain way, for one step and for a whole run of 25 steps.
 
-    Empty where no whole run was timed.
+    Empty if no whole run was timed.
     """
     whole = {_run(line) for line in lines if "run_ms" in line}
     plain = ("plain eager", "plain graph", "plain compiled", "plain compiled + graph")
@@ -82,7 +82,7 @@ def kernels(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def start(lines: Sequence[dict[str, Any]]) -> str:
-    """Seconds of each part of a process's start, without us, and the difference."""
+    """Seconds of each part of a process's start, the seconds of the floor without seqpar, and the difference."""
     rows = []
     for line in lines:
         name, whole = f"{line['case']['model']}, {line['case']['tokens']} tokens", line["total"]
@@ -109,7 +109,7 @@ def numerics(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def products(lines: Sequence[dict[str, Any]]) -> str:
-    """us of a matrix product alone, with a kernel after it, and the fastest of the other ways, with its error."""
+    """us of a matrix product alone, of a product and a kernel, and of the fastest other way, with its error."""
     rows, told = [], ("product", "rows")
     for at in dict.fromkeys(tuple(line["case"][name] for name in told) for line in lines):
         alone, *ways = (line for line in lines if tuple(line["case"][name] for name in told) == at)
@@ -135,7 +135,7 @@ EXCHANGES = ("ours, collective", "ours, peer", "bare", "with permutes")
 
 
 def exchange(lines: Sequence[dict[str, Any]]) -> str:
-    """us (GB/s a rank) of each way to make an exchange, and how many times faster peer memory is than collectives."""
+    """us (GB/s a rank) of each way to make an exchange, and the speed-up of peer memory over plain collectives."""
     found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for line in lines:
         case = line["case"]
@@ -151,7 +151,7 @@ def exchange(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def scale(lines: Sequence[dict[str, Any]]) -> str:
-    """The fastest layout of one picture on each number of GPUs: against its ceiling, the fastest peer, one GPU."""
+    """The fastest layout of one picture on each number of GPUs, beside its ceiling, the fastest peer and one GPU."""
     rows = []
     for gpus, mine in _by_gpus(lines):
         if not (ours := _fastest(mine, "ours")):
@@ -172,7 +172,7 @@ def scale(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def split(lines: Sequence[dict[str, Any]]) -> str:
-    """Where a step of the fastest layout spends its ms on rank 0, SM clock and joules; empty where none was traced."""
+    """Time by kind of kernel in a step of the fastest layout on rank 0, SM clock, joules; empty if none was traced."""
     traced = [line for line in lines if "split_ms" in line]
     rows = [[line["case"]["model"], str(line["case"]["tokens"]), str(line["gpus"]), line["case"]["way"],
              *(f"{ms:.2f}" for ms in line["split_ms"].values()),
@@ -187,7 +187,7 @@ def _if_there(line: dict[str, Any], name: str, digits: int) -> str:
 
 
 def soonest(lines: Sequence[dict[str, Any]]) -> str:
-    """One picture soonest, or most pictures a second: the fastest layout of each number of pictures at once."""
+    """The fastest layout for each number of pictures at once: seconds to the first picture, pictures a second."""
     rows = []
     for gpus, mine in _by_gpus(lines):
         counts = sorted({line["case"]["images"] for line in mine})
@@ -203,7 +203,7 @@ def soonest(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def ways(lines: Sequence[dict[str, Any]]) -> str:
-    """Every row: ours, peers, ceilings, and what was not possible."""
+    """Every row: our layouts, peers, ceilings, and the reason where a row was not possible."""
     rows = []
     for line in lines:
         case = line["case"]
@@ -232,7 +232,7 @@ def _fastest(lines: Sequence[dict[str, Any]], kind: str, images: int = 1) -> dic
 
 
 def _same_way(line: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """By the same transport: a pick is made for one."""
+    """Whether both lines use the same transport; the planner picks a layout for each transport."""
     return line["case"].get("transport") == ours["case"]["transport"]
 
 
@@ -242,7 +242,7 @@ def _same_ceiling(line: dict[str, Any], ours: dict[str, Any]) -> bool:
 
 
 def _bits(lines: Sequence[dict[str, Any]], line: dict[str, Any]) -> str:
-    """Whether the first picture has the bits that one GPU gives it; "-" where that is not known."""
+    """Whether the first picture has the bits that one GPU makes; "-" if that is not known."""
     one = [x for x in _alone(lines, line) if "digest" in x and x["digest_steps"] == line.get("digest_steps")]
     return "-" if not one else "yes" if one[0]["digest"] == line["digest"] else "no"
 

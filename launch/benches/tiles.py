@@ -1,8 +1,8 @@
-"""Candidates for how a kernel's rows are laid over programs and warps, best first: what `tile(width)` should say.
+"""Time of each tile (rows a program, warps a row) of each kernel, fastest first; the winners belong in `tile(width)`.
 
-Which candidates: what keeps many rows in flight without spilling, as ptxas counts registers for Hopper
-(`tests/kernels/test_compiles.py` compiles them all). A kernel that is bound by memory wants some 50 KB in flight on each
-multiprocessor; the fewer warps share a row, the fewer instructions its sums cost.
+The candidates keep many rows in flight without spilling, as ptxas counts registers for Hopper
+(`tests/kernels/test_compiles.py` compiles them all). A kernel that is bound by memory needs about 50 KB in flight on
+each multiprocessor; the fewer warps share a row, the fewer instructions its sums cost.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WIDTHS = (4096, 3072, 1152)
 
 @dataclass(frozen=True)
 class Tiles:
-    """Time every tile of every kernel that has one; run it on an idle GPU, and write the winners into `tile`."""
+    """Time every tile of every kernel that has tiles; run it on an idle GPU and write the winners into `tile`."""
 
     rows: tuple[int, ...] = (8192, 512, 32768)
     """Token rows (two batch rows of half as many)."""
     widths: tuple[int, ...] = WIDTHS
     """Model widths."""
     rounds: int = 5
-    """Rounds in turn."""
+    """Number of rounds; each round times every tile once."""
     out: Path | None = None
     """Append JSON lines here."""
 
@@ -49,7 +49,7 @@ def main(args: Tiles) -> None:
 
 
 def candidates(case: Case, width: int) -> Sequence[Any]:
-    """Tiles for a kernel at a model width; None, today's choice, comes first. Nothing for a kernel without tiles."""
+    """Tiles for a kernel at a model width; None, the current choice, comes first. Empty for a kernel without tiles."""
     per_row = adaln.block(width) // 32  # elements of a row for one warp's thread
     warps = [n for n in (1, 2, 4, 8, 16) if 16 <= per_row // n <= 64]
     if case.module is adaln:

@@ -1,4 +1,4 @@
-"""What all benches share: times of GPU work, the machine they were made on, JSON lines."""
+"""Helpers of all benches: timing GPU work, describing the machine, writing JSON lines."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from seqpar.mesh import Mesh
 T = TypeVar("T")
 K = TypeVar("K")
 COPY_BYTES = 1 << 31  # far more than the caches hold
-ROUND_MS = 10.0  # how long a kernel runs in a round; slower ways run as often
+ROUND_MS = 10.0  # time that a kernel runs in a round; slower ways get the same number of calls
 MOST_CALLS = 1000  # in a round
 
 
 def graphed(work: Callable[[], object], calls: int = 1) -> Callable[[], None]:
-    """`calls` of `work` as a CUDA graph's replay, after a warm-up. What `work` uses lives as long as the replay."""
+    """A function that replays `calls` calls of `work` as one CUDA graph; the replay keeps what `work` uses alive."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -35,8 +35,8 @@ def graphed(work: Callable[[], object], calls: int = 1) -> Callable[[], None]:
             work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # the outer stream: a capture that fails does not go back to it by itself
-    # thread_local: NCCL's watchdog may query its events while we capture
+    # The outer `with` restores the current stream if a capture fails.
+    # thread_local: NCCL's watchdog may query its events during the capture.
     with (
         torch.cuda.stream(torch.cuda.current_stream()),
         torch.cuda.graph(graph, capture_error_mode="thread_local"),
@@ -63,7 +63,7 @@ def timed(work: Callable[[], object], repeat: int) -> float:
 
 
 def elapsed(work: Callable[[], object], repeat: int, device: torch.device) -> float:
-    """ms of one call of work that ranks do together: the mean of `repeat` calls, after one in which they meet."""
+    """ms of one call of work that all ranks share: the mean of `repeat` calls, after one call that aligns the ranks."""
     work()
     if device.type == "cuda":
         return timed(work, repeat)
@@ -74,13 +74,13 @@ def elapsed(work: Callable[[], object], repeat: int, device: torch.device) -> fl
 
 
 def calls_for(seconds: float, work: Callable[[], object], mesh: Mesh) -> int:
-    """How many calls take about so long: the same number on all ranks, at least 2."""
+    """The number of calls that take about `seconds`: the same on all ranks, at least 2."""
     ms = max(mesh.collect(elapsed(work, 1, mesh.device)))
     return int(min(MOST_CALLS, max(2, 1e3 * seconds / ms)))
 
 
 def attempt(work: Callable[[], T], mesh: Mesh, *errors: type[Exception]) -> tuple[T | None, str | None]:
-    """(what `work` made, None), or (None, why it failed on the first rank where it did): the same kind everywhere."""
+    """(result of `work`, None), or (None, the reason on the first rank that failed); all ranks agree which."""
     made, why = None, None
     try:
         made = work()
@@ -92,13 +92,13 @@ def attempt(work: Callable[[], T], mesh: Mesh, *errors: type[Exception]) -> tupl
 
 
 def slowest(times: Mapping[K, Sequence[float]], mesh: Mesh) -> dict[K, dict[str, float]]:
-    """Spread over the rounds of each, in a round the time of the slowest rank. Asks the others: never while timing."""
+    """Median, least and most over rounds of the slowest rank's time. A collective call: not for use while timing."""
     ranks = mesh.collect(dict(times))
     return {key: spread([max(each) for each in zip(*(rank[key] for rank in ranks), strict=True)]) for key in times}
 
 
 def walled(work: Callable[[], object]) -> float:
-    """ms of one call as a person waits for it: host and device."""
+    """Wall-clock ms of one call, host and device together."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     work()
@@ -114,7 +114,7 @@ def in_turn(works: Mapping[str, Callable[[], object]], rounds: int, repeat: int)
 def by_rounds(
     works: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[Callable[[], object]], float]
 ) -> dict[str, list[float]]:
-    """What `clock` says of each, round after round (A B C A B C), so that drifting clocks hit all alike."""
+    """The `clock` of each work in rounds (A B C A B C), so that drifting GPU clocks affect all works equally."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         work()
@@ -125,17 +125,17 @@ def by_rounds(
 
 
 def over(size: int) -> int:
-    """How many inputs of `size` bytes make four times the cache: used in turn, none is in it when it is read again."""
+    """The number of inputs of `size` bytes that fill the L2 cache four times, so that none is cached when reused."""
     return math.ceil(4 * torch.cuda.get_device_properties("cuda").L2_cache_size / size)
 
 
 def timed_over(
     ways: Mapping[str, Callable[..., object]], sets: Sequence[Sequence[Any]], rounds: int
 ) -> dict[str, dict[str, float]]:
-    """ms of one call of each way, which takes one of `sets`; a graph calls it with all of them, one after the other."""
+    """ms of one call of each way on one of `sets`; a CUDA graph calls the way on all sets in turn."""
 
     def all_sets(way: Callable[..., object]) -> Callable[[], object]:
-        # the list keeps results apart: memory that is written again and again stays in the cache
+        # the list keeps every result alive: memory that is reused at once would stay in the cache
         return lambda: [way(*one) for one in sets]
 
     torch.cuda.empty_cache()  # a capture does not reclaim what earlier graphs left
@@ -146,7 +146,7 @@ def timed_over(
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> torch.Tensor:
-    """Random data: zeros run faster than anything real."""
+    """Random data, because GPUs run faster on zeros than on real data."""
     return torch.randn(shape, dtype=torch.float32, device=device).to(dtype)
 
 
@@ -156,17 +156,17 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written a second by a large device-to-device copy."""
+    """Bytes a second that a large device-to-device copy reads and writes."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255)
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / (statistics.median(timed(lambda: target.copy_(source), 10) for _ in range(5)) * 1e-3)
 
 
 class Sensors:
-    """SM clock (MHz) and power (W) of a GPU of torch's while work runs, read by nvidia-smi ten times a second."""
+    """SM clock (MHz) and power (W) of a GPU while work runs, which nvidia-smi reads ten times a second."""
 
     def __init__(self, gpu: int = 0) -> None:
-        # not its number: CUDA_VISIBLE_DEVICES gives others than nvidia-smi's
+        # by UUID, because CUDA_VISIBLE_DEVICES changes torch's numbers but not nvidia-smi's
         self._gpu = f"GPU-{torch.cuda.get_device_properties(gpu).uuid}"
 
     def __enter__(self) -> Sensors:
@@ -193,7 +193,10 @@ class Sensors:
     def __exit__(self, *error: object) -> None:
         time.sleep(0.1)
         self._process.terminate()
+        self._process.wait()
         self._thread.join(timeout=2)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -202,7 +205,7 @@ class Sensors:
             self.readings.append((float(clock), float(watts)))
 
     def medians(self) -> tuple[float, float]:
-        """(MHz, W). Raises OSError where nvidia-smi told nothing."""
+        """(MHz, W); `OSError` if nvidia-smi printed nothing."""
         if not self.readings:
             raise OSError("nvidia-smi gave no readings of clock and power")
         clocks, watts = zip(*self.readings, strict=True)
@@ -210,7 +213,7 @@ class Sensors:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What a number depends on besides the code."""
+    """The versions and the device that a measurement depends on."""
     found = {"torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cuda":
         import triton
@@ -223,7 +226,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def command() -> str:
-    """How this was started, without where its output went."""
+    """The command line of this bench without its --out."""
     return "launch/bench.py " + re.sub(r" --out[ =]\S+", "", " ".join(sys.argv[1:]))
 
 

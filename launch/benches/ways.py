@@ -16,7 +16,6 @@ import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import nn
 
-import seqpar.transports
 from launch.baselines.peers import DeviceMeshes, Peer, device_meshes, peer_step, peers, with_core
 from launch.baselines.plain import plain_model
 from launch.benches.ceiling import ceiling, share
@@ -26,10 +25,11 @@ from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
 from seqpar.planner.plan import choose_local, load_local, work_of
-from seqpar.protocols import SequenceModel, plugins
+from seqpar.protocols import SequenceModel
 from seqpar.sampling.loop import check_finite, digest, draw_noise
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import Run, begin
+from seqpar.transports import _folder
 
 RUN_STEPS = 25
 
@@ -78,7 +78,8 @@ def make_bench(model: SequenceModel, chosen: Sequence[Layout], local: str, devic
     for layout in chosen:
         axes = (layout.data, layout.cfg, layout.ring, layout.ulysses)
         mesh = made[axes] = made.get(axes) or Mesh.from_env(*axes, device=device)
-        for transport in plugins(seqpar.transports) if mesh.sequence.size > 1 else ("collective",):
+        alone = _folder.unasked(mesh.device.type)[-1:]
+        for transport in _folder.names() if mesh.sequence.size > 1 else alone:
             build = partial(DistributedDiT, model, mesh, layout.strategy, local, transport)
             engine, why = attempt(build, world, ValueError)
             engines[layout, transport] = str(why) if engine is None else engine

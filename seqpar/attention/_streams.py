@@ -156,6 +156,8 @@ class OneRank:
 
 def joined(streams: Sequence[Given]) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of the joined tokens, prepared, by torch's own functions: gradients flow through them."""
-    ready = [(*prepare(stream.q, stream.k, stream.prepare), stream.v) for stream in streams]
-    q, k, v = (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] for parts in zip(*ready, strict=True))
-    return q, k, v
+    ready = [prepare(stream.q, stream.k, stream.prepare) for stream in streams]
+    if len(streams) == 1:
+        return (*ready[0], streams[0].v)
+    q, k = (torch.cat([pair[part] for pair in ready], dim=1) for part in range(2))
+    return q, k, torch.cat([stream.v for stream in streams], dim=1)

@@ -1,1 +1,1 @@
-"""What `launch/sample.py` and the `seqpar` command share: flags, planning, progress, exits."""
+"""The command line: the `seqpar` command, which `launch/sample.py` shares."""

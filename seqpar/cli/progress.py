@@ -1,4 +1,4 @@
-"""A progress bar and the time of a step, without making the device wait."""
+"""A progress bar and the time of a step, both without making the GPU wait."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from seqpar.mesh import Mesh
 
 
 class Progress:
-    """A bar on rank 0 that follows the device without making it wait: it polls events, and waits only at the end.
+    """A bar on rank 0 that polls CUDA events during the run and waits for them only at the end.
 
-    It appears with the first step, so that no error is told below an empty bar.
+    It appears with the first step, so that no error message follows an empty bar.
     """
 
     def __init__(self, steps: int, mesh: Mesh) -> None:
@@ -33,7 +33,7 @@ class Progress:
             self._bar.close()
 
     def __call__(self, index: int) -> None:
-        """A step has been queued (GPU) or done (CPU)."""
+        """Count a step that has been queued (GPU) or done (CPU)."""
         if not self._cuda:
             self._times.append(time.perf_counter())
             self._show(1)
@@ -48,7 +48,7 @@ class Progress:
             self._show(1)
 
     def finish(self) -> float | None:
-        """Wait for the rest; ms per step without the first one, which is warm-up; None where there is no other."""
+        """Wait for all steps; ms a step without the first one, which is warm-up; None for a single step."""
         while self._open:
             self._open.popleft().synchronize()
             self._show(1)

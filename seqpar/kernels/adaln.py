@@ -140,7 +140,7 @@ def launch(
     constants = {"E": width, "BLOCK": block(width), "ROWS": rows, "UNIT": unit, "CENTRE": norm.kind == "layer"}
     if h.numel():
         grid = (-(-tokens // rows), batch)
-        _kernel[grid](
+        adaln_kernel[grid](
             x_BlE, branch, *vectors, norm.weight, x_new, h, tokens, norm.eps, *strides, **constants,
             LATE=late, num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
@@ -185,7 +185,7 @@ def _modulation(shift, scale, col, inside):
 
 
 @jit
-def _kernel(
+def adaln_kernel(
     x,
     branch,
     gate,

@@ -95,7 +95,7 @@ def launch(
     unit, strides = _strides(dim, out_BLHD, part_BLHD, into)
     strides += [stride for x in (lse_BHL, part_lse_BHL, lse) for stride in x.stride()]
     if part_BLHD.numel():
-        _kernel[(heads, -(-tokens // ROWS), batch)](
+        merge_kernel[(heads, -(-tokens // ROWS), batch)](
             out_BLHD, part_BLHD, into, lse_BHL, part_lse_BHL, lse, tokens, *strides,
             D=dim, BLOCK=1 << (dim - 1).bit_length(), ROWS=ROWS, UNIT=unit, num_warps=warps,
             enable_fp_fusion=True,
@@ -124,7 +124,7 @@ def _strides(dim: int, *tensors: Tensor) -> tuple[int, list[int]]:
 
 
 @jit
-def _kernel(
+def merge_kernel(
     out,
     part,
     into,

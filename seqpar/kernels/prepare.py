@@ -54,11 +54,11 @@ def prepare_into(
     q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Sequence[Outbox],
     flags: Flags | None = None,
 ) -> bool:  # fmt: skip
-    """The same, written with v into every outbox: each reader gets its heads of my tokens, token-major.
+    """Write q and k after norm and rotary, and v, into every outbox: each reader gets its heads of my tokens.
 
-    None is what is not there yet: its places are left as they are.
-    Pass the same `Outboxes` at every call: what a kernel must know of them is computed once.
-    Returns whether the kernel has also told the peers of these flags, and waited for them (see `ToHeads.flags`).
+    Inputs that are None are skipped; their outbox regions are not written. Outboxes are token-major. Pass the same
+    `Outboxes`, or the same part of their `split`, at every call: the table that a kernel needs is computed once.
+    Returns whether the kernel has also raised these flags and waited for the peers' (see `ToHeads.flags`).
     """
     given = [x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None]
     if not given:

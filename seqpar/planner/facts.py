@@ -50,7 +50,8 @@ class Work:
     gemms: (inputs, outputs) of the matrix products of one block, that of q, k and v first. passes: elements that each
     elementwise kernel of a block reads and writes, without the norm and rotary embedding of q and k. prepares: whether
     q and k have a norm or a rotary embedding. once: the products before the first and after the last block. table: fp32
-    values of one modulation row. live: elements alive at the widest point of a block.
+    values of one modulation row. live: elements alive at the widest point of a block. masked: whether attention gets
+    key masks, which not every local attention takes.
     """
 
     layers: int
@@ -64,6 +65,7 @@ class Work:
     once: tuple[tuple[int, int], ...]
     table: int
     live: int
+    masked: bool = False
 
     def block(self, b: int, s: int) -> Cost:
         """The cost of one block on b rows of s tokens: matrix products, attention and elementwise passes."""

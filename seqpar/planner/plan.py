@@ -96,6 +96,7 @@ def make(work: Work, load: Load, dtype: torch.dtype, ranks: Mesh, wish: Wish, me
 
     Raises `ValueError`, on every rank, for names that are none and where nothing is what was asked for.
     """
+    wish = replace(wish, exact=wish.exact or exact.is_on())
     if mesh is not None:
         wish = replace(wish, axes=mesh.sizes)
         tokens, images = max(load.tokens, mesh.sequence.size), max(load.images, mesh.data.size)
@@ -115,7 +116,7 @@ def for_library(config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | N
     """
     tokens, latent = (config.sample_size // config.patch_size) ** 2, config.in_channels * config.patch_size**2
     load = Load(1, tokens, True, STEPS, dtype.itemsize, parameters, latent, 2, table)
-    return make(work_of(config), load, dtype, mesh or Mesh.joined(), replace(wish, exact=exact.is_on()), mesh)
+    return make(work_of(config), load, dtype, mesh or Mesh.joined(), wish, mesh)
 
 
 def work_of(config: Any) -> Work:
@@ -145,7 +146,7 @@ def _decided(work: Work, load: Load, dtype: torch.dtype, device: torch.device, m
     why = "as asked" if wish.strategy != "auto" else "planned" if layout.sequence > 1 else "one rank a sequence"
     if wish.transport == "auto" and layout.sequence * layout.cfg == 1:
         moved = _nothing_to_exchange(device)
-    local = choose_local(wish.local, device, dtype, work.head_dim)
+    local = choose_local(wish.local, device, dtype, work.head_dim, work.masked)
     return Plan(layout, Choice(layout.strategy, why), moved, local, ranking)
 
 

@@ -12,7 +12,7 @@ from seqpar.local import reference
 from seqpar.mesh import Mesh
 from seqpar.protocols import Given, Prepare
 from seqpar.shard import JointShard, Shard, Tokens
-from tests.support.meshes import LAYOUTS, TRANSPORTS, build, counted_calls, local_for, mesh_for, random, talking
+from tests.support.meshes import EXACT, LAYOUTS, TRANSPORTS, build, counted_calls, local_for, mesh_for, random, talking
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 
@@ -113,7 +113,7 @@ def moved(rank: int, world: int, device: torch.device, strategy: str, transport:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("strategy", ["ulysses", "kv_gather", "kv_first"])
+@pytest.mark.parametrize("strategy", EXACT)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_strategy_that_only_moves_data_has_one_ranks_bits(

@@ -340,6 +340,22 @@ def test_the_parts_of_a_split_are_made_once_for_all_slots() -> None:
         first.split((3, 5))
 
 
+def slots(rank: int, world: int, device: torch.device, strategy: str) -> list[bool]:
+    """For each slot of an exchange by peer memory, whether the parts of a call's streams were made in it."""
+    tokens = JointShard((Shard(5, world), Shard(9, world)))
+    attend: Any = build(strategy, mesh_for(strategy, world, device), tokens, reference.attend, "peer")
+    made = [random((1, stream.sizes[rank], 3, DIM), 0, device) for stream in tokens.streams]
+    attend([Given(x, x, x, Prepare()) for x in made])
+    (exchange,) = attend._exchanges.values()
+    counts = tuple(stream.sizes[rank] for stream in tokens.streams)
+    return [all("places" in vars(part) for part in boxes._splits[counts]) for boxes in exchange.made._boxes]
+
+
+@pytest.mark.parametrize("strategy", ["kv_gather", "kv_first"])
+def test_one_call_makes_the_parts_of_both_slots_of_peers_memory(ranks: Pool, strategy: str) -> None:
+    assert ranks.run(2, slots, strategy) == [[True, True]] * 2
+
+
 def test_masks_are_joined_in_the_order_of_keys() -> None:
     tokens = JointShard((Shard(3, 2), Shard(4, 2)))
     text, image = lengths_mask(torch.tensor([1, 3]), 3), torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]]).bool()

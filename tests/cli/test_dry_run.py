@@ -1,22 +1,20 @@
-"""`--dry-run`: every layout ranked without a weight loaded, and what a run would refuse refused."""
+"""`seqpar plan` and `--dry-run` rank every layout, load no weights, and refuse the flags that a run refuses."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 import tyro
 
-from seqpar.cli.sample import Args, run
+from seqpar.cli.args import Args
+from seqpar.cli.main import command
+from seqpar.cli.sample import run
 from seqpar.weights.find import Blueprint
-from tests.cli.test_sample import launch
+from tests.cli.processes import seqpar
+from tests.cli.test_sample import printed
 from tests.support.meshes import EXACT
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+from tests.support.pool import Pool
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -34,7 +32,9 @@ def test_a_dry_run_ranks_layouts_and_loads_no_weights(
     tables = shown.split("\n\n")[1:]
     assert [table.split(" x ")[0] for table in tables] == ([str(count) for count in counts] or ["1"])
     assert all(("NVIDIA H200" if counts else "CPU") in table for table in tables)
-    rows = tables[-1].splitlines()[2:]
+    *rows, counted = tables[-1].splitlines()[2:]
+    assert counted.startswith("a step: 10.7 TFLOP, ")
+    assert ("the busiest rank sends" in counted) == bool(counts)
     assert len(rows) == (9 if counts else 1)
     assert all("GiB" not in row for row in rows)
     times = [float(row[46:56]) for row in rows]
@@ -43,12 +43,23 @@ def test_a_dry_run_ranks_layouts_and_loads_no_weights(
     assert times[0] <= 1.01 * min(unasked)
 
 
-def test_a_dry_run_on_two_processes_prints_once_and_ends_well(tmp_path: Path) -> None:
-    done = launch("--model", "dit-s/8", "--size", "128", "--dry-run", "--out", tmp_path / "x.png", ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2 x CPU: cfg 2, ") == 1
-    assert done.stdout.count("does not fit") == 0
+def test_a_dry_run_on_two_processes_prints_once(ranks: Pool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, printed, Args("dit-s/8", size="128", dry_run=(), out=tmp_path / "x.png"))
+    assert first.count("\n2 x ") == first.count(": cfg 2, ") == 1
+    assert first.count("does not fit") == 0
+    assert second == ""
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("counts", ["", "1 4"])
+def test_a_plan_prints_what_a_dry_run_prints(capsys: pytest.CaptureFixture[str], counts: str) -> None:
+    flags = ["--model", "dit-xl/2", "--classes", "1", "2", "--mesh", "cfg=1", "--strategy", "ulysses"]
+    command(["plan", *flags, *(["--gpus", *counts.split()] if counts else [])])
+    plan = capsys.readouterr().out
+    assert plan.count("ms a step") >= 2 * max(1, len(counts.split()))  # a plan and the head of a table for each
+    command(["sample", *flags, "--dry-run", *counts.split()])
+    assert capsys.readouterr().out == plan
 
 
 def dry(*flags: str) -> None:
@@ -68,20 +79,25 @@ def test_a_dry_run_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [("--strategy foo", "got strategy 'foo'"), ("--transport nccl", "got transport 'nccl'"),
-     ("--local-attention foo", "got local attention 'foo'"), ("--exact --mesh ring=2", "with ring=2")],
+    [
+        ("--strategy foo", "got strategy 'foo'"),
+        ("--transport nccl", "got transport 'nccl'"),
+        ("--local-attention foo", "got local attention 'foo'"),
+        ("--exact --mesh ring=2", "with ring=2"),
+    ],
     ids=["strategy", "transport", "local attention", "exact"],
-)  # fmt: skip
+)
 def test_a_dry_run_refuses_what_a_run_would(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dry("2", *flags.split())
     assert capsys.readouterr().out == ""
 
 
-def test_a_refused_dry_run_is_one_message_and_a_failure() -> None:
-    done = launch("--dry-run", "2", "--strategy", "foo")
+def test_a_refused_plan_is_one_line_and_a_failure() -> None:
+    done = seqpar("plan", "--gpus", "2", "--strategy", "foo")
     assert done.returncode == 1
-    assert done.stderr.count("error: got strategy 'foo'") == 1
+    assert done.stderr.startswith("error: got strategy 'foo'")
+    assert done.stderr.count("\n") == 1
     assert done.stdout == ""
 
 

@@ -1,6 +1,6 @@
-"""A mistake in the launcher's flags is the same message on every rank, before weights load, and nothing is written.
+"""A mistake in the flags is the same message on every rank, before weights load, and nothing is written.
 
-Ranks parse and run here as under torchrun, without its seconds; how the processes end then is in `test_launch.py`.
+Ranks that run already parse and run here as under torchrun; `test_ranks.py` tests how processes end then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import pytest
 import torch
 import tyro
 
-from seqpar.cli.sample import Args, run
+from seqpar.cli.args import Args
+from seqpar.cli.sample import run
 from seqpar.weights.find import Blueprint
 from tests.support.pool import Pool
 
@@ -61,6 +62,7 @@ def words(folder: Path, out: Path, flags: tuple[str, ...]) -> list[str]:
         (("--guidance", "1", "--mesh", "cfg=2"), "got cfg=2 with guidance 1.0, expected guidance > 1"),
         (("--scheduler", "DDIMSchedular"), "got scheduler 'DDIMSchedular', expected one of diffusers': DDIMS"),
         (("--steps", "0"), "got --steps 0"),
+        (("--out", "/proc/nowhere/x.png"), "got output /proc/nowhere/x.png, which cannot be written"),
         (("--dry-run", "0"), "got --dry-run (0,), expected numbers of processes, from 1"),
         (
             ("--model", "dit-xl/2", "--size", "131072", "--mesh", "auto"),  # terabytes

@@ -59,9 +59,9 @@ def test_kernels_for_hopper_read_and_write_16_bytes_at_a_time_and_spill_nothing(
 def test_models_launch_few_kernels(compiled: dict[str, list[Facts]]) -> None:
     """Of a block: QK-norm and rotary, a gated norm, SwiGLU (GELU: cuBLAS), a gated norm; before the first a norm."""
     for name, block in {
-        "large-dit-7b": ["_kernel", "prepare_kernel", "_kernel", "swiglu_kernel", "_kernel"],
-        "large-dit-3b": ["_kernel", "prepare_kernel", "_kernel", "swiglu_kernel", "_kernel"],
-        "dit-xl/2": ["_kernel", "_kernel", "_kernel"],
+        "large-dit-7b": ["adaln_kernel", "prepare_kernel", "adaln_kernel", "swiglu_kernel", "adaln_kernel"],
+        "large-dit-3b": ["adaln_kernel", "prepare_kernel", "adaln_kernel", "swiglu_kernel", "adaln_kernel"],
+        "dit-xl/2": ["adaln_kernel", "adaln_kernel", "adaln_kernel"],
     }.items():
         assert [kernel["name"] for kernel in compiled[f"model, {name}"]] == block
 

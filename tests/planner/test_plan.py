@@ -12,12 +12,13 @@ import torch
 
 from seqpar.cli.planning import asked, shared_plan
 from seqpar.cli.planning import planned as planned_on
+from seqpar.local import sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit
 from seqpar.planner import rates
 from seqpar.planner.facts import Layout, Work
 from seqpar.planner.machine import Machine
-from seqpar.planner.plan import parse_mesh
+from seqpar.planner.plan import make, parse_mesh
 from seqpar.planner.predict import GIB, Load, predict
 from seqpar.planner.rates import CPU, H200, Rates
 from seqpar.planner.search import Ranking, Wish, allowed, search
@@ -232,6 +233,14 @@ def test_the_line_says_what_is_next_and_on_what_grounds() -> None:
     assert "most pictures a second" in str(planned(wish=Wish("throughput")))
     with pytest.raises(ValueError, match="got strategy 'mine', expected one of kv_first"):
         planned(wish=Wish(strategy="mine"))
+
+
+def test_a_model_with_key_masks_gets_a_local_attention_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "why_not", lambda device, dtype, head_dim, mask=False: "no masks" if mask else None)
+    work, small = dit.work(dit.PRESETS["dit-s/8"]), replace(ONE, parameters=1000, tokens=64)
+    for masked, local in ((False, "sdpa"), (True, "reference")):
+        made = make(replace(work, masked=masked), small, torch.float32, Mesh.single(), Wish())
+        assert made.local.name == local
 
 
 def test_the_same_input_gives_the_same_plan() -> None:

@@ -83,7 +83,7 @@ def test_layouts_are_those_asked_for() -> None:
         (Steps(tokens=(-4,)), 1, "got --tokens -4, expected squares: 1"),
         (Steps(layouts=("foo",)), 1, "got --layouts foo, expected some of ulysses:1:1"),
         (Steps(layouts=("ulysses:1:1", "ring:1:3", "foo")), 2,
-         "got --layouts ring:1:3 foo, expected some of ulysses:1:1, kv_gather:1:1, kv_first:1:1, ring:1:2, ulysses:2"),
+         "got --layouts ring:1:3 foo, expected some of kv_gather:1:1, ulysses:1:1, kv_first:1:1, ring:1:2, ulysses:2"),
         (Steps(layouts=("kv_gather:2:1",)), 2, "got --layouts kv_gather:2:1"),
         (Steps(steps=0), 1, "got --steps 0 --rounds 3"),
         (Steps(rounds=0), 1, "got --steps 10 --rounds 0"),

@@ -15,12 +15,12 @@ from launch.benches.exchange import Exchange, check, check_arrivals, measure
 from launch.benches.moves import CODED_BYTES, MOVES, bare, bytes_of, coded, ours, permuted, tokens_for
 from seqpar.planner.plan import load_transport
 from seqpar.transports._layout import HeadLayout
-from tests.support.meshes import local_for, random
+from tests.support.meshes import TRANSPORTS, local_for, random
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 
 TINY = Exchange(megabytes=(0.001,), heads=4, head_dim=2, rounds=2, seconds=1e-3)
-WAYS = [f"ours, {name}" for name in ("collective", "peer")] + ["bare", "with permutes"]
+WAYS = [f"ours, {name}" for name in TRANSPORTS] + ["bare", "with permutes"]
 
 
 def layout_for(world: int, heads: int, device: torch.device, batch: int = 2) -> HeadLayout:
@@ -31,7 +31,7 @@ def moved(rank: int, world: int, device: torch.device, heads: int) -> None:
     mesh = make_mesh(device, cfg=1)
     layout, axis = layout_for(world, heads, device), mesh.sequence
     for move in MOVES:
-        for name in ("collective", "peer"):
+        for name in TRANSPORTS:
             transport = load_transport(name)
             check_arrivals(name, ours(move, transport, axis, layout), mesh)
             transport.check()

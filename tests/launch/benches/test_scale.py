@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from launch.benches import scale, table, ways
-from launch.benches.ceiling import Share, ceiling, share, work
+from launch.benches.ceiling import Share, ceiling, flops_and_weights, share
 from launch.benches.scale import Found, Scale, check, look, measure, memory
 from launch.benches.split import KINDS, kind_of, split
 from launch.benches.steps import GUIDANCE, Layout
@@ -26,6 +26,8 @@ from seqpar.distributed import DistributedDiT
 from seqpar.local import sdpa
 from seqpar.mesh import Axis, Mesh
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
+from seqpar.planner.facts import Call
+from seqpar.planner.plan import work_of
 from seqpar.sampling.loop import digest, draw_noise, sample
 from tests.launch.baselines.test_peers import CONFIGS, model_of
 from tests.launch.benches.test_bench import ENV, ROOT
@@ -60,14 +62,14 @@ def meshes_of(layout: Layout) -> list[Mesh]:
                          ids=str)  # fmt: skip
 def test_shares_of_all_ranks_are_the_whole_step(layout: Layout, name: str, tokens: int) -> None:
     config = CONFIGS[name]
-    shares = [share(config, tokens, layout.strategy, mesh) for mesh in meshes_of(layout)]
+    shares = [share(work_of(config), tokens, layout.strategy, mesh) for mesh in meshes_of(layout)]
     assert sum(x.batch * x.tokens for x in shares) == 2 * tokens
-    scores = sum(x.batch * x.queries * sum(x.keys) * x.heads[0] for x in shares)
+    scores = sum(x.batch * call.queries * call.keys * call.heads for x in shares for call in x.calls)
     assert scores == 2 * tokens**2 * config.num_attention_heads
 
 
 def test_the_ceiling_computes_a_ranks_shapes() -> None:
-    model, seen = model_of("large-dit, grouped", CPU), []
+    work, seen = work_of(CONFIGS["large-dit, grouped"]), []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         seen.append((q.shape, k.shape, v.shape))
@@ -75,8 +77,9 @@ def test_the_ceiling_computes_a_ranks_shapes() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launch.benches.ceiling.load_local", lambda name: attend)
-        out: Any = ceiling(model, Share(1, 5, 9, (9, 8), (4, 2)), "sdpa")()
-        idle: Any = ceiling(model, Share(2, 4, 16, (16,), (0, 0)), "sdpa")()
+        calls = (Call(9, 9, 4, 2), Call(9, 8, 4, 2))
+        out: Any = ceiling(work, Share(1, 5, calls), "sdpa", torch.float32, CPU)()
+        idle: Any = ceiling(work, Share(2, 4, ()), "sdpa", torch.float32, CPU)()
     one = [((1, 9, 4, 16), (1, n, 2, 16), (1, n, 2, 16)) for n in (9, 8)]
     assert seen == 2 * one
     assert out.shape[:2] == (1, 5)
@@ -86,7 +89,7 @@ def test_the_ceiling_computes_a_ranks_shapes() -> None:
 def test_work_counts_products_and_attention() -> None:
     config = CONFIGS["large-dit"]
     weights = 2 * (4 * 64**2 + 3 * 64 * 48)
-    assert work(config, 16) == (2 * 2 * 16 * weights + 2 * 2 * 4 * 16**2 * 64, 2 * weights)
+    assert flops_and_weights(work_of(config), 16) == (2 * 2 * 16 * weights + 2 * 2 * 4 * 16**2 * 64, 2 * weights)
 
 
 # Where the time goes ----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from seqpar.protocols import Prepare
 from seqpar.sampling.loop import draw_noise
 from seqpar.shard import Shard
 from seqpar.transports import peer
-from seqpar.transports.peer import arena
+from seqpar.transports.peer import arena, transport
 from seqpar.transports.peer.arena import Arena, together
 from tests.sampling.test_sampling import STEPS, scheduler
 from tests.support.meshes import mesh as make_mesh
@@ -153,11 +153,11 @@ def test_a_kept_run_is_used_as_long_as_its_memory_is_where_it_was(ranks: Pool, b
 def silent(rank: int, world: int, device: torch.device, how: str) -> tuple[str, float]:
     """The last rank takes no part; what the others are told, and how long it took."""
     axis = make_mesh(device, cfg=1).ulysses
-    transport = peer.Transport(deadline_s=0.2)
-    into, _ = transport._heads(axis, layout_of(axis, CASES[0], device, torch.float32))  # three times, and not back
+    moves = peer.Transport(deadline_s=0.2)
+    into, _ = moves._heads(axis, layout_of(axis, CASES[0], device, torch.float32))  # three times, and not back
     start = time.monotonic()
     if rank < world - 1:
-        made: Any = transport._made[0][2]
+        made: Any = moves._made[0][2]
         for _ in range(3):  # once late, nobody waits again
             if how == "kernel":
                 flags.launch(made.all_flags[0], True, True)
@@ -169,7 +169,7 @@ def silent(rank: int, world: int, device: torch.device, how: str) -> tuple[str, 
             else:
                 into.deliver()
     try:
-        transport.check()
+        moves.check()
     except TimeoutError as error:
         return str(error), time.monotonic() - start
     return "nothing", time.monotonic() - start
@@ -262,8 +262,8 @@ def test_gpus_use_each_others_memory_unasked_or_it_is_said_why_not(
 def tried(rank: int, world: int, device: torch.device, fault: str) -> str | None:
     """Why these ranks do not write each other's memory, where rank 1 has a fault."""
     axis = make_mesh(device, cfg=1).sequence
-    kept = peer.transport.TRIAL_S, flags.Flags.meet, arena.Arena.view
-    peer.transport.TRIAL_S = DEADLINE_S
+    kept = transport.TRIAL_S, flags.Flags.meet, arena.Arena.view
+    transport.TRIAL_S = DEADLINE_S
     if rank == 1 and fault == "flags that nobody sees":
         flags.Flags.meet = flags.Flags.wait
     if rank == 1 and fault == "writes that go elsewhere":
@@ -271,7 +271,7 @@ def tried(rank: int, world: int, device: torch.device, fault: str) -> str | None
     try:
         return peer.why_not_tried.__wrapped__(axis, device)
     finally:
-        peer.transport.TRIAL_S, flags.Flags.meet, arena.Arena.view = kept
+        transport.TRIAL_S, flags.Flags.meet, arena.Arena.view = kept
 
 
 @pytest.mark.parametrize(

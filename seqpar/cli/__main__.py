@@ -1,0 +1,8 @@
+"""`python -m seqpar.cli` is the `seqpar` command."""
+
+from __future__ import annotations
+
+from seqpar.cli.main import main
+
+if __name__ == "__main__":
+    main()

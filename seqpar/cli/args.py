@@ -1,0 +1,74 @@
+"""The flags of `seqpar sample` and `seqpar plan`. Nothing is checked here: see `seqpar/cli/job.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What to make and how: `sample` and `plan` share these flags, so a command can be planned before it is run."""
+
+    model: str = "builtin"
+    """"builtin", a diffusers folder, an original .pt file, a hub id, or a preset with random weights (dit-xl/2)."""
+    classes: tuple[str, ...] = ()
+    """Names or numbers of classes; the first 12 classes if none are given."""
+    repeat: int = 1
+    """Number of pictures of each class."""
+    steps: int = 25
+    """Number of denoising steps."""
+    guidance: float = 4.0
+    """Scale of classifier-free guidance; guidance is off at 1 and below."""
+    guidance_channels: int | None = None
+    """Guide only the first channels (original DiT: 3); all channels by default, as diffusers does."""
+    eta: float | None = None
+    """Noise of DDIM and of schedulers like it: 0 is deterministic, 1 is DDPM; the scheduler's own value by default
+    (DDIM: 0, TCD: 0.3)."""
+    scheduler: str | None = None
+    """Class name of any diffusers scheduler; the model's own scheduler by default."""
+    seed: int = 0
+    """Seed of the noise: one seed gives the same pictures on any number of ranks."""
+    size: str | None = None
+    """Size in pixels, as 256 or 256x384 (height x width); the size that the model was trained for by default."""
+    mesh: str = "auto"
+    """"auto" (the first picture soonest), "throughput" (most pictures a second: also chooses the data axis), or axes
+    such as cfg=2,ulysses=2 (data, cfg, ring, ulysses); axes that are not named are chosen."""
+    strategy: str = "auto"
+    """How attention sees the whole sequence: ulysses, ring, usp, kv_gather, kv_first. A named one gets all ranks."""
+    local: Annotated[str, tyro.conf.arg(name="local-attention", aliases=["--local"])] = "auto"
+    """Attention on one device: flash, sdpa, reference. (torchrun on Python 3.11 takes --local for its own flag.)"""
+    transport: str = "auto"
+    """How blocks travel between ranks: peer (written into the other GPUs' memory, on one machine) or collective (NCCL,
+    gloo); auto takes peer if all GPUs reach each other's memory."""
+    exact: bool = False
+    """The same latents, bit by bit, on any number of GPUs, at any size; a little slower (seqpar/exact.py)."""
+    dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
+    """Data type of weights and activations; auto is bf16 on GPUs and fp32 on CPUs."""
+    out: Path = Path("seqpar.png")
+    """File of the picture; its metadata holds every parameter."""
+
+
+@dataclass(frozen=True)
+class Args(Flags):
+    """Make pictures with a diffusion transformer whose tokens are split over processes, one process a GPU."""
+
+    gpus: int | None = None
+    """Number of GPUs of this machine to use, one process each; without --gpus and --ranks one process runs."""
+    ranks: int | None = None
+    """Number of processes: as --gpus if this machine has GPUs, otherwise processes on the CPU."""
+    dry_run: tuple[int, ...] | None = None
+    """Print what `seqpar plan` prints and load no weights: for the processes that run, or for each number of GPUs that
+    is given, as --dry-run 1 2 4 8."""
+
+
+@dataclass(frozen=True)
+class PlanArgs(Flags):
+    """Print the predicted time and memory of every layout, best first; load no weights and write no file."""
+
+    gpus: tuple[int, ...] = ()
+    """Numbers of GPUs to plan for, as 1 2 4 8: GPUs like this machine's, or H200s if it has none; by default this
+    machine with all its GPUs."""

@@ -1,0 +1,57 @@
+"""The `seqpar` command: `seqpar sample` makes pictures, `seqpar plan` predicts what every layout would take.
+
+    seqpar sample --gpus 4 --classes cat rocket 7 --guidance 4 --out pictures.png
+    seqpar plan --gpus 1 2 4 8 --model large-dit-7b --size 1024 --classes 207
+
+Everything is checked before weights load; a mistake is one message and a non-zero exit.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from seqpar.cli.args import Args, PlanArgs
+from seqpar.cli.exits import guarded
+from seqpar.cli.plan import as_dry_run
+from seqpar.cli.ranks import start, wanted
+from seqpar.cli.sample import run
+
+Sample = Annotated[Args, tyro.conf.subcommand("sample")]
+Plan = Annotated[PlanArgs, tyro.conf.subcommand("plan")]
+
+
+def main() -> None:
+    """The `seqpar` command."""
+    guarded(lambda rank: command(sys.argv[1:], rank))
+
+
+def sample() -> None:
+    """`seqpar sample` as a script of its own: the flags follow without the word `sample`."""
+    guarded(lambda rank: command(["sample", *sys.argv[1:]], rank))
+
+
+def command(words: Sequence[str], rank: int = 0) -> None:
+    """Parse the words and do what they say, in this process or in ranks that it starts. Rank 0 prints the help."""
+    commands: Any = Sample | Plan
+    args: Args | PlanArgs = tyro.cli(
+        commands, prog="seqpar", description=__doc__, args=words, console_outputs=rank == 0
+    )
+    if isinstance(args, PlanArgs):
+        run(as_dry_run(args))
+        return
+    count = wanted(args.gpus, args.ranks)
+    asked = args.gpus is not None or args.ranks is not None
+    world = os.environ.get("WORLD_SIZE")  # set in each rank, by torchrun or by `start`
+    if world is not None and asked and int(world) != count:
+        raise ValueError(
+            f"got {count} ranks by flag and WORLD_SIZE={world} from torchrun, expected one of them; leave one out"
+        )
+    if world is None and count > 1:
+        start(words, count)
+    else:
+        run(args)

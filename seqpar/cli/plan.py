@@ -1,0 +1,34 @@
+"""`seqpar plan`: predicted time and memory of every layout. A dry run of `seqpar sample` prints the same."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+
+from seqpar.cli.args import Args, Flags, PlanArgs
+from seqpar.cli.job import Job
+from seqpar.cli.planning import asked, imagined, ours, tables
+from seqpar.mesh import Mesh
+from seqpar.planner.search import Wish
+
+
+def as_dry_run(args: PlanArgs) -> Args:
+    """The dry run that prints this plan: for the given numbers of GPUs, or for all GPUs of this machine."""
+    here = (torch.cuda.device_count(),) if torch.cuda.is_available() else ()
+    return Args(**{field.name: getattr(args, field.name) for field in fields(Flags)}, dry_run=args.gpus or here)
+
+
+def wish_of(args: Args) -> Wish:
+    """The choices that the flags leave to the planner, and those that they make."""
+    return asked(args.mesh, args.strategy, args.exact, args.local, args.transport)
+
+
+def dry_run(args: Args, job: Job, ranks: Mesh) -> str:
+    """The tables that a plan prints: one a number of GPUs, or one for the processes that run."""
+    load, model = job.load, job.files.blueprint
+    head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, guidance {args.guidance:g}, {job.dtype}"
+    machines = [imagined(ranks.device, count, args.transport) for count in args.dry_run or ()]
+    machines = machines or [ours(ranks, args.transport)]
+    shown = tables(load, model, machines, wish_of(args), job.dtype)
+    return f"{head.replace('torch.', '')}\n\n{shown}"

@@ -1,0 +1,100 @@
+"""What a run prints before its first step, and the parameters that the picture's metadata holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import diffusers
+import torch
+
+import seqpar
+from seqpar import exact
+from seqpar.cli.args import Args
+from seqpar.cli.job import DTYPES, Job
+from seqpar.kernels import gated_linear
+from seqpar.mesh import Mesh
+from seqpar.pipelines.class_labels import Pipeline
+from seqpar.planner.plan import Plan
+from seqpar.sampling.loop import why_not_captured
+from seqpar.sampling.steppers import Decision, decide
+
+
+def summary(args: Args, pipeline: Pipeline, job: Job, plan: Plan) -> str:
+    """Lines that say what runs, where, and why."""
+    dit, mesh = pipeline.dit, pipeline.dit.mesh
+    decision = decide(job.scheduler, {"eta": args.eta})
+    lines = [
+        f"plan      {plan}",
+        f"mesh      {mesh} ({mesh.world.size} x {_device(mesh)}, {_backend(mesh)})",
+        f"strategy  {dit.strategy.name} ({_why_strategy(args, mesh)})",
+        f"transport {dit.transport}",
+        f"local     {dit.local}{', exact mode' if exact.is_on() else ''}",
+        f"work      {_work(args, job, decision)}",
+        *_notes(args, pipeline, job, decision),
+    ]
+    return "\n".join(lines)
+
+
+def parameters(args: Args, pipeline: Pipeline, job: Job) -> dict[str, Any]:
+    """The flags as given; under "chosen" the values that were used, under "versions" the packages that ran."""
+    dit, mesh = pipeline.dit, pipeline.dit.mesh
+    height, width = (side * job.files.factor for side in job.latent_size)
+    chosen = {
+        "strategy": dit.strategy.name,
+        "local": dit.local.name,
+        "transport": dit.transport.name,
+        "mesh": mesh.sizes,
+        "world": mesh.world.size,
+        "device": _device(mesh),
+        "dtype": next(name for name, dtype in DTYPES.items() if dtype == job.dtype),
+        "size": f"{height}x{width}",
+        "scheduler": type(job.scheduler).__name__,
+        "classes": list(job.classes),
+    }
+    versions = {module.__name__: module.__version__ for module in (torch, diffusers, seqpar)}
+    return asdict(args) | {"out": str(args.out), "chosen": chosen, "versions": versions}
+
+
+def _why_strategy(args: Args, mesh: Mesh) -> str:
+    if args.strategy != "auto":
+        return "as asked"
+    return "planned" if mesh.sequence.size > 1 else "one rank a sequence"
+
+
+def _work(args: Args, job: Job, decision: Decision) -> str:
+    """Pictures, tokens, data type, steps and guidance."""
+    text = (
+        f"{len(job.pictures)} pictures, {job.tokens} tokens, {str(job.dtype).removeprefix('torch.')}, "
+        f"{args.steps} steps of {type(job.scheduler).__name__} {decision}, guidance {args.guidance:g}"
+    )
+    if job.evaluations != args.steps:
+        text += f"; the scheduler calls the model {job.evaluations} times"
+    return text
+
+
+def _notes(args: Args, pipeline: Pipeline, job: Job, decision: Decision) -> list[str]:
+    """Lines that only some runs need, and the line about the CUDA graph."""
+    dit, mesh, lines = pipeline.dit, pipeline.dit.mesh, []
+    whole = mesh.sequence.size == mesh.world.size > mesh.cfg.size == 1
+    if job.guidance.on and whole and args.strategy != "auto" and "cfg" not in args.mesh:
+        lines.append("branches  both on all ranks, so that the named strategy has them all; --mesh cfg=2 parts them")
+    if mesh.device.type == "cuda" and hasattr(dit.config, "feed_forward"):
+        missing = gated_linear.why_not()
+        fused = "fused into its product (quack) where that was faster"
+        lines.append(f"SwiGLU    {fused if missing is None else f'a kernel after cuBLAS: {missing}'}")
+    reason = why_not_captured(dit, decision)
+    lines.append(f"graph     {'a step is one CUDA graph' if reason is None else f'none: {reason}'}")
+    if pipeline.vae is None:
+        lines.append("decoder   none comes with this model: pictures show the first three latent channels")
+    return lines
+
+
+def _backend(mesh: Mesh) -> str:
+    if mesh.world.size == 1:
+        return "one process"
+    return "NCCL" if mesh.device.type == "cuda" else "gloo"
+
+
+def _device(mesh: Mesh) -> str:
+    return torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"

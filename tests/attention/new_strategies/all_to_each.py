@@ -1,0 +1,91 @@
+"""All to each: every rank gathers q, k and v of all tokens, attends with its share of the heads, and gathers outputs.
+
+A strategy that only `tests/attention/test_new_strategy.py` adds to the folder. It moves data and changes no arithmetic.
+It has a rule about heads: every rank must have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from seqpar.attention._streams import OneRank, given, joined, present, refuse_gradients, split_out
+from seqpar.mesh import Axis, Mesh
+from seqpar.planner.facts import Call, Facts, Layer, Move, Place, refuse
+from seqpar.protocols import Attend, Core, Stream
+from seqpar.shard import Shard, Tokens, check_tokens, starts
+from seqpar.transports._contract import Gather, Transport
+
+
+def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
+    """Attention for one token count over the whole sequence axis."""
+    check_tokens(tokens, mesh.sequence.size)
+    return AllToEach(local, mesh.sequence, tokens, transport)
+
+
+class AllToEach:
+    """A local attention of all queries, with some heads. Owns the exchanges' buffers (see `Attend`)."""
+
+    def __init__(self, local: Core, axis: Axis, tokens: Tokens, transport: Transport) -> None:
+        self._local, self._axis, self._sizes, self._transport = local, axis, tokens.sizes, transport
+        self.tokens = tokens.total
+        self._one_rank = OneRank(local, axis, tokens.sizes[axis.rank])
+        self._gathers: dict[tuple[object, ...], tuple[Gather, Gather]] = {}
+
+    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
+        """See `seqpar.protocols.Attend`."""
+        if self._axis.size == 1:
+            return self._one_rank(streams, mask_BL)
+        refuse_gradients(streams, "all_to_each")
+        self._transport.abandon()
+        q, k, v = joined([given(stream) for stream in present(streams)])
+        heads, groups = q.shape[2], k.shape[2]
+        refuse("all_to_each", why_not(1, self._axis.size, heads, groups))
+        there, back = self._exchanges(q, groups)
+        there.outbox().copy_(torch.cat((q, k, v), dim=2).transpose(0, 1))
+        whole = there.deliver().transpose(0, 1).split((heads, groups, groups), dim=2)
+        mine, share = Shard(groups, self._axis.size).slice(self._axis.rank), heads // groups
+        shares = (slice(mine.start * share, mine.stop * share), mine, mine)
+        out = self._local(*(x[:, :, part] for x, part in zip(whole, shares, strict=True)), mask_BL)[0]
+        back.outbox().copy_(out.movedim(2, 0))
+        start = starts(self._sizes)[self._axis.rank]
+        rows = slice(start, start + self._sizes[self._axis.rank])
+        return split_out(back.deliver()[:, :, rows].movedim(0, 2).contiguous(), streams)
+
+    def _exchanges(self, q_BlHD: Tensor, groups: int) -> tuple[Gather, Gather]:
+        batch, _, heads, dim = q_BlHD.shape
+        key = (batch, heads, groups, dim, q_BlHD.dtype)
+        if key not in self._gathers:
+            shares = tuple(heads // groups * size for size in Shard(groups, self._axis.size).sizes)
+            with torch.inference_mode(False):
+                there = self._transport.gather(self._axis, self._sizes, (batch, heads + 2 * groups, dim), q_BlHD)
+                back = self._transport.gather(self._axis, shares, (batch, self.tokens, dim), q_BlHD)
+            self._gathers[key] = there, back
+        return self._gathers[key]
+
+
+# Facts ---------------------------------------------------------------------------------------------------------
+
+
+def layer(at: Place, rank: int) -> Layer:
+    """Two exchanges around one call; passes put q, k and v side by side, and output in the order of tokens."""
+    work, mine, others, total = at.work, at.sizes[rank], at.ranks - 1, at.tokens
+    if not others:
+        return Layer((), (Call(mine, total, work.heads, work.kv_heads),), at.prepared(rank), 0)
+    groups, whole = Shard(work.kv_heads, at.ranks).sizes[rank], work.heads + 2 * work.kv_heads
+    heads = groups * work.heads // work.kv_heads
+    there = Move(mine * whole * others, (total - mine) * whole, others)
+    back = Move(total * heads * others, total * (work.heads - heads), others)
+    passes = (*at.prepared(rank), (4 * mine * whole, 2), (2 * total * heads, 1), (2 * mine * work.heads, 1))
+    return Layer((there, back), (Call(total, total, heads, groups),), passes, total * (whole + work.heads))
+
+
+def why_not(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
+    """Every rank must have a key-value head."""
+    ranks = ring * ulysses
+    return None if kv_heads >= ranks else f"{kv_heads} key-value heads on {ranks} ranks, expected one a rank"
+
+
+FACTS = Facts(moves_only=True, order=60, axes=(), layer=layer, why_not=why_not)

@@ -1,0 +1,102 @@
+"""Halves: queries stay; keys and values of all ranks are gathered in two halves, and the two results are merged.
+
+A strategy that only `tests/attention/test_new_strategy.py` adds to the folder. Each half has the first, or the last,
+tokens of every rank, so that one half at a time is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from seqpar.attention._streams import OneRank, given, joined, present, refuse_gradients, split_out
+from seqpar.kernels.merge import merge
+from seqpar.mesh import Axis, Mesh
+from seqpar.planner.facts import Call, Facts, Layer, Move, Place
+from seqpar.protocols import Attend, Core, Stream
+from seqpar.shard import Shard, Tokens, check_tokens, starts
+from seqpar.transports._contract import Gather, Transport
+
+
+def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
+    """Attention for one token count over the whole sequence axis."""
+    check_tokens(tokens, mesh.sequence.size)
+    return Halves(local, mesh.sequence, tokens.sizes, transport)
+
+
+def halves_of(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Tokens of each rank in the first half and in the second one, which is empty where every rank has one token."""
+    return [half for half in zip(*(Shard(size, 2).sizes for size in sizes), strict=True) if sum(half)]
+
+
+class Halves:
+    """A local attention of my queries to two halves of the keys. Owns the exchanges' buffers (see `Attend`)."""
+
+    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
+        self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
+        self.tokens = sum(sizes)
+        self._one_rank = OneRank(local, axis, sizes[axis.rank])
+        self._gathers: dict[tuple[object, ...], list[Gather]] = {}
+
+    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
+        """See `seqpar.protocols.Attend`."""
+        if self._axis.size == 1:
+            return self._one_rank(streams, mask_BL)
+        refuse_gradients(streams, "halves")
+        self._transport.abandon()
+        q, k, v = joined([given(stream) for stream in present(streams)])
+        out = lse = None
+        halves, groups, first = halves_of(self._sizes), k.shape[2], 0
+        for index, (half, exchange) in enumerate(zip(halves, self._exchanges(k), strict=True)):
+            size, box = half[self._axis.rank], exchange.outbox()
+            box[:, :, :groups].copy_(k[:, first : first + size].transpose(0, 1))
+            box[:, :, groups:].copy_(v[:, first : first + size].transpose(0, 1))
+            first += size
+            k_half, v_half = exchange.deliver().transpose(0, 1).split((groups, groups), dim=2)
+            mask = None if mask_BL is None else mask_BL[:, self._places(index)]
+            dtype = q.dtype if index == len(halves) - 1 else None
+            out, lse = merge(out, lse, *self._local(q, k_half, v_half, mask), dtype=dtype)
+        assert out is not None
+        return split_out(out, streams)
+
+    def _places(self, index: int) -> list[int]:
+        """Where the keys of a half stand in the joined order."""
+        halves, where = halves_of(self._sizes), []
+        for rank, start in enumerate(starts(self._sizes)):
+            begin = start + sum(half[rank] for half in halves[:index])
+            where += range(begin, begin + halves[index][rank])
+        return where
+
+    def _exchanges(self, k_BlGD: Tensor) -> list[Gather]:
+        batch, _, groups, dim = k_BlGD.shape
+        key = (batch, groups, dim, k_BlGD.dtype)
+        if key not in self._gathers:
+            with torch.inference_mode(False):
+                self._gathers[key] = [
+                    self._transport.gather(self._axis, half, (batch, 2 * groups, dim), k_BlGD)
+                    for half in halves_of(self._sizes)
+                ]
+        return self._gathers[key]
+
+
+# Facts ---------------------------------------------------------------------------------------------------------
+
+
+def layer(at: Place, rank: int) -> Layer:
+    """Two exchanges and two calls; two copies of k and v into each of them."""
+    work, mine, others, both = at.work, at.sizes[rank], at.ranks - 1, 2 * at.work.kv_heads
+    if not others:
+        return Layer((), (Call(mine, at.tokens, work.heads, work.kv_heads),), at.prepared(rank), 0)
+    halves = halves_of(at.sizes)
+    moves = tuple(
+        Move(half[rank] * both * others, (sum(half) - half[rank]) * both, others if half[rank] else 0)
+        for half in halves
+    )
+    calls = tuple(Call(mine, sum(half), work.heads, work.kv_heads) for half in halves)
+    copies = (2 * mine * both, 2 * len(halves))
+    return Layer(moves, calls, (*at.prepared(rank), copies), at.tokens * both, merges=len(halves) - 1)
+
+
+FACTS = Facts(moves_only=False, order=60, axes=(), layer=layer)

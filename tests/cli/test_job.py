@@ -1,0 +1,85 @@
+"""Flags are checked before weights load, and what they may be is read as documented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from seqpar.cli.args import Args
+from seqpar.cli.job import check, parse_size
+from seqpar.mesh import Mesh
+from seqpar.planner.plan import parse_mesh
+from seqpar.sampling.guidance import Guidance
+from seqpar.weights.find import Blueprint
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": -1}, "got --seed -1, expected 0 to 2\\*\\*63 - 1"),
+        ({"seed": 2**63}, "got --seed 9223372036854775808"),
+        (
+            {"guidance": 1.0, "guidance_channels": 3},
+            "got --guidance-channels 3 with --guidance 1, expected guidance over",
+        ),
+        ({"guidance_channels": 5}, "got guidance on 5 channels"),
+        ({"eta": 2.0}, "got eta 2, expected 0"),
+        ({"eta": 0.5, "scheduler": "EulerDiscreteScheduler"}, "this scheduler has no eta"),
+        ({"scheduler": "PNDMScheduler", "steps": 3}, "got 3 steps, which PNDMScheduler cannot do"),
+        ({"steps": 1001}, "got 1001 steps, expected 1 to 1000"),
+        ({"repeat": 0}, "--repeat 0"),
+    ],
+    ids=str,
+)
+def test_the_check_refuses_before_weights_load_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(Blueprint, "build", refuse)
+    args = Args(**{"out": tmp_path / "new" / "x.png", **change})
+    guidance = Guidance(args.guidance, args.guidance_channels)
+    with pytest.raises(ValueError, match=message):
+        check(args, Mesh.single(), guidance)
+    assert not list(tmp_path.iterdir())
+
+
+def test_local_is_short_for_local_attention() -> None:
+    assert tyro.cli(Args, args=["--local", "flash"]) == tyro.cli(Args, args=["--local-attention", "flash"])
+    assert tyro.cli(Args, args=["--local", "flash"]).local == "flash" != Args().local
+
+
+def test_a_mesh_names_an_aim_or_axes() -> None:
+    assert parse_mesh("auto") == ("latency", {})
+    assert parse_mesh("throughput") == ("throughput", {})
+    assert parse_mesh("cfg=2,ulysses=2") == ("latency", {"cfg": 2, "ulysses": 2})
+
+
+@pytest.mark.parametrize(("text", "size"), [(None, None), ("256", (256, 256)), ("64x96", (64, 96))])
+def test_size_is_height_by_width(text: str | None, size: tuple[int, int] | None) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["1x2x3", "big", "-5", "64x"])
+def test_a_size_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected pixels like 256 or 256x384"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cfg=2,cfg=1", "each axis once: cfg is there twice"),
+        ("rings=2", "expected axes like"),
+        ("cfg", "expected axes"),
+        ("", "expected axes"),
+        ("cfg=-1", "expected axes"),
+    ],
+)
+def test_a_mesh_that_is_none_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_mesh(text)

@@ -1,0 +1,156 @@
+"""Ranks that `seqpar` starts: however they end, one message, a non-zero exit, and no rank that stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from seqpar.cli.exits import Report
+from seqpar.cli.main import command
+from seqpar.cli.ranks import verdict, wanted
+from tests.cli.processes import COMMAND, LIMIT_S, environment, seqpar, torchrun
+from tests.cli.test_mistakes import words
+
+LONG = ("--model", "dit-s/8", "--size", "256", "--classes", "1", "--steps", "900", "--mesh", "ulysses=2")
+MISTAKE, BUG, LATER = (
+    Report("mistake", "error: got x", 2.0),
+    Report("bug", "Traceback: x", 1.0),
+    Report("bug", "y", 3.0),
+)
+
+
+@contextmanager
+def running(out: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A command whose two ranks are in their steps, and the ranks' process ids."""
+    flags = ("sample", "--ranks", "2", *LONG, "--out", str(out))
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*COMMAND, *flags], text=True, env=environment(), stdout=pipe, stderr=pipe) as process:
+        try:
+            assert process.stdout is not None
+            assert any(line.startswith("graph") for line in process.stdout)
+            yield process, list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+        finally:
+            process.kill()
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether these processes end within some seconds."""
+    end = time.monotonic() + 20
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds ranks in /proc")
+@pytest.mark.parametrize(
+    ("who", "number", "code", "message"),
+    [
+        ("rank", signal.SIGKILL, 137, "error: rank 1 was ended by SIGKILL; the system does this if memory runs out"),
+        ("starter", signal.SIGINT, 130, "stopped"),
+        ("starter", signal.SIGKILL, -9, ""),  # leaves no message, and no rank
+    ],
+    ids=["rank killed", "Ctrl-C", "starter killed"],
+)
+def test_a_signal_ends_all_ranks_with_one_line(
+    tmp_path: Path, who: str, number: signal.Signals, code: int, message: str
+) -> None:
+    with running(tmp_path / "x.png") as (process, pids):
+        assert len(pids) == 2
+        assert all(map(alive, pids))
+        os.kill(pids[1] if who == "rank" else process.pid, number)
+        _, told = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code
+    assert [line for line in told.replace("\r", "\n").splitlines() if line and "step/s" not in line] == (
+        [message] if message else []
+    )
+    assert gone(pids)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--mesh", "ulysses=3"), "error: got a mesh of data=1 x cfg=1 x ring=1 x ulysses=3 = 3 ranks for 2 process"),
+        (("--local-attention", "flash"), "error: got local attention 'flash', which does not work here: needs a GPU"),
+    ],
+    ids=["planner", "attention"],
+)
+def test_a_mistake_is_one_line_and_torchrun_reports_nothing(
+    folder: Path, tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
+    done = seqpar("sample", "--ranks", "2", *words(folder, tmp_path / "x.png", flags))
+    assert done.returncode == 1
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_under_torchrun_a_mistake_is_our_message_once(folder: Path, tmp_path: Path) -> None:
+    done = torchrun(*words(folder, tmp_path / "x.png", ("--classes", "99")))
+    assert done.returncode != 0
+    assert done.stderr.count("error: got class '99', expected a number 0 to 9") == 1
+    assert "ChildFailedError" in done.stderr  # torchrun's report, which `seqpar` does not have
+    assert "step/s" not in done.stderr
+    assert done.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("codes", "reports", "message", "code"),
+    [
+        ({1: 1, 0: -15}, {1: MISTAKE}, "rank 1: error: got x", 1),  # rank 0 did not come to speak
+        ({0: 1, 1: 1}, {0: MISTAKE, 1: Report("mistake", "other", 1.0)}, "error: got x", 1),
+        ({0: 1, 1: 1}, {0: BUG, 1: MISTAKE}, "rank 1: error: got x", 1),  # rank 0 lost its connection to rank 1
+        ({0: 1, 1: -9}, {0: BUG}, "error: rank 1 was ended by SIGKILL", 137),
+        ({0: 1, 1: -11}, {0: BUG}, "error: rank 1 was ended by SIGSEGV", 139),
+        ({0: 1, 1: 1}, {0: LATER, 1: BUG}, "rank 1 failed, which is a bug:\nTraceback: x", 1),
+        ({0: 1, 1: -15}, {0: BUG}, "rank 0 failed, which is a bug:\nTraceback: x", 1),  # the agent ended rank 1
+        ({1: -15, 0: -15}, {}, "error: rank 1 was ended by SIGTERM", 143),
+        ({1: 3, 0: -15}, {}, "error: rank 1 ended with exit code 3 and told no reason", 3),
+    ],
+)
+def test_one_rank_is_named_with_the_reason(
+    codes: dict[int, int], reports: dict[int, Report], message: str, code: int
+) -> None:
+    told, left = verdict(codes, reports)
+    assert told.startswith(message)
+    assert left == code
+
+
+def test_reports_come_back_in_order_of_ranks(tmp_path: Path) -> None:
+    for rank in (10, 2):
+        Report("bug", f"Traceback\n\u00e9 {rank}", float(rank)).write(str(tmp_path), rank)
+    assert Report.read(tmp_path) == {rank: Report("bug", f"Traceback\n\u00e9 {rank}", float(rank)) for rank in (2, 10)}
+    assert list(Report.read(tmp_path)) == [2, 10]
+
+
+def test_flags_say_how_many_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [wanted(None, None), wanted(2, None), wanted(None, 4)] == [1, 2, 4]
+    for gpus, ranks, message in (
+        (3, None, "got --gpus 3 on a machine with 2 GPU"),
+        (2, 2, "got --gpus 2 and --ranks 2, expected one"),
+        (0, None, "got --gpus 0, expected at least 1"),
+        (None, -1, "got --ranks -1, expected at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wanted(gpus, ranks)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="got 2 ranks by flag and WORLD_SIZE=4"):
+        command(["sample", "--ranks", "2"])

@@ -1,0 +1,277 @@
+"""Faults planted one at a time in a copy of the tree: each must make the test fail that is there to catch it.
+
+    python -m tests.support.faults                  # every fault, some minutes
+    python -m tests.support.faults --only ring      # those whose name contains a word
+
+First every test named here must pass on a copy without a fault. Then each fault is applied to a fresh copy, its test
+runs alone, and must fail. The command prints a table and exits with 1 if a fault survives. A text to replace must be
+found exactly once in its file, otherwise the fault is refused: `tests/support/test_faults.py` checks that in every run
+of the suite, so the table cannot silently fall behind the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("seqpar", "launch", "tests", "pyproject.toml")
+DEADLINE_S = 600  # of all tests without a fault
+HANG_S = 45  # of one test: where a fault fails one rank, the others wait for it
+MISTAKES = ("SyntaxError", "NameError", "ImportError", "AttributeError", "TypeError", "UnboundLocalError")
+FAILED = 1  # pytest's exit status where tests ran and some failed; every other status but 0 is a broken entry
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One edit (`old` becomes `new` in `file`) and the test that must fail because of it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+    why: str
+
+    def apply(self, root: Path) -> None:
+        """Make the edit below `root`; ValueError unless `old` is there exactly once."""
+        path = root / self.file
+        text = path.read_text(encoding="utf-8")
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"got {count} places of fault {self.name!r} in {self.file}, expected 1; refresh its text")
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+FAULTS = (
+    Fault(
+        "shard starts one item late where parts are uneven",
+        "seqpar/shard.py",
+        "return slice(self.starts[part], self.starts[part] + self.sizes[part])",
+        "late = int(self.total % self.parts > 0)\n"
+        "        return slice(self.starts[part] + late, self.starts[part] + late + self.sizes[part])",
+        "tests/test_shard.py::test_shard_covers_all_items_once_in_balanced_slices",
+        "slices no longer cover the items",
+    ),
+    Fault(
+        "guidance branches are swapped on the cfg axis",
+        "seqpar/sampling/run.py",
+        "cond, uncond = swap.deliver()",
+        "uncond, cond = swap.deliver()",
+        "tests/sampling/test_sampling.py::test_sampling_is_the_same_on_every_mesh"
+        "[2-('ulysses', 2, 1)-Guidance(scale=3.0, channels=None, scales=None, rescale=0.0, embedded=False)-size0]",
+        "cfg=2 differs from one rank",
+    ),
+    Fault(
+        "merge weighs by the wrong sign, plain torch",
+        "seqpar/kernels/merge.py",
+        "torch.sigmoid(part_lse - lse)",
+        "torch.sigmoid(lse - part_lse)",
+        "tests/kernels/test_merge.py::test_fp64_stays_fp64",
+        "the part with the larger log-sum-exp gets the smaller weight",
+    ),
+    Fault(
+        "merge weighs by the wrong sign, Triton",
+        "seqpar/kernels/merge.py",
+        "tl.exp(ours - top), tl.exp(theirs - top)",
+        "tl.exp(theirs - top), tl.exp(ours - top)",
+        "tests/kernels/test_merge.py::test_odd_strides_and_swapped_weights",
+        "the part with the larger log-sum-exp gets the smaller weight",
+    ),
+    Fault(
+        "ring in peer memory reads a block before it has arrived",
+        "seqpar/transports/peer/blocks.py",
+        "self._arrived.wait()",
+        "pass",
+        "tests/transports/peer/test_peer.py::test_ring_peer_shows_every_block_once[2-8]",
+        "a slow rank's old block is read",
+    ),
+    Fault(
+        "ring in peer memory writes into a slot that is still read",
+        "seqpar/transports/peer/blocks.py",
+        "self._free.wait()",
+        "pass",
+        "tests/transports/peer/test_peer.py::test_ring_peer_shows_every_block_once[2-8]",
+        "a fast rank writes over what a slow one reads",
+    ),
+    Fault(
+        "ulysses in peer memory reads the output before all ranks wrote it",
+        "seqpar/transports/peer/exchange.py",
+        "self.flags.meet()\n        return self._out",
+        "pass\n        return self._out",
+        "tests/transports/peer/test_peer.py::test_ulysses_peer_moves_every_element_to_its_place[2-(1, 8, 4, 4)]",
+        "the poison of the output is still there",
+    ),
+    Fault(
+        "kv_gather in peer memory writes into slots that are still read",
+        "seqpar/transports/peer/exchange.py",
+        "if first:\n            self._begun.meet()",
+        "if first:\n            pass",
+        "tests/transports/peer/test_peer_gather.py::test_kv_gather_peer_shows_all_keys_and_values_to_all"
+        "[False-2-(1, 8, 4, 4)]",
+        "a slow reader sees the next call's keys",
+    ),
+    Fault(
+        "gather in peer memory copies before all ranks have begun",
+        "seqpar/transports/peer/blocks.py",
+        "self._begun.meet()\n        spread(",
+        "spread(",
+        "tests/transports/peer/test_peer.py::test_gather_peer_of_uneven_blocks[2]",
+        "a slow reader sees the next call's block",
+    ),
+    Fault(
+        "every rank gets the positions of rank 0",
+        "seqpar/distributed.py",
+        "{name: split.mine(name, x, dim=0) for name, x in rows.items()}",
+        "{name: x[split.shard(name).slice(0)] for name, x in rows.items()}",
+        "tests/test_distributed.py::test_sharded_dit_equals_diffusers[2-ulysses-1-(8, 8)]",
+        "the second half of the picture has the first half's positions",
+    ),
+    Fault(
+        "positions are off by one in the loop",
+        "seqpar/sampling/segment.py",
+        "self._positions = dit.positions(size, self.split)",
+        "self._positions = {name: x.roll(1, 0) for name, x in dit.positions(size, self.split).items()}",
+        "tests/sampling/test_sampling.py::test_sampling_equals_diffusers_by_hand"
+        "[Guidance(scale=1.0, channels=None, scales=None, rescale=0.0, embedded=False)-0.0]",
+        "every token has its neighbour's position",
+    ),
+    Fault(
+        "rotary index counts from 1",
+        "seqpar/models/large_dit.py",
+        "index = torch.arange((height // patch) * (width // patch),",
+        "index = 1 + torch.arange((height // patch) * (width // patch),",
+        "tests/models/test_presets.py::test_rotary_rows_are_the_published_ones",
+        "attention depends on differences of positions alone, so only the table itself shows it",
+    ),
+    Fault(
+        "ring leaves its last block out",
+        "seqpar/attention/ring.py",
+        "out, lse = merge(out, lse, ",
+        "out, lse = (out, lse) if step == self._axis.size else merge(out, lse, ",
+        "tests/attention/test_strategies.py::test_strategy_equals_unsharded_attention[2-collective-ring-(1, 16, 4, 4)]",
+        "some keys are never attended to",
+    ),
+    Fault(
+        "channels without guidance take the unconditional branch",
+        "seqpar/kernels/ddim.py",
+        "torch.cat((mixed, cond[..., guided:]), dim=-1)",
+        "torch.cat((mixed, uncond_nlM[..., guided:width].to(state_nlC.dtype)), dim=-1)",
+        "tests/sampling/test_sampling.py::test_sampling_equals_diffusers_by_hand[Guidance(scale=3.0, channels=3, scales=None, rescale=0.0, embedded=False)-0.0]",
+        "the fourth channel differs from diffusers' by hand",
+    ),
+    Fault(
+        "DDIM's last step ends at the first training timestep",
+        "seqpar/sampling/steppers.py",
+        "if t >= stride else scheduler.final_alpha_cumprod)",
+        "if t >= stride else scheduler.alphas_cumprod[0])",
+        "tests/sampling/test_schedulers.py::test_ddim_coefficients_are_diffusers[False-7-0.0-epsilon]",
+        "the last coefficients differ from diffusers'",
+    ),
+    Fault(
+        "DiT's norm before the MLP has diffusers' eps in the original arithmetic",
+        "seqpar/models/dit.py",
+        "mlp_norm_eps: float = 1e-6",
+        "mlp_norm_eps: float = 1e-5",
+        "tests/models/test_dit.py::test_dit_loads_the_original_format_with_its_arithmetic",
+        "an original checkpoint would be computed with diffusers' eps",
+    ),
+    Fault(
+        "init_noise_sigma is ignored",
+        "seqpar/sampling/request.py",
+        'float(getattr(self.scheduler, "init_noise_sigma", 1.0))',
+        "1.0",
+        "tests/sampling/test_sampling.py::test_any_other_scheduler_is_the_same_on_every_mesh"
+        "[1-('ulysses', 1, 1)-EulerDiscreteScheduler]",
+        "Euler starts with too little noise",
+    ),
+    Fault(
+        "Large-DiT's default norm_eps",
+        "seqpar/models/large_dit.py",
+        "norm_eps: float = 1e-5",
+        "norm_eps: float = 1e-6",
+        "tests/models/test_presets.py::test_large_dit_with_its_defaults_is_the_published_arithmetic",
+        "presets and recognised checkpoints would be computed with another eps than the published one",
+    ),
+)
+
+
+@contextmanager
+def copied(fault: Fault | None = None) -> Iterator[Path]:
+    """A temporary copy of the tree, with the fault if one is given."""
+    with tempfile.TemporaryDirectory(prefix="seqpar-fault-") as name:
+        root = Path(name)
+        for part in COPIED:
+            if (ROOT / part).is_dir():
+                shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / part, root / part)
+        if fault is not None:
+            fault.apply(root)
+        yield root
+
+
+def run(root: Path, tests: Sequence[str]) -> tuple[int, str]:
+    """Pytest's exit status (FAILED also for a run that takes too long) and the end of what it printed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--no-showlocals", "--tb=line"]
+    command += [f"--timeout={HANG_S}", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return FAILED, f"no end within {DEADLINE_S} s"
+    return done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def verdict(status: int, text: str) -> str:
+    """What a test process with a fault says about its entry: only an entry that is caught begins with that word."""
+    if status == 0:
+        return "SURVIVES"
+    if status != FAILED:
+        return f"BROKEN ENTRY (pytest's exit status {status})"
+    if wrong := next((name for name in MISTAKES if name in text), None):
+        return f"BROKEN ENTRY ({wrong}: its text is not a program that runs)"
+    return "caught, by a hang" if "Timeout" in text else "caught"
+
+
+def replay(fault: Fault) -> bool:
+    """Whether the fault is caught; prints its line of the table."""
+    start = time.monotonic()
+    with copied(fault) as root:
+        status, text = run(root, (fault.test,))
+    found = verdict(status, text)
+    print(f"| {fault.name} | {found} | {time.monotonic() - start:.0f} |", flush=True)
+    if found.startswith("BROKEN"):
+        print(text)
+    return found.startswith("caught")
+
+
+def main() -> int:
+    """Replay the table; 0 if every fault is caught."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="replay the faults whose name contains this text")
+    chosen = [fault for fault in FAULTS if parser.parse_args().only in fault.name]
+    if not chosen:
+        parser.error("no fault has such a name")
+    with copied() as root:
+        status, text = run(root, sorted({fault.test for fault in chosen}))
+    if status != 0:
+        print(f"the tests do not pass without a fault (pytest's exit status {status}):\n{text}")
+        return 1
+    print("| fault | verdict | seconds |\n| --- | --- | --- |", flush=True)
+    caught = [replay(fault) for fault in chosen]
+    return 0 if all(caught) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

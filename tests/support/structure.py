@@ -1,0 +1,214 @@
+"""Counts of how the code is built, written into docs/structure.md between two markers.
+
+    python -m tests.support.structure            # print them
+    python -m tests.support.structure --write    # write them into the page
+    python -m tests.support.structure --calls    # print the calls of the recorded run, to repair the walkthrough with
+
+Read from the source by `ast`, except the calls between `run` and a kernel, which are recorded while a picture is made.
+`tests/test_structure.py` compares the page with what this makes, and holds the counts to `LIMITS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.support.pool import Pool
+from tests.support.walk import ROOT, Place, recorded
+
+PAGE = ROOT / "docs" / "structure.md"
+BEGIN, END = "<!-- counts: python -m tests.support.structure --write -->", "<!-- end of counts -->"
+CODE = ("seqpar", "launch")
+ROOMS = {
+    "strategy": "attention",
+    "transport": "transports",
+    "local attention": "local",
+    "kernel": "kernels",
+    "model": "models",
+}
+# files that name members for another reason than to list them
+NOT_LISTS = {
+    "launch/baselines/rungs.py": "plain twins of some models: a new model needs none",
+    "launch/benches/split.py": "words in the names of GPU kernels",
+    "launch/benches/ways.py": "the word for a competitor, and the transport of one rank",
+}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of the code: where it is, its lines, and how many parameters it has besides self."""
+
+    place: str
+    lines: int
+    parameters: int
+    kernel: bool
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def files(*folders: str) -> list[Path]:
+    """The Python files below these folders of the repository."""
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    """The path as the page names it."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def members(room: str) -> list[str]:
+    """The names of the files (or folders) of a room that stand for one thing each: those without an underscore."""
+    found = (path for path in (ROOT / "seqpar" / room).iterdir() if not path.name.startswith("_"))
+    return sorted(path.stem for path in found if path.suffix == ".py" or (path / "__init__.py").is_file())
+
+
+def named(path: Path, room: str, members: Iterable[str]) -> set[str]:
+    """Members of a room that a file names: by an import, or by a string that is the name alone."""
+    package, found, known = f"seqpar.{room}", set[str](), set(members)
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom) and node.module == package:
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
+            found.add((node.module or "").split(".")[2])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[2] for alias in node.names if alias.name.startswith(f"{package}.")}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found & known
+
+
+def registers(room: str) -> list[str]:
+    """Files outside a room that list its members, so that a new one must be added there.
+
+    A file lists them if it names more than half. Code that names one or two for their own sake (a model that calls a
+    kernel, a strategy that is made of another one) does not grow with the room.
+    """
+    known, folder = members(room), ROOT / "seqpar" / room
+    # the files of a room's members name each other where one is made of another
+    candidates = (path for path in files(*CODE) if folder not in path.parents or path.name.startswith("_"))
+    lists = (relative(path) for path in candidates if 2 * len(named(path, room, known)) > len(known))
+    return [path for path in lists if path not in NOT_LISTS]
+
+
+def functions() -> Iterator[Function]:
+    """All functions and methods below seqpar/ and launch/."""
+    for path in files(*CODE):
+        yield from _functions(parsed(path), relative(path), "")
+
+
+def _functions(node: ast.AST, file: str, prefix: str) -> Iterator[Function]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield _function(child, f"{file} {prefix}{child.name}", "/kernels/" in file)
+        name = f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix
+        yield from _functions(child, file, name)
+
+
+def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, place: str, kernel: bool) -> Function:
+    parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    count = sum(parameter.arg not in ("self", "cls") for parameter in parameters)
+    jitted = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    return Function(place, (node.end_lineno or 0) - node.lineno + 1, count, kernel and jitted)
+
+
+def longest() -> Function:
+    """The function with the most lines, Triton kernels excepted."""
+    return max((f for f in functions() if not f.kernel), key=lambda f: (f.lines, f.place))
+
+
+def widest() -> Function:
+    """The function with the most parameters outside seqpar/kernels/."""
+    return max((f for f in functions() if "/kernels/" not in f.place), key=lambda f: (f.parameters, f.place))
+
+
+def unformatted() -> int:
+    """How many statements are kept from the formatter."""
+    mark = "# fmt:" + " skip"
+    return sum(path.read_text(encoding="utf-8").count(mark) for path in files(*CODE, "tests", "examples"))
+
+
+def deepest(stacks: Iterable[tuple[Place, ...]]) -> tuple[Place, ...]:
+    """The longest way from `run` to a kernel."""
+    return max(stacks, key=lambda stack: (len(stack), stack))
+
+
+def lines_a_folder() -> dict[str, int]:
+    """Lines of Python in each folder of the code, to the next ten."""
+    counts: dict[str, int] = {}
+    for path in files(*CODE, "tests"):
+        parts = path.relative_to(ROOT).parts
+        folder = "/".join(parts[:2] if parts[0] != "tests" and len(parts) > 2 else parts[:1])
+        counts[folder] = counts.get(folder, 0) + len(path.read_text(encoding="utf-8").splitlines())
+    return {folder: round(count, -1) for folder, count in counts.items()}
+
+
+def record() -> tuple[list[tuple[Place, Place]], list[tuple[Place, ...]]]:
+    """Rank 0's calls and stacks while two ranks make a picture."""
+    pool = Pool("cpu")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return pool.run(2, recorded, f"{folder}/picture.png")[0]
+    finally:
+        pool.close()
+
+
+def checked_counts(stacks: Iterable[tuple[Place, ...]]) -> str:
+    """The part of the counts that the test compares with the page."""
+    rows = [
+        f"| files that a new {kind} touches, besides its test | {1 + len(lists)} |"
+        + (f" also {', '.join(f'`{path}`' for path in lists)} |" if lists else " its own |")
+        for kind, room in ROOMS.items()
+        for lists in [registers(room)]
+    ]
+    way, long, wide = deepest(stacks), longest(), widest()
+    rows += [
+        f"| calls from `run` to a kernel | {len(way) - 1} | {' > '.join(place.function for place in way)} |",
+        f"| lines of the longest function, Triton kernels excepted | {long.lines} | `{long.place}` |",
+        f"| parameters of the widest function outside `kernels/` | {wide.parameters} | `{wide.place}` |",
+        f"| statements kept from the formatter | {unformatted()} | |",
+    ]
+    return "\n".join(("| what | count | where |", "| --- | --- | --- |", *rows))
+
+
+def block(stacks: Iterable[tuple[Place, ...]]) -> str:
+    """All that stands between the markers; lines a folder change with every edit, so no test compares them."""
+    rows = [f"| `{folder}/` | {count} |" for folder, count in lines_a_folder().items()]
+    lines = "\n".join(("| folder | lines |", "| --- | --- |", *rows))
+    return f"{BEGIN}\n\n{checked_counts(stacks)}\n\n{lines}\n\n{END}"
+
+
+def written(text: str, new: str) -> str:
+    """The page with another block between its markers; ValueError if they are not there once."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"got a page without one pair of markers, expected {BEGIN!r} and {END!r}")
+    return text[: text.index(BEGIN)] + new + text[text.index(END) + len(END) :]
+
+
+def main() -> None:
+    """Print the counts or write them into the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"write them into {relative(PAGE)}")
+    parser.add_argument("--calls", action="store_true", help="print what called what, in order of the first calls")
+    arguments: Any = parser.parse_args()
+    calls, stacks = record()
+    if arguments.calls:
+        print(*(f"{' '.join(caller)} -> {' '.join(called)}" for caller, called in calls), sep="\n")
+        return
+    made = block(stacks)
+    if arguments.write:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")
+    print(made)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The table of planted faults fits the tree as it is: every text is found once, every test exists."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.support.faults import FAILED, FAULTS, ROOT, Fault, run, verdict
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_can_be_planted_and_its_test_exists(fault: Fault) -> None:
+    assert (ROOT / fault.file).read_text(encoding="utf-8").count(fault.old) == 1
+    assert fault.new != fault.old
+    file, function = fault.test.split("[")[0].split("::")
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_a_text_that_is_gone_or_there_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("one one two")
+    with pytest.raises(ValueError, match="got 2 places of fault 'twice'"):
+        Fault("twice", "a.py", "one", "1", "", "").apply(tmp_path)
+    with pytest.raises(ValueError, match="got 0 places"):
+        Fault("gone", "a.py", "three", "3", "", "").apply(tmp_path)
+    Fault("once", "a.py", "two", "2", "", "").apply(tmp_path)
+    assert (tmp_path / "a.py").read_text() == "one one 2"
+
+
+def test_what_a_run_says_is_told_apart(tmp_path: Path) -> None:
+    """A test that fails, one that passes, and an entry whose test is not there: neither caught nor survived."""
+    (tmp_path / "test_a.py").write_text("def test_passes(): pass\ndef test_fails(): raise ValueError\n")
+    names = ("test_passes", "test_fails", "test_that_is_gone")
+    ends = [run(tmp_path, (f"test_a.py::{name}",)) for name in names]
+    assert [status for status, _ in ends] == [0, FAILED, 4]
+    assert [verdict(*end).split()[0] for end in ends] == ["SURVIVES", "caught", "BROKEN"]
+    assert verdict(FAILED, "NameError: name 'x' is not defined").startswith("BROKEN")

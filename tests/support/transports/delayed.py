@@ -1,0 +1,217 @@
+"""A transport for tests: every message waits a random time, and a buffer is poisoned as soon as nobody may read it.
+
+It shows that a new transport is one file, and it finds strategies that read or write outside of their turn.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seqpar.kernels.flags import Flags
+from seqpar.kernels.push import Destinations
+from seqpar.mesh import Axis, Mesh
+from seqpar.protocols import Outbox, Outboxes
+from seqpar.transports import _contract
+from seqpar.transports._exchanges import Gather, KeyValues, Rotation, ToHeads, ToTokens
+from seqpar.transports._layout import HeadLayout
+
+FACTS = _contract.Facts(rates={"cuda": "nccl", "cpu": "gloo"})  # "auto" takes it nowhere
+LONGEST_S = 0.003
+
+
+def why_not(mesh: Mesh) -> str | None:
+    """None: it works on any mesh."""
+    return None
+
+
+def why_not_tried(axis: Axis, device: torch.device) -> str | None:
+    """None: it works between any ranks."""
+    return None
+
+
+def poison(*tensors: Tensor) -> None:
+    """Make them useless to read."""
+    for tensor in tensors:
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -(10**6))
+
+
+def swap(axis: Axis, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    """Send outgoing[r] to rank r and receive incoming[r] from it, late; what was sent is poisoned."""
+    time.sleep(random.random() * LONGEST_S)
+    sent = [tensor.contiguous().flatten().view(torch.uint8).clone() for tensor in outgoing]
+    got = [torch.empty(t.numel() * t.element_size(), dtype=torch.uint8, device=t.device) for t in incoming]
+    got[axis.rank].copy_(sent[axis.rank])
+    moves = []
+    for rank in range(axis.size):
+        if rank != axis.rank and sent[rank].numel():
+            moves.append(dist.P2POp(dist.isend, sent[rank], group=axis.group, group_peer=rank))
+        if rank != axis.rank and got[rank].numel():
+            moves.append(dist.P2POp(dist.irecv, got[rank], group=axis.group, group_peer=rank))
+    for move in dist.batch_isend_irecv(moves) if moves else ():
+        move.wait()
+    poison(*outgoing)
+    for tensor, new in zip(incoming, got, strict=True):
+        tensor.copy_(new.view(tensor.dtype).view(tensor.shape))
+
+
+class DelayedToHeads:
+    """q, k, v to the ranks of their heads; (tokens, B, h + 2 g, D) to and from each."""
+
+    flags: Flags | None = None
+
+    def __init__(self, axis: Axis, layout: HeadLayout) -> None:
+        self._axis, self._split = axis, [*layout.counts(axis.rank), layout.counts(axis.rank)[1]]
+        like = torch.empty(0, dtype=layout.dtype, device=layout.device)
+        batch, dim, boxes = layout.batch, layout.head_dim, []
+        self._outgoing = []
+        for rank, (h, g) in enumerate(map(layout.counts, range(axis.size))):
+            self._outgoing.append(like.new_empty(layout.tokens[axis.rank], batch, h + 2 * g, dim))
+            q, k, v = self._outgoing[-1].split((h, g, g), dim=2)
+            boxes.append(Outbox(q, k, v, layout.q_slice(rank), layout.kv_slice(rank)))
+        self._boxes = Outboxes(boxes)
+        self._slab = like.new_empty(sum(layout.tokens), batch, sum(self._split), dim)
+        self._incoming = self._slab.split(layout.tokens)
+
+    def outboxes(self) -> Outboxes:
+        """Poisoned, as what was delivered last."""
+        poison(*self._outgoing, self._slab)
+        return self._boxes
+
+    def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """See `seqpar.transports._exchanges.ToHeads`."""
+        swap(self._axis, self._outgoing, self._incoming)
+        q, k, v = self._slab.transpose(0, 1).split(self._split, dim=2)
+        return q, k, v
+
+
+class DelayedToTokens:
+    """Attention's output to the ranks of its tokens."""
+
+    flags: Flags | None = None
+
+    def __init__(self, axis: Axis, layout: HeadLayout) -> None:
+        self._axis, mine = axis, layout.tokens[axis.rank]
+        batch, dim, heads = layout.batch, layout.head_dim, layout.counts(axis.rank)[0]
+        like = torch.empty(0, dtype=layout.dtype, device=layout.device)
+        self._out = like.new_empty(batch, mine, layout.heads, dim)
+        self._boxes = Destinations([like.new_empty(tokens, batch, heads, dim) for tokens in layout.tokens])
+        self._incoming = [self._out[:, :, layout.q_slice(rank)].transpose(0, 1) for rank in range(axis.size)]
+
+    def outboxes(self) -> Destinations:
+        """Poisoned, as what was delivered last."""
+        poison(*self._boxes, self._out)
+        return self._boxes
+
+    def deliver(self, met: bool = False) -> Tensor:
+        """See `seqpar.transports._exchanges.ToTokens`."""
+        swap(self._axis, self._boxes, self._incoming)
+        return self._out
+
+
+class DelayedKeyValues:
+    """Keys and values of all; those that were started are poisoned in the outbox."""
+
+    flags: Flags | None = None
+
+    def __init__(self, axis: Axis, layout: HeadLayout) -> None:
+        self._axis, self._started = axis, {}
+        like = torch.empty(0, dtype=layout.dtype, device=layout.device)
+        shape = layout.batch, layout.kv_heads, layout.head_dim
+        self._q = like.new_empty(layout.batch, layout.tokens[axis.rank], layout.heads, layout.head_dim)
+        self._mine = [like.new_empty(layout.tokens[axis.rank], *shape) for _ in range(2)]
+        self._all = [like.new_empty(sum(layout.tokens), *shape) for _ in range(2)]
+        self._tokens = layout.tokens
+        (k, v), heads, kv_heads = self._mine, slice(0, layout.heads), slice(0, layout.kv_heads)
+        self._boxes = Outboxes([Outbox(self._q.transpose(0, 1), k, v, heads, kv_heads)])
+
+    def outboxes(self) -> Outboxes:
+        """Poisoned, as what was delivered last."""
+        self._started.clear()
+        poison(self._q, *self._mine, *self._all)
+        return self._boxes
+
+    def start_keys(self) -> None:
+        """Take k as it is now."""
+        self._start(0)
+
+    def start_values(self) -> None:
+        """Take v as it is now."""
+        self._start(1)
+
+    def _start(self, part: int) -> None:
+        self._started[part] = self._mine[part].clone()
+        poison(self._mine[part])
+
+    def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """See `seqpar.transports._exchanges.KeyValues`."""
+        for part, whole in enumerate(self._all):
+            taken = self._started.get(part, self._mine[part])
+            swap(self._axis, [taken.clone() for _ in self._tokens], whole.split(self._tokens))
+        k, v = (whole.transpose(0, 1) for whole in self._all)
+        return self._q, k, v
+
+
+class DelayedRotation:
+    """Blocks around an axis; one that was passed on is poisoned."""
+
+    def __init__(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> None:
+        self._axis, self._sizes, self._shape = axis, sizes, shape
+        self._mine = like.new_empty(sizes[axis.rank], *shape)
+
+    def outbox(self) -> Tensor:
+        """Poisoned."""
+        poison(self._mine)
+        return self._mine
+
+    def rotate(self) -> Iterator[tuple[int, Tensor]]:
+        """See `seqpar.transports._exchanges.Rotation`."""
+        count, block, nothing = self._axis.size, self._mine.clone(), self._mine[:0]
+        after, before = (self._axis.rank + 1) % count, (self._axis.rank - 1) % count
+        poison(self._mine)
+        for step in range(count):
+            yield (self._axis.rank - step) % count, block
+            if step + 1 < count:
+                following = block.new_empty(self._sizes[(before - step) % count], *self._shape)
+                outgoing = [block if rank == after else nothing for rank in range(count)]
+                swap(self._axis, outgoing, [following if rank == before else nothing for rank in range(count)])
+                block = following
+
+
+class DelayedGather:
+    """Every rank's block on every rank."""
+
+    def __init__(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> None:
+        self._axis, self._sizes = axis, sizes
+        self._mine, self._whole = like.new_empty(sizes[axis.rank], *shape), like.new_empty(sum(sizes), *shape)
+
+    def outbox(self) -> Tensor:
+        """Poisoned, as what was delivered last."""
+        poison(self._mine, self._whole)
+        return self._mine
+
+    def deliver(self) -> Tensor:
+        """See `seqpar.transports._exchanges.Gather`."""
+        swap(self._axis, [self._mine.clone() for _ in self._sizes], self._whole.split(self._sizes))
+        return self._whole
+
+
+class Transport(_contract.Transport):
+    """See the top of this file."""
+
+    def _heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
+        return DelayedToHeads(axis, layout), DelayedToTokens(axis, layout)
+
+    def _key_values(self, axis: Axis, layout: HeadLayout, overlap: bool) -> KeyValues:
+        return DelayedKeyValues(axis, layout)
+
+    def _ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotation:
+        return DelayedRotation(axis, sizes, shape, like)
+
+    def _gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
+        return DelayedGather(axis, sizes, shape, like)

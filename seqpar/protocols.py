@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
-from types import ModuleType
-from typing import Any, ClassVar, Literal, Protocol
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -250,19 +250,19 @@ class SequenceModel(nn.Module):
     `forward_tokens` in every step on a rank's tokens.
     """
 
-    STREAMS: ClassVar[tuple[str, ...]] = ("image",)
+    STREAMS: tuple[str, ...] = ("image",)
     """The streams that meet in attention, in the order in which `forward_tokens` hands them to `attend`."""
 
-    STATE: ClassVar[tuple[str, ...]] = ("image",)
+    STATE: tuple[str, ...] = ("image",)
     """Those of `STREAMS` that are denoised; the first is the latent that the model's sizes belong to."""
 
-    PROMPT: ClassVar[tuple[str, ...]] = ()
+    PROMPT: tuple[str, ...] = ()
     """The names of `encode`'s keyword arguments."""
 
-    MASKS: ClassVar[Mapping[str, str]] = {}
+    MASKS: Mapping[str, str] = MappingProxyType({})
     """Those of `PROMPT` that are masks, and whose tokens they mask; a mask that is not given is all True."""
 
-    EMBEDS_GUIDANCE: ClassVar[bool] = False
+    EMBEDS_GUIDANCE: bool = False
     """Whether `modulate` takes the guidance scale, as `guidance`, (R,)."""
 
     config: Any

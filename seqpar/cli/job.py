@@ -24,7 +24,7 @@ SHOWN_BY_DEFAULT = 12  # number of classes if the user names none
 
 @dataclass(frozen=True)
 class Job:
-    """The work that the flags describe: `classes` as the user named them, `pictures` their numbers, repeated."""
+    """The work that the flags describe: `classes` as the user named them, `pictures` the class number of each."""
 
     files: Files
     classes: tuple[str, ...]

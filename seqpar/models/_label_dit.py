@@ -5,7 +5,7 @@ adaLN modulation of all blocks and the final layer. A model adds its block, its 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ class LabelDiT(SequenceModel):
     config: patch_size, in_channels, out_channels, num_classes, num_layers, width. c: width of the condition.
     """
 
-    PROMPT: ClassVar[tuple[str, ...]] = ("class_labels",)
+    PROMPT = ("class_labels",)
 
     def __init__(self, config: Any, c: int, block: Callable[[], nn.Module], freq_shift: float = 0.0) -> None:
         super().__init__()

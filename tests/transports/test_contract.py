@@ -351,7 +351,7 @@ def run_again(rank: int, world: int, device: torch.device, name: str) -> tuple[i
     dit = DistributedDiT(model, mesh_for("ulysses", world, device, cfg=2), "ulysses", local(device), name)
     counts, kept = [], []
     noise = draw_noise((1, 4, 6, 10), torch.Generator().manual_seed(0))
-    request = Request(DDIMScheduler(), noise, {"class_labels": torch.tensor([3])}, 2, Guidance(3.0))
+    request = Request(DDIMScheduler(), noise, {"class_labels": torch.tensor([3])}, steps=2, guidance=Guidance(3.0))
     for _ in range(3):
         kept.append(begin(dit, request))
         kept[-1].predict()

@@ -131,12 +131,7 @@ def unshare_embedder(model: DiTTransformer2DModel, classes: int) -> None:
 
 
 def dit_loss(
-    model: DiTTransformer2DModel,
-    latents: Tensor,
-    noise: Tensor,
-    times_B: Tensor,
-    labels_B: Tensor,
-    kept_T: Tensor,
+    model: DiTTransformer2DModel, latents: Tensor, noise: Tensor, times_B: Tensor, labels_B: Tensor, kept_T: Tensor
 ) -> Tensor:
     """Squared error of the predicted noise, min-SNR weighted; `kept_T` is the scheduler's alphas_cumprod."""
     kept = kept_T[times_B][:, None, None, None]
@@ -152,11 +147,7 @@ def build_scheduler() -> DDIMScheduler:
 
 
 def save_folder(
-    out: Path,
-    vae: AutoencoderKL,
-    dit: DiTTransformer2DModel,
-    scheduler: DDIMScheduler,
-    names: tuple[str, ...],
+    out: Path, vae: AutoencoderKL, dit: DiTTransformer2DModel, scheduler: DDIMScheduler, names: tuple[str, ...]
 ) -> None:
     """Half-precision weights; the label names go where DiTPipeline looks for them."""
     vae = vae.to(memory_format=torch.contiguous_format)

@@ -24,5 +24,7 @@ with Pipeline.load(Files.locate("builtin"), mesh) as ours:  # keeps the CUDA gra
     latents = ours.latents(["cat", "rocket"], steps=4, guidance=Guidance(4.0), seed=1)
     images = ours.decode(latents)  # (2, 3, 64, 64) in [0, 1], equal on every rank
 
-print(f"rank {mesh.world.rank}: {ours.dit.strategy}, {ours.dit.local}, difference between the two ways",
-      f"{(images.cpu() - pictures.images.cpu()).abs().max():.1e}")  # fmt: skip
+print(
+    f"rank {mesh.world.rank}: {ours.dit.strategy}, {ours.dit.local}, difference between the two ways",
+    f"{(images.cpu() - pictures.images.cpu()).abs().max():.1e}",
+)

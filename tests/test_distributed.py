@@ -207,8 +207,11 @@ def by_hand(rank: int, world: int, device: torch.device) -> tuple[Tensor, Tensor
 def test_a_run_predicts_from_its_first_moment(ranks: Pool) -> None:
     x, _, y = latents(2, (8, 8))
     where = torch.device(ranks.device)
-    truth = diffusers_dit().to(where)(x.to(where), timestep=torch.tensor([500, 500], device=where),
-                                      class_labels=y.to(where)).sample[:, :4]  # fmt: skip
+    truth = (
+        diffusers_dit()
+        .to(where)(x.to(where), timestep=torch.tensor([500, 500], device=where), class_labels=y.to(where))
+        .sample[:, :4]
+    )
     for state, prediction in ranks.run(2, by_hand):
         assert torch.equal(state, x)
         assert (prediction - truth.cpu()).abs().max() < TOLERANCE

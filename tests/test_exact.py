@@ -31,8 +31,20 @@ ROOT = Path(__file__).parents[1]
 CUTS = [(16, 0), (85, 3), (86, 0), (128, 129), (1025, 1), (2048, 5)]
 WHOLE = 4100
 # K, N of DiT-XL/2 and Large-DiT-7B: qkv, output, feed-forward in and out, final layer, embedding
-PRODUCTS = [(1152, 3456), (1152, 1152), (1152, 4608), (4608, 1152), (1152, 32), (16, 1152),
-            (4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096), (4096, 32), (16, 4096)]  # fmt: skip
+PRODUCTS = [
+    (1152, 3456),
+    (1152, 1152),
+    (1152, 4608),
+    (4608, 1152),
+    (1152, 32),
+    (16, 1152),
+    (4096, 12288),
+    (4096, 4096),
+    (4096, 22016),
+    (11008, 4096),
+    (4096, 32),
+    (16, 4096),
+]
 BF16 = torch.bfloat16
 BATCHED = ("ulysses:1:1", "kv_gather:1:1", "kv_first:1:1")
 # guidance branches in one batch and on an axis of their own
@@ -94,8 +106,11 @@ def differing_products() -> list[str]:
         for name, b in (("", None), (" + bias", bias)):
             whole = F.linear(x, weight, b)
             cut = {rows: F.linear(x[start : start + rows], weight, b) for rows, start in CUTS}
-            wrong += [f"{k} -> {n}{name}, {rows} rows" for rows, start in CUTS
-                      if not torch.equal(cut[rows], whole[start : start + rows])]  # fmt: skip
+            wrong += [
+                f"{k} -> {n}{name}, {rows} rows"
+                for rows, start in CUTS
+                if not torch.equal(cut[rows], whole[start : start + rows])
+            ]
     return wrong
 
 

@@ -103,8 +103,17 @@ def long_run(
     sharded = DistributedDiT(model(BF16, device), mesh_for(strategy, world, device, cfg), strategy, "auto", transport)
     noise = draw_noise((2, 4, 34, 30), torch.Generator().manual_seed(0))
     labels = {"class_labels": torch.tensor([3, 4])}
-    return sample(sharded, scheduler(), noise, labels, steps=100, guidance=Guidance(3.0), eta=0.5, graph=graph,
-                  generator=torch.Generator().manual_seed(1))  # fmt: skip
+    return sample(
+        sharded,
+        scheduler(),
+        noise,
+        labels,
+        steps=100,
+        guidance=Guidance(3.0),
+        eta=0.5,
+        graph=graph,
+        generator=torch.Generator().manual_seed(1),
+    )
 
 
 @pytest.mark.parametrize(("strategy", "cfg"), [*((name, 1) for name in LAYOUTS), ("ulysses", 2), ("kv_gather", 2)])
@@ -121,8 +130,14 @@ def test_gpu_a_hundred_replays_have_the_eager_bits(
     assert all(torch.equal(a, b) for a, b in zip(eager, graphed, strict=True))
 
 
-TRACED = ["DPMSolverMultistepScheduler", "UniPCMultistepScheduler", "EulerDiscreteScheduler", "HeunDiscreteScheduler",
-          "FlowMatchEulerDiscreteScheduler", "EulerAncestralDiscreteScheduler"]  # fmt: skip
+TRACED = [
+    "DPMSolverMultistepScheduler",
+    "UniPCMultistepScheduler",
+    "EulerDiscreteScheduler",
+    "HeunDiscreteScheduler",
+    "FlowMatchEulerDiscreteScheduler",
+    "EulerAncestralDiscreteScheduler",
+]
 
 
 def traced_runs(rank: int, world: int, device: torch.device, name: str, graph: bool) -> list[Tensor]:
@@ -131,8 +146,17 @@ def traced_runs(rank: int, world: int, device: torch.device, name: str, graph: b
     noise = draw_noise((2, 4, 34, 30), torch.Generator().manual_seed(0))
     kind = getattr(diffusers, name)
     with Sampler(sharded, graph=graph) as sampler:
-        return [sampler(kind(), noise, {"class_labels": torch.tensor(labels)}, steps=25, guidance=Guidance(3.0),
-                        generator=torch.Generator().manual_seed(1)) for _ in range(2)]  # fmt: skip
+        return [
+            sampler(
+                kind(),
+                noise,
+                {"class_labels": torch.tensor(labels)},
+                steps=25,
+                guidance=Guidance(3.0),
+                generator=torch.Generator().manual_seed(1),
+            )
+            for _ in range(2)
+        ]
 
 
 @pytest.mark.parametrize("name", TRACED)

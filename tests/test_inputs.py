@@ -92,10 +92,16 @@ def runs(rank: int, world: int, device: torch.device, layout: tuple[str, int, in
             labels = (torch.tensor([3, 7, 3]) + mine["labels"]) % 10
             generator = torch.Generator().manual_seed(5 + mine["generator"])
             found.append(
-                sampler(scheduler(), noise, {"class_labels": labels}, steps=STEPS,
-                        guidance=Guidance(3.0 + mine["guidance"]), eta=1.0 - 0.2 * mine["eta"],
-                        generator=None if mine["generator"] > 1 else generator)
-            )  # fmt: skip
+                sampler(
+                    scheduler(),
+                    noise,
+                    {"class_labels": labels},
+                    steps=STEPS,
+                    guidance=Guidance(3.0 + mine["guidance"]),
+                    eta=1.0 - 0.2 * mine["eta"],
+                    generator=None if mine["generator"] > 1 else generator,
+                )
+            )
             if mine["kept"]:
                 sampler.release()  # a rank that has no run left, and must begin anew with those that have one
     return found

@@ -74,8 +74,11 @@ def peers(mesh: Mesh, meshes: DeviceMeshes, tokens: int, heads: int, local: Core
     world = mesh.world.size
     if world == 1:
         return [Peer("plain, one GPU", attend, True)]
-    uneven = [f"{count} {what} do not divide by {world} ranks" for what, count in (("tokens", tokens), ("heads", heads))
-              if count % world]  # fmt: skip
+    uneven = [
+        f"{count} {what} do not divide by {world} ranks"
+        for what, count in (("tokens", tokens), ("heads", heads))
+        if count % world
+    ]
     found = [Peer("plain Ulysses", ulysses(alone, mesh.sequence), False, next(iter(uneven), None))]
     return found + [_diffusers(mesh, shape, device_mesh, tokens, heads) for shape, device_mesh in meshes.items()]
 
@@ -87,8 +90,9 @@ def _diffusers(mesh: Mesh, shape: tuple[int, int], device_mesh: DeviceMesh, toke
     name = "diffusers " + ("unified" if unified else "Ulysses" if ulysses_ > 1 else "ring")
     refusal = f"{tokens} tokens and {heads} heads do not divide by ring {ring} x ulysses {ulysses_}"
     anything = uneven and not unified
-    config = ContextParallelConfig(ring, ulysses_, ulysses_anything=anything and ring == 1,
-                                   ring_anything=anything and ulysses_ == 1)  # fmt: skip
+    config = ContextParallelConfig(
+        ring, ulysses_, ulysses_anything=anything and ring == 1, ring_anything=anything and ulysses_ == 1
+    )
     parallel = ParallelConfig(context_parallel_config=config)
     parallel.setup(mesh.world.rank, world, mesh.device, mesh=device_mesh)
     backend = "_native_cudnn" if mesh.device.type == "cuda" else "native"

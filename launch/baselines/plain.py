@@ -24,9 +24,15 @@ def plain_model(config: Any, side: int, dtype: torch.dtype, device: torch.device
     else:
         with torch.device(device):  # not meta: its table of positions is not a parameter
             made = DiTTransformer2DModel(
-                config.num_attention_heads, config.attention_head_dim, config.in_channels, config.out_channels,
-                config.num_layers, sample_size=side, patch_size=config.patch_size,
-                num_embeds_ada_norm=config.num_classes)  # fmt: skip
+                config.num_attention_heads,
+                config.attention_head_dim,
+                config.in_channels,
+                config.out_channels,
+                config.num_layers,
+                sample_size=side,
+                patch_size=config.patch_size,
+                num_embeds_ada_norm=config.num_classes,
+            )
         made = cast(made, dtype)
     randomise(made, 0)
     return made.requires_grad_(False).eval()

@@ -25,7 +25,10 @@ class PlainAttention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.dim = (
-            config.num_attention_heads, config.num_key_value_heads, config.attention_head_dim)  # fmt: skip
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.attention_head_dim,
+        )
         self.wq = nn.Linear(config.width, config.width, bias=False)
         self.wk = nn.Linear(config.width, self.kv_heads * self.dim, bias=False)
         self.wv = nn.Linear(config.width, self.kv_heads * self.dim, bias=False)

@@ -97,8 +97,10 @@ def measure(args: Exchange, mesh: Mesh, move: str, megabytes: float) -> list[dic
     case |= {"head_dim": args.head_dim, "dtype": str(dtype).removeprefix("torch."), "backend": backend(mesh)}
     made = {"bench": "exchange", "gpus": ranks, "bytes": bytes_of(move, layout)}
     end = {"command": command(), "env": environment(mesh.device)}
-    return [made | {"case": case | {"way": way, "mode": mode}} | shown(made["bytes"], ranks, found) | end
-            for (way, mode), found in (times | unfit).items()]  # fmt: skip
+    return [
+        made | {"case": case | {"way": way, "mode": mode}} | shown(made["bytes"], ranks, found) | end
+        for (way, mode), found in (times | unfit).items()
+    ]
 
 
 def shown(nbytes: int, ranks: int, found: Spread | str) -> dict[str, Any]:
@@ -195,5 +197,7 @@ def row(line: dict[str, Any]) -> str:
     if line["us"] is None:
         return f"{start}  {line['refused']}"
     us = line["us"]
-    return (f"{start} {us['median']:9.1f} us ({us['min']:.1f} - {us['max']:.1f})  {line['gb_per_s']:6.1f} GB/s, "
-            f"{100 * line['share_of_links']:.0f} % of the links")  # fmt: skip
+    return (
+        f"{start} {us['median']:9.1f} us ({us['min']:.1f} - {us['max']:.1f})  {line['gb_per_s']:6.1f} GB/s, "
+        f"{100 * line['share_of_links']:.0f} % of the links"
+    )

@@ -80,8 +80,12 @@ def picture(mark: Marks, model: str, steps: int, out: str) -> dict[str, str]:
     latents = denoised(mark, pipeline, label, steps)
     save(grid(to_pil(pipeline.decode(latents)), [files.class_name(label)]), Path(out), {"model": model})
     mark("picture")
-    return {"digest": digest(latents), "dtype": str(dtype).removeprefix("torch."), "device": str(mesh.device),
-            "local": pipeline.dit.local.name}  # fmt: skip
+    return {
+        "digest": digest(latents),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(mesh.device),
+        "local": pipeline.dit.local.name,
+    }
 
 
 def denoised(mark: Marks, pipeline: Any, label: int, steps: int) -> Any:

@@ -114,14 +114,26 @@ def measure(args: Kernels, case: Case, rows: int, bandwidth: float) -> dict[str,
     ms = timed_over(ways, case.sets(), args.rounds)
     share = case.bytes / (ms["kernel"]["median"] * 1e-3) / bandwidth
     case_line = {"kernel": case.name, "rows": rows, "width": args.width, "dtype": "bfloat16"}
-    return {"bench": "kernels", "case": case_line, "gpus": 1, "ms": ms["kernel"], "plain_ms": ms["plain"],
-            "compiled_ms": ms.get("compiled"), "bytes": case.bytes, "copy_bytes_per_s": bandwidth,
-            "share_of_copy": share, "command": command(), "env": environment(torch.device("cuda"))}  # fmt: skip
+    return {
+        "bench": "kernels",
+        "case": case_line,
+        "gpus": 1,
+        "ms": ms["kernel"],
+        "plain_ms": ms["plain"],
+        "compiled_ms": ms.get("compiled"),
+        "bytes": case.bytes,
+        "copy_bytes_per_s": bandwidth,
+        "share_of_copy": share,
+        "command": command(),
+        "env": environment(torch.device("cuda")),
+    }
 
 
 def row(line: dict[str, Any]) -> str:
     """One line of the table."""
     compiled = line["compiled_ms"]
-    return (f"{line['case']['rows']:>6} rows  {line['case']['kernel']:<34} {1e3 * line['ms']['median']:8.1f} us  "
-            f"{100 * line['share_of_copy']:5.1f} % of copy   plain {1e3 * line['plain_ms']['median']:8.1f} us"
-            + (f"   compiled {1e3 * compiled['median']:8.1f} us" if compiled else ""))  # fmt: skip
+    return (
+        f"{line['case']['rows']:>6} rows  {line['case']['kernel']:<34} {1e3 * line['ms']['median']:8.1f} us  "
+        f"{100 * line['share_of_copy']:5.1f} % of copy   plain {1e3 * line['plain_ms']['median']:8.1f} us"
+        + (f"   compiled {1e3 * compiled['median']:8.1f} us" if compiled else "")
+    )

@@ -146,8 +146,11 @@ def whole_runs(dit: DistributedDiT, side: int, ways: Mapping[str, Way]) -> dict[
 
     plain: dict[str, Way] = {name: partial(repeated, ways[name]) for name in PLAIN if name in ways}
     (noise, labels), sampler = start_of_run(dit, side), Sampler(dit)
-    return plain | {ENGINE: lambda: sampler(DDIMScheduler.from_config(DDIM_DEFAULT), noise, labels,
-                                            steps=RUN_STEPS, guidance=GUIDANCE)}  # fmt: skip
+    return plain | {
+        ENGINE: lambda: sampler(
+            DDIMScheduler.from_config(DDIM_DEFAULT), noise, labels, steps=RUN_STEPS, guidance=GUIDANCE
+        )
+    }
 
 
 def sensed(work: Way, repeat: int) -> tuple[float, float] | None:
@@ -169,10 +172,16 @@ def described(args: Ladder, dit: DistributedDiT, tokens: int, times: dict[str, l
     yardsticks = {"ceiling_ms": spread(times["ceiling"])["median"], "roofline_ms": roofline(flops, weights)}
     made = {"gpus": 1, **yardsticks, "command": command(), "env": environment(dit.device)}
     return [
-        {"bench": "ladder", "case": case | {"way": way}, "ms": (ms := spread(values)), **made,
-         "tflops": flops / ms["median"] / 1e9, "tb_per_s": weights / ms["median"] / 1e9}
+        {
+            "bench": "ladder",
+            "case": case | {"way": way},
+            "ms": (ms := spread(values)),
+            **made,
+            "tflops": flops / ms["median"] / 1e9,
+            "tb_per_s": weights / ms["median"] / 1e9,
+        }
         for way, values in times.items()
-    ]  # fmt: skip
+    ]
 
 
 def ours(dit: DistributedDiT, side: int) -> dict[str, Way]:

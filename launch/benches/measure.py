@@ -105,13 +105,14 @@ def measure(mesh: Mesh, dtype: torch.dtype) -> rates.Rates:
         source=f"measured here on {date.today()}",
         gemm=tuple((m * n, 2e-6 * m * k * n / us(product(m, k, n, dtype, device))) for m, k, n in sizes.products),
         weights=1e-6 * inputs * outputs * dtype.itemsize / us(product(*sizes.weights, dtype, device)),
-        attention={dim: tuple(attention(us, *shape, dim, dtype, device) for shape in sizes.attentions)
-                   for dim in HEAD_DIMS},
+        attention={
+            dim: tuple(attention(us, *shape, dim, dtype, device) for shape in sizes.attentions) for dim in HEAD_DIMS
+        },
         copy=2e-6 * sizes.copied / copy,
         kernel_us=us(copying(16, device)),
         exchange=exchanges(mesh, sizes.sent) if mesh.world.size > 1 else {},
         memory=machine.memory,
-    )  # fmt: skip
+    )
 
 
 def product(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:

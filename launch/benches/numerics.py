@@ -68,8 +68,10 @@ def locate(model: str, steps: int) -> Files:
     """The model's files; `ValueError` if no plain model matches it, or if its scheduler remembers earlier steps."""
     files = Files.locate(model)
     if files.blueprint.checkpoint is not None and files.folder is None:
-        raise ValueError(f"got model {model}, expected builtin, a diffusers pipeline folder or a preset: others "
-                         "have no plain model here")  # fmt: skip
+        raise ValueError(
+            f"got model {model}, expected builtin, a diffusers pipeline folder or a preset: others "
+            "have no plain model here"
+        )
     scheduler = files.schedule(None, steps)
     if not steps_locally(scheduler):
         raise ValueError(
@@ -95,8 +97,15 @@ def measure(model: str, files: Files, steps: int, device: torch.device) -> dict[
     }
     case |= {"truth": _name(truth), "graph": why_no_graph(dit, scheduler) is None}
     ratios = [ours / theirs for ours, theirs in zip(errors[ENGINE], errors[PLAIN], strict=True)]
-    return {"bench": "numerics", "case": case, "gpus": 1, "error": errors, "ratio": spread(ratios),
-            "command": command(), "env": environment(device)}  # fmt: skip
+    return {
+        "bench": "numerics",
+        "case": case,
+        "gpus": 1,
+        "error": errors,
+        "ratio": spread(ratios),
+        "command": command(),
+        "env": environment(device),
+    }
 
 
 def plain_truth(files: Files, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -177,5 +186,7 @@ def row(line: dict[str, Any]) -> str:
     """One line of the table."""
     case, ratio, errors = line["case"], line["ratio"], line["error"]
     told = "   ".join(f"{way} {median(values):.2e} (most {max(values):.2e})" for way, values in errors.items())
-    return (f"{case['model']:<14} {case['tokens']:>6} tokens  {case['steps']} steps against {case['truth']}:  {told}   "
-            f"ratio {ratio['median']:.3f} ({ratio['min']:.3f} - {ratio['max']:.3f})")  # fmt: skip
+    return (
+        f"{case['model']:<14} {case['tokens']:>6} tokens  {case['steps']} steps against {case['truth']}:  {told}   "
+        f"ratio {ratio['median']:.3f} ({ratio['min']:.3f} - {ratio['max']:.3f})"
+    )

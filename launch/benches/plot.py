@@ -25,8 +25,14 @@ INK, OURS, THEIRS = "#333333", "#2f7d4f", "#9aa5b1"
 def main(path: Path) -> None:
     """Write one plot for each kind of lines in the file, beside the file."""
     lines = [json.loads(text) for text in path.read_text().splitlines()]
-    for kind, draw in (("ladder", ladder), ("steps", steps), ("start", start), ("numerics", numerics),
-                       ("exchange", exchange), ("scale", scale)):  # fmt: skip
+    for kind, draw in (
+        ("ladder", ladder),
+        ("steps", steps),
+        ("start", start),
+        ("numerics", numerics),
+        ("exchange", exchange),
+        ("scale", scale),
+    ):
         if mine := [line for line in lines if line["bench"] == kind]:
             target = path.with_name(f"{path.stem}-{kind}.png")
             figure = draw(mine)
@@ -36,8 +42,12 @@ def main(path: Path) -> None:
 
 def ladder(lines: Sequence[Line]) -> Any:
     """A panel for each run of a model and token count: ms of each way as bars, the run's ceiling as a line."""
-    runs = [list(run) for _, run in groupby(lines, key=lambda line: (line["case"]["model"], line["case"]["tokens"],
-                                                                     line["ceiling_ms"]))]  # fmt: skip
+    runs = [
+        list(run)
+        for _, run in groupby(
+            lines, key=lambda line: (line["case"]["model"], line["case"]["tokens"], line["ceiling_ms"])
+        )
+    ]
     height = 0.8 * len(runs) + 0.22 * len(lines)
     figure, panels = plt.subplots(len(runs), 1, figsize=(9, height), squeeze=False)
     for panel, run in zip(panels[:, 0], runs, strict=True):
@@ -80,8 +90,13 @@ def start(lines: Sequence[Line]) -> Any:
         for key, y, name in (("", 2.5 * index, "first picture"), ("floor_", 2.5 * index + 1, "without us")):
             seconds, left = line[f"{key}seconds"], 0.0
             for part in (part for part in parts if part in seconds):
-                panel.barh(y, seconds[part], left=left, color=plt.get_cmap("tab20")(parts.index(part)),
-                           label=part if not index and not key else None)  # fmt: skip
+                panel.barh(
+                    y,
+                    seconds[part],
+                    left=left,
+                    color=plt.get_cmap("tab20")(parts.index(part)),
+                    label=part if not index and not key else None,
+                )
                 left += seconds[part]
             panel.text(left, y, f" {line['case']['model']}, {name}: {left:.1f} s", va="center", color=INK)
     panel.set(xlabel="seconds", yticks=[], xlim=(0, 1.6 * max(line["total"]["max"] for line in lines)))
@@ -108,9 +123,11 @@ def scale(lines: Sequence[Line]) -> Any:
     able = [line for line in lines if line["ms"] is not None and line["case"]["images"] == 1]
     works = list(dict.fromkeys((line["case"]["model"], line["case"]["tokens"]) for line in able))
     figure, panels = plt.subplots(1, len(works), figsize=(4 * len(works), 3.2), squeeze=False)
-    kinds = {"ours": {"color": OURS, "marker": "o", "label": "fastest layout"},
-             "peer": {"color": THEIRS, "marker": "s", "label": "fastest peer"},
-             "ceiling": {"color": INK, "linestyle": "--", "marker": "_", "label": "ceiling"}}  # fmt: skip
+    kinds = {
+        "ours": {"color": OURS, "marker": "o", "label": "fastest layout"},
+        "peer": {"color": THEIRS, "marker": "s", "label": "fastest peer"},
+        "ceiling": {"color": INK, "linestyle": "--", "marker": "_", "label": "ceiling"},
+    }
     for panel, work in zip(panels[0], works, strict=True):
         mine = [line for line in able if (line["case"]["model"], line["case"]["tokens"]) == work]
         for kind, style in kinds.items():
@@ -139,8 +156,9 @@ def exchange(lines: Sequence[Line]) -> Any:
         for way in dict.fromkeys(line["case"]["way"] for line in here):
             points = [(line["case"]["mb"], line["gb_per_s"]) for line in here if line["case"]["way"] == way]
             style = {"color": OURS if way.startswith("ours") else THEIRS, "marker": "o", "markersize": 4}
-            panel.plot(*zip(*points, strict=True), label=way, **style,
-                       linestyle="-" if way in ("ours, peer", "bare") else "--")  # fmt: skip
+            panel.plot(
+                *zip(*points, strict=True), label=way, **style, linestyle="-" if way in ("ours, peer", "bare") else "--"
+            )
         links = here[0]["gb_per_s"] / here[0]["share_of_links"]
         panel.axhline(links, color=INK, linewidth=1, linestyle=":")
         panel.set(title=f"{move}, {gpus} GPUs, {mode} (dotted: links)", xlabel="MB a rank", xscale="log")

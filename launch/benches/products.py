@@ -53,13 +53,21 @@ def products(device: str = "cuda") -> Sequence[Product]:
         return rand(2, rows // 2, inner), rand(2 * width, inner) / inner**0.5
 
     return (
-        *(Product(f"w1, w3 + SwiGLU, {name}", inner, 2 * width, partial(gated, inner, width), ways,
-                  gated_linear.reference)
-          for name, inner, width in (("7B", 4096, 11008), ("3B", 3072, 8192), ("600M", 1536, 4096))),
-        Product("fc1 + bias + GELU, DiT-XL/2", 1152, 4608,
-                lambda n: (rand(2, n // 2, 1152), rand(4608, 1152) / 1152**0.5, rand(4608)), gelu_ways(),
-                gelu.linear_reference),
-    )  # fmt: skip
+        *(
+            Product(
+                f"w1, w3 + SwiGLU, {name}", inner, 2 * width, partial(gated, inner, width), ways, gated_linear.reference
+            )
+            for name, inner, width in (("7B", 4096, 11008), ("3B", 3072, 8192), ("600M", 1536, 4096))
+        ),
+        Product(
+            "fc1 + bias + GELU, DiT-XL/2",
+            1152,
+            4608,
+            lambda n: (rand(2, n // 2, 1152), rand(4608, 1152) / 1152**0.5, rand(4608)),
+            gelu_ways(),
+            gelu.linear_reference,
+        ),
+    )
 
 
 def gated_ways() -> Mapping[str, Callable[..., Tensor]]:
@@ -101,10 +109,16 @@ def measure(product: Product, rows: int, rounds: int) -> list[dict[str, Any]]:
     at = {"product": product.name, "rows": rows, "dtype": "bfloat16"}
     made = {"gpus": 1, "command": command(), "env": environment(torch.device("cuda"))}
     return [
-        {"bench": "products", "case": at | {"way": name}, "ms": ms, **made, "error": errors[name],
-         "tflops": 2 * rows * product.columns * product.inner / ms["median"] / 1e9}
+        {
+            "bench": "products",
+            "case": at | {"way": name},
+            "ms": ms,
+            **made,
+            "error": errors[name],
+            "tflops": 2 * rows * product.columns * product.inner / ms["median"] / 1e9,
+        }
         for name, ms in times.items()
-    ]  # fmt: skip
+    ]
 
 
 def works(name: str, way: Callable[..., Tensor], data: tuple[Tensor, ...]) -> bool:
@@ -129,5 +143,7 @@ def error(way: Callable[..., Tensor], product: Product, data: tuple[Tensor, ...]
 def row(line: dict[str, Any]) -> str:
     """One line of the table."""
     case, wrong = line["case"], "-" if line["error"] is None else f"{line['error']:.1e}"
-    return (f"{case['rows']:>6} rows  {case['product']:<28} {1e3 * line['ms']['median']:8.1f} us  "
-            f"{line['tflops']:4.0f} TFLOP/s  error {wrong:<8} {case['way']}")  # fmt: skip
+    return (
+        f"{case['rows']:>6} rows  {case['product']:<28} {1e3 * line['ms']['median']:8.1f} us  "
+        f"{line['tflops']:4.0f} TFLOP/s  error {wrong:<8} {case['way']}"
+    )

@@ -45,11 +45,17 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("builtin, one rank", 1, f"{BUILTIN} --steps 6 --dtype fp32"),
         Case("builtin, ulysses 2", 2, f"{BUILTIN} --steps 6 --dtype fp32 --mesh ulysses=2 --strategy ulysses"),
         Case("builtin, ring 3", 3, f"{BUILTIN} --steps 6 --dtype fp32 --mesh ring=3 --strategy ring"),
-        Case("builtin, kv_gather 2, peer, eta", 2,
-             f"{BUILTIN} --steps 6 --dtype fp32 --strategy kv_gather --transport peer --eta 1"),
+        Case(
+            "builtin, kv_gather 2, peer, eta",
+            2,
+            f"{BUILTIN} --steps 6 --dtype fp32 --strategy kv_gather --transport peer --eta 1",
+        ),
         Case("builtin, cfg 2, kv_first 2", 4, f"{BUILTIN} --steps 6 --dtype fp32 --mesh cfg=2 --strategy kv_first"),
-        Case("dit-xl/2, ulysses 2", 2,
-             "--model dit-xl/2 --classes 207 --size 64 --steps 2 --dtype bf16 --strategy ulysses"),
+        Case(
+            "dit-xl/2, ulysses 2",
+            2,
+            "--model dit-xl/2 --classes 207 --size 64 --steps 2 --dtype bf16 --strategy ulysses",
+        ),
     ),
     "gpus": (
         Case("builtin, one rank", 1, f"{BUILTIN} --steps 25"),
@@ -62,7 +68,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("7b 4096, kv_first 2", 2, f"{SEVEN_B} --steps 25 --strategy kv_first"),
         Case("7b 4096, cfg 2", 2, f"{SEVEN_B} --steps 25 --mesh cfg=2"),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -111,8 +117,14 @@ def run(case: Case, tree: Path) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         out = Path(folder) / "picture.png"
         words = [*start, str(tree.absolute() / "launch/sample.py"), *case.flags.split(), "--out", str(out)]
-        done = subprocess.run(words, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, text=True,
-                              capture_output=True, timeout=LIMIT_S, check=False)  # fmt: skip
+        done = subprocess.run(
+            words,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            text=True,
+            capture_output=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
         if done.returncode:
             raise ValueError(f"got exit {done.returncode} from {' '.join(words)}, expected 0:\n{done.stderr[-2000:]}")
         told = json.loads(Image.open(out).info["seqpar"])  # pyright: ignore[reportArgumentType]

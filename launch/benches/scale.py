@@ -143,8 +143,10 @@ def wanted(args: Scale, ways: list[Way]) -> list[Way]:
 
 def mark_picks(bench: Bench, tokens: int, ways: list[Way], found: dict[str, Found]) -> None:
     """Mark the layouts of one picture that the planner would take."""
-    picks = {transport: pick(bench.model, tokens, RUN_STEPS, bench.mesh, transport)
-             for transport in dict.fromkeys(transport for _, transport in bench.engines)}  # fmt: skip
+    picks = {
+        transport: pick(bench.model, tokens, RUN_STEPS, bench.mesh, transport)
+        for transport in dict.fromkeys(transport for _, transport in bench.engines)
+    }
     for way in ways:
         if way.kind == "ours" and way.images == 1 and way.case is not None:
             best = picks[way.case["transport"]]
@@ -223,8 +225,16 @@ def line(
     """The JSON line of one row. It is a collective call."""
     world, device = bench.mesh.world.size, bench.mesh.device
     dtype = str(next(bench.model.parameters()).dtype).removeprefix("torch.")
-    case = {"model": args.model, "tokens": tokens, "kind": way.kind, "way": way.name, "images": way.images,
-            "local": bench.local, "dtype": dtype, **(way.case or {})}  # fmt: skip
+    case = {
+        "model": args.model,
+        "tokens": tokens,
+        "kind": way.kind,
+        "way": way.name,
+        "images": way.images,
+        "local": bench.local,
+        "dtype": dtype,
+        **(way.case or {}),
+    }
     made = {"bench": "scale", "case": case, "gpus": world, "ms": ms}
     end = {"command": command(), "env": environment(device)}
     if ms is None:
@@ -249,8 +259,10 @@ def row(line: Line) -> str:
     if ms is None:
         return f"{start}  {line['refused']}"
     memory = f"  {line['gib']:.1f} GiB + {line['outside_gib']:.1f}" if "gib" in line else ""
-    told = (f"{start} {ms['median']:9.3f} ms ({ms['min']:.3f} - {ms['max']:.3f})  {line['tflops']:6.1f} TFLOP/s a GPU"
-            f"{memory}  {line.get('digest', '')}")  # fmt: skip
+    told = (
+        f"{start} {ms['median']:9.3f} ms ({ms['min']:.3f} - {ms['max']:.3f})  {line['tflops']:6.1f} TFLOP/s a GPU"
+        f"{memory}  {line.get('digest', '')}"
+    )
     if "split_ms" in line:
         told += (
             "\n" + f"{'':>14}of which, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in line["split_ms"].items())

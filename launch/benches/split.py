@@ -55,8 +55,11 @@ def traced(step: Callable[[], object], steps: int) -> list[Span]:
             step()
         torch.cuda.synchronize()
     events: Any = found.events()
-    return [(event.name, event.time_range.start, event.time_range.end) for event in events
-            if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)]  # fmt: skip
+    return [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+    ]
 
 
 def split_of(step: Callable[[], object], steps: int) -> dict[str, float] | None:

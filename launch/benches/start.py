@@ -25,8 +25,16 @@ from seqpar.pipelines.class_labels import Files
 
 ROOT = Path(__file__).parents[2]
 # caches of Triton, inductor, the driver, FlashAttention-4 and its packages; TMPDIR holds caches without a name
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "CUTE_DSL_CACHE_DIR",
-          "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "TVM_FFI_CACHE_DIR", "TMPDIR")  # fmt: skip
+CACHES = (
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+    "CUTE_DSL_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+    "QUACK_CACHE_DIR",
+    "TVM_FFI_CACHE_DIR",
+    "TMPDIR",
+)
 
 
 @dataclass(frozen=True)
@@ -67,9 +75,18 @@ def measure(args: Start, files: Files) -> dict[str, Any]:
     side = files.blueprint.config.sample_size // files.blueprint.config.patch_size
     case = {"model": args.model, "tokens": side**2, "steps": args.steps, "parameters": sum(numels)}
     case |= {key: ours[0][key] for key in ("dtype", "local")}
-    return {"bench": "start", "case": case, "gpus": 1, "seconds": medians(ours), "total": totals(ours),
-            "floor_seconds": medians(bare), "floor_total": totals(bare), "digest": ours[0]["digest"],
-            "command": command(), "env": environment(torch.device(ours[0]["device"]))}  # fmt: skip
+    return {
+        "bench": "start",
+        "case": case,
+        "gpus": 1,
+        "seconds": medians(ours),
+        "total": totals(ours),
+        "floor_seconds": medians(bare),
+        "floor_total": totals(bare),
+        "digest": ours[0]["digest"],
+        "command": command(),
+        "env": environment(torch.device(ours[0]["device"])),
+    }
 
 
 def child(what: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -79,8 +96,9 @@ def child(what: dict[str, Any], folder: Path) -> dict[str, Any]:
         Path(path).mkdir(parents=True)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     start = [sys.executable, "-m", "launch.benches.first_picture", repr(time.monotonic()), json.dumps(what)]
-    done = subprocess.run(start, capture_output=True, text=True, check=False,
-                          env={**os.environ, **caches, "PYTHONPATH": path})  # fmt: skip
+    done = subprocess.run(
+        start, capture_output=True, text=True, check=False, env={**os.environ, **caches, "PYTHONPATH": path}
+    )
     if done.returncode:
         raise ValueError(f"got exit code {done.returncode} from the timed process, expected 0; it said:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -99,9 +117,13 @@ def totals(rounds: list[dict[str, Any]]) -> dict[str, float]:
 def timeline(line: dict[str, Any]) -> str:
     """A table for people: each part beside the floor's."""
     case, floor = line["case"], line["floor_seconds"]
-    rows = [f"{part:<18} {seconds:8.2f} s   floor {floor.get(part, 0.0):8.2f} s"
-            for part, seconds in line["seconds"].items()]  # fmt: skip
+    rows = [
+        f"{part:<18} {seconds:8.2f} s   floor {floor.get(part, 0.0):8.2f} s"
+        for part, seconds in line["seconds"].items()
+    ]
     ours, bare = line["total"], line["floor_total"]
-    rows.append(f"{'total':<18} {ours['median']:8.2f} s   floor {bare['median']:8.2f} s   "
-                f"ours {ours['median'] - bare['median']:.2f} s   ({ours['min']:.2f} - {ours['max']:.2f})")  # fmt: skip
+    rows.append(
+        f"{'total':<18} {ours['median']:8.2f} s   floor {bare['median']:8.2f} s   "
+        f"ours {ours['median'] - bare['median']:.2f} s   ({ours['min']:.2f} - {ours['max']:.2f})"
+    )
     return "\n".join([f"{case['model']}, {case['tokens']} tokens, {case['steps']} steps, {case['dtype']}", *rows])

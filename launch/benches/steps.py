@@ -134,8 +134,15 @@ def line(
     case = {"model": args.model, "tokens": tokens, "layout": str(layout), "local": dit.local.name, "graph": args.graph}
     case |= {"transport": dit.transport.name, "exact": args.exact}
     case |= {"guidance": "axis" if layout.cfg == 2 else "batched", "dtype": str(dit.dtype).removeprefix("torch.")}
-    return {"bench": "steps", "case": case, "gpus": world, "ms": spread(times), "digest": bits, "command": command(),
-            "env": environment(dit.device)}  # fmt: skip
+    return {
+        "bench": "steps",
+        "case": case,
+        "gpus": world,
+        "ms": spread(times),
+        "digest": bits,
+        "command": command(),
+        "env": environment(dit.device),
+    }
 
 
 def layouts(args: Steps, world: int) -> list[Layout]:
@@ -188,8 +195,9 @@ class Run:
     def _sample(self, steps: int, on_step: Any = lambda index: None) -> torch.Tensor:
         scheduler = DDIMScheduler.from_config(DDIM_DEFAULT)
         labels = {"class_labels": torch.zeros(1, dtype=torch.int64)}
-        return sample(self.dit, scheduler, self._noise, labels, steps=steps, guidance=GUIDANCE, on_step=on_step,
-                      graph=self._graph)  # fmt: skip
+        return sample(
+            self.dit, scheduler, self._noise, labels, steps=steps, guidance=GUIDANCE, on_step=on_step, graph=self._graph
+        )
 
 
 def mark(device: torch.device) -> Any:
@@ -205,6 +213,8 @@ def report(lines: list[dict[str, Any]], out: Path | None) -> None:
     """The table for people; the lines for whoever checks it."""
     for line in lines:
         case, ms = line["case"], line["ms"]
-        print(f"{case['tokens']:>6} tokens  {line['gpus']} x  {case['layout']:<32} {case['local']:<6} "
-              f"{ms['median']:9.2f} ms  ({ms['min']:.2f} - {ms['max']:.2f})  {line['digest']}")  # fmt: skip
+        print(
+            f"{case['tokens']:>6} tokens  {line['gpus']} x  {case['layout']:<32} {case['local']:<6} "
+            f"{ms['median']:9.2f} ms  ({ms['min']:.2f} - {ms['max']:.2f})  {line['digest']}"
+        )
     append(lines, out)

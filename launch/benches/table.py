@@ -21,10 +21,22 @@ def main(path: str) -> None:
 
 def tables(lines: Sequence[dict[str, Any]]) -> list[str]:
     """One table for each kind of lines that is there: steps, ladder, kernels, products and so on."""
-    makers = (("steps", best), ("steps", every), ("ladder", ladder), ("ladder", runs), ("kernels", kernels),
-              ("products", products), ("tiles", tiles), ("start", start), ("numerics", numerics),
-              ("exchange", exchange), ("scale", scale), ("scale", split), ("scale", soonest),
-              ("scale", ways))  # fmt: skip
+    makers = (
+        ("steps", best),
+        ("steps", every),
+        ("ladder", ladder),
+        ("ladder", runs),
+        ("kernels", kernels),
+        ("products", products),
+        ("tiles", tiles),
+        ("start", start),
+        ("numerics", numerics),
+        ("exchange", exchange),
+        ("scale", scale),
+        ("scale", split),
+        ("scale", soonest),
+        ("scale", ways),
+    )
     made = [make([line for line in lines if line["bench"] == kind]) for kind, make in makers if _has(lines, kind)]
     return [text for text in made if text]
 
@@ -76,8 +88,15 @@ def kernels(lines: Sequence[dict[str, Any]]) -> str:
     rows = []
     for line in lines:
         case, us = line["case"], 1e3 * line["ms"]["median"]
-        rows.append([case["kernel"], str(case["rows"]), f"{us:.1f}", f"{100 * line['share_of_copy']:.0f} %",
-                     f"{1e3 * line['plain_ms']['median']:.0f}"])  # fmt: skip
+        rows.append(
+            [
+                case["kernel"],
+                str(case["rows"]),
+                f"{us:.1f}",
+                f"{100 * line['share_of_copy']:.0f} %",
+                f"{1e3 * line['plain_ms']['median']:.0f}",
+            ]
+        )
     return _table(["kernel (7B widths)", "rows", "us", "of copy bandwidth", "plain torch, us"], rows)
 
 
@@ -91,8 +110,15 @@ def start(lines: Sequence[dict[str, Any]]) -> str:
             shown = "" if bare is None else f"{bare:.2f}"
             rows.append([name, part, f"{seconds:.2f}", shown, f"{seconds - (bare or 0):.2f}"])
         bare = line["floor_total"]["median"]
-        rows.append([name, f"total ({whole['min']:.1f} - {whole['max']:.1f})", f"{whole['median']:.2f}", f"{bare:.2f}",
-                     f"{whole['median'] - bare:.2f}"])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"total ({whole['min']:.1f} - {whole['max']:.1f})",
+                f"{whole['median']:.2f}",
+                f"{bare:.2f}",
+                f"{whole['median'] - bare:.2f}",
+            ]
+        )
     return _table(["start", "part", "s", "without us, s", "ours, s"], rows)
 
 
@@ -143,8 +169,10 @@ def exchange(lines: Sequence[dict[str, Any]]) -> str:
     rows = []
     for (gpus, *names, size), ways in found.items():
         us = [ways[way]["us"] and ways[way]["us"]["median"] for way in EXCHANGES]
-        cells = [f"{time:.1f} ({ways[way]['gb_per_s']:.0f})" if time else "-"
-                 for way, time in zip(EXCHANGES, us, strict=True)]  # fmt: skip
+        cells = [
+            f"{time:.1f} ({ways[way]['gb_per_s']:.0f})" if time else "-"
+            for way, time in zip(EXCHANGES, us, strict=True)
+        ]
         ratios = [f"{time / us[1]:.2f}" if time and us[1] else "-" for time in us[2:]]
         rows.append([str(gpus), *names, f"{size:g}", *cells, *ratios])
     return _table(["GPUs", "move", "launch", "MB", *EXCHANGES, "bare / peer", "with permutes / peer"], rows)
@@ -163,21 +191,60 @@ def scale(lines: Sequence[dict[str, Any]]) -> str:
         memory = f"{ours['gib'] + ours['outside_gib']:.1f}" if "gib" in ours else "-"
         picked = [_median(line) / ms for line in mine if line["ms"] and line.get("picked") and _same_way(line, ours)]
         share = f"{100 * ours['roofline_ms'] / ms:.0f} %"
-        rows.append([ours["case"]["model"], str(ours["case"]["tokens"]), str(gpus), ours["case"]["way"], _span(ours),
-                     above, times[0], peer["case"]["way"] if peer else "-", times[1], f"{ours['tflops']:.0f}", share,
-                     memory, f"{picked[0]:.3f}" if picked else "-", _bits(lines, ours)])  # fmt: skip
-    return _table(["model", "tokens", "GPUs", "fastest layout", "ms (least - most)", "x ceiling", "times faster than",
-                   "fastest peer", "times faster than one GPU", "TFLOP/s a GPU", "of roofline", "GiB a GPU",
-                   "planner's pick, x fastest", "one GPU's bits"], rows)  # fmt: skip
+        rows.append(
+            [
+                ours["case"]["model"],
+                str(ours["case"]["tokens"]),
+                str(gpus),
+                ours["case"]["way"],
+                _span(ours),
+                above,
+                times[0],
+                peer["case"]["way"] if peer else "-",
+                times[1],
+                f"{ours['tflops']:.0f}",
+                share,
+                memory,
+                f"{picked[0]:.3f}" if picked else "-",
+                _bits(lines, ours),
+            ]
+        )
+    return _table(
+        [
+            "model",
+            "tokens",
+            "GPUs",
+            "fastest layout",
+            "ms (least - most)",
+            "x ceiling",
+            "times faster than",
+            "fastest peer",
+            "times faster than one GPU",
+            "TFLOP/s a GPU",
+            "of roofline",
+            "GiB a GPU",
+            "planner's pick, x fastest",
+            "one GPU's bits",
+        ],
+        rows,
+    )
 
 
 def split(lines: Sequence[dict[str, Any]]) -> str:
     """Time by kind of kernel in a step of the fastest layout on rank 0, SM clock, joules; empty if none was traced."""
     traced = [line for line in lines if "split_ms" in line]
-    rows = [[line["case"]["model"], str(line["case"]["tokens"]), str(line["gpus"]), line["case"]["way"],
-             *(f"{ms:.2f}" for ms in line["split_ms"].values()),
-             _if_there(line, "sm_mhz", 0), _if_there(line, "joules", 1)]
-            for line in traced]  # fmt: skip
+    rows = [
+        [
+            line["case"]["model"],
+            str(line["case"]["tokens"]),
+            str(line["gpus"]),
+            line["case"]["way"],
+            *(f"{ms:.2f}" for ms in line["split_ms"].values()),
+            _if_there(line, "sm_mhz", 0),
+            _if_there(line, "joules", 1),
+        ]
+        for line in traced
+    ]
     kinds = traced[0]["split_ms"] if traced else ()
     return _table(["model", "tokens", "GPUs", "fastest layout", *kinds, "SM MHz", "J a step"], rows) if rows else ""
 
@@ -195,11 +262,37 @@ def soonest(lines: Sequence[dict[str, Any]]) -> str:
             if not (line := _fastest(mine, "ours", count)):
                 continue
             case = line["case"]
-            rows.append([case["model"], str(case["tokens"]), str(gpus), str(count), case["way"], _span(line),
-                         f"{count / line['pictures_per_s']:.3f}", f"{line['pictures_per_s']:.3f}",
-                         _bits(lines, line)])  # fmt: skip
-    return _table(["model", "tokens", "GPUs", "pictures at once", "fastest layout", "ms a step (least - most)",
-                   "s to the first", "pictures a s", "one GPU's bits"], rows) if rows else ""  # fmt: skip
+            rows.append(
+                [
+                    case["model"],
+                    str(case["tokens"]),
+                    str(gpus),
+                    str(count),
+                    case["way"],
+                    _span(line),
+                    f"{count / line['pictures_per_s']:.3f}",
+                    f"{line['pictures_per_s']:.3f}",
+                    _bits(lines, line),
+                ]
+            )
+    return (
+        _table(
+            [
+                "model",
+                "tokens",
+                "GPUs",
+                "pictures at once",
+                "fastest layout",
+                "ms a step (least - most)",
+                "s to the first",
+                "pictures a s",
+                "one GPU's bits",
+            ],
+            rows,
+        )
+        if rows
+        else ""
+    )
 
 
 def ways(lines: Sequence[dict[str, Any]]) -> str:
@@ -208,16 +301,28 @@ def ways(lines: Sequence[dict[str, Any]]) -> str:
     for line in lines:
         case = line["case"]
         memory = f"{line['gib'] + line['outside_gib']:.1f}" if "gib" in line else "-"
-        rows.append([case["model"], str(case["tokens"]), str(line["gpus"]), case["kind"], case["way"],
-                     _span(line) if line["ms"] else line["refused"], memory, _bits(lines, line)])  # fmt: skip
+        rows.append(
+            [
+                case["model"],
+                str(case["tokens"]),
+                str(line["gpus"]),
+                case["kind"],
+                case["way"],
+                _span(line) if line["ms"] else line["refused"],
+                memory,
+                _bits(lines, line),
+            ]
+        )
     return _table(["model", "tokens", "GPUs", "kind", "way", "ms (least - most)", "GiB a GPU", "one GPU's bits"], rows)
 
 
 def _by_gpus(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
     """Lines of the same work, by the number of GPUs."""
     keys = dict.fromkeys((line["case"]["model"], line["case"]["tokens"], line["gpus"]) for line in lines)
-    return [(key[2], [line for line in lines if (line["case"]["model"], line["case"]["tokens"], line["gpus"]) == key])
-            for key in sorted(keys)]  # fmt: skip
+    return [
+        (key[2], [line for line in lines if (line["case"]["model"], line["case"]["tokens"], line["gpus"]) == key])
+        for key in sorted(keys)
+    ]
 
 
 def _alone(lines: Sequence[dict[str, Any]], like: dict[str, Any]) -> list[dict[str, Any]]:

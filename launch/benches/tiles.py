@@ -72,17 +72,29 @@ def measure(case: Case, rows: int, width: int, rounds: int, bandwidth: float) ->
     ways = {"today" if tile is None else str(tile): partial(case.module.launch, tiled=tile) for tile in tiles}
     times = timed_over(ways, case.sets(), rounds)
     at = {"kernel": case.name, "rows": rows, "width": width, "dtype": "bfloat16"}
-    made = {"gpus": 1, "bytes": case.bytes, "copy_bytes_per_s": bandwidth, "command": command(),
-            "env": environment(torch.device("cuda"))}  # fmt: skip
+    made = {
+        "gpus": 1,
+        "bytes": case.bytes,
+        "copy_bytes_per_s": bandwidth,
+        "command": command(),
+        "env": environment(torch.device("cuda")),
+    }
     return [
-        {"bench": "tiles", "case": at | {"tile": tile}, "ms": ms, **made,
-         "share_of_copy": case.bytes / (ms["median"] * 1e-3) / bandwidth}
+        {
+            "bench": "tiles",
+            "case": at | {"tile": tile},
+            "ms": ms,
+            **made,
+            "share_of_copy": case.bytes / (ms["median"] * 1e-3) / bandwidth,
+        }
         for tile, ms in sorted(times.items(), key=lambda item: item[1]["median"])
-    ]  # fmt: skip
+    ]
 
 
 def row(line: dict[str, Any]) -> str:
     """One line of the table."""
     case = line["case"]
-    return (f"{case['width']:>5} x {case['rows']:<6} {case['kernel']:<34} {1e3 * line['ms']['median']:8.1f} us  "
-            f"{100 * line['share_of_copy']:5.1f} % of copy   {case['tile']}")  # fmt: skip
+    return (
+        f"{case['width']:>5} x {case['rows']:<6} {case['kernel']:<34} {1e3 * line['ms']['median']:8.1f} us  "
+        f"{100 * line['share_of_copy']:5.1f} % of copy   {case['tile']}"
+    )

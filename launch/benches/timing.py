@@ -37,10 +37,7 @@ def graphed(work: Callable[[], object], calls: int = 1) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     # The outer `with` restores the current stream if a capture fails.
     # thread_local: NCCL's watchdog may query its events during the capture.
-    with (
-        torch.cuda.stream(torch.cuda.current_stream()),
-        torch.cuda.graph(graph, capture_error_mode="thread_local"),
-    ):
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(calls):
             work()
 

@@ -105,8 +105,11 @@ def size_of(tokens: int, patch: int) -> tuple[int, int]:
 def all_ways(bench: Bench, tokens: int, digest_steps: int, others: bool, compiled: bool) -> list[Way]:
     """Ours, the ceilings of their layouts, and the peers': graphs last, because a capture may fail."""
     size = size_of(tokens, bench.model.config.patch_size)
-    return [*_ours(bench, size, digest_steps), *_ceilings(bench, tokens), *(_peers(bench, tokens, size, compiled)
-                                                                            if others else ())]  # fmt: skip
+    return [
+        *_ours(bench, size, digest_steps),
+        *_ceilings(bench, tokens),
+        *(_peers(bench, tokens, size, compiled) if others else ()),
+    ]
 
 
 def _ours(bench: Bench, size: tuple[int, int], digest_steps: int) -> Iterator[Way]:
@@ -129,8 +132,9 @@ def _ceilings(bench: Bench, tokens: int) -> Iterator[Way]:
 
 
 def _peers(bench: Bench, tokens: int, size: tuple[int, int], compiled: bool) -> Iterator[Way]:
-    found = peers(bench.mesh, bench.device_meshes, tokens, bench.model.config.num_attention_heads,
-                  load_local(bench.local))  # fmt: skip
+    found = peers(
+        bench.mesh, bench.device_meshes, tokens, bench.model.config.num_attention_heads, load_local(bench.local)
+    )
     modes = [(peer, blocks) for blocks in (False, True) for peer in found if not blocks or (compiled and peer.compiles)]
     twins = [(peer, blocks, with_core(bench.plain, peer.core, blocks)) for peer, blocks in modes]
     for graph in (False, True) if bench.mesh.device.type == "cuda" else (False,):
@@ -154,8 +158,12 @@ def engine(dit: DistributedDiT, size: tuple[int, int], images: int, digest_steps
         with torch.no_grad():
             if run.why_no_graph is None:
                 run.capture()
-        yield Ready(torch.no_grad()(run.step), torch.no_grad()(partial(_bits, dit, run, digest_steps)),
-                    run.rewind, dit.check_delivered)  # fmt: skip
+        yield Ready(
+            torch.no_grad()(run.step),
+            torch.no_grad()(partial(_bits, dit, run, digest_steps)),
+            run.rewind,
+            dit.check_delivered,
+        )
     finally:
         run.release()
         dit.release()

@@ -21,9 +21,15 @@ def mean_of(x, PER_HEAD: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
 
 @jit
 def read_heads(
-    start, step, ROTARY: tl.constexpr, HEADS: tl.constexpr, HEADS2: tl.constexpr, DIM: tl.constexpr,
-    DIM2: tl.constexpr, READ: tl.constexpr,
-):  # fmt: skip
+    start,
+    step,
+    ROTARY: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS2: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM2: tl.constexpr,
+    READ: tl.constexpr,
+):
     """Every head, `step` elements apart, as its halves: first and second for "halves", even and odd otherwise."""
     head = tl.arange(0, HEADS2)[:, None]
     if ROTARY == "halves":
@@ -42,9 +48,16 @@ def read_heads(
 
 @jit
 def write_heads(
-    place, wanted, a, b, ROTARY: tl.constexpr, DIM: tl.constexpr, HEADS2: tl.constexpr, DIM2: tl.constexpr,
+    place,
+    wanted,
+    a,
+    b,
+    ROTARY: tl.constexpr,
+    DIM: tl.constexpr,
+    HEADS2: tl.constexpr,
+    DIM2: tl.constexpr,
     WRITE: tl.constexpr,
-):  # fmt: skip
+):
     """Every head that is wanted to its place."""
     element: tl.constexpr = place.dtype.element_ty
     if ROTARY == "halves":

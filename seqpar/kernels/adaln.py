@@ -141,9 +141,20 @@ def launch(
     if h.numel():
         grid = (-(-tokens // rows), batch)
         adaln_kernel[grid](
-            x_BlE, branch, *vectors, norm.weight, x_new, h, tokens, norm.eps, *strides, **constants,
-            LATE=late, num_warps=warps, enable_fp_fusion=True,
-        )  # fmt: skip
+            x_BlE,
+            branch,
+            *vectors,
+            norm.weight,
+            x_new,
+            h,
+            tokens,
+            norm.eps,
+            *strides,
+            **constants,
+            LATE=late,
+            num_warps=warps,
+            enable_fp_fusion=True,
+        )
     return (x_BlE if x_new is None else x_new), h
 
 

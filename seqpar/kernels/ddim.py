@@ -98,8 +98,12 @@ def launch(
     """`guided_step` by the kernel. State, coefficients and noise are contiguous; predictions only within a token."""
     images, tokens, width = tokens_nlC.shape
     noise = update.noise_SnlC
-    for name, tensor in (("state", tokens_nlC), ("table of coefficients", update.coefficients_S7),
-                         ("guidance", update.guidance_S), ("noise", noise)):  # fmt: skip
+    for name, tensor in (
+        ("state", tokens_nlC),
+        ("table of coefficients", update.coefficients_S7),
+        ("guidance", update.guidance_S),
+        ("noise", noise),
+    ):
         if tensor is not None and not (tensor.is_contiguous() and tensor.dtype == torch.float32):
             raise ValueError(f"got a {name} {tensor.dtype} {tensor.stride()}, expected contiguous fp32")
     strides: list[int] = []
@@ -112,9 +116,20 @@ def launch(
     # without fusion into fma the bits are plain torch's
     tensors = (tokens_nlC, cond_nlM, uncond_nlM, noise, update.coefficients_S7, update.guidance_S)
     ddim_kernel[(-(-tokens * width // BLOCK), images)](
-        *tensors, step, bad, tokens, clip, *strides, C=width, GUIDED=guided, CLIP=update.clip is not None,
-        CLIPPED=update.clipped, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+        *tensors,
+        step,
+        bad,
+        tokens,
+        clip,
+        *strides,
+        C=width,
+        GUIDED=guided,
+        CLIP=update.clip is not None,
+        CLIPPED=update.clipped,
+        BLOCK=BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
 
 
 @jit

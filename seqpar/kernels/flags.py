@@ -154,8 +154,9 @@ def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr,
         polls = tl.zeros((), tl.int64)
         start = polls
         spent = polls
-        behind = here & (tl.atomic_add(mine + lane, tl.zeros((LANES,), tl.int64), here, sem="acquire", scope="sys")
-                         < wanted)  # fmt: skip
+        behind = here & (
+            tl.atomic_add(mine + lane, tl.zeros((LANES,), tl.int64), here, sem="acquire", scope="sys") < wanted
+        )
         missing = tl.sum(behind.to(tl.int32), 0)
         while (missing > 0) & (spent < left):  # pyright: ignore[reportOperatorIssue]
             seen = tl.atomic_add(mine + lane, tl.zeros((LANES,), tl.int64), here, sem="acquire", scope="sys")

@@ -108,10 +108,17 @@ def launch(x_BlE: Tensor, packed_F2E: Tensor, *, tiled: Tile) -> Tensor:
         raise ValueError(f"got a tile for quack, expected it installed: {found}; pip install 'seqpar[flash]'")
     out = x_BlE.new_empty(*x_BlE.shape[:2], packed_F2E.shape[0] // 2)
     found.gated.gemm(
-        x_BlE.flatten(0, 1), packed_F2E, None, epi_args={"out": out.flatten(0, 1)}, concat_layout=("B",),
-        tile_M=tiled.rows, tile_N=tiled.columns, cluster_M=tiled.cluster_rows, cluster_N=tiled.cluster_columns,
+        x_BlE.flatten(0, 1),
+        packed_F2E,
+        None,
+        epi_args={"out": out.flatten(0, 1)},
+        concat_layout=("B",),
+        tile_M=tiled.rows,
+        tile_N=tiled.columns,
+        cluster_M=tiled.cluster_rows,
+        cluster_N=tiled.cluster_columns,
         pingpong=tiled.pingpong,
-    )  # fmt: skip
+    )
     return out
 
 

@@ -84,17 +84,35 @@ def launch(x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None) -
         rows, columns, warps = tiled or tile(width)
         grid = (triton.cdiv(batch * tokens, rows) * triton.cdiv(width, columns),)
         gelu_kernel[grid](
-            x_BlF, bias_F, out, batch * tokens, tokens, x_BlF.stride(0), x_BlF.stride(1), width, rows, columns,
-            num_warps=warps, enable_fp_fusion=True,
-        )  # fmt: skip
+            x_BlF,
+            bias_F,
+            out,
+            batch * tokens,
+            tokens,
+            x_BlF.stride(0),
+            x_BlF.stride(1),
+            width,
+            rows,
+            columns,
+            num_warps=warps,
+            enable_fp_fusion=True,
+        )
     return out
 
 
 @jit
 def gelu_kernel(
-    x, bias, out, count, tokens, batch_stride, token_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    x,
+    bias,
+    out,
+    count,
+    tokens,
+    batch_stride,
+    token_stride,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """Program = some columns of some rows; neighbours share rows, so memory is walked in order."""
     blocks = tl.cdiv(WIDTH, COLUMNS)
     row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS))[:, None]

@@ -96,10 +96,21 @@ def launch(
     strides += [stride for x in (lse_BHL, part_lse_BHL, lse) for stride in x.stride()]
     if part_BLHD.numel():
         merge_kernel[(heads, -(-tokens // ROWS), batch)](
-            out_BLHD, part_BLHD, into, lse_BHL, part_lse_BHL, lse, tokens, *strides,
-            D=dim, BLOCK=1 << (dim - 1).bit_length(), ROWS=ROWS, UNIT=unit, num_warps=warps,
+            out_BLHD,
+            part_BLHD,
+            into,
+            lse_BHL,
+            part_lse_BHL,
+            lse,
+            tokens,
+            *strides,
+            D=dim,
+            BLOCK=1 << (dim - 1).bit_length(),
+            ROWS=ROWS,
+            UNIT=unit,
+            num_warps=warps,
             enable_fp_fusion=True,
-        )  # fmt: skip
+        )
     return into, lse
 
 

@@ -142,9 +142,19 @@ def launch(
     tensors = (states, outputs, seen, cond_nlM, uncond_nlM, steps.noise_SnlC, steps.table_SK, steps.guidance_S)
     # without fusion into fma the bits are plain torch's
     multistep_kernel[grid](
-        *tensors, step, bad, tokens, *strides,
-        C=width, GUIDED=guided, P=slots, Q=count, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+        *tensors,
+        step,
+        bad,
+        tokens,
+        *strides,
+        C=width,
+        GUIDED=guided,
+        P=slots,
+        Q=count,
+        BLOCK=BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
 
 
 @jit

@@ -51,9 +51,13 @@ def prepare(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tenso
 
 
 def prepare_into(
-    q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Sequence[Outbox],
+    q_BlHD: Tensor | None,
+    k_BlGD: Tensor | None,
+    v_BlGD: Tensor | None,
+    how: Prepare,
+    outboxes: Sequence[Outbox],
     flags: Flags | None = None,
-) -> bool:  # fmt: skip
+) -> bool:
     """Write q and k after norm and rotary, and v, into every outbox: each reader gets its heads of my tokens.
 
     Inputs that are None are skipped; their outbox regions are not written. Outboxes are token-major. Pass the same
@@ -103,9 +107,15 @@ def launch(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare, *, tiled: Tile | None =
 
 
 def launch_into(
-    q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Outboxes,
-    flags: Flags | None = None, *, tiled: Tile | None = None,
-) -> None:  # fmt: skip
+    q_BlHD: Tensor | None,
+    k_BlGD: Tensor | None,
+    v_BlGD: Tensor | None,
+    how: Prepare,
+    outboxes: Outboxes,
+    flags: Flags | None = None,
+    *,
+    tiled: Tile | None = None,
+) -> None:
     """`prepare_into` by the kernel."""
     _run(q_BlHD, k_BlGD, v_BlGD, how, outboxes.places, tiled, meeting(flags))
 
@@ -116,9 +126,14 @@ def _takes(*inputs: Tensor, how: Prepare) -> bool:
 
 
 def _run(
-    q: Tensor | None, k: Tensor | None, v: Tensor | None, how: Prepare, into: Places | tuple[Tensor, Tensor],
-    tiled: Tile | None, met: tuple[Any, ...] = NOBODY,
-) -> None:  # fmt: skip
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    how: Prepare,
+    into: Places | tuple[Tensor, Tensor],
+    tiled: Tile | None,
+    met: tuple[Any, ...] = NOBODY,
+) -> None:
     contiguous_rows(q, k, v, how.q_weight, how.q_bias, how.k_weight, how.k_bias, how.cos_lD2, how.sin_lD2)
     inputs = [x for x in (q, k, v) if x is not None]
     like, (batch, tokens, _, dim) = inputs[0], inputs[0].shape
@@ -141,11 +156,40 @@ def _run(
     warps, early = tiled or tile(max(heads, groups, shape[2]), dim)
     if batch * tokens:
         prepare_kernel[(batch * tokens * len(inputs),)](
-            q, k, v, q_out, k_out, table, *(norms or (None,) * 4), how.cos_lD2, how.sin_lD2,
-            tokens, shape[2], *strides[0], *strides[1], *strides[2], *rows, how.eps,
-            how.norm, how.per_head, rotary, heads, groups, dim, wide, narrow, padded, len(inputs), shape[1],
-            _alignment(inputs, norms, how, dim), write, early, *met, num_warps=warps, enable_fp_fusion=True,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            q_out,
+            k_out,
+            table,
+            *(norms or (None,) * 4),
+            how.cos_lD2,
+            how.sin_lD2,
+            tokens,
+            shape[2],
+            *strides[0],
+            *strides[1],
+            *strides[2],
+            *rows,
+            how.eps,
+            how.norm,
+            how.per_head,
+            rotary,
+            heads,
+            groups,
+            dim,
+            wide,
+            narrow,
+            padded,
+            len(inputs),
+            shape[1],
+            _alignment(inputs, norms, how, dim),
+            write,
+            early,
+            *met,
+            num_warps=warps,
+            enable_fp_fusion=True,
+        )
 
 
 def _alignment(inputs: Sequence[Tensor], norms: Sequence[Tensor | None], how: Prepare, dim: int) -> int:
@@ -187,13 +231,50 @@ def _rotate(x_BlHD: Tensor, how: Prepare) -> Tensor:
 
 @jit
 def prepare_kernel(
-    q, k, v, q_out, k_out, table, q_weight, q_bias, k_weight, k_bias, cos, sin, tokens, table_heads,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, cos_row, sin_row, eps,
-    NORM: tl.constexpr, PER_HEAD: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    DIM: tl.constexpr, HEADS2: tl.constexpr, GROUPS2: tl.constexpr, DIM2: tl.constexpr, PARTS: tl.constexpr,
-    COPIES: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, EARLY: tl.constexpr,
-    flags, LANES: tl.constexpr, TIMER: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    q_out,
+    k_out,
+    table,
+    q_weight,
+    q_bias,
+    k_weight,
+    k_bias,
+    cos,
+    sin,
+    tokens,
+    table_heads,
+    q_batch,
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    cos_row,
+    sin_row,
+    eps,
+    NORM: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    HEADS2: tl.constexpr,
+    GROUPS2: tl.constexpr,
+    DIM2: tl.constexpr,
+    PARTS: tl.constexpr,
+    COPIES: tl.constexpr,
+    READ: tl.constexpr,
+    WRITE: tl.constexpr,
+    EARLY: tl.constexpr,
+    flags,
+    LANES: tl.constexpr,
+    TIMER: tl.constexpr,
+):
     """Program = one token's q, k or v; neighbours share a row of the projection, so memory is walked in order.
 
     What is None is left out: PARTS are there. HEADS2, GROUPS2, DIM2 are the next powers of two. READ and WRITE are
@@ -210,35 +291,130 @@ def prepare_kernel(
     if q is not None:  # noqa: SIM102 (of the two, this one is decided at compile time)
         if part == 0:
             _move(
-                q + batch * q_batch + token * q_token, q_head, q_out, table, table_heads, row, batch, token,
-                q_weight, q_bias, cos, sin, cos_row, sin_row, eps,
-                NORM, PER_HEAD, ROTARY, 0, HEADS, HEADS2, DIM, DIM2, COPIES, READ, WRITE, EARLY,
-            )  # fmt: skip
+                q + batch * q_batch + token * q_token,
+                q_head,
+                q_out,
+                table,
+                table_heads,
+                row,
+                batch,
+                token,
+                q_weight,
+                q_bias,
+                cos,
+                sin,
+                cos_row,
+                sin_row,
+                eps,
+                NORM,
+                PER_HEAD,
+                ROTARY,
+                0,
+                HEADS,
+                HEADS2,
+                DIM,
+                DIM2,
+                COPIES,
+                READ,
+                WRITE,
+                EARLY,
+            )
     if k is not None:  # noqa: SIM102
         if part == 1:
             _move(
-                k + batch * k_batch + token * k_token, k_head, k_out, table, table_heads, row, batch, token,
-                k_weight, k_bias, cos, sin, cos_row, sin_row, eps,
-                NORM, PER_HEAD, ROTARY, 1, GROUPS, GROUPS2, DIM, DIM2, COPIES, READ, WRITE, EARLY,
-            )  # fmt: skip
+                k + batch * k_batch + token * k_token,
+                k_head,
+                k_out,
+                table,
+                table_heads,
+                row,
+                batch,
+                token,
+                k_weight,
+                k_bias,
+                cos,
+                sin,
+                cos_row,
+                sin_row,
+                eps,
+                NORM,
+                PER_HEAD,
+                ROTARY,
+                1,
+                GROUPS,
+                GROUPS2,
+                DIM,
+                DIM2,
+                COPIES,
+                READ,
+                WRITE,
+                EARLY,
+            )
     if v is not None:  # noqa: SIM102
         if part == 2:
             _move(
-                v + batch * v_batch + token * v_token, v_head, None, table, table_heads, row, batch, token,
-                None, None, None, None, 0, 0, eps,
-                "none", PER_HEAD, "none", 2, GROUPS, GROUPS2, DIM, DIM2, COPIES, READ, WRITE, EARLY,
-            )  # fmt: skip
+                v + batch * v_batch + token * v_token,
+                v_head,
+                None,
+                table,
+                table_heads,
+                row,
+                batch,
+                token,
+                None,
+                None,
+                None,
+                None,
+                0,
+                0,
+                eps,
+                "none",
+                PER_HEAD,
+                "none",
+                2,
+                GROUPS,
+                GROUPS2,
+                DIM,
+                DIM2,
+                COPIES,
+                READ,
+                WRITE,
+                EARLY,
+            )
     if flags is not None:
         last_meets(flags, tl.num_programs(0), LANES, TIMER)
 
 
 @jit
 def _move(
-    source, head_stride, out, table, table_heads, row, batch, token, weight, bias, cos, sin, cos_row, sin_row, eps,
-    NORM: tl.constexpr, PER_HEAD: tl.constexpr, ROTARY: tl.constexpr, PART: tl.constexpr, HEADS: tl.constexpr,
-    HEADS2: tl.constexpr, DIM: tl.constexpr, DIM2: tl.constexpr, COPIES: tl.constexpr, READ: tl.constexpr,
-    WRITE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    source,
+    head_stride,
+    out,
+    table,
+    table_heads,
+    row,
+    batch,
+    token,
+    weight,
+    bias,
+    cos,
+    sin,
+    cos_row,
+    sin_row,
+    eps,
+    NORM: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    ROTARY: tl.constexpr,
+    PART: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS2: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM2: tl.constexpr,
+    COPIES: tl.constexpr,
+    READ: tl.constexpr,
+    WRITE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Read the heads of one token, normalise, rotate, write. All in halves a and b: rotary partners face each other."""
     head = tl.arange(0, HEADS2)
     pair = tl.arange(0, DIM2 // 2)

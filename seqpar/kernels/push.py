@@ -54,8 +54,11 @@ class Destinations(tuple[Tensor, ...]):
 
         Made at first use, which copies to the device: before a CUDA graph is captured.
         """
-        rows = [(start, view.data_ptr(), view.stride(0), view.stride(1))
-                for start, view in zip(self.starts, self, strict=True) if view.shape[0]]  # fmt: skip
+        rows = [
+            (start, view.data_ptr(), view.stride(0), view.stride(1))
+            for start, view in zip(self.starts, self, strict=True)
+            if view.shape[0]
+        ]
         return torch.tensor(rows, dtype=torch.int64).to(self[0].device)
 
     @cached_property
@@ -101,18 +104,43 @@ def launch(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> 
     ranks = len(into.table)
     if out_BLhD.numel():
         push_kernel[(batch * ranks * triton.cdiv(tokens, rows * ranks), triton.cdiv(width, block))](
-            out_BLhD, into.table, batch_stride, token_stride, head_stride, tokens, into.starts[into.first],
-            *meeting(flags), ranks, width, dim if apart else width, rows, block, align,
+            out_BLhD,
+            into.table,
+            batch_stride,
+            token_stride,
+            head_stride,
+            tokens,
+            into.starts[into.first],
+            *meeting(flags),
+            ranks,
+            width,
+            dim if apart else width,
+            rows,
+            block,
+            align,
             num_warps=max(1, min(8, block // 256)),
-        )  # fmt: skip
+        )
 
 
 @jit
 def push_kernel(
-    out, table, batch_stride, token_stride, head_stride, tokens, first, flags, LANES: tl.constexpr, TIMER: tl.constexpr,
-    RANKS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    out,
+    table,
+    batch_stride,
+    token_stride,
+    head_stride,
+    tokens,
+    first,
+    flags,
+    LANES: tl.constexpr,
+    TIMER: tl.constexpr,
+    RANKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
-):  # fmt: skip
+):
     """Program = ROWS tokens' rows. Tokens, from `first` on and around, are in RANKS parts, about those of each rank;
     neighbouring programs take from one part after the other.
 

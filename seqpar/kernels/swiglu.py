@@ -58,17 +58,33 @@ def launch(packed_BlF2: Tensor, *, tiled: Tile | None = None) -> Tensor:
         rows, columns, warps = tiled or tile(width)
         grid = (triton.cdiv(batch * tokens, rows) * triton.cdiv(width, columns),)
         swiglu_kernel[grid](
-            packed_BlF2, out, batch * tokens, tokens, packed_BlF2.stride(0), packed_BlF2.stride(1), width, rows,
-            columns, num_warps=warps, enable_fp_fusion=True,
-        )  # fmt: skip
+            packed_BlF2,
+            out,
+            batch * tokens,
+            tokens,
+            packed_BlF2.stride(0),
+            packed_BlF2.stride(1),
+            width,
+            rows,
+            columns,
+            num_warps=warps,
+            enable_fp_fusion=True,
+        )
     return out
 
 
 @jit
 def swiglu_kernel(
-    packed, out, count, tokens, batch_stride, token_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    packed,
+    out,
+    count,
+    tokens,
+    batch_stride,
+    token_stride,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """Program = some columns of some rows; neighbours share rows, so memory is walked in order."""
     blocks = tl.cdiv(WIDTH, COLUMNS)
     row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS))[:, None]

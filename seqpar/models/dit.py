@@ -64,9 +64,15 @@ class Block(nn.Module):
         self.fc2 = nn.Linear(4 * width, width)
 
     def forward(
-        self, x_BlE: Tensor, h_BlE: Tensor, modulation_B6E: Tensor, after: tuple[Tensor, Tensor, Norm], attend: Attend,
-        *, keep: bool = True,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        x_BlE: Tensor,
+        h_BlE: Tensor,
+        modulation_B6E: Tensor,
+        after: tuple[Tensor, Tensor, Norm],
+        attend: Attend,
+        *,
+        keep: bool = True,
+    ) -> tuple[Tensor, Tensor]:
         """The stream x and its normalised, modulated form h -> both after this block.
 
         `after` is shift, scale and norm of whatever comes next, because gating this block's branch into the stream
@@ -119,13 +125,18 @@ def work(config: Config) -> Work:
     """What a token costs: two gated norms (4 E each), bias + GELU (8 E); widest between the two products of the MLP."""
     width, area = config.width, config.patch_size**2
     return Work(
-        layers=config.num_layers, width=width, heads=config.num_attention_heads, kv_heads=config.num_attention_heads,
+        layers=config.num_layers,
+        width=width,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_attention_heads,
         head_dim=config.attention_head_dim,
         gemms=((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)),
-        passes=(4 * width, 4 * width, 8 * width), prepares=False,
+        passes=(4 * width, 4 * width, 8 * width),
+        prepares=False,
         once=((config.in_channels * area, width), (width, config.out_channels * area)),
-        table=(6 * config.num_layers + 2) * width, live=12 * width,
-    )  # fmt: skip
+        table=(6 * config.num_layers + 2) * width,
+        live=12 * width,
+    )
 
 
 # Presets: random weights, for benchmarks and tests -------------------------------------------------------------

@@ -146,13 +146,18 @@ def work(config: Config) -> Work:
     width, ffn, area = config.width, config.feed_forward, config.patch_size**2
     kv_width = config.num_key_value_heads * config.attention_head_dim
     return Work(
-        layers=config.num_layers, width=width, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
+        layers=config.num_layers,
+        width=width,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
         head_dim=config.attention_head_dim,
         gemms=((width, width + 2 * kv_width), (width, width), (width, 2 * ffn), (ffn, width)),
-        passes=(4 * width, 4 * width, 3 * ffn), prepares=True,
+        passes=(4 * width, 4 * width, 3 * ffn),
+        prepares=True,
         once=((config.in_channels * area, width), (width, config.out_channels * area)),
-        table=(6 * config.num_layers + 2) * width, live=max(4 * width + 3 * ffn, 5 * width + 2 * kv_width),
-    )  # fmt: skip
+        table=(6 * config.num_layers + 2) * width,
+        live=max(4 * width + 3 * ffn, 5 * width + 2 * kv_width),
+    )
 
 
 PRESETS: dict[str, Config] = {
@@ -192,8 +197,12 @@ def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] |
 
 def _original_keys(config: Config) -> KeyMap:
     order = _layers.output_order(config.out_channels, config.patch_size)
-    pairs = {"x_embedder": "x_embedder", "t_embedder.0": "t_embedder.mlp.0", "t_embedder.2": "t_embedder.mlp.2",
-             "final_modulation": "final_layer.adaLN_modulation.1"}  # fmt: skip
+    pairs = {
+        "x_embedder": "x_embedder",
+        "t_embedder.0": "t_embedder.mlp.0",
+        "t_embedder.2": "t_embedder.mlp.2",
+        "final_modulation": "final_layer.adaLN_modulation.1",
+    }
     for i in range(config.num_layers):
         pairs[f"blocks.{i}.modulation"] = f"layers.{i}.adaLN_modulation.1"
         norms = ("q_norm", "k_norm") if config.qk_norm else ()
@@ -210,9 +219,14 @@ def _original_keys(config: Config) -> KeyMap:
 
 def _block_keys(ours: str, theirs: str) -> dict[str, Source]:
     """The matrices of a block: q, k, v and w1, w3 become one each."""
-    joined = {"qkv": ("attention.wq", "attention.wk", "attention.wv"), "wo": ("attention.wo",),
-              "w13": ("feed_forward.w1", "feed_forward.w3"), "w2": ("feed_forward.w2",),
-              "attention_norm": ("attention_norm",), "ffn_norm": ("ffn_norm",)}  # fmt: skip
+    joined = {
+        "qkv": ("attention.wq", "attention.wk", "attention.wv"),
+        "wo": ("attention.wo",),
+        "w13": ("feed_forward.w1", "feed_forward.w3"),
+        "w2": ("feed_forward.w2",),
+        "attention_norm": ("attention_norm",),
+        "ffn_norm": ("ffn_norm",),
+    }
     return {
         f"{ours}.{name}.weight": Source(tuple(f"{theirs}.{key}.weight" for key in keys), lambda *x: torch.cat(x))
         for name, keys in joined.items()

@@ -244,8 +244,16 @@ class Pipeline:
         self.dit.check_size(height, width)
         generator = torch.Generator().manual_seed(seed)
         noise = draw_noise((len(ids), self.dit.config.in_channels, height, width), generator)
-        return self.sampler(scheduler, noise, {"class_labels": ids}, steps=steps,
-                            guidance=guidance, eta=eta, generator=generator, on_step=on_step)  # fmt: skip
+        return self.sampler(
+            scheduler,
+            noise,
+            {"class_labels": ids},
+            steps=steps,
+            guidance=guidance,
+            eta=eta,
+            generator=generator,
+            on_step=on_step,
+        )
 
     def decode(self, latents_NCHW: Tensor) -> Tensor:
         """(N, 3, H, W) in [0, 1] on every rank, from rank 0's latents."""

@@ -93,12 +93,18 @@ H200 = Rates(
     copy=4.28,
     kernel_us=3.0,
     exchange={
-        "nccl": ((0.1875 * _MIB, 12.8), (0.75 * _MIB, 16.1), (3 * _MIB, 24.4), (12 * _MIB, 64.7), (48 * _MIB, 188),
-                 (192 * _MIB, 676)),
+        "nccl": (
+            (0.1875 * _MIB, 12.8),
+            (0.75 * _MIB, 16.1),
+            (3 * _MIB, 24.4),
+            (12 * _MIB, 64.7),
+            (48 * _MIB, 188),
+            (192 * _MIB, 676),
+        ),
         "peer": ((0.1875 * _MIB, 6.0), (0.75 * _MIB, 8.2), (3 * _MIB, 13.8), (12 * _MIB, 40), (48 * _MIB, 144)),
     },
     memory=139,
-)  # fmt: skip
+)
 # One core of a server for each process, gloo between two of them, rounded: enough to rank layouts
 CPU = Rates(
     device="CPU",

@@ -148,9 +148,13 @@ class Course:
         same = (
             tuple((name, tuple(x.shape)) for name, x in noise.items()),
             tuple((name, tuple(x.shape)) for name, x in request.drawn.items()),
-            len(self.timesteps_S), guidance.on, guidance.channels, guidance.rescale, guidance.embedded,
+            len(self.timesteps_S),
+            guidance.on,
+            guidance.channels,
+            guidance.rescale,
+            guidance.embedded,
             tuple((first, dit.state) for first, dit in request.segments.items()),
-        )  # fmt: skip
+        )
         if schedule is None:
             options = decision.options
             return *same, options.get("eta", 0.0) > 0, clip(self.scheduler), options.get("use_clipped_model_output")

@@ -26,12 +26,27 @@ CLEAN, ENOUGH = 1e-10, 1e-6  # relative residuals: of arithmetic alone; of a row
 SHAPE = (2, 4, 4, 4)  # of the vectors: latents in small, 128 equations for at most some 20 weights
 MAGNITUDES = (1.0, 1e-2, 1e3, 30.0)  # of the vectors' elements in turn: what is linear scales with them
 CASTS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.type}
-RANDOM = {torch.rand, torch.rand_like, torch.randint, torch.normal, torch.bernoulli, torch.multinomial,
-          torch.Tensor.normal_, torch.Tensor.uniform_}  # fmt: skip
+RANDOM = {
+    torch.rand,
+    torch.rand_like,
+    torch.randint,
+    torch.normal,
+    torch.bernoulli,
+    torch.multinomial,
+    torch.Tensor.normal_,
+    torch.Tensor.uniform_,
+}
 FAILURES = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError,
-    TypeError, ValueError,
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class NotLinearError(Exception):

@@ -159,9 +159,14 @@ class Replicated:
     """Any diffusers scheduler: gather the prediction, step the whole latents on every rank alike, slice."""
 
     def __init__(
-        self, scheduler: Any, decision: Decision, state: State, start: Tensor, guidance_S: Tensor,
+        self,
+        scheduler: Any,
+        decision: Decision,
+        state: State,
+        start: Tensor,
+        guidance_S: Tensor,
         generator: torch.Generator,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """start: the whole latents before the first step."""
         self._scheduler, self._guidance_S, self._state = scheduler, guidance_S, state
         self._options = {**decision.options, **step_options(scheduler, generator=generator)}
@@ -192,9 +197,13 @@ class Replicated:
 
 
 def ddim_update(
-    state: State, scheduler: Any, decision: Decision, guidance_S: Tensor, shape: tuple[int, ...],
+    state: State,
+    scheduler: Any,
+    decision: Decision,
+    guidance_S: Tensor,
+    shape: tuple[int, ...],
     generator: torch.Generator,
-) -> Update:  # fmt: skip
+) -> Update:
     """All steps of a run with a diffusers DDIM scheduler's coefficients; shape: of the whole latents."""
     like = state.tokens
     eta, clipped = decision.options.get("eta", 0.0), bool(decision.options.get("use_clipped_model_output"))

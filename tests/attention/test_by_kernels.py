@@ -74,9 +74,16 @@ def model_of(name: str, layers: int = 2) -> Any:
 
 
 def forward(
-    rank: int, world: int, device: torch.device, name: str, strategy: str, transport: str, size: tuple[int, int],
-    kernels: bool, batch: int = 2,
-) -> tuple[Tensor, Counter[str]]:  # fmt: skip
+    rank: int,
+    world: int,
+    device: torch.device,
+    name: str,
+    strategy: str,
+    transport: str,
+    size: tuple[int, int],
+    kernels: bool,
+    batch: int = 2,
+) -> tuple[Tensor, Counter[str]]:
     """One call of the model on a latent of this size and this many batch rows, and what was launched."""
     engine = DistributedDiT(model_of(name), mesh_for(strategy, world, device), strategy, "auto", transport)
     x, t = random((batch, 4, *size), 1, dtype=torch.float32), torch.tensor([960, 3])[:batch]
@@ -90,8 +97,10 @@ def forward(
 
 
 # heads of large_dit's groups are shared evenly by three ranks, and unevenly by two, which only ulysses sees
-CASES = [*((world, name, way) for world, name in ((2, "dit"), (3, "large_dit")) for way in LAYOUTS),
-         (2, "large_dit", "ulysses")]  # fmt: skip
+CASES = [
+    *((world, name, way) for world, name in ((2, "dit"), (3, "large_dit")) for way in LAYOUTS),
+    (2, "large_dit", "ulysses"),
+]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

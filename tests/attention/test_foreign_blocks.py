@@ -48,9 +48,14 @@ def cut(foreign: Foreign, text: Stream, image: Stream, mesh: Mesh, mistake: Mist
 
 
 def sharded(
-    rank: int, world: int, device: torch.device, name: str, strategy: str, lengths: tuple[int, int],
+    rank: int,
+    world: int,
+    device: torch.device,
+    name: str,
+    strategy: str,
+    lengths: tuple[int, int],
     mistake: Mistake = "none",
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """This rank's piece of every stream that is sharded, image last."""
     foreign, mesh = BLOCKS[name], mesh_for(strategy, world, device)
     block, (text, image, condition) = foreign.build(device), foreign.inputs(lengths, device)

@@ -60,10 +60,13 @@ def added() -> Iterator[None]:
 def added_too(rank: int, world: int, device: torch.device, name: str, *args: Any) -> Any:
     """On a rank: run one of the functions below with the new strategies in the folder."""
     checks: dict[str, Callable[..., Any]] = {
-        "sharded": test_strategies.sharded, "moved": test_strategies.moved, "spied": test_costs.spied,
+        "sharded": test_strategies.sharded,
+        "moved": test_strategies.moved,
+        "spied": test_costs.spied,
         "shifted": test_strategies.shifted_on_last,
-        "streams": test_streams.sharded, "modelled": modelled,
-    }  # fmt: skip
+        "streams": test_streams.sharded,
+        "modelled": modelled,
+    }
     with in_the_folder():
         return checks[name](rank, world, device, *args)
 

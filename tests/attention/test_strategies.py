@@ -203,8 +203,20 @@ def test_no_call_of_torch_distributed_is_unseen(ranks: Pool) -> None:
     sender, receiver = ranks.run(2, talkative)
     assert sender == dict.fromkeys(("isend", "send", *common), 1)
     assert receiver == dict.fromkeys(("irecv", "recv", *common), 1)
-    others = {"all_to_all", "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor",
-              "broadcast", "reduce", "gather", "scatter", "barrier", "send_object_list", "new_group"}  # fmt: skip
+    others = {
+        "all_to_all",
+        "all_to_all_single",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "all_gather_into_tensor",
+        "broadcast",
+        "reduce",
+        "gather",
+        "scatter",
+        "barrier",
+        "send_object_list",
+        "new_group",
+    }
     assert others < talking().keys()
     assert talking()["isend"] is dist.isend  # as it was
 
@@ -264,15 +276,17 @@ def refused_tokens(rank: int, world: int, device: torch.device, strategy: str, t
 @pytest.mark.parametrize(
     ("world", "tokens", "message"),
     [
-        *((n, Shard(12, parts), f"tokens sharded over {parts} ranks, expected {n}")
-          for n, parts in ((1, 2), (2, 1), (2, 3), (4, 2), (4, 8))),
+        *(
+            (n, Shard(12, parts), f"tokens sharded over {parts} ranks, expected {n}")
+            for n, parts in ((1, 2), (2, 1), (2, 3), (4, 2), (4, 8))
+        ),
         (2, JointShard((Shard(12, 3), Shard(9, 3))), "tokens sharded over 3 ranks, expected 2"),
         (4, Shard(3, 4), "got 3 tokens for 4 ranks, expected at least one token a rank"),
         (2, Shard(12, 2), "nothing"),
         (4, JointShard((Shard(3, 4), Shard(4, 4))), "nothing"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_strategy_refuses_tokens_sharded_over_other_ranks(
     ranks: Pool, strategy: str, world: int, tokens: Tokens, message: str
 ) -> None:

@@ -108,9 +108,15 @@ def moved_to(stream: Projected, device: torch.device) -> Projected:
 
 
 def sharded(
-    rank: int, world: int, device: torch.device, strategy: str, transport: str, case: Case,
-    mistake: Mistake = "none", dtype: torch.dtype = torch.float64,
-) -> list[Tensor]:  # fmt: skip
+    rank: int,
+    world: int,
+    device: torch.device,
+    strategy: str,
+    transport: str,
+    case: Case,
+    mistake: Mistake = "none",
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:
     """This rank's outputs of both streams."""
     mesh = mesh_for(strategy, world, device)
     shards = [Shard(tokens, world) for tokens in case.tokens]
@@ -182,8 +188,10 @@ def moved(rank: int, world: int, device: torch.device, strategy: str, transport:
     batch, heads, groups, counts = 2, 6, 3, (2, 7)
     mesh, shards, core = mesh_for(strategy, world, device), [Shard(n, world) for n in counts], Recorder()
     attend = build(strategy, mesh, JointShard(tuple(shards)), core, transport)
-    whole = [[coded(batch, n, h, DIM, 3 * i + j).to(device) for j, h in enumerate((heads, groups, groups))]
-             for i, n in enumerate(counts)]  # fmt: skip
+    whole = [
+        [coded(batch, n, h, DIM, 3 * i + j).to(device) for j, h in enumerate((heads, groups, groups))]
+        for i, n in enumerate(counts)
+    ]
     streams = []
     for shard, (q, k, v) in zip(shards, whole, strict=True):
         streams.append(Given(*(x[:, shard.slice(rank)] for x in (q, k, v)), Prepare()))  # pyright: ignore
@@ -230,8 +238,9 @@ def gradients(rank: int, world: int, device: torch.device) -> list[Tensor]:
     shards = [Shard(tokens, world) for tokens in case.tokens]
     attend = build("ulysses", mesh, JointShard(tuple(shards)), reference.attend)
     whole = [whole_stream(case, index) for index in range(2)]
-    streams = [moved_to(mine_of(s, shard.slice(rank), s, "none"), device)
-               for s, shard in zip(whole, shards, strict=True)]  # fmt: skip
+    streams = [
+        moved_to(mine_of(s, shard.slice(rank), s, "none"), device) for s, shard in zip(whole, shards, strict=True)
+    ]
     streams = [replace(stream, x=stream.x.clone().requires_grad_()) for stream in streams]
     for index, out in enumerate(attend(streams)):
         weights = random((case.batch, case.tokens[index], case.heads, DIM), 90 + index, device)
@@ -263,13 +272,17 @@ def rounded(rank: int, world: int, device: torch.device, strategy: str, transpor
     tokens, part = JointShard(tuple(shards)), mesh.sequence.rank
     attend = build(strategy, mesh, tokens, sdpa.attend, transport)
     whole = [whole_stream(LARGE, index, torch.bfloat16) for index in range(2)]
-    mine = [moved_to(mine_of(stream, shard.slice(part), stream, "none"), device)
-            for stream, shard in zip(whole, shards, strict=True)]  # fmt: skip
+    mine = [
+        moved_to(mine_of(stream, shard.slice(part), stream, "none"), device)
+        for stream, shard in zip(whole, shards, strict=True)
+    ]
     mask = joined_mask(masks(LARGE), tokens, whole[0].x.to(device))
     bias = key_bias(mask, torch.bfloat16)
     layers = [[replace(stream, x=stream.x * (layer + 1)) for stream in mine] for layer in range(LAYERS)]
-    kept = [[torch.zeros(LARGE.batch, s.tokens, LARGE.heads, DIM, device=device, dtype=s.x.dtype) for s in mine]
-            for _ in layers]  # fmt: skip
+    kept = [
+        [torch.zeros(LARGE.batch, s.tokens, LARGE.heads, DIM, device=device, dtype=s.x.dtype) for s in mine]
+        for _ in layers
+    ]
 
     def step() -> None:
         for streams, outs in zip(layers, kept, strict=True):

@@ -43,8 +43,12 @@ def test_kernel_gives_the_bits_of_plain_torch(
     case: dict[str, int], dtype: torch.dtype, step: int, variant: str
 ) -> None:
     state, cond, uncond, update = data(case, dtype)
-    changes = {"no clip": {"clip": None}, "no noise": {"noise_SnlC": None}, "all channels": {"guided": None},
-               "clipped": {"clipped": True}}  # fmt: skip
+    changes = {
+        "no clip": {"clip": None},
+        "no noise": {"noise_SnlC": None},
+        "all channels": {"guided": None},
+        "clipped": {"clipped": True},
+    }
     update = replace(update, **changes.get(variant, {}))
     branch = None if variant == "no guidance" else uncond
     got, want = state.clone(), state.clone()

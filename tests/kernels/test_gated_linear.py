@@ -125,8 +125,11 @@ def test_what_quack_says_where_it_refuses_is_a_reason(monkeypatch: pytest.Monkey
         raise TypeError("it depends on something\nunknown")
 
     monkeypatch.setattr(module, "version", lambda name: QUACK)
-    for name, values in {"quack": {}, "quack.activation": {"swiglu": None},
-                         "quack.epilogue": {"gemm_epilogue": refuse, "unpack": None}}.items():  # fmt: skip
+    for name, values in {
+        "quack": {},
+        "quack.activation": {"swiglu": None},
+        "quack.epilogue": {"gemm_epilogue": refuse, "unpack": None},
+    }.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**values))
     assert module._load.__wrapped__() == "quack refuses: it depends on something"
 

@@ -48,8 +48,9 @@ def history(case: dict[str, int]) -> History:
 
 def copied(history: History) -> History:
     past, seen = history.outputs_QnlC, history.seen_nlC
-    return History(history.states_PnlC.clone(), None if past is None else past.clone(),
-                   None if seen is None else seen.clone())  # fmt: skip
+    return History(
+        history.states_PnlC.clone(), None if past is None else past.clone(), None if seen is None else seen.clone()
+    )
 
 
 def tensors(history: History) -> list[Tensor]:

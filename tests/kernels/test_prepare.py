@@ -21,8 +21,10 @@ DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
 TOKENS = 5 if DEVICE == "cuda" else 3  # at most, where a token takes the interpreter milliseconds
 SMALL = [{**case, "tokens": min(TOKENS, case["tokens"])} for case in CASES if case["tokens"] < 100]
 INTERPRETED = [case for case in SMALL if case["dim"] not in (48, 96)]  # padded and read as 72 is
-SIZES = [pytest.param(case, marks=() if case in INTERPRETED else gpu, id="-".join(map(str, case.values())))
-         for case in [*(case for case in CASES if case["tokens"] >= 100), *SMALL]]  # fmt: skip
+SIZES = [
+    pytest.param(case, marks=() if case in INTERPRETED else gpu, id="-".join(map(str, case.values())))
+    for case in [*(case for case in CASES if case["tokens"] >= 100), *SMALL]
+]
 NORMS = ["none", "layer", "rms", "layer per head", "rms per head"]
 ROTARY = ["none", "pairs", "halves"]
 FP32 = 1e-5  # fp32's own error before the one rounding, for values of order 10
@@ -144,8 +146,9 @@ def test_some_first_and_others_later_are_the_bits_of_all_at_once(case: Case, nor
     for names in parts.split():
         into(*(x if name in names else None for name, x in zip("qkv", inputs, strict=True)), how, bit_by_bit)
         there += names
-        assert all(bool(view.isnan().any()) == (name not in there) for name, view, _ in written(bit_by_bit)
-                   if view.numel())  # fmt: skip
+        assert all(
+            bool(view.isnan().any()) == (name not in there) for name, view, _ in written(bit_by_bit) if view.numel()
+        )
     for (_, view, _), (_, other, _) in zip(written(once), written(bit_by_bit), strict=True):
         assert torch.equal(view, other)
 

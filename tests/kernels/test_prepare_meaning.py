@@ -69,8 +69,15 @@ def affine(case: Case) -> dict[str, Tensor]:
 
 def preparation(case: Case) -> Prepare:
     rows = (None, None) if case.rotary == "none" else (angles().cos(), angles().sin())
-    return Prepare(case.norm, case.per_head, EPS, cos_lD2=rows[0], sin_lD2=rows[1],
-                   interleaved=case.rotary == "interleaved", **affine(case))  # fmt: skip
+    return Prepare(
+        case.norm,
+        case.per_head,
+        EPS,
+        cos_lD2=rows[0],
+        sin_lD2=rows[1],
+        interleaved=case.rotary == "interleaved",
+        **affine(case),
+    )
 
 
 def truth(case: Case) -> tuple[Tensor, Tensor]:
@@ -144,28 +151,38 @@ def turned_rows(how: Prepare, change: Callable[[Tensor], Tensor]) -> dict[str, T
 LAYER, RMS = Case("layer", False, "interleaved", True), Case("rms", True, "halves", True)
 # what is changed, and which of q and k must then be wrong
 WRONG: list[tuple[str, Case, Change, str]] = [
-    *((f"{name} dropped", LAYER, lambda how, name=name: {name: None}, name[0])
-      for name in ("q_weight", "q_bias", "k_weight", "k_bias")),
-    *((f"{name} negated", LAYER, lambda how, name=name: {name: -getattr(how, name)}, name[0])
-      for name in ("q_weight", "q_bias", "k_weight", "k_bias")),
+    *(
+        (f"{name} dropped", LAYER, lambda how, name=name: {name: None}, name[0])
+        for name in ("q_weight", "q_bias", "k_weight", "k_bias")
+    ),
+    *(
+        (f"{name} negated", LAYER, lambda how, name=name: {name: -getattr(how, name)}, name[0])
+        for name in ("q_weight", "q_bias", "k_weight", "k_bias")
+    ),
     *((f"rms {name} dropped", RMS, lambda how, name=name: {name: None}, name[0]) for name in ("q_weight", "k_weight")),
-    *((f"{case.norm} {name}", case, change, "qk") for case in (LAYER, RMS) for name, change in (
-        ("rotary backwards", lambda how: {"sin_lD2": -how.sin_lD2}),
-        ("cosines negated", lambda how: {"cos_lD2": -how.cos_lD2}),
-        ("rotary of the next token", lambda how: turned_rows(how, lambda x: x.roll(-1, 0))),
-        ("rotary by other pairs", lambda how: {"interleaved": not how.interleaved}),
-        ("rotary by columns in another order", lambda how: turned_rows(how, lambda x: x.flip(1))),
-        ("no rotary", lambda how: {"cos_lD2": None, "sin_lD2": None}),
-        ("eps of another size", lambda how: {"eps": 1e-5}),
-        ("no norm", lambda how: {"norm": "none"}),
-        ("weights exchanged", lambda how: {"q_weight": how.k_weight, "k_weight": how.q_weight}),
-    )),
+    *(
+        (f"{case.norm} {name}", case, change, "qk")
+        for case in (LAYER, RMS)
+        for name, change in (
+            ("rotary backwards", lambda how: {"sin_lD2": -how.sin_lD2}),
+            ("cosines negated", lambda how: {"cos_lD2": -how.cos_lD2}),
+            ("rotary of the next token", lambda how: turned_rows(how, lambda x: x.roll(-1, 0))),
+            ("rotary by other pairs", lambda how: {"interleaved": not how.interleaved}),
+            ("rotary by columns in another order", lambda how: turned_rows(how, lambda x: x.flip(1))),
+            ("no rotary", lambda how: {"cos_lD2": None, "sin_lD2": None}),
+            ("eps of another size", lambda how: {"eps": 1e-5}),
+            ("no norm", lambda how: {"norm": "none"}),
+            ("weights exchanged", lambda how: {"q_weight": how.k_weight, "k_weight": how.q_weight}),
+        )
+    ),
     ("biases exchanged", LAYER, lambda how: {"q_bias": how.k_bias, "k_bias": how.q_bias}, "qk"),
     ("RMSNorm for LayerNorm", LAYER, lambda how: {"norm": "rms", "q_bias": None, "k_bias": None}, "qk"),
     ("LayerNorm for RMSNorm", RMS, lambda how: {"norm": "layer"}, "qk"),
-    *((f"{case.norm} over the other width", case, lambda how: {"per_head": not how.per_head}, "qk")
-      for case in (LAYER._replace(affine=False), RMS._replace(affine=False))),
-]  # fmt: skip
+    *(
+        (f"{case.norm} over the other width", case, lambda how: {"per_head": not how.per_head}, "qk")
+        for case in (LAYER._replace(affine=False), RMS._replace(affine=False))
+    ),
+]
 
 
 @pytest.mark.parametrize(("case", "change", "wrong"), [x[1:] for x in WRONG], ids=[x[0] for x in WRONG])

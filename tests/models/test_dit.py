@@ -88,8 +88,7 @@ def test_patchify_is_the_order_of_a_convolution_and_inverts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"),
-    [("dit-s/2", 32.87e6), ("dit-b/2", 130.3e6), ("dit-l/2", 457.8e6), ("dit-xl/2", 674.83e6)],
+    ("name", "parameters"), [("dit-s/2", 32.87e6), ("dit-b/2", 130.3e6), ("dit-l/2", 457.8e6), ("dit-xl/2", 674.83e6)]
 )
 def test_presets_have_the_published_number_of_parameters(name: str, parameters: float) -> None:
     count = sum(p.numel() for p in locate(name).meta().parameters())

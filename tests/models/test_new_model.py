@@ -90,9 +90,13 @@ def engine(
 
 
 def sampled(
-    rank: int, world: int, device: torch.device, layout: tuple[str, int, int], lengths: tuple[int, int],
+    rank: int,
+    world: int,
+    device: torch.device,
+    layout: tuple[str, int, int],
+    lengths: tuple[int, int],
     guidance: Guidance = GUIDANCE,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The latents of the model with two streams."""
     return stepped(start(engine(rank, world, device, layout, model_of("two-streams", device)), lengths, guidance))[
         "image"

@@ -56,10 +56,26 @@ def relabel(folder: Path, labels: dict[str, str]) -> Files:
 
 
 def test_labels_of_several_names(copy: Path) -> None:
-    files = relabel(copy, {"0": "tench, Tinca tinca", "134": "crane", "517": "crane", "638": "maillot",
-                           "639": "maillot, tank suit", "7": "cock"})  # fmt: skip
-    for label, number in {"tench": 0, "Tinca tinca": 0, "tench, Tinca tinca": 0, "Tinca tinca,tench": 0,
-                          "maillot, tank suit": 639, "tank suit": 639, "517": 517}.items():  # fmt: skip
+    files = relabel(
+        copy,
+        {
+            "0": "tench, Tinca tinca",
+            "134": "crane",
+            "517": "crane",
+            "638": "maillot",
+            "639": "maillot, tank suit",
+            "7": "cock",
+        },
+    )
+    for label, number in {
+        "tench": 0,
+        "Tinca tinca": 0,
+        "tench, Tinca tinca": 0,
+        "Tinca tinca,tench": 0,
+        "maillot, tank suit": 639,
+        "tank suit": 639,
+        "517": 517,
+    }.items():
         assert files.class_ids([label]) == [number]
     assert [files.class_name(number) for number in (0, 517, 639, 5)] == ["tench", "crane", "maillot", "5"]
     with pytest.raises(ValueError, match="'crane', which stands for 134 and 517, expected one of these numbers"):
@@ -104,15 +120,17 @@ def truncate_vae(folder: Path) -> None:
         (edit_weights(lambda t: t.pop("decoder.conv_in.bias")), r"which lacks decoder\.conv_in\.bias: it does not fit"),
         (edit_weights(dict.clear), r"which lacks decoder\.conv_in\.bias and 135 more"),
         (edit_weights(lambda t: t.update(lora=torch.ones(1))), "which has the unknown lora: it does not fit"),
-        (edit_weights(lambda t: t.update({"decoder.conv_in.bias": torch.ones(3)})),
-         r"decoder\.conv_in\.bias of shape \(3,\), expected \(64,\)"),
+        (
+            edit_weights(lambda t: t.update({"decoder.conv_in.bias": torch.ones(3)})),
+            r"decoder\.conv_in\.bias of shape \(3,\), expected \(64,\)",
+        ),
         (edit_config(block_out_channels=None), r"does not fit its config\.json|describes no AutoencoderKL"),
         (edit_config(block_out_channels="wide"), r"config\.json, which describes no AutoencoderKL"),
         (edit_config(_class_name="AutoencoderDC"), "of class AutoencoderDC, expected AutoencoderKL"),
         (lambda folder: (folder / "vae" / "config.json").unlink(), "expected a readable JSON file"),
     ],
     ids=["truncated", "no-file", "missing", "all-missing", "unknown", "shape", "no-channels", "odd", "class", "config"],
-)  # fmt: skip
+)
 def test_a_bad_decoder_is_refused_before_weights_load(copy: Path, spoil: Callable[[Path], None], message: str) -> None:
     spoil(copy)
     with pytest.raises(ValueError, match=message):
@@ -192,8 +210,9 @@ def test_flow_matching_makes_pictures() -> None:
 
 def test_learned_variances_are_refused(copy: Path) -> None:
     path = copy / "scheduler" / "scheduler_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"_class_name": "DDPMScheduler",
-                                                               "variance_type": "learned_range"}))  # fmt: skip
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"_class_name": "DDPMScheduler", "variance_type": "learned_range"})
+    )
     with pytest.raises(ValueError, match=r"variance_type learned"):
         Files.locate(copy).schedule(None, 4)
 
@@ -211,9 +230,13 @@ def test_a_scheduler_whose_package_is_not_installed_is_refused(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("name", "eta", "message"),
-    [(None, 1.1, "got eta 1.1, expected 0"), (None, -0.1, "got eta -0.1"), (None, float("nan"), "got eta nan"),
-     ("UniPCMultistepScheduler", 0.5, "got eta 0.5 with UniPCMultistepScheduler, expected 0")],
-)  # fmt: skip
+    [
+        (None, 1.1, "got eta 1.1, expected 0"),
+        (None, -0.1, "got eta -0.1"),
+        (None, float("nan"), "got eta nan"),
+        ("UniPCMultistepScheduler", 0.5, "got eta 0.5 with UniPCMultistepScheduler, expected 0"),
+    ],
+)
 def test_eta_is_checked(name: str | None, eta: float, message: str) -> None:
     files = Files.locate("builtin")
     with pytest.raises(ValueError, match=message):

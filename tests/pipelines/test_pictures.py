@@ -52,9 +52,13 @@ def test_the_check_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("x.jpg", "ends in .png"), ("folder.png", "which is a folder"), ("file/x.png", "cannot be written"),
-     ("/proc/nowhere/deep/x.png", "cannot be written")],
-)  # fmt: skip
+    [
+        ("x.jpg", "ends in .png"),
+        ("folder.png", "which is a folder"),
+        ("file/x.png", "cannot be written"),
+        ("/proc/nowhere/deep/x.png", "cannot be written"),
+    ],
+)
 def test_what_cannot_be_written_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "file").write_text("")

@@ -27,8 +27,10 @@ from tests.support.pool import Pool
 DIM = 8
 SEVEN_B = large_dit.work(large_dit.PRESETS["large-dit-7b"])
 # 3 heads and few key-value heads: sizes that no formula gets right by accident
-TINY = {"dit": (dit, dit.Config(3, 8, 2, sample_size=8, num_classes=5)),
-        "large_dit": (large_dit, large_dit.Config(24, 2, 3, 1, 40, num_classes=5))}  # fmt: skip
+TINY = {
+    "dit": (dit, dit.Config(3, 8, 2, sample_size=8, num_classes=5)),
+    "large_dit": (large_dit, large_dit.Config(24, 2, 3, 1, 40, num_classes=5)),
+}
 
 
 def flops(work: Callable[[], object]) -> int:
@@ -65,8 +67,11 @@ def test_the_products_are_the_models_linear_layers(preset: str) -> None:
     shapes = sorted((m.in_features, m.out_features) for m in inside)
     embedder = [(m.in_features, m.out_features) for m in model.get_submodule("t_embedder") if hasattr(m, "in_features")]  # pyright: ignore
     assert shapes == sorted([*work.gemms * work.layers, *work.once, *embedder])
-    conditioning = Blueprint(preset, blueprint.module, blueprint.config).meta().modulate(
-        torch.zeros(1, device="meta"), class_labels=torch.zeros(1, dtype=torch.int64, device="meta"))  # fmt: skip
+    conditioning = (
+        Blueprint(preset, blueprint.module, blueprint.config)
+        .meta()
+        .modulate(torch.zeros(1, device="meta"), class_labels=torch.zeros(1, dtype=torch.int64, device="meta"))
+    )
     assert work.table == sum(table.numel() for table in conditioning.values())
 
 
@@ -80,10 +85,18 @@ def test_large_dit_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "ring", "ulysses", "tokens", "mb"),
-    [("ulysses", 1, 2, 256, 4.2), ("ulysses", 1, 4, 256, 3.1), ("ulysses", 1, 8, 256, 1.8), ("ring", 4, 1, 256, 6.3),
-     ("kv_gather", 1, 4, 256, 6.3), ("kv_gather", 1, 8, 256, 7.3), ("ulysses", 1, 4, 1024, 12.6),
-     ("kv_gather", 1, 2, 4096, 67.1), ("ring", 2, 1, 4096, 67.1)],
-)  # fmt: skip
+    [
+        ("ulysses", 1, 2, 256, 4.2),
+        ("ulysses", 1, 4, 256, 3.1),
+        ("ulysses", 1, 8, 256, 1.8),
+        ("ring", 4, 1, 256, 6.3),
+        ("kv_gather", 1, 4, 256, 6.3),
+        ("kv_gather", 1, 8, 256, 7.3),
+        ("ulysses", 1, 4, 1024, 12.6),
+        ("kv_gather", 1, 2, 4096, 67.1),
+        ("ring", 2, 1, 4096, 67.1),
+    ],
+)
 def test_bytes_of_a_layer_by_hand(strategy: str, ring: int, ulysses: int, tokens: int, mb: float) -> None:
     """Large-DiT-7B, two rows, bf16. Ulysses: 4 b (s/N) d (N - 1)/N elements; ring and gather: 2 b (s/N) d (N - 1)."""
     moved = sum(costs.busiest(costs.layers(SEVEN_B, layout(strategy, ring, ulysses), tokens)))
@@ -178,8 +191,9 @@ def test_peers_write_less_at_home_and_keep_less() -> None:
     """128 tokens a rank, 4 heads, two ranks, norms and rotary. By hand, values of one head."""
     work = Work(1, 16, 4, 4, 4, (), (), True, (), 0, 0)
 
-    def rank(strategy: str, ring: int = 1, ulysses: int = 1, transport: str = "gloo", batch: int = 1,
-             of: Work = work) -> Layer:  # fmt: skip
+    def rank(
+        strategy: str, ring: int = 1, ulysses: int = 1, transport: str = "gloo", batch: int = 1, of: Work = work
+    ) -> Layer:
         return costs.layers(of, layout(strategy, ring, ulysses, transport), 256, batch)[0]
 
     nccl, peer = rank("ulysses", 1, 2, "nccl"), rank("ulysses", 1, 2, "peer")

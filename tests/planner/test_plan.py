@@ -27,12 +27,28 @@ from tests.support.pool import Pool
 
 SEVEN_B, XL = large_dit.work(large_dit.PRESETS["large-dit-7b"]), dit.work(dit.PRESETS["dit-xl/2"])
 PARAMETERS = 7_293_819_936
-ONE = Load(images=1, tokens=4096, guidance=True, steps=25, itemsize=2, parameters=PARAMETERS, latent=16, labels=2,
-           table=2 << 30)  # fmt: skip
+ONE = Load(
+    images=1,
+    tokens=4096,
+    guidance=True,
+    steps=25,
+    itemsize=2,
+    parameters=PARAMETERS,
+    latent=16,
+    labels=2,
+    table=2 << 30,
+)
 
 
-def planned(load: Load = ONE, world: int = 4, wish: Wish | None = None, rates: Rates = H200, work: Work = SEVEN_B,
-            transport: str = "peer", memory: float | None = 139) -> Ranking:  # fmt: skip
+def planned(
+    load: Load = ONE,
+    world: int = 4,
+    wish: Wish | None = None,
+    rates: Rates = H200,
+    work: Work = SEVEN_B,
+    transport: str = "peer",
+    memory: float | None = 139,
+) -> Ranking:
     return search(work, load, world, wish or Wish(), rates, transport, memory)
 
 
@@ -137,12 +153,7 @@ def test_a_layout_that_does_not_fit_is_listed_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("world", "load", "wish", "message"),
     [
-        (
-            2,
-            ONE,
-            Wish(axes={"ulysses": 3}),
-            "data=1 x cfg=1 x ring=1 x ulysses=3 = 3 ranks for 2 process",
-        ),
+        (2, ONE, Wish(axes={"ulysses": 3}), "data=1 x cfg=1 x ring=1 x ulysses=3 = 3 ranks for 2 process"),
         (4, ONE, Wish(axes={"ring": 0}), "got ring=0, expected at least 1"),
         (6, ONE, Wish(axes={"cfg": 3}), "got cfg=3, expected 1 or 2"),
         (4, replace(ONE, tokens=1), Wish(), "got 1 tokens for 2 ranks, expected one a rank; use a larger --size"),

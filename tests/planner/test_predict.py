@@ -15,14 +15,18 @@ from tests.planner.test_plan import ALONE, CFG_KF2, CFG_KV2, CFG_U2, ONE, SEVEN_
 
 # ms a step of Large-DiT-7B by peers' memory (kv_first when its projection was two products):
 # docs/benchmarks/2026-11-21-4xh200.md, one GPU: 2026-11-21-h200.md and 2026-11-20-h200-tuned.md
-PEERS = {256: {ALONE: 11.51, U4: 5.40, CFG_U2: 5.32, CFG_KV2: 5.13, CFG_KF2: 5.52},
-         4096: {ALONE: 193.6, U4: 52.6, CFG_U2: 51.8, CFG_KV2: 50.9, CFG_KF2: 49.7}}  # fmt: skip
+PEERS = {
+    256: {ALONE: 11.51, U4: 5.40, CFG_U2: 5.32, CFG_KV2: 5.13, CFG_KF2: 5.52},
+    4096: {ALONE: 193.6, U4: 52.6, CFG_U2: 51.8, CFG_KV2: 50.9, CFG_KF2: 49.7},
+}
 # ms a step of DiT-XL/2 on NCCL: docs/benchmarks/2026-11-20-h200-engine.md
 XL_ALONE, XL_CFG = of(1, 1, transport="nccl"), of(2, 1, transport="nccl")
 XL_U2, XL_KV2, XL_R2 = of(1, 2, "ulysses", "nccl"), of(1, 2, "kv_gather", "nccl"), of(1, 1, "ring", "nccl", 2)
-NCCL = {1024: {XL_ALONE: 4.70, XL_CFG: 2.78},
-        4096: {XL_ALONE: 26.54, XL_U2: 17.72, XL_KV2: 16.82, XL_R2: 16.69, XL_CFG: 13.42},
-        16384: {XL_ALONE: 251.75, XL_U2: 141.58, XL_KV2: 141.00, XL_R2: 140.61, XL_CFG: 129.31}}  # fmt: skip
+NCCL = {
+    1024: {XL_ALONE: 4.70, XL_CFG: 2.78},
+    4096: {XL_ALONE: 26.54, XL_U2: 17.72, XL_KV2: 16.82, XL_R2: 16.69, XL_CFG: 13.42},
+    16384: {XL_ALONE: 251.75, XL_U2: 141.58, XL_KV2: 141.00, XL_R2: 140.61, XL_CFG: 129.31},
+}
 # ms a step by peers' memory on two ranks of one sequence: docs/benchmarks/2026-11-21-2xh200.md
 PAIRS = [
     (SEVEN_B, 256, True, {"kv_gather": 6.89, "ulysses": 7.07, "kv_first": 7.33}),
@@ -84,23 +88,27 @@ def test_what_kv_first_sends_behind_its_products_costs_only_what_they_do_not_cov
 def test_kv_firsts_values_of_one_batch_row_cost_no_pass(cfg: int, saved: int) -> None:
     """One launch more for one pass less of 2048 rows x 4096 bf16, read and written; of two rows, two launches more."""
     rates, value = replace(H200, kernel_us=1.0, copy=4.0), 2048 * 4096 * 2
-    plain, first = (predict(SEVEN_B, ONE, of(cfg, 2, name), rates)
-                    for name in ("kv_gather", "kv_first"))  # fmt: skip
+    plain, first = (predict(SEVEN_B, ONE, of(cfg, 2, name), rates) for name in ("kv_gather", "kv_first"))
     us = (2 - saved) * 1.0 - saved * 1e-6 * 2 * value / 4.0
     assert first.elementwise - plain.elementwise == pytest.approx(32 * us / 1e3)
 
 
 @pytest.mark.parametrize(
     ("copy_us", "exposed_us"),
-    [(1.0, 1.0),  # all hidden; the wait itself is not
-     (100.0, 1.0),  # as long as a product: v leaves when q's begins, and arrives when that ends
-     (130.0, 60.0)],  # k is late by 30 us, v by those and its own
-)  # fmt: skip
+    [
+        (1.0, 1.0),  # all hidden; the wait itself is not
+        (100.0, 1.0),  # as long as a product: v leaves when q's begins, and arrives when that ends
+        (130.0, 60.0),
+    ],  # k is late by 30 us, v by those and its own
+)
 def test_exposed_of_kv_first_is_what_neither_product_hides(copy_us: float, exposed_us: float) -> None:
     """Products of v and of q that take 100 us each, at one rate; an exchange of nothing takes 1 us."""
     half = 2048 * 4096 * 2
-    rates = replace(H200, gemm=((1.0, 2e-6 * 2048 * 4096 * 4096 / 100.0), (1e12, 2e-6 * 2048 * 4096 * 4096 / 100.0)),
-                    exchange={"peer": ((half / 2, 1.0), (half, copy_us), (4 * half, 4 * copy_us))})  # fmt: skip
+    rates = replace(
+        H200,
+        gemm=((1.0, 2e-6 * 2048 * 4096 * 4096 / 100.0), (1e12, 2e-6 * 2048 * 4096 * 4096 / 100.0)),
+        exchange={"peer": ((half / 2, 1.0), (half, copy_us), (4 * half, 4 * copy_us))},
+    )
     first = predict(SEVEN_B, ONE, CFG_KF2, rates)
     swap_us = 1.0  # once a step
     assert first.exchange == pytest.approx((32 * exposed_us + swap_us) / 1e3)

@@ -113,8 +113,15 @@ def dry_run(rank: int, world: int, device: torch.device, cache: str) -> str:
 
 def test_two_ranks_measure_once_and_the_planner_uses_it(ranks: Pool, cache: Path) -> None:
     assert "nothing was measured here" in ranks.run(2, dry_run, str(cache))[0]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               str(ROOT / "launch" / "bench.py"), "rates"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(ROOT / "launch" / "bench.py"),
+        "rates",
+    ]
     env = {**ENV, "SEQPAR_CACHE": str(cache), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
     assert done.returncode == 0, done.stderr

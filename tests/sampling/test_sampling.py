@@ -50,8 +50,10 @@ def by_hand(noise: Tensor, steps: int, guidance: Guidance, sched: Any, eta: floa
     generator = torch.Generator().manual_seed(5)
     for t in sched.timesteps:
         seen = sched.scale_model_input(x, t)
-        c, u = (model(seen, timestep=t.to(DEVICE).expand(len(x)), class_labels=y).sample[:, :4]
-                for y in (labels, torch.full_like(labels, CLASSES)))  # fmt: skip
+        c, u = (
+            model(seen, timestep=t.to(DEVICE).expand(len(x)), class_labels=y).sample[:, :4]
+            for y in (labels, torch.full_like(labels, CLASSES))
+        )
         channels = guidance.channels or 4
         out = torch.cat((u[:, :channels] + guidance.scale * (c - u)[:, :channels], c[:, channels:]), 1)
         out = out if guidance.on else c
@@ -64,10 +66,18 @@ def by_hand(noise: Tensor, steps: int, guidance: Guidance, sched: Any, eta: floa
 
 
 def run(
-    rank: int, world: int, device: torch.device, layout: tuple[str, int, int], guidance: Guidance, images: int = 3,
-    size: tuple[int, int] = (8, 8), name: str = "DDIMScheduler", eta: float = 0.0,
-    config: tuple[tuple[str, Any], ...] = (), steps: int = STEPS,
-) -> Tensor:  # fmt: skip
+    rank: int,
+    world: int,
+    device: torch.device,
+    layout: tuple[str, int, int],
+    guidance: Guidance,
+    images: int = 3,
+    size: tuple[int, int] = (8, 8),
+    name: str = "DDIMScheduler",
+    eta: float = 0.0,
+    config: tuple[tuple[str, Any], ...] = (),
+    steps: int = STEPS,
+) -> Tensor:
     strategy, cfg, data = layout
     mesh = mesh_for(strategy, world, device, cfg, data)
     dit = DistributedDiT(diffusers_dit().to(device), mesh, strategy, local(device))
@@ -212,8 +222,9 @@ def test_modulation_in_chunks_of_steps_changes_nothing(monkeypatch: pytest.Monke
     monkeypatch.setattr(segment, "TABLE_BYTES", 2 * rows + 1)
     made = []
     modulate = DistributedDiT(diffusers_dit(), Mesh.single()).model.__class__.modulate
-    monkeypatch.setattr("seqpar.models.dit.Model.modulate",
-                        lambda self, t, **y: made.append(len(t)) or modulate(self, t, **y))  # fmt: skip
+    monkeypatch.setattr(
+        "seqpar.models.dit.Model.modulate", lambda self, t, **y: made.append(len(t)) or modulate(self, t, **y)
+    )
     chunked = run(0, 1, torch.device("cpu"), ("ulysses", 1, 1), Guidance(3.0))
     assert made[1:] == [6, 6]  # two steps x three labels each, after one row to learn its size
     assert (chunked - whole).abs().max() < TOLERANCE
@@ -238,8 +249,14 @@ def not_finite(rank: int, world: int, device: torch.device) -> str:
 
     dit.model.forward_tokens = breaks_at_third  # pyright: ignore
     try:
-        sample(dit, scheduler(), noise().to(device), {"class_labels": torch.tensor(LABELS)}, steps=STEPS,
-               guidance=Guidance(3.0))  # fmt: skip
+        sample(
+            dit,
+            scheduler(),
+            noise().to(device),
+            {"class_labels": torch.tensor(LABELS)},
+            steps=STEPS,
+            guidance=Guidance(3.0),
+        )
     except ValueError as error:
         return str(error)
     return "nothing"

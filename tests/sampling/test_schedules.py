@@ -86,19 +86,27 @@ def diffusers_own(
     options = {"generator": generator} if "generator" in inspect.signature(sched.step).parameters else {}
     for i, t in enumerate(sched.timesteps[begin:]):
         seen = sched.scale_model_input(x, t) if hasattr(sched, "scale_model_input") else x
-        c, u = (model(seen.to(dtype), timestep=t.to(DEVICE).expand(len(x)), class_labels=y).sample[:, :4]
-                for y in (labels, torch.full_like(labels, CLASSES)))  # fmt: skip
+        c, u = (
+            model(seen.to(dtype), timestep=t.to(DEVICE).expand(len(x)), class_labels=y).sample[:, :4]
+            for y in (labels, torch.full_like(labels, CLASSES))
+        )
         x = sched.step(u + (scales[i] if scales else GUIDANCE.scale) * (c - u), t, x, **options).prev_sample
     return x.double().cpu()
 
 
 def ours(
-    rank: int, world: int, device: torch.device, layout: tuple[str, int], name: str,
-    dtype: torch.dtype = torch.float64, options: Mapping[str, Any] | None = None,
-) -> Tensor:  # fmt: skip
+    rank: int,
+    world: int,
+    device: torch.device,
+    layout: tuple[str, int],
+    name: str,
+    dtype: torch.dtype = torch.float64,
+    options: Mapping[str, Any] | None = None,
+) -> Tensor:
     """The engine's latents on this mesh."""
-    dit = DistributedDiT(diffusers_dit().to(device, dtype), mesh_for(layout[0], world, device, layout[1]), layout[0],
-                         local(device))  # fmt: skip
+    dit = DistributedDiT(
+        diffusers_dit().to(device, dtype), mesh_for(layout[0], world, device, layout[1]), layout[0], local(device)
+    )
     run = Run(dit, ordered(name, dtype, **(options or {})))
     for _ in run.timesteps:
         run.step()
@@ -183,8 +191,16 @@ def test_a_kept_run_has_the_bits_of_a_new_one_whatever_the_history_holds(name: s
     found, labels = [], {"class_labels": torch.tensor(LABELS)}
     with Sampler(dit) as sampler:
         for _ in range(2):
-            found.append(sampler(scheduler(name), noise(), labels, steps=STEPS, guidance=GUIDANCE,
-                                 generator=torch.Generator().manual_seed(5)))  # fmt: skip
+            found.append(
+                sampler(
+                    scheduler(name),
+                    noise(),
+                    labels,
+                    steps=STEPS,
+                    guidance=GUIDANCE,
+                    generator=torch.Generator().manual_seed(5),
+                )
+            )
             run = sampler._run
             assert run is not None
             kept = stepper(run)
@@ -211,8 +227,9 @@ WRONG: dict[str, Callable[[Schedule], Schedule]] = {
 
 @pytest.mark.parametrize("how", WRONG)
 def test_negative_control_wrong_coefficients_are_noticed(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(runs, "traced_steps", lambda state, schedule, *rest: traced_steps(
-        state, WRONG[how](schedule), *rest))  # fmt: skip
+    monkeypatch.setattr(
+        runs, "traced_steps", lambda state, schedule, *rest: traced_steps(state, WRONG[how](schedule), *rest)
+    )
     assert off(alone.__wrapped__("DPM++ 2M"), diffusers_own("DPM++ 2M")) > 1e-4  # not a result that is kept
 
 
@@ -277,8 +294,16 @@ def test_only_what_steps_on_the_host_has_no_graph(name: str, kind: type, monkeyp
 def test_ddim_with_clipped_model_output_is_diffusers_own(eta: float, clipped: bool) -> None:
     sched: Any = DDIMScheduler(**LINEAR, clip_sample=True, clip_sample_range=0.5)
     dit = DistributedDiT(diffusers_dit().to(DEVICE), Mesh.single(DEVICE), local=local(torch.device(DEVICE)))
-    request = Request(sched, noise().double(), {"class_labels": torch.tensor(LABELS)}, 6, Guidance(1.0), eta,
-                      torch.Generator().manual_seed(5), clipped)  # fmt: skip
+    request = Request(
+        sched,
+        noise().double(),
+        {"class_labels": torch.tensor(LABELS)},
+        6,
+        Guidance(1.0),
+        eta,
+        torch.Generator().manual_seed(5),
+        clipped,
+    )
     run = Run(dit, course(request))
     sched.set_timesteps(6)
     assert isinstance(stepper(run), DDIM)

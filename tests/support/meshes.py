@@ -41,8 +41,23 @@ EXACT = exact_strategies()
 TRANSPORTS = _folder.names()
 
 # beginnings of the names of all public functions of torch.distributed that talk to other ranks
-TALKS = ("all_", "barrier", "batch_isend", "broadcast", "gather", "irecv", "isend", "monitored_barrier", "recv",
-         "reduce", "scatter", "send", "new_group", "new_subgroups", "split_group")  # fmt: skip
+TALKS = (
+    "all_",
+    "barrier",
+    "batch_isend",
+    "broadcast",
+    "gather",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "reduce",
+    "scatter",
+    "send",
+    "new_group",
+    "new_subgroups",
+    "split_group",
+)
 
 
 @cache
@@ -61,8 +76,9 @@ def mesh_for(strategy: str, world: int, device: torch.device, cfg: int = 1, data
     return mesh(device, data=data, cfg=cfg, ring=ring_of(strategy, rest))
 
 
-def random(shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu",
-           dtype: torch.dtype = torch.float64) -> Tensor:  # fmt: skip
+def random(
+    shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64
+) -> Tensor:
     """The same numbers on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
 

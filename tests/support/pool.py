@@ -140,8 +140,9 @@ def _leave_group() -> str:
 
 def _join(rank: int, world: int, device: str, store: str) -> str:
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world,
-                            timeout=timedelta(seconds=TIMEOUT_S))  # fmt: skip
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S)
+    )
     return store
 
 

@@ -14,9 +14,17 @@ HEADS, HEAD_DIM = 3, 8
 
 def diffusers_dit(learned_sigma: bool = True, classes: int = CLASSES, patch: int = 2, **config: object) -> nn.Module:
     """fp64, every weight random (adaLN too, so nothing is multiplied by zero), embedders equal in all blocks."""
-    options = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM, "in_channels": 4, "num_layers": 3,
-               "out_channels": 8 if learned_sigma else 4, "sample_size": 8, "patch_size": patch,
-               "num_embeds_ada_norm": classes, **config}  # fmt: skip
+    options = {
+        "num_attention_heads": HEADS,
+        "attention_head_dim": HEAD_DIM,
+        "in_channels": 4,
+        "num_layers": 3,
+        "out_channels": 8 if learned_sigma else 4,
+        "sample_size": 8,
+        "patch_size": patch,
+        "num_embeds_ada_norm": classes,
+        **config,
+    }
     model = DiTTransformer2DModel(**options).double().eval()  # pyright: ignore[reportArgumentType]
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():

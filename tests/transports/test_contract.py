@@ -202,9 +202,16 @@ def failed(rank: int, world: int, device: torch.device, strategy: str, name: str
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("world", "strategy", "failing"),
-    [(3, "ulysses", (0, 1, 2)), (2, "ulysses", (1,)), (2, "ring", (0, 1)), (3, "ring", (1,)), (4, "usp", (0,)),
-     (2, "kv_gather", (1,)), (2, "kv_first", (0, 1))],
-)  # fmt: skip
+    [
+        (3, "ulysses", (0, 1, 2)),
+        (2, "ulysses", (1,)),
+        (2, "ring", (0, 1)),
+        (3, "ring", (1,)),
+        (4, "usp", (0,)),
+        (2, "kv_gather", (1,)),
+        (2, "kv_first", (0, 1)),
+    ],
+)
 def test_an_error_in_attention_leaves_later_calls_right(
     ranks: Pool, world: int, strategy: str, failing: tuple[int, ...], transport: str
 ) -> None:

@@ -37,8 +37,10 @@ def there_and_back(rank: int, world: int, device: torch.device, batch: int, toke
     into, back = CollectiveToHeads(axis, layout), CollectiveToTokens(axis, layout)
     mine, q_heads, kv_heads = shard.slice(axis.rank), layout.q_slice(axis.rank), layout.kv_slice(axis.rank)
     for round_ in range(ROUNDS):
-        whole = [coded(batch, tokens, n, dim, 7 * round_ + name).to(device, torch.float32)
-                 for name, n in enumerate((heads, kv, kv))]  # fmt: skip
+        whole = [
+            coded(batch, tokens, n, dim, 7 * round_ + name).to(device, torch.float32)
+            for name, n in enumerate((heads, kv, kv))
+        ]
         for box in into.outboxes():
             for view in (box.q, box.k, box.v):
                 assert view is not None

@@ -68,11 +68,13 @@ def narrow(tensors: dict[str, torch.Tensor]) -> None:
         (edit(lambda t: t.pop("proj_out_2.bias")), r"Missing 1: proj_out_2\.bias"),
         (edit(lambda t: t.update(lora=torch.ones(1))), r"Unknown 1: lora"),
         (edit(narrow), r"proj_out_1\.weight of shape \(48, 23\), expected \(48, 24\) for final_modulation\.weight"),
-        (lambda folder: (folder / "config.json").write_text('{"_class_name": "SD3Transformer2DModel"}'),
-         r"SD3Transformer2DModel, which no model of seqpar recognises"),
+        (
+            lambda folder: (folder / "config.json").write_text('{"_class_name": "SD3Transformer2DModel"}'),
+            r"SD3Transformer2DModel, which no model of seqpar recognises",
+        ),
     ],
     ids=["truncated", "no-file", "no-config", "missing-key", "unknown-key", "wrong-shape", "other-class"],
-)  # fmt: skip
+)
 def test_a_bad_folder_is_refused_before_weights_load(folder: Path, spoil: Callable[[Path], None], message: str) -> None:
     spoil(folder)
     with pytest.raises(ValueError, match=message):

@@ -26,13 +26,7 @@ class PeerGather:
     """
 
     def __init__(
-        self,
-        axis: Axis,
-        sizes: tuple[int, ...],
-        shape: tuple[int, ...],
-        like: Tensor,
-        late: Late,
-        number: int,
+        self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor, late: Late, number: int
     ) -> None:
         """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
         self._rank, fields = axis.rank, Fields()
@@ -66,13 +60,7 @@ class PeerRotation:
     """
 
     def __init__(
-        self,
-        axis: Axis,
-        sizes: tuple[int, ...],
-        shape: tuple[int, ...],
-        like: Tensor,
-        late: Late,
-        number: int,
+        self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor, late: Late, number: int
     ) -> None:
         """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
         self._rank, self._sizes = axis.rank, sizes
@@ -81,8 +69,9 @@ class PeerRotation:
         slots = [fields.add(torch.Size(whole).numel() * like.element_size()) for _ in range(2)]
         flags = [fields.add(FLAG_BYTES) for _ in range(2)]
         self.arena = arena = Arena(axis, fields.nbytes, like.device)
-        self._here, self._there = ([arena.view(rank, start, whole, like.dtype) for start in slots]
-                                   for rank in (axis.rank, after))  # fmt: skip
+        self._here, self._there = (
+            [arena.view(rank, start, whole, like.dtype) for start in slots] for rank in (axis.rank, after)
+        )
         self._arrived, self._free = self.all_flags = [
             Flags.of(
                 (arena.view(told, start, (), torch.int64),),
@@ -150,8 +139,9 @@ def flags_at(arena: Arena, axis: Axis, start: int, late: Late, number: int) -> F
     """One flag of every peer in every rank's memory, mine included: it is raised as the others are."""
     flag = start + axis.rank * FLAG_BYTES
     theirs = tuple(arena.view(rank, flag, (), torch.int64) for rank in range(axis.size))
-    return Flags.of(theirs, arena.view(axis.rank, start, (axis.size,), torch.int64), late, number,
-                    tuple(range(axis.size)))  # fmt: skip
+    return Flags.of(
+        theirs, arena.view(axis.rank, start, (axis.size,), torch.int64), late, number, tuple(range(axis.size))
+    )
 
 
 def spread(wholes: list[Tensor], rank: int, mine: slice) -> None:

@@ -18,8 +18,11 @@ from launch.benches.steps import Steps, check, layouts
 
 ROOT = Path(__file__).parents[3]
 # this checkout, not what is installed
-ENV = {**os.environ, "CUDA_VISIBLE_DEVICES": "",
-       "PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", "")}  # fmt: skip
+ENV = {
+    **os.environ,
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", ""),
+}
 
 
 def bench(*flags: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
@@ -38,8 +41,11 @@ def steps_of(page: Path) -> list[dict[str, Any]]:
 
 
 # named by their dates: the newest is the last; lines without a page of their own belong to a part of another one
-PAGES = [page for page in sorted((ROOT / "docs" / "benchmarks").glob("*.jsonl"))
-         if steps_of(page) and page.with_suffix(".md").exists()]  # fmt: skip
+PAGES = [
+    page
+    for page in sorted((ROOT / "docs" / "benchmarks").glob("*.jsonl"))
+    if steps_of(page) and page.with_suffix(".md").exists()
+]
 
 
 def test_bench_writes_one_line_a_row(tmp_path: Path) -> None:
@@ -82,14 +88,17 @@ def test_layouts_are_those_asked_for() -> None:
         (Steps(tokens=(0,)), 1, "got --tokens 0, expected squares: 1"),
         (Steps(tokens=(-4,)), 1, "got --tokens -4, expected squares: 1"),
         (Steps(layouts=("foo",)), 1, "got --layouts foo, expected some of ulysses:1:1"),
-        (Steps(layouts=("ulysses:1:1", "ring:1:3", "foo")), 2,
-         "got --layouts ring:1:3 foo, expected some of kv_gather:1:1, ulysses:1:1, kv_first:1:1, ring:1:2, ulysses:2"),
+        (
+            Steps(layouts=("ulysses:1:1", "ring:1:3", "foo")),
+            2,
+            "got --layouts ring:1:3 foo, expected some of kv_gather:1:1, ulysses:1:1, kv_first:1:1, ring:1:2, ulysses:2",
+        ),
         (Steps(layouts=("kv_gather:2:1",)), 2, "got --layouts kv_gather:2:1"),
         (Steps(steps=0), 1, "got --steps 0 --rounds 3"),
         (Steps(rounds=0), 1, "got --steps 10 --rounds 0"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_cannot_be_measured_is_refused(args: Steps, world: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(args, world)
@@ -143,12 +152,16 @@ def test_the_tables_of_the_readme_are_made_of_committed_lines() -> None:
 
 def test_tables_of_tiles_and_products_name_the_fastest() -> None:
     at = {"kernel": "SwiGLU", "width": 8, "rows": 2}
-    lines = [{"bench": "tiles", "case": at | {"tile": tile}, "ms": {"median": ms}, "share_of_copy": 0.5 / ms}
-             for tile, ms in (("wide", 2.0), ("today", 1.0), ("narrow", 0.5))]  # fmt: skip
+    lines = [
+        {"bench": "tiles", "case": at | {"tile": tile}, "ms": {"median": ms}, "share_of_copy": 0.5 / ms}
+        for tile, ms in (("wide", 2.0), ("today", 1.0), ("narrow", 0.5))
+    ]
     at = {"product": "w1, w3", "rows": 2}
     ways = {"alone": (1.0, None), "and a kernel": (2.0, 2e-3), "slow": (1.7, 3e-3), "fused": (1.5, 1e-3)}
-    lines += [{"bench": "products", "case": at | {"way": way}, "ms": {"median": ms}, "tflops": 3.0, "error": error}
-              for way, (ms, error) in ways.items()]  # fmt: skip
+    lines += [
+        {"bench": "products", "case": at | {"way": way}, "ms": {"median": ms}, "tflops": 3.0, "error": error}
+        for way, (ms, error) in ways.items()
+    ]
     products, tiles = table.tables(lines)
     assert products.endswith("| w1, w3 | 2 | 1000.0 | 2000.0 | 1500.0 | 1.0e-03 | fused | 2 |")
     assert tiles.endswith("| SwiGLU | 8 | 2 | 1000.0 us, 50 % | 500.0 us, 100 % | narrow |")

@@ -22,8 +22,11 @@ from tests.support.tiny import diffusers_dit, original_state_dict
 
 CPU, STEPS = torch.device("cpu"), 4
 LARGE = large_dit.Config(64, 2, 4, 4, 48, num_classes=10, sample_size=8)
-TINY = {"builtin": Files.locate("builtin"), "dit": Files(Blueprint("dit", dit, dit.Config(4, 16, 2)), None, None, {}),
-        "large": Files(Blueprint("large", large_dit, LARGE), None, None, {})}  # fmt: skip
+TINY = {
+    "builtin": Files.locate("builtin"),
+    "dit": Files(Blueprint("dit", dit, dit.Config(4, 16, 2)), None, None, {}),
+    "large": Files(Blueprint("large", large_dit, LARGE), None, None, {}),
+}
 
 
 def errors(name: str, dtype: torch.dtype, planted: float = 0.0) -> dict[str, list[float]]:
@@ -65,8 +68,15 @@ def test_the_line_holds_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(numerics, "pick_device", lambda world: CPU)
     numerics.main(Numerics(steps=STEPS, out=tmp_path / "lines.jsonl"))
     line = json.loads((tmp_path / "lines.jsonl").read_text())
-    assert line["case"] == {"model": "builtin", "tokens": 64, "steps": STEPS, "local": "sdpa", "dtype": "bfloat16",
-                            "truth": "float64", "graph": False}  # fmt: skip
+    assert line["case"] == {
+        "model": "builtin",
+        "tokens": 64,
+        "steps": STEPS,
+        "local": "sdpa",
+        "dtype": "bfloat16",
+        "truth": "float64",
+        "graph": False,
+    }
     ratios = [ours / theirs for ours, theirs in zip(line["error"][ENGINE], line["error"][PLAIN], strict=True)]
     assert line["ratio"]["max"] == max(ratios)
     assert f"({max(ratios):.3f})" in table.tables([line])[0]

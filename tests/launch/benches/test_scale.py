@@ -57,9 +57,18 @@ def meshes_of(layout: Layout) -> list[Mesh]:
 
 @pytest.mark.parametrize("tokens", [16, 17])
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("layout", [Layout("ulysses", 1, 1, 4), Layout("ulysses", 2, 1, 2), Layout("ulysses", 1, 1, 1),
-                                    Layout("kv_gather", 2, 1, 3), Layout("ring", 1, 3, 1), Layout("usp", 1, 2, 2)],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("ulysses", 1, 1, 4),
+        Layout("ulysses", 2, 1, 2),
+        Layout("ulysses", 1, 1, 1),
+        Layout("kv_gather", 2, 1, 3),
+        Layout("ring", 1, 3, 1),
+        Layout("usp", 1, 2, 2),
+    ],
+    ids=str,
+)
 def test_shares_of_all_ranks_are_the_whole_step(layout: Layout, name: str, tokens: int) -> None:
     config = CONFIGS[name]
     shares = [share(work_of(config), tokens, layout.strategy, mesh) for mesh in meshes_of(layout)]
@@ -118,8 +127,14 @@ def test_kernels_are_told_apart_by_their_names(kernel: str, kind: str) -> None:
 
 def test_a_step_is_split_into_what_runs_at_each_moment() -> None:
     """Exchange counts only where nothing is computed under it; all kinds together are the whole time."""
-    trace = [("ncclDevKernel", 12.0, 30.0), ("nvjet", 10.0, 20.0), ("flash_fwd", 18.0, 25.0), ("adaln", 40.0, 42.0),
-             ("flags_kernel", 41.0, 45.0), ("nvjet", 45.0, 46.0)]  # fmt: skip
+    trace = [
+        ("ncclDevKernel", 12.0, 30.0),
+        ("nvjet", 10.0, 20.0),
+        ("flash_fwd", 18.0, 25.0),
+        ("adaln", 40.0, 42.0),
+        ("flags_kernel", 41.0, 45.0),
+        ("nvjet", 45.0, 46.0),
+    ]
     assert split(trace) == {"GEMM": 11.0, "attention": 5.0, "elementwise": 2.0, "exchange exposed": 8.0, "gaps": 10.0}
     assert split([]) == dict.fromkeys(KINDS, 0.0)
 
@@ -227,17 +242,29 @@ def line_of(gpus: int, kind: str, way: str, ms: float, **more: Any) -> dict[str,
     case = {"model": "m", "tokens": 256, "kind": kind, "way": way, "images": 1, "local": "x", "dtype": "y"}
     case |= {"layout": way.split(",")[0].removeprefix("ceiling of "), "transport": way.split(", ")[-1]}
     found = {"median": ms, "min": ms, "max": ms}
-    return {"bench": "scale", "case": case, "gpus": gpus, "ms": found, "tflops": 5.0, "roofline_ms": 1.0,
-            "pictures_per_s": 40.0 / ms, **more}  # fmt: skip
+    return {
+        "bench": "scale",
+        "case": case,
+        "gpus": gpus,
+        "ms": found,
+        "tflops": 5.0,
+        "roofline_ms": 1.0,
+        "pictures_per_s": 40.0 / ms,
+        **more,
+    }
 
 
 def test_the_table_compares_within_a_run_and_with_one_gpu() -> None:
     one, same = {"digest": "a", "digest_steps": 25}, {"digest": "a", "digest_steps": 25, "gib": 15.0, "outside_gib": 1}
-    lines = [line_of(1, "ours", "u1, collective", 12.0, **one), line_of(1, "ceiling", "ceiling of u1", 10.0),
-             line_of(4, "ours", "u4, peer", 5.0, **same, picked=True),
-             line_of(4, "ours", "k4, peer", 4.0, **same | {"digest": "b"}),
-             line_of(4, "ceiling", "ceiling of k4", 3.2), line_of(4, "peer", "other, graph", 10.0),
-             line_of(4, "peer", "another, eager", 30.0)]  # fmt: skip
+    lines = [
+        line_of(1, "ours", "u1, collective", 12.0, **one),
+        line_of(1, "ceiling", "ceiling of u1", 10.0),
+        line_of(4, "ours", "u4, peer", 5.0, **same, picked=True),
+        line_of(4, "ours", "k4, peer", 4.0, **same | {"digest": "b"}),
+        line_of(4, "ceiling", "ceiling of k4", 3.2),
+        line_of(4, "peer", "other, graph", 10.0),
+        line_of(4, "peer", "another, eager", 30.0),
+    ]
     assert table.scale(lines).splitlines()[2:] == [
         "| m | 256 | 1 | u1, collective | 12.00 (12.00 - 12.00) | 1.200 | - | - | 1.00 | 5 | 8 % | - | - | yes |",
         "| m | 256 | 4 | k4, peer | 4.00 (4.00 - 4.00) | 1.250 | 2.50 | other, graph | 3.00 | 5 | 25 % | 16.0 | 1.250 "
@@ -300,8 +327,14 @@ def test_what_cannot_be_measured_is_refused(args: Scale, message: str) -> None:
 def test_the_bench_runs_from_the_command_line(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
     flags = "scale --model dit-s/8 --tokens 4 9 --rounds 1 --seconds 0.001 --digest-steps 1 --no-compiled --out"
-    done = subprocess.run([sys.executable, str(ROOT / "launch/bench.py"), *flags.split(), str(out)],
-                          capture_output=True, text=True, timeout=120, check=False, env=ENV)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch/bench.py"), *flags.split(), str(out)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=ENV,
+    )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(text) for text in out.read_text().splitlines()]
     assert [line["case"]["tokens"] for line in lines] == [4, 4, 4, 9, 9, 9]

@@ -20,8 +20,18 @@ from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import digest
 
 TINY = Start("dit-s/8", steps=3, rounds=1)
-PARTS = ["python", "import torch", "import diffusers", "import seqpar", "device", "weights", "modulation", "first step",
-         "steps", "picture"]  # fmt: skip
+PARTS = [
+    "python",
+    "import torch",
+    "import diffusers",
+    "import seqpar",
+    "device",
+    "weights",
+    "modulation",
+    "first step",
+    "steps",
+    "picture",
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +48,14 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_the_parts_are_a_picture_and_its_floor(line: dict[str, Any]) -> None:
     assert line["bench"] == "start"
-    assert line["case"] == {"model": "dit-s/8", "tokens": 16, "steps": 3, "parameters": 33142016, "dtype": "float32",
-                            "local": "sdpa"}  # fmt: skip
+    assert line["case"] == {
+        "model": "dit-s/8",
+        "tokens": 16,
+        "steps": 3,
+        "parameters": 33142016,
+        "dtype": "float32",
+        "local": "sdpa",
+    }
     assert list(line["seconds"]) == PARTS
     assert list(line["floor_seconds"]) == [part for part in PARTS if part in line["floor_seconds"]]
     assert set(PARTS) - set(line["floor_seconds"]) == {"import seqpar", "modulation", "steps", "picture"}
@@ -80,11 +96,13 @@ def test_marks_end_where_the_next_begin() -> None:
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [(replace(TINY, steps=1), "got --steps 1 --rounds 1, expected at least 2 and 1"),
-     (replace(TINY, rounds=0), "got --steps 3 --rounds 0"),
-     (replace(TINY, model="dit-xs"), "got model 'dit-xs'")],
+    [
+        (replace(TINY, steps=1), "got --steps 1 --rounds 1, expected at least 2 and 1"),
+        (replace(TINY, rounds=0), "got --steps 3 --rounds 0"),
+        (replace(TINY, model="dit-xs"), "got model 'dit-xs'"),
+    ],
     ids=["steps", "rounds", "model"],
-)  # fmt: skip
+)
 def test_what_cannot_be_timed_is_refused(args: Start, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         start.main(args)

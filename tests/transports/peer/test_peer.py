@@ -240,9 +240,19 @@ def sampled(rank: int, world: int, device: torch.device, strategy: str, cfg: int
 
 @pytest.mark.parametrize(
     ("world", "strategy", "cfg"),
-    [(1, "ulysses", 1), (2, "ulysses", 2), (2, "kv_gather", 1), (3, "ulysses", 1), (3, "ring", 1), (4, "usp", 1),
-     (4, "ulysses", 2), (4, "kv_gather", 2), (2, "kv_first", 1), (4, "kv_first", 2)],
-)  # fmt: skip
+    [
+        (1, "ulysses", 1),
+        (2, "ulysses", 2),
+        (2, "kv_gather", 1),
+        (3, "ulysses", 1),
+        (3, "ring", 1),
+        (4, "usp", 1),
+        (4, "ulysses", 2),
+        (4, "kv_gather", 2),
+        (2, "kv_first", 1),
+        (4, "kv_first", 2),
+    ],
+)
 def test_latents_have_the_same_bits_by_either_transport(ranks: Pool, world: int, strategy: str, cfg: int) -> None:
     truth = ranks.run(world, sampled, strategy, cfg, "collective")
     got = ranks.run(world, sampled, strategy, cfg, "peer")

@@ -240,9 +240,11 @@ def test_an_arena_is_shared_and_leaves_no_file(ranks: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("reason", "name", "told"),
-    [(None, "peer", "GPUs that reach each other's memory"),
-     ("the ranks are on 2 machines", "collective", "NCCL; not peer: the ranks are on 2 machines")],
-)  # fmt: skip
+    [
+        (None, "peer", "GPUs that reach each other's memory"),
+        ("the ranks are on 2 machines", "collective", "NCCL; not peer: the ranks are on 2 machines"),
+    ],
+)
 def test_gpus_use_each_others_memory_unasked_or_it_is_said_why_not(
     monkeypatch: pytest.MonkeyPatch, reason: str | None, name: str, told: str
 ) -> None:
@@ -276,9 +278,12 @@ def tried(rank: int, world: int, device: torch.device, fault: str) -> str | None
 
 @pytest.mark.parametrize(
     ("fault", "told"),
-    [("none", "None"), ("flags that nobody sees", "tried and failed: rank . waited 1 s in vain for rank 1"),
-     ("writes that go elsewhere", "(tried and brought|tried and failed)")],
-)  # fmt: skip
+    [
+        ("none", "None"),
+        ("flags that nobody sees", "tried and failed: rank . waited 1 s in vain for rank 1"),
+        ("writes that go elsewhere", "(tried and brought|tried and failed)"),
+    ],
+)
 def test_peers_are_tried_before_they_are_used_unasked(ranks: Pool, fault: str, told: str) -> None:
     answers = ranks.run(3, tried, fault)
     assert len(set(answers)) == 1  # all ranks do the same

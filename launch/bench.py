@@ -8,6 +8,7 @@ python launch/bench.py tiles                                             # the f
 python launch/bench.py ladder --model large-dit-7b --tokens 256          # from the plain eager model to the CUDA graph
 python launch/bench.py start                                             # seconds from start to the first picture
 python launch/bench.py numerics --models builtin large-dit-7b            # error of each step beside plain bf16's
+python launch/bench.py schedules                                         # a step under each scheduler beside DDIM
 python launch/bench.py record --trees ../other                           # digests and ms a step of two versions
 torchrun --nproc_per_node=4 launch/bench.py rates                        # measured once, kept for --mesh auto
 """
@@ -24,7 +25,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches are not installed: they run from the clone
 
-from launch.benches import exchange, kernels, ladder, measure, numerics, record, scale, start, steps, tiles
+from launch.benches import exchange, kernels, ladder, measure, numerics, record, scale, schedules, start, steps, tiles
 from seqpar.cli.exits import guarded
 
 # flags of a bench -> the function that runs it
@@ -39,8 +40,9 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     numerics.Numerics: numerics.main,
     measure.Rates: measure.main,
     record.Record: record.main,
+    schedules.Schedules: schedules.main,
 }
-ON_GPUS = (kernels.Kernels, tiles.Tiles, ladder.Ladder)
+ON_GPUS = (kernels.Kernels, tiles.Tiles, ladder.Ladder, schedules.Schedules)
 
 
 def main() -> None:

@@ -10,15 +10,11 @@ import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from math import gcd
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-
-from seqpar.shard import starts
 
 Condition = Mapping[str, Tensor]
 """What a model needs besides tokens and positions; every tensor has a leading row dim R (empty where nothing is)."""
@@ -53,107 +49,6 @@ class Prepare:
     def is_identity(self) -> bool:
         """Whether q and k pass as they are."""
         return self.norm == "none" and self.cos_lD2 is None
-
-
-@dataclass(frozen=True)
-class Outbox:
-    """Where q, k and v of some heads of this rank's tokens are written for one reader; each view is (l, B, heads, D).
-
-    A view of None is not sent to that reader (`kv_gather` sends no q). `heads` and `kv_heads` say which heads.
-    """
-
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    heads: slice
-    kv_heads: slice
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where every head of some outboxes is written, for a kernel that writes them all.
-
-    table[part, copy, head] = (address, token stride, batch stride), int64 on the device of the outboxes; strides in
-    elements; part 0, 1, 2 is q, k, v. A head that several readers want has several copies; address 0 is no place.
-    `alignment` divides all addresses and strides, in bytes, and is at most 16.
-    """
-
-    table: Tensor
-    dtype: torch.dtype
-    alignment: int
-
-
-class Outboxes(tuple[Outbox, ...]):
-    """The outboxes of one slot of an exchange: made once with its buffers, so that no call computes addresses."""
-
-    turns: tuple[Outboxes, ...] = ()
-    """The outboxes of all slots of the exchange, where several slots take turns; set by `take_turns`."""
-
-    @cached_property
-    def places(self) -> Places:
-        """The table for kernels. Its first use copies to the device: before a CUDA graph is captured."""
-        return _places(self)
-
-    def split(self, sizes: Sequence[int]) -> tuple[Outboxes, ...]:
-        """The outboxes of neighbouring parts of this rank's tokens, `sizes` tokens each; the parts cover all tokens.
-
-        A part of all tokens is this object itself. The parts are made once, for all slots that take turns and with
-        their tables, so that a call during a capture of a CUDA graph copies nothing from the host.
-        """
-        key = tuple(sizes)
-        if key not in self._splits:
-            for slot in self.turns or (self,):
-                slot._splits[key] = slot._split(key)
-        return self._splits[key]
-
-    @cached_property
-    def _splits(self) -> dict[tuple[int, ...], tuple[Outboxes, ...]]:
-        return {}
-
-    def _split(self, sizes: tuple[int, ...]) -> tuple[Outboxes, ...]:
-        total = next(len(view) for box in self for view in (box.q, box.k, box.v) if view is not None)
-        if sum(sizes) != total:
-            raise ValueError(f"got streams of {sizes} tokens on this rank, expected {total} tokens together")
-        parts = []
-        for start, size in zip(starts(sizes), sizes, strict=True):
-            part = self if size == total else Outboxes(_narrowed(box, start, size) for box in self)
-            if size:
-                _ = part.places
-            parts.append(part)
-        return tuple(parts)
-
-
-def take_turns(slots: Sequence[Outboxes]) -> list[Outboxes]:
-    """The same outboxes, each of which knows those of the other slots of its exchange (see `Outboxes.split`)."""
-    for slot in slots:
-        slot.turns = tuple(slots)
-    return list(slots)
-
-
-def _narrowed(box: Outbox, start: int, size: int) -> Outbox:
-    q, k, v = (None if view is None else view[start : start + size] for view in (box.q, box.k, box.v))
-    return Outbox(q, k, v, box.heads, box.kv_heads)
-
-
-def _places(boxes: Outboxes) -> Places:
-    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    views = [view for box in boxes for view in (box.q, box.k, box.v) if view is not None]
-    for box in boxes:
-        for part, (view, heads) in enumerate(((box.q, box.heads), (box.k, box.kv_heads), (box.v, box.kv_heads))):
-            for index, head in enumerate(range(heads.start, heads.stop) if view is not None else ()):
-                assert view is not None
-                place = (view[:, :, index].data_ptr(), view.stride(0), view.stride(1))
-                found.setdefault((part, head), []).append(place)
-    dtype = views[0].dtype
-    if any(view.dtype != dtype or view.stride(-1) != 1 for view in views):
-        raise ValueError("got outboxes of several dtypes or with strided head dims, expected one dtype, contiguous")
-    copies, heads = max(map(len, found.values()), default=1), max((head + 1 for _, head in found), default=1)
-    table, alignment = torch.zeros(3, copies, heads, 3, dtype=torch.int64), 16
-    for (part, head), places in found.items():
-        table[part, : len(places), head] = torch.tensor(places)
-        for address, *strides in places:
-            alignment = gcd(alignment, address, *(stride * dtype.itemsize for stride in strides))
-    return Places(table.to(views[0].device), dtype, alignment)
 
 
 class Core(Protocol):

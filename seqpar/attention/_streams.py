@@ -11,7 +11,8 @@ from torch import Tensor
 from seqpar.kernels.flags import Flags
 from seqpar.kernels.prepare import prepare, prepare_into
 from seqpar.mesh import Axis
-from seqpar.protocols import Core, Given, Outboxes, Projected, Stream
+from seqpar.outboxes import Outboxes
+from seqpar.protocols import Core, Given, Projected, Stream
 from seqpar.transports import collective
 from seqpar.transports._contract import KeyValues
 from seqpar.transports._layout import HeadLayout

@@ -20,8 +20,9 @@ from seqpar.attention._streams import key, layout_of, present, query, refuse_gra
 from seqpar.attention.kv_gather import stays
 from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh import Axis, Mesh
+from seqpar.outboxes import Outboxes
 from seqpar.planner.facts import Facts, Layer, Place
-from seqpar.protocols import Attend, Core, Outboxes, Stream
+from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout

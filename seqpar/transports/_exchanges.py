@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seqpar.kernels.flags import Flags
 from seqpar.kernels.push import Destinations
-from seqpar.protocols import Outboxes
+from seqpar.outboxes import Outboxes
 
 
 class ToHeads(Protocol):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.flags import Flags
-from seqpar.protocols import Outboxes
+from seqpar.outboxes import Outboxes
 from seqpar.transports._exchanges import Gather, KeyValues, Rotation, ToHeads, ToTokens
 
 RELEASED = -1  # the turn that never comes: after `Transport.release`

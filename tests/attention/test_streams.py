@@ -16,7 +16,8 @@ from seqpar.kernels.prepare import prepare
 from seqpar.local import reference, sdpa
 from seqpar.masks import is_kept, joined_mask, key_bias, lengths_mask
 from seqpar.mesh import Axis
-from seqpar.protocols import Given, Outbox, Outboxes, Prepare, Projected, Stream, take_turns
+from seqpar.outboxes import Outbox, Outboxes, take_turns
+from seqpar.protocols import Given, Prepare, Projected, Stream
 from seqpar.sampling.graph import StepGraph
 from seqpar.shard import JointShard, Shard
 from tests.support.meshes import LAYOUTS, TRANSPORTS, build, coded, mesh_for, random

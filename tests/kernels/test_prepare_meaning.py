@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.kernels.prepare import prepare, prepare_into
-from seqpar.protocols import Outbox, Prepare
+from seqpar.outboxes import Outbox
+from seqpar.protocols import Prepare
 from tests.conftest import DEVICE
 from tests.support.meshes import random
 

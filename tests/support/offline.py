@@ -30,9 +30,10 @@ from seqpar.kernels.push import Destinations
 from seqpar.local import sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit
+from seqpar.outboxes import Outbox, Outboxes
 from seqpar.planner.costs import strategies
 from seqpar.planner.plan import load_strategy, load_transport
-from seqpar.protocols import Outbox, Outboxes, Prepare
+from seqpar.protocols import Prepare
 from seqpar.shard import Shard
 from seqpar.transports import _folder
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from seqpar.kernels.flags import Flags
 from seqpar.kernels.push import Destinations, push
 from seqpar.mesh import Axis
-from seqpar.protocols import Outbox, Outboxes
+from seqpar.outboxes import Outbox, Outboxes
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.collective.point_to_point import CollectiveGather
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from seqpar.kernels.flags import Flags
 from seqpar.kernels.push import Destinations
 from seqpar.mesh import Axis, Mesh
-from seqpar.protocols import Outbox, Outboxes
+from seqpar.outboxes import Outbox, Outboxes
 from seqpar.transports import _contract
 from seqpar.transports._exchanges import Gather, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout

@@ -12,7 +12,8 @@ from torch import Tensor
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.kernels import flags, prepare, push
 from seqpar.mesh import Axis
-from seqpar.protocols import Outboxes, Prepare
+from seqpar.outboxes import Outboxes
+from seqpar.protocols import Prepare
 from seqpar.sampling.loop import draw_noise
 from seqpar.shard import Shard
 from seqpar.transports import peer

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import prepare
-from seqpar.protocols import Outboxes, Prepare
+from seqpar.outboxes import Outboxes
+from seqpar.protocols import Prepare
 from seqpar.shard import Shard
 from seqpar.transports import peer
 from seqpar.transports.peer.arena import together

@@ -80,12 +80,8 @@ def picture(mark: Marks, model: str, steps: int, out: str) -> dict[str, str]:
     latents = denoised(mark, pipeline, label, steps)
     save(grid(to_pil(pipeline.decode(latents)), [files.class_name(label)]), Path(out), {"model": model})
     mark("picture")
-    return {
-        "digest": digest(latents),
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": str(mesh.device),
-        "local": pipeline.dit.local.name,
-    }
+    told = {"dtype": str(dtype).removeprefix("torch."), "device": str(mesh.device), "local": pipeline.dit.local.name}
+    return {"digest": digest(latents), **told}
 
 
 def denoised(mark: Marks, pipeline: Any, label: int, steps: int) -> Any:

@@ -90,11 +90,6 @@ def cases(rows: int, width: int, device: str = "cuda") -> Sequence[Case]:
         weight, bias, k_weight, k_bias = (rand(width) for _ in range(4))
         return q, k, Prepare("layer", False, 1e-5, weight, bias, k_weight, k_bias, cos, sin)
 
-    def parts() -> Iterator[Tensor]:
-        for dtype in (fp32, torch.bfloat16):
-            yield rand(batch, tokens, heads, width // heads, dtype=dtype)
-            yield rand(batch, heads, tokens, dtype=fp32)
-
     elements = rows * width
     return [
         Case("norm + modulate", adaln, lambda: modulated(False), 4 * elements),
@@ -102,8 +97,15 @@ def cases(rows: int, width: int, device: str = "cuda") -> Sequence[Case]:
         Case("QK-norm + rotary", prepare, projected, 8 * elements),
         Case("SwiGLU", swiglu, lambda: (rand(*wide),), 6 * rows * hidden),
         Case("bias + GELU", gelu, lambda: (rand(*wide), rand(2 * hidden)), 8 * rows * hidden),
-        Case("merge", merge, lambda: tuple(parts()), 10 * elements),
+        Case("merge", merge, lambda: tuple(_parts(rand, batch, tokens, heads, width // heads)), 10 * elements),
     ]
+
+
+def _parts(rand: Callable[..., Tensor], batch: int, tokens: int, heads: int, dim: int) -> Iterator[Tensor]:
+    """Two partial attentions: the state in fp32, what is merged into it in bf16, each with its log-sum-exp."""
+    for dtype in (torch.float32, torch.bfloat16):
+        yield rand(batch, tokens, heads, dim, dtype=dtype)
+        yield rand(batch, heads, tokens, dtype=torch.float32)
 
 
 def measure(args: Kernels, case: Case, rows: int, bandwidth: float) -> dict[str, Any]:

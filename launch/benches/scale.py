@@ -225,16 +225,8 @@ def line(
     """The JSON line of one row. It is a collective call."""
     world, device = bench.mesh.world.size, bench.mesh.device
     dtype = str(next(bench.model.parameters()).dtype).removeprefix("torch.")
-    case = {
-        "model": args.model,
-        "tokens": tokens,
-        "kind": way.kind,
-        "way": way.name,
-        "images": way.images,
-        "local": bench.local,
-        "dtype": dtype,
-        **(way.case or {}),
-    }
+    case = {"model": args.model, "tokens": tokens, "kind": way.kind, "way": way.name, "images": way.images}
+    case |= {"local": bench.local, "dtype": dtype, **(way.case or {})}
     made = {"bench": "scale", "case": case, "gpus": world, "ms": ms}
     end = {"command": command(), "env": environment(device)}
     if ms is None:

@@ -157,6 +157,7 @@ def tiles(lines: Sequence[dict[str, Any]]) -> str:
     return _table(["kernel", "width", "rows", "today, of copy", "fastest, of copy", "tile"], rows)
 
 
+WHAT = ("model", "tokens", "GPUs")
 EXCHANGES = ("ours, collective", "ours, peer", "bare", "with permutes")
 
 
@@ -181,7 +182,7 @@ def exchange(lines: Sequence[dict[str, Any]]) -> str:
 def scale(lines: Sequence[dict[str, Any]]) -> str:
     """The fastest layout of one picture on each number of GPUs, beside its ceiling, the fastest peer and one GPU."""
     rows = []
-    for gpus, mine in _by_gpus(lines):
+    for _, mine in _by_gpus(lines):
         if not (ours := _fastest(mine, "ours")):
             continue
         ms, peer, one = _median(ours), _fastest(mine, "peer"), _fastest(_alone(lines, ours), "ours")
@@ -191,43 +192,12 @@ def scale(lines: Sequence[dict[str, Any]]) -> str:
         memory = f"{ours['gib'] + ours['outside_gib']:.1f}" if "gib" in ours else "-"
         picked = [_median(line) / ms for line in mine if line["ms"] and line.get("picked") and _same_way(line, ours)]
         share = f"{100 * ours['roofline_ms'] / ms:.0f} %"
-        rows.append(
-            [
-                ours["case"]["model"],
-                str(ours["case"]["tokens"]),
-                str(gpus),
-                ours["case"]["way"],
-                _span(ours),
-                above,
-                times[0],
-                peer["case"]["way"] if peer else "-",
-                times[1],
-                f"{ours['tflops']:.0f}",
-                share,
-                memory,
-                f"{picked[0]:.3f}" if picked else "-",
-                _bits(lines, ours),
-            ]
-        )
-    return _table(
-        [
-            "model",
-            "tokens",
-            "GPUs",
-            "fastest layout",
-            "ms (least - most)",
-            "x ceiling",
-            "times faster than",
-            "fastest peer",
-            "times faster than one GPU",
-            "TFLOP/s a GPU",
-            "of roofline",
-            "GiB a GPU",
-            "planner's pick, x fastest",
-            "one GPU's bits",
-        ],
-        rows,
-    )
+        cells = [*_what(ours), ours["case"]["way"], _span(ours), above, times[0], peer["case"]["way"] if peer else "-"]
+        cells += [times[1], f"{ours['tflops']:.0f}", share, memory, f"{picked[0]:.3f}" if picked else "-"]
+        rows.append([*cells, _bits(lines, ours)])
+    head = ["fastest layout", "ms (least - most)", "x ceiling", "times faster than", "fastest peer"]
+    head += ["times faster than one GPU", "TFLOP/s a GPU", "of roofline", "GiB a GPU", "planner's pick, x fastest"]
+    return _table([*WHAT, *head, "one GPU's bits"], rows)
 
 
 def split(lines: Sequence[dict[str, Any]]) -> str:
@@ -235,9 +205,7 @@ def split(lines: Sequence[dict[str, Any]]) -> str:
     traced = [line for line in lines if "split_ms" in line]
     rows = [
         [
-            line["case"]["model"],
-            str(line["case"]["tokens"]),
-            str(line["gpus"]),
+            *_what(line),
             line["case"]["way"],
             *(f"{ms:.2f}" for ms in line["split_ms"].values()),
             _if_there(line, "sm_mhz", 0),
@@ -246,7 +214,7 @@ def split(lines: Sequence[dict[str, Any]]) -> str:
         for line in traced
     ]
     kinds = traced[0]["split_ms"] if traced else ()
-    return _table(["model", "tokens", "GPUs", "fastest layout", *kinds, "SM MHz", "J a step"], rows) if rows else ""
+    return _table([*WHAT, "fastest layout", *kinds, "SM MHz", "J a step"], rows) if rows else ""
 
 
 def _if_there(line: dict[str, Any], name: str, digits: int) -> str:
@@ -256,64 +224,36 @@ def _if_there(line: dict[str, Any], name: str, digits: int) -> str:
 def soonest(lines: Sequence[dict[str, Any]]) -> str:
     """The fastest layout for each number of pictures at once: seconds to the first picture, pictures a second."""
     rows = []
-    for gpus, mine in _by_gpus(lines):
+    for _, mine in _by_gpus(lines):
         counts = sorted({line["case"]["images"] for line in mine})
         for count in counts if len(counts) > 1 else ():
             if not (line := _fastest(mine, "ours", count)):
                 continue
-            case = line["case"]
-            rows.append(
-                [
-                    case["model"],
-                    str(case["tokens"]),
-                    str(gpus),
-                    str(count),
-                    case["way"],
-                    _span(line),
-                    f"{count / line['pictures_per_s']:.3f}",
-                    f"{line['pictures_per_s']:.3f}",
-                    _bits(lines, line),
-                ]
-            )
-    return (
-        _table(
-            [
-                "model",
-                "tokens",
-                "GPUs",
-                "pictures at once",
-                "fastest layout",
-                "ms a step (least - most)",
-                "s to the first",
-                "pictures a s",
-                "one GPU's bits",
-            ],
-            rows,
-        )
-        if rows
-        else ""
-    )
+            speed = line["pictures_per_s"]
+            cells = [*_what(line), str(count), line["case"]["way"], _span(line)]
+            rows.append([*cells, f"{count / speed:.3f}", f"{speed:.3f}", _bits(lines, line)])
+    head = ["pictures at once", "fastest layout", "ms a step (least - most)", "s to the first", "pictures a s"]
+    return _table([*WHAT, *head, "one GPU's bits"], rows) if rows else ""
 
 
 def ways(lines: Sequence[dict[str, Any]]) -> str:
     """Every row: our layouts, peers, ceilings, and the reason where a row was not possible."""
     rows = []
     for line in lines:
-        case = line["case"]
         memory = f"{line['gib'] + line['outside_gib']:.1f}" if "gib" in line else "-"
-        rows.append(
-            [
-                case["model"],
-                str(case["tokens"]),
-                str(line["gpus"]),
-                case["kind"],
-                case["way"],
-                _span(line) if line["ms"] else line["refused"],
-                memory,
-                _bits(lines, line),
-            ]
-        )
-    return _table(["model", "tokens", "GPUs", "kind", "way", "ms (least - most)", "GiB a GPU", "one GPU's bits"], rows)
+        cells = [
+            *_what(line),
+            line["case"]["kind"],
+            line["case"]["way"],
+            _span(line) if line["ms"] else line["refused"],
+        ]
+        rows.append([*cells, memory, _bits(lines, line)])
+    return _table([*WHAT, "kind", "way", "ms (least - most)", "GiB a GPU", "one GPU's bits"], rows)
+
+
+def _what(line: dict[str, Any]) -> list[str]:
+    """The first cells of a row of `scale`; their head is `WHAT`."""
+    return [line["case"]["model"], str(line["case"]["tokens"]), str(line["gpus"])]
 
 
 def _by_gpus(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:

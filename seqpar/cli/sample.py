@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from torch import Tensor
 
@@ -29,43 +30,34 @@ def run(args: Args) -> None:
     job = ranks.together(lambda: check(args, ranks, guidance))
     if args.dry_run is not None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks))))
-    else:
-        make_pictures(args, job, ranks)
-
-
-def make_pictures(args: Args, job: Job, ranks: Mesh) -> None:
-    """Plan, load, sample, decode and save; rank 0 prints and writes."""
+        return
     plan = shared_plan(job.load, job.files.blueprint, ranks, wish_of(args), job.dtype)
     started = time.perf_counter()
     pipeline = Pipeline.load(job.files, None, job.dtype, plan=plan)
-    mesh = pipeline.dit.mesh
     loaded = time.perf_counter() - started
-    _say(mesh, summary(args, pipeline, job, plan))
-    latents, per_step = _sample(args, job, pipeline)
-    images, bits = pipeline.decode(latents), digest(latents)
-    if mesh.is_main:
-        labels = [job.files.class_name(number) for number in job.pictures]
-        told = parameters(args, pipeline, job) | {"ms_per_step": per_step, "latents": bits}
-        save(grid(to_pil(images), labels), args.out, told)
-    speed = "a step not measured (one alone is warm-up)" if per_step is None else f"{per_step:.1f} ms a step"
-    seconds = f"{loaded:.1f} s to load, {time.perf_counter() - started:.1f} s in all"
-    _say(mesh, f"{args.out}: {len(images)} pictures, {speed}, {seconds}, latents {bits}")
-
-
-def _sample(args: Args, job: Job, pipeline: Pipeline) -> tuple[Tensor, float | None]:
-    """The latents (N, C, h, w), and ms a step (None for a single step). Frees what the pipeline keeps between calls."""
+    _say(pipeline.dit.mesh, summary(args, pipeline, job, plan))
     with pipeline, Progress(job.evaluations, pipeline.dit.mesh) as progress:
-        latents = pipeline.latents(
-            job.pictures,
-            steps=args.steps,
-            guidance=job.guidance,
-            seed=args.seed,
-            size=job.size,
-            eta=args.eta,
-            scheduler=job.scheduler,
-            on_step=progress,
-        )
-        return latents, progress.finish()
+        latents = pipeline.latents(job.pictures, on_step=progress, **_settings(args, job))
+        per_step = progress.finish()
+    bits = digest(latents)
+    _write(args, job, pipeline, latents, {"ms_per_step": per_step, "latents": bits})
+    seconds = f"{loaded:.1f} s to load, {time.perf_counter() - started:.1f} s in all"
+    speed = "a step not measured (one alone is warm-up)" if per_step is None else f"{per_step:.1f} ms a step"
+    _say(pipeline.dit.mesh, f"{args.out}: {len(job.pictures)} pictures, {speed}, {seconds}, latents {bits}")
+
+
+def _settings(args: Args, job: Job) -> dict[str, Any]:
+    """What the flags say about sampling, as arguments of `Pipeline.latents`."""
+    settings = {"steps": args.steps, "seed": args.seed, "eta": args.eta}
+    return settings | {"size": job.size, "guidance": job.guidance, "scheduler": job.scheduler}
+
+
+def _write(args: Args, job: Job, pipeline: Pipeline, latents: Tensor, measured: dict[str, Any]) -> None:
+    """Decode on all ranks; rank 0 writes the file, with its parameters and what was measured in its metadata."""
+    images = pipeline.decode(latents)
+    if pipeline.dit.mesh.is_main:
+        labels = [job.files.class_name(number) for number in job.pictures]
+        save(grid(to_pil(images), labels), args.out, parameters(args, pipeline, job) | measured)
 
 
 def _say(mesh: Mesh, text: str) -> None:

@@ -245,20 +245,13 @@ class Pipeline:
         classes, size, seed = self.dit.mesh.share((list(classes), size, seed))
         if scheduler is None or isinstance(scheduler, str):
             scheduler = self.files.scheduler(self.dit.mesh.share(scheduler))
-        ids = torch.tensor(self.files.class_ids(classes))
+        prompt = {"class_labels": torch.tensor(self.files.class_ids(classes))}
         height, width = self.files.latent_size(size)
         self.dit.check_size(height, width)
         generator = torch.Generator().manual_seed(seed)
-        noise = draw_noise((len(ids), self.dit.config.in_channels, height, width), generator)
+        noise = draw_noise((len(classes), self.dit.config.in_channels, height, width), generator)
         return self.sampler(
-            scheduler,
-            noise,
-            {"class_labels": ids},
-            steps=steps,
-            guidance=guidance,
-            eta=eta,
-            generator=generator,
-            on_step=on_step,
+            scheduler, noise, prompt, steps=steps, guidance=guidance, eta=eta, generator=generator, on_step=on_step
         )
 
     def decode(self, latents_NCHW: Tensor) -> Tensor:

@@ -122,8 +122,8 @@ def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, place: str, kernel: 
 
 
 def longest() -> Function:
-    """The function with the most lines, Triton kernels excepted."""
-    return max((f for f in functions() if not f.kernel), key=lambda f: (f.lines, f.place))
+    """The function with the most lines outside seqpar/kernels/: kernels and their launches have an argument a line."""
+    return max((f for f in functions() if "/kernels/" not in f.place), key=lambda f: (f.lines, f.place))
 
 
 def widest() -> Function:
@@ -173,7 +173,7 @@ def checked_counts(stacks: Iterable[tuple[Place, ...]]) -> str:
     way, long, wide = deepest(stacks), longest(), widest()
     rows += [
         f"| calls from `run` to a kernel | {len(way) - 1} | {' > '.join(place.function for place in way)} |",
-        f"| lines of the longest function, Triton kernels excepted | {long.lines} | `{long.place}` |",
+        f"| lines of the longest function outside `kernels/` | {long.lines} | `{long.place}` |",
         f"| parameters of the widest function outside `kernels/` | {wide.parameters} | `{wide.place}` |",
         f"| statements kept from the formatter | {unformatted()} | |",
     ]

@@ -31,7 +31,10 @@ START = Place("seqpar/cli/sample.py", "run")
 
 
 class Record:
-    """Calls between functions of seqpar, in the order of their first occurrence, and stacks from START to kernels."""
+    """Calls between functions of seqpar, in the order of their first occurrence, and stacks from START to kernels.
+
+    A stack ends with the first function of a kernel's file: the one that models, strategies and transports call.
+    """
 
     def __init__(self) -> None:
         self.calls: dict[tuple[Place, Place], int] = {}
@@ -47,7 +50,8 @@ class Record:
         if place.runs_a_kernel:
             stack = [key for key, _ in groupby([place, *callers(frame)])]
             if START in stack:
-                self.stacks.add(tuple(reversed(stack[: stack.index(START) + 1])))
+                way = tuple(stack[stack.index(START) :: -1])
+                self.stacks.add(way[: 1 + next(i for i, each in enumerate(way) if each.file.startswith(KERNELS))])
 
 
 def place_of(frame: FrameType) -> Place | None:

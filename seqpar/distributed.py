@@ -28,6 +28,8 @@ from seqpar.transports._contract import Gather
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.weights.find import Blueprint, from_diffusers, locate
 
+SCALARS = ("timestep", "guidance")  # inputs that may be one number for all images
+
 
 class DistributedDiT(nn.Module):
     """A sequence-parallel diffusion transformer.
@@ -117,20 +119,21 @@ class DistributedDiT(nn.Module):
         """hidden_states (B, C, H, W), timestep () or (B,), labels (B,) each -> prediction (B, C_out, H, W) everywhere.
 
         All inputs are rank 0's: those of other ranks must only have the same shapes and dtypes. Ranks of the data and
-        cfg axes compute parts of the batch. No gradients. Raises ValueError, the same on every rank, for inputs that
-        do not fit.
+        cfg axes compute parts of the batch; with fewer rows than such ranks, some compute the same row. No gradients.
+        Raises ValueError, the same on every rank, for inputs that do not fit.
         """
-        given = self._shared(hidden_states, timestep, labels)
-        x = given.pop("hidden_states").to(self.device)
-        t_B = given.pop("timestep").to(self.device).reshape(-1).expand(len(x))
+        shared = self._shared(hidden_states, timestep, labels)
+        rows, size = len(shared["hidden_states"]), shared["hidden_states"].shape[2:]
         data, cfg = self.mesh.data, self.mesh.cfg
-        batch = Shard(len(x), data.size * cfg.size)
+        given = self._repeated(shared, data.size * cfg.size)
+        batch = Shard(len(given["hidden_states"]), data.size * cfg.size)
         mine = batch.slice(data.rank * cfg.size + cfg.rank)
-        out = self._predict(x[mine], t_B[mine], {name: value.to(self.device)[mine] for name, value in given.items()})
+        given = {name: value[mine] for name, value in given.items()}
+        out = self._predict(given.pop("hidden_states"), given.pop("timestep"), given)
         parts = [batch.sizes[d * cfg.size : (d + 1) * cfg.size] for d in range(data.size)]
         out = gather(out, cfg, parts[data.rank]) if cfg.size > 1 else out
         out = gather(out, data, tuple(map(sum, parts))) if data.size > 1 else out
-        sample = self.model.unpatchify(out, *x.shape[2:]).to(hidden_states.dtype)
+        sample = self.model.unpatchify(out[:rows], *size).to(hidden_states.dtype)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
     def attend(self, batch: int, tokens: Tokens) -> Attend:
@@ -189,7 +192,7 @@ class DistributedDiT(nn.Module):
             raise ValueError(
                 f"got a call of a model that denoises {', '.join(model.STATE)}, expected one stream; use sample"
             )
-        guidance = {"guidance": given.pop("guidance").expand(len(x))} if model.EMBEDS_GUIDANCE else {}
+        guidance = {"guidance": given.pop("guidance")} if model.EMBEDS_GUIDANCE else {}
         encoded = model.encode(**completed(model, given))
         streams = {name: model.patchify(x), **encoded.streams}
         split = Split.of(model, {key: stream.shape[1] for key, stream in streams.items()}, axis)
@@ -226,9 +229,20 @@ class DistributedDiT(nn.Module):
         if "timestep" not in given or not wanted - set(self.model.MASKS) <= labels <= wanted:
             names = ", ".join(("timestep", *sorted(wanted)))
             raise ValueError(f"got arguments timestep={'timestep' in given}, {sorted(labels)}, expected {names}")
-        parts = self.mesh.data.size * self.mesh.cfg.size
-        if len(x) < parts:
-            raise ValueError(f"got a batch of {len(x)} for data x cfg = {parts}, expected one row a rank; use cfg=1")
+        for name, value in given.items():
+            one = name in SCALARS and value.numel() == 1
+            if len(x) == 0 or (value.shape[:1] != x.shape[:1] and not one):
+                expected = f"{len(x) or 'some'} rows, one an image"
+                raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected {expected}")
+
+    def _repeated(self, given: Mapping[str, Tensor], parts: int) -> dict[str, Tensor]:
+        """The inputs on this device, with a row an image; fewer than `parts` rows are repeated in order."""
+        made, rows = {}, len(given["hidden_states"])
+        for name, value in given.items():
+            whole = value.to(self.device)
+            whole = whole.reshape(-1).expand(rows) if name in SCALARS else whole
+            made[name] = whole if rows >= parts else torch.cat([whole] * -(-parts // rows))[:parts]
+        return made
 
 
 def settled(plan: Plan, mesh: Mesh | None) -> Mesh:

@@ -1,6 +1,7 @@
 """seqpar: sequence-parallel inference for diffusion transformers.
 
-`DistributedDiT` runs one model on a `Mesh`; `sample` is the denoising loop; `seqpar.pipelines.class_labels.generate` makes pictures.
+`DistributedDiT` runs one model on a `Mesh`; `sample` is the denoising loop; `seqpar.pipelines.class_labels.generate`
+makes pictures.
 """
 
 from seqpar.distributed import DistributedDiT

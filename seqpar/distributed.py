@@ -208,10 +208,18 @@ class DistributedDiT(nn.Module):
         self, x: Tensor, timestep: Tensor | float | None, labels: Mapping[str, Tensor | None]
     ) -> dict[str, Tensor]:
         """Rank 0's inputs, on every rank, checked. An argument of None is one that was not given."""
-        named = {"hidden_states": x, "timestep": timestep, **labels}
-        tensors = {name: torch.as_tensor(value) for name, value in named.items() if value is not None}
-        given = from_rank_0(self.mesh, tensors, {"requires_grad": x.requires_grad})
-        if x.requires_grad:
+        tensors, refused = {}, {}
+        for name, value in {"hidden_states": x, "timestep": timestep, **labels}.items():
+            try:
+                tensors |= {} if value is None else {name: torch.as_tensor(value)}
+            except (TypeError, ValueError, RuntimeError) as error:  # on one rank, maybe: the others must hear of it
+                refused[f"argument {name}"] = f"{type(value).__name__}, which is no tensor ({error})"
+        wants_gradients = isinstance(x, Tensor) and x.requires_grad
+        given = from_rank_0(self.mesh, tensors, {"requires_grad": wants_gradients, **refused})
+        if refused:
+            name, got = next(iter(refused.items()))
+            raise ValueError(f"got {name} of type {got}, expected a tensor or a number")
+        if wants_gradients:
             raise ValueError(
                 "got hidden_states that require gradients, expected none: a sharded model is for inference"
             )

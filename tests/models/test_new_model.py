@@ -194,7 +194,7 @@ def again(
     if not pooled:  # all that depends on the prompt is the text
         encode, modulate, none = model.encode, model.modulate, torch.zeros(1, 6, dtype=torch.float64, device=device)
         model.encode = lambda **prompt: replace(encode(**prompt), pooled={})
-        model.modulate = lambda t_R: modulate(t_R, pooled=none.expand(len(t_R), -1))
+        model.modulate = lambda t_R, **pooled: modulate(t_R, pooled=none.expand(len(t_R), -1))
     found = []
     with Sampler(engine(rank, world, device, ("kv_gather", 1, 1), model)) as sampler:
         for length, count in zip(lengths, rows, strict=True):
@@ -278,6 +278,31 @@ def test_another_model_takes_over_at_a_step(ranks: Pool, world: int, layout: tup
     for got in ranks.run(world, segments, layout, 1):
         assert (got - truth).abs().max() < CLOSE * truth.abs().max()
     assert (ranks.run(1, segments, ("ulysses", 1, 1), 2)[0] - truth).abs().max() > 1e-3
+
+
+def test_a_run_shows_the_model_of_its_next_step() -> None:
+    cpu = torch.device("cpu")
+    dits = [engine(0, 1, cpu, ("ulysses", 1, 1), model_of("two-streams", cpu, seed)) for seed in (0, 1)]
+    run = start(dits[0], (4, 7), segments={1: dits[1]})
+    first = run.predict()["image"]
+    run.step()
+    alone = start(dits[1], (4, 7), noise=run.latents(), begin=1)
+    assert torch.equal(run.predict()["image"], alone.predict()["image"])
+    run.rewind()
+    assert torch.equal(run.predict()["image"], first)
+
+
+def test_inputs_of_a_run_must_have_a_row_an_image() -> None:
+    cpu = torch.device("cpu")
+    dit = engine(0, 1, cpu, ("ulysses", 1, 1), model_of("two-streams", cpu))
+    with pytest.raises(ValueError, match=r"got text of shape \(1, 5, 6\), expected \(2,\), one an image"):
+        start(dit, (5, 5), negative={name: x[:1] for name, x in prompts((5, 5))[1].items()})
+    dit = engine(0, 1, cpu, ("ulysses", 1, 1), model_of("fresh-text", cpu))
+    prompt = {"pooled": random((IMAGES, 6), 5)}
+    for shape in ((STEPS - 1, IMAGES, 5, 6), (STEPS, IMAGES + 1, 5, 6)):
+        drawn = {"text": random(shape, 8)}
+        with pytest.raises(ValueError, match=r"got drawn text of shape .*, expected \(3, 2, tokens, width\)"):
+            start(dit, (5, 5), prompt=prompt, negative=None, drawn=drawn)
 
 
 def called(rank: int, world: int, device: torch.device) -> Tensor:

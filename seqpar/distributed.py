@@ -29,6 +29,8 @@ from seqpar.transports._contract import Gather
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.weights.find import Blueprint, from_diffusers, locate
 
+SCALARS = ("timestep", "guidance")  # inputs that may be one number for all images
+
 
 class DistributedDiT(nn.Module):
     """A sequence-parallel diffusion transformer.
@@ -118,20 +120,22 @@ class DistributedDiT(nn.Module):
         """Return the prediction (B, C_out, H, W) on every rank, without gradients.
 
         hidden_states: (B, C, H, W). timestep: () or (B,). labels: (B,) each. Every rank uses rank 0's inputs; those of
-        other ranks must have the same shapes and dtypes. The data and cfg axes split the batch. Raises the same
-        ValueError on every rank for inputs that do not fit.
+        other ranks must have the same shapes and dtypes. The data and cfg axes split the batch; if it has fewer rows
+        than such ranks, some of them compute the same row. Raises the same ValueError on every rank for inputs that do
+        not fit.
         """
-        given = self._shared(hidden_states, timestep, labels)
-        x = given.pop("hidden_states").to(self.device)
-        t_B = given.pop("timestep").to(self.device).reshape(-1).expand(len(x))
+        shared = self._shared(hidden_states, timestep, labels)
+        rows, size = len(shared["hidden_states"]), shared["hidden_states"].shape[2:]
         data, cfg = self.mesh.data, self.mesh.cfg
-        batch = Shard(len(x), data.size * cfg.size)
+        given = self._repeated(shared, data.size * cfg.size)
+        batch = Shard(len(given["hidden_states"]), data.size * cfg.size)
         mine = batch.slice(data.rank * cfg.size + cfg.rank)
-        out = self._predict(x[mine], t_B[mine], {name: value.to(self.device)[mine] for name, value in given.items()})
+        given = {name: value[mine] for name, value in given.items()}
+        out = self._predict(given.pop("hidden_states"), given.pop("timestep"), given)
         parts = [batch.sizes[d * cfg.size : (d + 1) * cfg.size] for d in range(data.size)]
         out = gather(out, cfg, parts[data.rank]) if cfg.size > 1 else out
         out = gather(out, data, tuple(map(sum, parts))) if data.size > 1 else out
-        sample = self.model.unpatchify(out, *x.shape[2:]).to(hidden_states.dtype)
+        sample = self.model.unpatchify(out[:rows], *size).to(hidden_states.dtype)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
     def attend(self, batch: int, tokens: Tokens) -> Attend:
@@ -190,7 +194,7 @@ class DistributedDiT(nn.Module):
             raise ValueError(
                 f"got a call of a model that denoises {', '.join(model.STATE)}, expected one stream; use sample"
             )
-        guidance = {"guidance": given.pop("guidance").expand(len(x))} if model.EMBEDS_GUIDANCE else {}
+        guidance = {"guidance": given.pop("guidance")} if model.EMBEDS_GUIDANCE else {}
         encoded = model.encode(**completed(model, given))
         streams = {name: model.patchify(x), **encoded.streams}
         split = Split.of(model, {key: stream.shape[1] for key, stream in streams.items()}, axis)
@@ -206,10 +210,18 @@ class DistributedDiT(nn.Module):
         self, x: Tensor, timestep: Tensor | float | None, labels: Mapping[str, Tensor | None]
     ) -> dict[str, Tensor]:
         """Return rank 0's inputs on every rank and check them; arguments of None are left out."""
-        named = {"hidden_states": x, "timestep": timestep, **labels}
-        tensors = {name: torch.as_tensor(value) for name, value in named.items() if value is not None}
-        given = from_rank_0(self.mesh, tensors, {"requires_grad": x.requires_grad})
-        if x.requires_grad:
+        tensors, refused = {}, {}
+        for name, value in {"hidden_states": x, "timestep": timestep, **labels}.items():
+            try:
+                tensors |= {} if value is None else {name: torch.as_tensor(value)}
+            except (TypeError, ValueError, RuntimeError) as error:  # other ranks may have no error, so all must be told
+                refused[f"argument {name}"] = f"{type(value).__name__}, which is no tensor ({error})"
+        wants_gradients = isinstance(x, Tensor) and x.requires_grad
+        given = from_rank_0(self.mesh, tensors, {"requires_grad": wants_gradients, **refused})
+        if refused:
+            name, got = next(iter(refused.items()))
+            raise ValueError(f"got {name} of type {got}, expected a tensor or a number")
+        if wants_gradients:
             raise ValueError(
                 "got hidden_states that require gradients, expected none: a sharded model is for inference"
             )
@@ -227,9 +239,20 @@ class DistributedDiT(nn.Module):
         if "timestep" not in given or not wanted - set(self.model.MASKS) <= labels <= wanted:
             names = ", ".join(("timestep", *sorted(wanted)))
             raise ValueError(f"got arguments timestep={'timestep' in given}, {sorted(labels)}, expected {names}")
-        parts = self.mesh.data.size * self.mesh.cfg.size
-        if len(x) < parts:
-            raise ValueError(f"got a batch of {len(x)} for data x cfg = {parts}, expected one row a rank; use cfg=1")
+        for name, value in given.items():
+            one = name in SCALARS and value.numel() == 1
+            if len(x) == 0 or (value.shape[:1] != x.shape[:1] and not one):
+                expected = f"{len(x) or 'some'} rows, one an image"
+                raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected {expected}")
+
+    def _repeated(self, given: Mapping[str, Tensor], parts: int) -> dict[str, Tensor]:
+        """The inputs on this device, with a row an image; fewer than `parts` rows are repeated in order."""
+        made, rows = {}, len(given["hidden_states"])
+        for name, value in given.items():
+            whole = value.to(self.device)
+            whole = whole.reshape(-1).expand(rows) if name in SCALARS else whole
+            made[name] = whole if rows >= parts else torch.cat([whole] * -(-parts // rows))[:parts]
+        return made
 
 
 def settled(plan: Plan, mesh: Mesh | None) -> Mesh:

@@ -68,6 +68,56 @@ def test_cfg_axis_splits_the_batch(ranks: Pool, world: int) -> None:
         assert (got - truth).abs().max() < TOLERANCE
 
 
+def small_batch(rank: int, world: int, device: torch.device, cfg: int, data: int, batch: int) -> Tensor:
+    """Also called with one number as the timestep of all rows."""
+    mesh = make_mesh(device, cfg=cfg, data=data)
+    dit = DistributedDiT(diffusers_dit().to(device), mesh, "ulysses", local(device))
+    x, t, y = latents(batch, (8, 8), device)
+    found = dit(x, timestep=t, class_labels=y).sample
+    assert batch > 1 or torch.equal(found, dit(x, timestep=960, class_labels=y).sample)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "cfg", "data", "batch"), [(2, 2, 1, 1), (3, 1, 3, 1), (3, 1, 3, 2), (4, 2, 2, 3)], ids=str
+)
+def test_fewer_rows_than_ranks_that_share_the_batch(ranks: Pool, world: int, cfg: int, data: int, batch: int) -> None:
+    truth = oracle(batch, (8, 8), ranks.device)
+    for got in ranks.run(world, small_batch, cfg, data, batch):
+        assert got.shape == truth.shape
+        assert (got - truth).abs().max() < TOLERANCE
+
+
+def planned(rank: int, world: int, device: torch.device) -> tuple[str, Tensor]:
+    dit = DistributedDiT(diffusers_dit().to(device), local=local(device))
+    x, t, y = latents(1, (8, 8), device)
+    return str(dit.mesh), dit(x, timestep=t, class_labels=y).sample
+
+
+def test_a_planned_mesh_takes_a_batch_of_one(ranks: Pool) -> None:
+    for mesh, got in ranks.run(2, planned):
+        assert mesh == "cfg 2"
+        assert (got - oracle(1, (8, 8), ranks.device)).abs().max() < TOLERANCE
+
+
+def rows_of(rank: int, world: int, device: torch.device) -> list[str]:
+    """What calls say whose inputs do not have a row an image; each rank would compute another part of the batch."""
+    dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=2), "ulysses", local(device))
+    x, t, y = latents(3, (8, 8), device)
+    said = []
+    for given in ((x, t, y[:1]), (x, t[:2], y), (x, t, y[:0]), (x[:0], t[:0], y[:0])):
+        with pytest.raises(ValueError, match="one an image") as raised:
+            dit(given[0], timestep=given[1], class_labels=given[2])
+        said.append(str(raised.value))
+    return said
+
+
+def test_inputs_without_a_row_an_image_are_one_error_on_every_rank(ranks: Pool) -> None:
+    first, second = ranks.run(2, rows_of)
+    assert first == second
+    assert first[0] == "got class_labels of shape (1,), expected 3 rows, one an image"
+
+
 def calls_per_block(rank: int, world: int, device: torch.device) -> dict[str, int]:
     mesh = make_mesh(device, cfg=1)
     dit = DistributedDiT(diffusers_dit(num_layers=1).to(device), mesh, "ulysses", local(device), "collective")

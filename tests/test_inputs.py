@@ -163,7 +163,8 @@ def unequal(rank: int, world: int, device: torch.device, what: str) -> list[str]
         size = (8, 6) if other == "shape" else (8, 8)
         dtype = torch.float64 if other == "dtype" else torch.float32
         x = draw_noise((2, 4, *size), torch.Generator().manual_seed(0)).to(dtype)
-        labels = {} if other == "labels" else {"class_labels": torch.tensor([3, 7])}
+        labels: dict[str, Any] = {} if other == "labels" else {"class_labels": torch.tensor([3, 7])}
+        labels |= {"class_labels": ["cat", "dog"]} if other == "words" else {}
         sched = scheduler(beta_end=0.01 if other == "scheduler" else 0.02)
         try:
             if what in ("steps", "scheduler", "guidance"):
@@ -178,7 +179,7 @@ def unequal(rank: int, world: int, device: torch.device, what: str) -> list[str]
     return said
 
 
-@pytest.mark.parametrize("what", ["shape", "dtype", "labels", "steps", "scheduler"])
+@pytest.mark.parametrize("what", ["shape", "dtype", "labels", "words", "steps", "scheduler"])
 def test_inputs_of_unequal_form_end_in_one_error_on_every_rank(ranks: Pool, what: str) -> None:
     answers = ranks.run(3, unequal, what)
     assert len({first for first, _ in answers}) == 1

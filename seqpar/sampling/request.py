@@ -111,6 +111,7 @@ def _form(request: Request) -> dict[str, object]:
         "use_clipped_model_output": request.use_clipped_model_output,
         "segments": sorted(request.segments),
         "negative": request.negative is None,
+        "generator": "cpu" if request.generator is None else request.generator.device.type,
     }
 
 

@@ -40,7 +40,7 @@ class Run:
         self._dit, self._course = dit, course
         request, model = course.request, dit.model
         whole = request.latents(model.STATE)
-        _check(dit, request, whole)
+        _check(dit, course, whole)
         self._images = len(next(iter(whole.values())))
         starts = {name: x * course.start_scale for name, x in whole.items()}
         channels = request.guidance.channels
@@ -120,6 +120,8 @@ class Run:
 
     def branches(self, step: Tensor | None = None) -> dict[str, Branches]:
         """Return the model's outputs of both branches for the current state; step: see `predict`."""
+        if step is None:
+            self._load()
         segment = self._segment
         outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count if step is None else step))
         return {name: self._parted(name, out) for name, out in outputs.items()}
@@ -151,6 +153,7 @@ class Run:
         self._count.zero_()
         self._bad.fill_(len(self.timesteps))
         self._index = 0
+        self._load()
 
     def restart(self, course: Course) -> bool:
         """Start over with a course of the same kind, in the same buffers, so that captured graphs stay valid.
@@ -160,7 +163,7 @@ class Run:
         if any(isinstance(stepper, Replicated) for stepper in self._steppers.values()):
             return False
         whole = course.request.latents(self._dit.model.STATE)
-        _check(self._dit, course.request, whole)
+        _check(self._dit, course, whole)
         self._course = course
         self._guidance_S.copy_(course.guidance_S)
         given = self._conditions()
@@ -173,6 +176,7 @@ class Run:
         self._count.zero_()
         self._bad.fill_(len(course.timesteps_S))
         self._index = 0
+        self._load()
         return True
 
     def first_bad(self) -> int:
@@ -296,9 +300,9 @@ def why_not_captured(dit: DistributedDiT, decision: Decision) -> str | None:
     return None
 
 
-def _check(dit: DistributedDiT, request: Request, whole: Mapping[str, Tensor]) -> None:
+def _check(dit: DistributedDiT, course: Course, whole: Mapping[str, Tensor]) -> None:
     """Raise ValueError if this mesh or model cannot run the request."""
-    model, mesh, config = dit.model, dit.mesh, dit.config
+    model, mesh, config, request = dit.model, dit.mesh, dit.config, course.request
     noise = whole[model.STATE[0]]
     if noise.dim() not in (4, 5) or noise.shape[1] != config.in_channels:
         raise ValueError(f"got noise of shape {tuple(noise.shape)}, expected (N, {config.in_channels}, H, W)")
@@ -306,6 +310,11 @@ def _check(dit: DistributedDiT, request: Request, whole: Mapping[str, Tensor]) -
     check_layout(mesh.data.size, mesh.cfg.size, len(noise), request.guidance, config.in_channels)
     if request.guidance.embedded and not model.EMBEDS_GUIDANCE:
         raise ValueError("got embedded guidance, expected a model that takes the scale as an input")
-    for name, x in (*completed(model, request.prompt).items(), *whole.items()):
+    negative = {} if request.negative is None else completed(model, request.negative)
+    for name, x in (*completed(model, request.prompt).items(), *negative.items(), *whole.items()):
         if len(x) != len(noise):
             raise ValueError(f"got {name} of shape {tuple(x.shape)}, expected ({len(noise)},), one an image")
+    for name, x in request.drawn.items():
+        if x.dim() != 4 or x.shape[:2] != (len(course.timesteps_S), len(noise)):
+            wanted = f"({len(course.timesteps_S)}, {len(noise)}, tokens, width)"
+            raise ValueError(f"got drawn {name} of shape {tuple(x.shape)}, expected {wanted}")

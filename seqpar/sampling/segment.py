@@ -46,6 +46,7 @@ class Segment:
         self.graph: StepGraph | None = None
         self.model, self._given = dit.model, given
         encoded = self._encode(given)
+        self._whole = _whole(given, encoded)
         others = {name: x.shape[1] for name, x in encoded.streams.items()}
         others |= {name: x.shape[2] for name, x in given.drawn.items()}
         self.split = Split.of(dit.model, {**lengths, **others}, dit.mesh.sequence)
@@ -57,7 +58,7 @@ class Segment:
         self._first = torch.zeros((), dtype=torch.int64, device=dit.device)
         self._row_B = given.row_B.clone()
         self._table: dict[str, Tensor] = {}
-        self._count = max(1, len(next(iter(given.prompt.values()), self._first[None])))  # distinct prompts
+        self._count = _count(given)
         self._pooled = encoded.pooled
         self._chunk = max(1, min(len(steps), TABLE_BYTES // max(1, self._count * self._row_bytes())))
         self._loaded = -1
@@ -65,11 +66,10 @@ class Segment:
     def restart(self, given: Conditions) -> bool:
         """Copy another run's conditions into the buffers that a captured step reads; False if they do not fit."""
         encoded = self._encode(given)
+        if self._whole != _whole(given, encoded):
+            return False
         constant, mask = self._rows(encoded, given.row_B), self._masked(encoded, given.row_B)
         drawn = {name: self.split.mine(name, x, dim=2) for name, x in given.drawn.items()}
-        before = _shapes(self._constant), _shapes(self._drawn), _shapes(self._pooled), self._mask is None
-        if before != (_shapes(constant), _shapes(drawn), _shapes(encoded.pooled), mask is None):
-            return False
         for mine, new in ((self._constant, constant), (self._drawn, drawn)):
             for name, x in mine.items():
                 x.copy_(new[name])
@@ -136,5 +136,12 @@ class Segment:
         return sum(tensor.numel() * tensor.element_size() for tensor in one.values())
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: x.shape for name, x in tensors.items()}
+def _count(given: Conditions) -> int:
+    """How many distinct prompts there are; 1 for a model without a prompt."""
+    return max(1, len(next(iter(given.prompt.values())))) if given.prompt else 1
+
+
+def _whole(given: Conditions, encoded: Encoded) -> object:
+    """Equal for conditions that fit the same buffers. The same on every rank: it is of all tokens, not of a share."""
+    tensors = encoded.streams, encoded.masks, encoded.pooled, given.drawn
+    return _count(given), [{name: (x.shape, x.dtype) for name, x in each.items()} for each in tensors]

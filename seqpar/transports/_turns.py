@@ -167,12 +167,27 @@ class GatherInTurn:
         return self.made.deliver()
 
 
+class _Reading:
+    """The blocks of a ring that are being read. It knows nothing of its `Turns`, so that both are freed at once."""
+
+    def __init__(self, made: Rotation) -> None:
+        self.made, self.blocks = made, iter(())
+
+    def begin(self) -> None:
+        self.blocks = self.made.rotate()
+
+    def finish(self) -> None:
+        blocks, self.blocks = self.blocks, iter(())
+        for _ in blocks:
+            pass
+
+
 class RotationInTurn:
     """See `Rotation`. made: what the transport made."""
 
     def __init__(self, made: Rotation, owner: Owner, device: torch.device) -> None:
-        calls = (("outbox", made.outbox), ("rotate", self._begin), (END, self._finish))
-        self.made, self._blocks = made, iter(())
+        self.made, self._reading = made, _Reading(made)
+        calls = (("outbox", made.outbox), ("rotate", self._reading.begin), (END, self._reading.finish))
         self._turns = Turns(owner, "a ring", device, calls)
 
     def outbox(self) -> Tensor:
@@ -183,23 +198,15 @@ class RotationInTurn:
     def rotate(self) -> Iterator[tuple[int, Tensor]]:
         """See `Rotation.rotate`."""
         self._turns.take(1, "rotate")  # now: a generator would take its turn when its first block is asked for
-        self._begin()
-        return self._all(self._blocks)
+        self._reading.begin()
+        return self._all(self._reading.blocks)
 
     def _all(self, blocks: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
         # not `yield from`: a caller that stops in the middle must leave the blocks to be passed on by `abandon`
         for block in blocks:  # noqa: UP028
             yield block
-        if blocks is self._blocks:  # nobody has abandoned them
+        if blocks is self._reading.blocks:  # nobody has abandoned them
             self._turns.take(2, END)
-
-    def _begin(self) -> None:
-        self._blocks = self.made.rotate()
-
-    def _finish(self) -> None:
-        blocks, self._blocks = self._blocks, iter(())
-        for _ in blocks:
-            pass
 
 
 def both_ways(made: tuple[ToHeads, ToTokens], owner: Owner, device: torch.device) -> tuple[ToHeads, ToTokens]:

@@ -370,3 +370,21 @@ def run_again(rank: int, world: int, device: torch.device, name: str) -> tuple[i
 def test_runs_of_one_shape_share_the_swap_of_the_guidance_branches(ranks: Pool, transport: str) -> None:
     """A new one for every run would be memory that grows with the number of runs."""
     assert ranks.run(2, run_again, transport) == [(1, 1)] * 2
+
+
+def test_a_dropped_exchange_is_freed_without_the_collector_of_cycles() -> None:
+    """Memory of a GPU must not wait until Python looks for cycles."""
+    transport, axis, cpu = _folder.load("collective").Transport(), Axis("ulysses"), torch.device("cpu")
+    layout = HeadLayout(1, (TOKENS,), HEADS, HEADS, DIM, torch.float32, cpu)
+    makers = (
+        lambda: transport.heads(axis, layout)[0],
+        lambda: transport.key_values(axis, layout),
+        lambda: transport.ring(axis, (TOKENS,), (DIM,), torch.zeros(1)),
+        lambda: transport.gather(axis, (TOKENS,), (DIM,), torch.zeros(1)),
+    )
+    gc.disable()
+    try:
+        alive = [weakref.ref(make().made) for make in makers]
+    finally:
+        gc.enable()
+    assert [made() for made in alive] == [None] * len(makers)

@@ -9,7 +9,8 @@ When it wins: always; a comparison of the inputs would send as many bytes and al
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,16 @@ from torch import Tensor
 
 from seqpar.mesh import Mesh
 
+# what a process group says when other ranks did not come or closed their connections
+LOST = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "connection refused")
 ALIGN = 16  # bytes; tensors start at multiples of it in the buffer, so that views of any dtype are possible
 
 
 def agree(mesh: Mesh, form: Mapping[str, object]) -> None:
-    """Raise the same ValueError on every rank if `form` differs between ranks; values are compared by `repr`."""
+    """Raise the same ValueError on every rank if `form` differs between ranks; values are compared by `repr`.
+
+    Raises TimeoutError if a rank does not take part; see `from_rank_0`.
+    """
     if mesh.world.size == 1:
         return
     texts = {name: repr(value) for name, value in sorted(form.items())}
@@ -30,7 +36,8 @@ def agree(mesh: Mesh, form: Mapping[str, object]) -> None:
     every = mine.new_empty(mesh.world.size)
     # torch 2.13 renames this function and warns about the older name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(every, mine, group=mesh.world.group)
+    with _named(mesh, "the comparison of the forms of all ranks' inputs"):
+        gather(every, mine, group=mesh.world.group)
     if len(set(every.tolist())) > 1:
         raise ValueError(_difference(mesh.collect(texts)))
 
@@ -41,7 +48,8 @@ def from_rank_0(
     """Return rank 0's tensors on this rank's device, as views of one buffer; with one rank the tensors unchanged.
 
     form: other settings that must be equal on all ranks. Raises the same ValueError on every rank if names, shapes,
-    dtypes or `form` differ between ranks. Every rank must call this at the same time.
+    dtypes or `form` differ between ranks. Every rank must call this at the same time: raises TimeoutError if one does
+    not within the timeout of the process group, or dies.
     """
     if mesh.world.size == 1:
         return dict(tensors)
@@ -52,8 +60,29 @@ def from_rank_0(
         for name, room in rooms.items():
             room.copy_(tensors[name].detach())
     if len(buffer):
-        dist.broadcast(buffer, src=0, group=mesh.world.group)
+        with _named(mesh, "the broadcast of rank 0's inputs"):
+            dist.broadcast(buffer, src=0, group=mesh.world.group)
     return rooms
+
+
+@contextmanager
+def _named(mesh: Mesh, what: str) -> Iterator[None]:
+    """Raise TimeoutError, which says what was waited for, where a collective of all ranks ends without an answer.
+
+    A process group tells of both with plain RuntimeErrors that differ only in their texts: of ranks that did not come
+    in time, and of connections that were closed, as by a rank that died. Other errors pass as they are.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        told = str(error)
+        if not any(word in told.lower() for word in LOST):
+            raise
+        raise TimeoutError(
+            f"rank {mesh.world.rank} waited in vain in {what}, which all {mesh.world.size} ranks take part in at every "
+            f"call; at least one other rank did not come (it is not known which): it died, is stuck, or did not make "
+            f"this call; see the output of the other ranks ({told.splitlines()[0]})"
+        ) from error
 
 
 def _rooms(mesh: Mesh, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, Mesh, Sampler
 from seqpar.inputs import from_rank_0
+from seqpar.mesh import Axis
 from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline
 from seqpar.sampling.loop import draw_noise
 from seqpar.vae.decoder import share_input
@@ -189,6 +193,35 @@ def test_inputs_of_unequal_form_end_in_one_error_on_every_rank(ranks: Pool, what
 
 def test_a_value_that_only_another_rank_has_wrong_is_not_used(ranks: Pool) -> None:
     assert ranks.run(2, unequal, "guidance") == [["nothing", "nothing"]] * 2
+
+
+def deserted(rank: int, world: int, device: torch.device, what: str) -> str:
+    """What rank 0 is told when it makes a call alone, or when a gather fails otherwise; its group waits for 1 s."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=1))
+    mesh = replace(make_mesh(device, cfg=1), world=Axis("world", rank, world, group))
+    if rank:
+        return "nothing"
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "a mistake":
+            for name in ("all_gather_single", "all_gather_into_tensor"):
+                patch.setattr(dist, name, lambda *_, **__: torch.zeros(2).view(3), raising=False)
+        try:
+            from_rank_0(mesh, {"x": torch.zeros(2)})
+        except (TimeoutError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("an absence", "TimeoutError: rank 0 waited in vain in the comparison of the forms of all ranks' inputs"),
+        ("a mistake", "RuntimeError: shape '[3]' is invalid"),
+    ],
+)
+def test_a_rank_that_makes_a_call_alone_is_told_what_it_waited_for(ranks: Pool, what: str, told: str) -> None:
+    """And an error that has another cause is not taken for that."""
+    assert ranks.run(2, deserted, what)[0].startswith(told)
 
 
 def test_one_rank_keeps_its_tensors() -> None:

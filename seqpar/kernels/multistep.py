@@ -140,6 +140,8 @@ def launch(
     guided = width if steps.guided is None else steps.guided
     grid = (-(-tokens * width // BLOCK), images)
     tensors = (states, outputs, seen, cond_nlM, uncond_nlM, steps.noise_SnlC, steps.table_SK, steps.guidance_S)
+    # a thread holds 16 bytes of the state: with twice as much of fp64, Triton 3.6 spills
+    warps = BLOCK * states.element_size() // (16 * 32)
     # without fusion into fma the bits are plain torch's
     multistep_kernel[grid](
         *tensors,
@@ -152,7 +154,7 @@ def launch(
         P=slots,
         Q=count,
         BLOCK=BLOCK,
-        num_warps=4,
+        num_warps=warps,
         enable_fp_fusion=False,
     )
 

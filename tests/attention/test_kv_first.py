@@ -172,18 +172,27 @@ def test_a_model_has_the_bits_of_kv_gather(ranks: Pool, world: int, batch: int) 
 
 
 class Slow:
-    """A local attention that notes when it begins: when everything has arrived."""
+    """A local attention that notes when it begins: when everything has arrived.
+
+    On a GPU the host waits for nothing: what it has launched may still wait, so the clock is read after that is done.
+    """
 
     def __init__(self) -> None:
         self.begun = 0.0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
+        if q.is_cuda:
+            torch.cuda.synchronize(q.device)
         self.begun = time.perf_counter()
         return reference.attend(q, k, v)
 
 
 def patient(rank: int, world: int, device: torch.device, transport: str) -> tuple[float, float]:
-    """Seconds until a rank whose peer is late has sent its values, and until it attends."""
+    """Seconds until a rank whose peer is late has sent its values, and until it attends.
+
+    On a GPU values are sent when the current stream, on which the queries come next, has reached that point: copies and
+    NCCL work on streams of their own, which is the reason why nothing waits for them here.
+    """
     mesh, shard, core = mesh_for("kv_first", world, device), Shard(13, world), Slow()
     attend: Any = build("kv_first", mesh, shard, core, transport)
     q, k, v = (random((1, shard.sizes[rank], 3, DIM), seed, device) for seed in range(3))
@@ -195,9 +204,13 @@ def patient(rank: int, world: int, device: torch.device, transport: str) -> tupl
 
     def noted() -> None:
         start_values()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         sent.append(time.perf_counter())
 
     exchange.start_values = noted
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # nothing of the first call is left to wait for
     mesh.collect(rank)
     time.sleep(2 * LATE_S * rank)
     start = time.perf_counter()

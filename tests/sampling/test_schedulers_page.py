@@ -7,25 +7,28 @@ from pathlib import Path
 import diffusers
 import pytest
 
-from tests.support.schedulers_page import page, row
+from tests.support.schedulers_page import missing, page, row
 
 PAGE = Path(__file__).parents[2] / "docs" / "schedulers.md"
-MISSING = "library but it was not found"  # in the reason of a class whose package is not installed
 
 
-def kept(lines: list[str], *others: list[str]) -> list[str]:
-    """Lines of classes whose packages are there for all of these pages."""
-    gone = {line.split("|")[1] for text in (lines, *others) for line in text if MISSING in line}
-    return [line for line in lines if not line.startswith("|") or line.split("|")[1] not in gone]
+def kept(lines: list[str]) -> list[str]:
+    """Lines of what is installed here: the page was made where the packages of all classes were."""
+    return [line for line in lines if not line.startswith("|") or line.split("|")[1].strip() not in missing()]
 
 
-def test_the_page_is_what_the_installed_diffusers_does(tmp_path: Path) -> None:
+def test_the_page_is_what_the_installed_diffusers_does() -> None:
     committed = PAGE.read_text().splitlines()
     if f"diffusers {diffusers.__version__} " not in committed[2]:
         pytest.skip(f"the page was made with another diffusers than {diffusers.__version__}")
-    (tmp_path / "schedulers.md").write_text(page())
-    made = (tmp_path / "schedulers.md").read_text().splitlines()
-    assert kept(made, committed) == kept(committed, made)
+    assert kept(page().splitlines()) == kept(committed)
+
+
+def test_the_page_was_made_with_the_packages_of_all_classes() -> None:
+    """And `NEEDS` names every class that diffusers replaces where its package is missing."""
+    assert "is not in diffusers here" not in PAGE.read_text()
+    names = {name for name in dir(diffusers) if name.endswith("Scheduler")}
+    assert {name for name in names if ".dummy_" in getattr(diffusers, name).__module__} == missing()
 
 
 def test_every_scheduler_class_has_a_line() -> None:

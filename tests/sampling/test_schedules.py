@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -30,6 +32,7 @@ from tests.support.tiny import CLASSES, diffusers_dit
 from tests.test_distributed import local
 
 STEPS, LABELS, GUIDANCE = 25, [3, 7], Guidance(3.0)
+NOISES = 4  # of which errors in fp32 are averaged
 LINEAR = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
 FLOW = (("prediction_type", "flow_prediction"), ("use_flow_sigmas", True))
 Config = tuple[tuple[str, Any], ...]
@@ -68,8 +71,8 @@ def scheduler(name: str) -> Any:
     return kind(**{key: value for key, value in (LINEAR | config).items() if key in known})
 
 
-def noise() -> Tensor:
-    return draw_noise((2, 4, 8, 8), torch.Generator().manual_seed(2))
+def noise(seed: int = 2) -> Tensor:
+    return draw_noise((2, 4, 8, 8), torch.Generator().manual_seed(seed))
 
 
 @cache
@@ -135,6 +138,50 @@ def off(got: Tensor, truth: Tensor) -> float:
     return float((got - truth).norm() / truth.norm())
 
 
+def norm(values: list[float]) -> float:
+    return sum(value**2 for value in values) ** 0.5
+
+
+def smooth(seen: Tensor, index: int) -> Tensor:
+    """A prediction that depends on what is seen and on the step, in fp64 and then in the dtype of what is seen."""
+    return torch.cos(seen.double() + 0.1 * index).to(seen.dtype)
+
+
+def stepped_here(name: str, dtype: torch.dtype) -> Tensor:
+    """All steps on one rank's tokens, without a model."""
+    sched = scheduler(name)
+    sched.set_timesteps(STEPS)
+    schedule = decide(sched).schedule
+    assert schedule is not None
+    tokens = many().to(DEVICE, dtype) * float(getattr(sched, "init_noise_sigma", 1.0))
+    state: Any = SimpleNamespace(tokens=tokens, guided_width=None)
+    count, generator = len(sched.timesteps), torch.Generator()
+    steps = traced_steps(state, schedule, torch.ones(count, device=DEVICE, dtype=dtype), tokens.shape, generator)
+    step, bad = torch.zeros((), dtype=torch.int64, device=DEVICE), torch.tensor(count, device=DEVICE)
+    made = Traced(state, schedule, steps)
+    for index in range(count):
+        made(smooth(tokens, index), None, index, step, bad)
+        step += 1
+    assert int(bad) == count
+    return tokens.double().cpu()
+
+
+def stepped_by_diffusers(name: str, dtype: torch.dtype) -> Tensor:
+    """The same by the scheduler itself."""
+    sched = scheduler(name)
+    sched.set_timesteps(STEPS)
+    x = many().to(DEVICE, dtype) * float(getattr(sched, "init_noise_sigma", 1.0))
+    for index, t in enumerate(sched.timesteps):
+        seen = sched.scale_model_input(x, t) if hasattr(sched, "scale_model_input") else x
+        x = sched.step(smooth(seen, index), t, x).prev_sample
+    return x.double().cpu()
+
+
+def many() -> Tensor:
+    """Tokens enough that errors are averages."""
+    return draw_noise((1, 512, 16), torch.Generator().manual_seed(3))
+
+
 @pytest.mark.parametrize("name", [*NAMED, *NOISY])
 def test_25_steps_in_fp64_are_diffusers_own(name: str) -> None:
     """What is left is diffusers' own casts to fp32 inside its steps."""
@@ -150,9 +197,27 @@ def test_25_steps_on_uneven_tokens_are_diffusers_own(ranks: Pool, name: str, wor
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_25_steps_in_fp32_are_as_near_to_fp64_as_diffusers_own(name: str) -> None:
-    truth = alone(name)
-    assert off(alone(name, torch.float32), truth) <= 1.25 * off(diffusers_own(name, torch.float32), truth)
+def test_25_steps_in_fp32_are_as_near_to_fp64_as_diffusers_own(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Over several noises: the model's own rounding, which differs from diffusers' model, is most of the error.
+
+    Of one noise the two errors are 0.7 to 1.3 times each other, however the steps are made; that is luck.
+    """
+    mine, theirs = [], []
+    for seed in range(NOISES):
+        monkeypatch.setattr(sys.modules[__name__], "noise", partial(noise, seed))
+        truth = alone.__wrapped__(name)  # not results that are kept: they are of another noise
+        mine.append(off(alone.__wrapped__(name, torch.float32), truth))
+        theirs.append(off(diffusers_own.__wrapped__(name, torch.float32), truth))
+    assert norm(mine) <= 1.25 * norm(theirs)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_steps_alone_in_fp32_are_as_near_to_fp64_as_diffusers_own(name: str) -> None:
+    """With the outputs of no model: a smooth function of what is seen, computed in fp64, so that only steps round."""
+    truth = stepped_here(name, torch.float64)
+    mine, theirs = stepped_here(name, torch.float32), stepped_by_diffusers(name, torch.float32)
+    assert off(stepped_by_diffusers(name, torch.float64), truth) <= 1e-6
+    assert off(mine, truth) <= 1.25 * off(theirs, truth)
 
 
 @pytest.mark.parametrize("name", NOISY)

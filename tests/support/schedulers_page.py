@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import diffusers
@@ -38,6 +40,13 @@ MORE: dict[str, tuple[dict[str, Any], ...]] = {
     "UnCLIPScheduler": ({"clip_sample": False},),
     "UniPCMultistepScheduler": ({"use_karras_sigmas": True}, FLOW, {"solver_order": 3}),
 }
+# the package besides torch without which diffusers has a class of this name that does nothing
+NEEDS = {
+    "CosineDPMSolverMultistepScheduler": "torchsde",
+    "DPMSolverSDEScheduler": "torchsde",
+    "KarrasVeScheduler": "transformers",
+    "LMSDiscreteScheduler": "scipy",
+}
 HEAD = f"""# Schedulers
 
 How each scheduler class of diffusers {diffusers.__version__} is stepped, found by trying it with {STEPS} steps.
@@ -53,7 +62,8 @@ installed diffusers does.
 - **refused**: the scheduler cannot be built with these settings, or cannot be driven by the denoising loop.
 
 DDIM has a kernel of its own, which also clips. A scheduler of another noise process than the model's is not refused:
-a checkpoint does not always say what it was trained with, and such a run makes no meaningful picture.
+a checkpoint does not always say what it was trained with, and such a run makes no meaningful picture. Some classes need
+a package that diffusers does not install; their rows name it, and say what the class does where it is installed.
 
 | scheduler | settings | stepped | history, or reason |
 |---|---|---|---|
@@ -62,6 +72,18 @@ a checkpoint does not always say what it was trained with, and such a run makes 
 
 def row(name: str, settings: dict[str, Any]) -> tuple[str, str]:
     """("local", "whole" or "refused"; history and residual, or the reason) of a class with these settings."""
+    stepped, why = _row(name, settings)
+    return stepped, f"{why} (needs {NEEDS[name]})" if name in NEEDS else why
+
+
+def missing() -> set[str]:
+    """Classes whose packages are not installed here: their rows say nothing about them."""
+    return {name for name, package in NEEDS.items() if find_spec(package) is None}
+
+
+def _row(name: str, settings: dict[str, Any]) -> tuple[str, str]:
+    if name in missing():
+        return "refused", "is not in diffusers here"
     try:
         scheduler = getattr(diffusers, name)(**settings)
     except FAILURES as error:
@@ -100,7 +122,8 @@ def page() -> str:
     names = [name for name in dir(diffusers) if name.endswith("Scheduler")]
     lines = []
     logging.set_verbosity_error()  # diffusers warns of settings that these steps are tried with
-    with contextlib.redirect_stdout(None):
+    with contextlib.redirect_stdout(None), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchsde's, of sigmas that diffusers rounds beyond the ends of its range
         for name in names:
             for settings in ({}, *MORE.get(name, ())):
                 told = ", ".join(f"{key}={value}" for key, value in settings.items()) or "default"

@@ -37,12 +37,17 @@ DEADLINE_S = 1.0
 
 
 def left_alone(rank: int, world: int, device: torch.device) -> tuple[str, float]:
-    """The second call is rank 0's alone: what it is told, and after how long."""
+    """Rank 0 is alone in the attention of the second call: what it is told, and after how long.
+
+    Rank 1 takes part in the exchange of inputs, which every call begins with, and then stays away.
+    """
     model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
     dit = DistributedDiT(model, mesh_for("ulysses", world, device), "ulysses", local(device), "peer")
     dit._moves = peer.Transport(DEADLINE_S)
     x, t = torch.ones(1, 4, 8, 8, device=device, dtype=dit.dtype), torch.tensor([3], device=device)
     dit(x, t, class_labels=t)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     start, told = time.monotonic(), "nothing"
     if rank == 0:
         try:
@@ -50,6 +55,8 @@ def left_alone(rank: int, world: int, device: torch.device) -> tuple[str, float]
         except TimeoutError as error:
             told = str(error)
         dit.release()  # waits for nobody
+    else:
+        dit._shared(x, t, {"class_labels": t})
     return told, time.monotonic() - start
 
 

@@ -1,4 +1,4 @@
-"""Tests that a sharded DiT equals diffusers' unsharded one in fp64: every strategy, uneven tokens and heads, cfg axis."""
+"""Tests that a sharded DiT equals diffusers' unsharded one in fp64: every strategy, uneven sizes, the cfg axis."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def latents(batch: int, size: tuple[int, int], device: torch.device | str = "cpu
 
 
 def oracle(batch: int, size: tuple[int, int], device: str) -> Tensor:
-    """Return diffusers' prediction on the same kind of device, because its fp32 sinusoids differ between CPUs and GPUs."""
+    """Return diffusers' prediction on the same kind of device: its fp32 sinusoids differ between CPUs and GPUs."""
     x, t, y = latents(batch, size, device)
     return diffusers_dit().to(device)(x, timestep=t, class_labels=y).sample.cpu()
 

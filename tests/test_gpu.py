@@ -180,9 +180,7 @@ def very_long_run(
     return sample(sharded, scheduler(), noise, labels, steps=500, guidance=Guidance(3.0), eta=0.5, graph=graph)
 
 
-@pytest.mark.parametrize(
-    "layers", [2, 3]
-)  # kv_gather alternates between two slots: try an even and an odd number of layers
+@pytest.mark.parametrize("layers", [2, 3])  # kv_gather alternates between two slots: try even and odd numbers
 @pytest.mark.parametrize("strategy", LAYOUTS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_gpu_five_hundred_replays_through_peers_memory(ranks: Pool, world: int, strategy: str, layers: int) -> None:

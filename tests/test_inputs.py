@@ -155,7 +155,7 @@ def test_our_pipeline_shows_rank_0s_picture_on_every_rank(ranks: Pool) -> None:
 
 
 def unequal(rank: int, world: int, device: torch.device, what: str) -> list[str]:
-    """Return the errors of a call and a run whose inputs have unequal shapes, and whether equal inputs work afterwards."""
+    """Return the errors of calls and runs with inputs of unequal shapes, and whether equal inputs work afterwards."""
     dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
     odd, said = rank == world - 1, []
     for wrong in (True, False):

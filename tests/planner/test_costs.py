@@ -98,7 +98,7 @@ def test_large_dit_by_hand() -> None:
     ],
 )
 def test_bytes_of_a_layer_by_hand(strategy: str, ring: int, ulysses: int, tokens: int, mb: float) -> None:
-    """Large-DiT-7B, two rows, bf16: Ulysses sends 4 b (s/N) d (N - 1)/N elements, ring and gather 2 b (s/N) d (N - 1)."""
+    """Large-DiT-7B, two rows, bf16: ulysses sends 4 b (s/N) d (N - 1)/N elements, ring and gather 2 b (s/N) d (N-1)."""
     moved = sum(costs.busiest(costs.layers(SEVEN_B, layout(strategy, ring, ulysses), tokens)))
     assert moved * 2 * SEVEN_B.head_dim * 2 / 1e6 == pytest.approx(mb, abs=0.05)
 
@@ -167,9 +167,7 @@ def check_what_is_counted(ranks: Pool, world: int, strategy: str, case: tuple[in
         assert counted == sum(call.flops for call in costs.attention_calls(work, layer, batch))
     most = max(max(sent, got) for seen, _, _ in results for sent, got, _ in seen)
     assert most == max(costs.busiest(every)) * value
-    assert (
-        max(layer.kept for layer in every) == every[0].kept
-    )  # the planner looks at rank 0 alone, which is the slowest
+    assert max(layer.kept for layer in every) == every[0].kept  # the planner looks at rank 0 only: it is slowest
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

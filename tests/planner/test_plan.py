@@ -71,11 +71,8 @@ def test_without_guidance_all_ranks_are_on_the_sequence() -> None:
 @pytest.mark.parametrize(
     ("change", "best"),
     [
-        (
-            {"exchange": {"peer": ((1e3, 1000.0), (1e9, 1100.0))}},
-            KV4,
-        ),  # every exchange is slow, so that one is better than two
-        ({"exchange": {"peer": ((1e3, 1.0), (1e9, 1e6))}}, U4),  # every byte is slow, so that fewer bytes are better
+        ({"exchange": {"peer": ((1e3, 1000.0), (1e9, 1100.0))}}, KV4),  # exchanges are slow: few are better
+        ({"exchange": {"peer": ((1e3, 1.0), (1e9, 1e6))}}, U4),  # bytes are slow: few are better
     ],
     ids=["slow to start", "slow links"],
 )
@@ -92,9 +89,7 @@ def test_ties_go_to_the_first_in_order_and_rings_only_where_nothing_else_fits() 
     everything = planned(crowded, transport="nccl", memory=None)
     needs = {row.layout: row.memory.total / GIB for row in everything.ranked}
     ring4 = of(1, 1, "ring", "nccl", ring=4)
-    assert (
-        min(needs, key=lambda layout: needs[layout]) == ring4
-    )  # a ring keeps two blocks, the others the whole sequence
+    assert min(needs, key=lambda layout: needs[layout]) == ring4  # it keeps two blocks, the others keep all
     others = min(need for layout, need in needs.items() if layout.strategy in ("ulysses", "kv_gather"))
     roomy = planned(crowded, transport="nccl", memory=1.01 * others / 0.95)
     assert roomy.best.strategy in ("ulysses", "kv_gather")
@@ -127,7 +122,7 @@ def test_the_slowest_rank_counts() -> None:
 
 
 def test_memory_by_hand() -> None:
-    """The 7B in bf16 on one rank keeps weights, 25 steps x 2 labels x (6 x 32 + 2) x 4096 in fp32, and two more rows."""
+    """The 7B in bf16 on one rank keeps weights, 25 steps x 2 labels x (6 x 32 + 2) x 4096 fp32, and two more rows."""
     memory = predict(SEVEN_B, ONE, ALONE, H200).memory
     row = (6 * 32 + 2) * 4096 * 4
     assert memory.weights == 2 * PARAMETERS

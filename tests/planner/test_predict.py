@@ -86,7 +86,7 @@ def test_what_kv_first_sends_behind_its_products_costs_only_what_they_do_not_cov
 
 @pytest.mark.parametrize(("cfg", "saved"), [(2, 1), (1, 0)])
 def test_kv_firsts_values_of_one_batch_row_cost_no_pass(cfg: int, saved: int) -> None:
-    """One batch row saves a pass over 2048 x 4096 bf16 for one more launch; two rows save nothing for two more launches."""
+    """One batch row saves a pass over 2048 x 4096 bf16 for one more launch; two rows only cost two more launches."""
     rates, value = replace(H200, kernel_us=1.0, copy=4.0), 2048 * 4096 * 2
     plain, first = (predict(SEVEN_B, ONE, of(cfg, 2, name), rates) for name in ("kv_gather", "kv_first"))
     us = (2 - saved) * 1.0 - saved * 1e-6 * 2 * value / 4.0

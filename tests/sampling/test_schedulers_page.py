@@ -1,4 +1,4 @@
-"""docs/schedulers.md says what the installed diffusers does; every scheduler that models are run with is local."""
+"""Tests that docs/schedulers.md matches the installed diffusers, and that the common schedulers step on local tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from tests.support.schedulers_page import page, row
 
 PAGE = Path(__file__).parents[2] / "docs" / "schedulers.md"
-MISSING = "library but it was not found"  # in the reason of a class whose package is not installed
+MISSING = "library but it was not found"  # part of the reason for a class whose package is not installed
 
 
 def kept(lines: list[str], *others: list[str]) -> list[str]:
-    """Lines of classes whose packages are there for all of these pages."""
+    """Return the lines of classes whose packages were installed for all of these pages."""
     gone = {line.split("|")[1] for text in (lines, *others) for line in text if MISSING in line}
     return [line for line in lines if not line.startswith("|") or line.split("|")[1] not in gone]
 
@@ -50,5 +50,5 @@ def test_lines_of_any_diffusers(name: str, settings: dict[str, object], stepped:
 
 
 def test_a_scheduler_that_makes_no_latents_is_refused() -> None:
-    """It makes numbers of words, drawn anew on every rank."""
+    """Its states are token indices, which every rank would draw differently."""
     assert row("EntropyBoundScheduler", {})[0] == "refused"

@@ -1,4 +1,4 @@
-"""Tests that DiT equals diffusers and the original arithmetic, and that unsupported configs and checkpoints are refused."""
+"""Tests that DiT equals diffusers and the original arithmetic, and that other configs and checkpoints are refused."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def test_dit_takes_non_square_latents_and_both_position_rules() -> None:
     assert out.shape == (2, 8, 6, 10)
     rows = model.positions(6, 10).view(3, 5, -1)
     width = rows.shape[-1] // 2
-    assert torch.equal(
-        rows[0, :, :width], rows[2, :, :width]
-    )  # the first half encodes the column, so it is equal in all rows
+    assert torch.equal(rows[0, :, :width], rows[2, :, :width])  # the column's half: equal in all rows
     assert torch.equal(rows[:, 0, width:], rows[:, 4, width:])
     whole = dit.Model(dit.Config(3, 8, 1, sample_size=8, pos_scaling="none")).positions(6, 10).view(3, 5, -1)
     native = dit.Model(dit.Config(3, 8, 1, sample_size=8)).positions(8, 8).view(4, 4, -1)
@@ -144,9 +142,7 @@ def test_a_wide_product_with_narrow_weights_is_as_good_in_parts(monkeypatch: pyt
     x, layer, truth = wide_layer("cpu")
     usual = (_layers.linear(x, layer, torch.float32) - truth).norm()
     monkeypatch.setattr(_layers, "_in_parts", lambda *_: True)
-    monkeypatch.setattr(
-        torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype)
-    )  # CPUs lack mm with out_dtype
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))  # missing on CPUs
     assert (_layers.linear(x, layer, torch.float32) - truth).norm() < 2 * usual
     monkeypatch.setattr(
         _layers, "bf16_parts", lambda x: torch.cat((x.bfloat16(), *2 * [torch.zeros_like(x).bfloat16()]))

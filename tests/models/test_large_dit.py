@@ -1,4 +1,4 @@
-"""Tests that Large-DiT equals an independent plain implementation in fp64: all norms and variants, whole and sharded."""
+"""Tests that Large-DiT equals an independent plain implementation in fp64: all norms and variants, any sharding."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ DIT_COMMON = {
     "sample_size": 32,
     "num_classes": 1000,
     "attention_bias": True,
-    "freq_shift": 0.0,  # the original divides the sinusoid's exponent by half its width, diffusers by half its width - 1
+    "freq_shift": 0.0,  # the original divides the sinusoid's exponent by half its width, diffusers by half - 1
     "mlp_norm_eps": 1e-6,  # diffusers has 1e-5
     "pos_scaling": "none",
 }

@@ -1,4 +1,4 @@
-"""Tests of the sampler that keeps its run: a call has the bits of a new run, and compatible calls reuse the kept one."""
+"""Tests of the sampler that keeps its run: a call has a new run's bits, and compatible calls reuse the kept run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that docs/schedulers.md matches the installed diffusers, and that the common schedulers step on local tokens."""
+"""Tests that docs/schedulers.md matches the installed diffusers, and that common schedulers step on local tokens."""
 
 from __future__ import annotations
 

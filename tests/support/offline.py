@@ -111,7 +111,7 @@ def widths(ptx: str, operation: str) -> dict[int, int]:
 
 
 def launches() -> dict[str, Callable[[], object]]:
-    """Return a launch of every kernel of `seqpar/kernels` at the widths of the 7B and DiT-XL/2, in all candidate tiles."""
+    """Return a launch of every kernel in every candidate tile, at the widths of the 7B and DiT-XL/2."""
     made: dict[str, Callable[[], object]] = {}
     for width in (4096, 1152):
         for case in cases(16, width, "cpu"):

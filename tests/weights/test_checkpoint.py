@@ -94,7 +94,7 @@ def test_a_bad_pt_file_is_refused(tmp_path: Path) -> None:
 
 
 def wide_dit() -> dict[str, torch.Tensor]:
-    """Return a state dict in the original format; its width must be a published one, because the heads follow from it."""
+    """Return a state dict in the original format, with a published width, because the heads follow from it."""
     return original_state_dict(diffusers_dit(num_attention_heads=1, attention_head_dim=64, num_layers=2))
 
 

@@ -170,7 +170,7 @@ class DelayedRotation:
         return self._mine
 
     def rotate(self) -> Iterator[tuple[int, Tensor]]:
-        """Deliver the data (see `seqpar.transports._exchanges.Rotation`)."""
+        """Yield each block and pass it on (see `seqpar.transports._exchanges.Rotation`)."""
         count, block, nothing = self._axis.size, self._mine.clone(), self._mine[:0]
         after, before = (self._axis.rank + 1) % count, (self._axis.rank - 1) % count
         poison(self._mine)

@@ -1,7 +1,7 @@
 """Emoji pictures as training data: renders of the Noto Color Emoji font, and random variations of them.
 
-The font (Noto Color Emoji) is free under the SIL Open Font License 1.1, and anybody can see at a glance whether a sampled
-emoji is right. Training needs only the renders (`.npz`), not the font.
+The font (Noto Color Emoji) is free under the SIL Open Font License 1.1, and anybody can see at a glance whether a
+sampled emoji is right. Training needs only the renders (`.npz`), not the font.
 
 Legend: N glyphs, B batch, C channels, H and W pixels.
 """

@@ -99,7 +99,7 @@ def build_dit() -> DiTTransformer2DModel:
 
 
 def prepare_dit(model: DiTTransformer2DModel) -> None:
-    """Set DiT's initial weights, and share one embedder between all blocks, whose seven would learn the same function."""
+    """Set DiT's initial weights, and share one embedder between all blocks: seven would learn the same function."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -122,7 +122,7 @@ def prepare_dit(model: DiTTransformer2DModel) -> None:
 
 
 def unshare_embedder(model: DiTTransformer2DModel, classes: int) -> None:
-    """Give every block its own copy of the embedder, as the format needs; untrained labels become zeros, which compress well."""
+    """Give every block its own embedder, as the format needs; untrained labels become zeros, which compress well."""
     shared = model.transformer_blocks[0].norm1.emb
     with torch.no_grad():
         shared.class_embedder.embedding_table.weight[classes:NULL_CLASS] = 0
@@ -133,7 +133,7 @@ def unshare_embedder(model: DiTTransformer2DModel, classes: int) -> None:
 def dit_loss(
     model: DiTTransformer2DModel, latents: Tensor, noise: Tensor, times_B: Tensor, labels_B: Tensor, kept_T: Tensor
 ) -> Tensor:
-    """Return the min-SNR weighted squared error of the predicted noise; `kept_T` is the scheduler's alphas_cumprod."""
+    """Return the min-SNR weighted squared error of the noise; `kept_T` is the scheduler's alphas_cumprod."""
     kept = kept_T[times_B][:, None, None, None]
     noisy = kept.sqrt() * latents + (1 - kept).sqrt() * noise
     with autocast(latents.device):

@@ -94,7 +94,7 @@ class Train:
 def fit(
     name: str, loss: Callable[[], Tensor], params: list[nn.Parameter], *, clock: Clock, lr: float
 ) -> Iterator[tuple[int, float]]:
-    """Train with AdamW until the time is up; the clock lowers the learning rate to zero. Yields (step, last loss read)."""
+    """Train with AdamW until the time is up, with a learning rate that falls to zero; yields (step, last loss read)."""
     optimizer = torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=params[0].is_cuda)
     optimizer.zero_grad()  # clears the gradients of torch.compile's trial run
     step, value, said = 0, math.nan, time.monotonic()

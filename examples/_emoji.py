@@ -1,7 +1,7 @@
-"""Emoji pictures as training data: renders of the Noto Color Emoji font, and endless variations of them.
+"""Emoji pictures as training data: renders of the Noto Color Emoji font, and random variations of them.
 
-Why emoji: the font (Noto Color Emoji) is free, under the SIL Open Font License 1.1, and anybody can say at a
-glance whether a sampled picture is right. Only renders (`.npz`) leave the machine that has the font.
+The font (Noto Color Emoji) is free under the SIL Open Font License 1.1, and anybody can see at a glance whether a
+sampled emoji is right. Training needs only the renders (`.npz`), not the font.
 
 Legend: N glyphs, B batch, C channels, H and W pixels.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 FONT_PIXELS = 109  # the only bitmap size in the font
 GLYPH_PIXELS = 128  # twice the training size, so that a warped glyph can be smoothed by averaging
 
-# Class name -> its glyphs. Names are everyday words; the order gives the class ids.
+# Class name -> its glyphs. Names are everyday words; their order gives the class ids.
 GLYPHS: dict[str, str] = {
     "cat": "🐱🐈",
     "dog": "🐶🐕",
@@ -71,24 +71,24 @@ GLYPHS: dict[str, str] = {
     "pumpkin": "🎃",
 }
 
-# Things that come in every colour: augmentation turns their hue by any angle, and that of other classes slightly.
+# Things of any colour: augmentation rotates their hue by any angle, and the hue of other classes slightly.
 ANY_COLOUR = frozenset({"balloon", "car", "umbrella"})
 HUE_JITTER = 0.12  # radians
 
 
 @dataclass(frozen=True)
 class GlyphBank:
-    """Every glyph, premultiplied by its alpha, with where each class begins and how many glyphs it has."""
+    """All glyphs, premultiplied by their alpha, with the first glyph and the number of glyphs of each class."""
 
     rgba: Tensor  # NCHW
     first: Tensor
     count: Tensor
-    hue: Tensor  # per class: the largest turn of the hue, in radians
+    hue: Tensor  # largest rotation of the hue for each class, in radians
     names: tuple[str, ...]
 
 
 def render_glyph(font: ImageFont.FreeTypeFont, glyph: str) -> np.ndarray:
-    """One glyph, cropped to its ink and centred in a square with a thin margin."""
+    """Return one glyph, cropped to its ink and centred in a square with a thin margin."""
     page = Image.new("RGBA", (2 * FONT_PIXELS, 2 * FONT_PIXELS))
     ImageDraw.Draw(page).text((16, 16), glyph, font=font, embedded_color=True)
     box = page.getchannel("A").getbbox()
@@ -102,7 +102,7 @@ def render_glyph(font: ImageFont.FreeTypeFont, glyph: str) -> np.ndarray:
 
 
 def render_font(font_path: Path, out: Path) -> None:
-    """Writes all glyphs (RGBA), their class ids and the class names to one compressed file."""
+    """Write all glyphs (RGBA), their class ids and the class names to one compressed file."""
     font = ImageFont.truetype(str(font_path), FONT_PIXELS)
     pairs = [(class_id, glyph) for class_id, glyphs in enumerate(GLYPHS.values()) for glyph in glyphs]
     rgba = np.stack([render_glyph(font, glyph) for _, glyph in pairs])
@@ -113,11 +113,11 @@ def render_font(font_path: Path, out: Path) -> None:
 
 
 def load_bank(path: Path, device: torch.device) -> GlyphBank:
-    """Reads what `render_font` wrote; glyphs of one class are neighbours there."""
+    """Read the file of `render_font`, in which the glyphs of a class are consecutive."""
     with np.load(path) as data:
         rgba, ids, names = data["rgba"], torch.from_numpy(data["class_ids"]), tuple(data["names"].tolist())
     rgba_NCHW = torch.from_numpy(rgba).to(device).permute(0, 3, 1, 2).float() / 255
-    # Premultiplied colours: interpolation then never drags in the colour of transparent pixels.
+    # With premultiplied colours, interpolation does not mix in the colour of transparent pixels.
     colour, alpha = rgba_NCHW.split([3, 1], dim=1)
     count = torch.bincount(ids, minlength=len(names))
     hue = torch.tensor([math.pi if name in ANY_COLOUR else HUE_JITTER for name in names])
@@ -131,7 +131,7 @@ def load_bank(path: Path, device: torch.device) -> GlyphBank:
 
 
 def draw_batch(bank: GlyphBank, batch: int, *, pixels: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Fresh pictures in [-1, 1] and their class ids; classes are equally likely, then glyphs in a class."""
+    """Return new pictures in [-1, 1] and their class ids; classes are equally likely, and so are a class's glyphs."""
     device = bank.first.device
     labels_B = torch.randint(len(bank.names), (batch,), device=device, generator=rng)
     within = torch.rand(batch, device=device, generator=rng) * bank.count[labels_B]
@@ -148,7 +148,7 @@ def _uniform(low: float, high: float, *shape: int, rng: torch.Generator) -> Tens
 
 
 def _warp(rgba_BCHW: Tensor, rng: torch.Generator) -> Tensor:
-    """Scales, turns, shifts and mirrors each glyph by its own random amounts."""
+    """Scale, rotate, shift and mirror each glyph by its own random amounts."""
     batch = rgba_BCHW.shape[0]
     angle = _uniform(-1, 1, batch, rng=rng) * math.radians(12)
     shrink = 1 / _uniform(0.78, 1.0, batch, rng=rng)
@@ -161,20 +161,20 @@ def _warp(rgba_BCHW: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def _colour_matrices(hue_B: Tensor, rng: torch.Generator) -> Tensor:
-    """Brightness, saturation and hue changes as one 3x3 matrix per picture: a turn about the grey axis."""
+    """Return random changes of brightness, saturation and hue (a rotation about grey) as one 3x3 matrix per picture."""
     batch, device = hue_B.shape[0], hue_B.device
     angle = (_uniform(-1, 1, batch, rng=rng) * hue_B)[:, None, None]
     saturation = _uniform(0.85, 1.15, batch, 1, 1, rng=rng)
     brightness = _uniform(0.9, 1.08, batch, 1, 1, rng=rng)
     grey = torch.full((3, 3), 1 / 3, device=device)
     cross = torch.tensor([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]], device=device) / math.sqrt(3)
-    # Rodrigues' rotation about (1, 1, 1): what is not grey turns by the angle.
+    # Rodrigues' rotation about (1, 1, 1): the part of a colour that is not grey rotates by the angle.
     turned = (torch.eye(3, device=device) - grey) * angle.cos() + cross * angle.sin()
     return brightness * (grey + saturation * turned)
 
 
 def _backgrounds(batch: int, pixels: int, rng: torch.Generator) -> Tensor:
-    """White, or a soft pastel; half of the pastels fade to a second one from top to bottom."""
+    """Return white or pastel backgrounds; half of them fade to a second pastel from top to bottom."""
     strength = _uniform(0.1, 0.45, batch, 1, 1, rng=rng) * (_uniform(0, 1, batch, 1, 1, rng=rng) > 0.15)
     top_bottom = 1 - strength * _uniform(0, 1, batch, 2, 3, rng=rng)
     top = top_bottom[:, 0]

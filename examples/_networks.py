@@ -1,10 +1,10 @@
-# diffusers' modules carry no types that pyright could follow
+# pyright cannot infer the types of diffusers' modules
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportArgumentType=false
 # pyright: reportOptionalCall=false, reportOptionalSubscript=false, reportOptionalMemberAccess=false
 # pyright: reportOptionalOperand=false, reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
-"""The built-in model's two networks: shapes, first weights, losses, and the folder they are saved in.
+"""The built-in model's two networks: shapes, initial weights, losses, and the folder they are saved in.
 
-Why apart: `train_builtin.py` is about time and data, this file about what is trained.
+`train_builtin.py` has the training loop and the data; this file has what is trained.
 
 Legend: B batch, C channels, H and W pixels or latent positions, T diffusion times.
 """
@@ -25,12 +25,12 @@ SNR_LIMIT = 5.0
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """Bfloat16 on CUDA only: CPUs are for tests."""
+    """Return bfloat16 autocast on CUDA, and disabled autocast on CPUs, which only tests use."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def build_vae() -> AutoencoderKL:
-    """0.8 M parameters, 64x64 pixels to 16x16 latents of 4 channels."""
+    """Return a VAE of 0.8 M parameters that maps 64x64 pixels to 16x16 latents with 4 channels."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
@@ -45,7 +45,7 @@ def build_vae() -> AutoencoderKL:
 
 
 def encode(vae: AutoencoderKL, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and log variance of the latents, unscaled."""
+    """Return mean and log variance of the unscaled latents."""
     with autocast(images.device):
         moments = vae.quant_conv(vae.encoder(images))
     mean, logvar = moments.float().chunk(2, dim=1)
@@ -53,13 +53,13 @@ def encode(vae: AutoencoderKL, images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(vae: AutoencoderKL, latents: Tensor) -> Tensor:
-    """Pictures of unscaled latents."""
+    """Return the pictures of unscaled latents."""
     with autocast(latents.device):
         return vae.decoder(vae.post_quant_conv(latents)).float()
 
 
 def vae_loss(vae: AutoencoderKL, images: Tensor) -> Tensor:
-    """L1 at three sizes, L1 of the picture's slopes (which keeps edges crisp), and a small KL term."""
+    """Return the sum of L1 at three sizes, L1 of the picture's gradients (for sharp edges), and a small KL term."""
     mean, logvar = encode(vae, images)
     found = decode(vae, mean + (0.5 * logvar).exp() * torch.randn_like(mean))
     error = found - images
@@ -71,7 +71,7 @@ def vae_loss(vae: AutoencoderKL, images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def centre_latents(vae: AutoencoderKL, images: Tensor) -> None:
-    """Gives all latent channels mean zero and one spread, by changing the 1x1 convolutions around them."""
+    """Give all latent channels mean zero and equal spread by changing the 1x1 convolutions around them."""
     mean, _ = encode(vae, images)
     shift, spread = mean.mean((0, 2, 3)), mean.std((0, 2, 3))
     ratio = spread / spread.square().mean().sqrt()
@@ -85,7 +85,7 @@ def centre_latents(vae: AutoencoderKL, images: Tensor) -> None:
 
 
 def build_dit() -> DiTTransformer2DModel:
-    """4.9 M parameters, a third of them label tables that diffusers repeats in every block."""
+    """Return a DiT of 4.9 M parameters; a third of them are label tables that diffusers repeats in every block."""
     return DiTTransformer2DModel(
         num_attention_heads=5,
         attention_head_dim=32,
@@ -99,7 +99,7 @@ def build_dit() -> DiTTransformer2DModel:
 
 
 def prepare_dit(model: DiTTransformer2DModel) -> None:
-    """DiT's first weights, and one embedder for all blocks: the format's seven would learn the same thing."""
+    """Set DiT's initial weights, and share one embedder between all blocks: seven would learn the same function."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -111,10 +111,10 @@ def prepare_dit(model: DiTTransformer2DModel) -> None:
     for table in (shared.timestep_embedder.linear_1, shared.timestep_embedder.linear_2):
         nn.init.normal_(table.weight, std=0.02)
     nn.init.normal_(shared.class_embedder.embedding_table.weight, std=0.02)
-    shared.class_embedder.dropout_prob = 0.0  # labels are dropped by hand
+    shared.class_embedder.dropout_prob = 0.0  # `LatentPool.draw` drops labels
     for block in model.transformer_blocks:
         block.norm1.emb = shared
-    # Every block begins as the identity, and the prediction as zero.
+    # Every block starts as the identity, and the prediction starts at zero.
     modulations = [block.norm1.linear for block in model.transformer_blocks]
     for layer in [*modulations, model.proj_out_1, model.proj_out_2]:
         nn.init.zeros_(layer.weight)
@@ -122,7 +122,7 @@ def prepare_dit(model: DiTTransformer2DModel) -> None:
 
 
 def unshare_embedder(model: DiTTransformer2DModel, classes: int) -> None:
-    """Give every block a copy, as the format has it; untrained labels become zeros, which compress well."""
+    """Give every block its own embedder, as the format needs; untrained labels become zeros, which compress well."""
     shared = model.transformer_blocks[0].norm1.emb
     with torch.no_grad():
         shared.class_embedder.embedding_table.weight[classes:NULL_CLASS] = 0
@@ -133,7 +133,7 @@ def unshare_embedder(model: DiTTransformer2DModel, classes: int) -> None:
 def dit_loss(
     model: DiTTransformer2DModel, latents: Tensor, noise: Tensor, times_B: Tensor, labels_B: Tensor, kept_T: Tensor
 ) -> Tensor:
-    """Squared error of the predicted noise, min-SNR weighted; `kept_T` is the scheduler's alphas_cumprod."""
+    """Return the min-SNR weighted squared error of the noise; `kept_T` is the scheduler's alphas_cumprod."""
     kept = kept_T[times_B][:, None, None, None]
     noisy = kept.sqrt() * latents + (1 - kept).sqrt() * noise
     with autocast(latents.device):
@@ -149,11 +149,11 @@ def build_scheduler() -> DDIMScheduler:
 def save_folder(
     out: Path, vae: AutoencoderKL, dit: DiTTransformer2DModel, scheduler: DDIMScheduler, names: tuple[str, ...]
 ) -> None:
-    """Half-precision weights; the label names go where DiTPipeline looks for them."""
+    """Save half-precision weights; the label names go where DiTPipeline looks for them."""
     vae = vae.to(memory_format=torch.contiguous_format)
     DiTPipeline(transformer=dit.half(), vae=vae.half(), scheduler=scheduler).save_pretrained(out)
     index = out / "model_index.json"
     content = json.loads(index.read_text()) | {"id2label": {str(i): name for i, name in enumerate(names)}}
     index.write_text(json.dumps(content, indent=2) + "\n")
     for weights in out.rglob("*.safetensors"):
-        weights.chmod(0o644)  # safetensors makes them readable by their owner only
+        weights.chmod(0o644)  # safetensors makes files that only their owner can read

@@ -1,4 +1,4 @@
-"""The library in ten lines: a sharded model in a diffusers pipeline, and our own loop. Runs with python or torchrun."""
+"""Shows the library: a sharded model in a diffusers pipeline, and our own loop. Run it with python or torchrun."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ seed = torch.Generator().manual_seed(1)
 labels = theirs.get_label_ids(["cat", "rocket"])
 pictures: Any = theirs(labels, generator=seed, num_inference_steps=4, output_type="pt")
 
-# our loop: tokens stay split from the first noise to the last step
+# our loop keeps the tokens split from the first noise to the last step
 with Pipeline.load(Files.locate("builtin"), mesh) as ours:  # keeps the CUDA graph for the next compatible call
     latents = ours.latents(["cat", "rocket"], steps=4, guidance=Guidance(4.0), seed=1)
     images = ours.decode(latents)  # (2, 3, 64, 64) in [0, 1], equal on every rank

@@ -1,12 +1,12 @@
-# diffusers' modules carry no types that pyright could follow
+# pyright cannot infer the types of diffusers' modules
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportArgumentType=false
 # pyright: reportOptionalCall=false, reportOptionalSubscript=false, reportOptionalMemberAccess=false
 # pyright: reportOptionalOperand=false, reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
-"""Trains the small built-in model: a class-conditional latent DiT and its VAE, saved as a diffusers folder.
+"""Trains the small built-in model, a class-conditional latent DiT and its VAE, and saves it as a diffusers folder.
 
-Why: installing the package should be enough to see real pictures, so it carries a model of its own, trained
-from nothing on renders of the Noto Color Emoji font (SIL Open Font License 1.1). The weights are ours, under
-Apache-2.0. Minutes on one GPU:
+The package contains this model so that it makes real pictures right after installation. The model is trained from
+scratch on renders of the Noto Color Emoji font (SIL Open Font License 1.1); its weights are under Apache-2.0. Training
+takes minutes on one GPU:
 
     python examples/train_builtin.py render --font /usr/share/fonts/truetype/noto/NotoColorEmoji.ttf
     python examples/train_builtin.py train --out builtin
@@ -42,12 +42,12 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
 EMA_DECAY = 0.9995
-REFRESH = 16  # steps between new batches in the pool: encoding one costs more than a step
+REFRESH = 16  # steps between replacements of a batch in the pool, because encoding a batch takes longer than a step
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The share of a stage's time that has passed, compilation included."""
+    """Measures the share of a stage's time that has passed, compilation included."""
 
     started: float
     minutes: float
@@ -58,7 +58,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Render:
-    """Draw the font's glyphs into one .npz file."""
+    """Render the font's glyphs into one .npz file."""
 
     font: Path = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
     out: Path = Path(".data/emoji.npz")
@@ -66,21 +66,21 @@ class Render:
 
 @dataclass(frozen=True)
 class Train:
-    """Train the VAE, then the DiT, and write the model folder; pictures and metrics go beside it."""
+    """Train the VAE, then the DiT, and write the model folder, with sample pictures and metrics beside it."""
 
     data: Path = Path(".data/emoji.npz")
     out: Path = Path("builtin")
     vae_minutes: float = 4.0
     dit_minutes: float = 14.0
     batch: int = 1024
-    """DiT batch; the VAE, which works on whole pictures, takes a quarter."""
+    """Batch size of the DiT; the VAE, which sees whole pictures, uses a quarter of it."""
     vae_lr: float = 1e-3
     dit_lr: float = 1e-3
     pool: int = 128
-    """Batches of encoded pictures to draw from; now and then the oldest is replaced."""
+    """Number of batches of encoded pictures to draw from; the oldest is replaced every few steps."""
     guidance: float = 3.5
     samples: int = 3
-    """Pictures per class in the sample grid."""
+    """Number of pictures per class in the sample grid."""
     sample_steps: int = 50
     device: str = "auto"
     compile: bool = True
@@ -94,9 +94,9 @@ class Train:
 def fit(
     name: str, loss: Callable[[], Tensor], params: list[nn.Parameter], *, clock: Clock, lr: float
 ) -> Iterator[tuple[int, float]]:
-    """AdamW until the time is up, the rate falling to zero by the clock; yields (step, last loss read)."""
+    """Train with AdamW until the time is up, with a learning rate that falls to zero; yields (step, last loss read)."""
     optimizer = torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=params[0].is_cuda)
-    optimizer.zero_grad()  # of the trial run of torch.compile
+    optimizer.zero_grad()  # clears the gradients of torch.compile's trial run
     step, value, said = 0, math.nan, time.monotonic()
     while (done := clock.done()) < 1:
         rate = lr * min(1.0, (step + 1) / 200) * (0.5 + 0.5 * math.cos(math.pi * done))
@@ -109,7 +109,7 @@ def fit(
         optimizer.zero_grad()
         step += 1
         if step % 20 == 1:
-            value = current.item()  # waits for the GPU, so that the clock above means work done
+            value = current.item()  # waits for the GPU, so that the clock measures finished steps
             if step == 1 or time.monotonic() - said > 10:
                 said = time.monotonic()
                 print(f"{name}: {done:4.0%} step {step} loss {value:.4f} lr {rate:.2e}", flush=True)
@@ -117,13 +117,13 @@ def fit(
 
 
 def compiled(loss: Callable[..., Tensor], trial: tuple[object, ...], enabled: bool) -> Callable[..., Tensor]:
-    """`torch.compile(loss)` if a trial run of both passes works here, else `loss` itself."""
+    """Return `torch.compile(loss)` if a trial run of both passes works here, else `loss` itself."""
     if not enabled:
         return loss
     candidate = torch.compile(loss)
     try:
         candidate(*trial).backward()
-    except RuntimeError as error:  # the base of all torch.compile errors
+    except RuntimeError as error:  # the base class of all torch.compile errors
         print(f"not compiled: {type(error).__name__}: {str(error)[:300]}")
         return loss
     return candidate
@@ -152,7 +152,7 @@ def train_vae(config: Train, bank: GlyphBank, rng: torch.Generator) -> tuple[Aut
 
 
 class LatentPool:
-    """Encoded pictures, replaced a batch at a time."""
+    """A pool of encoded pictures that are replaced one batch at a time."""
 
     def __init__(self, bank: GlyphBank, vae: AutoencoderKL, *, batch: int, slots: int, rng: torch.Generator) -> None:
         self.bank, self.vae, self.batch, self.slots, self.rng = bank, vae, batch, slots, rng
@@ -170,7 +170,7 @@ class LatentPool:
         self.labels[rows] = labels
 
     def draw(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Latents, noise, times and labels of one step; a tenth of the labels become the null class."""
+        """Return latents, noise, times and labels for one step; a tenth of the labels become the null class."""
         count, device, rng = (self.batch,), self.rng.device, self.rng
         rows = torch.randint(len(self.labels), count, device=device, generator=rng)
         dropped = torch.rand(count, device=device, generator=rng) < 0.1
@@ -183,7 +183,7 @@ class LatentPool:
 def train_dit(
     config: Train, bank: GlyphBank, vae: AutoencoderKL, kept_T: Tensor, rng: torch.Generator
 ) -> tuple[DiTTransformer2DModel, dict[str, float]]:
-    """Returns the moving average of the weights."""
+    """Train the DiT and return the moving average of its weights, and metrics."""
     clock = Clock(time.monotonic(), config.dit_minutes)
     model = build_dit()
     prepare_dit(model)
@@ -207,7 +207,7 @@ def train_dit(
 
 
 def save_grid(path: Path, images_NHWC: Tensor, columns: int, captions: tuple[str, ...]) -> None:
-    """Pictures in [0, 1], row by row, each row of `columns` cut into captioned groups of equal length."""
+    """Save pictures in [0, 1] as a grid, in rows of `columns`; groups of equal length share a caption."""
     count, height, width, _ = images_NHWC.shape
     group = count // len(captions)
     page = Image.new("RGB", (columns * (width + 4), -(-count // columns) * (height + 18)), "white")
@@ -237,7 +237,7 @@ def sample_grid(config: Train, pipe: DiTPipeline, names: tuple[str, ...]) -> Non
 
 @torch.no_grad()
 def vae_report(config: Train, vae: AutoencoderKL, bank: GlyphBank) -> dict[str, float]:
-    """PSNR and latent statistics on pictures never trained on, and a grid of pairs."""
+    """Return PSNR and latent statistics on pictures that were not trained on, and save a grid of pairs."""
     rng = torch.Generator(bank.first.device).manual_seed(config.seed + 1)
     images, labels = draw_batch(bank, 4 * len(bank.names), pixels=PIXELS, rng=rng)
     mean = vae.encode(images).latent_dist.mean
@@ -267,7 +267,7 @@ def train(config: Train) -> None:
     vae, metrics = train_vae(config, bank, rng)
     dit, dit_metrics = train_dit(config, bank, vae, scheduler.alphas_cumprod.to(device), rng)
     save_folder(config.out, vae, dit, scheduler, bank.names)
-    # From the files, so that the pictures show what a user gets.
+    # Load the saved files, so that the pictures show what a user gets.
     pipe = DiTPipeline.from_pretrained(config.out).to(device)
     metrics |= dit_metrics | vae_report(config, pipe.vae, bank)
     sample_grid(config, pipe, bank.names)

@@ -1,4 +1,4 @@
-"""Shared fixtures: the pool of ranks, on GPUs where there are any."""
+"""Shared fixtures: the pool of ranks, which uses GPUs if there are any."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.support.pool import Pool
 
 DEVICE = os.environ.get("SEQPAR_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # kernels are tested on the CPU too; read when a kernel is defined
+    os.environ["TRITON_INTERPRET"] = "1"  # runs kernels on the CPU; Triton reads it when a kernel is defined
 
-# what was measured on this machine must not decide what tests see
+# rates measured on this machine must not influence the tests
 os.environ["SEQPAR_CACHE"] = os.path.join(tempfile.gettempdir(), "seqpar-tests-without-rates")
 
-# no Triton outside Linux: nothing launches its kernels there
+# Triton exists on Linux only, and nothing launches its kernels elsewhere
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["kernels/*.py"]
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
-    """All tests' ranks; gloo on the CPU, NCCL with one rank a GPU."""
+    """Return the pool of ranks of all tests: gloo on the CPU, NCCL with one rank a GPU."""
     torch.set_num_threads(2)
     pool = Pool(DEVICE)
     yield pool
@@ -35,9 +35,9 @@ def ranks() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transformer folder with random weights, to be read."""
+    """Return a read-only diffusers transformer folder with random weights."""
     from tests.support.tiny import (
-        diffusers_dit,  # here: diffusers loads slowly, and after the interpreter was asked for
+        diffusers_dit,  # imported here, because diffusers loads slowly and must load after TRITON_INTERPRET is set
     )
 
     path = tmp_path_factory.mktemp("model")
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs (more) GPUs than there are; tests of one world follow each other, so groups are reused."""
+    """Deselect tests that need more GPUs than there are, and sort by world size so that process groups are reused."""
     gpus = torch.cuda.device_count() if DEVICE == "cuda" else None
     left_out = [item for item in items if DEVICE != "cuda" and item.get_closest_marker("gpu")]
     left_out += [item for item in items if gpus is not None and _world(item) > gpus]

@@ -1,4 +1,4 @@
-"""A sharded DiT equals diffusers' unsharded one in fp64: every strategy, uneven tokens and heads, the cfg axis."""
+"""Tests that a sharded DiT equals diffusers' unsharded one in fp64: every strategy, uneven sizes, the cfg axis."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def latents(batch: int, size: tuple[int, int], device: torch.device | str = "cpu
 
 
 def oracle(batch: int, size: tuple[int, int], device: str) -> Tensor:
-    """diffusers' model on the same kind of device: its fp32 sinusoids differ between CPUs and GPUs."""
+    """Return diffusers' prediction on the same kind of device: its fp32 sinusoids differ between CPUs and GPUs."""
     x, t, y = latents(batch, size, device)
     return diffusers_dit().to(device)(x, timestep=t, class_labels=y).sample.cpu()
 
@@ -52,8 +52,8 @@ def forward(
 def test_sharded_dit_equals_diffusers(
     ranks: Pool, world: int, strategy: str, batch: int, size: tuple[int, int]
 ) -> None:
-    """Three heads and 9, 15 or 16 tokens: nothing divides."""
-    if size[0] != size[1]:  # diffusers cannot put a non-square latent together: one rank is the oracle
+    """Three heads and 9, 15 or 16 tokens do not divide by the ranks."""
+    if size[0] != size[1]:  # diffusers supports square latents only, so our single rank is the oracle
         truth = ranks.run(1, forward, "ulysses", batch, size)[0]
     else:
         truth = oracle(batch, size, ranks.device)
@@ -201,7 +201,7 @@ def test_auto_strategy_follows_mesh_and_heads(ranks: Pool, ring: int, heads: int
 
 
 def loop_then_call(rank: int, world: int, device: torch.device, first: str) -> bool:
-    """Our loop and a call share exchange buffers: either may come first, and what they return is the caller's."""
+    """Return whether our loop and a call work in either order, although they share exchange buffers."""
     dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
     x, t, y = latents(2, (8, 8), device)
     scheduler = DDIMScheduler(clip_sample=False)
@@ -243,7 +243,7 @@ def test_inputs_that_require_gradients_are_refused() -> None:
 
 
 def by_hand(rank: int, world: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A run stepped by hand: its tokens, a prediction for them, the latents."""
+    """Step a run by hand and return its tokens, a prediction for them, and the latents."""
     dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
     x, _, y = latents(2, (8, 8), device)
     request = Request(DDIMScheduler(clip_sample=False), x, {"class_labels": y}, steps=2, guidance=Guidance(1.0))

@@ -1,4 +1,4 @@
-"""Exact mode: what it refuses, and on a GPU that the bits of a row are its own, layer by layer and for whole runs."""
+"""Tests of the exact mode: what it refuses, and on GPUs that a row's bits depend on that row alone."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from seqpar.planner.search import Wish, search
 from tests.support.meshes import TRANSPORTS
 
 ROOT = Path(__file__).parents[1]
-# rows of a call, and where they begin in the whole; odd ones, few and many
+# (rows, first row) of each part of the whole product: odd, few and many rows
 CUTS = [(16, 0), (85, 3), (86, 0), (128, 129), (1025, 1), (2048, 5)]
 WHOLE = 4100
-# K, N of DiT-XL/2 and Large-DiT-7B: qkv, output, feed-forward in and out, final layer, embedding
+# (K, N) of DiT-XL/2 and Large-DiT-7B: qkv, output, feed-forward in and out, final layer, embedding
 PRODUCTS = [
     (1152, 3456),
     (1152, 1152),
@@ -47,7 +47,7 @@ PRODUCTS = [
 ]
 BF16 = torch.bfloat16
 BATCHED = ("ulysses:1:1", "kv_gather:1:1", "kv_first:1:1")
-# guidance branches in one batch and on an axis of their own
+# layouts with the guidance branches in one batch, and on the cfg axis
 LAYOUTS = {1: BATCHED[:1], 2: (*BATCHED, "ulysses:2:1"), 3: BATCHED, 4: (*BATCHED, "ulysses:2:1", "kv_first:2:1")}
 
 
@@ -91,7 +91,7 @@ def test_exact_mode_refuses_rings_and_attentions_that_may_differ(monkeypatch: py
         assert taken(name, 2) == name
     assert taken("auto", 1) == "ulysses"
     model = dit.Model(dit.Config(2, 64, 1, num_classes=5))
-    with pytest.raises(ValueError, match="row counts"):  # the mode is looked up where the plan is made
+    with pytest.raises(ValueError, match="row counts"):  # the planner reads the mode
         DistributedDiT(model, Mesh.single(), local="sdpa")
     for name in ("auto", "sdpa", "reference"):
         with pytest.raises(ValueError, match="row counts"):
@@ -99,7 +99,7 @@ def test_exact_mode_refuses_rings_and_attentions_that_may_differ(monkeypatch: py
 
 
 def differing_products() -> list[str]:
-    """Matrix products, with and without bias, whose rows are not the rows of the whole product."""
+    """Return the matrix products, with and without bias, whose rows differ from those of the whole product."""
     wrong = []
     for k, n in PRODUCTS:
         x, weight, bias = _random(WHOLE, k), _random(n, k), _random(n)
@@ -115,7 +115,7 @@ def differing_products() -> list[str]:
 
 
 def differing_columns() -> list[str]:
-    """Projections to q, k and v that are not the same in three products, as `kv_first` makes them, v's in its place."""
+    """Return the q, k and v projections that differ when `kv_first` splits them into three products."""
     wrong = []
     for k, n in PRODUCTS:
         if n != 3 * k:
@@ -134,7 +134,7 @@ def differing_columns() -> list[str]:
 
 
 def differing_attentions() -> list[str]:
-    """Attentions whose queries, heads or batch rows are not those of the whole call."""
+    """Return the attention calls whose queries, heads or batch rows differ from those of the whole call."""
     wrong, device = [], torch.device("cuda")
     for dim in (64, 72, 128):
         for module in (flash, sdpa):
@@ -160,7 +160,7 @@ def _random(*shape: int) -> Tensor:
 
 
 def in_exact_mode(work: str) -> str:
-    """What a function of this module returns in a process that turned exact mode on first."""
+    """Return what a function of this module returns in a process that has turned the exact mode on."""
     code = "from seqpar import exact; exact.turn_on(); import tests.test_exact as t; assert exact.is_on(); "
     code += f"print(t.{work}())"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -177,12 +177,12 @@ def test_gpu_rows_do_not_depend_on_each_other_in_exact_mode(work: str) -> None:
 
 @pytest.mark.gpu
 def test_gpu_negative_control_the_check_sees_rows_that_depend_on_each_other() -> None:
-    """cuBLAS by default splits the final layer's sums at few rows; where it no longer does, nobody needs the mode."""
+    """By default cuBLAS splits the final layer's sums when there are few rows; otherwise the mode would be useless."""
     assert any("4096 -> 32" in text for text in differing_products())
 
 
 def digests(folder: Path, gpus: int, transport: str) -> list[str]:
-    """Of the latents of 64 tokens after 25 steps in exact mode: by every exact strategy, branches batched and apart."""
+    """Return digests of the latents of 64 tokens after 25 exact steps, for every exact strategy and cfg axis."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
     out = folder / f"{gpus}.jsonl"
     flags = f"--model dit-xl/2 --tokens 64 --steps 1 --rounds 1 --exact --transport {transport} --out {out} --layouts"

@@ -1,4 +1,4 @@
-"""What only GPUs can show: bf16 within the error of one GPU, and the bits of one GPU where data only moves."""
+"""Tests on GPUs: sharded bf16 is as accurate as one GPU, and bit-equal to it if the strategy only moves data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.gpu
-WORSE = 1.25  # a sharded bf16 result may be this much further from fp64 than one GPU's bf16 result
+WORSE = 1.25  # a sharded bf16 error may be this many times one GPU's bf16 error, both against fp64
 BF16 = torch.bfloat16
 
 
@@ -33,7 +33,7 @@ def attention(
     attend = build(strategy, mesh, shard, core, transport)
     q, k, v = (random((batch, tokens, n, dim), seed, device, BF16) for seed, n in enumerate((heads, kv, kv)))
     mine = shard.slice(mesh.sequence.rank)
-    # a copy: what attention returns may be peers' memory, which ends with what made it
+    # copied, because the result may lie in memory of the `peer` transport, which is freed with it
     return attend((Given(q[:, mine], k[:, mine], v[:, mine], Prepare()),))[0].clone()
 
 
@@ -54,7 +54,7 @@ def test_gpu_strategy_that_only_moves_data_has_one_gpus_bits(
 
 def model(dtype: torch.dtype, device: torch.device | str, layers: int = 4) -> dit.Model:
     built = dit.Model(dit.Config(6, 72, layers, sample_size=32, num_classes=10))
-    randomise(built, 0)  # on the CPU in fp32: the same weights for every dtype and rank
+    randomise(built, 0)  # drawn on the CPU in fp32, so that every dtype and rank has the same weights
     return built.to(device, dtype).requires_grad_(False).eval()
 
 
@@ -122,7 +122,7 @@ def long_run(
 def test_gpu_a_hundred_replays_have_the_eager_bits(
     ranks: Pool, world: int, transport: str, strategy: str, cfg: int
 ) -> None:
-    """Another timestep, modulation, noise and state in each: also with the exchanges inside the graph."""
+    """Each replay has another timestep, modulation, noise and state; the exchanges are inside the graph."""
     if cfg > world:
         pytest.skip("one rank has no axis for guidance")
     eager = ranks.run(world, long_run, strategy, cfg, False, "collective")
@@ -141,7 +141,7 @@ TRACED = [
 
 
 def traced_runs(rank: int, world: int, device: torch.device, name: str, graph: bool) -> list[Tensor]:
-    """Two runs, of which the second takes the first one's buffers and graph."""
+    """Return the latents of two runs; the second reuses the buffers and the graph of the first."""
     sharded, labels = DistributedDiT(model(BF16, device), mesh_for("ulysses", world, device), "ulysses"), [3, 4]
     noise = draw_noise((2, 4, 34, 30), torch.Generator().manual_seed(0))
     kind = getattr(diffusers, name)
@@ -162,7 +162,7 @@ def traced_runs(rank: int, world: int, device: torch.device, name: str, graph: b
 @pytest.mark.parametrize("name", TRACED)
 @pytest.mark.parametrize("world", [1, 2])
 def test_gpu_traced_schedulers_have_the_eager_bits_in_a_graph(ranks: Pool, world: int, name: str) -> None:
-    """The history's slots and the guidance are found by the step counter on the device."""
+    """The step counter on the device selects the history's slots and the guidance scale."""
     for eager, graphed in zip(
         ranks.run(world, traced_runs, name, False), ranks.run(world, traced_runs, name, True), strict=True
     ):
@@ -180,7 +180,7 @@ def very_long_run(
     return sample(sharded, scheduler(), noise, labels, steps=500, guidance=Guidance(3.0), eta=0.5, graph=graph)
 
 
-@pytest.mark.parametrize("layers", [2, 3])  # kv_gather's two slots take turns: an odd number ends where it began
+@pytest.mark.parametrize("layers", [2, 3])  # kv_gather alternates between two slots: try even and odd numbers
 @pytest.mark.parametrize("strategy", LAYOUTS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_gpu_five_hundred_replays_through_peers_memory(ranks: Pool, world: int, strategy: str, layers: int) -> None:
@@ -190,16 +190,16 @@ def test_gpu_five_hundred_replays_through_peers_memory(ranks: Pool, world: int, 
 
 
 def test_gpu_a_graph_of_a_table_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many labels: the modulation table holds a step at a time, and warming up must not read past it."""
+    """With many labels the modulation table holds one step at a time, and the warm-up must not read past it."""
     whole = long_run(0, 1, torch.device("cuda", 0), "ulysses", 1, True)
     monkeypatch.setattr("seqpar.sampling.segment.TABLE_BYTES", 1)
     by_steps = long_run(0, 1, torch.device("cuda", 0), "ulysses", 1, True)
-    # the table's own products have another number of rows then, and round otherwise
+    # the products that make the table then have another number of rows, and round differently
     assert (by_steps - whole).norm() < 1e-2 * whole.norm()
 
 
 def run_watched(rank: int, world: int, device: torch.device, strategy: str) -> bool:
-    """A run whose steps, after the first, may not make the host wait."""
+    """Run steps and raise an error if a step after the first makes the host wait for the GPU."""
     sharded = DistributedDiT(model(BF16, device), mesh_for(strategy, world, device), strategy)
     noise = draw_noise((2, 4, 32, 32), torch.Generator().manual_seed(0))
     labels = {"class_labels": torch.tensor([3, 4])}

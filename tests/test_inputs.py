@@ -1,4 +1,4 @@
-"""Rank 0's inputs are everyone's: whatever other ranks pass, every rank gets what rank 0 alone would get."""
+"""Tests that all ranks use rank 0's inputs, whatever the other ranks pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYOUTS = [(2, ("ulysses", 1, 1)), (3, ("ring", 1, 1)), (4, ("ulysses", 2, 2))]
 
 
 def tensors(rank: int, world: int, device: torch.device) -> list[dict[str, Tensor]]:
-    """Tensors of many dtypes and shapes through one buffer, other values on every rank."""
+    """Return the tensors that this rank passes, of many dtypes and shapes, and those it gets from rank 0."""
     generator = torch.Generator().manual_seed(rank)
     given = {
         "flags": torch.rand(3, generator=generator) > 0.5,
@@ -56,7 +56,7 @@ def test_a_buffer_carries_rank_0s_tensors_bit_by_bit(ranks: Pool) -> None:
 
 
 def calls(rank: int, world: int, device: torch.device, layout: tuple[str, int, int], other: str) -> list[Tensor]:
-    """Three calls of one shape; `other` is what differs between ranks."""
+    """Return the results of three calls of one shape; `other` names the input that differs between ranks."""
     strategy, cfg, data = layout
     dit = DistributedDiT(
         diffusers_dit().to(device), mesh_for(strategy, world, device, cfg, data), strategy, local(device)
@@ -83,7 +83,7 @@ def test_every_call_of_a_model_takes_rank_0s_inputs(
 
 
 def runs(rank: int, world: int, device: torch.device, layout: tuple[str, int, int], other: str) -> list[Tensor]:
-    """Two runs of a sampler with noise in every step; `other` is what differs between ranks."""
+    """Return the latents of two runs with noise in every step; `other` names the input that differs between ranks."""
     strategy, cfg, data = layout
     dit = DistributedDiT(
         diffusers_dit().to(device), mesh_for(strategy, world, device, cfg, data), strategy, local(device)
@@ -107,7 +107,7 @@ def runs(rank: int, world: int, device: torch.device, layout: tuple[str, int, in
                 )
             )
             if mine["kept"]:
-                sampler.release()  # a rank that has no run left, and must begin anew with those that have one
+                sampler.release()  # this rank has no kept run any more: all ranks must begin a new one
     return found
 
 
@@ -121,7 +121,7 @@ def test_every_run_takes_rank_0s_inputs(ranks: Pool, world: int, layout: tuple[s
 
 
 def pictures(rank: int, world: int, device: torch.device, decoder: bool) -> Tensor:
-    """A diffusers pipeline whose ranks draw other noises and are given other labels."""
+    """Return the pictures of a diffusers pipeline whose ranks draw different noise and get different labels."""
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     pipe: Any = DiTPipeline.from_pretrained(BUILTIN).to(device)
     mesh = mesh_for("ulysses", world, device)
@@ -159,7 +159,7 @@ def test_our_pipeline_shows_rank_0s_picture_on_every_rank(ranks: Pool) -> None:
 
 
 def unequal(rank: int, world: int, device: torch.device, what: str) -> list[str]:
-    """What a call and a run say of inputs of unequal form, and whether both work with equal ones afterwards."""
+    """Return the errors of calls and runs with inputs of unequal shapes, and whether equal inputs work afterwards."""
     dit = DistributedDiT(diffusers_dit().to(device), make_mesh(device, cfg=1), "ulysses", local(device))
     odd, said = rank == world - 1, []
     for wrong in (True, False):

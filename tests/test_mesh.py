@@ -1,4 +1,4 @@
-"""Axis arithmetic: who is on which axis, and what cannot be."""
+"""Tests of the mesh: which ranks share an axis, and which sizes are refused."""
 
 from __future__ import annotations
 

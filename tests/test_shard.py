@@ -1,4 +1,4 @@
-"""Shards cover everything once, in order, and evenly."""
+"""Tests that shards cover all items once, in order, in balanced sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/structure.md is true: its walkthrough is what calls what, its counts and its list of files are the code's."""
+"""Tests that docs/structure.md matches the code: its walkthrough, its counts and its list of files."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ Stacks = list[tuple[Place, ...]]
 
 @pytest.fixture(scope="module")
 def record(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Calls, Stacks]:
-    """What rank 0 of two called while it made a picture."""
+    """Return the calls and stacks of rank 0 while two ranks make a picture."""
     if ranks.device != "cpu":
         pytest.skip("the page describes a run on CPUs: a GPU replays a graph, and calls nothing in it")
     return ranks.run(2, recorded, str(tmp_path_factory.mktemp("walk") / "picture.png"))[0]
 
 
 def walk() -> list[tuple[int, Place]]:
-    """The lines of the walkthrough: how deep each is, and the function it names."""
+    """Return the indentation depth and the function of each line of the walkthrough."""
     text = PAGE.read_text(encoding="utf-8")
     lines = text[text.index("<!-- walk -->") : text.index("<!-- end of walk -->")].splitlines()[1:]
     found = [re.fullmatch(r"( *)- `([^`]+)` `([^`]+)`: .+\.", line) for line in lines]
@@ -50,7 +50,7 @@ def walk() -> list[tuple[int, Place]]:
 
 
 def untrue(steps: list[tuple[int, Place]], calls: Calls) -> list[str]:
-    """What the walkthrough says and the run did not do: a call, or two calls in this order."""
+    """Return the statements of the walkthrough that the run contradicts: missing calls, and calls in another order."""
     first = {call: index for index, call in enumerate(calls)}
     wrong, above, before = [], list[Place](), dict[Place, int]()
     for depth, place in steps:
@@ -111,7 +111,7 @@ def test_what_is_new_touches_its_own_file_alone(kind: str) -> None:
 
 
 def listed() -> list[str]:
-    """The files of the page's list."""
+    """Return the files that the page lists."""
     text = PAGE.read_text(encoding="utf-8")
     section = text[text.index("\n## Files\n") : text.index("\n## Glossary\n")]
     return re.findall(r"^    (\S+)  +\S.*$", section, re.MULTILINE)

@@ -16,13 +16,13 @@ KEEP, DIRECTION = 0.99, -0.01  # coefficients of a typical DDIM step
 
 
 def plain_model(config: Any, side: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Random weights, for latents of this side; diffusers' arithmetic for a DiT, the published one for a Large-DiT."""
+    """Return diffusers' DiT, or Large-DiT as published, with random weights, for latents of this side."""
     if isinstance(config, large_dit.Config):
         with torch.device("meta"):
             made: nn.Module = PlainLargeDiT(config)
         made = made.to(dtype).to_empty(device=device)
     else:
-        with torch.device(device):  # not meta: its table of positions is not a parameter
+        with torch.device(device):  # not on meta: the position table is not a parameter
             made = DiTTransformer2DModel(
                 config.num_attention_heads,
                 config.attention_head_dim,
@@ -44,7 +44,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def predict(plain: nn.Module, x_BCHW: Tensor, t_B: Tensor, y_B: Tensor) -> Tensor:
-    """The model's prediction (B, C_out, H, W), in the model's dtype."""
+    """Return the model's prediction (B, C_out, H, W), in the model's dtype."""
     x = x_BCHW.to(next(plain.parameters()).dtype)
     if isinstance(plain, PlainLargeDiT):
         return plain(x, t_B, y_B)
@@ -52,11 +52,11 @@ def predict(plain: nn.Module, x_BCHW: Tensor, t_B: Tensor, y_B: Tensor) -> Tenso
 
 
 def guided(out: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance u + scale (c - u) of the two branches in one batch, [c, u]."""
+    """Return u + scale (c - u), classifier-free guidance of two branches in one batch [c, u]."""
     c, u = out.chunk(2)
     return u + scale * (c - u)
 
 
 def moved(x: Tensor, out: Tensor, scale: float) -> Tensor:
-    """Guidance and a DDIM step in plain torch, the end of every step of a bench."""
+    """Apply guidance and a DDIM update in plain torch, as every step of a bench ends."""
     return KEEP * x + DIRECTION * guided(out, scale)

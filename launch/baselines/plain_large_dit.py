@@ -1,8 +1,8 @@
 """Large-DiT as its authors wrote it: separate projections, complex rotary, adaLN inside each block, nothing fused.
 
-The starting point of `launch/bench.py ladder` and the oracle of the tests: parameters have the names of the original
-state dict, and the arithmetic is that of the published model, module by module, in the model's own dtype. Its tokens
-may be one rank's, where `core` sees those of all (`launch/baselines/peers.py`).
+`launch/bench.py ladder` starts from this model and the tests compare with it: parameters have the names of the original
+state dict, and the arithmetic is that of the published model, module by module, in the model's own dtype. The tokens
+may be one rank's, if `core` attends to the tokens of all ranks (`launch/baselines/engines.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from seqpar.models.large_dit import CONDITION, Config
 
 
 class PlainAttention(nn.Module):
-    """wq, wk, wv, wo without bias; LayerNorm of q and k over all heads; rotary as a complex product in fp32."""
+    """Attention with wq, wk, wv, wo without bias, LayerNorm of q and k over all heads, and complex rotary in fp32."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class PlainAttention(nn.Module):
 
 
 class PlainFeedForward(nn.Module):
-    """w2(silu(w1 x) * w3 x), no bias."""
+    """SwiGLU feed-forward w2(silu(w1 x) * w3 x) without bias."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class PlainFeedForward(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """adaLN computed inside the block from the condition."""
+    """Transformer block that computes its adaLN modulation from the condition in every step."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainFinal(nn.Module):
-    """LayerNorm without affine, modulation, projection to (ph, pw, C)."""
+    """Final layer: LayerNorm without weights, modulation, projection to (ph, pw, C)."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class PlainFinal(nn.Module):
 
 
 class PlainTimestep(nn.Module):
-    """Sinusoid [cos, sin] in fp32, then an MLP."""
+    """Timestep embedding: sinusoid [cos, sin] in fp32, then an MLP."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class PlainTimestep(nn.Module):
 
 
 class PlainLabel(nn.Module):
-    """An embedding row for each class, and one for no class."""
+    """Label embedding: one row for each class, and one for the null class."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class PlainLabel(nn.Module):
 
 
 class PlainLargeDiT(nn.Module):
-    """(B, C, H, W), (B,), (B,) -> (B, C_out, H, W)."""
+    """The model: latents (B, C, H, W), timesteps (B,) and labels (B,) -> (B, C_out, H, W)."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class PlainLargeDiT(nn.Module):
         return out.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, height, width)
 
     def forward_tokens(self, tokens_BLC: Tensor, freqs_LD2: Tensor, t_B: Tensor, y_B: Tensor) -> Tensor:
-        """Tokens (C, ph, pw) to predictions (ph, pw, C_out)."""
+        """Return predictions of tokens; a token is ordered (C, ph, pw), a prediction (ph, pw, C_out)."""
         x = self.x_embedder(tokens_BLC)
         c = self.t_embedder(t_B) + self.y_embedder.embedding_table(y_B)
         for layer in self.layers:
@@ -146,28 +146,28 @@ class PlainLargeDiT(nn.Module):
 
 
 def attend(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> Tensor:
-    """Attention by torch's scaled_dot_product_attention."""
+    """Return attention by torch's scaled_dot_product_attention."""
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLHD, v_BLHD))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def block_norm(config: Config) -> nn.Module:
-    """RMSNorm as released; LayerNorm without bias as Paddle's inference model has it."""
+    """Return RMSNorm as in the released model, or LayerNorm without bias as in Paddle's inference model."""
     kinds: dict[str, Any] = {"rms": nn.RMSNorm, "layer": lambda width, eps: nn.LayerNorm(width, eps, bias=False)}
     return kinds[config.block_norm](config.width, eps=config.norm_eps)
 
 
 def rotary(length: int, dim: int, device: torch.device) -> Tensor:
-    """(L, D/2, 2): cosine and sine of the raster index."""
+    """Return the rotary table (L, D/2, 2): cosine and sine of the raster index times each frequency."""
     freqs = 1.0 / 10000.0 ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), freqs)
     return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
 
 def rotate(x_BLHD: Tensor, freqs_LD2: Tensor) -> Tensor:
-    """Neighbouring pairs as complex numbers, turned in fp32 (fp64 for fp64).
+    """Rotate neighbouring pairs as complex numbers in fp32 (in fp64 for fp64).
 
-    Under torch.compile the same in real numbers, as a user would write it there: inductor does not fuse complex ones.
+    Under torch.compile it uses real numbers, as users write it there, because inductor does not fuse complex ones.
     """
     wide = torch.promote_types(x_BLHD.dtype, torch.float32)
     pairs, turns = x_BLHD.to(wide).unflatten(-1, (-1, 2)), freqs_LD2[:, None]

@@ -1,7 +1,7 @@
-"""Ulysses in plain torch as DeepSpeed has it: permute, all-to-all, permute for q, k and v in turn, then for the output.
+"""DeepSpeed's Ulysses in plain torch: permute, all-to-all and permute for each of q, k and v, then for the output.
 
 Benches compare our exchanges with it, alone (`launch/bench.py exchange`) and inside a model (`launch/bench.py scale`).
-Source: DeepSpeed-Ulysses (arXiv 2309.14509). Tokens and heads must divide by the ranks.
+Tokens and heads must divide by the ranks. Source: DeepSpeed-Ulysses (arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from seqpar.mesh import Axis
 
 
 def to_heads(x_BlHD: Tensor, axis: Axis) -> Tensor:
-    """This rank's tokens with all heads -> (B, L, h, D), all tokens with this rank's heads; contiguous."""
+    """Return all tokens with this rank's heads (B, L, h, D) from this rank's tokens with all heads; contiguous."""
     sent = x_BlHD.unflatten(2, (axis.size, -1)).permute(2, 1, 0, 3, 4).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=axis.group)
@@ -24,7 +24,7 @@ def to_heads(x_BlHD: Tensor, axis: Axis) -> Tensor:
 
 
 def to_tokens(x_BLhD: Tensor, axis: Axis) -> Tensor:
-    """All tokens with this rank's heads -> (B, l, H, D), this rank's tokens with all heads; contiguous."""
+    """Return this rank's tokens with all heads (B, l, H, D) from all tokens with this rank's heads; contiguous."""
     sent = x_BLhD.unflatten(1, (axis.size, -1)).permute(1, 2, 0, 3, 4).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=axis.group)
@@ -32,7 +32,7 @@ def to_tokens(x_BLhD: Tensor, axis: Axis) -> Tensor:
 
 
 def gathered(x_BlHD: Tensor, y_BlHD: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Keys and values of this rank's tokens -> of all tokens: packed, gathered in one collective, unpacked."""
+    """Return keys and values of all tokens: pack this rank's, gather them in one collective, unpack."""
     sent = torch.stack((x_BlHD, y_BlHD))
     received = sent.new_empty(axis.size * sent.numel())
     dist.all_gather_into_tensor(received, sent.flatten(), group=axis.group)
@@ -41,7 +41,7 @@ def gathered(x_BlHD: Tensor, y_BlHD: Tensor, axis: Axis) -> tuple[Tensor, Tensor
 
 
 def ulysses(attend: Callable[[Tensor, Tensor, Tensor], Tensor], axis: Axis) -> Callable[..., Tensor]:
-    """Attention of this rank's tokens to all tokens: four all-to-alls and the permutes around them."""
+    """Return attention of this rank's tokens to all tokens, by four all-to-alls and the permutes around them."""
 
     def core(q_BlHD: Tensor, k_BlHD: Tensor, v_BlHD: Tensor) -> Tensor:
         q, k, v = (to_heads(x, axis) for x in (q_BlHD, k_BlHD, v_BlHD))

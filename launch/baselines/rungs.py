@@ -1,8 +1,9 @@
-"""The rungs between a plain model and the engine: the same weights, one more fusion each, eager.
+"""The rungs between a plain model and the engine: the same weights in eager mode, with one more fusion on each rung.
 
-The ladder of the PaddleMIX notes on Large-DiT, rebuilt for both models: modulation hoisted out of the loop, then norm +
-modulate, gate + residual + norm and the feed-forward as one pass each; the next rung, fused qkv and QK-norm + rotary,
-is the engine's own block. Local attention is the same on all rungs, so a rung's gain is its fusion's.
+They rebuild the ladder of the PaddleMIX notes on Large-DiT for both models: first the modulation is hoisted out of the
+loop, then norm + modulate, gate + residual + norm, and the feed-forward become one kernel each. The next rung, fused
+qkv and QK-norm + rotary, is the engine's own block. Local attention is the same on all rungs, so the difference between
+two rungs is due to the fusion.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Step = tuple[Tensor, Tensor, Norm]
 
 @dataclass(frozen=True)
 class Rung:
-    """The fusions of one rung; each rung adds one to the rung before."""
+    """The fusions of one rung; each rung adds one to the rung before it."""
 
     name: str
     hoisted: bool = True
@@ -48,7 +49,7 @@ RUNGS = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of one prediction; positions and table (`model.modulate(t_B, class_labels=y_B)`) are made before it."""
+    """Inputs of one prediction. table: the result of `model.modulate(t_B, class_labels=y_B)`, made before the step."""
 
     tokens_BLC: Tensor
     positions: Tensor
@@ -69,7 +70,7 @@ class Kind:
 
 
 def forward(model: LabelDiT, rung: Rung, given: Inputs, core: Core) -> Tensor:
-    """The prediction of the model from tokens (B, L, C), as tokens."""
+    """Return the model's prediction for tokens (B, L, C), as tokens."""
     kind = LARGE_DIT if isinstance(model, large_dit.Model) else DIT
     made = given.table if rung.hoisted else _condition(model, given.t_B, given.y_B)
     x, rotary = kind.embed(model, given)
@@ -88,7 +89,7 @@ def forward(model: LabelDiT, rung: Rung, given: Inputs, core: Core) -> Tensor:
 
 
 def _condition(model: LabelDiT, t_B: Tensor, y_B: Tensor) -> Condition:
-    """The modulation of this step as the published model makes it: in the model's dtype, in every step."""
+    """Return this step's modulation as the published model computes it: in the model's dtype, in every step."""
     dtype = model.x_embedder.weight.dtype
     sines = _layers.sinusoid(t_B, FREQUENCIES, getattr(model.config, "freq_shift", 0.0))
     c = F.silu(model.t_embedder(sines.to(dtype)) + model.y_embedder(y_B))
@@ -115,7 +116,7 @@ def _normed(rung: Rung, x: Tensor, after: Step) -> Tensor:
     return normed * (1 + scale_BE[:, None].to(x.dtype)) + shift_BE[:, None].to(x.dtype)
 
 
-# Large-DiT: separate projections are rows of the fused ones; QK-norm and rotary as published ----------------------
+# Large-DiT: the separate projections are rows of the fused ones; QK-norm and rotary are the published ones ---------
 
 
 def _large_norms(block: Any) -> tuple[Norm, Norm]:
@@ -146,7 +147,7 @@ def _large_feed_forward(block: Any, h: Tensor, fused: bool) -> Tensor:
 
 LARGE_DIT = Kind(_large_norms, large_dit.FINAL_NORM, _large_embed, _large_attention, _large_feed_forward)
 
-# DiT: projections with biases, positions added once ---------------------------------------------------------------
+# DiT: projections have biases, and positions are added once -------------------------------------------------------
 
 
 def _dit_norms(block: Any) -> tuple[Norm, Norm]:

@@ -1,4 +1,4 @@
-"""What no engine gets below: a rank's matrix products by cuBLAS and its attention, alone; and the roofline."""
+"""Lower bounds of a step's time: one rank's cuBLAS matrix products and attention alone, and the roofline."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from seqpar.planner.costs import facts_of
 from seqpar.planner.facts import Call, Place, Work
 from seqpar.planner.plan import load_local
 
-MATRIX_FLOPS, MEMORY_BYTES = 790e12, 4.3e12  # a second; measured on an H200
+MATRIX_FLOPS, MEMORY_BYTES = 790e12, 4.3e12  # FLOP/s and bytes/s, measured on an H200
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank computes in a step: `batch` rows of `tokens`, and these calls of the local attention a layer."""
+    """The work of one rank in a step: `batch` rows of `tokens` tokens, and the calls of local attention in a layer."""
 
     batch: int
     tokens: int
@@ -28,16 +28,16 @@ class Share:
 
 
 def share(work: Work, tokens: int, strategy: str, mesh: Mesh) -> Share:
-    """This rank's part of one picture with two guidance branches (of one picture on each rank of a data axis)."""
+    """Return this rank's share of one picture with two guidance branches (each rank of a data axis has one picture)."""
     batch, rank = 2 // mesh.cfg.size, mesh.sequence.rank
     at = Place(work, mesh.ring.size, mesh.ulysses.size, tokens, batch, False)
     return Share(batch, at.sizes[rank], facts_of(strategy).layer(at, rank).calls)
 
 
 def ceiling(work: Work, mine: Share, local: str, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """The matrix products of all blocks by cuBLAS, and attention, and nothing else: a rank's shapes, random data.
+    """Return a step of only the blocks' cuBLAS matrix products and attention, with a rank's shapes and random data.
 
-    The weights of the blocks take turns, as many of them as no cache holds.
+    The blocks cycle through more copies of the weights than the L2 cache holds.
     """
 
     def random(*shape: int) -> Tensor:
@@ -67,17 +67,17 @@ def ceiling(work: Work, mine: Share, local: str, dtype: torch.dtype, device: tor
 
 
 def _inputs(random: Callable[..., Tensor], batch: int, dim: int, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of one call; k and v lie side by side."""
+    """Return q, k and v of one call; k and v are views of one tensor."""
     k, v = random(batch, call.keys, 2 * call.kv_heads, dim).chunk(2, dim=2)
     return random(batch, call.queries, call.heads, dim), k, v
 
 
 def roofline(flops: float, weights: float) -> float:
-    """ms: FLOPs at the rate of matrix products, or weights read once, whichever takes longer."""
+    """Return the longer time in ms of two: computing the FLOPs at the GEMM rate, and reading the weights once."""
     return 1e3 * max(flops / MATRIX_FLOPS, weights / MEMORY_BYTES)
 
 
 def flops_and_weights(work: Work, tokens: int) -> tuple[float, float]:
-    """(FLOPs, bytes of weights) of one step with two batch rows: matrix products and attention of all blocks, bf16."""
+    """Return (FLOPs, bytes of bf16 weights) of all blocks in a step with two batch rows, attention included."""
     weights = sum(inputs * outputs for inputs, outputs in work.gemms)
     return work.layers * work.block(2, tokens).flops, work.layers * weights * 2.0

@@ -1,11 +1,12 @@
-"""An exchange of an attention layer alone: our transports against the collective, bare and between its permutes.
+"""Time of one exchange of an attention layer: each transport, a bare collective, and the collective with its permutes.
 
     torchrun --nproc_per_node=4 launch/bench.py exchange --out lines.jsonl
 
-Moves: q, k, v to their heads' ranks (ulysses in), the output back to its tokens' (ulysses back), keys and values to all
-(kv gather). MB are MiB that a rank writes, its own part included. On GPUs eager and inside a CUDA graph of several
-exchanges, as a step has them. Before a way is timed, every element must arrive in its place. Rounds go through all ways
-in turn; the slowest rank counts.
+The moves are: q, k and v to the ranks that own their heads (ulysses in), the output back to the ranks that own its
+tokens (ulysses back), and keys and values to all ranks (kv gather). MB are the MiB that a rank writes, its own part
+included. On GPUs each way is timed in eager mode and in a CUDA graph of several exchanges, as in a denoising step. The
+bench checks that every element arrives in its place before it times a way. Each round times every way once; the time of
+the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ from seqpar.protocols import plugins
 from seqpar.transports._contract import Transport
 from seqpar.transports._layout import HeadLayout
 
-LINK_BYTES = 478e9  # a second, in each direction, out of an H200: 18 links of 26.6 GB/s
-GRAPH_CALLS = 20  # exchanges in a graph: about a step's, so that its launch is shared as there
+LINK_BYTES = 478e9  # NVLink bytes a second of an H200 in each direction: 18 links of 26.6 GB/s
+GRAPH_CALLS = 20  # exchanges in a graph, about as many as in a step, so that the launch costs each as little
 Key = tuple[str, str]  # way, mode
 Spread = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Time the exchanges of an attention layer, by our transports and by plain collectives."""
+    """Time the exchanges of an attention layer by our transports and by plain collectives."""
 
     megabytes: tuple[float, ...] = (0.25, 1, 4, 16, 64, 256)
-    """MiB that a rank writes."""
+    """MiB that a rank writes, including its own part."""
     batch: int = 1
-    """Batch rows; two where guidance is batched."""
+    """Batch rows; two if both guidance branches are in the batch."""
     heads: int = 32
-    """Query and key-value heads."""
+    """Number of query heads, and of key-value heads."""
     head_dim: int = 128
-    """Of each head."""
+    """Width of each head."""
     rounds: int = 5
-    """Rounds in turn."""
+    """Number of rounds; each round times every way once."""
     seconds: float = 0.1
-    """How long one way runs in a round."""
+    """Seconds that one way runs in a round."""
     out: Path | None = None
     """Append JSON lines here."""
 
@@ -75,7 +76,7 @@ def check(args: Exchange, world: int) -> None:
     if min(args.batch, args.heads, args.head_dim, args.rounds) < 1 or args.seconds <= 0:
         raise ValueError(
             f"got --batch {args.batch} --heads {args.heads} --head-dim {args.head_dim} --rounds {args.rounds} "
-            f"--seconds {args.seconds:g}, expected at least 1 of each, and more than no time"
+            f"--seconds {args.seconds:g}, expected at least 1 of each, and more than 0 seconds"
         )
     if not args.megabytes or min(args.megabytes) <= 0:
         raise ValueError(f"got --megabytes {args.megabytes}, expected sizes over 0")
@@ -83,7 +84,7 @@ def check(args: Exchange, world: int) -> None:
 
 @torch.no_grad()
 def measure(args: Exchange, mesh: Mesh, move: str, megabytes: float) -> list[dict[str, Any]]:
-    """One line for each way, eager and in a graph; one that says why for each that is not possible."""
+    """Return one JSON line for each way and mode; the line of a way that is not possible has the reason."""
     dtype = default_dtype(mesh.device)
     ranks, width = mesh.world.size, args.heads * args.head_dim
     tokens = tokens_for(move, megabytes, ranks, args.batch, width, dtype.itemsize)
@@ -104,7 +105,7 @@ def measure(args: Exchange, mesh: Mesh, move: str, megabytes: float) -> list[dic
 
 
 def shown(nbytes: int, ranks: int, found: Spread | str) -> dict[str, Any]:
-    """us and what they mean in GB/s between ranks, or the reason why there are none."""
+    """Return us, GB/s between ranks and the share of the links, or the reason why there is no time."""
     if isinstance(found, str):
         return {"us": None, "refused": found}
     us = {name: 1e3 * ms for name, ms in found.items()}
@@ -113,7 +114,7 @@ def shown(nbytes: int, ranks: int, found: Spread | str) -> dict[str, Any]:
 
 
 def all_ways(mesh: Mesh, move: str, layout: HeadLayout, transports: ExitStack) -> tuple[dict[str, Way], dict[str, str]]:
-    """Ours by every transport, then the two of plain collectives, each checked; and why some are not there."""
+    """Return the checked ways (each transport, then the two plain collectives), and the reason for each missing one."""
 
     def by(name: str) -> Way:
         choose_transport(name, mesh)
@@ -139,24 +140,24 @@ def all_ways(mesh: Mesh, move: str, layout: HeadLayout, transports: ExitStack) -
 
 
 def check_arrivals(name: str, way: Way, mesh: Mesh) -> None:
-    """Raise RuntimeError where an element does not arrive in its place; leaves a payload for the clock."""
+    """Raise `RuntimeError` if an element does not arrive in its place; leaves a payload to time in the inputs."""
     for byte in reversed(range(CODED_BYTES)):
         way.fill(byte)
-        together(mesh)  # with nothing on the way back, only this keeps a fast rank from writing where another reads
+        together(mesh)  # one move alone has no return: only this stops a fast rank from overwriting
         wrong = [rank for rank, fine in enumerate(mesh.collect(way.arrived(byte))) if not fine]
         if wrong:
             raise RuntimeError(f"{name}: ranks {wrong} did not get what was sent to them")
 
 
 def together(mesh: Mesh) -> None:
-    """Wait for the device, then for all ranks."""
+    """Wait for this rank's device, then for all ranks."""
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
     mesh.collect(None)
 
 
 def all_works(ways: Mapping[str, Way], mesh: Mesh) -> tuple[dict[Key, Callable[[], object]], dict[Key, str]]:
-    """What to time; in a graph where there are GPUs, and why where one cannot be captured."""
+    """Return the calls to time (on GPUs also as CUDA graphs), and the reason for each graph that cannot be captured."""
     works: dict[Key, Callable[[], object]] = {(name, "eager"): way.run for name, way in ways.items()}
     refused: dict[Key, str] = {}
     for name, way in ways.items() if "graph" in modes(mesh) else ():
@@ -169,29 +170,29 @@ def all_works(ways: Mapping[str, Way], mesh: Mesh) -> tuple[dict[Key, Callable[[
 
 
 def timed_in_turn(works: Mapping[Key, Callable[[], object]], args: Exchange, mesh: Mesh) -> dict[Key, Spread]:
-    """ms of one exchange of each: spread over the rounds, slowest rank."""
+    """Return ms of one exchange of each way: median, least and most over rounds of the slowest rank."""
     calls = {key: calls_for(args.seconds, work, mesh) for key, work in works.items()}
     times: dict[Key, list[float]] = {key: [] for key in works}
     for _ in range(args.rounds):
         for key, work in works.items():
             share = GRAPH_CALLS if key[1] == "graph" else 1
             times[key].append(elapsed(work, calls[key], mesh.device) / share)
-    together(mesh)  # no rank frees what another one still writes
+    together(mesh)  # no rank may free memory that another rank still writes
     return slowest(times, mesh)
 
 
 def modes(mesh: Mesh) -> tuple[str, ...]:
-    """How an exchange is launched."""
+    """Return how exchanges are launched: eager, and on GPUs also in a CUDA graph."""
     return ("eager", "graph") if mesh.device.type == "cuda" else ("eager",)
 
 
 def backend(mesh: Mesh) -> str:
-    """What the collectives are."""
+    """Return the name of the collectives' backend."""
     return "NCCL" if mesh.device.type == "cuda" else "gloo"
 
 
 def row(line: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Format one line of the table."""
     case = line["case"]
     start = f"{case['move']:<12} {case['mb']:>7g} MB  {line['gpus']} x  {case['way']:<16} {case['mode']:<5}"
     if line["us"] is None:

@@ -1,8 +1,9 @@
-"""Measures this machine's rates for the planner, and keeps them in the user's cache (`seqpar/planner/rates.py`).
+"""Measures this machine's rates for the planner and saves them in the user's cache (`seqpar/planner/rates.py`).
 
     torchrun --nproc_per_node=4 launch/bench.py rates
 
-All processes measure at the same time, as they compute at the same time, and the slowest one counts. A few seconds.
+All processes measure at the same time, because they also compute at the same time; the slowest one counts. It takes a
+few seconds.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ from seqpar.transports._layout import HeadLayout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD_DIMS = (64, 72, 128)
-CALLS = 20  # in one graph: the launch of a graph must not count
-SECONDS = 0.1  # for each time
-EXCHANGES = 10  # the same number on all ranks
+CALLS = 20  # calls in one CUDA graph, so that its launch does not count
+SECONDS = 0.1  # how long each work is timed
+EXCHANGES = 10  # timed exchanges; all ranks must make the same number
 PUSHED_DIM = 128
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Measure what the planner must know of this machine, and keep it."""
+    """Measure this machine's rates for the planner and save them."""
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of products and attention; bf16 on GPUs and fp32 on CPUs where auto."""
+    """Dtype of the matrix products and of attention; auto is bf16 on GPUs and fp32 on CPUs."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: (rows, inputs, outputs), (batch, heads, tokens), bytes copied, bytes sent."""
+    """Measured sizes: products (rows, inputs, outputs), attentions (batch, heads, tokens), copied and sent bytes."""
 
     products: tuple[tuple[int, int, int], ...]
     weights: tuple[int, int, int]
@@ -74,7 +75,7 @@ CPU = Sizes(
 
 
 def main(args: Rates) -> None:
-    """Measure, keep, and say where."""
+    """Measure all rates, save them, and print them with the path of the file."""
     mesh = Mesh.from_env()
     dtype = DTYPES.get(args.dtype, default_dtype(mesh.device))
     found = measure(mesh, dtype)
@@ -90,7 +91,7 @@ def main(args: Rates) -> None:
 
 
 def measure(mesh: Mesh, dtype: torch.dtype) -> rates.Rates:
-    """All rates, with one dtype; the same on every rank."""
+    """Return all rates for one dtype; they are equal on every rank."""
     device, sizes = mesh.device, GPU if mesh.device.type == "cuda" else CPU
     machine = here(device, mesh.world.size, "auto")
 
@@ -116,7 +117,7 @@ def measure(mesh: Mesh, dtype: torch.dtype) -> rates.Rates:
 
 
 def product(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """A matrix product of random numbers (zeros would be faster), with weights in turn: a cache holds none of them."""
+    """Return a matrix product of random numbers (zeros would be faster), with more weights than a cache holds."""
     count = over(inputs * outputs * dtype.itemsize) if device.type == "cuda" else 1
     x, *weights = (torch.randn(n, inputs, device=device).to(dtype) for n in (rows, *[outputs] * count))
     turns = cycle(weights)
@@ -132,7 +133,7 @@ def attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[float, float]:
-    """(FLOPs, TFLOP/s) of the local attention that would be chosen."""
+    """Return (FLOPs, TFLOP/s) of the local attention that `auto` chooses here."""
     attend = load_local(choose_local("auto", device, dtype, dim).name)
     q, k, v = (torch.randn(batch, tokens, heads, dim, device=device).to(dtype) for _ in range(3))
     flops = core(batch, tokens, tokens, heads, dim).flops
@@ -140,14 +141,14 @@ def attention(
 
 
 def copying(size: int, device: torch.device) -> Callable[[], object]:
-    """A copy of so many bytes."""
+    """Return a function that copies `size` bytes."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def exchanges(mesh: Mesh, sent: tuple[int, ...]) -> dict[str, rates.Curve]:
-    """Each transport that works between all ranks: bytes that leave each rank -> us."""
+    """Return the curve of each transport that works between all ranks: bytes that leave each rank -> us."""
     found = {}
     for name in _folder.names():
         module = _folder.load(name)
@@ -160,7 +161,7 @@ def exchanges(mesh: Mesh, sent: tuple[int, ...]) -> dict[str, rates.Curve]:
 
 
 def curve(mesh: Mesh, module: ModuleType, sent: tuple[int, ...]) -> rates.Curve:
-    """(bytes that leave each rank, us) by one transport."""
+    """Return the points (bytes that leave each rank, us) of one transport."""
     others, points = mesh.world.size - 1, []
     transport: Transport = module.Transport()
     for size in sent:
@@ -177,16 +178,19 @@ def curve(mesh: Mesh, module: ModuleType, sent: tuple[int, ...]) -> rates.Curve:
 
 
 def push_back(transport: Transport, mesh: Mesh, tokens: int) -> Callable[[], object]:
-    """Attention's output to the ranks of its tokens, `tokens` bf16 rows of one head to each."""
+    """Return the move of attention's output back to its tokens' ranks: `tokens` bf16 rows of one head to each rank."""
     world = mesh.world.size
     layout = HeadLayout(1, (tokens,) * world, world, world, PUSHED_DIM, torch.bfloat16, mesh.device)
-    _, back = transport._heads(mesh.world, layout)  # without its checks: one way alone, which nobody reads meanwhile
+    _, back = transport._heads(mesh.world, layout)  # no turn check: this direction is used alone
     out = torch.ones(1, tokens * world, 1, PUSHED_DIM, dtype=torch.bfloat16, device=mesh.device)
     return lambda: back.deliver(push(out, back.outboxes(), back.flags))
 
 
 def time_us(work: Callable[[], object], device: torch.device, repeat: int | None = None) -> float:
-    """us of one call: in a graph on a GPU; for `SECONDS`, or `repeat` times where ranks must agree on the number."""
+    """Return us of one call, in a CUDA graph on a GPU.
+
+    It runs for `SECONDS`, or `repeat` times if all ranks must make the same number of calls.
+    """
     if device.type == "cuda":
         replay = graphed(lambda: [work() for _ in range(CALLS)])
         once = timed(replay, 1)

@@ -1,8 +1,8 @@
-"""Each way to make an exchange of an attention layer, with the inputs it moves and what must arrive: ours by every
-transport, the bare collective, and the collective between permutes.
+"""Ways to make one exchange of an attention layer, each with its inputs and the tensors that must arrive.
 
-Payloads are index-coded: byte n of an element's place in the whole tensor, which bf16 holds exactly, so that four
-moves with n = 0 .. 3 tell every element from every other.
+A way is one of our transports, a bare collective, or a collective with the permutes around it. Payloads encode indices:
+each element holds byte n of its flat index in the whole tensor. bf16 represents every byte exactly, so four moves with
+n = 0 .. 3 identify every element.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class Way:
-    """`run` moves `inputs` and returns what arrived; `sent(n)` and `expected(n)` are both, with byte n as payload."""
+    """One exchange: `run` moves `inputs` and returns what arrived.
+
+    sent(n), expected(n): the inputs and the results if the payload is byte n.
+    """
 
     inputs: Sequence[Tensor]
     run: Callable[[], Sequence[Tensor]]
@@ -38,23 +41,23 @@ class Way:
     expected: Callable[[int], Sequence[Tensor]]
 
     def fill(self, byte: int) -> None:
-        """Write the payload; it is also what is timed (zeros would run faster than anything real)."""
+        """Write byte `byte` of the payload into the inputs; timing uses it too, because zeros would move faster."""
         for tensor, payload in zip(self.inputs, self.sent(byte), strict=True):
             tensor.copy_(payload)
 
     def arrived(self, byte: int) -> bool:
-        """Whether every element is in its place."""
+        """Run the move and return whether every element is in its place."""
         outs = self.run()
         return all(torch.equal(out, x) for out, x in zip(outs, self.expected(byte), strict=True))
 
 
 def tokens_for(move: str, megabytes: float, ranks: int, batch: int, width: int, itemsize: int) -> int:
-    """Tokens a rank so that it writes about so many MiB, its own part included."""
+    """Return the tokens of a rank for which it writes about `megabytes` MiB, including its own part."""
     return max(1, round(megabytes * 2**20 / (_parts(move, ranks) * batch * width * itemsize)))
 
 
 def bytes_of(move: str, layout: HeadLayout) -> int:
-    """What a rank writes, its own part included; of n ranks, (n - 1) / n of it leaves the rank."""
+    """Return the bytes that a rank writes, including its own part; with n ranks, (n - 1) / n of them leave the rank."""
     rows = layout.batch * layout.tokens[0] * layout.heads * layout.head_dim
     return _parts(move, len(layout.tokens)) * rows * layout.dtype.itemsize
 
@@ -64,7 +67,7 @@ def _parts(move: str, ranks: int) -> int:
 
 
 def coded(layout: HeadLayout, name: int, tokens: slice, heads: slice, byte: int) -> Tensor:
-    """(B, tokens, heads, D) of a whole (B, L, H, D) that is number `name`: byte `byte` of each element's place."""
+    """Return byte `byte` of each element's index in tensor number `name` (B, L, H, D), as (B, tokens, heads, D)."""
     whole = (layout.batch, sum(layout.tokens), layout.heads, layout.head_dim)
     place = torch.tensor(name, device=layout.device)
     for size, taken in zip(whole, (ALL, tokens, heads, ALL), strict=True):
@@ -73,10 +76,10 @@ def coded(layout: HeadLayout, name: int, tokens: slice, heads: slice, byte: int)
 
 
 def ours(move: str, transport: Transport, axis: Axis, layout: HeadLayout) -> Way:
-    """As a strategy makes it: the kernel that prepares q, k, v (or pushes the output) writes where it will be read."""
+    """Return our move as a strategy makes it: the prepare (or push) kernel writes into the readers' buffers."""
     mine, all_heads = _tokens(axis, layout), layout.q_slice(axis.rank)
     if move == "ulysses back":
-        _, back = transport._heads(axis, layout)  # without its checks: one way alone, which nobody reads meanwhile
+        _, back = transport._heads(axis, layout)  # no turn check: this direction is used alone
         (out,), sent = _inputs(layout, (0,), ALL, all_heads)
 
         def returned() -> Sequence[Tensor]:
@@ -99,7 +102,10 @@ def ours(move: str, transport: Transport, axis: Axis, layout: HeadLayout) -> Way
 
 
 def permuted(move: str, axis: Axis, layout: HeadLayout) -> Way:
-    """As DeepSpeed-Ulysses makes it (see `launch.baselines.plain_ulysses`); `ValueError` where heads do not divide."""
+    """Return the move of DeepSpeed-Ulysses (see `launch.baselines.plain_ulysses`).
+
+    Raises `ValueError` if the heads do not divide by the ranks.
+    """
     if layout.heads % axis.size and move != "kv gather":
         raise ValueError(f"{layout.heads} heads do not divide by {axis.size} ranks")
     mine, heads = _tokens(axis, layout), layout.q_slice(axis.rank)
@@ -115,10 +121,10 @@ def permuted(move: str, axis: Axis, layout: HeadLayout) -> Way:
 
 
 def bare(move: str, axis: Axis, layout: HeadLayout) -> Way:
-    """One collective that moves as many bytes, in no layout that attention could read."""
-    block = bytes_of(move, layout) // layout.dtype.itemsize // axis.size  # from one rank to another
+    """Return one collective that moves as many bytes, in a layout that attention could not read."""
+    block = bytes_of(move, layout) // layout.dtype.itemsize // axis.size  # elements from one rank to another
     gather = move == "kv gather"
-    # a pretended tensor of one token a rank, a head for every reader
+    # describes the flat buffer as one token a rank, with one head for each reader
     flat = HeadLayout(1, (1,) * axis.size, 1 if gather else axis.size, 1, block, layout.dtype, layout.device)
     (x,), sent = _inputs(flat, (0,), slice(axis.rank, axis.rank + 1), ALL)
     received = x.new_empty(axis.size * block)
@@ -146,7 +152,7 @@ def _coded(layout: HeadLayout, names: Sequence[int], tokens: slice, heads: slice
 def _inputs(
     layout: HeadLayout, names: Sequence[int], tokens: slice, heads: slice
 ) -> tuple[list[Tensor], Callable[[int], Sequence[Tensor]]]:
-    """Tensors for these payloads, heads of one fused projection as a model has them, and what to fill them with."""
+    """Return input tensors and the function that makes their payloads; they are slices of one fused projection."""
     sent = partial(_coded, layout, names, tokens, heads)
     count, h = len(range(sum(layout.tokens))[tokens]), len(range(layout.heads)[heads])
     shape = (layout.batch, count, len(names) * h, layout.head_dim)

@@ -119,7 +119,7 @@ def numerics(lines: Sequence[Line]) -> Any:
 
 
 def scale(lines: Sequence[Line]) -> Any:
-    """ms a step over GPUs, a panel for each model and token count: ours, the fastest peer, the lowest ceiling."""
+    """ms a step over GPUs, a panel for each model and token count: ours, the best other engine, the ceiling."""
     able = [line for line in lines if line["ms"] is not None and line["case"]["images"] == 1]
     works = list(dict.fromkeys((line["case"]["model"], line["case"]["tokens"]) for line in able))
     figure, panels = plt.subplots(1, len(works), figsize=(4 * len(works), 3.2), squeeze=False)

@@ -4,8 +4,8 @@
         torchrun --nproc_per_node=$n launch/bench.py scale --tokens 4096 --out lines.jsonl
     done
 
-Rows are our layouts (every layout by every transport; a data axis gives each of its ranks a picture), peers
-(`launch/baselines/peers.py`; eager and with compiled blocks, each also in a CUDA graph), and the *ceiling* of each
+Rows are our layouts (every layout by every transport; a data axis gives each of its ranks a picture), other engines
+(`launch/baselines/engines.py`; eager and with compiled blocks, each also in a CUDA graph), and the *ceiling* of each
 layout: the matrix products and the attention of one rank alone. Ways are set up, timed and freed one at a time, in
 rounds (A B A B); the slowest rank counts. Each row is a JSON line, with the reason if it is not possible;
 `launch/benches/table.py` computes the ratios from the lines of all runs.
@@ -35,13 +35,13 @@ GIB = 1 << 30
 SENSED_S = 1.5  # of a sensor's ten readings a second
 TRACED_STEPS = 3
 MOST_STEPS = 200
-REFUSALS = (ValueError, RuntimeError, AssertionError)  # how peers, torch and we say that something cannot be done
+REFUSALS = (ValueError, RuntimeError, AssertionError)  # what engines and torch raise for a case they cannot run
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Time every layout, its peers and its ceiling on the processes that run."""
+    """Time every layout, its ceiling and other engines on the processes that run."""
 
     model: str = "large-dit-7b"
     """A preset (random weights) or a checkpoint."""
@@ -54,9 +54,9 @@ class Scale:
     peers: bool = True
     """Also time the same work by other engines."""
     named: tuple[str, ...] = ()
-    """Run only the peers whose name contains one of these words (Ulysses, compiled, graph ...)."""
+    """Run only the other engines whose name contains one of these words (Ulysses, compiled, graph ...)."""
     compiled: bool = True
-    """Also time peers with compiled blocks (minutes of compilation)."""
+    """Also time other engines with compiled blocks (minutes of compilation)."""
     local: str = "auto"
     """Local attention of our layouts and of plain Ulysses."""
     rounds: int = 3
@@ -136,7 +136,7 @@ def measure(args: Scale, bench: Bench, tokens: int) -> list[Line]:
 
 
 def wanted(args: Scale, ways: list[Way]) -> list[Way]:
-    """The ways to time: all, or without the peers that --named leaves out."""
+    """The ways to time: all, or without the other engines that --named leaves out."""
     named = args.named or ("",)
     return [way for way in ways if way.kind != "peer" or any(word in way.name for word in named)]
 
@@ -198,7 +198,7 @@ def look(bench: Bench, way: Way, found: Found, ms: float) -> None:
 
 def memory(device: torch.device) -> dict[str, float]:
     """Bytes of this GPU: the most that torch's allocator gave out since it was last asked, and all that is not its own
-    (peers' memory, communicators, graphs)."""
+    (memory shared with other ranks, communicators, graphs)."""
     if device.type != "cuda":
         return {}
     torch.cuda.synchronize()

@@ -1,11 +1,11 @@
-"""Times a denoising step on every layout of the processes there are, and says whether the latents keep their bits.
+"""Time of a denoising step on every layout of the running processes, and a digest of its latents.
 
     torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2 --tokens 1024 4096 16384 --out lines.jsonl
 
 One JSON line a row: {"bench": "steps", "case": {...}, "gpus": N, "ms": {"median", "min", "max"}, "digest": ...}. The
-digest is that of the latents after 25 steps from one seed: equal digests are equal bits, also between runs of other
-world sizes. Rounds go through all layouts in turn (A B C A B C), so drifting clocks hit all alike; the slowest rank
-counts.
+digest is that of the latents after 25 steps from one seed: equal digests mean equal bits, also between runs with
+different numbers of processes. Each round times every layout once (A B C A B C), so that drifting clocks affect all
+layouts equally; the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ DIGEST_STEPS = 25
 
 @dataclass(frozen=True)
 class Steps:
-    """Time a denoising step on every layout of the processes there are."""
+    """Time a denoising step on every layout of the running processes."""
 
     model: str = "dit-xl/2"
     """A preset (random weights) or a checkpoint."""
     tokens: tuple[int, ...] = (1024, 4096, 16384)
     """Square token counts."""
     steps: int = 10
-    """Timed steps in a round."""
+    """Number of timed steps in a round."""
     rounds: int = 3
-    """Rounds through all layouts; medians are over these."""
+    """Number of rounds; medians are over rounds."""
     layouts: tuple[str, ...] = ()
-    """Only these, as strategy:cfg:ring (ulysses:2:1); all that fit where none are given."""
+    """Layouts to time, as strategy:cfg:ring (ulysses:2:1); all that fit if none are given."""
     local: str = "auto"
-    """Local attention."""
+    """Implementation of attention on one device."""
     transport: str = "auto"
-    """How blocks travel between ranks."""
+    """Transport of the exchanges between ranks."""
     graph: bool = True
-    """Replay the step as a CUDA graph where that is possible."""
+    """Replay the step as a CUDA graph if that is possible."""
     exact: bool = False
-    """A row's bits depend on that row alone (seqpar/exact.py): what that costs."""
+    """Time the exact mode (seqpar/exact.py), in which the bits of a batch row depend on that row alone."""
     out: Path | None = None
     """Append JSON lines here."""
 
@@ -75,7 +75,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """As --layouts takes it."""
+        """The layout in the form that --layouts takes."""
         return f"{self.strategy}:{self.cfg}:{self.ring}"
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ def main(args: Steps) -> None:
     for tokens in args.tokens:
         lines = measure(args, model, tokens, world, device)
         if not dist.is_initialized() or meshes.join()[0] == 0:
-            report(lines, args.out)  # as they come: a run that is cut short keeps what it measured
+            report(lines, args.out)  # at once, so that an interrupted run keeps its lines
 
 
 def check(args: Steps, world: int) -> None:
@@ -107,7 +107,7 @@ def check(args: Steps, world: int) -> None:
 
 
 def check_squares(counts: Sequence[int]) -> None:
-    """Raise `ValueError` for a token count that is no square picture's."""
+    """Raise `ValueError` for a token count that is not a square number."""
     for tokens in counts:
         side = isqrt(max(0, tokens))
         if tokens < 1 or side**2 != tokens:
@@ -116,7 +116,7 @@ def check_squares(counts: Sequence[int]) -> None:
 
 
 def measure(args: Steps, model: SequenceModel, tokens: int, world: int, device: torch.device) -> list[dict[str, Any]]:
-    """One line for each layout of one token count."""
+    """Return one JSON line for each layout at one token count."""
     side = isqrt(tokens) * model.config.patch_size
     runs = {layout: Run(args, model, layout, side, device) for layout in layouts(args, world)}
     digests = {layout: run.digest() for layout, run in runs.items()}
@@ -130,7 +130,7 @@ def measure(args: Steps, model: SequenceModel, tokens: int, world: int, device: 
 def line(
     args: Steps, tokens: int, world: int, layout: Layout, dit: DistributedDiT, times: list[float], bits: str
 ) -> dict[str, Any]:
-    """All there is to say about one row."""
+    """Return the JSON line of one layout."""
     case = {"model": args.model, "tokens": tokens, "layout": str(layout), "local": dit.local.name, "graph": args.graph}
     case |= {"transport": dit.transport.name, "exact": args.exact}
     case |= {"guidance": "axis" if layout.cfg == 2 else "batched", "dtype": str(dit.dtype).removeprefix("torch.")}
@@ -146,12 +146,12 @@ def line(
 
 
 def layouts(args: Steps, world: int) -> list[Layout]:
-    """See `fitting`."""
+    """Return the layouts that the flags ask for (see `fitting`)."""
     return fitting(args.layouts, world)
 
 
 def fitting(names: Sequence[str], world: int) -> list[Layout]:
-    """All layouts of this world, or those named; `ValueError` for one that this world does not have."""
+    """Return all layouts of this number of processes, or those named; `ValueError` for a name that does not fit."""
     found = []
     for cfg in (1, 2) if world % 2 == 0 else (1,):
         rest = world // cfg
@@ -164,12 +164,12 @@ def fitting(names: Sequence[str], world: int) -> list[Layout]:
 
 
 def named(ring: int, ulysses: int) -> list[str]:
-    """The strategies that are known by such a mesh: alone on its sequence a rank does not exchange, and one is."""
+    """Return the strategies that run on this mesh; a single rank exchanges nothing, so only one is listed for it."""
     return [name for name, facts in strategies().items() if facts.names(ring, ulysses)]
 
 
 class Run:
-    """One layout, ready to be timed again and again."""
+    """One layout that is set up and can be timed repeatedly."""
 
     def __init__(self, args: Steps, model: SequenceModel, layout: Layout, side: int, device: torch.device) -> None:
         self._mesh = Mesh.from_env(cfg=layout.cfg, ring=layout.ring, ulysses=layout.ulysses, device=device)
@@ -178,11 +178,11 @@ class Run:
         self._noise = draw_noise((1, model.config.in_channels, side, side), torch.Generator().manual_seed(0))
 
     def digest(self) -> str:
-        """Of the latents after all steps; also the warm-up."""
+        """Return the digest of the latents after 25 steps; this run is also the warm-up."""
         return digest(self._sample(DIGEST_STEPS))
 
     def time(self, steps: int) -> float:
-        """ms a step of the slowest rank, between the end of the second step and that of the last."""
+        """Return ms a step of the slowest rank, measured from the end of the second step to the end of the last."""
         marks: list[Any] = []
         self._sample(steps + 2, lambda index: marks.append(mark(self._mesh.device)))
         if self._mesh.device.type == "cuda":
@@ -201,7 +201,7 @@ class Run:
 
 
 def mark(device: torch.device) -> Any:
-    """A point in time: an event of the GPU's stream, or the clock."""
+    """Return a point in time: an event on the GPU's stream, or the time of the host's clock."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -210,7 +210,7 @@ def mark(device: torch.device) -> Any:
 
 
 def report(lines: list[dict[str, Any]], out: Path | None) -> None:
-    """The table for people; the lines for whoever checks it."""
+    """Print the table and append the JSON lines to the file."""
     for line in lines:
         case, ms = line["case"], line["ms"]
         print(

@@ -180,7 +180,7 @@ def exchange(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def scale(lines: Sequence[dict[str, Any]]) -> str:
-    """The fastest layout of one picture on each number of GPUs, beside its ceiling, the fastest peer and one GPU."""
+    """The fastest layout of one picture on each number of GPUs, beside its ceiling, another engine and one GPU."""
     rows = []
     for _, mine in _by_gpus(lines):
         if not (ours := _fastest(mine, "ours")):
@@ -237,7 +237,7 @@ def soonest(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def ways(lines: Sequence[dict[str, Any]]) -> str:
-    """Every row: our layouts, peers, ceilings, and the reason where a row was not possible."""
+    """Every row: our layouts, other engines, ceilings, and the reason where a row was not possible."""
     rows = []
     for line in lines:
         memory = f"{line['gib'] + line['outside_gib']:.1f}" if "gib" in line else "-"

@@ -1,6 +1,7 @@
-"""The ways of computing a step that `launch/bench.py scale` times: ours, the peers', and the ceilings of our layouts.
+"""Ways of computing a step that `launch/bench.py scale` times: our layouts, other engines, and our layouts' ceilings.
 
-Each is set up, used and freed on its own (`Way.ready`): all of them at once, with their graphs' memory, would not fit.
+Each way is set up, used and freed on its own (`Way.ready`), because all of them with their CUDA graphs would not fit in
+memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import nn
 
-from launch.baselines.peers import DeviceMeshes, Peer, device_meshes, peer_step, peers, with_core
+from launch.baselines.engines import DeviceMeshes, OtherEngine, device_meshes, other_engines, other_step, with_core
 from launch.baselines.plain import plain_model
 from launch.benches.ceiling import ceiling, share
 from launch.benches.steps import GUIDANCE, Layout, named
@@ -36,8 +37,11 @@ RUN_STEPS = 25
 
 @dataclass(frozen=True)
 class Ready:
-    """A way that is set up: one step, what to do before many of them, and after. bits: of the first picture's latents,
-    from fresh noise, once."""
+    """A way that is set up.
+
+    step: computes one step. before, after: are called before and after many steps. bits: returns the digest of the
+    first picture's latents; call it once, before any step.
+    """
 
     step: Callable[[], object]
     bits: Callable[[], str | None] = lambda: None
@@ -47,7 +51,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Way:
-    """kind: ours, peer or ceiling; weights: bytes of the model it runs; case: what its line says of it."""
+    """A way of computing a step.
+
+    kind: "ours", "peer" (another engine) or "ceiling". weights: bytes of the model's weights. case: the facts about it
+    that its JSON line repeats.
+    """
 
     kind: str
     name: str
@@ -59,7 +67,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all token counts share. engines: each layout by each transport, or the reason why not."""
+    """What all token counts share. engines: the model for each layout and transport, or the reason for none."""
 
     mesh: Mesh
     model: SequenceModel
@@ -70,7 +78,7 @@ class Bench:
 
 
 def make_bench(model: SequenceModel, chosen: Sequence[Layout], local: str, device: torch.device) -> Bench:
-    """Meshes, engines and the plain model, once: communicators are dear."""
+    """Make the meshes, engines and plain model once, because creating communicators is slow."""
     world, config = Mesh.from_env(cfg=1, device=device), model.config
     dtype = next(model.parameters()).dtype
     made: dict[tuple[int, ...], Mesh] = {}
@@ -89,7 +97,7 @@ def make_bench(model: SequenceModel, chosen: Sequence[Layout], local: str, devic
 
 
 def data_layouts(world: int) -> list[Layout]:
-    """Several pictures at once: for each number of them the layout that puts the branches apart where it can."""
+    """Return a layout for each number of pictures at once; its cfg axis splits the guidance branches if it can."""
     counts = [count for count in range(2, world + 1) if world % count == 0]
     rests = [(count, world // count) for count in counts]
     axes = [(count, 2 - rest % 2, rest // (2 - rest % 2)) for count, rest in rests]
@@ -97,18 +105,18 @@ def data_layouts(world: int) -> list[Layout]:
 
 
 def size_of(tokens: int, patch: int) -> tuple[int, int]:
-    """Height and width of the latent of so many tokens that is nearest to a square."""
+    """Return height and width of the latent with this number of tokens that is closest to a square."""
     rows = next(rows for rows in range(isqrt(tokens), 0, -1) if tokens % rows == 0)
     return rows * patch, tokens // rows * patch
 
 
 def all_ways(bench: Bench, tokens: int, digest_steps: int, others: bool, compiled: bool) -> list[Way]:
-    """Ours, the ceilings of their layouts, and the peers': graphs last, because a capture may fail."""
+    """Return our ways, their ceilings and other engines; these come last with graphs, whose capture may fail."""
     size = size_of(tokens, bench.model.config.patch_size)
     return [
         *_ours(bench, size, digest_steps),
         *_ceilings(bench, tokens),
-        *(_peers(bench, tokens, size, compiled) if others else ()),
+        *(_others(bench, tokens, size, compiled) if others else ()),
     ]
 
 
@@ -131,23 +139,25 @@ def _ceilings(bench: Bench, tokens: int) -> Iterator[Way]:
         yield Way("ceiling", f"ceiling of {layout}", ready, _bytes(bench.model), layout.data, {"layout": str(layout)})
 
 
-def _peers(bench: Bench, tokens: int, size: tuple[int, int], compiled: bool) -> Iterator[Way]:
-    found = peers(
+def _others(bench: Bench, tokens: int, size: tuple[int, int], compiled: bool) -> Iterator[Way]:
+    found = other_engines(
         bench.mesh, bench.device_meshes, tokens, bench.model.config.num_attention_heads, load_local(bench.local)
     )
-    modes = [(peer, blocks) for blocks in (False, True) for peer in found if not blocks or (compiled and peer.compiles)]
-    twins = [(peer, blocks, with_core(bench.plain, peer.core, blocks)) for peer, blocks in modes]
+    modes = [
+        (other, blocks) for blocks in (False, True) for other in found if not blocks or (compiled and other.compiles)
+    ]
+    twins = [(other, blocks, with_core(bench.plain, other.core, blocks)) for other, blocks in modes]
     for graph in (False, True) if bench.mesh.device.type == "cuda" else (False,):
-        for peer, blocks, twin in twins:
+        for other, blocks, twin in twins:
             launch = ("compiled blocks" if blocks else "eager", *(["graph"] if graph else []))
-            ready = partial(_peer, bench, peer, twin, size, graph)
-            name = f"{peer.name}, {' + '.join(launch)}"
+            ready = partial(_other, bench, other, twin, size, graph)
+            name = f"{other.name}, {' + '.join(launch)}"
             yield Way("peer", name, ready, _bytes(bench.plain), case={"launch": " + ".join(launch)})
 
 
 @contextmanager
 def engine(dit: DistributedDiT, size: tuple[int, int], images: int, digest_steps: int) -> Iterator[Ready]:
-    """A run of 25 steps, its step in a graph where there is a GPU; picture n from seed n whatever the layout."""
+    """Set up a run of 25 steps of our engine, in a CUDA graph on GPUs; picture n has seed n in every layout."""
     shape = (1, dit.config.in_channels, *size)
     noise = torch.cat([draw_noise(shape, torch.Generator().manual_seed(seed)) for seed in range(images)])
     labels = {"class_labels": torch.zeros(images, dtype=torch.int64)}
@@ -188,11 +198,11 @@ def _ceiling(bench: Bench, tokens: int, strategy: str, mesh: Mesh) -> Iterator[R
 
 
 @contextmanager
-def _peer(bench: Bench, peer: Peer, twin: nn.Module, size: tuple[int, int], graph: bool) -> Iterator[Ready]:
-    if peer.refusal is not None:
-        raise ValueError(peer.refusal)
-    step = peer_step(twin, bench.model, size, bench.mesh, GUIDANCE.scale)
-    step()  # here, and not in the warm-up of a graph: compiling tunes and loads on a stream of its own
+def _other(bench: Bench, other: OtherEngine, twin: nn.Module, size: tuple[int, int], graph: bool) -> Iterator[Ready]:
+    if other.refusal is not None:
+        raise ValueError(other.refusal)
+    step = other_step(twin, bench.model, size, bench.mesh, GUIDANCE.scale)
+    step()  # compile before the graph's warm-up: compiling tunes and loads on a stream of its own
     yield Ready(graphed(step) if graph else step)
 
 

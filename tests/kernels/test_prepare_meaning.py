@@ -1,6 +1,7 @@
 """What `Prepare` means, against torch.nn's norms and rotary written another way: strategies' tests rely on it.
 
-(`tests/attention/test_strategies.py` uses `prepare` on both sides; `tests/kernels/test_prepare.py` compares kernel and reference.)
+(`tests/attention/test_strategies.py` uses `prepare` on both sides; `tests/kernels/test_prepare.py` compares the kernel
+with the reference.)
 """
 
 from __future__ import annotations

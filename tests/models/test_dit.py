@@ -1,4 +1,4 @@
-"""DiT equals diffusers and the original arithmetic; configs and checkpoints that are not ours are refused."""
+"""Tests that DiT equals diffusers and the original arithmetic, and that other configs and checkpoints are refused."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from seqpar.weights.find import from_diffusers, locate
 from tests.support.meshes import random
 from tests.support.tiny import diffusers_dit, original_state_dict, with_original_arithmetic
 
-CLOSE = 1e-11  # fp64; sinusoids are fp32 in both
+CLOSE = 1e-11  # of fp64; both models have sinusoids in fp32
 
 
 def call(model: nn.Module, x: Tensor) -> Tensor:
-    """Two rows, different timesteps and labels, the second label meaning "no class"."""
+    """Return a prediction of two rows with different timesteps and labels; the second label is the null class."""
     return model(x, timestep=torch.tensor([960, 3]), class_labels=torch.tensor([2, 10])).sample
 
 
 @pytest.mark.parametrize("learned_sigma", [True, False])
 @pytest.mark.parametrize(("patch", "size"), [(2, (8, 8)), (2, (12, 12)), (2, (4, 4)), (4, (8, 8)), (8, (16, 16))])
 def test_dit_equals_diffusers(learned_sigma: bool, patch: int, size: tuple[int, int]) -> None:
-    """Also off the trained size, where positions are interpolated."""
+    """Other sizes than the trained one have interpolated positions."""
     theirs = diffusers_dit(learned_sigma, patch=patch)
     ours = DistributedDiT(theirs, Mesh.single())
     x = random((2, 4, *size), 1)
@@ -71,11 +71,11 @@ def test_dit_takes_non_square_latents_and_both_position_rules() -> None:
     assert out.shape == (2, 8, 6, 10)
     rows = model.positions(6, 10).view(3, 5, -1)
     width = rows.shape[-1] // 2
-    assert torch.equal(rows[0, :, :width], rows[2, :, :width])  # columns first: equal in all rows
+    assert torch.equal(rows[0, :, :width], rows[2, :, :width])  # the column's half: equal in all rows
     assert torch.equal(rows[:, 0, width:], rows[:, 4, width:])
     whole = dit.Model(dit.Config(3, 8, 1, sample_size=8, pos_scaling="none")).positions(6, 10).view(3, 5, -1)
     native = dit.Model(dit.Config(3, 8, 1, sample_size=8)).positions(8, 8).view(4, 4, -1)
-    assert torch.equal(whole[:3, :4], native[:3, :4])  # "none": positions run on, the known part stays
+    assert torch.equal(whole[:3, :4], native[:3, :4])  # "none" extends the positions and keeps the known part
 
 
 def test_patchify_is_the_order_of_a_convolution_and_inverts() -> None:
@@ -125,7 +125,7 @@ def test_a_model_of_another_kind_is_refused() -> None:
 
 
 def wide_layer(device: str) -> tuple[Tensor, nn.Linear, Tensor]:
-    """fp32 rows of many sizes, bf16 weights, and what they make in fp64."""
+    """Return fp32 rows of many magnitudes, a bf16 layer, and its result in fp64."""
     x = random((5, 96), 0, device, torch.float32) * 10.0 ** random((5, 96), 1, device, torch.float32)
     layer = nn.Linear(96, 40).to(device, torch.bfloat16).requires_grad_(False)
     return x, layer, F.linear(x.double(), layer.weight.double(), layer.bias.double())
@@ -142,7 +142,7 @@ def test_a_wide_product_with_narrow_weights_is_as_good_in_parts(monkeypatch: pyt
     x, layer, truth = wide_layer("cpu")
     usual = (_layers.linear(x, layer, torch.float32) - truth).norm()
     monkeypatch.setattr(_layers, "_in_parts", lambda *_: True)
-    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))  # CPUs have none such
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))  # missing on CPUs
     assert (_layers.linear(x, layer, torch.float32) - truth).norm() < 2 * usual
     monkeypatch.setattr(
         _layers, "bf16_parts", lambda x: torch.cat((x.bfloat16(), *2 * [torch.zeros_like(x).bfloat16()]))
@@ -156,5 +156,5 @@ def test_gpu_a_wide_product_with_narrow_weights_is_as_good_in_parts() -> None:
     usual = F.linear(x, layer.weight.float(), layer.bias.float())
     made = _layers.linear(x, layer, torch.float32)
     assert made.dtype == torch.float32
-    assert not torch.equal(made, usual)  # it was made in parts
+    assert not torch.equal(made, usual)  # the product was computed in parts
     assert (made - truth).norm() < 2 * (usual - truth).norm()

@@ -1,4 +1,4 @@
-"""Large-DiT equals an independent plain implementation in fp64: all norms and variants, whole and sharded."""
+"""Tests that Large-DiT equals an independent plain implementation in fp64: all norms and variants, any sharding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.pool import Pool
 from tests.test_distributed import local
 
 CLOSE = 1e-10
-TINY = large_dit.Config(64, 3, 32, 32, 48, num_classes=10)  # 32 heads of 2, as a checkpoint's shapes imply
+TINY = large_dit.Config(64, 3, 32, 32, 48, num_classes=10)  # 32 heads of width 2: checkpoints imply 32 heads
 VARIANTS = {
     "released": TINY,
     "paddle": replace(TINY, block_norm="layer"),
@@ -30,7 +30,7 @@ VARIANTS = {
 
 
 def plain(config: large_dit.Config) -> PlainLargeDiT:
-    """fp64, every parameter random."""
+    """Return the plain model in fp64 with random parameters."""
     model, generator = PlainLargeDiT(config).double(), torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2, generator=generator)
@@ -38,7 +38,7 @@ def plain(config: large_dit.Config) -> PlainLargeDiT:
 
 
 def ours(config: large_dit.Config, device: torch.device) -> large_dit.Model:
-    """The same weights, through the key map of the original format."""
+    """Return our model with the same weights, loaded through the key map of the original format."""
     keys = large_dit.KEY_MAPS["original"](config)
     blueprint = Blueprint("plain", large_dit, config, from_state_dict("plain", plain(config).state_dict()), keys)
     model = blueprint.build(torch.float64, device)
@@ -70,8 +70,8 @@ def sharded(rank: int, world: int, device: torch.device, strategy: str, variant:
 @pytest.mark.parametrize("strategy", LAYOUTS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_sharded_large_dit_equals_the_plain_one(ranks: Pool, world: int, strategy: str, variant: str) -> None:
-    """15 tokens, 32 heads (or 8 key-value heads): uneven on 2, 3 and 4 ranks."""
-    where = torch.device(ranks.device)  # fp32 sines differ between CPUs and GPUs
+    """15 tokens and 32 heads (or 8 key-value heads) are uneven on 2, 3 or 4 ranks."""
+    where = torch.device(ranks.device)  # sines in fp32 differ between CPUs and GPUs
     truth = plain(VARIANTS[variant]).to(where)(*(z.to(where) for z in inputs((6, 10)))).cpu()
     for got in ranks.run(world, sharded, strategy, variant):
         assert (got - truth).abs().max() < CLOSE * truth.abs().max()

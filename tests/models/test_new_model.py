@@ -1,4 +1,4 @@
-"""A model that is one new file in the folder: two streams, masks, several states, segments; sharded as on one rank."""
+"""Tests that a model is one new file: two streams, masks, several states and segments are sharded as on one rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAYOUTS = [(2, ("ulysses", 1, 1)), (2, ("kv_first", 2, 1)), (3, ("ring", 1, 1)),
 
 @contextmanager
 def added() -> Iterator[None]:
-    """The toy's file among those of the folder."""
+    """Add the toy model's file to the folder of models."""
     before = list(seqpar.models.__path__)
     seqpar.models.__path__ = [*before, FOLDER]
     try:
@@ -48,7 +48,7 @@ def added() -> Iterator[None]:
 
 
 def model_of(preset: str, device: torch.device, seed: int = 0, **change: Any) -> SequenceModel:
-    """Random weights, large enough that every part of the model matters."""
+    """Return the toy with random weights, large enough that every part of the model matters."""
     with added():
         blueprint = locate(preset)
         model = replace(blueprint, config=replace(blueprint.config, **change)).build(torch.float64, device, seed)
@@ -58,7 +58,7 @@ def model_of(preset: str, device: torch.device, seed: int = 0, **change: Any) ->
 
 
 def prompts(lengths: tuple[int, int]) -> tuple[Prompt, Prompt]:
-    """With the text and without: texts of other lengths, the first with padding in its second row."""
+    """Return the prompts with and without text, of different lengths; the first has padding in its second row."""
     texts = [random((IMAGES, length, 6), seed) for seed, length in enumerate(lengths)]
     mask = torch.ones(IMAGES, lengths[0], dtype=torch.bool)
     mask[1, -1] = lengths[0] == 1
@@ -97,7 +97,7 @@ def sampled(
     lengths: tuple[int, int],
     guidance: Guidance = GUIDANCE,
 ) -> Tensor:
-    """The latents of the model with two streams."""
+    """Return the latents of the model with two streams."""
     return stepped(start(engine(rank, world, device, layout, model_of("two-streams", device)), lengths, guidance))[
         "image"
     ]
@@ -109,7 +109,7 @@ def alone(ranks: Pool, *more: Any) -> Tensor:
 
 
 class Plain:
-    """Attention of whole streams, written down."""
+    """Attention of whole streams, written out."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -125,7 +125,7 @@ class Plain:
 
 
 def by_hand(model: SequenceModel, prompt: Prompt, t: Tensor) -> Tensor:
-    """The model's prediction for each image on its own: its text has no padding, so there is no mask."""
+    """Return the prediction for each image alone; its text has no padding, so there is no mask."""
     made = []
     for image in range(IMAGES):
         length = int(prompt["text_mask"][image].sum()) if "text_mask" in prompt else prompt["text"].shape[1]
@@ -140,7 +140,7 @@ def by_hand(model: SequenceModel, prompt: Prompt, t: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("lengths", [(5, 5), (4, 7), (7, 1)], ids=str)
 def test_a_prediction_is_the_models_on_each_text_alone(lengths: tuple[int, int]) -> None:
-    """Texts of other lengths in the two branches, and padding, are as if there were none."""
+    """Padding and different text lengths in the two branches do not change the prediction."""
     model, (prompt, negative) = model_of("two-streams", torch.device("cpu")), prompts(lengths)
     run = start(DistributedDiT(model, Mesh.single()), lengths)
     cond, uncond = (by_hand(model, given, run.timesteps[0]) for given in (prompt, negative))
@@ -154,7 +154,7 @@ def test_a_prediction_is_the_models_on_each_text_alone(lengths: tuple[int, int])
 def test_a_new_model_is_the_same_on_every_mesh(
     ranks: Pool, world: int, layout: tuple[str, int, int], lengths: tuple[int, int]
 ) -> None:
-    """Also with fewer text tokens than ranks."""
+    """Some cases have fewer text tokens than ranks."""
     truth = alone(ranks, lengths)
     for got in ranks.run(world, sampled, layout, lengths):
         assert (got - truth).abs().max() < CLOSE * truth.abs().max()
@@ -263,7 +263,7 @@ def test_a_stream_may_have_other_tokens_at_every_step(ranks: Pool) -> None:
 
 
 def segments(rank: int, world: int, device: torch.device, layout: tuple[str, int, int], first: int | None) -> Tensor:
-    """A second model from a step on; None: two runs, of which the second begins where the first one ended."""
+    """Run a second model from step `first` on; None makes two runs, the second of which starts where the first ends."""
     dits = [engine(rank, world, device, layout, model_of("two-streams", device, seed)) for seed in (0, 1)]
     if first is not None:
         return stepped(start(dits[0], (4, 7), segments={first: dits[1]}))["image"]
@@ -318,7 +318,7 @@ def test_a_call_of_a_new_model_is_the_same_on_every_mesh(ranks: Pool) -> None:
 
 
 def planned(rank: int, world: int, device: torch.device) -> str:
-    """Everything "auto": the plan that the planner makes from the file's `work`."""
+    """Return the plan that the planner makes from the file's `work` if everything is "auto"."""
     dit = DistributedDiT(model_of("two-streams", device), local=local(device))
     return dit.strategy.name
 

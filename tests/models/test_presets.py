@@ -1,4 +1,4 @@
-"""The published numbers of every preset, written here: a wrong default in a config cannot agree with itself."""
+"""Tests every preset against its published numbers, which are repeated here so that a wrong default is noticed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seqpar.weights.find import locate
 from tests.models.test_large_dit import ours, plain
 from tests.support.meshes import random
 
-# arXiv 2212.09748, table 1, and facebookresearch/DiT: depth, width, heads; a head's width follows
+# depth, width, heads (a head's width follows): arXiv 2212.09748, table 1, and facebookresearch/DiT
 DIT = {"s": (12, 384, 6), "b": (12, 768, 12), "l": (24, 1024, 16), "xl": (28, 1152, 16)}
 DIT_COMMON = {
     "in_channels": 4,
@@ -24,12 +24,12 @@ DIT_COMMON = {
     "sample_size": 32,
     "num_classes": 1000,
     "attention_bias": True,
-    "freq_shift": 0.0,  # the original divides the sinusoid's exponent by half its width, diffusers by one less
-    "mlp_norm_eps": 1e-6,  # 1e-5 in diffusers
+    "freq_shift": 0.0,  # the original divides the sinusoid's exponent by half its width, diffusers by half - 1
+    "mlp_norm_eps": 1e-6,  # diffusers has 1e-5
     "pos_scaling": "none",
 }
 
-# Alpha-VLLM/LLaMA2-Accessory, Large-DiT-ImageNet: depth, width, feed-forward width; all have 32 heads
+# depth, width, feed-forward width (all have 32 heads): Alpha-VLLM/LLaMA2-Accessory, Large-DiT-ImageNet
 LARGE_DIT = {"600m": (16, 1536, 4096), "3b": (32, 3072, 8192), "7b": (32, 4096, 11008)}
 LARGE_DIT_COMMON = {
     "num_attention_heads": 32,
@@ -46,7 +46,7 @@ LARGE_DIT_COMMON = {
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """Every field of every preset."""
+    """Return every field of every preset."""
     presets: dict[str, dict[str, Any]] = {}
     for size, (layers, width, heads) in DIT.items():
         sizes = {"num_attention_heads": heads, "attention_head_dim": width // heads, "num_layers": layers}
@@ -78,16 +78,16 @@ def test_a_dit_has_layers_of_the_published_widths(name: str) -> None:
 def test_a_large_dit_has_layers_of_the_published_widths(name: str) -> None:
     layers, width, feed_forward = LARGE_DIT[name.removeprefix("large-dit-")]
     shapes = {key: tuple(x.shape) for key, x in locate(name).meta().named_parameters()}
-    assert shapes["y_embedder.weight"] == (1001, 1024)  # the condition is 1024 wide in all of them
+    assert shapes["y_embedder.weight"] == (1001, 1024)  # the condition has width 1024 in all presets
     assert shapes["blocks.0.modulation.weight"] == (6 * width, 1024)
     assert shapes[f"blocks.{layers - 1}.w13.weight"] == (2 * feed_forward, width)
     assert shapes["blocks.0.qkv.weight"] == (3 * width, width)
-    assert shapes["blocks.0.q_norm.weight"] == (width,)  # over all heads, not one by one
+    assert shapes["blocks.0.q_norm.weight"] == (width,)  # the norm goes over all heads together
     assert f"blocks.{layers}.w2.weight" not in shapes
 
 
 def published_arithmetic(config: large_dit.Config) -> PlainLargeDiT:
-    """The plain model with all that is not a size written here, not taken from the config under test."""
+    """Return the plain model; all settings but sizes are written here, not taken from the config under test."""
     model = plain(replace(config, norm_eps=1e-5, block_norm="rms", qk_norm=True))
     for layer in model.layers:
         layer.attention_norm.eps = layer.ffn_norm.eps = 1e-5  # pyright: ignore
@@ -97,8 +97,8 @@ def published_arithmetic(config: large_dit.Config) -> PlainLargeDiT:
 
 
 def differences(eps: float) -> float:
-    """Largest difference between the engine with its defaults and the plain model with this eps in its blocks."""
-    config = large_dit.Config(64, 3, 32, 32, 48, num_classes=10)  # sizes alone: the rest are the defaults
+    """Return the largest difference between the engine with its defaults and the plain model with this eps."""
+    config = large_dit.Config(64, 3, 32, 32, 48, num_classes=10)  # only sizes are given
     truth = published_arithmetic(config)
     for layer in truth.layers:
         layer.attention_norm.eps = layer.ffn_norm.eps = eps  # pyright: ignore
@@ -110,13 +110,13 @@ def differences(eps: float) -> float:
 
 def test_large_dit_with_its_defaults_is_the_published_arithmetic() -> None:
     assert differences(1e-5) < 1e-10
-    assert differences(1e-6) > 1e-8  # a negative control: this comparison sees the eps
+    assert differences(1e-6) > 1e-8  # negative control: the comparison depends on eps
 
 
 @pytest.mark.parametrize("size", [(8, 8), (6, 10)], ids=str)
 def test_rotary_rows_are_the_published_ones(size: tuple[int, int]) -> None:
-    """Attention sees differences of positions alone, so a table that counts from 1 would give the same picture."""
-    model = large_dit.Model(large_dit.Config(256, 1, 32, 32, 48, num_classes=10))  # heads of 8
+    """Attention depends only on differences of positions, so a table that counts from 1 would give the same picture."""
+    model = large_dit.Model(large_dit.Config(256, 1, 32, 32, 48, num_classes=10))  # the head width is 8
     index, frequencies = torch.arange(size[0] // 2 * (size[1] // 2)), 10000.0 ** -torch.tensor([0, 0.25, 0.5, 0.75])
     angles = index[:, None] * frequencies
     assert torch.allclose(model.positions(*size), torch.cat((angles.cos(), angles.sin()), dim=1), atol=1e-6)

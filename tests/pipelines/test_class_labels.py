@@ -1,4 +1,4 @@
-"""The built-in model, whole: our pipeline, and a diffusers pipeline on our transformer, against diffusers alone."""
+"""Tests of the built-in model: our pipeline, and diffusers' pipeline with our transformer, against diffusers alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAME_PSNR_DB = 60.0
 
 @pytest.fixture(scope="module")
 def theirs() -> Tensor:
-    """diffusers alone, in fp32, on the same kind of device: the oracle."""
+    """Return the oracle's pictures: diffusers alone, in fp32, on the same kind of device."""
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     return diffusers_pictures(DiTPipeline.from_pretrained(BUILTIN).to(DEVICE))
 
@@ -40,7 +40,7 @@ def diffusers_pictures(pipe: DiTPipeline) -> Tensor:
 
 
 def psnr(a: Tensor, b: Tensor) -> float:
-    """Of pictures in [0, 1], in dB."""
+    """Return the PSNR of pictures in [0, 1], in dB."""
     return float(-10 * (a.float().cpu() - b.float().cpu()).square().mean().log10())
 
 

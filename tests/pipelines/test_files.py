@@ -1,4 +1,4 @@
-"""Pipeline folders: what is missing, truncated or of another kind is refused before weights load, and says what."""
+"""Tests that missing, truncated or wrong files of a pipeline folder are refused by name before weights load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from seqpar.weights import find as _find
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the built-in model, to be spoilt."""
+    """Return a copy of the built-in model, which tests may damage."""
     return Path(shutil.copytree(BUILTIN, tmp_path / "copy"))
 
 
@@ -193,7 +193,7 @@ def test_a_scheduler_that_cannot_do_it_is_refused(name: str | None, steps: int, 
 
 
 def test_flow_matching_makes_pictures() -> None:
-    """The built-in model was not trained with it, so that only diffusers' own latents can be compared with."""
+    """The built-in model was not trained with flow matching, so the test compares latents with diffusers'."""
     files = Files.locate("builtin")
     scheduler = files.schedule("FlowMatchEulerDiscreteScheduler", 3)
     assert str(decide(scheduler)) == "on local tokens (from the last 1 state(s) and 1 output(s))"

@@ -1,4 +1,4 @@
-"""The output file: written whole with the permissions of any other file, tested early without leaving a trace."""
+"""Tests of the output file: it is written whole, with usual permissions, and the early check leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counted costs are what is really computed, moved and kept: against FLOP counters, real exchanges and hand counts."""
+"""Tests of the planner's costs against FLOP counters, real exchanges and counts by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.pool import Pool
 
 DIM = 8
 SEVEN_B = large_dit.work(large_dit.PRESETS["large-dit-7b"])
-# 3 heads and few key-value heads: sizes that no formula gets right by accident
+# 3 heads and few key-value heads, so that a wrong formula cannot be right by accident
 TINY = {
     "dit": (dit, dit.Config(3, 8, 2, sample_size=8, num_classes=5)),
     "large_dit": (large_dit, large_dit.Config(24, 2, 3, 1, 40, num_classes=5)),
@@ -59,7 +59,7 @@ def test_a_step_has_the_flops_that_torch_counts(name: str, batch: int) -> None:
 
 @pytest.mark.parametrize("preset", ["dit-xl/2", "dit-s/8", "large-dit-3b"])
 def test_the_products_are_the_models_linear_layers(preset: str) -> None:
-    """What is left of a model's matrices is modulation and conditioning, which are computed before the loop."""
+    """The model's other matrices are modulation and conditioning, which are computed before the loop."""
     blueprint = locate(preset)
     work: Work = blueprint.module.work(blueprint.config)
     model = blueprint.meta()
@@ -78,7 +78,7 @@ def test_the_products_are_the_models_linear_layers(preset: str) -> None:
 def test_large_dit_by_hand() -> None:
     assert SEVEN_B.step(2, 256).flops == pytest.approx(6.70e12, rel=1e-3)
     assert large_dit.work(large_dit.PRESETS["large-dit-3b"]).step(2, 256).flops == pytest.approx(3.76e12, rel=1e-3)
-    # per block: 3 E^2 + E^2 + 3 E F matrix elements, 2 FLOPs each and row; 4 b s^2 E in attention
+    # a block has 3 E^2 + E^2 + 3 E F matrix elements with 2 FLOPs each a row; attention has 4 b s^2 E FLOPs
     products = 2 * 512 * (4 * 4096**2 + 3 * 4096 * 11008)
     assert SEVEN_B.block(2, 256).flops == products + 4 * 2 * 256**2 * 4096
 
@@ -98,7 +98,7 @@ def test_large_dit_by_hand() -> None:
     ],
 )
 def test_bytes_of_a_layer_by_hand(strategy: str, ring: int, ulysses: int, tokens: int, mb: float) -> None:
-    """Large-DiT-7B, two rows, bf16. Ulysses: 4 b (s/N) d (N - 1)/N elements; ring and gather: 2 b (s/N) d (N - 1)."""
+    """Large-DiT-7B, two rows, bf16: ulysses sends 4 b (s/N) d (N - 1)/N elements, ring and gather 2 b (s/N) d (N-1)."""
     moved = sum(costs.busiest(costs.layers(SEVEN_B, layout(strategy, ring, ulysses), tokens)))
     assert moved * 2 * SEVEN_B.head_dim * 2 / 1e6 == pytest.approx(mb, abs=0.05)
 
@@ -114,7 +114,7 @@ def of(heads: int, kv_heads: int) -> Work:
 
 
 def spied(rank: int, world: int, device: torch.device, strategy: str, case: tuple[int, ...]) -> tuple[Any, int, int]:
-    """What the exchanges of one layer hand to torch.distributed; bytes of the buffers kept; FLOPs of attention."""
+    """Return one layer's calls of torch.distributed, the bytes of the buffers it keeps, and its attention's FLOPs."""
     batch, tokens, heads, kv = case
     mesh, seen = mesh_for(strategy, world, device), []
     where = mesh.ulysses.rank
@@ -141,7 +141,7 @@ def spied(rank: int, world: int, device: torch.device, strategy: str, case: tupl
 
 
 def kept(thing: Any, found: dict[int, int]) -> dict[int, int]:
-    """Storage -> bytes of all tensors that an object holds."""
+    """Add the storage of each tensor that an object holds to `found`, with its bytes, and return it."""
     if isinstance(thing, Tensor):
         found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     elif isinstance(thing, dict | list | tuple):
@@ -153,7 +153,7 @@ def kept(thing: Any, found: dict[int, int]) -> dict[int, int]:
 
 
 def check_what_is_counted(ranks: Pool, world: int, strategy: str, case: tuple[int, ...], run: Any = spied) -> None:
-    """Compare every rank's messages, buffers and FLOPs of attention with what the strategy's file says of that rank."""
+    """Compare every rank's messages, buffers and attention FLOPs with the costs that the strategy's file predicts."""
     batch, tokens, heads, kv = case
     ring = ring_of(strategy, world)
     work, where = of(heads, kv), layout(strategy, ring, world // ring)
@@ -167,7 +167,7 @@ def check_what_is_counted(ranks: Pool, world: int, strategy: str, case: tuple[in
         assert counted == sum(call.flops for call in costs.attention_calls(work, layer, batch))
     most = max(max(sent, got) for seen, _, _ in results for sent, got, _ in seen)
     assert most == max(costs.busiest(every)) * value
-    assert max(layer.kept for layer in every) == every[0].kept  # rank 0 is the slowest one, and stands for all
+    assert max(layer.kept for layer in every) == every[0].kept  # the planner looks at rank 0 only: it is slowest
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -187,8 +187,8 @@ def test_negative_control_another_layout_moves_something_else() -> None:
     assert moves("usp", 2, 2) == (Move(24, 24, 1), Move(32, 32, 1), Move(8, 8, 1))
 
 
-def test_peers_write_less_at_home_and_keep_less() -> None:
-    """128 tokens a rank, 4 heads, two ranks, norms and rotary. By hand, values of one head."""
+def test_peer_memory_writes_less_locally_and_keeps_less() -> None:
+    """128 tokens a rank, 4 heads, two ranks, norms and rotary; counted by hand, in values of one head."""
     work = Work(1, 16, 4, 4, 4, (), (), True, (), 0, 0)
 
     def rank(
@@ -197,16 +197,16 @@ def test_peers_write_less_at_home_and_keep_less() -> None:
         return costs.layers(of, layout(strategy, ring, ulysses, transport), 256, batch)[0]
 
     nccl, peer = rank("ulysses", 1, 2, "nccl"), rank("ulysses", 1, 2, "peer")
-    # q, k, v read and written; my 2 heads of 256 tokens read and written; the output of both ranks interleaved
+    # read and write: q, k, v; this rank's 2 heads of 256 tokens; the interleaved output of both ranks
     assert nccl.passes == ((2 * 128 * 12, 1), (2 * 256 * 2, 1), (2 * 128 * 4, 2))
     assert peer.passes == ((128 * 12 * 3 // 2, 1), (256 * 2 * 3 // 2, 1))
     assert rank("kv_gather", 1, 2).passes == ((2 * 128 * 12, 1),)
     q_k_v = ((2 * 128 * 4, 1),) * 3
     assert rank("kv_first", 1, 2).passes == q_k_v
     assert rank("kv_first", 1, 2, "peer", 2).passes == q_k_v
-    assert rank("kv_first", 1, 2, "peer").passes == q_k_v[:2]  # the product of v wrote it
+    assert rank("kv_first", 1, 2, "peer").passes == q_k_v[:2]  # the GEMM of v writes it into the readers' buffers
     assert rank("kv_first").passes == ((2 * 256 * 8, 1),)
-    plain = replace(work, prepares=False)  # queries stay as they are
+    plain = replace(work, prepares=False)  # queries are not prepared
     assert rank("kv_gather", 1, 2, of=plain).passes == ((2 * 128 * 8, 1),)
     assert rank("kv_first", 1, 2, "peer", of=plain).passes == q_k_v[:1]
     assert rank("ring", 2, 1).passes == ((2 * 128 * 8, 1), (4 * 128 * 4, 2))
@@ -217,7 +217,7 @@ def test_peers_write_less_at_home_and_keep_less() -> None:
 
 
 def test_merges_of_a_ring_by_hand() -> None:
-    """Two bf16 parts merge with 6 bytes a value; each further one costs 10 (fp32 read and written, bf16 read)."""
+    """Merging two bf16 parts moves 6 bytes a value; each further part moves 10 (fp32 read and written, bf16 read)."""
 
     def merged(strategy: str, ring: int) -> tuple[int, int]:
         return costs.merge_bytes(of(4, 4), costs.layers(of(4, 4), layout(strategy, ring), 64)[0], 1, 2)
@@ -228,7 +228,7 @@ def test_merges_of_a_ring_by_hand() -> None:
 
 
 def test_totals_of_a_step_by_hand() -> None:
-    """Large-DiT-7B, one guided picture of 256 tokens in bf16 on four ranks by ulysses: 3.1 MB a layer (see above)."""
+    """Large-DiT-7B sends 3.1 MB a layer for one guided picture of 256 tokens in bf16 on four ranks by ulysses."""
     found = costs.totals(SEVEN_B, layout("ulysses", 1, 4), 256, 1, True, 2)
     assert found.flops == SEVEN_B.step(2, 256).flops
     assert found.elements == SEVEN_B.step(2, 256).elements
@@ -236,7 +236,7 @@ def test_totals_of_a_step_by_hand() -> None:
     assert found.messages == 32 * 2 * 3
     apart = costs.totals(SEVEN_B, Layout(1, 2, 1, 2, "ulysses", "gloo"), 256, 1, True, 2)
     assert apart.flops == found.flops
-    assert apart.sent / 32 == pytest.approx(4.2e6 / 2, abs=0.05e6)  # one branch a rank
+    assert apart.sent / 32 == pytest.approx(4.2e6 / 2, abs=0.05e6)  # each rank has one guidance branch
     assert costs.totals(SEVEN_B, layout("ulysses"), 256, 1, True, 2).sent == 0
 
 

@@ -1,4 +1,4 @@
-"""One auto: the launcher, the library and the caller's own mesh all get what the planner decided, once."""
+"""Tests that `auto` is one decision: launcher, library and the caller's own mesh all get the planner's plan."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shown(plan: Plan) -> tuple[Any, ...]:
 
 
 def launched(rank: int, world: int, device: torch.device, folder: str) -> list[tuple[Any, ...]]:
-    """What the launcher plans for one guided picture, and what the library does for the same model."""
+    """Return the launcher's plan for one guided picture, and the library's plan for the same model."""
     args = Args(model="builtin", classes=("0",), dtype="fp32", out=Path(folder) / "x.png")
     ranks = Mesh.joined(device)
     job = check(args, ranks, Guidance(4.0))
@@ -126,7 +126,7 @@ def test_a_model_without_work_is_refused() -> None:
 
 
 def test_a_plan_for_a_known_load_differs_from_one_for_the_models_own_size() -> None:
-    """A negative control of the first test: the load decides."""
+    """Negative control of the first test: another load leads to another plan."""
     files, ranks = Files.locate("builtin"), Mesh.single()
     work = work_of(files.blueprint.config)
     one, two = (

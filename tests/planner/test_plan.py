@@ -1,4 +1,4 @@
-"""The planner takes what it predicts to be best, says why, and refuses what cannot be."""
+"""Tests that the planner picks the layout with the best prediction, explains it, and refuses impossible requests."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def test_without_guidance_all_ranks_are_on_the_sequence() -> None:
 @pytest.mark.parametrize(
     ("change", "best"),
     [
-        ({"exchange": {"peer": ((1e3, 1000.0), (1e9, 1100.0))}}, KV4),  # every exchange is slow: one, not two
-        ({"exchange": {"peer": ((1e3, 1.0), (1e9, 1e6))}}, U4),  # every byte is
+        ({"exchange": {"peer": ((1e3, 1000.0), (1e9, 1100.0))}}, KV4),  # exchanges are slow: few are better
+        ({"exchange": {"peer": ((1e3, 1.0), (1e9, 1e6))}}, U4),  # bytes are slow: few are better
     ],
     ids=["slow to start", "slow links"],
 )
 def test_other_rates_another_choice(change: dict[str, Any], best: Layout) -> None:
-    """On four ranks of one sequence kv_gather moves twice the bytes of ulysses in half the exchanges."""
+    """On four ranks of one sequence kv_gather moves twice as many bytes as ulysses, in half as many exchanges."""
     found = planned(replace(ONE, guidance=False, labels=1), rates=replace(H200, **change))
     assert found.best == best
 
@@ -89,7 +89,7 @@ def test_ties_go_to_the_first_in_order_and_rings_only_where_nothing_else_fits() 
     everything = planned(crowded, transport="nccl", memory=None)
     needs = {row.layout: row.memory.total / GIB for row in everything.ranked}
     ring4 = of(1, 1, "ring", "nccl", ring=4)
-    assert min(needs, key=lambda layout: needs[layout]) == ring4  # two blocks, not the sequence
+    assert min(needs, key=lambda layout: needs[layout]) == ring4  # it keeps two blocks, the others keep all
     others = min(need for layout, need in needs.items() if layout.strategy in ("ulysses", "kv_gather"))
     roomy = planned(crowded, transport="nccl", memory=1.01 * others / 0.95)
     assert roomy.best.strategy in ("ulysses", "kv_gather")
@@ -110,7 +110,7 @@ def test_more_tokens_take_longer_and_more_memory(layout: Layout) -> None:
 
 
 def test_the_slowest_rank_counts() -> None:
-    """6 heads on 4 ranks: two of them have 2. 4097 tokens: one rank has 1025."""
+    """With 6 heads on 4 ranks, two ranks have 2 heads; with 4097 tokens, one rank has 1025."""
     few, steady = replace(SEVEN_B, heads=6, kv_heads=6), replace(H200, attention={128: ((1.0, 600.0),)})
     whole = predict(few, ONE, ALONE, steady).attention
     assert predict(few, ONE, U4, steady).attention == pytest.approx(whole / 3)
@@ -122,7 +122,7 @@ def test_the_slowest_rank_counts() -> None:
 
 
 def test_memory_by_hand() -> None:
-    """7B in bf16 on one rank: weights; 25 steps x 2 labels x (6 x 32 + 2) x 4096 fp32 and two rows of one step."""
+    """The 7B in bf16 on one rank keeps weights, 25 steps x 2 labels x (6 x 32 + 2) x 4096 fp32, and two more rows."""
     memory = predict(SEVEN_B, ONE, ALONE, H200).memory
     row = (6 * 32 + 2) * 4096 * 4
     assert memory.weights == 2 * PARAMETERS
@@ -130,9 +130,9 @@ def test_memory_by_hand() -> None:
     assert memory.activations == 8192 * ((4 * 4096 + 3 * 11008) * 2 + 3 * 16 * 4)
     assert memory.exchange == 0
     chunked = predict(SEVEN_B, replace(ONE, steps=1000, labels=100), ALONE, H200).memory
-    assert chunked.table == (6 * 100 + 2) * row  # 2 GiB hold six steps
+    assert chunked.table == (6 * 100 + 2) * row  # six steps fit in 2 GiB
     shared = predict(SEVEN_B, ONE, of(1, 4, "kv_gather", "nccl"), H200).memory
-    assert shared.exchange == 2 * 2 * 4096 * (1024 + 2 * 4096)  # q of my tokens, all keys and values
+    assert shared.exchange == 2 * 2 * 4096 * (1024 + 2 * 4096)  # q of this rank's tokens, keys and values of all tokens
 
 
 def test_a_layout_that_does_not_fit_is_listed_with_the_reason() -> None:
@@ -181,7 +181,7 @@ def test_the_impossible_is_refused(world: int, load: Load, wish: Wish, message: 
         (2, "ring", "cfg=1", (1, 2, 1)),
         (4, "ring", "cfg=2", (2, 2, 1)),
         (8, "usp", "cfg=2", (2, 2, 2)),
-        (4, "ring", "ring=2", (2, 2, 1)),  # all axes of the sequence are given: the rest is for guidance
+        (4, "ring", "ring=2", (2, 2, 1)),  # the sequence axes are given, so the other ranks are for guidance
         (4, "ulysses", "ulysses=2", (2, 1, 2)),
         (4, "usp", "ulysses=2", (1, 2, 2)),
         (4, "kv_gather", "ring=2", (1, 2, 2)),
@@ -222,8 +222,8 @@ def test_throughput_gives_pictures_to_ranks_where_there_are_enough() -> None:
     many = planned(replace(ONE, images=4), wish=Wish("throughput"))
     assert many.best == Layout(4, 1, 1, 1, "ulysses", "peer")
     assert many.ranked[0].exchange == 0
-    assert planned(replace(ONE, images=4)).best == CFG_KF2  # the first picture soonest: all ranks on it
-    assert planned(wish=Wish("throughput")).best == CFG_KF2  # one picture cannot be split so
+    assert planned(replace(ONE, images=4)).best == CFG_KF2  # latency of the first picture: all ranks work on it
+    assert planned(wish=Wish("throughput")).best == CFG_KF2  # one picture cannot use a data axis
     three = planned(replace(ONE, images=3), wish=Wish("throughput"))
     assert three.best.data < 3  # three pictures on two ranks of data would leave one rank waiting for the other
 

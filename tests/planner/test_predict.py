@@ -1,4 +1,4 @@
-"""The planner expects what was measured, and picks the fastest of it."""
+"""Tests that the planner's predictions match measurements, and that it picks the layout measured as the fastest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqpar.planner.rates import H200
 from seqpar.planner.search import TIE, Wish
 from tests.planner.test_plan import ALONE, CFG_KF2, CFG_KV2, CFG_U2, ONE, SEVEN_B, U4, XL, of, planned
 
-# ms a step of Large-DiT-7B by peers' memory (kv_first when its projection was two products):
+# ms a step of Large-DiT-7B by the `peer` transport (kv_first when its projection was two products):
 # docs/benchmarks/2026-11-21-4xh200.md, one GPU: 2026-11-21-h200.md and 2026-11-20-h200-tuned.md
 PEERS = {
     256: {ALONE: 11.51, U4: 5.40, CFG_U2: 5.32, CFG_KV2: 5.13, CFG_KF2: 5.52},
@@ -27,7 +27,7 @@ NCCL = {
     4096: {XL_ALONE: 26.54, XL_U2: 17.72, XL_KV2: 16.82, XL_R2: 16.69, XL_CFG: 13.42},
     16384: {XL_ALONE: 251.75, XL_U2: 141.58, XL_KV2: 141.00, XL_R2: 140.61, XL_CFG: 129.31},
 }
-# ms a step by peers' memory on two ranks of one sequence: docs/benchmarks/2026-11-21-2xh200.md
+# ms a step by the `peer` transport on two ranks of one sequence: docs/benchmarks/2026-11-21-2xh200.md
 PAIRS = [
     (SEVEN_B, 256, True, {"kv_gather": 6.89, "ulysses": 7.07, "kv_first": 7.33}),
     (SEVEN_B, 1024, True, {"kv_gather": 24.63, "ulysses": 24.75, "kv_first": 24.13}),
@@ -80,13 +80,13 @@ def test_what_kv_first_sends_behind_its_products_costs_only_what_they_do_not_cov
     load = replace(ONE, tokens=tokens)
     plain, first = (predict(SEVEN_B, load, of(2, 2, name), H200) for name in ("kv_gather", "kv_first"))
     assert 0 < first.exchange < plain.exchange
-    assert first.gemm >= plain.gemm  # three products for one
+    assert first.gemm >= plain.gemm  # three products instead of one
     assert first.attention == plain.attention
 
 
 @pytest.mark.parametrize(("cfg", "saved"), [(2, 1), (1, 0)])
 def test_kv_firsts_values_of_one_batch_row_cost_no_pass(cfg: int, saved: int) -> None:
-    """One launch more for one pass less of 2048 rows x 4096 bf16, read and written; of two rows, two launches more."""
+    """One batch row saves a pass over 2048 x 4096 bf16 for one more launch; two rows only cost two more launches."""
     rates, value = replace(H200, kernel_us=1.0, copy=4.0), 2048 * 4096 * 2
     plain, first = (predict(SEVEN_B, ONE, of(cfg, 2, name), rates) for name in ("kv_gather", "kv_first"))
     us = (2 - saved) * 1.0 - saved * 1e-6 * 2 * value / 4.0
@@ -96,13 +96,13 @@ def test_kv_firsts_values_of_one_batch_row_cost_no_pass(cfg: int, saved: int) ->
 @pytest.mark.parametrize(
     ("copy_us", "exposed_us"),
     [
-        (1.0, 1.0),  # all hidden; the wait itself is not
-        (100.0, 1.0),  # as long as a product: v leaves when q's begins, and arrives when that ends
+        (1.0, 1.0),  # the products hide the copies, but not the wait itself
+        (100.0, 1.0),  # a copy takes as long as a product: v is sent when q's begins, and arrives when it ends
         (130.0, 60.0),
-    ],  # k is late by 30 us, v by those and its own
+    ],  # k is 30 us late; v is late by k's delay and its own
 )
 def test_exposed_of_kv_first_is_what_neither_product_hides(copy_us: float, exposed_us: float) -> None:
-    """Products of v and of q that take 100 us each, at one rate; an exchange of nothing takes 1 us."""
+    """The products of v and q take 100 us each; an exchange of no bytes takes 1 us."""
     half = 2048 * 4096 * 2
     rates = replace(
         H200,

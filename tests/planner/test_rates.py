@@ -1,4 +1,4 @@
-"""Rates: between measured points, beyond them, and in the user's cache."""
+"""Tests of rates: between measured points, beyond them, and saved in the user's cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("x", "rate"), [(10, 100), (1000, 400), (100, 200), (5, 50), (1, 10), (4000, 400)])
 def test_rates_between_and_beyond_points(x: float, rate: float) -> None:
-    """Straight in the logarithms; below the first point its time, above the last its rate."""
+    """Rates are linear in the logarithms; below the first point its time holds, above the last point its rate."""
     assert rate_at(POINTS, x) == pytest.approx(rate)
 
 
@@ -45,7 +45,7 @@ def test_times_between_and_beyond_points(x: float, time: float) -> None:
 
 def test_a_product_waits_for_its_outputs_its_matrix_or_its_launch() -> None:
     assert gemm_us(H200, 8192, 4096, 4096, 2) == pytest.approx(2e-6 * 8192 * 4096**2 / 663, rel=0.01)
-    assert gemm_us(H200, 128, 4096, 22016, 2) == pytest.approx(53, rel=0.02)  # 3.4 TB/s of weights
+    assert gemm_us(H200, 128, 4096, 22016, 2) == pytest.approx(53, rel=0.02)  # reading the weights at 3.4 TB/s
     assert gemm_us(H200, 1, 64, 64, 2) == H200.kernel_us
 
 
@@ -60,7 +60,7 @@ def test_what_was_measured_comes_back_and_stands_for_its_own_machine_alone(cache
     mine = replace(CPU, source="measured here", exchange={**CPU.exchange, "gloo": ((1.0, 2.0), (3.0, 4.0))}, copy=0.5)
     path = rates.save(mine, 2)
     assert path.parent == cache
-    assert list(cache.iterdir()) == [path]  # no part of a file
+    assert list(cache.iterdir()) == [path]  # no unfinished file is left
     assert rates.load("CPU", 2, "float32") == mine
     for device, count, dtype in (("CPU", 3, "float32"), ("CPU", 2, "bfloat16"), ("NVIDIA H200", 2, "float32")):
         assert "nothing was measured here" in rates.load(device, count, dtype).source
@@ -102,7 +102,7 @@ def test_the_cache_is_where_users_keep_caches(monkeypatch: pytest.MonkeyPatch, t
 
 
 def dry_run(rank: int, world: int, device: torch.device, cache: str) -> str:
-    """What the launcher prints on this rank, as on CPUs, where this is the user's cache."""
+    """Return what the launcher prints on this rank on CPUs with this user cache."""
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(shown):
         patch.setenv("SEQPAR_CACHE", cache)

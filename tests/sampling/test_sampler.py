@@ -1,4 +1,4 @@
-"""A sampler that keeps its run: every call has the bits of a run of its own, and what is kept is really used again."""
+"""Tests of the sampler that keeps its run: a call has a new run's bits, and compatible calls reuse the kept run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
 from tests.test_distributed import local
 
-# seed of the noise, labels, guidance, the scheduler's beta_end; another schedule is only other numbers
+# noise seed, labels, guidance, the scheduler's beta_end; another schedule changes only numbers
 FIRST = (2, (3, 7, 3), Guidance(3.0), 0.02)
 SAME_KIND = [(5, (1, 1, 4), Guidance(2.0), 0.02), (2, (7, 3, 3), Guidance(3.0), 0.01), FIRST]
 OTHER_KINDS = [
@@ -34,7 +34,7 @@ def order(seed: int, labels: tuple[int, ...], guidance: Guidance, beta_end: floa
 def run(
     rank: int, world: int, device: torch.device, strategy: str, cfg: int, eta: float, orders: list[Any]
 ) -> list[tuple[bool, Tensor, Tensor]]:
-    """For each order: whether the run before served it, its latents, and those of a run of its own."""
+    """Return for each order: whether the kept run served it, its latents, and the latents of a new run."""
     model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
     dit = DistributedDiT(model, mesh_for(strategy, world, device, cfg), strategy, local(device))
     found = []
@@ -45,7 +45,7 @@ def run(
             got = sampler(*positional, **options, generator=torch.Generator().manual_seed(one[0]))
             alone = sample(dit, *positional, **options, generator=torch.Generator().manual_seed(one[0]))
             found.append((sampler._run is before, got, alone))
-    assert sampler._run is None  # nothing is kept past the end
+    assert sampler._run is None  # the end of the `with` block releases the run
     return found
 
 

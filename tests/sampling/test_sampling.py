@@ -1,4 +1,4 @@
-"""The loop: DDIM's coefficients, guidance, any mesh and any scheduler against diffusers' own steps in one process."""
+"""Tests of the loop against diffusers' steps in one process: DDIM, guidance, every mesh, any scheduler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.test_distributed import local
 
 STEPS, LABELS = 4, [3, 7, 3]
 LINEAR = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
-TOLERANCE = 1e-9  # fp64 arithmetic; diffusers' schedulers hold their coefficients in fp32, so those are compared apart
+TOLERANCE = 1e-9  # of fp64; diffusers' coefficients are fp32, so tests of their own compare those
 
 
 # (world, (strategy, cfg, data))
@@ -43,7 +43,7 @@ def scheduler(name: str = "DDIMScheduler", **config: Any) -> Any:
 
 
 def by_hand(noise: Tensor, steps: int, guidance: Guidance, sched: Any, eta: float = 0.0) -> Tensor:
-    """One process, diffusers' model and scheduler, written as the papers say."""
+    """Return the latents of diffusers' model and scheduler in one process, with guidance as in the papers."""
     model, x = diffusers_dit().to(DEVICE), noise.double().to(DEVICE) * sched.init_noise_sigma
     labels = torch.tensor(LABELS[: len(noise)], device=DEVICE)
     sched.set_timesteps(steps)
@@ -90,7 +90,7 @@ def run(
 
 @cache
 def alone(ranks: Pool, guidance: Guidance, *more: Any) -> Tensor:
-    """What one rank samples: the truth of all meshes, so computed once."""
+    """Return what one rank samples; it is the truth for all meshes and computed once."""
     return ranks.run(1, run, ("ulysses", 1, 1), guidance, *more)[0]
 
 
@@ -103,7 +103,7 @@ def noise(images: int = 3) -> Tensor:
 def test_sampling_equals_diffusers_by_hand(ranks: Pool, guidance: Guidance, eta: float) -> None:
     got = ranks.run(1, run, ("ulysses", 1, 1), guidance, 3, (8, 8), "DDIMScheduler", eta)[0]
     truth = by_hand(noise(), STEPS, guidance, scheduler(), eta)
-    assert (got - truth).abs().max() < 1e-4 * truth.abs().max()  # the scheduler's coefficients are fp32 there
+    assert (got - truth).abs().max() < 1e-4 * truth.abs().max()  # diffusers' coefficients are fp32
 
 
 @pytest.mark.parametrize("size", [(8, 8), (6, 10)])
@@ -119,7 +119,7 @@ def test_sampling_is_the_same_on_every_mesh(
         assert (got - truth).abs().max() < TOLERANCE * truth.abs().max()
 
 
-# DDIM with noise: stepped on local tokens, and (it needs whole images then) replicated on every rank
+# DDIM with noise: on local tokens, and with whole images replicated on every rank
 NOISY: list[tuple[Any, ...]] = [
     (3, (6, 10), "DDIMScheduler", 0.7, config) for config in ((), (("thresholding", True),))
 ]
@@ -142,7 +142,7 @@ def test_sampling_with_noise_at_each_step_is_the_same_on_every_mesh(
 
 FEW: tuple[Any, ...] = (*NOISY[0], 2)  # steps
 
-# what one rank does wrong with its part of the noise of a step
+# errors that one rank makes with its part of a step's noise
 WRONG_NOISE = {
     "sign": lambda x: -x,
     "none": lambda x: 0 * x,
@@ -159,7 +159,7 @@ def wrong_noise(
     right = State.slice
 
     def wrong(self: State, whole: Tensor) -> Tensor:
-        # the first slice of all is that of the state
+        # the first slice is of the state itself, before `tokens` exists
         return right(self, WRONG_NOISE[how](whole) if hasattr(self, "tokens") and rank == bad else whole)
 
     State.slice = wrong
@@ -218,7 +218,7 @@ def test_negative_control_swapped_guidance_branches_are_noticed(ranks: Pool) -> 
 
 def test_modulation_in_chunks_of_steps_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(0, 1, torch.device("cpu"), ("ulysses", 1, 1), Guidance(3.0))
-    rows = 3 * (3 * 6 + 2) * 24 * 8  # distinct labels (two and none) x modulation of one row, bytes
+    rows = 3 * (3 * 6 + 2) * 24 * 8  # bytes: distinct labels (two and null) x modulation of one row
     monkeypatch.setattr(segment, "TABLE_BYTES", 2 * rows + 1)
     made = []
     modulate = DistributedDiT(diffusers_dit(), Mesh.single()).model.__class__.modulate
@@ -226,7 +226,7 @@ def test_modulation_in_chunks_of_steps_changes_nothing(monkeypatch: pytest.Monke
         "seqpar.models.dit.Model.modulate", lambda self, t, **y: made.append(len(t)) or modulate(self, t, **y)
     )
     chunked = run(0, 1, torch.device("cpu"), ("ulysses", 1, 1), Guidance(3.0))
-    assert made[1:] == [6, 6]  # two steps x three labels each, after one row to learn its size
+    assert made[1:] == [6, 6]  # two steps x three labels each; the first row only measures the size
     assert (chunked - whole).abs().max() < TOLERANCE
 
 
@@ -301,7 +301,7 @@ def test_guidance_that_is_no_number_is_refused(scale: float) -> None:
 
 
 def test_a_run_never_writes_into_the_callers_noise() -> None:
-    """One token: there patches are a view of the picture."""
+    """With one token the patches are a view of the picture."""
     dit = DistributedDiT(diffusers_dit(), Mesh.single())
     start = draw_noise((1, 4, 2, 2), torch.Generator().manual_seed(2)).double()
     before = start.clone()

@@ -1,4 +1,4 @@
-"""Which schedulers step on local tokens, and DDIM's coefficients and clipping against diffusers' own step."""
+"""Tests which schedulers step on local tokens, and compares DDIM's coefficients and clipping with diffusers' step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.test_distributed import local
 @pytest.mark.parametrize("steps", [1, 7, 25])
 @pytest.mark.parametrize("zero_snr", [False, True])
 def test_ddim_coefficients_are_diffusers(prediction: str, eta: float, steps: int, zero_snr: bool) -> None:
-    """With zero terminal SNR the first state is pure noise, of which an epsilon prediction says nothing."""
+    """With zero terminal SNR the first state is pure noise, for which an epsilon prediction is meaningless."""
     options: Any = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"} if zero_snr else {}
     sched = scheduler(prediction_type=prediction, **options)
     if zero_snr and prediction == "epsilon":

@@ -1,4 +1,4 @@
-"""docs/schedulers.md says what the installed diffusers does; every scheduler that models are run with is local."""
+"""Tests that docs/schedulers.md matches the installed diffusers, and that common schedulers step on local tokens."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def test_lines_of_any_diffusers(name: str, settings: dict[str, object], stepped:
 
 
 def test_a_scheduler_that_makes_no_latents_is_refused() -> None:
-    """It makes numbers of words, drawn anew on every rank."""
+    """Its states are token indices, which every rank would draw differently."""
     assert row("EntropyBoundScheduler", {})[0] == "refused"

@@ -1,4 +1,4 @@
-"""Traced schedulers on local tokens against diffusers' own steps: 25 steps, fp64 and fp32, sharded, from any step."""
+"""Tests of traced schedulers on local tokens against diffusers' steps: 25 steps, fp64 and fp32, sharded, any start."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ NOISY: dict[str, Case] = {
     "KDPM2 ancestral": ("KDPM2AncestralDiscreteScheduler", ()),
     "DDPM": ("DDPMScheduler", (("clip_sample", False),)),
     "LCM": ("LCMScheduler", (("clip_sample", False),)),
-    "TCD": ("TCDScheduler", ()),  # whose eta is 0.3 where the caller gives none
+    "TCD": ("TCDScheduler", ()),  # its default eta is 0.3
     "SA-Solver": ("SASolverScheduler", ()),
 }
 WHOLE: dict[str, Case] = {
@@ -65,7 +65,7 @@ CASES = NAMED | NOISY | WHOLE
 
 
 def scheduler(name: str) -> Any:
-    """A fresh scheduler of a case above, with the betas of the tests' model where it has betas."""
+    """Return a new scheduler of a case above, with the betas of the tests' model if it has betas."""
     kind, config = getattr(diffusers, CASES[name][0]), dict(CASES[name][1])
     known = inspect.signature(kind.__init__).parameters
     return kind(**{key: value for key, value in (LINEAR | config).items() if key in known})
@@ -79,7 +79,7 @@ def noise(seed: int = 2) -> Tensor:
 def diffusers_own(
     name: str, dtype: torch.dtype = torch.float64, begin: int = 0, scales: tuple[float, ...] | None = None
 ) -> Tensor:
-    """One process, diffusers' model and its scheduler's own steps."""
+    """Return the latents of diffusers' model and scheduler in one process."""
     sched, model = scheduler(name), diffusers_dit().to(DEVICE, dtype)
     sched.set_timesteps(STEPS)
     if begin:
@@ -106,7 +106,7 @@ def ours(
     dtype: torch.dtype = torch.float64,
     options: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """The engine's latents on this mesh."""
+    """Return the engine's latents on this mesh."""
     dit = DistributedDiT(
         diffusers_dit().to(device, dtype), mesh_for(layout[0], world, device, layout[1]), layout[0], local(device)
     )
@@ -125,7 +125,7 @@ def ordered(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Co
 
 @cache
 def alone(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Tensor:
-    """What one rank samples."""
+    """Return what one rank samples."""
     return ours(0, 1, torch.device(DEVICE), ("ulysses", 1), name, dtype, options)
 
 
@@ -184,14 +184,14 @@ def many() -> Tensor:
 
 @pytest.mark.parametrize("name", [*NAMED, *NOISY])
 def test_25_steps_in_fp64_are_diffusers_own(name: str) -> None:
-    """What is left is diffusers' own casts to fp32 inside its steps."""
+    """The remaining difference comes from diffusers' casts to fp32 inside its steps."""
     assert off(alone(name), diffusers_own(name)) <= 1e-6
 
 
 @pytest.mark.parametrize("name", ["DPM++ 2M", "UniPC", "Euler", "Heun", "FlowMatchEuler", "SDE-DPM++ 2M"])
 @pytest.mark.parametrize("world", [3])
 def test_25_steps_on_uneven_tokens_are_diffusers_own(ranks: Pool, name: str, world: int) -> None:
-    """Sixteen tokens on three ranks."""
+    """Sixteen tokens do not divide by three ranks."""
     for got in ranks.run(world, ours, ("kv_gather", 1), name):
         assert off(got, diffusers_own(name)) <= 1e-6
 
@@ -222,13 +222,13 @@ def test_the_steps_alone_in_fp32_are_as_near_to_fp64_as_diffusers_own(name: str)
 
 @pytest.mark.parametrize("name", NOISY)
 def test_noise_in_fp32_is_drawn_like_diffusers_own(name: str) -> None:
-    """Draws of another dtype are other numbers, so fp32 is compared with fp32."""
+    """Random draws depend on the dtype, so fp32 is compared with fp32."""
     assert off(alone(name, torch.float32), diffusers_own(name, torch.float32)) < 3e-6
 
 
 @pytest.mark.parametrize("name", ["DPM++ 2M", "UniPC", "Heun", "FlowMatchEuler", "DPM++ thresholds"])
 def test_a_run_may_begin_at_any_step(name: str) -> None:
-    """As image-to-image does; Heun's evaluations are two a step; what thresholds is stepped whole."""
+    """Image-to-image begins so. Heun evaluates twice a step; a scheduler with thresholding steps whole images."""
     begin = 12
     got = alone(name, begin=begin)
     assert off(got, diffusers_own(name, begin=begin)) <= 1e-6
@@ -295,11 +295,11 @@ def test_negative_control_wrong_coefficients_are_noticed(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         runs, "traced_steps", lambda state, schedule, *rest: traced_steps(state, WRONG[how](schedule), *rest)
     )
-    assert off(alone.__wrapped__("DPM++ 2M"), diffusers_own("DPM++ 2M")) > 1e-4  # not a result that is kept
+    assert off(alone.__wrapped__("DPM++ 2M"), diffusers_own("DPM++ 2M")) > 1e-4  # calls past the cache
 
 
 def test_negative_control_stale_history_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs that are one step older than they should be."""
+    """The history's outputs are one step too old."""
     right = steppers.guided_multistep
 
     def stale(history: Any, cond: Tensor, uncond: Tensor, steps: Any, step: Tensor, bad: Tensor) -> None:
@@ -308,7 +308,7 @@ def test_negative_control_stale_history_is_noticed(monkeypatch: pytest.MonkeyPat
         history.outputs_QnlC.copy_(before if int(step) % 2 else history.outputs_QnlC)
 
     monkeypatch.setattr(steppers, "guided_multistep", stale)
-    assert off(alone.__wrapped__("DPM++ 2M"), diffusers_own("DPM++ 2M")) > 1e-4  # not a result that is kept
+    assert off(alone.__wrapped__("DPM++ 2M"), diffusers_own("DPM++ 2M")) > 1e-4  # calls past the cache
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_what_is_not_linear_is_stepped_whole_and_says_why(name: str, config: dic
 
 
 def test_large_values_that_are_clipped_are_noticed() -> None:
-    """A range that ordinary values do not reach: the trace's vectors have elements of 1000."""
+    """The clipping range is beyond ordinary values, but the trace's vectors have elements of 1000."""
     sched: Any = DDPMScheduler(clip_sample=True, clip_sample_range=100.0)
     sched.set_timesteps(STEPS)
     assert "clip_sample" in str(decide(sched).whole)

@@ -1,7 +1,7 @@
-"""Faults planted one at a time in a copy of the tree: each must make the test fail that is there to catch it.
+"""Plants faults one at a time in a copy of the tree and checks that the test named for each fault fails.
 
     python -m tests.support.faults                  # every fault, some minutes
-    python -m tests.support.faults --only ring      # those whose name contains a word
+    python -m tests.support.faults --only ring      # only faults whose name contains this word
 
 First every test named here must pass on a copy without a fault. Then each fault is applied to a fresh copy, its test
 runs alone, and must fail. The command prints a table and exits with 1 if a fault survives. A text to replace must be
@@ -25,8 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("seqpar", "launch", "tests", "pyproject.toml")
-DEADLINE_S = 600  # of all tests without a fault
-HANG_S = 45  # of one test: where a fault fails one rank, the others wait for it
+DEADLINE_S = 600  # time limit of all tests without a fault
+HANG_S = 45  # time limit of one test: if a fault fails one rank, the others wait for it
 MISTAKES = ("SyntaxError", "NameError", "ImportError", "AttributeError", "TypeError", "UnboundLocalError")
 FAILED = 1  # pytest's exit status where tests ran and some failed; every other status but 0 is a broken entry
 
@@ -43,7 +43,7 @@ class Fault:
     why: str
 
     def apply(self, root: Path) -> None:
-        """Make the edit below `root`; ValueError unless `old` is there exactly once."""
+        """Make the edit below `root`; raises `ValueError` unless the file contains `old` exactly once."""
         path = root / self.file
         text = path.read_text(encoding="utf-8")
         if (count := text.count(self.old)) != 1:
@@ -165,7 +165,8 @@ FAULTS = (
         "seqpar/kernels/ddim.py",
         "torch.cat((mixed, cond[..., guided:]), dim=-1)",
         "torch.cat((mixed, uncond_nlM[..., guided:width].to(state_nlC.dtype)), dim=-1)",
-        "tests/sampling/test_sampling.py::test_sampling_equals_diffusers_by_hand[Guidance(scale=3.0, channels=3, scales=None, rescale=0.0, embedded=False)-0.0]",
+        "tests/sampling/test_sampling.py::test_sampling_equals_diffusers_by_hand"
+        "[Guidance(scale=3.0, channels=3, scales=None, rescale=0.0, embedded=False)-0.0]",
         "the fourth channel differs from diffusers' by hand",
     ),
     Fault(
@@ -206,7 +207,7 @@ FAULTS = (
 
 @contextmanager
 def copied(fault: Fault | None = None) -> Iterator[Path]:
-    """A temporary copy of the tree, with the fault if one is given."""
+    """Yield a temporary copy of the tree, with the fault if one is given."""
     with tempfile.TemporaryDirectory(prefix="seqpar-fault-") as name:
         root = Path(name)
         for part in COPIED:
@@ -220,7 +221,7 @@ def copied(fault: Fault | None = None) -> Iterator[Path]:
 
 
 def run(root: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """Pytest's exit status (FAILED also for a run that takes too long) and the end of what it printed."""
+    """Return pytest's exit status (FAILED also if it takes too long) and the end of its output."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--no-showlocals", "--tb=line"]
     command += [f"--timeout={HANG_S}", *tests]
     environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -234,18 +235,18 @@ def run(root: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 
 def verdict(status: int, text: str) -> str:
-    """What a test process with a fault says about its entry: only an entry that is caught begins with that word."""
+    """Return the verdict on a fault from its test's exit status and output; "caught..." means the test failed."""
     if status == 0:
         return "SURVIVES"
     if status != FAILED:
         return f"BROKEN ENTRY (pytest's exit status {status})"
     if wrong := next((name for name in MISTAKES if name in text), None):
-        return f"BROKEN ENTRY ({wrong}: its text is not a program that runs)"
+        return f"BROKEN ENTRY ({wrong}: the edited program does not run)"
     return "caught, by a hang" if "Timeout" in text else "caught"
 
 
 def replay(fault: Fault) -> bool:
-    """Whether the fault is caught; prints its line of the table."""
+    """Return whether the fault is caught, and print its line of the table."""
     start = time.monotonic()
     with copied(fault) as root:
         status, text = run(root, (fault.test,))
@@ -257,12 +258,12 @@ def replay(fault: Fault) -> bool:
 
 
 def main() -> int:
-    """Replay the table; 0 if every fault is caught."""
+    """Replay the table and return 0 if every fault is caught, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="replay the faults whose name contains this text")
     chosen = [fault for fault in FAULTS if parser.parse_args().only in fault.name]
     if not chosen:
-        parser.error("no fault has such a name")
+        parser.error("got --only with a text that no fault's name contains; see FAULTS for the names")
     with copied() as root:
         status, text = run(root, sorted({fault.test for fault in chosen}))
     if status != 0:

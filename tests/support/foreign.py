@@ -1,7 +1,7 @@
-"""Blocks of other people, tiny and random, and the attention processors that a user would write to shard them.
+"""Tiny random blocks of diffusers' models, and the attention processors that a user would write to shard them.
 
 A processor computes its block's own projections, hands QK-norm and rotary to `Prepare` and calls `attend`. Nothing
-else of a block changes: it runs on a rank's tokens as it would on all of them.
+else of a block changes: it runs on one rank's tokens in the same way as on all tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tests.support.meshes import random
 
 DIM = 8
 BATCH = 2
-LAYERS = 2  # a block is run twice: the second time on what it made of the first, through the same buffers
+LAYERS = 2  # a block runs twice: its second run gets the first one's results and uses the same buffers
 
 
 class StayDouble(TorchFunctionMode):
-    """fp64 stays fp64 where a block rounds to fp32 on its way (rotary, norms, gates).
+    """Keep fp64 where a block would round to fp32 internally (rotary, norms, gates).
 
     Two runs that differ in the last bit of fp64 may round to neighbouring fp32 numbers, 1e-7 apart: that would hide
-    every error that is smaller. (It also hides roundings in the seam; tests/attention/test_strategies.py has those.)
+    every smaller error. (It also hides roundings in our own code, which tests/attention/test_strategies.py tests.)
     """
 
     def __torch_function__(
@@ -46,7 +46,7 @@ class StayDouble(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Stream:
-    """Text or image: tokens, and the rotary angles of their positions; both are sliced alike."""
+    """The tokens of text or image with the rotary angles of their positions; a slice takes the same part of both."""
 
     tokens_BLE: Tensor
     angles_LD2: Tensor
@@ -61,7 +61,7 @@ Run = Callable[[nn.Module, Stream, Stream, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Foreign:
-    """A block, how it is called, and how its attention is replaced; `joint`: text is part of the sequence."""
+    """A block, its call, and the replacement of its attention. joint: whether text is part of the sequence."""
 
     block: Callable[[], nn.Module]
     run: Run
@@ -70,14 +70,14 @@ class Foreign:
     joint: bool = True
 
     def build(self, device: torch.device | str = "cpu") -> nn.Module:
-        """The block with the same weights on every rank; norm weights too, which start as ones."""
+        """Return the block with the same random weights on every rank, norm weights included."""
         block = self.block().double().requires_grad_(False)
         for seed, weight in enumerate(block.parameters()):
             weight.copy_(random(tuple(weight.shape), seed) * weight.shape[-1] ** (-0.5 if weight.dim() > 1 else 0))
         return block.to(device)
 
     def inputs(self, lengths: tuple[int, int], device: torch.device | str = "cpu") -> tuple[Stream, Stream, Tensor]:
-        """Text, image and condition of that many tokens, the same on every rank."""
+        """Return text, image and condition for these token counts, the same on every rank."""
         width = self.heads * DIM
         text, image = (
             Stream(random((BATCH, length, width), 100 + seed, device), random((length, DIM // 2), 200 + seed, device))
@@ -86,7 +86,7 @@ class Foreign:
         return text, image, random((BATCH, 6, width), 300, device)
 
     def forward(self, block: nn.Module, text: Stream, image: Stream, condition_B6E: Tensor) -> tuple[Tensor, Tensor]:
-        """(text, image) after `LAYERS` runs, on all tokens or on a rank's."""
+        """Return (text, image) after `LAYERS` runs on all tokens or on one rank's tokens."""
         with torch.no_grad():
             for _ in range(LAYERS):
                 tokens = self.run(block, text, image, condition_B6E)
@@ -95,30 +95,30 @@ class Foreign:
 
 
 def heads(*x_BlE: Tensor) -> tuple[Tensor, ...]:
-    """(B, l, H*D) -> (B, l, H, D) of each."""
+    """Reshape each tensor from (B, l, H*D) to (B, l, H, D)."""
     return tuple(x.unflatten(-1, (-1, DIM)) for x in x_BlE)
 
 
 def repeated(angles_LD2: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin as FLUX and Wan want them, (L, D): each number twice, for the two of its interleaved pair."""
+    """Return cos and sin (L, D) in the format of FLUX and Wan: each number twice, for both of its interleaved pair."""
     angles_LD = angles_LD2.repeat_interleave(2, dim=-1)
     return angles_LD.cos(), angles_LD.sin()
 
 
 def run_flux(block: nn.Module, text: Stream, image: Stream, condition_B6E: Tensor) -> tuple[Tensor, Tensor]:
-    """Both FLUX blocks: text goes first."""
+    """Run a FLUX block (double or single), which puts text first."""
     rows = repeated(torch.cat((text.angles_LD2, image.angles_LD2)))
     return block(image.tokens_BLE, text.tokens_BLE, condition_B6E[:, 0], rows)
 
 
 def run_wan(block: nn.Module, text: Stream, image: Stream, condition_B6E: Tensor) -> tuple[Tensor, Tensor]:
-    """Text is only read, in cross-attention."""
+    """Run a Wan block, which reads text only in cross-attention."""
     cos, sin = (rows[None, :, None] for rows in repeated(image.angles_LD2))
     return text.tokens_BLE, block(image.tokens_BLE, text.tokens_BLE, condition_B6E, (cos, sin))
 
 
 def run_lumina(block: nn.Module, text: Stream, image: Stream, condition_B6E: Tensor) -> tuple[Tensor, Tensor]:
-    """One stream of both; rotary rows are complex, one set for each batch row."""
+    """Run a Lumina block on text and image in one stream; its rotary rows are complex, with one set a batch row."""
     angles = torch.cat((text.angles_LD2, image.angles_LD2)).expand(BATCH, -1, -1)
     tokens = torch.cat((text.tokens_BLE, image.tokens_BLE), dim=1)
     out = block(tokens, None, torch.polar(torch.ones_like(angles), angles), condition_B6E[:, 0])
@@ -127,26 +127,26 @@ def run_lumina(block: nn.Module, text: Stream, image: Stream, condition_B6E: Ten
 
 
 def prepared(norms: tuple[Any, Any], cos_lD2: Tensor, sin_lD2: Tensor, per_head: bool = True) -> Prepare:
-    """What a block's RMSNorms of q and k and its interleaved rotary rows do, as data."""
+    """Return the `Prepare` of a block's RMSNorms of q and k and of its interleaved rotary rows."""
     q, k = norms
     return Prepare("rms", per_head, q.eps, q_weight=q.weight, k_weight=k.weight, cos_lD2=cos_lD2, sin_lD2=sin_lD2)
 
 
 def every_other(rows: tuple[Tensor, Tensor], tokens: slice = slice(None)) -> tuple[Tensor, Tensor]:
-    """(l, D/2) cos and sin of some tokens, from rows in which each number is there twice."""
+    """Return cos and sin (l, D/2) of some tokens from rows that hold each number twice."""
     return rows[0][tokens, ::2], rows[1][tokens, ::2]
 
 
 @dataclass(frozen=True)
 class FluxDoubleProcessor:
-    """Two streams, text first: each has its own projections, norms and rotary rows."""
+    """Attention of two streams, text first, each with its own projections, norms and rotary rows."""
 
     attend: Attend
 
     def __call__(
         self, attn: Any, image_BlE: Tensor, text_BlE: Tensor, mask: None, rows: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Called by `FluxAttention.forward`. The text is projected by the model, the image by the strategy."""
+        """Return attention for `FluxAttention.forward`; the strategy projects the image, this method the text."""
         count = text_BlE.shape[1]
         q, k, v = heads(*(layer(text_BlE) for layer in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)))
         text = Given(q, k, v, prepared((attn.norm_added_q, attn.norm_added_k), *every_other(rows, slice(count))))
@@ -160,12 +160,12 @@ class FluxDoubleProcessor:
 
 @dataclass(frozen=True)
 class FluxSingleProcessor:
-    """One stream of both; q, k and v are views of one fused projection. The block projects what this returns."""
+    """Attention of one joint stream; q, k, v are views of one fused projection; the block projects the result."""
 
     attend: Attend
 
     def __call__(self, attn: Any, x_BlE: Tensor, text: None, mask: None, rows: tuple[Tensor, Tensor]) -> Tensor:
-        """Called by `FluxAttention.forward`."""
+        """Return attention for `FluxAttention.forward`."""
         how = prepared((attn.norm_q, attn.norm_k), *every_other(rows))
         q, k, v = heads(*attn.to_qkv(x_BlE).chunk(3, dim=-1))
         return self.attend((Given(q, k, v, how),))[0].flatten(2)
@@ -173,12 +173,12 @@ class FluxSingleProcessor:
 
 @dataclass(frozen=True)
 class WanProcessor:
-    """Self-attention: norms over all heads at once."""
+    """Self-attention whose norms go over all heads at once."""
 
     attend: Attend
 
     def __call__(self, attn: Any, x_BlE: Tensor, text: None, mask: None, rows: tuple[Tensor, Tensor]) -> Tensor:
-        """Called by `WanAttention.forward`."""
+        """Return attention for `WanAttention.forward`."""
         q, k, v = heads(attn.to_q(x_BlE), attn.to_k(x_BlE), attn.to_v(x_BlE))
         cos, sin = every_other((rows[0][0, :, 0], rows[1][0, :, 0]))
         how = prepared((attn.norm_q, attn.norm_k), cos, sin, per_head=False)
@@ -187,7 +187,7 @@ class WanProcessor:
 
 @dataclass(frozen=True)
 class LuminaProcessor:
-    """Grouped-query attention: fewer key-value heads than query heads, and they travel as few."""
+    """Grouped-query attention: exchanges send the key-value heads without repeating them."""
 
     attend: Attend
 
@@ -199,21 +199,21 @@ class LuminaProcessor:
         attention_mask: None,
         image_rotary_emb: Tensor,
     ) -> Tensor:
-        """Called by `Attention.forward`, with these names; it passes the tokens twice."""
+        """Return attention for `Attention.forward`, which uses these argument names and passes the tokens twice."""
         q, k, v = heads(attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states))
-        rows = image_rotary_emb[0]  # `Prepare` has one set of rows for all batch rows; here they are alike
+        rows = image_rotary_emb[0]  # `Prepare` has one set of rotary rows for all batch rows; here all sets are equal
         how = prepared((attn.norm_q, attn.norm_k), rows.real, rows.imag)
         return attn.to_out[0](self.attend((Given(q, k, v, how),))[0].flatten(2))
 
 
 def fused_single() -> nn.Module:
-    """A single FLUX block as its users run it: with one projection for q, k and v."""
+    """Return a single FLUX block with q, k and v fused into one projection, as its users run it."""
     block = FluxSingleTransformerBlock(5 * DIM, num_attention_heads=5, attention_head_dim=DIM)
     block.attn.fuse_projections()
     return block
 
 
-# five heads go unevenly over two ranks and three; two key-value heads leave one rank of three without any
+# five heads do not divide by two or three ranks; two key-value heads leave one of three ranks without any
 BLOCKS = {
     "flux_double": Foreign(
         lambda: FluxTransformerBlock(5 * DIM, num_attention_heads=5, attention_head_dim=DIM),

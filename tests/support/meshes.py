@@ -23,10 +23,10 @@ from seqpar.transports import _folder
 
 
 def ring_of(strategy: str, world: int) -> int:
-    """The ring size on which a strategy is tested with so many ranks (ulysses takes the rest).
+    """Return the ring size on which a strategy is tested with `world` ranks; the ulysses axis takes the rest.
 
-    It follows from the axes that the strategy treats in a way of its own: both of them where there are ranks enough. A
-    strategy that uses both axes as one is tested on both with four ranks or eight.
+    It follows from the axes that the strategy distinguishes: both axes if there are enough ranks. A strategy that joins
+    both axes into one is tested on both with four ranks or eight.
     """
     axes = facts_of(strategy).axes
     if axes in (("ring",), ("ulysses",)):
@@ -40,7 +40,7 @@ EXACT = exact_strategies()
 
 TRANSPORTS = _folder.names()
 
-# beginnings of the names of all public functions of torch.distributed that talk to other ranks
+# prefixes of the names of all public functions of torch.distributed that communicate with other ranks
 TALKS = (
     "all_",
     "barrier",
@@ -66,12 +66,12 @@ def _mesh(group: object, device: torch.device, **axes: Any) -> Mesh:
 
 
 def mesh(device: torch.device, **axes: int) -> Mesh:
-    """The mesh of these axes; made once per process group, because every new one holds communicators."""
+    """Return the mesh of these axes, made once per process group because every mesh holds communicators."""
     return _mesh(dist.group.WORLD, device, **axes)
 
 
 def mesh_for(strategy: str, world: int, device: torch.device, cfg: int = 1, data: int = 1) -> Mesh:
-    """The mesh that this strategy is tested on."""
+    """Return the mesh on which this strategy is tested."""
     rest = world // (cfg * data)
     return mesh(device, data=data, cfg=cfg, ring=ring_of(strategy, rest))
 
@@ -79,28 +79,28 @@ def mesh_for(strategy: str, world: int, device: torch.device, cfg: int = 1, data
 def random(
     shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """The same numbers on every rank."""
+    """Return random numbers that are the same on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
 
 
 def coded(batch: int, tokens: int, heads: int, dim: int, name: int) -> Tensor:
-    """(B, L, H, D) whose every element says which it is: exact in fp64."""
+    """Return (B, L, H, D) in which every element encodes its own index, exactly in fp64."""
     count = batch * tokens * heads * dim
     return torch.arange(count, dtype=torch.float64).view(batch, tokens, heads, dim) + name * 10.0**9
 
 
 def build(strategy: str, mesh: Mesh, tokens: Tokens, local: Core, transport: str = "collective") -> Attend:
-    """A strategy's attention, its exchanges by this transport."""
+    """Return a strategy's attention with this transport."""
     return load_strategy(strategy).build(mesh, tokens, local, load_transport(transport))
 
 
 def local_for(device: torch.device) -> Any:
-    """fp64 everywhere: the CPU's flash kernel, the formula on a GPU."""
+    """Return a local attention that computes in fp64: the flash kernel on CPUs, the reference on GPUs."""
     return sdpa.attend if device.type == "cpu" else reference.attend
 
 
 def counted_calls(work: Callable[[], object]) -> dict[str, int]:
-    """Calls that `work` makes of torch.distributed's functions; calls that these make of each other do not count."""
+    """Count the calls that `work` makes to torch.distributed, without those that its functions make to each other."""
     counts: Counter[str] = Counter()
     inside: list[str] = []
 
@@ -119,7 +119,7 @@ def counted_calls(work: Callable[[], object]) -> dict[str, int]:
 
     originals = talking()
     replaced = {name: counting(name, function) for name, function in originals.items()}
-    # in both modules: batch_isend_irecv accepts its own module's isend and irecv alone
+    # patch both modules, because batch_isend_irecv accepts only its own module's isend and irecv
     for name in originals:
         setattr(dist, name, replaced[name])
         setattr(distributed_c10d, name, replaced[name])
@@ -133,6 +133,6 @@ def counted_calls(work: Callable[[], object]) -> dict[str, int]:
 
 
 def talking() -> dict[str, Callable[..., Any]]:
-    """Every public collective and point-to-point function of torch.distributed, and what makes groups for them."""
+    """Return every public function of torch.distributed that communicates or makes process groups."""
     found = ((name, getattr(distributed_c10d, name)) for name in distributed_c10d.__all__ if name.startswith(TALKS))
     return {name: function for name, function in found if inspect.isfunction(function)}

@@ -1,8 +1,8 @@
-"""What Triton makes of our launches for an H100 or H200, on a machine without one.
+"""Compiles our Triton kernels for an H100 or H200 on a machine without a GPU, and reports facts about the machine code.
 
-A launch runs as models run it, on CPU tensors, up to the point where the kernel would start: the specialisation on
-alignments, strides and missing tensors is therefore the real one. Needs no GPU, but `TRITON_INTERPRET` must not be set:
-`tests/kernels/test_compiles.py` starts it as a process of its own.
+A launch runs as in a model, on CPU tensors, up to the point where the kernel would start; kernels are therefore
+specialised on the real alignments, strides and missing tensors. `TRITON_INTERPRET` must not be set, so
+`tests/kernels/test_compiles.py` starts this module as a process of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 
 
 class NoDriver:
-    """As much of a driver as compiling needs."""
+    """The part of a Triton driver that compiling needs."""
 
     def get_current_device(self) -> int:
         return 0
@@ -55,7 +55,7 @@ class NoDriver:
 
 
 def kernels_of(launch: Callable[[], object]) -> list[Any]:
-    """The compiled kernels that `launch` would have started, in order."""
+    """Return the compiled kernels that `launch` would have started, in order."""
     found, run = [], JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -71,10 +71,10 @@ def kernels_of(launch: Callable[[], object]) -> list[Any]:
 
 
 def facts(kernel: Any) -> dict[str, Any]:
-    """Widths of global accesses in bytes -> how many stand in the PTX; registers, spills, shared memory.
+    """Return facts of a kernel: global accesses in the PTX by width in bytes, registers, spills, shared memory.
 
-    release, acquire, acq_rel: atomics at system scope. clocks: how often the time is read; agreed: after how many of
-    these all warps take one time from shared memory before they branch.
+    release, acquire, acq_rel: the number of atomics at system scope. clocks: how often the kernel reads the time.
+    agreed: after how many of these reads all warps take one time from shared memory before they branch.
     """
     ptx = kernel.asm["ptx"]
     flags_of = {word: len(re.findall(rf"atom\.global\.sys\.{word}", ptx)) for word in ("release", "acquire", "acq_rel")}
@@ -94,7 +94,7 @@ def facts(kernel: Any) -> dict[str, Any]:
 
 
 def usage(kernel: Any) -> str:
-    """What cuobjdump, which comes with Triton, tells of a kernel's registers and memory."""
+    """Return what cuobjdump, which comes with Triton, prints about a kernel's registers and memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -103,7 +103,7 @@ def usage(kernel: Any) -> str:
 
 
 def widths(ptx: str, operation: str) -> dict[int, int]:
-    """Bytes of one access -> how many there are."""
+    """Return the number of accesses for each width in bytes."""
     counts: dict[int, int] = {}
     for vector, bits in re.findall(rf"\b{re.escape(operation)}[^\s]*?(?:\.v(\d))?\.[a-z](\d+)\s", ptx):
         size = int(vector or 1) * int(bits) // 8
@@ -112,7 +112,7 @@ def widths(ptx: str, operation: str) -> dict[int, int]:
 
 
 def launches() -> dict[str, Callable[[], object]]:
-    """Every kernel of `seqpar/kernels` at the widths of the 7B and DiT-XL/2, in every tile that the bench tries."""
+    """Return a launch of every kernel in every candidate tile, at the widths of the 7B and DiT-XL/2."""
     made: dict[str, Callable[[], object]] = {}
     for width in (4096, 1152):
         for case in cases(16, width, "cpu"):
@@ -134,13 +134,13 @@ def launch_of(case: Case, tile: Any) -> Callable[[], object]:
 
 
 def unaligned(width: int) -> Callable[[], object]:
-    """Rows that do not start on 16 bytes."""
+    """Return a launch on rows that do not start at multiples of 16 bytes."""
     shift, scale = torch.zeros(2, 2, width).unbind(1)
     return lambda: adaln.launch(rows(2, 8, width + 1)[..., :width], None, shift, scale, Norm())
 
 
 def outboxes(heads: int, dim: int, meets: bool = False, parts: str = "qkv") -> Callable[[], object]:
-    """QK-norm and rotary of these parts into the outboxes of two readers; meets: and the readers meet."""
+    """Return a launch of QK-norm and rotary into two readers' outboxes; meets: the kernel also waits for them."""
     q, k, v = rows(2, 8, 3, heads, dim).unbind(2)
     halves = slice(0, heads // 2), slice(heads // 2, heads)
     views = [rows(8, 2, 3, heads // 2, dim).unbind(2) for _ in halves]
@@ -153,21 +153,21 @@ def outboxes(heads: int, dim: int, meets: bool = False, parts: str = "qkv") -> C
 
 
 def pushed(heads: int, dim: int, meets: bool = False, apart: bool = False, tokens: int = 16) -> Callable[[], object]:
-    """Attention's output to four ranks, some heads of theirs; apart: each head's tokens together."""
+    """Return a launch that pushes attention's output to four ranks; apart: each head's tokens lie together."""
     into = Destinations([rows(2, tokens // 4, 4 * heads, dim)[:, :, :heads].transpose(0, 1) for _ in range(4)], 1)
     out = rows(2, heads, tokens, dim).transpose(1, 2) if apart else rows(2, tokens, heads, dim)
     return lambda: push.launch(out, into, four_ranks() if meets else None)
 
 
 def four_ranks() -> flags.Flags:
-    """They tell each other and wait."""
+    """Return the flags by which four ranks signal each other and wait."""
     late = flags.Late.on(torch.device("cpu"), 1.0)
     theirs, mine = torch.zeros(2, 4, dtype=torch.int64)
     return flags.Flags.of(tuple(theirs), mine, late, 0, tuple(range(4)))
 
 
 def modelled(name: str) -> Callable[[], object]:
-    """A model of one block at its real width, on 64 tokens: what it gives the kernels, and in which strides."""
+    """Return a prediction by one block of a model at its real width, on 64 tokens with the real strides."""
 
     def launch() -> None:
         file: Any = dit if name in dit.PRESETS else large_dit
@@ -195,14 +195,14 @@ def modelled(name: str) -> Callable[[], object]:
 
 
 def update() -> None:
-    """A DDIM step."""
+    """Launch a DDIM step."""
     step, outputs = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
     how = ddim.Update(torch.zeros(25, 7), torch.zeros(25), clip=1.0)
     ddim.launch(torch.zeros(1, 16, 16), outputs, outputs, how, step, step.clone())
 
 
 def multistepped(states: int, outputs: int) -> Callable[[], object]:
-    """A step of a traced scheduler with noise; with one state and one output the state is the model's input."""
+    """Return a step of a traced scheduler with noise; with one state and one output the state is the model's input."""
     step, predicted = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
     past = torch.zeros(outputs - 1, 1, 16, 16) if outputs > 1 else None
     seen = torch.zeros(1, 16, 16) if states + outputs > 2 else None
@@ -214,11 +214,11 @@ def multistepped(states: int, outputs: int) -> Callable[[], object]:
 
 
 def rows(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=BF16)  # nobody reads it
+    return torch.empty(shape, dtype=BF16)  # its values are never read
 
 
 def main() -> None:
-    """All of them: one JSON object, name -> facts."""
+    """Compile all launches and print one JSON object: name -> facts."""
     print(json.dumps({name: [facts(kernel) for kernel in kernels_of(launch)] for name, launch in launches().items()}))
 
 

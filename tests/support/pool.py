@@ -1,6 +1,6 @@
-"""A pool of ranks, spawned once per test run: spawning per test would take seconds each.
+"""A pool of ranks that is spawned once per test run, because spawning ranks takes seconds.
 
-On CPUs ranks are forked from a server that has imported torch already. Each call runs one function as `fn(rank, world,
+On CPUs ranks are forked from a server that has already imported torch. Each call runs one function as `fn(rank, world,
 device, *args)` on the first `world` ranks, in a process group made for that world and kept while the world stays the
 same. Results come back in rank order; the first error of a rank is raised here with its traceback.
 """
@@ -21,19 +21,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 60  # of one call; a rank that waits longer for the others is a failure, not a hang
+TIMEOUT_S = 60  # of one call: a rank that waits longer for the others fails
 
 
 class RankError(AssertionError):
-    """A rank failed; the message holds its traceback."""
+    """Raised if a rank fails; the message holds its traceback."""
 
 
 class Pool:
-    """Ranks that run functions of test modules (importable by name)."""
+    """Ranks that run functions of test modules; a function must be importable by name."""
 
     def __init__(self, device: str) -> None:
         self._device = device
-        # a process forked from one that has touched CUDA cannot use it, and importing diffusers may touch it
+        # a process cannot use CUDA if its parent initialised it before the fork, as importing diffusers may do
         self._context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
         if device != "cuda":
             self._context.set_forkserver_preload(["torch", "seqpar.distributed", "seqpar.sampling.loop"])
@@ -43,11 +43,11 @@ class Pool:
 
     @property
     def device(self) -> str:
-        """ "cuda" (one rank a GPU, NCCL) or "cpu" (gloo)."""
+        """Return "cuda" (one rank a GPU, NCCL) or "cpu" (gloo)."""
         return self._device
 
     def run(self, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `fn` returned on each rank. One rank is this process: it needs no group."""
+        """Run `fn` on each rank and return the results; a single rank is this process, which needs no group."""
         if world == 1:
             where = torch.device("cuda", 0) if self._device == "cuda" else torch.device("cpu")
             return [_cpu(fn(0, 1, where, *args))]
@@ -62,12 +62,12 @@ class Pool:
         store = os.path.join(self._stores.name, str(self._groups))
         answers = self._ask(world, _pack((fn.__module__, fn.__qualname__, world, store, args)))
         if failed := [text for ok, text in answers if not ok]:
-            self.close()  # ranks that wait for a dead one are of no more use
+            self.close()  # the other ranks may wait for the failed one forever
             raise RankError("\n".join(failed))
         return [value for _, value in answers]
 
     def close(self) -> None:
-        """End all ranks, and remove the files through which they met."""
+        """End all ranks and remove the files of their rendezvous."""
         for process, _ in self._ranks:
             process.kill()
             process.join()
@@ -77,7 +77,7 @@ class Pool:
             self._stores = None
 
     def _leave(self) -> None:
-        """All ranks end the old group together: NCCL waits for those that do not."""
+        """End the old process group on all ranks at once, because NCCL waits for missing ranks."""
         for _, pipe in self._ranks:
             pipe.send_bytes(_pack(None))
         if failed := [text for ok, text in map(self._answer, range(len(self._ranks))) if not ok]:

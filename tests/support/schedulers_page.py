@@ -1,4 +1,4 @@
-"""Writes docs/schedulers.md: how every scheduler class of the installed diffusers is stepped, found by trying.
+"""Writes docs/schedulers.md: tries every scheduler class of the installed diffusers and lists how it is stepped.
 
 python -m tests.support.schedulers_page > docs/schedulers.md
 """
@@ -19,7 +19,7 @@ from seqpar.sampling.steppers import decide, why_not_driven
 
 STEPS = 25
 FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
-# besides every class with its default settings
+# settings that are tried besides the defaults of every class
 MORE: dict[str, tuple[dict[str, Any], ...]] = {
     "DDIMParallelScheduler": ({"clip_sample": False},),
     "DDIMScheduler": ({"thresholding": True},),
@@ -106,19 +106,19 @@ def _row(name: str, settings: dict[str, Any]) -> tuple[str, str]:
 
 
 def plain(error: BaseException) -> str:
-    """An error's first sentence in one line of a table."""
+    """Return an error's first sentence, formatted for one line of a table."""
     text = " ".join(str(error).split()).replace("|", "\\|")
     text = re.sub(r"^got scheduler '\w+', which ", "", text)
     return re.split(r"(?<=[a-z)])\. ", text)[0][:160]
 
 
 def count(number: int, noun: str) -> str:
-    """ "1 state" or "2 states"."""
+    """Return "1 state" or "2 states"."""
     return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
 def page() -> str:
-    """All classes and settings."""
+    """Return the page with all classes and settings."""
     names = [name for name in dir(diffusers) if name.endswith("Scheduler")]
     lines = []
     logging.set_verbosity_error()  # diffusers warns of settings that these steps are tried with

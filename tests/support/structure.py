@@ -2,10 +2,10 @@
 
     python -m tests.support.structure            # print them
     python -m tests.support.structure --write    # write them into the page
-    python -m tests.support.structure --calls    # print the calls of the recorded run, to repair the walkthrough with
+    python -m tests.support.structure --calls    # print the calls of the recorded run, to correct the walkthrough
 
-Read from the source by `ast`, except the calls between `run` and a kernel, which are recorded while a picture is made.
-`tests/test_structure.py` compares the page with what this makes, and holds the counts to `LIMITS`.
+`ast` reads the counts from the source, except the calls between `run` and a kernel, which are recorded while a picture
+is made. `tests/test_structure.py` compares the page with these counts, and the counts with `LIMITS`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOMS = {
     "kernel": "kernels",
     "model": "models",
 }
-# files that name members for another reason than to list them
+# files that name members without being a list of them
 NOT_LISTS = {
     "launch/baselines/rungs.py": "plain twins of some models: a new model needs none",
     "launch/benches/split.py": "words in the names of GPU kernels",
@@ -42,7 +42,7 @@ NOT_LISTS = {
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the code: where it is, its lines, and how many parameters it has besides self."""
+    """A function of the code: its place, its number of lines, and its number of parameters without self."""
 
     place: str
     lines: int
@@ -52,28 +52,28 @@ class Function:
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
+    """Return the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def files(*folders: str) -> list[Path]:
-    """The Python files below these folders of the repository."""
+    """Return the Python files below these folders of the repository."""
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
 def relative(path: Path) -> str:
-    """The path as the page names it."""
+    """Return the path relative to the repository, as the page writes it."""
     return path.relative_to(ROOT).as_posix()
 
 
 def members(room: str) -> list[str]:
-    """The names of the files (or folders) of a room that stand for one thing each: those without an underscore."""
+    """Return the members of a room: names of its files or folders that do not start with an underscore."""
     found = (path for path in (ROOT / "seqpar" / room).iterdir() if not path.name.startswith("_"))
     return sorted(path.stem for path in found if path.suffix == ".py" or (path / "__init__.py").is_file())
 
 
 def named(path: Path, room: str, members: Iterable[str]) -> set[str]:
-    """Members of a room that a file names: by an import, or by a string that is the name alone."""
+    """Return the members of a room that a file names in an import, or as a whole string."""
     package, found, known = f"seqpar.{room}", set[str](), set(members)
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module == package:
@@ -88,20 +88,20 @@ def named(path: Path, room: str, members: Iterable[str]) -> set[str]:
 
 
 def registers(room: str) -> list[str]:
-    """Files outside a room that list its members, so that a new one must be added there.
+    """Return the files outside a room that list its members, so that a new member must be added there.
 
-    A file lists them if it names more than half. Code that names one or two for their own sake (a model that calls a
-    kernel, a strategy that is made of another one) does not grow with the room.
+    A file lists them if it names more than half. Code that names one or two of them (a model that calls a kernel, a
+    strategy that is built on another one) does not grow with the room.
     """
     known, folder = members(room), ROOT / "seqpar" / room
-    # the files of a room's members name each other where one is made of another
+    # members of a room may name each other if one is built on another
     candidates = (path for path in files(*CODE) if folder not in path.parents or path.name.startswith("_"))
     lists = (relative(path) for path in candidates if 2 * len(named(path, room, known)) > len(known))
     return [path for path in lists if path not in NOT_LISTS]
 
 
 def functions() -> Iterator[Function]:
-    """All functions and methods below seqpar/ and launch/."""
+    """Yield all functions and methods below seqpar/ and launch/."""
     for path in files(*CODE):
         yield from _functions(parsed(path), relative(path), "")
 
@@ -127,23 +127,23 @@ def longest() -> Function:
 
 
 def widest() -> Function:
-    """The function with the most parameters outside seqpar/kernels/."""
+    """Return the function with the most parameters outside seqpar/kernels/."""
     return max((f for f in functions() if "/kernels/" not in f.place), key=lambda f: (f.parameters, f.place))
 
 
 def unformatted() -> int:
-    """How many statements are kept from the formatter."""
+    """Return the number of statements that are excluded from formatting."""
     mark = "# fmt:" + " skip"
     return sum(path.read_text(encoding="utf-8").count(mark) for path in files(*CODE, "tests", "examples"))
 
 
 def deepest(stacks: Iterable[tuple[Place, ...]]) -> tuple[Place, ...]:
-    """The longest way from `run` to a kernel."""
+    """Return the longest chain of calls from `run` to a kernel."""
     return max(stacks, key=lambda stack: (len(stack), stack))
 
 
 def lines_a_folder() -> dict[str, int]:
-    """Lines of Python in each folder of the code, to the next ten."""
+    """Return the lines of Python in each folder of the code, rounded to tens."""
     counts: dict[str, int] = {}
     for path in files(*CODE, "tests"):
         parts = path.relative_to(ROOT).parts
@@ -153,7 +153,7 @@ def lines_a_folder() -> dict[str, int]:
 
 
 def record() -> tuple[list[tuple[Place, Place]], list[tuple[Place, ...]]]:
-    """Rank 0's calls and stacks while two ranks make a picture."""
+    """Return rank 0's calls and stacks while two ranks make a picture."""
     pool = Pool("cpu")
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +163,7 @@ def record() -> tuple[list[tuple[Place, Place]], list[tuple[Place, ...]]]:
 
 
 def checked_counts(stacks: Iterable[tuple[Place, ...]]) -> str:
-    """The part of the counts that the test compares with the page."""
+    """Return the part of the counts that the test compares with the page."""
     rows = [
         f"| files that a new {kind} touches, besides its test | {1 + len(lists)} |"
         + (f" also {', '.join(f'`{path}`' for path in lists)} |" if lists else " its own |")
@@ -181,14 +181,14 @@ def checked_counts(stacks: Iterable[tuple[Place, ...]]) -> str:
 
 
 def block(stacks: Iterable[tuple[Place, ...]]) -> str:
-    """All that stands between the markers; lines a folder change with every edit, so no test compares them."""
+    """Return the text between the markers; no test compares lines a folder, because every edit changes them."""
     rows = [f"| `{folder}/` | {count} |" for folder, count in lines_a_folder().items()]
     lines = "\n".join(("| folder | lines |", "| --- | --- |", *rows))
     return f"{BEGIN}\n\n{checked_counts(stacks)}\n\n{lines}\n\n{END}"
 
 
 def written(text: str, new: str) -> str:
-    """The page with another block between its markers; ValueError if they are not there once."""
+    """Return the page with a new block between its markers; `ValueError` unless each marker occurs once."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"got a page without one pair of markers, expected {BEGIN!r} and {END!r}")
     return text[: text.index(BEGIN)] + new + text[text.index(END) + len(END) :]

@@ -1,4 +1,4 @@
-"""The table of planted faults fits the tree as it is: every text is found once, every test exists."""
+"""Tests that the table of planted faults matches the tree: every text occurs once, and every test exists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_text_that_is_gone_or_there_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_run_says_is_told_apart(tmp_path: Path) -> None:
-    """A test that fails, one that passes, and an entry whose test is not there: neither caught nor survived."""
+    """A failing, a passing and a missing test have different verdicts: a missing test catches nothing."""
     (tmp_path / "test_a.py").write_text("def test_passes(): pass\ndef test_fails(): raise ValueError\n")
     names = ("test_passes", "test_fails", "test_that_is_gone")
     ends = [run(tmp_path, (f"test_a.py::{name}",)) for name in names]

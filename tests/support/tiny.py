@@ -1,6 +1,6 @@
-# diffusers' modules carry no types that pyright could follow
+# pyright cannot infer the types of diffusers' modules
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false
-"""A tiny diffusers DiT with random weights, and its original-format twin: the oracles of model and loop tests."""
+"""A tiny diffusers DiT with random weights, and its weights in the original format: oracles of model and loop tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADS, HEAD_DIM = 3, 8
 
 
 def diffusers_dit(learned_sigma: bool = True, classes: int = CLASSES, patch: int = 2, **config: object) -> nn.Module:
-    """fp64, every weight random (adaLN too, so nothing is multiplied by zero), embedders equal in all blocks."""
+    """Return a DiT in fp64 with random weights (adaLN's too, so no gate is zero) and equal embedders in all blocks."""
     options = {
         "num_attention_heads": HEADS,
         "attention_head_dim": HEAD_DIM,
@@ -36,7 +36,7 @@ def diffusers_dit(learned_sigma: bool = True, classes: int = CLASSES, patch: int
 
 
 def with_original_arithmetic(model: nn.Module) -> nn.Module:
-    """diffusers' DiT computes as facebookresearch's with these two changes (and equal positions on its own size)."""
+    """Change diffusers' DiT to compute as facebookresearch's; on its own size the positions are already equal."""
     for block in model.transformer_blocks:  # pyright: ignore
         block.norm1.emb.time_proj.downscale_freq_shift = 0
         block.norm3.eps = 1e-6
@@ -44,7 +44,7 @@ def with_original_arithmetic(model: nn.Module) -> nn.Module:
 
 
 def original_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The weights under facebookresearch/DiT's names."""
+    """Return the weights under facebookresearch/DiT's names."""
     theirs, ours = model.state_dict(), {}
 
     def both(new: str, *old: str) -> None:
@@ -66,5 +66,5 @@ def original_state_dict(model: nn.Module) -> dict[str, Tensor]:
     both("final_layer.adaLN_modulation.1", "proj_out_1")
     both("final_layer.linear", "proj_out_2")
     tokens = (model.config.sample_size // model.config.patch_size) ** 2  # pyright: ignore
-    ours["pos_embed"] = torch.zeros(1, tokens, 64)  # stored there, recomputed here
+    ours["pos_embed"] = torch.zeros(1, tokens, 64)  # the original stores the positions, we recompute them
     return ours

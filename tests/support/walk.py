@@ -1,4 +1,4 @@
-"""What really calls what while a picture is made: recorded from a run of the launcher's code on two CPU ranks."""
+"""Records the calls between functions while the launcher's code makes a picture on two CPU ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ KERNELS = "seqpar/kernels/"
 
 
 class Place(NamedTuple):
-    """A file, relative to the repository, and the qualified name of a function in it."""
+    """A file, relative to the repository, and the qualified name of a function in that file."""
 
     file: str
     function: str
 
     @property
     def runs_a_kernel(self) -> bool:
-        """Whether this launches a kernel, or is the plain torch that stands for it on a CPU."""
+        """Whether this function launches a kernel, or is the plain torch that replaces it on a CPU."""
         return self.file.startswith(KERNELS) and self.function.startswith(("launch", "reference"))
 
 
@@ -41,7 +41,7 @@ class Record:
         self.stacks: set[tuple[Place, ...]] = set()
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        """The hook of `sys.setprofile`."""
+        """Record a call; this is the hook of `sys.setprofile`."""
         if event != "call" or (place := place_of(frame)) is None:
             return
         above = next(callers(frame), None)
@@ -55,7 +55,7 @@ class Record:
 
 
 def place_of(frame: FrameType) -> Place | None:
-    """Where a frame is, None outside of seqpar; a lambda or nested function counts as the function around it."""
+    """Return a frame's place, or None outside of seqpar; a nested function or lambda counts as its enclosing one."""
     file = frame.f_code.co_filename
     if not file.startswith(f"{ROOT}/seqpar/"):
         return None
@@ -63,7 +63,7 @@ def place_of(frame: FrameType) -> Place | None:
 
 
 def callers(frame: FrameType) -> Iterator[Place]:
-    """The functions of seqpar that wait for this frame, the nearest first."""
+    """Yield the places of seqpar on this frame's stack, innermost first."""
     above = frame.f_back
     while above is not None:
         if (place := place_of(above)) is not None:
@@ -74,7 +74,7 @@ def callers(frame: FrameType) -> Iterator[Place]:
 def recorded(
     rank: int, world: int, device: torch.device, out: str
 ) -> tuple[list[tuple[Place, Place]], list[tuple[Place, ...]]]:
-    """The calls and stacks of this rank: one picture of the built-in model in two steps, tokens split by ulysses."""
+    """Return this rank's calls and stacks for one picture of the built-in model: two steps, tokens split by ulysses."""
     from seqpar.cli.sample import Args, run
 
     args = Args(classes=("0",), steps=2, mesh=f"ulysses={world}", transport="collective", out=Path(out))

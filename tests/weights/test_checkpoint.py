@@ -1,4 +1,4 @@
-"""Checkpoints: a wrong, truncated or missing one is refused with its name and what is wrong, before weights load."""
+"""Tests that wrong, truncated or missing checkpoints are refused by name with the reason before weights load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A diffusers transformer folder."""
+    """Return a diffusers transformer folder."""
     diffusers_dit().save_pretrained(tmp_path / "dit")  # pyright: ignore
     return tmp_path / "dit"
 
@@ -94,7 +94,7 @@ def test_a_bad_pt_file_is_refused(tmp_path: Path) -> None:
 
 
 def wide_dit() -> dict[str, torch.Tensor]:
-    """The original format: heads follow from the width, which must be a real one."""
+    """Return a state dict in the original format, with a published width, because the heads follow from it."""
     return original_state_dict(diffusers_dit(num_attention_heads=1, attention_head_dim=64, num_layers=2))
 
 
@@ -102,7 +102,7 @@ ORIGINALS: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
     "dit": wide_dit,
     "large-dit": lambda: plain(TINY).state_dict(),
 }
-SIGNATURES = {"blocks.0.attn.qkv.weight", "y_embedder.embedding_table.weight"}  # what a DiT is recognised by
+SIGNATURES = {"blocks.0.attn.qkv.weight", "y_embedder.embedding_table.weight"}  # the keys by which a DiT is recognised
 
 
 @pytest.mark.parametrize("name", ORIGINALS)

@@ -1,4 +1,4 @@
-"""The bench writes lines from which its tables can be made, and the committed lines make the committed tables."""
+"""Tests of the steps bench's lines and messages, and that committed lines produce the committed tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launch.benches import table, timing
 from launch.benches.steps import Steps, check, layouts
 
 ROOT = Path(__file__).parents[3]
-# this checkout, not what is installed
+# run the benches of this checkout, not an installed package
 ENV = {
     **os.environ,
     "CUDA_VISIBLE_DEVICES": "",
@@ -26,7 +26,7 @@ ENV = {
 
 
 def bench(*flags: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """`launch/bench.py steps` on the CPU, with a small model; a hang is a failure."""
+    """Run `launch/bench.py steps` on the CPU with a small model; a hang is a failure."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*(start if ranks > 1 else [sys.executable]), str(ROOT / "launch/bench.py"), "steps"]
     small = {"--model": "dit-s/8", "--tokens": "16", "--steps": "1", "--rounds": "2"}
@@ -40,7 +40,7 @@ def steps_of(page: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["bench"] == "steps"]
 
 
-# named by their dates: the newest is the last; lines without a page of their own belong to a part of another one
+# file names begin with dates, so the newest is the last; lines without a page of their own belong to another page
 PAGES = [
     page
     for page in sorted((ROOT / "docs" / "benchmarks").glob("*.jsonl"))
@@ -60,8 +60,8 @@ def test_bench_writes_one_line_a_row(tmp_path: Path) -> None:
 
 
 def test_bench_runs_this_checkout() -> None:
-    """Whatever is installed, and wherever the tests are started."""
-    # found, not imported: that takes seconds and says no more
+    """The checkout is used whatever package is installed and whatever the working directory is."""
+    # find the module without importing it, which would take seconds and show no more
     code = (
         "from importlib.util import find_spec as at; print(*(at(x).origin for x in ('launch.benches.steps', 'seqpar')))"
     )
@@ -91,7 +91,7 @@ def test_layouts_are_those_asked_for() -> None:
         (
             Steps(layouts=("ulysses:1:1", "ring:1:3", "foo")),
             2,
-            "got --layouts ring:1:3 foo, expected some of kv_gather:1:1, ulysses:1:1, kv_first:1:1, ring:1:2, ulysses:2",
+            "got --layouts ring:1:3 foo, expected some of kv_gather:1:1, ulysses:1:1, kv_first:1:1, ring:1:2, ulysses",
         ),
         (Steps(layouts=("kv_gather:2:1",)), 2, "got --layouts kv_gather:2:1"),
         (Steps(steps=0), 1, "got --steps 0 --rounds 3"),
@@ -130,7 +130,7 @@ def test_a_mistake_is_one_message(tmp_path: Path, flags: tuple[str, ...], ranks:
     done = bench(*flags, "--out", str(out), ranks=ranks)
     assert done.returncode == 1
     assert (done.stdout + done.stderr).count(message) == 1, done.stderr
-    assert ranks > 1 or "Traceback" not in done.stderr  # torchrun adds its own
+    assert ranks > 1 or "Traceback" not in done.stderr  # torchrun prints a traceback of its own
     assert not out.exists()
 
 
@@ -147,7 +147,7 @@ def test_the_tables_of_the_readme_are_made_of_committed_lines() -> None:
     assert shown
     assert set(shown) <= set(made)
     faster = [{**line, "ms": {name: ms / 2 for name, ms in line["ms"].items()}} for line in steps_of(PAGES[-1])]
-    assert table.best(faster) not in shown  # a negative control
+    assert table.best(faster) not in shown  # negative control: other lines give other rows
 
 
 def test_tables_of_tiles_and_products_name_the_fastest() -> None:

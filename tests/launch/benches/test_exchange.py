@@ -1,4 +1,4 @@
-"""The exchange bench: every way moves every element, a wrong one is noticed, its lines make a table and a picture."""
+"""Tests of the exchange bench: every way moves every element, wrong moves are detected, lines make table and plot."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_sizes_are_those_asked_for(move: str) -> None:
 
 
 def attended(rank: int, world: int, device: torch.device) -> None:
-    """The plain Ulysses of the benches is attention over all tokens."""
+    """Check that the benches' plain Ulysses computes attention over all tokens."""
     axis, local = make_mesh(device, cfg=1).sequence, local_for(device)
     q, k, v = (random((2, 4 * world, 2 * world, 8), seed, device) for seed in range(3))
     mine = slice(4 * rank, 4 * rank + 4)
@@ -117,7 +117,7 @@ def test_every_way_has_a_line_and_they_make_a_table_and_a_picture(ranks: Pool, t
     (made,) = table.tables(lines)
     assert len(made.splitlines()) == 2 + len(MOVES) * len(modes)
     assert all(exchange.row(line) for line in lines)
-    pytest.importorskip("matplotlib")  # what is above holds without it
+    pytest.importorskip("matplotlib")  # the assertions above need no matplotlib
     from launch.benches import plot
 
     plot.exchange(lines).savefig(tmp_path / "exchange.png")

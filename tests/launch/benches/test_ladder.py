@@ -1,4 +1,4 @@
-"""The ladder's ways are one model: rungs equal the plain model in fp64; what is compiled is what a user would have."""
+"""Tests of the ladder bench: rungs equal the plain model in fp64, and the compiled way is what users would compile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY = large_dit.Config(64, 2, 4, 4, 48, num_classes=10, sample_size=8)
 
 
 def pair(kind: str) -> tuple[nn.Module, LabelDiT]:
-    """A plain model and ours with its weights, fp64."""
+    """Return a plain model and ours with its weights, in fp64."""
     if kind in VARIANTS:
         return plain_large(VARIANTS[kind]), ours_large(VARIANTS[kind], CPU)
     theirs = diffusers_dit(attention_bias=kind != "dit without bias", learned_sigma=kind != "dit without sigma")
@@ -50,7 +50,7 @@ def predicted(model: LabelDiT, rung: Rung, x: Tensor, t: Tensor, y: Tensor) -> T
 @pytest.mark.parametrize("kind", [*VARIANTS, "dit", "dit without bias", "dit without sigma"])
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
 def test_every_rung_is_the_plain_model(rung: Rung, kind: str) -> None:
-    """Off the trained size; diffusers' is square."""
+    """The latent does not have the trained size; diffusers' model supports square latents only."""
     x, t, y = inputs((6, 10) if kind in VARIANTS else (12, 12))
     plain, model = pair(kind)
     truth = predict(plain, x, t, y)
@@ -59,7 +59,7 @@ def test_every_rung_is_the_plain_model(rung: Rung, kind: str) -> None:
 
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
 def test_every_rung_of_the_original_dit_is_the_plain_model(rung: Rung, tmp_path: Any) -> None:
-    """Another sinusoid and epsilon than diffusers', which presets have."""
+    """The original DiT, which presets use, has another sinusoid and epsilon than diffusers' DiT."""
     theirs = with_original_arithmetic(diffusers_dit(num_attention_heads=1, attention_head_dim=64))
     torch.save({"ema": original_state_dict(theirs)}, tmp_path / "dit.pt")
     model = locate(tmp_path / "dit.pt").build(torch.float64, CPU)
@@ -80,7 +80,7 @@ def test_negative_control_a_rung_of_other_weights_is_noticed(rung: Rung) -> None
 
 @pytest.mark.parametrize("name", ["large", "dit-s/8"])
 def test_each_rung_has_the_steps_of_the_plain_one(name: str) -> None:
-    """The bench's own steps: same weights, same state, same move."""
+    """The bench's own steps change the same state with the same weights by the same amount."""
     config = TINY if name == "large" else locate(name).config
     kind = large_dit if name == "large" else locate(name).module
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def test_each_rung_has_the_steps_of_the_plain_one(name: str) -> None:
 
 
 class Compiler:
-    """A backend that keeps the graphs it is given, and runs them as they are."""
+    """A torch.compile backend that records the graphs it gets and runs them unchanged."""
 
     def __init__(self) -> None:
         self.graphs: list[Any] = []
@@ -111,7 +111,7 @@ def is_complex(node: Any) -> bool:
 def test_what_is_compiled_is_one_graph_in_real_numbers_compiled_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Called inside and outside inference mode, as the bench and its capture do: no second compilation, no break."""
+    """Calls in and outside inference mode, as the bench and its capture make them, compile once and without a break."""
     config = TINY if name == "large" else replace(locate("dit-s/8").config, num_layers=2)
     kind = large_dit if name == "large" else locate("dit-s/8").module
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def test_what_is_compiled_is_one_graph_in_real_numbers_compiled_once(
 
 
 class Still:
-    """Sensors of a machine that has none."""
+    """Stands for the GPU sensors on a machine that has none."""
 
     def __enter__(self) -> Still:
         return self
@@ -144,7 +144,7 @@ class Still:
 
 
 def test_the_ladder_has_a_line_for_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the bench on a CPU, with a clock that counts calls instead of graphs, events and sensors."""
+    """Run the whole bench on a CPU, with a clock that counts calls in place of graphs, events and sensors."""
     calls: list[object] = []
 
     def clock(work: Callable[[], object], repeat: int = 1) -> float:
@@ -191,7 +191,7 @@ def test_runs_are_compared_with_the_plain_ways_of_the_same_run() -> None:
 
 
 def test_a_step_that_is_timed_again_and_again_goes_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of random weights grows a hundredfold: what goes on and on from there overflows, and runs faster."""
+    """The step restarts its run: with random weights the state would grow until it overflows, and then run faster."""
     made: list[Any] = []
     real = ladder.begin
     monkeypatch.setattr(ladder, "begin", lambda *args: made.append(real(*args)) or made[0])

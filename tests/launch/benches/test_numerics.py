@@ -1,4 +1,4 @@
-"""The bench of errors: in fp64 its three ways are one, in bf16 it sees an error that somebody planted."""
+"""Tests of the numerics bench: in fp64 its three ways agree, and in bf16 it detects a planted error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TINY = {
 
 
 def errors(name: str, dtype: torch.dtype, planted: float = 0.0) -> dict[str, list[float]]:
-    """With the engine's last projection wrong by a share, where one is planted."""
+    """Return the errors of each way; `planted` scales the engine's last projection by 1 + planted."""
     files = TINY[name]
     truth = numerics.plain_truth(files, torch.float64, CPU)
     plain = cast(deepcopy(truth), dtype)
@@ -41,17 +41,17 @@ def errors(name: str, dtype: torch.dtype, planted: float = 0.0) -> dict[str, lis
 
 @pytest.mark.parametrize("name", TINY)
 def test_in_fp64_the_three_ways_are_one(name: str) -> None:
-    """diffusers has its coefficients, and all models their sinusoids, in fp32."""
+    """The tolerance is that of fp32: diffusers' coefficients and all models' sinusoids have that dtype."""
     found = errors(name, torch.float64)
     assert {way: len(values) for way, values in found.items()} == {ENGINE: STEPS, PLAIN: STEPS}
     assert max(found[PLAIN]) < 1e-12
-    assert max(found[ENGINE]) < 1e-4  # bf16's is 1e-2
+    assert max(found[ENGINE]) < 1e-4  # the error in bf16 is about 1e-2
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_planted_error_is_seen_and_is_as_large_as_it_is(name: str) -> None:
     found = errors(name, torch.float64, planted=0.01)
-    assert found[ENGINE] == pytest.approx([0.01] * STEPS, rel=0.6)  # the bias is not planted
+    assert found[ENGINE] == pytest.approx([0.01] * STEPS, rel=0.6)  # the planted error leaves the bias as it is
     assert max(found[PLAIN]) < 1e-12
 
 

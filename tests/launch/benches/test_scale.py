@@ -1,4 +1,4 @@
-"""The scale bench: shares add up to the whole, every way has a line."""
+"""Tests of the scale bench: the ranks' shares add up to the whole work, and every way has a line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from seqpar.pipelines.class_labels import DDIM_DEFAULT
 from seqpar.planner.facts import Call
 from seqpar.planner.plan import work_of
 from seqpar.sampling.loop import digest, draw_noise, sample
-from tests.launch.baselines.test_peers import CONFIGS, model_of
+from tests.launch.baselines.test_engines import CONFIGS, model_of
 from tests.launch.benches.test_bench import ENV, ROOT
 from tests.launch.benches.test_ladder import Still
 from tests.support.meshes import mesh as make_mesh
@@ -43,7 +43,7 @@ TINY = Scale("tiny", (16,), compiled=False, rounds=2, seconds=1e-3)
 
 
 def meshes_of(layout: Layout) -> list[Mesh]:
-    """The mesh of every rank, without processes."""
+    """Return the mesh of every rank without starting processes."""
     found = []
     for cfg in range(layout.cfg):
         for ring in range(layout.ring):
@@ -126,7 +126,7 @@ def test_kernels_are_told_apart_by_their_names(kernel: str, kind: str) -> None:
 
 
 def test_a_step_is_split_into_what_runs_at_each_moment() -> None:
-    """Exchange counts only where nothing is computed under it; all kinds together are the whole time."""
+    """An exchange counts only while nothing is computed beside it; the kinds add up to the whole time."""
     trace = [
         ("ncclDevKernel", 12.0, 30.0),
         ("nvjet", 10.0, 20.0),
@@ -149,7 +149,7 @@ def bench_of(name: str, world: int, device: torch.device) -> Bench:
 
 def measured(rank: int, world: int, device: torch.device, name: str) -> list[dict[str, Any]]:
     bench = bench_of(name, world, device)
-    gc.freeze()  # each way ends in a collection, which would look at every object of torch and diffusers
+    gc.freeze()  # each way ends in a garbage collection, which is faster without the objects of torch and diffusers
     try:
         return measure(TINY, bench, 16)
     finally:
@@ -165,7 +165,7 @@ def test_every_way_has_a_line_and_they_make_tables_and_a_picture(ranks: Pool, tm
     ours = [line for line in two if line["case"]["kind"] == "ours"]
     assert len(ours) == 10  # ulysses, kv_gather, kv_first and ring by two transports, branches apart, two pictures
     (alone,) = (line for line in lines if line["case"]["kind"] == "ours" and line["gpus"] == 1)
-    # bits across row counts are promised from 1024 tokens on GPUs; on CPUs here too
+    # on GPUs equal bits across row counts are promised from 1024 tokens; on CPUs they hold here too
     if ranks.device == "cpu":
         assert {line["digest"] for line in ours if "ring" not in line["case"]["way"].split()[0]} == {alone["digest"]}
         refused = [line for line in two if line["ms"] is None]
@@ -173,14 +173,14 @@ def test_every_way_has_a_line_and_they_make_tables_and_a_picture(ranks: Pool, tm
         assert refused[0]["refused"] == "Native attention does not support return_lse=True"
     assert len(table.tables(lines)) == 3 + any("split_ms" in line for line in lines)
     assert all(scale.row(line) for line in lines)
-    pytest.importorskip("matplotlib")  # what is above holds without it
+    pytest.importorskip("matplotlib")  # the assertions above need no matplotlib
     from launch.benches import plot
 
     plot.scale(lines).savefig(tmp_path / "scale.png")
 
 
 def bits(rank: int, world: int, device: torch.device) -> list[str | None]:
-    """Of the loop itself, of the bench's run, of a shorter one."""
+    """Return the digests of the sampling loop, of the bench's run, and of a shorter run."""
     mesh, size = make_mesh(device, cfg=world), (8, 8)
     dit = DistributedDiT(model_of("large-dit", device), mesh)
     labels, noise = {"class_labels": torch.zeros(1, dtype=torch.int64)}, torch.Generator().manual_seed(0)
@@ -201,7 +201,7 @@ def test_bits_are_those_of_the_loop(ranks: Pool) -> None:
 
 
 class Traced:
-    """A GPU's counters, without one."""
+    """Stands for a GPU's counters on a machine without GPUs."""
 
     def __init__(self) -> None:
         self.peak, self.left = 3 << 30, 10 << 30
@@ -218,7 +218,7 @@ def test_memory_is_torchs_peak_and_what_is_outside_of_it(monkeypatch: pytest.Mon
 
 
 def test_the_fastest_of_ours_is_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a made-up GPU: what the sensors and the profiler say goes into the line."""
+    """The readings of the sensors and the profiler, here of a fake GPU, go into the line."""
     calls: list[int] = []
     monkeypatch.setattr(scale, "Sensors", lambda gpu: Still())
     monkeypatch.setattr(scale, "timed", lambda step, repeat: calls.append(repeat))
@@ -277,7 +277,7 @@ def test_the_table_compares_within_a_run_and_with_one_gpu() -> None:
     assert "| third, graph | no graph here | - | - |" in table.ways([*lines, refused])
 
 
-def test_peers_may_be_named() -> None:
+def test_other_engines_may_be_named() -> None:
     ways = [
         Way(kind, name, never) for kind, name in (("ours", "a"), ("ceiling", "b"), ("peer", "c"), ("peer", "d, graph"))
     ]

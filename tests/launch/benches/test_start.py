@@ -1,4 +1,4 @@
-"""The timeline of a process's start: it makes the real picture, and its parts are all of its time."""
+"""Tests of the start bench: it makes the real picture, and the parts of its timeline add up to the whole time."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ PARTS = [
 
 @pytest.fixture(scope="module")
 def line(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of one run on the CPU, and the seconds that whoever started it waited."""
+    """Return the JSON line of one run on the CPU, and as `waited` the seconds that the calling process waited."""
     out, began = tmp_path_factory.mktemp("start") / "lines.jsonl", time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        patch.setenv("OMP_NUM_THREADS", "1")  # sums on CPUs depend on it
+        patch.setenv("OMP_NUM_THREADS", "1")  # the order of sums on CPUs depends on the number of threads
         start.main(replace(TINY, out=out))
     waited = time.monotonic() - began
     return json.loads(out.read_text()) | {"waited": waited}
@@ -65,7 +65,9 @@ def test_the_parts_are_a_picture_and_its_floor(line: dict[str, Any]) -> None:
 def test_the_parts_are_all_of_the_time(line: dict[str, Any]) -> None:
     assert line["total"]["median"] == pytest.approx(sum(line["seconds"].values()))
     assert line["total"]["median"] + line["floor_total"]["median"] < line["waited"]
-    assert line["total"]["median"] > 0.2 * line["waited"]  # the rest: two exits, and this process's own share
+    assert (
+        line["total"]["median"] > 0.2 * line["waited"]
+    )  # the rest is the exit of two processes and the work of this one
 
 
 def test_what_is_timed_is_the_picture_that_sampling_makes(line: dict[str, Any]) -> None:

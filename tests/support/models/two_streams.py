@@ -1,7 +1,7 @@
 """A toy text-to-image model of two-stream blocks, as one file of `seqpar/models` would be.
 
-Text and image have their own projections, norms and rotary rows, and attend to both. `states`: also a stream of one
-token is denoised, which is no latent. `fresh`: the text comes with every step, instead of once a run.
+Text and image have their own projections, norms and rotary rows, and attend to both. states: whether a stream of one
+token, which is no latent, is denoised too. fresh: whether the text comes with every step instead of once a run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from seqpar.models import _layers
 from seqpar.planner.facts import Work
 from seqpar.protocols import Attend, Condition, Encoded, Prepare, Projected, SequenceModel
 
-TEXT, TOKEN = 6, 12  # widths of the text and of the token that is denoised beside the latent
+TEXT, TOKEN = 6, 12  # widths of the text and of the token that is denoised together with the latent
 
 
 @dataclass(frozen=True)
 class Config:
-    """A model of a few thousand weights."""
+    """The sizes of a model of a few thousand weights."""
 
     num_attention_heads: int = 3
     attention_head_dim: int = 8
@@ -38,12 +38,12 @@ class Config:
 
     @property
     def width(self) -> int:
-        """E."""
+        """The model width E."""
         return self.num_attention_heads * self.attention_head_dim
 
 
 class Part(nn.Module):
-    """What a block does to one of its streams."""
+    """The layers of a block for one of its streams."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Part(nn.Module):
         self.out = nn.Linear(width, width)
 
     def stream(self, x: Tensor, modulation_B3E: Tensor, rotary: Tensor) -> Projected:
-        """The stream on its way to attention."""
+        """Return the stream as attention's input."""
         shift, scale, _ = modulation_B3E.unbind(1)
         h = F.layer_norm(x, x.shape[-1:]) * (1 + scale[:, None]) + shift[:, None]
         cos, sin = rotary.chunk(2, dim=-1)
@@ -64,7 +64,7 @@ class Part(nn.Module):
 
 
 class Model(SequenceModel):
-    """See the module's docstring."""
+    """The model that the module's docstring describes."""
 
     PROMPT = ("text", "text_mask", "pooled")
     MASKS = {"text_mask": "text"}  # noqa: RUF012
@@ -89,7 +89,7 @@ class Model(SequenceModel):
         self.final = nn.ModuleDict({"image": nn.Linear(width, 4 * patch), "token": nn.Linear(width, TOKEN)})
 
     def stream_positions(self, size: tuple[int, ...], lengths: Mapping[str, int]) -> dict[str, Tensor]:
-        """Rotary rows; text counts from 100."""
+        """Return rotary rows; text positions count from 100."""
         starts, dim = {"text": 100.0, "image": 0.0, "token": 50.0}, self.config.attention_head_dim
         found = {}
         for name, length in lengths.items():
@@ -99,14 +99,14 @@ class Model(SequenceModel):
         return found
 
     def encode(self, **prompt: Tensor) -> Encoded:
-        """Projected text with its mask."""
+        """Return the projected text with its mask."""
         if self.config.fresh:
             return Encoded(pooled=prompt)
         text = self.into["text"](prompt["text"].to(self.pooled.weight.dtype))
         return Encoded({"text": text}, {"text": prompt["text_mask"]}, {"pooled": prompt["pooled"]})
 
     def modulate(self, t_R: Tensor, **pooled: Tensor) -> Condition:
-        """(R, layers, streams, 3, E), also with the guidance scale where it is embedded."""
+        """Return the modulation (R, layers, streams, 3, E); it depends on the guidance scale if that is embedded."""
         dtype, width = self.pooled.weight.dtype, self.config.width
         c = self.time(_layers.sinusoid(t_R, width).to(dtype)) + self.pooled(pooled["pooled"].to(dtype))
         if self.config.embeds_guidance:
@@ -137,12 +137,12 @@ class Model(SequenceModel):
         return {name: self.final[name](x[name]) for name in self.STATE}
 
     def null_prompt(self, prompt: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Zeros, of the same length."""
+        """Return zeros of the same length."""
         return {name: x if name in self.MASKS else torch.zeros_like(x) for name, x in prompt.items()}
 
 
 def work(config: Config) -> Work:
-    """What a token costs."""
+    """Return the cost of a token for the planner."""
     width = config.width
     return Work(
         layers=config.num_layers,
@@ -160,7 +160,7 @@ def work(config: Config) -> Work:
 
 
 def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> None:
-    """There are no checkpoints of it."""
+    """Return None, because this model has no checkpoints."""
 
 
 PRESETS = {"two-streams": Config(), "two-states": Config(states=True), "fresh-text": Config(fresh=True)}

@@ -1,6 +1,6 @@
-"""A transport for tests: every message waits a random time, and a buffer is poisoned as soon as nobody may read it.
+"""A transport for tests that delays every message by a random time and poisons a buffer as soon as it may not be read.
 
-It shows that a new transport is one file, and it finds strategies that read or write outside of their turn.
+It shows that a new transport is one file, and it detects strategies that read or write at the wrong time.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from seqpar.transports import _contract
 from seqpar.transports._exchanges import Gather, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
 
-FACTS = _contract.Facts(rates={"cuda": "nccl", "cpu": "gloo"})  # "auto" takes it nowhere
+FACTS = _contract.Facts(rates={"cuda": "nccl", "cpu": "gloo"})  # `auto` never picks it
 LONGEST_S = 0.003
 
 
 def why_not(mesh: Mesh) -> str | None:
-    """None: it works on any mesh."""
+    """Return None, because it works on any mesh."""
     return None
 
 
 def why_not_tried(axis: Axis, device: torch.device) -> str | None:
-    """None: it works between any ranks."""
+    """Return None, because it works between any ranks."""
     return None
 
 
 def poison(*tensors: Tensor) -> None:
-    """Make them useless to read."""
+    """Fill the tensors with values that make a later read visible."""
     for tensor in tensors:
         tensor.fill_(float("nan") if tensor.is_floating_point() else -(10**6))
 
 
 def swap(axis: Axis, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-    """Send outgoing[r] to rank r and receive incoming[r] from it, late; what was sent is poisoned."""
+    """Send outgoing[r] to rank r and receive incoming[r] from it after a delay; then poison what was sent."""
     time.sleep(random.random() * LONGEST_S)
     sent = [tensor.contiguous().flatten().view(torch.uint8).clone() for tensor in outgoing]
     got = [torch.empty(t.numel() * t.element_size(), dtype=torch.uint8, device=t.device) for t in incoming]
@@ -61,7 +61,7 @@ def swap(axis: Axis, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> 
 
 
 class DelayedToHeads:
-    """q, k, v to the ranks of their heads; (tokens, B, h + 2 g, D) to and from each."""
+    """Sends q, k, v to the ranks of their heads, as (tokens, B, h + 2 g, D) to and from each rank."""
 
     flags: Flags | None = None
 
@@ -79,19 +79,19 @@ class DelayedToHeads:
         self._incoming = self._slab.split(layout.tokens)
 
     def outboxes(self) -> Outboxes:
-        """Poisoned, as what was delivered last."""
+        """Return the outboxes; poison them and what was delivered last."""
         poison(*self._outgoing, self._slab)
         return self._boxes
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """See `seqpar.transports._exchanges.ToHeads`."""
+        """Deliver the data (see `seqpar.transports._exchanges.ToHeads`)."""
         swap(self._axis, self._outgoing, self._incoming)
         q, k, v = self._slab.transpose(0, 1).split(self._split, dim=2)
         return q, k, v
 
 
 class DelayedToTokens:
-    """Attention's output to the ranks of its tokens."""
+    """Sends attention's output to the ranks of its tokens."""
 
     flags: Flags | None = None
 
@@ -104,18 +104,18 @@ class DelayedToTokens:
         self._incoming = [self._out[:, :, layout.q_slice(rank)].transpose(0, 1) for rank in range(axis.size)]
 
     def outboxes(self) -> Destinations:
-        """Poisoned, as what was delivered last."""
+        """Return the outboxes; poison them and what was delivered last."""
         poison(*self._boxes, self._out)
         return self._boxes
 
     def deliver(self, met: bool = False) -> Tensor:
-        """See `seqpar.transports._exchanges.ToTokens`."""
+        """Deliver the data (see `seqpar.transports._exchanges.ToTokens`)."""
         swap(self._axis, self._boxes, self._incoming)
         return self._out
 
 
 class DelayedKeyValues:
-    """Keys and values of all; those that were started are poisoned in the outbox."""
+    """Sends keys and values to all ranks; the outbox is poisoned as soon as they are started."""
 
     flags: Flags | None = None
 
@@ -131,17 +131,17 @@ class DelayedKeyValues:
         self._boxes = Outboxes([Outbox(self._q.transpose(0, 1), k, v, heads, kv_heads)])
 
     def outboxes(self) -> Outboxes:
-        """Poisoned, as what was delivered last."""
+        """Return the outboxes; poison them and what was delivered last."""
         self._started.clear()
         poison(self._q, *self._mine, *self._all)
         return self._boxes
 
     def start_keys(self) -> None:
-        """Take k as it is now."""
+        """Copy k as it is now."""
         self._start(0)
 
     def start_values(self) -> None:
-        """Take v as it is now."""
+        """Copy v as it is now."""
         self._start(1)
 
     def _start(self, part: int) -> None:
@@ -149,7 +149,7 @@ class DelayedKeyValues:
         poison(self._mine[part])
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """See `seqpar.transports._exchanges.KeyValues`."""
+        """Deliver the data (see `seqpar.transports._exchanges.KeyValues`)."""
         for part, whole in enumerate(self._all):
             taken = self._started.get(part, self._mine[part])
             swap(self._axis, [taken.clone() for _ in self._tokens], whole.split(self._tokens))
@@ -158,19 +158,19 @@ class DelayedKeyValues:
 
 
 class DelayedRotation:
-    """Blocks around an axis; one that was passed on is poisoned."""
+    """Passes blocks around an axis; a block that was passed on is poisoned."""
 
     def __init__(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> None:
         self._axis, self._sizes, self._shape = axis, sizes, shape
         self._mine = like.new_empty(sizes[axis.rank], *shape)
 
     def outbox(self) -> Tensor:
-        """Poisoned."""
+        """Return the poisoned outbox."""
         poison(self._mine)
         return self._mine
 
     def rotate(self) -> Iterator[tuple[int, Tensor]]:
-        """See `seqpar.transports._exchanges.Rotation`."""
+        """Yield each block and pass it on (see `seqpar.transports._exchanges.Rotation`)."""
         count, block, nothing = self._axis.size, self._mine.clone(), self._mine[:0]
         after, before = (self._axis.rank + 1) % count, (self._axis.rank - 1) % count
         poison(self._mine)
@@ -184,25 +184,25 @@ class DelayedRotation:
 
 
 class DelayedGather:
-    """Every rank's block on every rank."""
+    """Gathers every rank's block on every rank."""
 
     def __init__(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> None:
         self._axis, self._sizes = axis, sizes
         self._mine, self._whole = like.new_empty(sizes[axis.rank], *shape), like.new_empty(sum(sizes), *shape)
 
     def outbox(self) -> Tensor:
-        """Poisoned, as what was delivered last."""
+        """Return the outboxes; poison them and what was delivered last."""
         poison(self._mine, self._whole)
         return self._mine
 
     def deliver(self) -> Tensor:
-        """See `seqpar.transports._exchanges.Gather`."""
+        """Deliver the data (see `seqpar.transports._exchanges.Gather`)."""
         swap(self._axis, [self._mine.clone() for _ in self._sizes], self._whole.split(self._sizes))
         return self._whole
 
 
 class Transport(_contract.Transport):
-    """See the top of this file."""
+    """The transport that the module's docstring describes."""
 
     def _heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         return DelayedToHeads(axis, layout), DelayedToTokens(axis, layout)

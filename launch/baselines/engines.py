@@ -1,9 +1,9 @@
-"""A step by other engines: the plain models with tokens split over ranks, and attention by plain Ulysses or by the
-context parallel attention of diffusers (Ulysses, ring, unified).
+"""A denoising step of other engines: the plain models with tokens split over ranks, and attention by plain Ulysses or
+by the context parallel attention of diffusers (Ulysses, ring, unified).
 
 Only the attention core exchanges. Embedding, blocks, guidance and the update of a rank's tokens are plain torch, and
 nothing is gathered at the end of a step, although the pipelines of these engines do that. Tokens are split as diffusers
-splits them, larger parts first. If a peer cannot do a case, its row has the reason.
+splits them, larger parts first. If an engine cannot run a case, its row has the reason.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ DeviceMeshes = Mapping[tuple[int, int], DeviceMesh]
 
 
 @dataclass(frozen=True)
-class Peer:
-    """Another engine's attention. refusal: why it cannot do this case. compiles: its users compile blocks."""
+class OtherEngine:
+    """Another engine's attention. refusal: why it cannot run this case. compiles: whether its users compile blocks."""
 
     name: str
     core: Attention3
@@ -45,7 +45,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class CoreProcessor:
-    """Self-attention of a diffusers block, through a core."""
+    """Attention processor of a diffusers block that computes self-attention by `core`."""
 
     core: Attention3
 
@@ -57,7 +57,7 @@ class CoreProcessor:
 
 
 def device_meshes(mesh: Mesh) -> DeviceMeshes:
-    """(ring, ulysses) -> diffusers' mesh, made once because each holds communicators."""
+    """Return diffusers' mesh for each (ring, ulysses); make them once, because each creates communicators."""
     world = mesh.world.size
     shapes = (
         [] if world == 1 else [(1, world), (world, 1), *([(2, world // 2)] if world % 2 == 0 and world > 2 else [])]
@@ -65,26 +65,26 @@ def device_meshes(mesh: Mesh) -> DeviceMeshes:
     return {shape: init_device_mesh(mesh.device.type, shape, mesh_dim_names=("ring", "ulysses")) for shape in shapes}
 
 
-def peers(mesh: Mesh, meshes: DeviceMeshes, tokens: int, heads: int, local: Core) -> list[Peer]:
-    """All peers for this number of ranks. local: our attention of one device, which plain Ulysses wraps."""
+def other_engines(mesh: Mesh, meshes: DeviceMeshes, tokens: int, heads: int, local: Core) -> list[OtherEngine]:
+    """Return all other engines on this number of ranks. local: our attention on one device; plain Ulysses uses it."""
 
     def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return local(q, k, v)[0]
 
     world = mesh.world.size
     if world == 1:
-        return [Peer("plain, one GPU", attend, True)]
+        return [OtherEngine("plain, one GPU", attend, True)]
     uneven = [
         f"{count} {what} do not divide by {world} ranks"
         for what, count in (("tokens", tokens), ("heads", heads))
         if count % world
     ]
-    found = [Peer("plain Ulysses", ulysses(alone, mesh.sequence), False, next(iter(uneven), None))]
+    found = [OtherEngine("plain Ulysses", ulysses(alone, mesh.sequence), False, next(iter(uneven), None))]
     return found + [_diffusers(mesh, shape, device_mesh, tokens, heads) for shape, device_mesh in meshes.items()]
 
 
-def _diffusers(mesh: Mesh, shape: tuple[int, int], device_mesh: DeviceMesh, tokens: int, heads: int) -> Peer:
-    """A peer by diffusers' own dispatch. Uneven cases use its "anything" modes, which unified does not have."""
+def _diffusers(mesh: Mesh, shape: tuple[int, int], device_mesh: DeviceMesh, tokens: int, heads: int) -> OtherEngine:
+    """Return diffusers' context parallel attention; uneven cases use its "anything" modes, which unified lacks."""
     (ring, ulysses_), world = shape, mesh.world.size
     uneven, unified = tokens % world > 0 or heads % ulysses_ > 0, ring > 1 and ulysses_ > 1
     name = "diffusers " + ("unified" if unified else "Ulysses" if ulysses_ > 1 else "ring")
@@ -101,11 +101,11 @@ def _diffusers(mesh: Mesh, shape: tuple[int, int], device_mesh: DeviceMesh, toke
         return dispatch_attention_fn(q, k, v, backend=backend, parallel_config=parallel)  # pyright: ignore[reportArgumentType]
 
     name += " anything" if anything else ""
-    return Peer(name, core, True, refusal if uneven and unified else None)
+    return OtherEngine(name, core, True, refusal if uneven and unified else None)
 
 
 def with_core(plain: nn.Module, core: Attention3, compiled: bool) -> nn.Module:
-    """The same model with another attention core and shared weights; compiled: each block is compiled alone."""
+    """Return a copy of the model with another attention core and shared weights, with each block compiled if asked."""
     twin = copy.deepcopy(plain, {id(x): x for x in (*plain.parameters(), *plain.buffers())})
     for module in twin.modules():
         if isinstance(module, PlainAttention):
@@ -118,10 +118,10 @@ def with_core(plain: nn.Module, core: Attention3, compiled: bool) -> nn.Module:
     return twin
 
 
-def peer_step(plain: nn.Module, model: Any, size: tuple[int, int], mesh: Mesh, scale: float) -> Callable[[], Tensor]:
-    """A step of this rank's tokens of one picture, two guidance branches in a batch; returns the moved tokens.
+def other_step(plain: nn.Module, model: Any, size: tuple[int, int], mesh: Mesh, scale: float) -> Callable[[], Tensor]:
+    """Return a step on this rank's tokens of one picture with both guidance branches in a batch; it returns new tokens.
 
-    plain: with a core (see `with_core`). model: ours of the same config, whose positions are the plain one's.
+    plain: a model with its core (see `with_core`). model: ours with the same config; it provides the positions.
     """
     positions, config = model.positions(*size), model.config
     mine = Shard(len(positions), mesh.world.size).slice(mesh.world.rank)
@@ -140,10 +140,10 @@ def peer_step(plain: nn.Module, model: Any, size: tuple[int, int], mesh: Mesh, s
 
 
 def predict_tokens(plain: nn.Module, tokens_BlC: Tensor, positions: Tensor, t_B: Tensor, y_B: Tensor) -> Tensor:
-    """Predictions (B, l, C_out*p*p) of these tokens, ordered (ph, pw, C_out); positions as our models have them."""
+    """Return predictions (B, l, C_out*p*p), ordered (ph, pw, C_out); `positions` have the format of our models."""
     if isinstance(plain, PlainLargeDiT):
         return plain.forward_tokens(tokens_BlC, torch.stack(positions.chunk(2, dim=-1), dim=-1), t_B, y_B)
-    made: Any = plain  # diffusers' forward, on tokens
+    made: Any = plain  # the rest is diffusers' forward, on tokens
     patch = made.pos_embed.proj
     h = F.linear(tokens_BlC, patch.weight.flatten(1), patch.bias) + positions.to(tokens_BlC.dtype)
     for block in made.transformer_blocks:

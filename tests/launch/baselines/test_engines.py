@@ -1,4 +1,4 @@
-"""Peers of the scale bench compute what the plain model computes, or say why they cannot."""
+"""Tests that other engines of the scale bench predict what the plain model predicts, or report why they cannot run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from diffusers.models import attention_dispatch
 from torch import Tensor, nn
 
-from launch.baselines.peers import device_meshes, peer_step, peers, predict_tokens, with_core
+from launch.baselines.engines import device_meshes, other_engines, other_step, predict_tokens, with_core
 from launch.baselines.plain import KEEP, plain_model, predict
 from seqpar.local import reference, sdpa
 from seqpar.mesh import Mesh
@@ -39,7 +39,7 @@ def model_of(name: str, device: torch.device, dtype: torch.dtype = torch.float32
 
 def plain_of(name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
     plain = plain_model(CONFIGS[name], 8, dtype, device)
-    if name == "dit":  # as ours: positions of the original model
+    if name == "dit":  # our positions, which are those of the original model
         rows: Any = model_of(name, device, dtype).positions(8, 8)
         plain.pos_embed.pos_embed.copy_(rows[None])  # pyright: ignore
     return plain
@@ -47,7 +47,7 @@ def plain_of(name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def with_lse() -> Iterator[None]:
-    """diffusers' ring, on CPUs too: its native attention gives no log-sum-exp there, ours does."""
+    """Make diffusers' ring run on CPUs: our reference returns the log-sum-exp that its native attention lacks there."""
 
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **given: Any) -> Any:
         out, lse = reference.attend(q, k, v)
@@ -62,22 +62,22 @@ def with_lse() -> Iterator[None]:
 
 
 def compared(rank: int, world: int, device: torch.device, name: str) -> dict[str, float]:
-    """The largest error of each peer's predictions of my tokens, relative to the plain model on one device."""
-    dtype = torch.float64 if device.type == "cpu" else torch.bfloat16  # cuDNN takes no fp64
+    """Return each engine's largest error on this rank's tokens, relative to the plain model on one device."""
+    dtype = torch.float64 if device.type == "cpu" else torch.bfloat16  # cuDNN does not support fp64
     mesh, model, plain = make_mesh(device, cfg=1), model_of(name, device, dtype), plain_of(name, device, dtype)
     x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     t, y = torch.tensor([480, 480], device=device), torch.tensor([1, 10], device=device)
     mine = Shard(16, world).slice(rank)
     errors = {}
     with torch.no_grad(), with_lse():
-        # (ph, pw, C) as the plain models' last layers have them
+        # ordered (ph, pw, C), as the plain models' last layers return them
         truth = model.patchify(predict(plain, x, t, y)).unflatten(-1, (8, -1)).transpose(-1, -2).flatten(-2)
         heads = CONFIGS[name].num_attention_heads
-        for peer in peers(mesh, device_meshes(mesh), 16, heads, sdpa.attend):
-            if peer.refusal is None:
+        for engine in other_engines(mesh, device_meshes(mesh), 16, heads, sdpa.attend):
+            if engine.refusal is None:
                 tokens, positions = model.patchify(x)[:, mine], model.positions(8, 8)[mine]
-                out = predict_tokens(with_core(plain, peer.core, False), tokens, positions, t, y)
-                errors[peer.name] = float((out - truth[:, mine]).abs().max() / truth.abs().max())
+                out = predict_tokens(with_core(plain, engine.core, False), tokens, positions, t, y)
+                errors[engine.name] = float((out - truth[:, mine]).abs().max() / truth.abs().max())
     return errors
 
 
@@ -93,7 +93,7 @@ def compared(rank: int, world: int, device: torch.device, name: str) -> dict[str
         (4, "large-dit", ["plain Ulysses", "diffusers Ulysses", "diffusers ring", "diffusers unified"]),
     ],
 )
-def test_peers_predict_what_the_plain_model_predicts(ranks: Pool, world: int, name: str, names: list[str]) -> None:
+def test_other_engines_predict_as_the_plain_model(ranks: Pool, world: int, name: str, names: list[str]) -> None:
     close = 1e-6 if ranks.device == "cpu" else 5e-2  # diffusers merges a ring in fp32
     for errors in ranks.run(world, compared, name):
         assert list(errors) == names
@@ -104,26 +104,26 @@ def test_negative_control_a_core_of_other_tokens_is_noticed() -> None:
     name, size = "large-dit", (8, 8)
     model, plain = model_of(name, CPU, torch.float64), plain_of(name, CPU, torch.float64)
     swapped = with_core(plain, lambda q, k, v: sdpa.attend(q, k.flip(1), v)[0], False)
-    steps = [peer_step(x, model, size, Mesh.single(), 4.0)() for x in (plain, swapped)]
+    steps = [other_step(x, model, size, Mesh.single(), 4.0)() for x in (plain, swapped)]
     assert (steps[0] - steps[1]).abs().max() > 1e-9
     assert steps[0].shape == (1, 16, 16)
 
 
-def test_a_peers_step_guides_and_moves_its_tokens() -> None:
-    """Against guidance and update written out on the latent."""
+def test_another_engines_step_guides_and_moves_its_tokens() -> None:
+    """Compare with guidance and update written out on the latent."""
     model, plain = model_of("dit", CPU, torch.float64), plain_of("dit", CPU, torch.float64)
-    moved = model.unpatchify(peer_step(plain, model, (8, 8), Mesh.single(), 4.0)(), 8, 8)
+    moved = model.unpatchify(other_step(plain, model, (8, 8), Mesh.single(), 4.0)(), 8, 8)
     x = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)).double()
     c, u = predict(plain, torch.cat((x, x)), torch.tensor([480, 480]), torch.tensor([1, 10]))[:, :4]
-    assert (moved[0] - (KEEP * x[0] - 0.01 * (u + 4 * (c - u)))).abs().max() < 1e-6  # sums of another order
+    assert (moved[0] - (KEEP * x[0] - 0.01 * (u + 4 * (c - u)))).abs().max() < 1e-6  # the sums have another order
 
 
 def refusals(rank: int, world: int, device: torch.device, tokens: int, heads: int) -> dict[str, str | None]:
     mesh = make_mesh(device, cfg=1)
-    return {x.name: x.refusal for x in peers(mesh, device_meshes(mesh), tokens, heads, sdpa.attend)}
+    return {x.name: x.refusal for x in other_engines(mesh, device_meshes(mesh), tokens, heads, sdpa.attend)}
 
 
-def test_peers_say_what_they_cannot_do(ranks: Pool) -> None:
+def test_other_engines_say_what_they_cannot_do(ranks: Pool) -> None:
     found = ranks.run(4, refusals, 17, 4)[0]
     assert found["plain Ulysses"] == "17 tokens do not divide by 4 ranks"
     assert found["diffusers unified"] == "17 tokens and 4 heads do not divide by ring 2 x ulysses 2"

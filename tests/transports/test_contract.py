@@ -161,14 +161,14 @@ def test_a_call_out_of_turn_is_the_same_error_on_every_transport(ranks: Pool, tr
 
 
 def check_told(answers: list[list[tuple[str, dict[str, int], bool]]]) -> None:
-    """That all ranks told what `misused` must tell, whatever the transport."""
+    """Check that all ranks returned what `misused` must return with every transport."""
     for told in answers:
         for (kind, made, call), (error, calls, right) in zip(MISUSES, told, strict=True):
             what, turns = TURNS[kind]
             expected = turns[made % len(turns)]
             assert error == (
-                f"got {call}() of {what}, expected {expected}(): its calls come in turn ({', '.join(turns)}); after an "
-                f"error call the transport's abandon() first"
+                f"got {call}() of {what}, expected {expected}(); make its calls in the order {', '.join(turns)}, and "
+                f"after an error call the transport's abandon() first"
             )
             assert calls == {}, (kind, made, call)
             assert right, (kind, made, call)

@@ -193,5 +193,5 @@ def _reserve(path: Path, nbytes: int) -> str | None:
             else:
                 file.truncate(nbytes)
     except OSError as error:
-        return f"got {nbytes} bytes of shared memory to reserve in {path.parent}, expected room: {error.strerror or error}"
+        return f"got {nbytes} bytes of shared memory in {path.parent}, which fails: {error.strerror or error}"
     return None

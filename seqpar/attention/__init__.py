@@ -1,1 +1,1 @@
-"""How attention sees the whole sequence; one strategy = one file exporting `check(mesh)` and `build(mesh, ...)`."""
+"""Strategies: how attention sees the whole sequence. Each strategy is one file that exports `build` and `FACTS`."""

@@ -1,4 +1,4 @@
-"""What all strategies do with streams: their projections, and writing each stream into its part of the outboxes."""
+"""Helpers that all strategies share: they project streams and write each stream into its part of the outboxes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seqpar.transports._layout import HeadLayout
 
 
 def given(stream: Stream) -> Given:
-    """q, k and v of a stream: strided views of one fused QKV GEMM, where the model has not made them."""
+    """Return a stream's q, k and v: those that the model made, or strided views of one fused QKV GEMM made here."""
     if isinstance(stream, Given):
         return stream
     dim = len(stream.weight) // (stream.heads + 2 * stream.kv_heads)
@@ -29,22 +29,22 @@ def given(stream: Stream) -> Given:
 
 
 def query(stream: Stream) -> Tensor:
-    """q of a stream, by a GEMM of its own where the model has not made it."""
+    """Return q of a stream; a separate GEMM computes it if the model has not."""
     return stream.q if isinstance(stream, Given) else _project(stream, 0)
 
 
 def key(stream: Stream) -> Tensor:
-    """k of a stream, as `query`."""
+    """Return k of a stream; a separate GEMM computes it if the model has not."""
     return stream.k if isinstance(stream, Given) else _project(stream, 1)
 
 
 def value(stream: Stream, room_BlGD: Tensor | None = None) -> Tensor:
-    """v of a stream, as `query`; a GEMM writes it into `room_BlGD` and returns that, where there is one."""
+    """Return v of a stream; a separate GEMM computes it if the model has not, into `room_BlGD` if that is given."""
     return stream.v if isinstance(stream, Given) else _project(stream, 2, room_BlGD)
 
 
 def _project(stream: Projected, part: int, room_BlHD: Tensor | None = None) -> Tensor:
-    """(B, l, heads, D): part 0, 1 or 2 (q, k or v) of a projection."""
+    """Compute part 0, 1 or 2 (q, k or v) of a fused projection alone, as (B, l, heads, D)."""
     heads = (stream.heads, stream.kv_heads, stream.kv_heads)
     dim = len(stream.weight) // sum(heads)
     widths = [count * dim for count in heads]
@@ -55,11 +55,14 @@ def _project(stream: Projected, part: int, room_BlHD: Tensor | None = None) -> T
 def project(
     x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, dim: int, room_BlHD: Tensor | None = None
 ) -> Tensor:
-    """x W^T + b as heads, (B, l, F / dim, dim), written into `room_BlHD` where that is given and has the dtype."""
-    # autocast leaves out= alone: what it would cast is made elsewhere
+    """Return x W^T + b as heads, (B, l, F / dim, dim).
+
+    The result is written into `room_BlHD` if that is given and input, weight and room have the same dtype.
+    """
+    # autocast does not cast for out=, so inputs of mixed dtypes go through F.linear
     if room_BlHD is None or not room_BlHD.dtype == x_BlE.dtype == weight_FE.dtype:
         return F.linear(x_BlE, weight_FE, bias_F).unflatten(-1, (-1, dim))
-    # a contiguous matrix and a bias of one row: cuBLAS writes and adds in place, torch copies neither
+    # out is a contiguous matrix and the bias is one row, so cuBLAS adds the bias and writes in place without a copy
     rows_RE, out_RF = x_BlE.flatten(0, 1), room_BlHD.view(-1, len(weight_FE))
     if bias_F is None:
         torch.mm(rows_RE, weight_FE.t(), out=out_RF)
@@ -69,14 +72,14 @@ def project(
 
 
 def heads_of(stream: Stream) -> tuple[int, int]:
-    """(query heads, key-value heads) of a stream."""
+    """Return the numbers of query heads and of key-value heads of a stream."""
     return (stream.q.shape[2], stream.k.shape[2]) if isinstance(stream, Given) else (stream.heads, stream.kv_heads)
 
 
 def layout_of(sizes: tuple[int, ...], streams: Sequence[Stream], k_BlGD: Tensor) -> HeadLayout:
-    """The layout of an exchange of these streams, `sizes` tokens a rank; `k_BlGD` is the keys of one of them.
+    """Return the layout of an exchange of these streams. `sizes`: tokens of each rank; `k_BlGD`: keys of any stream.
 
-    Raises `ValueError` where streams do not have the same heads.
+    Raises `ValueError` if the streams have different numbers of heads.
     """
     counts = {heads_of(stream) for stream in streams}
     if len(counts) != 1:
@@ -89,14 +92,15 @@ def layout_of(sizes: tuple[int, ...], streams: Sequence[Stream], k_BlGD: Tensor)
 
 
 def present(streams: Sequence[Stream]) -> list[Stream]:
-    """The streams that have tokens on this rank: a text may have fewer tokens than there are ranks."""
+    """Return the streams that have tokens on this rank; a text may have fewer tokens than there are ranks."""
     return [stream for stream in streams if stream.tokens]
 
 
 def write(streams: Sequence[Given], boxes: Outboxes, flags: Flags | None = None, *, queries: bool = True) -> bool:
-    """Prepare each stream into its part of the outboxes; only the last one raises flags.
+    """Prepare each stream and write it into its part of the outboxes; only the last stream raises the flags.
 
-    Without `queries` q is not written. Returns what `prepare_into` returns.
+    Without `queries`, q is not written. Returns what the last call of `prepare_into` returns: whether its kernel has
+    already raised the flags and waited for those of the other ranks.
     """
     parts = boxes.split([stream.tokens for stream in streams])
     met = False
@@ -107,13 +111,13 @@ def write(streams: Sequence[Given], boxes: Outboxes, flags: Flags | None = None,
 
 
 def split_out(out_BlHD: Tensor, streams: Sequence[Stream]) -> tuple[Tensor, ...]:
-    """The outputs of the streams, as views of the output of their joined tokens."""
+    """Split the output of the joined tokens into one view for each stream."""
     sizes = [stream.tokens for stream in streams]
     return (out_BlHD,) if len(sizes) == 1 else tuple(out_BlHD.split(sizes, dim=1))
 
 
 def want_gradients(streams: Sequence[Stream]) -> bool:
-    """Whether gradients are to flow through any of the streams."""
+    """Return whether any input of the streams requires a gradient."""
     if not torch.is_grad_enabled():
         return False
     tensors = [(s.q, s.k, s.v) if isinstance(s, Given) else (s.x, s.weight, s.bias) for s in streams]
@@ -121,14 +125,17 @@ def want_gradients(streams: Sequence[Stream]) -> bool:
 
 
 def refuse_gradients(streams: Sequence[Stream], strategy: str) -> None:
-    """Raise `ValueError` where gradients are to flow through any of the streams."""
+    """Raise `ValueError` if any input of the streams requires a gradient."""
     if want_gradients(streams):
         raise ValueError(f"got inputs that require gradients, expected none: {strategy} is for inference; use ulysses")
 
 
 class OneRank:
-    """Attention on an axis of one rank. A single stream is attended to where its projection wrote it, without a copy;
-    several streams are joined in buffers of this rank, each as it is prepared."""
+    """Attention on an axis of one rank.
+
+    Attention reads a single stream where its projection wrote it, without a copy. Several streams are joined: each is
+    prepared directly into its part of one buffer.
+    """
 
     def __init__(self, core: Core, axis: Axis, tokens: int) -> None:
         self._core, self._axis, self._tokens = core, axis, tokens
@@ -149,14 +156,14 @@ class OneRank:
         if layout not in self._joined:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
                 self._joined[layout] = self._transport.key_values(self._axis, layout)
-        self._transport.abandon()  # what an error in the last call left unfinished
+        self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         buffers = self._joined[layout]
         q, k, v = buffers.deliver(write(here, buffers.outboxes(), buffers.flags))
         return split_out(self._core(q, k, v, mask_BL)[0], streams)
 
 
 def joined(streams: Sequence[Given]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of the joined tokens, prepared, by torch's own functions: gradients flow through them."""
+    """Return the prepared q, k and v of the joined tokens, computed with torch's functions, so gradients flow."""
     ready = [prepare(stream.q, stream.k, stream.prepare) for stream in streams]
     if len(streams) == 1:
         return (*ready[0], streams[0].v)

@@ -1,10 +1,11 @@
-"""K/V first: as `kv_gather`, but keys, then values are made and sent before there are queries, and travel meanwhile.
+"""K/V first: like `kv_gather`, but keys and values are computed and sent while the next projection still runs.
 
-The projection is three products, of k, v and q: k travels under the product of v, v under that of q. Moves data; one
-rank's bits where a product rounds its columns alike however many it has. When it wins: from some 512 tokens a rank on,
-where these products take as long as keys and values travel, and two more cost less than the wait. By peer memory copy
-engines do it, so that no multiprocessor is missing in the products; by collectives k and v are one message, behind the
-product of q alone.
+The fused QKV GEMM becomes three GEMMs, in the order K, V, Q: keys travel during the V GEMM, values during the Q GEMM.
+The strategy only moves data. Its output has the bits of one rank if a GEMM rounds each output column the same,
+however many columns it has. When it wins: from about 512 tokens a rank on, where these GEMMs take as long as the
+transfer of keys and values, and two more GEMM launches cost less than waiting. With the peer transport copy engines
+move the data, so the GEMMs keep all multiprocessors. With collectives K and V are one message, which travels during
+the Q GEMM only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from seqpar.transports._layout import HeadLayout
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
-    """Attention for one token count over the whole sequence axis. One rank has nothing to send first."""
+    """Build attention for one token count over the whole sequence axis; one rank alone uses `kv_gather`."""
     if mesh.sequence.size == 1:
         return kv_gather.build(mesh, tokens, local, transport)
     check_tokens(tokens, mesh.sequence.size)
@@ -37,7 +38,7 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
 
 
 class KVFirst:
-    """A local attention of my queries over the keys and values of all ranks. Owns its buffers (see `Attend`)."""
+    """Local attention of this rank's queries over the keys and values of all ranks. Owns its buffers (see `Attend`)."""
 
     def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
@@ -45,10 +46,10 @@ class KVFirst:
         self._exchanges: dict[HeadLayout, KeyValues] = {}
 
     def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
-        """See `seqpar.protocols.Attend`. Keys of all streams are sent, then values; then queries are made."""
-        # before anything is sent: peers would wait in vain
+        """Attend as `seqpar.protocols.Attend` says: send all streams' keys, then values, then compute the queries."""
+        # refuse before anything is sent, because the other ranks would wait in vain
         refuse_gradients(streams, "kv_first")
-        self._transport.abandon()  # what an error in the last call left unfinished
+        self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         here = present(streams)
         first_k = key(here[0])
         exchange = self._exchange(layout_of(self._sizes, here, first_k))
@@ -56,7 +57,7 @@ class KVFirst:
         parts = list(zip(here, boxes.split([stream.tokens for stream in here]), strict=True))
         for index, (stream, part) in enumerate(parts):
             prepare_into(None, key(stream) if index else first_k, None, stream.prepare, part)
-        del first_k  # its memory is free for the next GEMMs
+        del first_k  # frees its memory for the next GEMMs
         exchange.start_keys()
         for stream, part in parts:
             _write_values(stream, part)
@@ -75,7 +76,7 @@ class KVFirst:
 
 
 def _write_values(stream: Stream, part: Outboxes) -> None:
-    """Write the values of a stream into its part of the outbox: by their GEMM itself, where it can write there."""
+    """Write the values of a stream into its part of the outbox; their GEMM writes there itself where it can."""
     room = one_matrix(part[0].v)
     v_BlGD = value(stream, room)
     if v_BlGD is not room:
@@ -83,10 +84,11 @@ def _write_values(stream: Stream, part: Outboxes) -> None:
 
 
 def one_matrix(v_lBGD: Tensor | None) -> Tensor | None:
-    """(B, l, G, D) where a GEMM can write it: a slot of peer memory, for one batch row. Otherwise None.
+    """Return the outbox of v as (B, l, G, D) if one GEMM can write it, otherwise None.
 
-    Slots are token-major. For more batch rows that would be a GEMM each, every one of which reads all weights: one GEMM
-    and a pass over v alone cost less. The k and v of collectives share rows, so that a message is one block.
+    A GEMM can write a slot of peer memory for one batch row. Slots are token-major, so more batch rows would need one
+    GEMM each, and every GEMM reads all weights; one GEMM and a pass over v cost less. In the outboxes of collectives
+    k and v share rows, so that a message is one block; a GEMM cannot write v there.
     """
     v_BlGD = None if v_lBGD is None else v_lBGD.transpose(0, 1)
     return v_BlGD if v_BlGD is not None and v_BlGD.is_contiguous() else None
@@ -96,10 +98,10 @@ def one_matrix(v_lBGD: Tensor | None) -> Tensor | None:
 
 
 def layer(at: Place, rank: int) -> Layer:
-    """The exchange of `kv_gather`, but three products for q, k and v, and a pass for each of them.
+    """Return the costs of one rank: the exchange of `kv_gather`, with separate GEMMs and passes for q, k and v.
 
-    By peer memory the keys travel behind the product of the values, and the values behind that of the queries; the
-    product of one batch row's values writes them where they are sent from, without a pass.
+    With the peer transport the keys travel during the V GEMM and the values during the Q GEMM. For one batch row the V
+    GEMM writes the values where they are sent from, so they need no pass.
     """
     gathered = kv_gather.layer(at, rank)
     if at.ranks == 1:

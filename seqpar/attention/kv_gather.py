@@ -1,8 +1,9 @@
-"""K/V gather: queries stay, every rank gets all keys and values in one exchange.
+"""K/V gather: queries stay on their rank, and every rank gets all keys and values in one exchange.
 
-Moves data and changes no arithmetic: the output has the bits of one rank. No rule about heads, no output exchange.
-When it wins: two ranks on the sequence (the bytes of ulysses with one synchronisation instead of two), few
-key-value heads, head counts that do not divide. From four ranks on it moves more than ulysses.
+The strategy moves data and changes no arithmetic: the output has the bits of one rank. It works with any number of
+heads and needs no exchange of the output. When it wins: two ranks on the sequence (it sends the bytes of ulysses with
+one synchronisation instead of two), few key-value heads, head counts that the ranks do not divide. From four ranks on
+it moves more data than ulysses.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from seqpar.transports._layout import HeadLayout
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
-    """Attention for one token count over the whole sequence axis."""
+    """Build attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size)
     return KVGather(local, mesh.sequence, tokens.sizes, transport)
 
 
 class KVGather:
-    """A local attention of my queries over everybody's keys and values. Owns its buffers (see `Attend`)."""
+    """Local attention of this rank's queries over the keys and values of all ranks. Owns its buffers (see `Attend`)."""
 
     def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
@@ -41,7 +42,7 @@ class KVGather:
         if self._axis.size == 1:
             return self._one_rank(streams, mask_BL)
         refuse_gradients(streams, "kv_gather")
-        self._transport.abandon()  # what an error in the last call left unfinished
+        self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         here = [given(stream) for stream in present(streams)]
         exchange = self._exchange(layout_of(self._sizes, here, here[0].k))
         stay = stays(here)
@@ -57,7 +58,7 @@ class KVGather:
 
 
 def stays(streams: Sequence[Stream]) -> bool:
-    """Whether queries are attended with where they are: a single stream that needs neither norm nor rotary."""
+    """Return whether attention reads the queries in place: a single stream that needs neither norm nor rotary."""
     return len(streams) == 1 and streams[0].prepare.is_identity
 
 
@@ -65,15 +66,15 @@ def stays(streams: Sequence[Stream]) -> bool:
 
 
 def layer(at: Place, rank: int) -> Layer:
-    """Keys and values of my tokens, in one exchange, to each other rank; all heads of my queries to all keys."""
+    """Return the costs of one rank: one exchange of keys and values, one attention of its queries over all keys."""
     work, mine, others = at.work, at.sizes[rank], at.ranks - 1
     calls = (Call(mine, at.tokens, work.heads, work.kv_heads),)
     if not others:
         return Layer((), calls, at.prepared(rank), 0)
     both = 2 * work.kv_heads
     moves = (Move(mine * both * others, (at.tokens - mine) * both, others),)
-    written = both + (work.heads if work.prepares else 0)  # queries that need nothing stay where they are
-    slots = 2 if at.direct else 1  # peers write the next layer's keys while this layer's are read
+    written = both + (work.heads if work.prepares else 0)  # queries without norm and rotary are not written again
+    slots = 2 if at.direct else 1  # other ranks write the next layer's keys while this layer's are read
     return Layer(moves, calls, ((2 * mine * written, 1),), mine * work.heads + slots * at.tokens * both)
 
 

@@ -1,9 +1,10 @@
-"""Ring: queries stay, key-value blocks travel; partial results are merged by their log-sum-exp.
+"""Ring: queries stay on their rank, key-value blocks travel, and partial results are merged by their log-sum-exp.
 
-K and V of one block are one message; two blocks are in memory, never the sequence. Source: Ring Attention
-(arXiv 2310.01889), ring self-attention (arXiv 2105.13120).
-When it wins: fewer heads than ranks, memory for keys and values too small for the sequence, slow links hidden by long
-attention. Its merge changes the rounding: close to one rank, not the same bits.
+K and V of a block are one message. A rank keeps two blocks in memory, never the keys and values of the whole sequence.
+Source: Ring Attention (arXiv 2310.01889), ring self-attention (arXiv 2105.13120).
+When it wins: there are fewer heads than ranks, the keys and values of the whole sequence do not fit into memory, or
+attention takes long enough to hide slow links. The merge rounds, so the output is close to one rank's but does not
+have the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from seqpar.transports._contract import Rotation, Transport
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
-    """Attention for one token count: ulysses over an axis of one, around a ring."""
+    """Build attention for one token count: ulysses over an axis of one rank, around a ring."""
     refuse("ring", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
     check_tokens(tokens, mesh.sequence.size)
     ring = Ring(local, mesh.ring, tokens.sizes, transport)
@@ -29,7 +30,7 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
 
 
 class Ring:
-    """A Core whose keys and values are spread over an axis, `sizes` tokens a rank. Owns two key-value blocks."""
+    """A Core whose keys and values are sharded over an axis, sizes[r] tokens on rank r. Owns two key-value blocks."""
 
     def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
@@ -38,9 +39,9 @@ class Ring:
     def __call__(
         self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /
     ) -> tuple[Tensor, Tensor]:
-        """My queries against the keys and values of all ranks; see `seqpar.protocols.Core`.
+        """Attend with this rank's queries to the keys and values of all ranks; see `seqpar.protocols.Core`.
 
-        The mask is of the keys of all ranks: of each block the columns of the rank that owns it are used.
+        The mask covers the keys of all ranks; each block uses the columns of the rank that owns it.
         """
         if self._axis.size == 1:
             return self._local(q_BLHD, k_BLGD, v_BLGD, mask_BL)
@@ -54,7 +55,7 @@ class Ring:
         out = lse = None
         for step, (owner, block) in enumerate(rotation.rotate(), start=1):
             k, v = block.transpose(0, 1).split((groups, groups), dim=2)
-            dtype = q_BLHD.dtype if step == self._axis.size else None  # fp32 between, the model's dtype at the end
+            dtype = q_BLHD.dtype if step == self._axis.size else None  # fp32 until the last merge
             out, lse = merge(out, lse, *self._local(q_BLHD, k, v, masks[owner]), dtype=dtype)
         assert out is not None
         assert lse is not None
@@ -73,15 +74,15 @@ class Ring:
 
 
 def layer(at: Place, rank: int) -> Layer:
-    """The calls and exchanges of the ring; q and k are prepared where they are."""
+    """Return the costs of one rank in a ring; norm and rotary of q and k are a pass of their own."""
     return around(at, rank, ring_layer(at, rank))
 
 
 def ring_layer(at: Place, rank: int) -> Layer:
-    """One call of attention for each block, and each block but the last passed on, with this rank's heads.
+    """Return the costs of a ring with the heads of one rank: one attention call for each block, N - 1 transfers.
 
-    At step s a rank passes on the block of the rank s before it, and gets that of one more before. Ranks without heads
-    leave it out. Two packing kernels write k and v of the own block; memory holds two blocks.
+    At step s a rank sends the block of the rank s places before it and receives that of the rank s + 1 places before
+    it. A rank without heads does neither. Two packing kernels write k and v of its own block; memory holds two blocks.
     """
     row, (heads, groups), blocks, steps = rank // at.ulysses, at.heads(rank), at.blocks, range(at.ring - 1)
     calls = tuple(Call(blocks[row], blocks[(row - step) % at.ring], heads, groups) for step in range(at.ring))
@@ -94,7 +95,7 @@ def ring_layer(at: Place, rank: int) -> Layer:
 
 
 def why_not(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
-    """It has no use for a ulysses axis."""
+    """Return the reason why a ring cannot use this mesh (it has no use for a ulysses axis), or None if it can."""
     return None if ulysses == 1 else f"ulysses={ulysses}, expected ulysses=1; use strategy usp"
 
 

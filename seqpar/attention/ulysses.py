@@ -1,8 +1,9 @@
 """Ulysses: exchange heads for tokens, attend to the whole sequence with some of the heads, exchange back.
 
-Two collectives a layer: q, k and v in one all-to-all, the output in another. Moves data and changes no arithmetic:
-the output has the bits of one rank. Source: DeepSpeed-Ulysses (arXiv 2309.14509).
-When it wins: enough heads for the ranks, fast links. Fewer bytes than a ring from three ranks on.
+A layer needs two collectives: one all-to-all moves q, k and v, another moves the output. The strategy moves data and
+changes no arithmetic: the output has the bits of one rank. Source: DeepSpeed-Ulysses (arXiv 2309.14509).
+When it wins: there are enough heads for the ranks, and links are fast. From three ranks on it sends fewer bytes than a
+ring.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from seqpar.transports.collective.differentiable import to_heads, to_tokens
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
-    """Attention for one token count; `tokens` is sharded over `mesh.sequence`."""
+    """Build attention for one token count; `tokens` is sharded over `mesh.sequence`."""
     refuse("ulysses", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
     check_tokens(tokens, mesh.sequence.size)
     return Ulysses(local, mesh.ulysses, tokens.sizes, transport, tokens.total)
 
 
 class Ulysses:
-    """Any Core on all tokens of one axis, some heads each. Owns the buffers of its exchanges (see `Attend`)."""
+    """Runs any Core on all tokens of one axis, with some of the heads on each rank. Owns its buffers (see `Attend`)."""
 
     def __init__(self, core: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, tokens: int) -> None:
-        """sizes: the tokens of each rank of this axis; tokens: those of the whole sequence."""
+        """sizes: the number of tokens of each rank of this axis; tokens: that of the whole sequence."""
         self._core, self._axis, self._sizes, self._transport = core, axis, sizes, transport
         self.tokens = tokens
         self._one_rank = OneRank(core, axis, sizes[axis.rank])
@@ -43,7 +44,7 @@ class Ulysses:
 
     def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
-        self._transport.abandon()  # what an error in the last call left unfinished
+        self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         if self._axis.size == 1:
             return self._one_rank(streams, mask_BL)
         here = [given(stream) for stream in present(streams)]
@@ -52,7 +53,7 @@ class Ulysses:
         into, back = self._exchange(layout_of(self._sizes, here, here[0].k))
         q, k, v = into.deliver(write(here, into.outboxes(), into.flags))
         out, boxes = self._core(q, k, v, mask_BL)[0] if q.shape[2] else None, back.outboxes()
-        # a rank without heads only takes part in the exchanges
+        # a rank without heads takes part in the exchanges only
         met = out is not None and push(out, boxes, back.flags)
         return split_out(back.deliver(met), streams)
 
@@ -63,12 +64,12 @@ class Ulysses:
         return self._exchanges[layout]
 
     def _differentiable(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, mask_BL: Tensor | None) -> Tensor:
-        """The same with gradients. A key-value head and its query heads travel as one wide head."""
+        """Attend with gradients. A key-value head and its query heads travel as one wide head."""
         (heads, dim), groups = q_BlHD.shape[2:], k_BlGD.shape[2]
         width = heads // groups * dim
         wide = torch.cat((q_BlHD.unflatten(2, (groups, -1)).flatten(3), k_BlGD, v_BlGD), dim=-1)
         q, k, v = to_heads(wide, self._axis, self._sizes).split((width, dim, dim), dim=-1)
-        out = q  # without heads here there is nothing to attend to, but the exchange back needs all ranks
+        out = q  # a rank without heads computes nothing, but the exchange back needs all ranks
         if q.shape[2]:
             out = self._core(q.unflatten(-1, (-1, dim)).flatten(2, 3), k, v, mask_BL)[0]
             out = out.unflatten(2, (q.shape[2], -1)).flatten(3)
@@ -79,13 +80,13 @@ class Ulysses:
 
 
 def layer(at: Place, rank: int) -> Layer:
-    """One call of attention with some heads, between two exchanges."""
+    """Return the costs of one rank: one call of attention with some of the heads, between two exchanges."""
     heads, groups = at.heads(rank)
     return around(at, rank, Layer((), (Call(at.tokens, at.tokens, heads, groups),) if heads else (), (), 0))
 
 
 def around(at: Place, rank: int, inner: Layer) -> Layer:
-    """A layer of any Core with the exchanges of heads for tokens before it and of tokens for heads after it."""
+    """Return the costs of any Core plus those of the two exchanges of heads around it."""
     if at.ulysses == 1:
         return replace(inner, passes=(*at.prepared(rank), *inner.passes))
     work, mine, block = at.work, at.sizes[rank], at.blocks[rank // at.ulysses]
@@ -94,7 +95,7 @@ def around(at: Place, rank: int, inner: Layer) -> Layer:
     there = Move(mine * elsewhere * (share + 2), (block - mine) * groups * (share + 2), others)
     back = Move((block - mine) * heads, mine * elsewhere * share, others)
     local, kept = block * heads, inner.kept + block * (heads + 2 * groups)
-    if at.direct:  # what goes to others is the exchange itself: one part of each tensor is written at home
+    if at.direct:  # writes to other ranks count as the exchange; only this rank's part of each tensor counts as a pass
         passes = (mine * whole + mine * whole // at.ulysses, 1), *inner.passes, (local + local // at.ulysses, 1)
         kept += mine * work.heads
     else:
@@ -105,7 +106,10 @@ def around(at: Place, rank: int, inner: Layer) -> Layer:
 
 
 def why_not(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
-    """It has no use for a ring axis. Ranks that are more than the key-value heads are idle in attention."""
+    """Return the reason why ulysses cannot use this mesh (it has no use for a ring axis), or None if it can.
+
+    More ranks than key-value heads are allowed; the ranks without heads are idle during attention.
+    """
     return None if ring == 1 else f"ring={ring}, expected ring=1; use strategy usp for both"
 
 

@@ -1,6 +1,6 @@
 """USP: ulysses around a ring. Heads are exchanged over the `ulysses` axis, key-value blocks over the `ring` axis.
 
-Source: USP (arXiv 2405.07719). When it wins: more ranks than heads allow for ulysses alone, or links that are fast
+Source: USP (arXiv 2405.07719). When it wins: there are more ranks than ulysses alone has heads for, or links are fast
 inside a group of ranks and slow between groups.
 """
 
@@ -16,7 +16,7 @@ from seqpar.transports._contract import Transport
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
-    """Attention for one token count; ring block r is parts r*U ... r*U + U - 1 of the flat shard."""
+    """Build attention for one token count; ring block r joins the tokens of ranks r*U ... r*U + U - 1 (U: ulysses)."""
     check_tokens(tokens, mesh.sequence.size)
     width = mesh.ulysses.size
     parts = [tokens.sizes[row * width : (row + 1) * width] for row in range(mesh.ring.size)]
@@ -28,7 +28,7 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
 
 
 def layer(at: Place, rank: int) -> Layer:
-    """A ring with the heads of one rank, between the exchanges of heads."""
+    """Return the costs of one rank: a ring with its heads, between two exchanges of heads."""
     return around(at, rank, ring_layer(at, rank))
 
 

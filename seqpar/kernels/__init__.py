@@ -1,1 +1,1 @@
-"""What runs between matrix products; one kernel = one file, with its plain-torch reference."""
+"""Kernels that run between matrix products. Each kernel is one file, which also has its plain-torch reference."""

@@ -1,6 +1,7 @@
-"""What happens to a product's sums before they are written, for quack (CuTe DSL): imported only where it is installed.
+"""Epilogues of quack (CuTe DSL): what is done to the sums of a matrix product before they are written.
 
-A function per epilogue, called once an element (a pair of neighbouring columns in mode "acc_pair") on fp32 sums.
+This module is imported only where quack is installed. quack calls an epilogue's function once for each element (for
+each pair of neighbouring columns in mode "acc_pair") with fp32 sums.
 """
 
 # pyright: reportMissingImports=false
@@ -15,6 +16,6 @@ from quack.epilogue import gemm_epilogue, unpack
 
 @gemm_epilogue(outputs=("out",), mode="acc_pair")
 def gated(acc: Any) -> dict[str, Any]:
-    """SwiGLU of rows of w1|w3, which `concat_layout` interleaves."""
+    """Apply SwiGLU to the products with w1 and w3, whose rows `concat_layout` interleaves."""
     gate, up = unpack(acc)
     return {"out": swiglu(gate, up)}

@@ -1,4 +1,4 @@
-"""Device functions of `prepare.py`: the heads of one token between memory and registers, in halves a and b."""
+"""Device functions of `prepare.py` that load and store the heads of one token, in halves a and b."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from seqpar.kernels._triton import jit, tl
 
 @jit
 def rotary_row(start, DIM: tl.constexpr, DIM2: tl.constexpr, READ: tl.constexpr):
-    """A token's cosines or sines, for all heads."""
+    """Load a token's cosines or sines, which are the same for all heads."""
     pair = tl.arange(0, DIM2 // 2)
     at = tl.multiple_of(start + pair, [READ])
     return tl.load(at, mask=pair < DIM // 2, other=0.0).to(tl.float32)[None, :]
@@ -15,7 +15,7 @@ def rotary_row(start, DIM: tl.constexpr, DIM2: tl.constexpr, READ: tl.constexpr)
 
 @jit
 def mean_of(x, PER_HEAD: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Over each head, or over all; x holds two of its elements in each place, and zeros outside."""
+    """Return the mean over each head, or over all heads; x holds sums of two elements, and zeros outside."""
     return (tl.sum(x, axis=1) / DIM)[:, None] if PER_HEAD else tl.sum(x) / (HEADS * DIM)
 
 
@@ -30,7 +30,7 @@ def read_heads(
     DIM2: tl.constexpr,
     READ: tl.constexpr,
 ):
-    """Every head, `step` elements apart, as its halves: first and second for "halves", even and odd otherwise."""
+    """Load all heads, `step` elements apart, as two halves: first and second for "halves", else even and odd."""
     head = tl.arange(0, HEADS2)[:, None]
     if ROTARY == "halves":
         column = tl.arange(0, DIM2 // 2)[None, :]
@@ -58,7 +58,7 @@ def write_heads(
     DIM2: tl.constexpr,
     WRITE: tl.constexpr,
 ):
-    """Every head that is wanted to its place."""
+    """Store every wanted head at its place."""
     element: tl.constexpr = place.dtype.element_ty
     if ROTARY == "halves":
         column = tl.arange(0, DIM2 // 2)[None, :]

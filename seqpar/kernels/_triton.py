@@ -1,6 +1,6 @@
-"""Triton where it exists (Linux), and when its kernels are used.
+"""Triton where it is installed (Linux), and the rules that say when its kernels are used.
 
-Elsewhere the kernel files still import: their references run, and nothing launches a kernel.
+Without Triton the kernel files can still be imported: their references run, and nothing launches a kernel.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ except ImportError:  # no Triton for this platform
     tl: Any = None
 
     def _never(function: Any) -> Any:
-        """Leave a kernel as it is; it is never called."""
+        """Return a kernel's function unchanged; nothing calls it."""
         return function
 
     jit: Any = _never
 
 
 def fused(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether kernels run on these: on GPUs, not in fp64 (the references' own ground), without gradients."""
+    """Return whether kernels run on these tensors: on GPUs, without gradients, and not in fp64 (references do that)."""
     if not x.is_cuda or x.dtype == torch.float64 or triton is None:
         return False
     given = (tensor for tensor in (x, *others) if tensor is not None)
@@ -34,12 +34,12 @@ def fused(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 
 def compiled(kernel: Any) -> bool:
-    """Whether a kernel is machine code when it runs: Triton's interpreter has no assembly and no timer."""
+    """Return whether a kernel runs as machine code; Triton's interpreter has no assembly and no timer."""
     return isinstance(kernel, triton.JITFunction)
 
 
 def contiguous_rows(*tensors: torch.Tensor | None) -> None:
-    """Raise `ValueError` where a last dim is not contiguous: kernels read rows as they are, and copy nothing."""
+    """Raise `ValueError` if a last dim is not contiguous, because kernels read rows in place and copy nothing."""
     for tensor in tensors:
         if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(f"got strides {tensor.stride()}, expected a contiguous last dim")

@@ -1,14 +1,13 @@
-"""adaLN between the matrix products: gate a branch into the residual stream, normalise, modulate; one pass.
+"""adaLN between the matrix products: add a gated branch to the residual stream, normalise and modulate, in one pass.
 
-When it wins: always on a GPU. It is bound by memory: each stream is read once and written once (4 bytes an element of
-a bf16 stream to normalise, 8 with a gated branch), where plain torch makes about ten passes, half of them in fp32.
-Everything between reading a stream and writing one is in fp32 (fp64 for fp64), so there is one rounding per result,
-and a row's bits do not depend on how many rows there are.
+When it wins: always on a GPU. The kernel is bound by memory: it reads and writes each stream once (4 bytes for each
+element of a bf16 stream to normalise, 8 with a gated branch), where plain torch makes about ten passes, half of them in
+fp32. It computes in fp32 (fp64 for fp64) and rounds each result once. A row's bits do not depend on the number of rows.
 Source: adaLN-Zero, DiT (arXiv 2212.09748).
 """
 
 # pyright: reportPossiblyUnboundVariable=false
-# (what kernels branch on is known at compile time)
+# (kernels branch only on values that are known at compile time)
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from seqpar.protocols import state_dtype
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm over the width: LayerNorm or RMSNorm, with a weight (E,) or without."""
+    """A norm over the width: LayerNorm or RMSNorm, with or without a weight (E,)."""
 
     kind: Literal["layer", "rms"] = "layer"
     eps: float = 1e-6
@@ -33,18 +32,18 @@ class Norm:
 
 
 class Gated(NamedTuple):
-    """What is added to the stream before the norm: gate (B, E) x branch (B, l, E)."""
+    """A branch (B, l, E) and its gate (B, E), whose product is added to the stream before the norm."""
 
     gate_BE: Tensor
     branch_BlE: Tensor
 
 
 class Tile(NamedTuple):
-    """How rows are laid over programs: rows a program, one after the other, and warps a program.
+    """How rows are distributed over programs. rows: rows of a program, one after the other; warps: warps of a program.
 
-    late: shift, scale and weight are read after the sums, from L1, not held in registers meanwhile: that makes room
-    for more rows at a time (counted by ptxas at width 4096, 4 warps: 64 registers a thread, not 127).
-    A row's bits depend on warps alone.
+    late: shift, scale and weight are read after the sums, from L1, instead of being kept in registers. This leaves room
+    for more rows at a time (ptxas counts 64 registers a thread, not 127, at width 4096 with 4 warps).
+    A row's bits depend on the number of warps only.
     """
 
     rows: int
@@ -52,7 +51,7 @@ class Tile(NamedTuple):
     late: bool = False
 
 
-# what a kernel has to get right and a bench measures: batch rows, tokens, width, padding of a token's stride
+# shapes that tests check and a bench measures: batch rows, tokens, width, padding of a token's stride
 CASES: tuple[dict[str, int], ...] = (
     {"batch": 1, "tokens": 1, "width": 384, "pad": 0},
     {"batch": 2, "tokens": 5, "width": 1152, "pad": 0},
@@ -69,7 +68,7 @@ CASES: tuple[dict[str, int], ...] = (
 
 
 def norm_modulate(x_BlE: Tensor, shift_BE: Tensor, scale_BE: Tensor, norm: Norm) -> Tensor:
-    """norm(x) * (1 + scale) + shift, in x's dtype."""
+    """Return norm(x) * (1 + scale) + shift in x's dtype; x is (B, l, E), shift and scale are (B, E)."""
     chosen = launch if fused(x_BlE, shift_BE, scale_BE, norm.weight) else reference
     return chosen(x_BlE, None, shift_BE, scale_BE, norm)[1]
 
@@ -84,9 +83,10 @@ def gate_norm_modulate(
     *,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(x + gate * branch, norm_modulate of that), both in x's dtype; the norm sees the sum before it is rounded.
+    """Return x + gate * branch and its `norm_modulate`, both in x's dtype; the norm sees the sum before it is rounded.
 
-    keep=False: nobody reads the stream again (the last layer), so it is not written and x comes back as it was.
+    keep=False is for the last layer, after which nothing reads the stream: the sum is not written, and x itself is
+    returned instead.
     """
     gated = Gated(gate_BE, branch_BlE)
     chosen = launch if fused(x_BlE, gate_BE, branch_BlE, shift_BE, scale_BE, norm.weight) else reference
@@ -96,7 +96,7 @@ def gate_norm_modulate(
 def reference(
     x_BlE: Tensor, gated: Gated | None, shift_BE: Tensor, scale_BE: Tensor, norm: Norm, *, keep: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """(the stream after the gated branch, its normalised and modulated form), in plain torch."""
+    """Return the stream after the gated branch and its normalised, modulated form, in plain torch."""
     wide = x_BlE.to(state_dtype(x_BlE.dtype))
     if gated is not None:
         wide = wide + gated.gate_BE[:, None] * gated.branch_BlE
@@ -110,8 +110,10 @@ def reference(
 
 
 def tile(width: int, gated: bool) -> Tile:
-    """By width alone, never by the number of rows. As measured: as few warps as keep the elements of each thread at 24
-    where two rows are read, at 32 where it is one."""
+    """Return the tile for a width, whatever the number of rows.
+
+    As measured: the fewest warps with which a thread has at most 24 elements if two streams are read, 32 if one is.
+    """
     warps = 1
     while warps < 16 and width > 32 * warps * (24 if gated else 32):
         warps *= 2
@@ -128,7 +130,7 @@ def launch(
     keep: bool = True,
     tiled: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference` by the kernel; new tensors, contiguous. Only the last dim of the inputs has to be contiguous."""
+    """Run the kernel: what `reference` returns, in new contiguous tensors. Inputs need only a contiguous last dim."""
     batch, tokens, width = x_BlE.shape
     gate, branch = gated or (None, None)
     vectors = [x if x is None else x.expand(batch, width) for x in (gate, shift_BE, scale_BE)]
@@ -163,9 +165,10 @@ def block(width: int) -> int:
 
 
 def _strides(width: int, x_BlE: Tensor, branch_BlE: Tensor | None, *vectors: Tensor | None) -> tuple[int, list[int]]:
-    """(unit, batch and token strides of the streams and batch strides of the vectors, in units).
+    """Return a unit, and in this unit the batch and token strides of the streams and the batch strides of the vectors.
 
-    The unit is 8 elements where it can be: then the compiler knows that rows start on 16 bytes whatever the strides.
+    The unit is 8 elements if 8 divides the width and all strides, otherwise 1. With a unit of 8 the compiler knows that
+    rows are aligned to 16 bytes.
     """
     strides: list[int] = []
     for tensor in (x_BlE, branch_BlE, *vectors):
@@ -180,13 +183,13 @@ def _strides(width: int, x_BlE: Tensor, branch_BlE: Tensor | None, *vectors: Ten
 
 @jit
 def _vector(pointer, col, inside):
-    # read by every program of a batch row: it should stay in L1
+    # every program of a batch row reads the vectors, so they should stay in L1
     return tl.load(pointer + col, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
 
 
 @jit
 def _stream(pointer, col, inside):
-    # read once: it should not push the vectors out
+    # a stream is read only once, so it should not evict the vectors from L1
     return tl.load(pointer + col, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
 
 
@@ -221,7 +224,7 @@ def adaln_kernel(
     CENTRE: tl.constexpr,
     LATE: tl.constexpr,
 ):
-    # a whole row is in registers, in one layout for all tensors: nothing is exchanged but the two sums
+    # a program keeps a whole row in registers, in one layout for all tensors: threads exchange only the two sums
     batch = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * ROWS
     col = tl.arange(0, BLOCK)
@@ -233,7 +236,7 @@ def adaln_kernel(
         weight_E = None if weight is None else _vector(weight, col, inside)
     gate_E = None if branch is None else _vector(gate + batch * gate_batch * UNIT, col, inside)
     for index in range(ROWS):
-        # past the end the last row is computed again, to the same bits: cheaper than a mask that varies by row
+        # past the end the last row is computed again, with the same bits; a mask that varies by row would cost more
         token = tl.minimum(first + index, tokens - 1).to(tl.int64)
         row = _stream(x + (batch * x_batch + token * x_token) * UNIT, col, inside)
         here = (batch * tokens + token) * E + col
@@ -243,7 +246,7 @@ def adaln_kernel(
                 tl.store(x_new + here, row.to(x_new.dtype.element_ty), inside)
         if CENTRE:
             row = tl.where(inside, row - tl.sum(row, 0) / E, 0.0)
-        # of differences from the mean: the difference of two large sums would cancel
+        # the variance is a sum of squared differences from the mean: a difference of two large sums would cancel
         row *= tl.rsqrt(tl.sum(row * row, 0) / E + eps)
         if LATE:
             shift_E, scale_E = _modulation(shift, scale, col, inside)

@@ -1,9 +1,9 @@
-"""Guidance and the DDIM update on this rank's tokens, in place, with the watch for NaN and infinity; one pass.
+"""Guidance and the DDIM update of this rank's tokens, in place, with the check for NaN and infinity, in one pass.
 
-When it wins: always on a GPU. The state is small (latent-sized), so the cost is launches: plain torch makes about
-twenty. Read once: both predictions, the state, the noise; written once: the state. Steps are picked on the device, so
-nothing waits on the host and a CUDA graph can replay it. Products and sums are rounded one by one, as plain torch
-rounds them: the kernel and the reference give the same bits.
+When it wins: always on a GPU. The state is small (the size of the latents), so the cost is that of launches, of which
+plain torch makes about twenty. The kernel reads both predictions, the state and the noise once, and writes the state
+once. It reads the step index on the device, so it does not wait for the host and a CUDA graph can replay it. It rounds
+products and sums one by one, as plain torch does, so that the kernel and the reference give the same bits.
 Source: DDIM (arXiv 2010.02502, formulas 12 and 16), classifier-free guidance (arXiv 2207.12598).
 """
 
@@ -21,11 +21,12 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class Update:
-    """All S steps of a run. For state x and guided prediction m: x0 = c0 x + c1 m, clipped to +-clip; e = c2 x + c3 m;
-    next = c4 x0 + c5 e + c6 noise.
+    """The coefficients of all S steps of a run.
 
-    guidance_S: one scale a step, on the first `guided` columns of a token (all where None). clipped: e = c2 x + c3 x0
-    instead, from the clipped x0. coefficients_S7, guidance_S and noise_SnlC have the state's dtype.
+    For state x and guided prediction m: x0 = c0 x + c1 m, clipped to +-clip; e = c2 x + c3 m; the next state is
+    c4 x0 + c5 e + c6 noise. guidance_S: one scale a step, for the first `guided` columns of a token (None: for all).
+    clipped: e = c2 x + c3 x0 instead, from the clipped x0. coefficients_S7, guidance_S and noise_SnlC have the dtype of
+    the state.
     """
 
     coefficients_S7: Tensor
@@ -51,11 +52,11 @@ CASES: tuple[dict[str, int], ...] = (
 def guided_step(
     tokens_nlC: Tensor, cond_nlM: Tensor, uncond_nlM: Tensor | None, update: Update, step: Tensor, bad: Tensor
 ) -> None:
-    """Move the state (n, l, C), fp32 or fp64, one step on, in place.
+    """Advance the state (n, l, C), fp32 or fp64, by one step, in place.
 
-    cond, uncond: the model's outputs, (n, l, M >= C), of which the first C columns count; uncond is None without
-    guidance. step: the index of this step, a scalar on the device. bad: the first step that made something non-finite,
-    a scalar of the same kind; it starts at the number of steps.
+    cond, uncond: the model's outputs, (n, l, M >= C), of which the first C columns are used; uncond is None without
+    guidance. step: the index of this step, a scalar on the device. bad: the first step that gave a non-finite value, a
+    scalar of the same kind, which the kernel updates; it starts at the number of steps.
     """
     (launch if fused(tokens_nlC, cond_nlM, uncond_nlM) else reference)(
         tokens_nlC, cond_nlM, uncond_nlM, update, step, bad
@@ -65,7 +66,7 @@ def guided_step(
 def reference(
     tokens_nlC: Tensor, cond_nlM: Tensor, uncond_nlM: Tensor | None, update: Update, step: Tensor, bad: Tensor
 ) -> None:
-    """`guided_step` in plain torch, without waiting on the host either."""
+    """Compute `guided_step` in plain torch, also without waiting for the host."""
     index = step.view(1)
     x0_x, x0_m, e_x, e_m, keep, direction, sigma = update.coefficients_S7.index_select(0, index)[0].unbind()
     m = guide(tokens_nlC, cond_nlM, uncond_nlM, update.guidance_S.index_select(0, index)[0], update.guided)
@@ -81,7 +82,10 @@ def reference(
 def guide(
     state_nlC: Tensor, cond_nlM: Tensor, uncond_nlM: Tensor | None, scale: float | Tensor, guided: int | None = None
 ) -> Tensor:
-    """u + scale (c - u) on the first `guided` columns (None: all), c on the rest; in the state's shape and dtype."""
+    """Return u + scale (c - u) in the first `guided` columns (None: all) and c in the rest, shaped like the state.
+
+    The result has the dtype of the state, too.
+    """
     width = state_nlC.shape[-1]
     cond = cond_nlM[..., :width].to(state_nlC.dtype)
     if uncond_nlM is None:
@@ -95,7 +99,7 @@ def guide(
 def launch(
     tokens_nlC: Tensor, cond_nlM: Tensor, uncond_nlM: Tensor | None, update: Update, step: Tensor, bad: Tensor
 ) -> None:
-    """`guided_step` by the kernel. State, coefficients and noise are contiguous; predictions only within a token."""
+    """Run the kernel of `guided_step`. State, coefficients and noise must be contiguous, predictions within a token."""
     images, tokens, width = tokens_nlC.shape
     noise = update.noise_SnlC
     for name, tensor in (
@@ -109,11 +113,11 @@ def launch(
     strides: list[int] = []
     for output in (cond_nlM, uncond_nlM):
         if output is not None and (output.stride(-1) != 1 or output.shape[-1] < width):
-            raise ValueError(f"got predictions {tuple(output.shape)}, expected {width} contiguous columns or more")
+            raise ValueError(f"got predictions {tuple(output.shape)}, expected at least {width} contiguous columns")
         strides += [0, 0] if output is None else output.stride()[:2]
     guided = width if update.guided is None else update.guided
     clip = update.clip or 0.0
-    # without fusion into fma the bits are plain torch's
+    # without fused multiply-adds the bits are those of plain torch
     tensors = (tokens_nlC, cond_nlM, uncond_nlM, noise, update.coefficients_S7, update.guidance_S)
     ddim_kernel[(-(-tokens * width // BLOCK), images)](
         *tensors,
@@ -167,7 +171,7 @@ def ddim_kernel(
         u = tl.load(uncond + image * uncond_image + token * uncond_token + column, mask, 0.0).to(tl.float32)
         m = tl.where(column < GUIDED, u + tl.load(guidance + now) * (m - u), m)
     x0 = tl.load(c) * x + tl.load(c + 1) * m
-    if CLIP:  # comparisons let NaN through, as torch's clamp does; minimum and maximum would hide it
+    if CLIP:  # comparisons keep NaN, as torch's clamp does; minimum and maximum would hide it
         x0 = tl.where(x0 > clip, clip, x0)
         x0 = tl.where(x0 < -clip, -clip, x0)
     if CLIPPED:

@@ -1,9 +1,10 @@
-"""Flags between ranks that write each other's memory: "what you will read is there", told and waited for on the device.
+"""Flags between ranks that write each other's memory; on the device they say that the data is there to be read.
 
-When it wins: an exchange without a collective and without the host, so a CUDA graph replays it. Flags count: a rank
-tells its peers how often it has told them, a reader waits until the count is high enough, so nothing is ever reset and
-a fast rank does no harm. Telling is a release, waiting an acquire, at system scope: what this stream wrote before is
-visible to whoever has seen the flag. A wait ends at a deadline and leaves a note of who was late.
+When it wins: exchanges without a collective and without the host, so that a CUDA graph can replay them. A flag is a
+counter: a rank raises its flag at other ranks ("peers" below) by one each time, and a reader waits until the count is
+high enough. So nothing is ever reset, and a rank may run ahead. Raising a flag is a release and waiting for it an
+acquire, at system scope: a rank that has seen a flag also sees what the other rank's stream wrote before. A wait ends
+at a deadline and records which ranks were late.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from torch import Tensor
 from seqpar.kernels._triton import compiled, fused, jit, tl, triton
 
 NANOSECONDS = 10**9
-A_SECOND = 1000  # looks that stand for a second where there is no timer, in Triton's interpreter
-LOOKS = tl and tl.constexpr(1024)  # at the flags between two at the clock: about a millisecond
+A_SECOND = 1000  # reads of the flags that count as a second in Triton's interpreter, which has no timer
+LOOKS = tl and tl.constexpr(1024)  # reads of the flags between two reads of the clock: about a millisecond
 
 
 class Late(NamedTuple):
-    """What is known of the first wait that was in vain: zeros, where none was. Shared by all flags of an engine.
+    """The record of the first wait that missed its deadline. All flags of a transport share it.
 
-    note: (3,) int64 on the device: 1 + number of the flags, for each peer a bit, the wait's count.
+    note: (3,) int64 on the device: 1 + number of the flags, one bit for each late peer, the count that the wait needed;
+    zeros as long as no wait has missed its deadline.
     """
 
     note: Tensor
@@ -33,18 +35,19 @@ class Late(NamedTuple):
 
     @staticmethod
     def on(device: torch.device, deadline_s: float) -> Late:
-        """Nobody is late yet."""
+        """Return an empty record."""
         return Late(torch.zeros(3, dtype=torch.int64, device=device), deadline_s)
 
 
 @dataclass(frozen=True)
 class Flags:
-    """One direction of telling, between this rank and some peers. All counters are int64 and begin at zero.
+    """The flags of one kind of message between this rank and some peers. All counters are int64 and begin at zero.
 
-    theirs: for each peer the flag in its memory that I raise, 0-d views. addresses: of these, on the device.
-    mine: the flags that peers raise here, (n,). counts: (4,), how often I told, how often I waited, how many programs
-    of a kernel that tells and waits by itself are done, and a time that its threads agree on.
-    late: where the first wait in vain is noted, under this number. ranks: whom I wait for, as numbered on the axis.
+    theirs: for each peer the flag in its memory that this rank raises, 0-d views. addresses: their addresses, on the
+    device. mine: the flags that peers raise in this rank's memory, (n,). counts: (4,): how often this rank told, how
+    often it waited, how many programs of a kernel that tells and waits itself are done, and a time that all threads of
+    a program use. late: the record of the first wait that misses its deadline; number: the number of these flags there.
+    ranks: the ranks that this rank waits for, as numbered on the axis.
     """
 
     theirs: tuple[Tensor, ...]
@@ -57,16 +60,16 @@ class Flags:
 
     @staticmethod
     def of(theirs: tuple[Tensor, ...], mine: Tensor, late: Late, number: int, ranks: tuple[int, ...]) -> Flags:
-        """Over these flags, with new counters."""
+        """Return `Flags` over these views, with new counters."""
         addresses = torch.tensor([flag.data_ptr() for flag in theirs], dtype=torch.int64).to(mine.device)
         return Flags(theirs, addresses, mine, mine.new_zeros(4), late, number, ranks)
 
     def tell(self) -> None:
-        """Raise my flag at every peer."""
+        """Raise this rank's flag at every peer."""
         _run(self, True, False)
 
     def wait(self) -> None:
-        """Wait until every peer has told me as often as I have waited, this time included."""
+        """Wait until every peer has told this rank as often as it has waited, this time included."""
         _run(self, False, True)
 
     def meet(self) -> None:
@@ -79,7 +82,7 @@ def _run(flags: Flags, tell: bool, wait: bool) -> None:
 
 
 def reference(flags: Flags, tell: bool, wait: bool) -> None:
-    """The same on the host, for ranks whose memory is the host's."""
+    """Tell, wait, or both, on the host, for ranks on CPUs."""
     if tell:
         flags.counts[0] += 1
         for flag in flags.theirs:
@@ -89,22 +92,22 @@ def reference(flags: Flags, tell: bool, wait: bool) -> None:
     flags.counts[1] += 1
     wanted, end = int(flags.counts[1]), time.monotonic() + flags.late.deadline_s
     while int(flags.mine.min()) < wanted:
-        if int(flags.late.note[0]):  # who was late once ends the run: nobody is waited for, or blamed, after that
+        if int(flags.late.note[0]):  # after the first late rank the run must end: later waits neither wait nor record
             return
         if time.monotonic() > end:
             behind = sum(1 << peer for peer, count in enumerate(flags.mine.tolist()) if count < wanted)
             flags.late.note.copy_(torch.tensor([flags.number + 1, behind, wanted]))
             return
-        time.sleep(0)  # a rank on the same core may be the one that is waited for
+        time.sleep(0)  # let other ranks run: the late rank may share this core
 
 
 def launch(flags: Flags, tell: bool, wait: bool) -> None:
-    """The same by the kernel."""
+    """Tell, wait, or both, by the kernel."""
     flags_kernel[(1,)](*meeting(flags), tell, wait, num_warps=1)
 
 
 def meeting(flags: Flags | None) -> tuple[tuple[Tensor | int, ...] | None, int, bool]:
-    """What `exchange` and `last_meets` take: tensors and numbers, lanes (one a peer), whether there is a timer."""
+    """Return the arguments of `exchange` and `last_meets`: data, lanes (one for each peer), whether a timer exists."""
     if flags is None:
         return None, 1, True
     timer, peers = compiled(exchange), len(flags.theirs)
@@ -115,29 +118,30 @@ def meeting(flags: Flags | None) -> tuple[tuple[Tensor | int, ...] | None, int, 
 
 @jit
 def flags_kernel(flags, LANES: tl.constexpr, TIMER: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr):
-    """One program, one lane a peer."""
+    """Tell, wait, or both, in one program with one lane for each peer."""
     exchange(flags, LANES, TELL, WAIT, TIMER)
 
 
 @jit
 def last_meets(flags, programs, LANES: tl.constexpr, TIMER: tl.constexpr):
-    """At the end of a kernel that writes into peers' memory: the last of its programs to come here tells the peers and
-    waits for them. What comes after the kernel finds what they wrote; no launch of its own, so none to wait for.
+    """Tell the peers and wait for them in the last program of a kernel that writes into their memory.
 
-    Every program's stores happen before it counts itself (release; the barrier: those of all its threads), all counts
-    before the last program goes on (acquire), that before it raises flags.
+    Every program calls this at its end; the last one to arrive tells and waits. The next kernel then finds what the
+    peers wrote, without a launch in between. Memory order: a program's stores come before it counts itself (a release,
+    after a barrier of its threads), all counts before the last program continues (an acquire), and that before it
+    raises the flags.
     """
     tl.debug_barrier()
     done = flags[2] + 2
     before = tl.atomic_add(done, tl.full((), 1, tl.int64), sem="acq_rel", scope="sys")
     if before == programs - 1:
-        tl.store(done, tl.zeros((), tl.int64))  # for the next launch, which begins after this one
+        tl.store(done, tl.zeros((), tl.int64))  # reset for the next launch, which begins after this one
         exchange(flags, LANES, True, True, TIMER)
 
 
 @jit
 def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr, TIMER: tl.constexpr):
-    """Tell, wait, or both: what a program does, and one only. flags: see `meeting`."""
+    """Tell, wait, or both; only one program may call this. flags: see `meeting`."""
     addresses, mine, counts, note, number, count, budget = flags
     lane = tl.arange(0, LANES)
     here = lane < count
@@ -148,7 +152,7 @@ def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr,
         tl.store(counts, told)
     if WAIT:
         wanted = tl.load(counts + 1) + 1
-        # who was late once ends the run: nobody is waited for, or blamed, after that
+        # after the first late rank the run must end: later waits neither wait nor record
         clean = tl.load(note) == 0
         left = tl.where(clean, budget, 0).to(tl.int64)
         polls = tl.zeros((), tl.int64)
@@ -165,7 +169,7 @@ def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr,
             polls += 1
             if not TIMER:
                 spent = polls
-            elif polls % LOOKS == 0:  # seldom: a time for all takes longer than a look
+            elif polls % LOOKS == 0:  # seldom, because a common time for all threads takes longer than a read
                 now = _now(counts + 3)
                 start = tl.where(polls == LOOKS, now, start)
                 spent = now - start
@@ -179,9 +183,9 @@ def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr,
 
 @jit
 def _now(cell):
-    """The first thread's time, for all warps: one that left the loop by its own clock would not come to its barriers.
+    """Return the first thread's time in all warps: a warp that left the loop by its own clock would miss barriers.
 
-    What an atomic returns is passed on to all threads.
+    Triton passes the result of a scalar atomic on to all threads.
     """
     tl.store(cell, tl.extra.cuda.globaltimer())  # pyright: ignore[reportAttributeAccessIssue]
     return tl.atomic_add(cell, tl.zeros((), tl.int64))

@@ -1,12 +1,11 @@
-"""SwiGLU of a matrix product from packed weights w1|w3, silu(x W1^T) * (x W3^T): in the product's epilogue where that
-is faster than cuBLAS and the kernel of `swiglu.py`.
+"""SwiGLU of a matrix product with packed weights w1|w3: silu(x W1^T) * (x W3^T).
 
-When it wins: see `FASTER`, which holds what docs/benchmarks shows. The product is quack's (CuTe DSL), where it is
-installed; quack-kernels 0.6.5 compiles for Hopper with nvidia-cutlass-dsl 4.8.1, in seconds for each tile. All its
-tiles give the same bits, whatever the number of rows (seen on an H200, and tested), so few rows may have another tile.
-Between cuBLAS and quack bits differ: which of the two it is depends on the tokens of the whole sequence, never on those
-of a rank.
-Source: GLU variants (arXiv 2002.05202).
+The product is quack's (CuTe DSL) with SwiGLU in its epilogue, or cuBLAS's followed by the kernel of `swiglu.py`.
+When it wins: the epilogue is used where `FASTER` says so, which holds what docs/benchmarks shows, and where quack is
+installed. quack-kernels 0.6.5 compiles for Hopper with nvidia-cutlass-dsl 4.8.1, in seconds for each tile. All its
+tiles give the same bits, whatever the number of rows (seen on an H200, and tested), so few rows may use another tile.
+cuBLAS and quack give different bits, so the choice between them depends on the tokens of the whole sequence, never on
+those of a rank. Source: GLU variants (arXiv 2002.05202).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ CASES = (
 
 
 class Tile(NamedTuple):
-    """rows x columns of the product before SwiGLU, clusters of programs, whether two tiles take turns (pingpong)."""
+    """Rows and columns of the product before SwiGLU, cluster of programs, whether two tiles alternate (pingpong)."""
 
     rows: int
     columns: int
@@ -44,30 +43,34 @@ class Tile(NamedTuple):
 
 
 class Faster(NamedTuple):
-    """From so many tokens of a sequence on the product is made by this tile; few: (most rows, tile), for few rows."""
+    """The tile of quack's product for a sequence of at least `tokens` tokens.
+
+    few: (largest number of rows, tile), for ranks with few rows.
+    """
 
     tokens: int
     tile: Tile
     few: tuple[tuple[int, Tile], ...] = ()
 
 
-QUACK = "0.6.5"  # others have other functions, or compile with another CuTe DSL; also in pyproject.toml
+QUACK = "0.6.5"  # other versions have other functions or need another CuTe DSL; pyproject.toml names it, too
 
 FASTER: Mapping[tuple[tuple[int, int], int, int], Faster] = {
     ((9, 0), 11008, 4096): Faster(1024, Tile(128, 192, 2), ((64, Tile(64, 192, 1, 2)), (128, Tile(128, 192, 1, 4)))),
     ((9, 0), 8192, 3072): Faster(0, Tile(128, 128, 2), ((128, Tile(128, 128)),)),
     ((9, 0), 4096, 1536): Faster(0, Tile(128, 128, 2), ((128, Tile(128, 128)),)),
 }
-"""(compute capability, F, K): as docs/benchmarks/2026-11-20-h200-tuned.md and 2026-11-21-h200-tried.md show. For the 7B
-at 256 and 512 rows cuBLAS and a kernel are 6 to 8 % faster, which are a short sequence's rows; a long one's are the
-same on several ranks."""
+"""Tiles by (compute capability, F, K), as docs/benchmarks/2026-11-20-h200-tuned.md and 2026-11-21-h200-tried.md show.
+
+For the 7B model at 256 and 512 rows cuBLAS and a kernel are 6 to 8 % faster. A short sequence has so few rows, and so
+has a long one on several ranks, but the choice must not depend on the number of ranks."""
 
 
 def gated_linear(x_BlE: Tensor, packed_F2E: Tensor, tokens: int | None = None) -> Tensor:
-    """SwiGLU of x W^T, (B, l, F): rows of W are w1|w3; fp32 (fp64 for fp64) between the product and one rounding.
+    """Return SwiGLU of x W^T, (B, l, F); the rows of W are w1|w3.
 
-    tokens: of the whole sequence, those of x where None. Where `FASTER` has no entry for it the product is rounded,
-    too, as torch rounds it.
+    With quack the product stays in fp32 and only the result is rounded; with cuBLAS the product is rounded, too, as
+    torch does it. tokens: the number of tokens of the whole sequence; None means those of x.
     """
     batch, mine, _ = x_BlE.shape
     found = choice(x_BlE, packed_F2E)
@@ -78,7 +81,7 @@ def gated_linear(x_BlE: Tensor, packed_F2E: Tensor, tokens: int | None = None) -
 
 
 def choice(x_BlE: Tensor, packed_F2E: Tensor) -> Faster | None:
-    """What `FASTER` says of this chip and these weights; None also where quack cannot be called."""
+    """Return the entry of `FASTER` for this GPU and these weights; None if there is none or quack cannot be called."""
     if x_BlE.dtype not in (torch.bfloat16, torch.float16) or not fused(x_BlE, packed_F2E):
         return None
     width, inner = packed_F2E.shape
@@ -87,22 +90,22 @@ def choice(x_BlE: Tensor, packed_F2E: Tensor) -> Faster | None:
 
 
 def tile_for(found: Faster, rows: int, tokens: int) -> Tile | None:
-    """The tile for so many rows on a rank; None for cuBLAS and a kernel."""
+    """Return the tile for this number of rows on a rank; None means cuBLAS and a kernel."""
     few = next((tile for most, tile in found.few if rows <= most), None)
     if tokens >= found.tokens:
         return few or found.tile
-    # at few rows cuBLAS rounds by their number anyhow, except in exact mode
+    # with few rows the bits of cuBLAS depend on their number anyway, except in exact mode
     return None if exact.is_on() else few
 
 
 def reference(x_BlE: Tensor, packed_F2E: Tensor) -> Tensor:
-    """The same in plain torch, rounded once."""
+    """Compute `gated_linear` in plain torch, rounded once."""
     wide = state_dtype(x_BlE.dtype)
     return swiglu.reference(F.linear(x_BlE.to(wide), packed_F2E.to(wide))).to(x_BlE.dtype)
 
 
 def launch(x_BlE: Tensor, packed_F2E: Tensor, *, tiled: Tile) -> Tensor:
-    """The same by quack; `ValueError` where it is not installed. No autotuning: bits do not depend on who ran first."""
+    """Compute `gated_linear` by quack with this tile, without autotuning; `ValueError` if quack is not installed."""
     found = _load()
     if isinstance(found, str):
         raise ValueError(f"got a tile for quack, expected it installed: {found}; pip install 'seqpar[flash]'")
@@ -123,14 +126,14 @@ def launch(x_BlE: Tensor, packed_F2E: Tensor, *, tiled: Tile) -> Tensor:
 
 
 def why_not() -> str | None:
-    """None where quack can be called, else the reason why not."""
+    """Return None if quack can be called, otherwise the reason why not."""
     found = _load()
     return found if isinstance(found, str) else None
 
 
 @cache
 def _load() -> ModuleType | str:
-    """The module of epilogues, or why there is none."""
+    """Return the module of epilogues, or the reason why quack cannot be used."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return "needs a Hopper GPU"
     try:
@@ -139,6 +142,6 @@ def _load() -> ModuleType | str:
         from seqpar.kernels import _epilogues
     except ImportError as error:
         return f"needs quack-kernels {QUACK}: {error}"
-    except TypeError as error:  # it refuses what it cannot tell the version of: a CuTe DSL outside site-packages
+    except TypeError as error:  # quack raises it if it finds no version of CuTe DSL, as outside of site-packages
         return f"quack refuses: {str(error).splitlines()[0]}"
     return _epilogues

@@ -1,7 +1,7 @@
-"""Bias and GELU (the tanh formula) in one pass, for feed-forwards without a gate.
+"""Bias and GELU (the tanh formula) in one pass, for MLPs without a gate.
 
-When it wins: always on a GPU; plain torch adds the bias in a pass of its own and rounds the sum. Where the matrix
-product adds the bias in its epilogue for nothing, pass None. Source: GELU (arXiv 1606.08415), as DiT uses it.
+When it wins: always on a GPU; plain torch adds the bias in a separate pass and rounds the sum. If the matrix product
+has already added the bias in its epilogue, pass None. Source: GELU (arXiv 1606.08415), as DiT uses it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CASES = (
 
 
 class Tile(NamedTuple):
-    """What one program does: rows (which share the bias it reads) x columns, powers of two, and with how many warps."""
+    """The rows (which share the bias it reads) and columns of one program, powers of two, and its number of warps."""
 
     rows: int
     columns: int
@@ -32,12 +32,14 @@ class Tile(NamedTuple):
 
 
 EPILOGUE = frozenset({((9, 0), 4608, 1152)})
-"""(compute capability, F, K) where cuBLAS does bias and GELU in the product's epilogue, faster than product and kernel
-(docs/benchmarks/2026-11-20-h200-tuned.md), and with a row's bits independent of the number of rows (tested)."""
+"""Shapes (compute capability, F, K) for which cuBLAS adds the bias and applies GELU in the product's epilogue.
+
+There it is faster than product and kernel (docs/benchmarks/2026-11-20-h200-tuned.md), and a row's bits do not depend on
+the number of rows (tested)."""
 
 
 def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
-    """GELU-tanh of x W^T + bias; the product is rounded before, unless its shape is in `EPILOGUE`."""
+    """Return GELU-tanh of x W^T + bias; the product is rounded before GELU, unless its shape is in `EPILOGUE`."""
     if x_BlE.dtype in (torch.bfloat16, torch.float16) and fused(x_BlE, weight_FE, bias_F):
         capability = torch.cuda.get_device_capability(x_BlE.device)
         if (capability, *weight_FE.shape) in EPILOGUE:
@@ -46,37 +48,37 @@ def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
 
 
 def linear_epilogue(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
-    """`linear_gelu` by one call of cuBLASLt, rounded once; on GPUs only (elsewhere torch takes the other GELU)."""
+    """Compute `linear_gelu` in one call of cuBLASLt, rounded once; on GPUs only (CPUs would use the other GELU)."""
     made = torch.ops.aten._addmm_activation(bias_F, x_BlE.flatten(0, 1), weight_FE.t(), use_gelu=True)
     return made.view(*x_BlE.shape[:2], -1)
 
 
 def linear_reference(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
-    """`linear_gelu` in plain torch, rounded once."""
+    """Compute `linear_gelu` in plain torch, rounded once."""
     wide = state_dtype(x_BlE.dtype)
     return reference(F.linear(x_BlE.to(wide), weight_FE.to(wide)), bias_F).to(x_BlE.dtype)
 
 
 def bias_gelu(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
-    """GELU-tanh of x + bias, contiguous; computed in fp32 (fp64 for fp64)."""
+    """Return GELU-tanh of x + bias as a contiguous tensor; computed in fp32 (fp64 for fp64)."""
     return (launch if fused(x_BlF, bias_F) else reference)(x_BlF, bias_F)
 
 
 def reference(x_BlF: Tensor, bias_F: Tensor | None) -> Tensor:
-    """The same in plain torch."""
+    """Compute `bias_gelu` in plain torch."""
     x = x_BlF.to(state_dtype(x_BlF.dtype))
     x = x if bias_F is None else x + bias_F.to(x.dtype)
     return F.gelu(x, approximate="tanh").to(x_BlF.dtype)
 
 
 def tile(width: int) -> Tile:
-    """16 bytes of each of two rows for each thread: they share the bias."""
+    """Return the tile for a width: a thread has 16 bytes of each of two rows, which share the bias."""
     columns = min(1024, triton.next_power_of_2(width))
     return Tile(2, columns, max(1, columns // 256))
 
 
 def launch(x_BlF: Tensor, bias_F: Tensor | None, *, tiled: Tile | None = None) -> Tensor:
-    """The same by the kernel; any strides with a contiguous last dim."""
+    """Run the kernel of `bias_gelu`; x may have any strides with a contiguous last dim."""
     contiguous_rows(x_BlF, bias_F)
     batch, tokens, width = x_BlF.shape
     out = x_BlF.new_empty(batch, tokens, width)
@@ -113,7 +115,7 @@ def gelu_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program = some columns of some rows; neighbours share rows, so memory is walked in order."""
+    """Compute some columns of some rows in each program; neighbouring programs share rows, so reads are in order."""
     blocks = tl.cdiv(WIDTH, COLUMNS)
     row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -122,7 +124,7 @@ def gelu_kernel(
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         value += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)): no tanh needed, nothing cancels, and an overflow of exp gives the limit 0
+    # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)) needs no tanh, cancels nothing, and has the limit 0 if exp overflows
     twice_u = 1.5957691216057308 * (value + 0.044715 * value * value * value)  # 2 sqrt(2 / pi)
     result = value / (1.0 + tl.exp(-twice_u))
     tl.store(out + row.to(tl.int64) * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)

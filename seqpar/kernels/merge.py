@@ -1,8 +1,8 @@
-"""Merge two partial attentions by their log-sum-exp, as a ring does after each key-value block; one pass.
+"""Merges two partial attentions by their log-sum-exp, as a ring does after each key-value block, in one pass.
 
-When it wins: always on a GPU: plain torch reads and writes the state four times, in fp32. Here the state is read and
-written once, the part read once in its own dtype. The first part is the state as it is, without a copy, and the last
-merge can write the model's dtype: two bf16 parts merge with 6 bytes an element, where fp32 in between costs 22.
+When it wins: always on a GPU; plain torch reads and writes the state four times, in fp32. The kernel reads and writes
+the state once, and reads the part once in its own dtype. The first part becomes the state without a copy, and the last
+merge can write the model's dtype: merging two bf16 parts moves 6 bytes an element, where fp32 in between moves 22.
 Source: Ring Attention (arXiv 2310.01889); the weights are a softmax over two log-sum-exps.
 """
 
@@ -36,10 +36,11 @@ def merge(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from attention over each: out in fp32 (fp64 for fp64), or in `dtype`, and lse.
+    """Return attention over two sets of keys from attention over each: the output and its log-sum-exp.
 
-    None for both is no state yet: the part becomes it. What is passed as state must not be used again: it may be
-    written over. Give `dtype` with the last part. A part over no keys has lse -inf; its values do not matter.
+    The output is in fp32 (fp64 for fp64), or in `dtype`, which is given with the last part. out and lse are the state;
+    pass None for both if there is none yet, and the part becomes the state. Do not use the passed state again, because
+    it may be overwritten. A part over no keys has a log-sum-exp of -inf; its values do not matter.
     """
     if fused(part_BLHD, out_BLHD):
         return launch(out_BLHD, lse_BHL, part_BLHD, part_lse_BHL, dtype=dtype)
@@ -54,16 +55,17 @@ def reference(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """With a = exp(lse), b = exp(part_lse): out = (a out + b part) / (a + b), lse = log(a + b).
+    """Compute `merge` in plain torch.
 
-    Written so that nothing overflows: b / (a + b) = sigmoid(part_lse - lse).
+    With a = exp(lse), b = exp(part_lse): out = (a out + b part) / (a + b), lse = log(a + b). Nothing overflows, because
+    b / (a + b) is computed as sigmoid(part_lse - lse).
     """
     wide = state_dtype(part_BLHD.dtype)
     part, part_lse = part_BLHD.to(wide), part_lse_BHL.to(wide)
     if out_BLHD is None or lse_BHL is None:
         return part.to(dtype or wide), part_lse
     lse = lse_BHL.to(wide)
-    # both empty: -inf - -inf, where no share is as good as another
+    # if both are empty, -inf - -inf is NaN, and any share gives the same result
     share_BLH1 = _by_token(torch.sigmoid(part_lse - lse).nan_to_num(0.0))
     part = part.masked_fill(_by_token(part_lse == -torch.inf), 0.0)
     out = out_BLHD.to(wide).masked_fill(_by_token(lse == -torch.inf), 0.0)
@@ -83,12 +85,12 @@ def launch(
     dtype: torch.dtype | None = None,
     warps: int = 4,
 ) -> tuple[Tensor, Tensor]:
-    """`merge` by the kernel: a state that has its dtype already is updated in place, else a new one is made."""
+    """Run the kernel of `merge`; a state that already has the result's dtype is updated in place."""
     if out_BLHD is None or lse_BHL is None:
         return _first(part_BLHD, part_lse_BHL, dtype)
     batch, tokens, heads, dim = part_BLHD.shape
     wide = state_dtype(part_BLHD.dtype)
-    # a first part is the local attention's, not ours to write to, unless it had to be copied: see _first
+    # a first part belongs to the local attention and must not be written to, unless _first has copied it
     owned = out_BLHD.dtype == wide
     into = out_BLHD if owned and dtype in (None, wide) else part_BLHD.new_empty(part_BLHD.shape, dtype=dtype or wide)
     lse = lse_BHL if owned else torch.empty((batch, heads, tokens), dtype=wide, device=part_BLHD.device)
@@ -115,7 +117,7 @@ def launch(
 
 
 def _first(part_BLHD: Tensor, part_lse_BHL: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """The first part as the state: without a copy in bf16 or fp16, copied where the next merge would write to it."""
+    """Return the first part as the state; it is copied only if the next merge would write to it."""
     wide = state_dtype(part_BLHD.dtype)
     if dtype is not None:
         return part_BLHD.to(dtype), part_lse_BHL.to(wide)
@@ -125,7 +127,7 @@ def _first(part_BLHD: Tensor, part_lse_BHL: Tensor, dtype: torch.dtype | None) -
 
 
 def _strides(dim: int, *tensors: Tensor) -> tuple[int, list[int]]:
-    """(unit, batch, token and head strides in units): 8 elements where it can be, so that accesses have 16 bytes."""
+    """Return a unit, and the batch, token and head strides in it: 8 elements where possible, for 16-byte accesses."""
     for tensor in tensors:
         if tensor.stride(-1) != 1 and dim > 1:
             raise ValueError(f"got strides {tensor.stride()}, expected a contiguous last dim: the merge copies nothing")
@@ -166,7 +168,7 @@ def merge_kernel(
     ROWS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    # heads are the fastest programs: what runs together covers whole rows of the memory of some tokens
+    # the program index of heads runs fastest, so that programs which run together cover whole rows of some tokens
     head = tl.program_id(0).to(tl.int64)
     token = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -178,18 +180,18 @@ def merge_kernel(
     theirs = tl.load(
         part_lse + batch * part_lse_batch + head * part_lse_head + token * part_lse_token, row_mask, nothing
     ).to(tl.float32)
-    # exp(lse) of both relative to the larger; with both empty relative to 0, which keeps NaN out
+    # both exp(lse) are relative to the larger one; if both are empty they are relative to 0, which avoids NaN
     top = tl.maximum(ours, theirs)
     top = tl.where(top == nothing, 0.0, top)
     a, b = tl.exp(ours - top), tl.exp(theirs - top)
     total = a + b
-    whole = tl.where(total == 0, 1.0, total)  # NaN is not nothing: it must come out
+    whole = tl.where(total == 0, 1.0, total)  # a total of NaN stays, so that NaN reaches the output
     a, b = (a / whole)[:, None], (b / whole)[:, None]
     at = (batch * out_batch + head * out_head + token * out_token) * UNIT
     state_RD = tl.load(out + at[:, None] + column[None, :], mask, 0.0).to(tl.float32)
     at = (batch * part_batch + head * part_head + token * part_token) * UNIT
     part_RD = tl.load(part + at[:, None] + column[None, :], mask, 0.0).to(tl.float32)
-    # what has no weight does not count, even where it is NaN
+    # values without weight are ignored, even if they are NaN
     merged = tl.where(a == 0, 0.0, state_RD) * a + tl.where(b == 0, 0.0, part_RD) * b
     at = (batch * into_batch + head * into_head + token * into_token) * UNIT
     tl.store(into + at[:, None] + column[None, :], merged.to(into.dtype.element_ty), mask)

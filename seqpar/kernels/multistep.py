@@ -1,14 +1,14 @@
-"""Guidance and one step of any linear scheduler on this rank's tokens, with the history in ring buffers; one pass.
+"""Guidance and one step of any linear scheduler on this rank's tokens, with the history in ring buffers, in one pass.
 
 For state x_i and guided prediction o_i: x_(i+1) = sum_j a_j x_(i-j) + sum_j b_j o_(i-j) + noise_i, and the model sees
-x_(i+1) times the next step's input scale. Coefficients, guidance scales and slots of the history are picked on the
-device by the step counter, so a CUDA graph can replay the step. History whose coefficient is zero is not read: it may
-be another run's, or NaN.
-When it wins: always on a GPU, where plain torch makes more than twenty launches of a latent-sized step. With one state
-and one output it moves DDIM's bytes: read x and both predictions, write x; more history adds one read a slot. States
-with history are kept in fp64, because differences of states lose digits; the model's input is then a tensor of its own.
-Guidance is computed in the model input's dtype, the sum in fp64. Products and sums are rounded one by one, as plain
-torch rounds them: kernel and reference give the same bits.
+x_(i+1) times the next step's input scale. The step counter on the device selects coefficients, guidance scales and
+slots of the history, so a CUDA graph can replay the step. History whose coefficient is zero is not read, because it may
+belong to another run or be NaN.
+When it wins: always on a GPU, where plain torch makes more than twenty launches for a step on latents. With one state
+and one output it moves the same bytes as DDIM: it reads x and both predictions and writes x. Each further slot of
+history adds one read. States with history are kept in fp64, because differences of states lose digits; the model's
+input is then a separate tensor. Guidance is computed in the dtype of the model's input, the sum in fp64. The kernel
+rounds products and sums one by one, as plain torch does, so that kernel and reference give the same bits.
 Source: the coefficients come from `seqpar.sampling.schedules`; classifier-free guidance is arXiv 2207.12598.
 """
 
@@ -27,11 +27,11 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class Steps:
-    """All S steps of a run with P states and Q outputs a step; every tensor is contiguous.
+    """The coefficients of all S steps of a run with P states and Q outputs a step; every tensor is contiguous.
 
-    table_SK, fp64: K = 1 + P + Q coefficients a step: what the model's next input is scaled by, a_0 .. a_(P-1), b_0 ..
-    b_(Q-1). guidance_S: scales, on the first `guided` columns of a token (all where None). noise_SnlC: what is added,
-    already weighted (None: nothing). These two have the dtype of the model's input.
+    table_SK, fp64: K = 1 + P + Q coefficients a step: the scale of the model's next input, a_0 .. a_(P-1), b_0 ..
+    b_(Q-1). guidance_S: one scale a step, for the first `guided` columns of a token (None: for all). noise_SnlC: the
+    noise that is added, already weighted (None: no noise). These two have the dtype of the model's input.
     """
 
     table_SK: Tensor
@@ -42,10 +42,10 @@ class Steps:
 
 @dataclass(frozen=True)
 class History:
-    """Ring buffers: x_i is in slot i % P of states_PnlC, o_i goes to slot i % (Q - 1) of outputs_QnlC.
+    """The ring buffers: x_i is in slot i % P of states_PnlC, o_i is written to slot i % (Q - 1) of outputs_QnlC.
 
-    outputs_QnlC has Q - 1 slots and is None where Q is 1. seen_nlC is the model's input, None where P is 1 and the
-    model's input is the state itself. States are fp64 where there is a model's input besides them.
+    outputs_QnlC has Q - 1 slots and is None if Q is 1. seen_nlC is the model's input; it is None if P is 1 and the
+    state itself is the model's input. States are fp64 if there is a separate model's input.
     """
 
     states_PnlC: Tensor
@@ -53,7 +53,7 @@ class History:
     seen_nlC: Tensor | None
 
 
-# images, tokens, columns of the state, columns of the model's output, states, outputs, model's input apart
+# images, tokens, columns of the state, columns of the model's output, states, outputs, whether the input is separate
 CASES: tuple[dict[str, int], ...] = (
     {"images": 1, "tokens": 1, "columns": 16, "outputs": 32, "P": 1, "Q": 1, "seen": 0},
     {"images": 3, "tokens": 85, "columns": 16, "outputs": 32, "P": 2, "Q": 2, "seen": 1},
@@ -69,11 +69,11 @@ CASES: tuple[dict[str, int], ...] = (
 def guided_multistep(
     history: History, cond_nlM: Tensor, uncond_nlM: Tensor | None, steps: Steps, step: Tensor, bad: Tensor
 ) -> None:
-    """Move the state (n, l, C) one step on, in place.
+    """Advance the state (n, l, C) by one step, in place.
 
-    cond, uncond: the model's outputs, (n, l, M >= C), of which the first C columns count; uncond is None without
-    guidance. step: the index of this step, a scalar on the device. bad: the first step that made something non-finite,
-    a scalar of the same kind; it starts at the number of steps.
+    cond, uncond: the model's outputs, (n, l, M >= C), of which the first C columns are used; uncond is None without
+    guidance. step: the index of this step, a scalar on the device. bad: the first step that gave a non-finite value, a
+    scalar of the same kind, which the kernel updates; it starts at the number of steps.
     """
     (launch if fused(cond_nlM, uncond_nlM) else reference)(history, cond_nlM, uncond_nlM, steps, step, bad)
 
@@ -81,7 +81,7 @@ def guided_multistep(
 def reference(
     history: History, cond_nlM: Tensor, uncond_nlM: Tensor | None, steps: Steps, step: Tensor, bad: Tensor
 ) -> None:
-    """`guided_multistep` in plain torch, without waiting on the host either."""
+    """Compute `guided_multistep` in plain torch, also without waiting for the host."""
     states, outputs = history.states_PnlC, history.outputs_QnlC
     index, slots = step.view(1), len(states)
     scale, *weights = steps.table_SK.index_select(0, index)[0].unbind()
@@ -108,14 +108,14 @@ def _slot(ring_RnlC: Tensor, index: Tensor) -> Tensor:
 
 
 def _used(x: Tensor, weight: Tensor) -> Tensor:
-    """`x` in fp64, or zeros where its weight is zero: it may be NaN there, from a run that ended before."""
+    """Return `x` in fp64, or zeros if its weight is zero, because an earlier run may have left NaN there."""
     return torch.where(weight != 0, x.double(), 0.0)
 
 
 def launch(
     history: History, cond_nlM: Tensor, uncond_nlM: Tensor | None, steps: Steps, step: Tensor, bad: Tensor
 ) -> None:
-    """`guided_multistep` by the kernel. Everything is contiguous; predictions only within a token."""
+    """Run the kernel of `guided_multistep`. All tensors must be contiguous, predictions only within a token."""
     states, outputs, seen = history.states_PnlC, history.outputs_QnlC, history.seen_nlC
     slots, images, tokens, width = states.shape
     count = 1 if outputs is None else len(outputs) + 1
@@ -135,14 +135,14 @@ def launch(
     strides: list[int] = []
     for output in (cond_nlM, uncond_nlM):
         if output is not None and (output.stride(-1) != 1 or output.shape[-1] < width):
-            raise ValueError(f"got predictions {tuple(output.shape)}, expected {width} contiguous columns or more")
+            raise ValueError(f"got predictions {tuple(output.shape)}, expected at least {width} contiguous columns")
         strides += [0, 0] if output is None else output.stride()[:2]
     guided = width if steps.guided is None else steps.guided
     grid = (-(-tokens * width // BLOCK), images)
     tensors = (states, outputs, seen, cond_nlM, uncond_nlM, steps.noise_SnlC, steps.table_SK, steps.guidance_S)
     # a thread holds 16 bytes of the state: with twice as much of fp64, Triton 3.6 spills
     warps = BLOCK * states.element_size() // (16 * 32)
-    # without fusion into fma the bits are plain torch's
+    # without fused multiply-adds the bits are those of plain torch
     multistep_kernel[grid](
         *tensors,
         step,
@@ -187,7 +187,7 @@ def multistep_kernel(
     mask = here < tokens * C
     token, column = (here // C).to(tl.int64), here % C
     now = tl.load(step).to(tl.int64)
-    size = tl.num_programs(1).to(tl.int64) * tokens * C  # of a slot
+    size = tl.num_programs(1).to(tl.int64) * tokens * C  # elements of a slot
     at = image * tokens * C + here
     row = table + now * (1 + P + Q)
     x = tl.load(states + (now % P) * size + at, mask, 0.0)
@@ -196,7 +196,7 @@ def multistep_kernel(
         u = tl.load(uncond + image * uncond_image + token * uncond_token + column, mask, 0.0).to(tl.float32)
         m = tl.where(column < GUIDED, u + tl.load(guidance + now) * (m - u), m)
     new = tl.load(row + 1) * x.to(tl.float64) + tl.load(row + 1 + P) * m.to(tl.float64)
-    # + P and + Q: slots of steps before the first are not negative (their weights are zero, so nothing is read)
+    # + P and + Q keep the slots of steps before the first from being negative; their weights are zero: no read
     for j in tl.static_range(1, P):  # pyright: ignore[reportGeneralTypeIssues]
         weight = tl.load(row + 1 + j)
         used = here < tl.where(weight != 0, tokens * C, 0)

@@ -1,13 +1,13 @@
-"""QK-norm and rotary embedding of q and k, written with v straight into the readers' outboxes: one launch.
+"""QK-norm and rotary embedding of q and k, written with v directly into the readers' outboxes, in one launch.
 
-When it wins: always better than permute -> collective -> permute, because the one pass that norm and rotary need
-anyway also does the layout of the exchange. q, k and v are read once, where the projection wrote them, and written
-once, where the reader reads them; in between is fp32. Source: QK-norm (arXiv 2010.04245),
-rotary embedding (arXiv 2104.09864).
+When it wins: it is always better than permute -> collective -> permute, because the one pass that norm and rotary need
+anyway also makes the layout of the exchange. The kernel reads q, k and v once, where the projection wrote them,
+computes in fp32, and writes them once, where the reader reads them. Source: QK-norm (arXiv 2010.04245), rotary
+embedding (arXiv 2104.09864).
 """
 
 # pyright: reportPossiblyUnboundVariable=false
-# (what kernels branch on is known at compile time)
+# (kernels branch only on values that are known at compile time)
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ NOBODY = meeting(None)
 
 
 class Tile(NamedTuple):
-    """How one token's q, k or v is held: in how many warps; early: with its rotary row, not read after the norm."""
+    """The number of warps that hold one token's q, k or v. early: whether its rotary row is read before the norm."""
 
     warps: int
     early: bool = False
 
 
 def prepare(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]:
-    """q and k after norm and rotary, same shapes and dtype; computed in fp32 (fp64 for fp64)."""
+    """Return q and k after norm and rotary, with the same shapes and dtype; computed in fp32 (fp64 for fp64)."""
     if how.is_identity:
         return q_BlHD, k_BlGD
     return (launch if _takes(q_BlHD, k_BlGD, how=how) else reference)(q_BlHD, k_BlGD, how)
@@ -59,15 +59,15 @@ def prepare_into(
     outboxes: Sequence[Outbox],
     flags: Flags | None = None,
 ) -> bool:
-    """Write q and k after norm and rotary, and v, into every outbox: each reader gets its heads of my tokens.
+    """Write q and k after norm and rotary, and v, into every outbox: each reader gets its heads of this rank's tokens.
 
     Inputs that are None are skipped; their outbox regions are not written. Outboxes are token-major. Pass the same
-    `Outboxes`, or the same part of their `split`, at every call: the table that a kernel needs is computed once.
-    Returns whether the kernel has also raised these flags and waited for the peers' (see `ToHeads.flags`).
+    `Outboxes`, or the same part of their `split`, at every call: they keep the table that the kernel needs. Returns
+    whether the kernel has also raised these flags and waited for those of the other ranks (see `ToHeads.flags`).
     """
     given = [x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None]
     if not given:
-        raise ValueError("got nothing to write, expected q, k or v, or several of them")
+        raise ValueError("got nothing to write, expected at least one of q, k and v")
     if not _takes(*given, how=how) or not given[0].numel():
         reference_into(q_BlHD, k_BlGD, v_BlGD, how, outboxes)
         return False
@@ -77,14 +77,14 @@ def prepare_into(
 
 
 def reference(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare) -> tuple[Tensor, Tensor]:
-    """`prepare` in plain torch."""
+    """Compute `prepare` in plain torch."""
     return _prepared(q_BlHD, how, how.q_weight, how.q_bias), _prepared(k_BlGD, how, how.k_weight, how.k_bias)
 
 
 def reference_into(
     q_BlHD: Tensor | None, k_BlGD: Tensor | None, v_BlGD: Tensor | None, how: Prepare, outboxes: Sequence[Outbox]
 ) -> None:
-    """`prepare_into` in plain torch."""
+    """Compute `prepare_into` in plain torch."""
     q = None if q_BlHD is None else _prepared(q_BlHD, how, how.q_weight, how.q_bias)
     k = None if k_BlGD is None else _prepared(k_BlGD, how, how.k_weight, how.k_bias)
     for box in outboxes:
@@ -94,13 +94,17 @@ def reference_into(
 
 
 def tile(heads: int, dim: int) -> Tile:
-    """As measured: 32 elements a thread from 4096 on, 16 below; rotary rows early where heads fill a power of two."""
+    """Return the tile for these heads, as measured.
+
+    A thread has 32 elements if a token has 4096 or more, else 16. The rotary row is read early if the head dim is a
+    power of two.
+    """
     padded, whole = triton.next_power_of_2(dim), triton.next_power_of_2(heads) * triton.next_power_of_2(dim)
     return Tile(min(16, max(1, whole // (1024 if whole >= 4096 else 512))), early=dim == padded)
 
 
 def launch(q_BlHD: Tensor, k_BlGD: Tensor, how: Prepare, *, tiled: Tile | None = None) -> tuple[Tensor, Tensor]:
-    """`prepare` by the kernel, into contiguous tensors."""
+    """Run the kernel of `prepare`; it writes contiguous tensors."""
     q = torch.empty(q_BlHD.shape, dtype=q_BlHD.dtype, device=q_BlHD.device)
     k = torch.empty(k_BlGD.shape, dtype=k_BlGD.dtype, device=k_BlGD.device)
     _run(q_BlHD, k_BlGD, None, how, (q, k), tiled)
@@ -117,12 +121,12 @@ def launch_into(
     *,
     tiled: Tile | None = None,
 ) -> None:
-    """`prepare_into` by the kernel."""
+    """Run the kernel of `prepare_into`."""
     _run(q_BlHD, k_BlGD, v_BlGD, how, outboxes.places, tiled, meeting(flags))
 
 
 def _takes(*inputs: Tensor, how: Prepare) -> bool:
-    """Whether the kernel computes this."""
+    """Return whether the kernel, not plain torch, computes these inputs."""
     return fused(*inputs, how.q_weight, how.q_bias, how.k_weight, how.k_bias)
 
 
@@ -153,7 +157,7 @@ def _run(
     if how.cos_lD2 is not None and how.sin_lD2 is not None:
         rotary, rows = "pairs" if how.interleaved else "halves", (how.cos_lD2.stride(0), how.sin_lD2.stride(0))
     wide, narrow, padded = (triton.next_power_of_2(n) for n in (heads, groups, max(dim, 2)))
-    # the same tile for k whether others come with it or not: another number of warps would round its sums otherwise
+    # k has the same tile with or without q and v, because another number of warps would round its sums differently
     warps, early = tiled or tile(max(heads, groups, shape[2]), dim)
     if batch * tokens:
         prepare_kernel[(batch * tokens * len(inputs),)](
@@ -194,7 +198,7 @@ def _run(
 
 
 def _alignment(inputs: Sequence[Tensor], norms: Sequence[Tensor | None], how: Prepare, dim: int) -> int:
-    """The bytes that divide the place of every head and every row that is read, at most 16: how wide a load may be."""
+    """Return how wide loads may be: the bytes that divide the place of every head and row that is read, at most 16."""
     places = [(x, x.stride()[:3]) for x in inputs]
     places += [(x, (dim,)) for x in norms if x is not None]
     places += [(x, x.stride()[:1]) for x in (how.cos_lD2, how.sin_lD2) if x is not None]
@@ -276,20 +280,20 @@ def prepare_kernel(
     LANES: tl.constexpr,
     TIMER: tl.constexpr,
 ):
-    """Program = one token's q, k or v; neighbours share a row of the projection, so memory is walked in order.
+    """Write one token's q, k or v in each program; neighbouring programs share a row of the projection.
 
-    What is None is left out: PARTS are there. HEADS2, GROUPS2, DIM2 are the next powers of two. READ and WRITE are
-    bytes that divide every place of a head.
+    So memory is read in order. PARTS is the number of inputs that are not None. HEADS2, GROUPS2 and DIM2 are the next
+    powers of two. READ and WRITE are the bytes that divide every place of a head that is read or written.
     """
     part = tl.program_id(0) % PARTS
     if q is None:
         part += 1
-    if k is None:  # v is next
+    if k is None:  # v follows q
         part = tl.where(part > 0, part + 1, part)
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     batch = row // tokens
     token = row % tokens
-    if q is not None:  # noqa: SIM102 (of the two, this one is decided at compile time)
+    if q is not None:  # noqa: SIM102 (this condition, unlike the inner one, is decided at compile time)
         if part == 0:
             _move(
                 q + batch * q_batch + token * q_token,
@@ -416,7 +420,7 @@ def _move(
     WRITE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Read the heads of one token, normalise, rotate, write. All in halves a and b: rotary partners face each other."""
+    """Read the heads of one token, normalise, rotate and write them, in halves a and b of rotary partners."""
     head = tl.arange(0, HEADS2)
     pair = tl.arange(0, DIM2 // 2)
     a, b = read_heads(source, head_stride, ROTARY, HEADS, HEADS2, DIM, DIM2, READ)
@@ -430,7 +434,7 @@ def _move(
             known = (head < HEADS)[:, None]
             a = tl.where(known & (pair < last_a)[None, :], a - mean, 0.0)
             b = tl.where(known & (pair < DIM // 2)[None, :], b - mean, 0.0)
-        # weights are read only now: they come from the cache, and fewer registers make room for more rows at a time
+        # weights are read only here, from the cache, because fewer registers leave room for more rows at a time
         scale = tl.rsqrt(mean_of(a * a + b * b, PER_HEAD, HEADS, DIM) + eps)
         a = a * scale
         b = b * scale

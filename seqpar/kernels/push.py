@@ -1,9 +1,9 @@
-"""Attention's output to the ranks whose tokens it is of, straight into their memory (or a send buffer): one launch.
-Also what a rank sent, to its place among the heads of others.
+"""Writes the output of attention to the ranks of its tokens, into their memory or a send buffer, in one launch.
 
-When it wins: always on a GPU; a copy for each destination is a launch for each, and torch's copies of strided views
-are not vectorized. All destinations are written at once, so that links do not wait while what stays here is copied;
-every rank begins with the tokens of the rank after it. The bytes are read and written once.
+It also copies what another rank sent to its place among the heads. When it wins: always on a GPU; separate copies need
+a launch for each destination, and torch's copies of strided views are not vectorized. The kernel writes all
+destinations at once, so links do not wait while local data is copied, and every rank begins with the tokens of the rank
+after it. It reads and writes the bytes once.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ CASES = (
     {"batch": 1, "tokens": 4097, "heads": 2, "dim": 96},
     {"batch": 3, "tokens": 7, "heads": 3, "dim": 6},
 )
-ELEMENTS = 4096  # that one program moves, at most: of a row, or of several where rows are short
-PROGRAMS = 512  # some four for each multiprocessor: for fewer no rows are put together
+ELEMENTS = 4096  # the most elements that one program moves, from one row or from several short ones
+PROGRAMS = 512  # about four for each multiprocessor; with fewer programs than this, each moves a single row
 
 
 class Destinations(tuple[Tensor, ...]):
-    """Views (l_r, B, h, D), one for each rank's tokens, rank after rank; `first` is where writing begins.
+    """Views (l_r, B, h, D), one for each rank's tokens, in the order of the ranks; writing begins with view `first`.
 
-    Made once with the buffers of an exchange, so that no call computes or copies addresses.
+    An exchange makes them once, with its buffers, so that no call computes or copies addresses.
     """
 
     first: int
 
     def __new__(cls, views: Sequence[Tensor], first: int = 0) -> Destinations:
-        """first: the index of the view that is written first."""
+        """Make destinations. first: the index of the view that is written first."""
         made = super().__new__(cls, views)
         made.first = first
         return made
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The first token of each view."""
+        """The index of the first token of each view."""
         return starts([view.shape[0] for view in self])
 
     @cached_property
     def table(self) -> Tensor:
-        """(n, 4): first token, address, token stride, batch stride in elements; int64 on the device of the views.
+        """The kernel's table, (n, 4) int64 on the device: first token, address, token and batch strides in elements.
 
-        Made at first use, which copies to the device: before a CUDA graph is captured.
+        Its first use copies to the device, so it must come before a CUDA graph is captured.
         """
         rows = [
             (start, view.data_ptr(), view.stride(0), view.stride(1))
@@ -63,16 +63,17 @@ class Destinations(tuple[Tensor, ...]):
 
     @cached_property
     def alignment(self) -> int:
-        """The bytes that divide every row's place, at most 16."""
+        """The number of bytes that divides the place of every row, at most 16."""
         size = self[0].element_size()
         places = [n for x in self for n in (x.data_ptr(), x.stride(0) * size, x.stride(1) * size)]
         return gcd(16, *places)
 
 
 def push(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> bool:
-    """Write the tokens of each rank to its view, whose heads lie side by side; those of `out` lie where they are.
+    """Write the tokens of each rank to its view. The heads of a view must be adjacent; those of `out` need not be.
 
-    Returns whether the kernel has also told the peers of these flags, and waited for them (see `ToHeads.flags`).
+    Returns whether the kernel has also raised these flags and waited for those of the other ranks (see
+    `ToHeads.flags`).
     """
     if not fused(out_BLhD) or not out_BLhD.numel():
         reference(out_BLhD, into)
@@ -82,21 +83,21 @@ def push(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> bo
 
 
 def reference(out_BLhD: Tensor, into: Destinations) -> None:
-    """The same, copy by copy; any strides."""
+    """Compute `push` in plain torch, with one copy for each view; any strides are allowed."""
     out_LBhD = out_BLhD.transpose(0, 1)
     for start, view in zip(into.starts, into, strict=True):
         view.copy_(out_LBhD[start : start + view.shape[0]])
 
 
 def launch(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> None:
-    """The same by the kernel."""
+    """Run the kernel of `push`."""
     batch, tokens, heads, dim = out_BLhD.shape
     width, size, (batch_stride, token_stride, head_stride, _) = heads * dim, out_BLhD.element_size(), out_BLhD.stride()
     contiguous_rows(out_BLhD)
-    # side by side they are one wide head, whatever the dim: no head has to be found
+    # adjacent heads are one wide head, so the kernel need not compute the place of each head
     apart = heads > 1 and head_stride != dim
     if any(view.dtype != out_BLhD.dtype or (view.stride(2), view.stride(3)) != (dim, 1) for view in into):
-        raise ValueError("got views of another dtype or with strided heads, expected those of the output")
+        raise ValueError("got views of another dtype or with strided heads, expected the output's dtype, dense heads")
     steps = (batch_stride, token_stride, *((head_stride, dim) if apart else ()))
     align = gcd(into.alignment, out_BLhD.data_ptr(), *(step * size for step in steps))
     block = min(ELEMENTS, triton.next_power_of_2(width))
@@ -141,11 +142,12 @@ def push_kernel(
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Program = ROWS tokens' rows. Tokens, from `first` on and around, are in RANKS parts, about those of each rank;
-    neighbouring programs take from one part after the other.
+    """Move ROWS rows in each program.
 
-    WIDTH: of a row; DIM: of its parts that lie side by side, `head_stride` from one to the next. Every program that
-    tells peers waits until its stores have reached them: several rows wait once.
+    The tokens, in cyclic order from `first` on, are cut into RANKS equal parts, about one for each rank; neighbouring
+    programs take rows of different parts. WIDTH: elements of a row; DIM: elements of its contiguous pieces, which are
+    `head_stride` apart. With flags every program waits until its stores have reached the other ranks, so that several
+    rows share one wait.
     """
     steps = tl.cdiv(tokens, ROWS * RANKS)
     batch = (tl.program_id(0) // (steps * RANKS)).to(tl.int64)
@@ -158,7 +160,7 @@ def push_kernel(
     batch_step = tl.zeros((ROWS,), tl.int64)
     for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]
         begin = tl.load(table + rank * 4)
-        owns = token >= begin  # the last one that does
+        owns = token >= begin  # the last rank for which this is true is the owner
         start = tl.where(owns, begin, start)
         place = tl.where(owns, tl.load(table + rank * 4 + 1), place)
         token_step = tl.where(owns, tl.load(table + rank * 4 + 2), token_step)

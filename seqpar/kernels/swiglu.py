@@ -1,7 +1,7 @@
 """SwiGLU on packed w1|w3: silu(first half) * second half, in one pass.
 
-When it wins: always on a GPU; plain torch writes silu's result and reads it back, 5 F numbers a row instead of 3 F.
-Source: GLU variants (arXiv 2002.05202); w1 and w3 are one matrix product.
+When it wins: always on a GPU; plain torch writes silu's result and reads it back, so it moves 5 F elements a row, not
+3 F. Source: GLU variants (arXiv 2002.05202); w1 and w3 are one matrix product.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ CASES = (
     {"batch": 2, "tokens": 3, "width": 1544},  # only 8 divides it
     {"batch": 3, "tokens": 7, "width": 40},
 )
-"""Rows [w1 x | w3 x] of 2 `width` numbers."""
+"""Shapes that tests and a bench use; a row [w1 x | w3 x] has 2 `width` elements."""
 
 
 class Tile(NamedTuple):
-    """What one program does: rows x columns of the output, powers of two, and with how many warps."""
+    """The rows and columns of the output that one program computes, powers of two, and its number of warps."""
 
     rows: int
     columns: int
@@ -33,24 +33,24 @@ class Tile(NamedTuple):
 
 
 def swiglu(packed_BlF2: Tensor) -> Tensor:
-    """(B, l, 2F), rows [w1 x | w3 x] -> (B, l, F); computed in fp32 (fp64 for fp64)."""
+    """Return silu(w1 x) * w3 x, (B, l, F), from rows [w1 x | w3 x], (B, l, 2F); computed in fp32 (fp64 for fp64)."""
     return (launch if fused(packed_BlF2) else reference)(packed_BlF2)
 
 
 def reference(packed_BlF2: Tensor) -> Tensor:
-    """The same in plain torch."""
+    """Compute `swiglu` in plain torch."""
     gate, up = packed_BlF2.to(state_dtype(packed_BlF2.dtype)).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(packed_BlF2.dtype)
 
 
 def tile(width: int) -> Tile:
-    """One 16-byte vector of each half for each thread."""
+    """Return the tile for a width: a thread has one 16-byte vector of each half."""
     columns = min(1024, triton.next_power_of_2(width))
     return Tile(1, columns, max(1, columns // 256))
 
 
 def launch(packed_BlF2: Tensor, *, tiled: Tile | None = None) -> Tensor:
-    """The same by the kernel; any strides with a contiguous last dim."""
+    """Run the kernel of `swiglu`; the input may have any strides with a contiguous last dim."""
     contiguous_rows(packed_BlF2)
     batch, tokens, width = *packed_BlF2.shape[:2], packed_BlF2.shape[2] // 2
     out = packed_BlF2.new_empty(batch, tokens, width)
@@ -85,7 +85,7 @@ def swiglu_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program = some columns of some rows; neighbours share rows, so memory is walked in order."""
+    """Compute some columns of some rows in each program; neighbouring programs share rows, so reads are in order."""
     blocks = tl.cdiv(WIDTH, COLUMNS)
     row = (tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS))[None, :]

@@ -1,2 +1,2 @@
-"""One device's attention; one implementation = one file exporting `attend` (a Core), `why_not`,
-`invariant` and `preference`, by which "auto" takes the highest number among those that work."""
+"""Attention on one device. Each implementation is one file that exports `attend` (a Core), `why_not`, `invariant` and
+`preference`; "auto" chooses the one with the highest preference among those that work."""

@@ -1,7 +1,7 @@
-"""FlashAttention as its own package: 4 (`flash_attn.cute`), else 3 (`flash_attn_interface`), else 2 (`flash_attn`).
+"""Attention by the FlashAttention packages: 4 (`flash_attn.cute`), else 3 (`flash_attn_interface`), else 2.
 
-When it wins: the first choice on Hopper at head dims 64 and 128 where it is installed (the table in
-`seqpar.planner.plan`), and grouped-query heads need no copies. FlashAttention-4 compiles each head dim on first use.
+When it wins: where it is installed it is the first choice on Hopper at head dims 64 and 128 (see `preference`).
+Grouped-query heads need no copies. FlashAttention-4 compiles a kernel for each head dim on first use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGES = {
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
-    """None where an installed generation takes this, else the reason why not."""
+    """Return None if an installed generation takes these inputs, otherwise the reason why not."""
     if device.type != "cuda":
         return "needs a GPU"
     if mask:
@@ -39,15 +39,15 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
 
 
 def preference(major: int, head_dim: int) -> int:
-    """First on Hopper at head dims 64 and 128, after `sdpa` elsewhere.
+    """Return the rank of this implementation for "auto": before `sdpa` on Hopper at head dims 64 and 128, else after.
 
-    major: of the GPU's compute capability, 0 on a CPU.
+    major: the major number of the GPU's compute capability, 0 on a CPU.
     """
     return 2 if major == 9 and head_dim in (64, 128) else 0
 
 
 def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
-    """None where a query's bits depend on that query alone (measured: generation 4), else the reason why not."""
+    """Return None if a query's bits depend on that query alone (measured for generation 4), otherwise the reason."""
     if device.type != "cuda":
         return f"needs a GPU, not {device.type}"
     found = _find()
@@ -57,7 +57,10 @@ def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: boo
 
 
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
-    """See `seqpar.protocols.Core`; grouped-query heads as they are. A mask is refused by `ValueError`."""
+    """Compute attention as `seqpar.protocols.Core` says, without copies for grouped-query heads.
+
+    Raises `ValueError` if a mask is given.
+    """
     if mask_BL is not None:
         raise ValueError("got a key mask, expected None: FlashAttention takes none; use local attention sdpa")
     found = _find()
@@ -71,7 +74,7 @@ def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | Non
 
 @cache
 def _find() -> tuple[int, Callable[..., Any], str] | str:
-    """(generation, function, its lse argument), or why there is none."""
+    """Return (generation, function, the argument that asks for the log-sum-exp), or why none is installed."""
     reasons = []
     for generation, (module, with_lse) in PACKAGES.items():
         try:

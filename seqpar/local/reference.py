@@ -1,6 +1,7 @@
-"""Attention as the formula says, in fp32 (fp64 for fp64): the truth that the others are compared with.
+"""Attention computed by its formula in fp32 (fp64 for fp64): the truth that other implementations are compared with.
 
-When it wins: never on speed; it builds the whole score matrix. It runs everywhere and takes any head dim.
+When it wins: it is never the fastest, because it builds the whole score matrix. It runs everywhere and takes any head
+dim.
 """
 
 from __future__ import annotations
@@ -13,27 +14,27 @@ from seqpar.protocols import state_dtype
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
-    """None: it takes every device, dtype and head dim, and key masks."""
+    """Return None, because it takes every device, dtype and head dim, and key masks."""
     return None
 
 
 def preference(major: int, head_dim: int) -> int:
-    """Last: it is the formula, and slow.
+    """Return the rank of this implementation for "auto": last, because it is slow.
 
-    major: of the GPU's compute capability, 0 on a CPU.
+    major: the major number of the GPU's compute capability, 0 on a CPU.
     """
     return -1
 
 
 def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
-    """Why a query's bits may depend on how many there are."""
+    """Return the reason why a query's bits may depend on the number of queries."""
     return "batched matrix products choose their tiles by row counts"
 
 
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(D)) v and the log-sum-exp of the scores; see `seqpar.protocols.Core`.
+    """Return softmax(q k^T / sqrt(D)) v and the log-sum-exp of the scores; see `seqpar.protocols.Core`.
 
-    Masked keys have weight 0 exactly; where all keys are masked, out is 0 and lse is -inf.
+    Masked keys have a weight of exactly 0. If all keys are masked, the output is 0 and the log-sum-exp -inf.
     """
     wide, group = state_dtype(q_BLHD.dtype), q_BLHD.shape[2] // k_BLGD.shape[2]
     q, k, v = (x.transpose(1, 2).to(wide) for x in (q_BLHD, k_BLGD, v_BLGD))

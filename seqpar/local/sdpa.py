@@ -1,9 +1,9 @@
-"""torch's own attention kernels, called directly because they return the log-sum-exp that a ring needs.
+"""Attention by torch's own kernels, called directly because they return the log-sum-exp that a ring needs.
 
-When it wins: always there, without another package, and the first choice where the table in `seqpar.planner.plan`
-names no other. cuDNN on Hopper and later, torch's FlashAttention-2 before and for head dims over 128, the
-memory-efficient kernel for fp32 and for key masks where FlashAttention-2 would be taken, a flash kernel on the CPU.
-Takes strided views as they are.
+When it wins: it needs no other package, and is the first choice where no other has a higher `preference`. It uses cuDNN
+on Hopper and later, torch's FlashAttention-2 on older GPUs and for head dims over 128, the memory-efficient kernel for
+fp32 and for key masks where FlashAttention-2 would be used otherwise, and a flash kernel on the CPU. Strided views need
+no copies.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from seqpar.masks import aligned_bias, key_bias
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
-FLASH_MOST = 256  # head dim that torch's FlashAttention-2 takes
+FLASH_MOST = 256  # the largest head dim that torch's FlashAttention-2 takes
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
-    """None where a kernel takes this, else the reason why not. There is a kernel with a key mask for all of these."""
+    """Return None if a kernel takes these inputs, otherwise the reason why not. A key mask never changes the answer."""
     if device.type == "cpu":
         return None
     if device.type != "cuda":
@@ -35,23 +35,25 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
 
 
 def preference(major: int, head_dim: int) -> int:
-    """First where `flash` is not.
+    """Return the rank of this implementation for "auto": first, except where `flash` is.
 
-    major: of the GPU's compute capability, 0 on a CPU.
+    major: the major number of the GPU's compute capability, 0 on a CPU.
     """
     return 1
 
 
 def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
-    """None where a query's bits depend on that query alone (measured: cuDNN's do), else the reason why not."""
+    """Return None if a query's bits depend on that query alone (measured for cuDNN), otherwise the reason."""
     chosen = kernel(device, dtype, head_dim, mask)
     return None if chosen is cudnn else f"the kernel for this ({chosen.__name__}) may split its work by row counts"
 
 
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
-    """See `seqpar.protocols.Core`. The kernel depends on device, dtype, head dim and mask or none, never on row counts.
+    """Compute attention as `seqpar.protocols.Core` says.
 
-    A `seqpar.masks.key_bias` of q's dtype is used as it is; a bool mask is made one in every call.
+    The choice of the kernel depends on device, dtype, head dim and whether there is a mask, never on row counts. The
+    mask may be a `seqpar.masks.key_bias` of q's dtype, which is used as it is; a bool mask is converted to one in every
+    call.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLGD, v_BLGD))
     bias = None if mask_BL is None else _bias(mask_BL, q)
@@ -62,7 +64,7 @@ def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | Non
 def kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The kernel for these: cuDNN from Hopper on, flash before, memory-efficient for fp32, flash on the CPU."""
+    """Choose the kernel for these inputs (see the head of this file)."""
     if device.type == "cpu":
         return cpu_flash
     if dtype not in HALF:
@@ -74,33 +76,39 @@ def kernel(
 
 
 def cudnn(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, bias_BHLL: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """cuDNN's fused attention: fp16/bf16, grouped-query as it is; lse comes as (B, H, L, 1)."""
+    """Attend by cuDNN's fused kernel: fp16 and bf16, grouped-query heads without copies.
+
+    The kernel may return the log-sum-exp as (B, H, L, 1).
+    """
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q_BHLD, k_BGLD, v_BGLD, bias_BHLL, True)
     return out, lse.squeeze(-1) if lse.dim() == 4 else lse
 
 
 def flash(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, bias: None = None) -> tuple[Tensor, Tensor]:
-    """FlashAttention-2 as torch ships it: fp16/bf16; a head dim that is no multiple of 8 was refused before."""
+    """Attend by torch's FlashAttention-2: fp16 and bf16. `why_not` has refused head dims that are no multiple of 8."""
     k, v = (_repeat(x, q_BHLD.shape[1]) for x in (k_BGLD, v_BGLD))
     out, lse, *_ = aten._scaled_dot_product_flash_attention(q_BHLD, k, v)
     return out, lse
 
 
 def efficient(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, bias_BHLL: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The memory-efficient kernel: also fp32; its lse is padded along the tokens."""
+    """Attend by the memory-efficient kernel, also in fp32; the log-sum-exp that it returns is padded along tokens."""
     k, v = (_repeat(x, q_BHLD.shape[1]) for x in (k_BGLD, v_BGLD))
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q_BHLD, k, v, bias_BHLL, True)
     return out, lse[..., : q_BHLD.shape[2]]
 
 
 def cpu_flash(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, bias_BHLL: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """torch's flash attention for the CPU: fp16 to fp64; dies on empty inputs, which strategies never pass."""
+    """Attend by torch's flash kernel for CPUs: fp16 to fp64.
+
+    It kills the process on empty inputs; strategies never pass any.
+    """
     k, v = (_repeat(x, q_BHLD.shape[1]) for x in (k_BGLD, v_BGLD))
     return aten._scaled_dot_product_flash_attention_for_cpu(q_BHLD, k, v, attn_mask=bias_BHLL)
 
 
 def _bias(mask_BL: Tensor, q_BHLD: Tensor) -> Tensor:
-    """(B, H, L, L') numbers that are added to the scores; a view of one row for each batch row."""
+    """Return what is added to the scores, (B, H, L, L'): a view that repeats one row for each batch row."""
     bias = key_bias(mask_BL, q_BHLD.dtype) if mask_BL.dtype == torch.bool else aligned_bias(mask_BL)
     if bias.dtype != q_BHLD.dtype:
         raise ValueError(f"got a key bias of {bias.dtype}, expected {q_BHLD.dtype} as q, or a mask of torch.bool")
@@ -108,6 +116,6 @@ def _bias(mask_BL: Tensor, q_BHLD: Tensor) -> Tensor:
 
 
 def _repeat(x_BGLD: Tensor, heads: int) -> Tensor:
-    """Key-value heads repeated for kernels that know no grouped-query attention."""
+    """Repeat key-value heads, for kernels without grouped-query attention."""
     group = heads // x_BGLD.shape[1]
     return x_BGLD.repeat_interleave(group, dim=1) if group > 1 else x_BGLD

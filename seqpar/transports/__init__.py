@@ -1,1 +1,1 @@
-"""How blocks travel between ranks; one transport = one file or folder that exports `why_not` and `Transport`."""
+"""How blocks travel between ranks. Each transport is one file or folder; `_contract.py` says what it exports."""

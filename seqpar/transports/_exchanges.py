@@ -1,7 +1,7 @@
 """The exchanges that strategies use: outboxes to write to, and `deliver` (or `rotate`) to read what has arrived.
 
-Every rank of an axis makes the same exchanges and calls them in the same order. The calls of an exchange come in turn;
-`seqpar.transports._contract.Transport` sees to that for every transport.
+Every rank of an axis makes the same exchanges and calls them in the same order. The calls of one exchange must follow
+its order, too; `seqpar.transports._contract.Transport` checks that for every transport.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from seqpar.outboxes import Outboxes
 
 
 class ToHeads(Protocol):
-    """Tokens sharded to heads sharded: q, k, v of my tokens travel to the ranks of their heads."""
+    """From sharded tokens to sharded heads: q, k, v of this rank's tokens travel to the ranks of their heads."""
 
     @property
     def flags(self) -> Flags | None:
-        """Flags that the kernel which writes may raise and wait for itself, instead of `deliver`; None: it may not.
+        """Return the flags that the writing kernel may raise and wait for instead of `deliver`; None if it may not.
 
-        A kernel that does must be followed by `deliver(met=True)` at once.
+        After a kernel that does so, call `deliver(met=True)` next.
         """
         ...
 
     def outboxes(self) -> Outboxes:
-        """Where to write."""
+        """Return where to write q, k and v."""
         ...
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, L, h, D), k and v (B, L, g, D) as attention takes them; valid until the next call of `outboxes`.
+        """Return q (B, L, h, D), k and v (B, L, g, D) as attention takes them; valid until the next `outboxes`.
 
-        met: whether the kernel that wrote has met the peers of `flags`.
+        met: whether the kernel that wrote has already raised `flags` and waited for the other ranks.
         """
         ...
 
 
 class ToTokens(Protocol):
-    """Heads sharded to tokens sharded: attention's output travels to the ranks of its tokens."""
+    """From sharded heads to sharded tokens: the output of attention travels to the ranks of its tokens."""
 
     @property
     def flags(self) -> Flags | None:
@@ -48,16 +48,16 @@ class ToTokens(Protocol):
         ...
 
     def outboxes(self) -> Destinations:
-        """Where to write."""
+        """Return where to write the output."""
         ...
 
     def deliver(self, met: bool = False) -> Tensor:
-        """(B, l, H, D); valid until the next call. met: see `ToHeads.deliver`."""
+        """Return the output (B, l, H, D); valid until the next call. met: see `ToHeads.deliver`."""
         ...
 
 
 class KeyValues(Protocol):
-    """Keys and values of all tokens on every rank; the queries stay where they are."""
+    """Brings the keys and values of all tokens to every rank; the queries stay on their rank."""
 
     @property
     def flags(self) -> Flags | None:
@@ -65,45 +65,48 @@ class KeyValues(Protocol):
         ...
 
     def outboxes(self) -> Outboxes:
-        """Where to write. An exchange made with overlap has one outbox."""
+        """Return where to write q, k and v. An exchange made with overlap has one outbox."""
         ...
 
     def start_keys(self) -> None:
-        """Send k as it is now. v may be written until `start_values`, q until `deliver`. With overlap only."""
+        """Send k as it is now; v may be written until `start_values`, q until `deliver`. Used only with overlap."""
         ...
 
     def start_values(self) -> None:
-        """Send v as it is now: after `start_keys`, before `deliver`. With overlap only, and then every time."""
+        """Send v as it is now. With overlap, call it every time between `start_keys` and `deliver`; else never."""
         ...
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, l, H, D) of my tokens, k and v (B, L, G, D) of all; valid until the next call of `outboxes`."""
+        """Return q (B, l, H, D) of this rank's tokens, and k and v (B, L, G, D) of all tokens.
+
+        They are valid until the next call of `outboxes`. met: see `ToHeads.deliver`.
+        """
         ...
 
 
 class Rotation(Protocol):
-    """Each rank has one block, and the blocks are passed around an axis."""
+    """Passes blocks around an axis; each rank has one block."""
 
     def outbox(self) -> Tensor:
-        """Where to write my own block before `rotate`."""
+        """Return where to write this rank's block before `rotate`."""
         ...
 
     def rotate(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (owner, block): my block first, then those of the ranks before me.
+        """Yield (owner, block): this rank's block first, then those of the ranks before it, nearest first.
 
-        owner: the rank on the axis that wrote the block. Read a block before asking for the next, and
-        read to the end: then the rotation may begin again.
+        owner: the rank on the axis that wrote the block. Read a block before you ask for the next, and iterate to the
+        end: only then may the rotation start again.
         """
         ...
 
 
 class Gather(Protocol):
-    """Every rank's block on every rank."""
+    """Brings every rank's block to every rank."""
 
     def outbox(self) -> Tensor:
-        """Where to write my own block."""
+        """Return where to write this rank's block."""
         ...
 
     def deliver(self) -> Tensor:
-        """All blocks, one after another; valid until `outbox` is written again."""
+        """Return all blocks, concatenated in the order of the ranks; valid until `outbox` is written again."""
         ...

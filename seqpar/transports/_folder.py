@@ -1,4 +1,4 @@
-"""What the transports in this folder say of themselves; nothing else names one."""
+"""Finds the transports in this folder and their facts; no other module names a transport for all of them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from seqpar.transports._contract import Facts
 
 
 def names() -> tuple[str, ...]:
-    """The transports there are."""
+    """Return the names of all transports."""
     return tuple(plugins(seqpar.transports))
 
 
 def load(name: str) -> ModuleType:
-    """The transport's module; ValueError lists the names there are."""
+    """Return the transport's module. Raises `ValueError` with all names if there is none of this name."""
     return plugin(seqpar.transports, name, "transport")
 
 
 def facts(name: str) -> Facts:
-    """What it says of itself."""
+    """Return the facts that the transport's module exports."""
     return load(name).FACTS
 
 
 def unasked(device_type: str) -> list[str]:
-    """The transports that "auto" may take between devices of this type, best first.
+    """Return the transports that "auto" may choose for devices of this type, best first.
 
-    Types that no transport mentions are served like CPUs.
+    A device type that no transport mentions is treated like a CPU.
     """
     told = {name: facts(name) for name in names()}
     known = any(device_type in one.unasked for one in told.values())

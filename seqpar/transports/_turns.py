@@ -1,8 +1,8 @@
-"""Exchanges whose calls must come in turn: what every transport makes is wrapped in these.
+"""Wrappers that enforce the order of an exchange's calls; the exchanges of every transport are wrapped in them.
 
-A call out of turn raises the same `TurnError` by every transport, before any data moves. Used out of turn, peer memory
-would be written while it is still read, and collectives would wait for each other for ever. A check is one comparison
-of integers on the host; a CUDA graph contains none of it.
+A call out of order raises the same `TurnError` with every transport, before any data moves. Without this check, peer
+memory would be written while it is still read, and collectives would wait for each other forever. A check compares two
+integers on the host; a CUDA graph contains nothing of it.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from seqpar.kernels.flags import Flags
 from seqpar.outboxes import Outboxes
 from seqpar.transports._exchanges import Gather, KeyValues, Rotation, ToHeads, ToTokens
 
-RELEASED = -1  # the turn that never comes: after `Transport.release`
-NEVER = -2  # a call that this exchange does not have
+RELEASED = -1  # the next turn after `Transport.release`: no call has this number
+NEVER = -2  # the turn of a call that this exchange does not have
 END = "rotate, read to its end"
 BoxesT = TypeVar("BoxesT", covariant=True)
 ReadT = TypeVar("ReadT", covariant=True)
 
 
 class Owner(Protocol):
-    """What makes exchanges: a transport. unfinished: those whose first call was made and whose last was not, in the
-    order of their first calls."""
+    """The part of a transport that is used here.
+
+    unfinished: the exchanges whose first call was made and whose last call was not, in the order of their first calls.
+    """
 
     exchanges: WeakSet[Turns]
     unfinished: list[Turns]
 
 
 class TurnError(RuntimeError):
-    """A call of an exchange came out of turn."""
+    """A call of an exchange came out of order."""
 
 
 class Turns:
-    """Which call of one exchange is next. Keeps the transport, and with it all memory of the exchange, alive.
+    """Knows which call of one exchange is next. Keeps the transport, and so all memory of the exchange, alive.
 
-    calls: the name of each call and the call of what the transport made, in the order in which they must come.
+    calls: the name of each call and the unchecked method behind it, in the order in which they must come.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Turns:
         owner.exchanges.add(self)
 
     def take(self, turn: int, call: str) -> None:
-        """Note that it is this turn's call; `TurnError` where it is not. A call that fails counts as made."""
+        """Record that this call is made, or raise `TurnError` if another is next. A call that fails counts as made."""
         if turn != self._next:
             raise self._error(call)
         if turn == 0:
@@ -65,16 +67,16 @@ class Turns:
             self._next = turn + 1
 
     def finish(self) -> None:
-        """Make the calls that are missing; see `seqpar.transports._contract.Transport.abandon`."""
+        """Make the remaining calls of the exchange; see `seqpar.transports._contract.Transport.abandon`."""
         if not self._captured and self._capturing():
             raise RuntimeError(
                 f"got the capture of a CUDA graph while {self._what} is unfinished after an error, expected a call "
-                f"outside of a capture first: what is captured is not sent now"
+                f"outside of a capture first, because a capture sends nothing"
             )
         while self._next > 0:
             name, make = self._calls[self._next]
             self.take(self._next, name)
-            if not self._captured:  # a capture has sent nothing
+            if not self._captured:  # a failed capture has sent nothing, so no rank expects the rest
                 make()
 
     def release(self) -> None:
@@ -89,8 +91,8 @@ class Turns:
             return TurnError(f"got {call}() of {self._what} after release(), expected a new exchange; ask for one")
         names = [name for name, _ in self._calls]
         return TurnError(
-            f"got {call}() of {self._what}, expected {names[self._next]}(): its calls come in turn "
-            f"({', '.join(names)}); after an error call the transport's abandon() first"
+            f"got {call}() of {self._what}, expected {names[self._next]}(); make its calls in the order "
+            f"{', '.join(names)}, and after an error call the transport's abandon() first"
         )
 
 
@@ -104,7 +106,7 @@ class _Way(Protocol[BoxesT, ReadT]):
 
 
 class WayInTurn(Generic[BoxesT, ReadT]):
-    """One way of an exchange of heads: `ToHeads` or `ToTokens`. made: what the transport made."""
+    """Half of an exchange of heads, checked: `ToHeads` or `ToTokens`. made: the unchecked one of the transport."""
 
     def __init__(self, made: _Way[BoxesT, ReadT], name: str, turns: Turns, first: int) -> None:
         self.made, self.flags = made, made.flags
@@ -123,7 +125,7 @@ class WayInTurn(Generic[BoxesT, ReadT]):
 
 
 class KeyValuesInTurn:
-    """See `KeyValues`. made: what the transport made."""
+    """A checked `KeyValues`. made: the unchecked one of the transport."""
 
     def __init__(self, made: KeyValues, turns: Turns, overlap: bool) -> None:
         self.made, self.flags, self._turns = made, made.flags, turns
@@ -151,7 +153,7 @@ class KeyValuesInTurn:
 
 
 class GatherInTurn:
-    """See `Gather`. made: what the transport made."""
+    """A checked `Gather`. made: the unchecked one of the transport."""
 
     def __init__(self, made: Gather, turns: Turns) -> None:
         self.made, self._turns = made, turns
@@ -183,7 +185,7 @@ class _Reading:
 
 
 class RotationInTurn:
-    """See `Rotation`. made: what the transport made."""
+    """A checked `Rotation`. made: the unchecked one of the transport."""
 
     def __init__(self, made: Rotation, owner: Owner, device: torch.device) -> None:
         self.made, self._reading = made, _Reading(made)
@@ -197,20 +199,20 @@ class RotationInTurn:
 
     def rotate(self) -> Iterator[tuple[int, Tensor]]:
         """See `Rotation.rotate`."""
-        self._turns.take(1, "rotate")  # now: a generator would take its turn when its first block is asked for
+        self._turns.take(1, "rotate")  # checked at the call; a generator would check only when its first block is read
         self._reading.begin()
         return self._all(self._reading.blocks)
 
     def _all(self, blocks: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        # not `yield from`: a caller that stops in the middle must leave the blocks to be passed on by `abandon`
+        # not `yield from`, which would close `blocks` if the caller stops early; `abandon` must still pass them on
         for block in blocks:  # noqa: UP028
             yield block
-        if blocks is self._reading.blocks:  # nobody has abandoned them
+        if blocks is self._reading.blocks:  # `abandon` has not replaced them
             self._turns.take(2, END)
 
 
 def both_ways(made: tuple[ToHeads, ToTokens], owner: Owner, device: torch.device) -> tuple[ToHeads, ToTokens]:
-    """The two ways of an exchange of heads, which alternate."""
+    """Wrap the two halves of an exchange of heads, which must alternate."""
     to_heads, to_tokens = made
     calls = (
         ("to_heads.outboxes", to_heads.outboxes),
@@ -223,12 +225,12 @@ def both_ways(made: tuple[ToHeads, ToTokens], owner: Owner, device: torch.device
 
 
 def key_values(made: KeyValues, owner: Owner, device: torch.device, overlap: bool) -> KeyValues:
-    """An exchange of keys and values; `start_keys` and `start_values` are calls of it only with overlap."""
+    """Wrap an exchange of keys and values; it has the calls `start_keys` and `start_values` only with overlap."""
     starts = (("start_keys", made.start_keys), ("start_values", made.start_values)) if overlap else ()
     calls = (("outboxes", made.outboxes), *starts, ("deliver", made.deliver))
     return KeyValuesInTurn(made, Turns(owner, "an exchange of keys and values", device, calls), overlap)
 
 
 def gather(made: Gather, owner: Owner, device: torch.device) -> Gather:
-    """A gather."""
+    """Wrap a gather."""
     return GatherInTurn(made, Turns(owner, "a gather", device, (("outbox", made.outbox), ("deliver", made.deliver))))

@@ -1,5 +1,7 @@
-"""A GPU's path on CPUs: every kernel that a GPU would launch runs in Triton's interpreter, on several ranks, from the
-model through the strategies and both transports to the guided update. Plain torch computes the same otherwise.
+"""Tests of the path of a GPU on CPUs.
+
+Every kernel that a GPU would launch runs in Triton's interpreter, on several ranks, from the model through strategies
+and transports to the guided update. The results must be those of plain torch.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from tests.support.meshes import LAYOUTS, TRANSPORTS, mesh_for, random
 from tests.support.pool import Pool
 
 pytest.importorskip("triton")
-# numpy's, in the interpreter's activations
+# numpy warns in the interpreter, where it computes activations
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
-    pytest.mark.skipif(DEVICE != "cpu", reason="GPUs launch kernels in all other tests"),
+    pytest.mark.skipif(DEVICE != "cpu", reason="on GPUs all other tests launch kernels"),
 ]
 KERNELS = ("adaln", "ddim", "flags", "gelu", "merge", "prepare", "push", "swiglu")
 TOLERANCE = 2e-5  # fp32, two layers, outputs of a few units
@@ -35,12 +37,12 @@ MODELS: dict[str, Any] = {
     "large_dit": lambda layers: large_dit.Model(large_dit.Config(48, layers, 6, 3, 40, num_classes=10)),
     "dit": lambda layers: dit.Model(dit.Config(3, 16, layers, num_classes=10)),
 }
-SIZES = {2: (6, 6), 3: (8, 4)}  # of a latent: 9 tokens for two ranks, 8 for three, so that no two worlds share evenly
+SIZES = {2: (6, 6), 3: (8, 4)}  # size of a latent by world: 9 tokens for 2 ranks, 8 for 3, so that both are uneven
 
 
 @contextmanager
 def launched() -> Iterator[Counter[str]]:
-    """As if these tensors were a GPU's, except for fp64; counts the launches of each file."""
+    """Launch kernels as on a GPU, except in fp64, and count the launches of each file."""
     counts: Counter[str] = Counter()
     modules: dict[str, Any] = {name: importlib.import_module(f"seqpar.kernels.{name}") for name in KERNELS}
     kept = {name: (module.fused, module.launch) for name, module in modules.items()}
@@ -66,7 +68,7 @@ def launched() -> Iterator[Counter[str]]:
 
 
 def model_of(name: str, layers: int = 2) -> Any:
-    """fp32; every weight random."""
+    """Return a model in fp32 with random weights."""
     model = MODELS[name](layers).requires_grad_(False)
     for seed, parameter in enumerate(model.parameters()):
         parameter.copy_(random(tuple(parameter.shape), seed, dtype=torch.float32) * 0.2)
@@ -84,7 +86,7 @@ def forward(
     kernels: bool,
     batch: int = 2,
 ) -> tuple[Tensor, Counter[str]]:
-    """One call of the model on a latent of this size and this many batch rows, and what was launched."""
+    """Return one output of the model for a latent of this size and this many batch rows, and the launches."""
     engine = DistributedDiT(model_of(name), mesh_for(strategy, world, device), strategy, "auto", transport)
     x, t = random((batch, 4, *size), 1, dtype=torch.float32), torch.tensor([960, 3])[:batch]
     labels = {"class_labels": torch.tensor([2, 7])[:batch]}
@@ -111,15 +113,15 @@ def test_a_sharded_model_by_its_kernels(ranks: Pool, world: int, name: str, stra
         assert (got - truth).abs().max() < TOLERANCE
         assert counts["adaln"] == 5  # before the first block, and two in each
         assert counts["swiglu"] + counts["gelu"] == 2
-        heads = strategy == "ulysses" or (strategy == "usp" and world == 3)  # heads are exchanged, and no ring is there
-        # the way back of each layer; a collective's heads are put side by side, those of one rank after the other's
+        heads = strategy == "ulysses" or (strategy == "usp" and world == 3)  # heads are exchanged, without a ring
+        # each layer pushes its output; with collectives it also pushes the heads of each rank into their places
         pushes = 2 + 2 * world * (transport == "collective")
         assert counts["push"] == (pushes if heads else 0)
         assert bool(counts["merge"]) == (strategy in ("ring", "usp") and not heads)
-        # what writes also meets the peers, so flags are launched by the others alone; kv_gather asks whether all begin
+        # in an exchange of heads the kernels that write raise the flags; other strategies launch flags separately
         assert bool(counts["flags"]) == (transport == "peer" and not heads)
         assert strategy != "kv_gather" or counts["flags"] == (2 if transport == "peer" else 0)
-        # q, k and v of each of two layers, at once or apart; a DiT's queries need nothing, and do not move
+        # q, k and v of two layers, together or separately; a DiT's queries need no norm or rotary, and do not move
         passes = {"ulysses": 2, "kv_gather": 2, "kv_first": 4 if name == "dit" else 6}
         assert counts["prepare_into"] == passes.get(strategy, 2 if heads else 0)
 
@@ -135,11 +137,11 @@ def test_kv_first_by_peer_takes_one_batch_rows_values_from_their_product(
     for got, counts in ranks.run(2, forward, name, "kv_first", transport, SIZES[2], True, 1):
         assert (got - truth).abs().max() < TOLERANCE
         assert counts["prepare_into"] == passes
-        assert counts["flags"] == (6 if transport == "peer" else 0)  # all begin, v told, waited for; in each layer
+        assert counts["flags"] == (6 if transport == "peer" else 0)  # in each layer: all have begun, v is there, wait
 
 
 def two_streams(rank: int, world: int, device: torch.device, transport: str) -> list[tuple[list[Tensor], int]]:
-    """Outputs of a masked block of two streams by each strategy, and how many of its passes write into outboxes."""
+    """Return the outputs of a masked block of two streams by each strategy, and its passes that write outboxes."""
     made = []
     for strategy in LAYOUTS if world > 1 else ("ulysses",):  # on one rank all strategies are the same
         with launched() as counts:
@@ -150,13 +152,13 @@ def two_streams(rank: int, world: int, device: torch.device, transport: str) -> 
 
 @pytest.mark.parametrize(("world", "transport"), [(1, "collective"), *((3, name) for name in TRANSPORTS)])
 def test_two_streams_by_their_kernels(ranks: Pool, world: int, transport: str) -> None:
-    """Three ranks have two text tokens, so one rank writes no text; a rank without heads writes all the same."""
+    """Three ranks have two text tokens, so one rank writes no text; a rank without heads still writes its tokens."""
     got = ranks.run(world, two_streams, transport)
     for index, strategy in enumerate(LAYOUTS if world > 1 else ("ulysses",)):
         outs = streams.joined([made[index][0] for made in got])
         assert streams.error(outs, streams.truth(streams.CASES[1])) < TOLERANCE, strategy
         for rank, made in enumerate(got):
-            parts = 2 if rank < 2 else int(strategy != "ring")  # a ring attends with a single stream where it is
+            parts = 2 if rank < 2 else int(strategy != "ring")  # a ring does not copy a single stream
             # three calls; kv_first writes k, v and q of a stream in three passes
             assert made[index][1] == 3 * parts * (3 if strategy == "kv_first" and world > 1 else 1), strategy
 

@@ -1,9 +1,9 @@
-"""The seam holds foreign blocks: diffusers' FLUX, Wan and Lumina2 blocks on shards equal the same block on all tokens.
+"""Tests that diffusers' FLUX, Wan and Lumina2 blocks on shards equal the same blocks on all tokens.
 
-The truth is the block as it comes, with its own attention processor, in one process; only its roundings to fp32 are
-left out on both sides (`StayDouble`). What remains is the order of sums: matrix products of fewer rows, attention in
-other pieces. That is 1e-15 of the largest value (measured), so 1e-12 leaves room for other kernels and none for errors:
-a norm with twice its eps is 1e-8 off, or more.
+The truth is the unchanged block with its own attention processor, in one process; only its roundings to fp32 are left
+out on both sides (`StayDouble`). What remains is the order of sums: matrix products of fewer rows, attention in other
+pieces. That makes 1e-15 of the largest value (measured), so 1e-12 leaves room for other kernels and none for errors: a
+norm with twice its eps is off by 1e-8 or more.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tests.support.pool import Pool
 
 TOLERANCE = 1e-12
 VISIBLE = 1e-3
-LENGTHS = [(5, 9), (2, 7)]  # text and image tokens; two text tokens leave ranks that hold only image
+LENGTHS = [(5, 9), (2, 7)]  # text and image tokens; with two text tokens some ranks hold image tokens only
 RUNS = [
     *((2, strategy) for strategy in LAYOUTS),
     *((3, strategy) for strategy in LAYOUTS if strategy != "usp"),
-    (4, "usp"),  # two by two: the smallest with both axes
+    (4, "usp"),  # 2 x 2 is the smallest mesh with both axes
 ]
 Mistake = Literal["none", "rotary of rank 0", "text on every rank"]
 
 
 def cut(foreign: Foreign, text: Stream, image: Stream, mesh: Mesh, mistake: Mistake) -> tuple[Tokens, Stream, Stream]:
-    """What the strategy is told, and this rank's text and image."""
+    """Return the tokens that the strategy is built for, and this rank's text and image."""
     parts, part = mesh.sequence.size, mesh.sequence.rank
     texts, images = (Shard(stream.angles_LD2.shape[0], parts) for stream in (text, image))
     mine = image[images.slice(part)]
@@ -56,7 +56,7 @@ def sharded(
     lengths: tuple[int, int],
     mistake: Mistake = "none",
 ) -> tuple[Tensor, ...]:
-    """This rank's piece of every stream that is sharded, image last."""
+    """Return this rank's piece of every sharded stream, image last."""
     foreign, mesh = BLOCKS[name], mesh_for(strategy, world, device)
     block, (text, image, condition) = foreign.build(device), foreign.inputs(lengths, device)
     tokens, text, image = cut(foreign, text, image, mesh, mistake)
@@ -67,7 +67,7 @@ def sharded(
 
 
 def whole(name: str, lengths: tuple[int, int]) -> tuple[Tensor, ...]:
-    """The same streams from the block as it comes."""
+    """Return the same streams computed by the unchanged block."""
     foreign = BLOCKS[name]
     out = foreign.forward(foreign.build(), *foreign.inputs(lengths))
     return out if foreign.joint else out[1:]
@@ -78,9 +78,9 @@ def joined(pieces: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
 
 
 def error(got: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """The largest difference, relative to the largest value of its stream."""
+    """Return the largest difference relative to the largest value of its stream."""
     errors = [(mine - other).abs().max() / other.abs().max() for mine, other in zip(got, truth, strict=True)]
-    return torch.stack(errors).max().item()  # unlike Python's max, a NaN anywhere is a NaN here
+    return torch.stack(errors).max().item()  # unlike Python's max, this returns NaN if any error is NaN
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -97,7 +97,7 @@ def test_foreign_block_on_shards_equals_the_whole_block(
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_foreign_block_kept_in_double_is_the_block_that_rounds(name: str) -> None:
-    """`StayDouble` changes the truth by fp32 roundings and nothing else; without any it would not be needed."""
+    """`StayDouble` changes the truth by fp32 roundings and nothing else; there must be some, or it is not needed."""
     with StayDouble():
         truth = whole(name, LENGTHS[0])
     assert TOLERANCE < error(whole(name, LENGTHS[0]), truth) < 1e-5

@@ -1,4 +1,4 @@
-"""kv_first: keys and values are projected and sent before the queries are projected, and no rank waits meanwhile."""
+"""Tests that kv_first projects and sends keys and values before it projects queries, without waiting in between."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LATE_S = 0.4
 
 
 class Spy(collective.Transport):
-    """Collectives on an axis of one rank, which note the GEMMs and what is sent, in their order."""
+    """Collectives on an axis of one rank that record GEMMs and sends in their order."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Spy(collective.Transport):
         patch.setattr(_streams.F, "linear", noted)
 
     def key_values(self, axis: Any, layout: Any, overlap: bool = False) -> Any:
-        """An exchange that notes its calls; without overlap it would not be asked to start."""
+        """Make an exchange that records its calls; it needs overlap, because only then is it asked to start."""
         assert overlap
         exchange: Any = super().key_values(axis, layout, overlap)
         for name in ("start_keys", "start_values", "deliver"):
@@ -56,7 +56,7 @@ class Spy(collective.Transport):
 
 
 def stream(tokens: int, seed: int, bias: bool = True, batch: int = 1, dtype: torch.dtype = torch.float64) -> Projected:
-    """A random stream of so many tokens; all ranks make the same."""
+    """Return a random stream of this many tokens, the same on all ranks."""
     rows = (HEADS + 2 * GROUPS) * DIM
     x, weight, offset = (
         random(shape, seed + i, dtype=dtype) for i, shape in enumerate(((batch, tokens, 32), (rows, 32), (rows,)))
@@ -76,7 +76,7 @@ def test_keys_then_values_of_all_streams_are_sent_before_queries_are_made(monkey
 
 
 def test_what_autocast_casts_is_not_made_in_the_room() -> None:
-    """`out=` is not cast: a room of the keys' dtype would not take a product of the weights'."""
+    """Autocast does not cast `out=`, so a room of the keys' dtype cannot take a product in another dtype."""
     made = stream(5, 0, dtype=torch.float32)
     room = torch.full((1, 5, HEADS + 2 * GROUPS, DIM), float("nan"), dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -90,7 +90,7 @@ def test_what_autocast_casts_is_not_made_in_the_room() -> None:
 def made_in_place(
     rank: int, world: int, device: torch.device, batch: int, bias: bool, transport: str
 ) -> tuple[bool, bool]:
-    """Whether values are written by their GEMM; whether that writes v of both streams, and nothing else."""
+    """Return whether the GEMM of the values writes them, and whether it writes v of both streams and nothing else."""
     mesh, shards = mesh_for("kv_first", world, device), (Shard(4, world), Shard(9, world))
     sizes = tuple(sum(shard.sizes[r] for shard in shards) for r in range(world))
     attend: Any = build("kv_first", mesh, Shard(13, world), reference.attend, transport)
@@ -124,7 +124,7 @@ def made_in_place(
 def test_by_peer_the_values_of_one_batch_row_are_made_in_their_place(
     ranks: Pool, bias: bool, batch: int, transport: str, in_place: bool
 ) -> None:
-    """Elsewhere there is no matrix that one GEMM could write."""
+    """In all other cases there is no matrix that one GEMM could write."""
     assert ranks.run(2, made_in_place, batch, bias, transport) == [(in_place, True)] * 2
 
 
@@ -148,7 +148,7 @@ def test_gpu_a_product_in_its_room_needs_no_memory_of_its_own(bias: bool) -> Non
 
 
 def predicted(rank: int, world: int, device: torch.device, strategy: str, transport: str, batch: int) -> Tensor:
-    """What a whole model says of these batch rows, in fp64."""
+    """Return the output of a whole model for these batch rows, in fp64."""
     model: Any = large_dit.Model(large_dit.Config(48, 2, 6, 3, 40, num_classes=10)).double().requires_grad_(False)
     for seed, parameter in enumerate(model.parameters()):
         parameter.copy_(random(tuple(parameter.shape), seed) * 0.2)
@@ -162,7 +162,7 @@ def predicted(rank: int, world: int, device: torch.device, strategy: str, transp
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_model_has_the_bits_of_kv_gather(ranks: Pool, world: int, batch: int) -> None:
-    """Wherever values are made. A CPU's fp64 products round their columns alike; cuBLAS may take another kernel."""
+    """The bits do not depend on where values are written; on GPUs cuBLAS may use another kernel for fewer columns."""
     alike = torch.equal if ranks.device == "cpu" else partial(torch.allclose, rtol=0, atol=1e-10)
     truth = ranks.run(1, predicted, "kv_gather", "collective", batch)[0]
     for transport in TRANSPORTS:
@@ -172,9 +172,9 @@ def test_a_model_has_the_bits_of_kv_gather(ranks: Pool, world: int, batch: int) 
 
 
 class Slow:
-    """A local attention that notes when it begins: when everything has arrived.
+    """A local attention that records when it begins, which is when everything has arrived.
 
-    On a GPU the host waits for nothing: what it has launched may still wait, so the clock is read after that is done.
+    On a GPU the host does not wait for what it launches, so the clock is read after that work is done.
     """
 
     def __init__(self) -> None:
@@ -196,9 +196,9 @@ def patient(rank: int, world: int, device: torch.device, transport: str) -> tupl
     mesh, shard, core = mesh_for("kv_first", world, device), Shard(13, world), Slow()
     attend: Any = build("kv_first", mesh, shard, core, transport)
     q, k, v = (random((1, shard.sizes[rank], 3, DIM), seed, device) for seed in range(3))
-    attend((Given(q, k, v, Prepare()),))  # makes its buffers
+    attend((Given(q, k, v, Prepare()),))  # makes the buffers
     exchange = next(iter(attend._exchanges.values()))
-    if transport == "peer":  # as in a graph: calls of the host begin together
+    if transport == "peer":  # as in a graph, because eager calls wait for all ranks first
         exchange.made.outboxes = lambda: exchange.made.open(1, False)
     sent, start_values = [], exchange.start_values
 
@@ -229,8 +229,10 @@ class MistakeError(Exception):
 
 
 def dropped(rank: int, world: int, device: torch.device, transport: str, values: tuple[bool, ...]) -> int:
-    """How often attention was wrong around a call that failed after keys were sent: before values were sent, or on
-    the ranks named by `values` after that. All ranks but one are late."""
+    """Return how often attention was wrong around a call that failed after keys were sent.
+
+    The ranks named by `values` fail after their values were sent, the others before. All ranks but one are late.
+    """
     mesh, shard = mesh_for("kv_first", world, device), Shard(13, world)
     attend: Any = build("kv_first", mesh, shard, reference.attend, transport)
     mine, wrong = shard.slice(rank), 0
@@ -259,5 +261,5 @@ def dropped(rank: int, world: int, device: torch.device, transport: str, values:
 def test_an_error_between_sending_and_receiving_leaves_later_calls_right(
     ranks: Pool, transport: str, values: tuple[bool, ...]
 ) -> None:
-    """Also where keys were sent, and values not, or by some ranks alone."""
+    """This holds even if keys were sent but values were not, or only by some ranks."""
     assert ranks.run(3, dropped, transport, values) == [0, 0, 0]

@@ -1,8 +1,8 @@
-"""A new strategy is one file: added to the folder, it passes the checks of strategies with no edit elsewhere.
+"""Tests that a new strategy is one file: once it is in the folder, all checks pass without an edit elsewhere.
 
-Two strategies that are not ours are in the folder while these tests run, in every process: one whose result is merged,
-and one that only moves data and has a rule about heads. Strategy, mask, cost, exactness and planner checks are those of
-our own strategies.
+While these tests run, two more strategies are in the folder in every process: one that merges results, and one that
+only moves data and has a rule about heads. The checks of attention, masks, costs, exactness and the planner are those
+of the built-in strategies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CASES = [(2, 13, 4, 4), (1, 15, 6, 3), (3, 12, 5, 5)]  # uneven tokens, grouped-
 
 @contextmanager
 def in_the_folder() -> Iterator[None]:
-    """The new files are found as if they lay in `seqpar/attention`."""
+    """Make the new files importable as if they were in `seqpar/attention`."""
     path = str(FOLDER)
     seqpar.attention.__path__.append(path)
     try:
@@ -51,14 +51,14 @@ def in_the_folder() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def added() -> Iterator[None]:
-    """In this process."""
+    """Add the new strategies in this process."""
     assert not set(NEW) & set(strategies())
     with in_the_folder():
         yield
 
 
 def added_too(rank: int, world: int, device: torch.device, name: str, *args: Any) -> Any:
-    """On a rank: run one of the functions below with the new strategies in the folder."""
+    """Run a check on a rank with the new strategies in the folder."""
     checks: dict[str, Callable[..., Any]] = {
         "sharded": test_strategies.sharded,
         "moved": test_strategies.moved,
@@ -120,7 +120,7 @@ def test_new_strategy_moves_and_keeps_what_its_file_says(
 
 
 def test_planner_and_benches_find_new_strategies() -> None:
-    """At 4096 tokens of Large-DiT-7B."""
+    """The case is 4096 tokens of Large-DiT-7B."""
     without_guidance = replace(ONE, guidance=False, labels=1)
     found = planned(without_guidance)
     assert {row.layout.strategy for row in found.ranked} >= {*NEW, "ulysses"}
@@ -138,7 +138,7 @@ def test_planner_and_benches_find_new_strategies() -> None:
 
 
 def test_a_new_strategy_that_only_moves_data_is_taken_unasked_where_it_is_predicted_to_be_the_fastest() -> None:
-    """With free links and passes it ties with kv_gather and comes after it; a merge is not taken although it ties."""
+    """With free links and passes it ties with kv_gather and comes second; a strategy that merges is not chosen."""
     free = replace(H200, exchange={"peer": ((1.0, 1e-6), (1e12, 2e-6))}, copy=1e9, kernel_us=1e-9)
     load = replace(ONE, guidance=False, labels=1)
     assert planned(load, rates=free).best.strategy == "kv_gather"
@@ -159,7 +159,7 @@ def test_a_rule_about_heads_is_kept_by_the_planner() -> None:
 
 
 def modelled(rank: int, world: int, device: torch.device, strategy: str) -> tuple[torch.Tensor, str]:
-    """A call of a model by a new strategy, chosen by name, and what the plan says."""
+    """Return the output of a model with a new strategy, chosen by name, and what the plan says."""
     engine = DistributedDiT(model_of("large_dit").to(device), mesh_for(strategy, world, device), strategy)
     x, t = random((2, 4, 6, 6), 1, device, torch.float32), torch.tensor([960, 3])
     return engine(x, timestep=t, class_labels=torch.tensor([2, 7])).sample, str(engine.strategy)

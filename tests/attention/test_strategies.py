@@ -1,4 +1,4 @@
-"""Every strategy equals unsharded attention: uneven tokens and heads, few or grouped heads, any batch and world."""
+"""Tests that every strategy equals unsharded attention, with uneven tokens and heads, grouped heads, any world."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.pool import Pool
 # batch, tokens, heads, kv heads: even, uneven tokens, uneven heads, fewer heads than ranks, grouped-query
 CASES = [(1, 16, 4, 4), (2, 13, 4, 4), (3, 12, 5, 5), (2, 9, 2, 2), (1, 15, 6, 3), (2, 10, 8, 1)]
 DIM = 8
-TOLERANCE = 1e-12  # fp64: a few roundings of sums over at most 16 tokens
+TOLERANCE = 1e-12  # a few fp64 roundings of sums over at most 19 tokens
 
 
 def inputs(case: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,7 +34,7 @@ def rotary(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def preparation(heads: int, kv: int, rows: tuple[Tensor, Tensor], device: torch.device) -> Prepare:
-    """Full-width LayerNorms where q and k are equally wide, else RMSNorms of heads; rotary rows of these tokens."""
+    """Return a LayerNorm of the full width if q and k are equally wide, else an RMSNorm of each head, with rotary."""
     per_head = heads != kv
     width = DIM if per_head else heads * DIM
     a, b, c, d = (random((width,), 10 + i, device) for i in range(4))
@@ -56,7 +56,7 @@ def sharded(
     outs = []
     for _ in range(3):  # buffers are reused: every call must be right
         out = attend((Given(q, k, v, how),))[0]
-        # the projection that follows sees (B, l, H D) rows: strided, it would take another product, with other bits
+        # the output projection must get contiguous (B, l, H D) rows: strided rows would use a GEMM with other bits
         assert out.flatten(2).is_contiguous()
         outs.append(out.clone())
     assert torch.equal(outs[0], outs[1])
@@ -65,7 +65,7 @@ def sharded(
 
 
 def whole(case: tuple[int, ...], device: str) -> Tensor:
-    """The truth."""
+    """Return the truth: attention of all tokens in one process."""
     where = torch.device(device)
     q, k, v = inputs(case, where)
     q, k = prepare(q, k, preparation(case[2], case[3], rotary(case[1], where), where))
@@ -91,12 +91,12 @@ def told_tokens(rank: int, world: int, device: torch.device, strategy: str) -> i
 @pytest.mark.parametrize("strategy", LAYOUTS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_strategy_tells_the_tokens_of_the_whole_sequence(ranks: Pool, world: int, strategy: str) -> None:
-    """By them a model chooses between products that round differently: every rank must choose as one rank does."""
+    """A model uses this number to choose between GEMMs that round differently, so all ranks must have the same."""
     assert ranks.run(world, told_tokens, strategy) == [13] * world
 
 
 def row_by_row(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
-    """Attention whose bits cannot depend on how many rows or heads come together: one query and head at a time."""
+    """Attend for one query and head at a time, so that bits cannot depend on the number of rows or heads."""
     group, out = q_BLHD.shape[2] // k_BLGD.shape[2], torch.empty_like(q_BLHD)
     for b, row, head in torch.cartesian_prod(*(torch.arange(n) for n in q_BLHD.shape[:3])).tolist():
         k, v = (x[b, :, head // group].contiguous() for x in (k_BLGD, v_BLGD))
@@ -109,7 +109,7 @@ def moved(rank: int, world: int, device: torch.device, strategy: str, transport:
     mesh, shard = mesh_for(strategy, world, device), Shard(case[1], world)
     attend = build(strategy, mesh, shard, row_by_row, transport)
     q, k, v = (x[:, shard.slice(mesh.sequence.rank)] for x in inputs(case, device))
-    return attend((Given(q, k, v, Prepare()),))[0].clone()  # what it returned ends with it where it is peers' memory
+    return attend((Given(q, k, v, Prepare()),))[0].clone()  # a copy, because shared memory ends with the strategy
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -135,7 +135,7 @@ def test_strategy_with_many_ranks(ranks: Pool, world: int, transport: str, strat
 @pytest.mark.parametrize("strategy", LAYOUTS)
 def test_strategy_negative_control_wrong_rotary_offset_is_noticed(ranks: Pool, strategy: str) -> None:
     case = CASES[1]
-    # every rank shifted alike would cancel in q.k: the last rank alone is off by one
+    # equal shifts on all ranks would cancel in q.k, so only the last rank is off by one
     got = torch.cat(ranks.run(2, shifted_on_last, strategy, case), dim=1)
     assert (got - whole(case, ranks.device)).abs().max() > 1e-3
 
@@ -182,7 +182,7 @@ def test_strategy_without_gradients_says_so(ranks: Pool, strategy: str) -> None:
 
 
 def talkative(rank: int, world: int, device: torch.device) -> dict[str, int]:
-    """One of each kind of call that a strategy must not add unseen."""
+    """Make one call of each kind that the counter of collectives must see."""
     x, other, parts = torch.ones(world, device=device), 1 - rank, list(torch.ones(world, 1, device=device))
 
     def work() -> None:
@@ -218,14 +218,14 @@ def test_no_call_of_torch_distributed_is_unseen(ranks: Pool) -> None:
         "new_group",
     }
     assert others < talking().keys()
-    assert talking()["isend"] is dist.isend  # as it was
+    assert talking()["isend"] is dist.isend  # the original function is back
 
 
 def counted(rank: int, world: int, device: torch.device, strategy: str, transport: str) -> dict[str, int]:
     mesh, shard = mesh_for(strategy, world, device), Shard(13, world)
     attend = build(strategy, mesh, shard, local_for(device), transport)
     q, k, v = (x[:, shard.slice(mesh.sequence.rank)] for x in inputs((2, 13, 5, 5), device))
-    attend((Given(q, k, v, Prepare()),))[0]  # makes its buffers
+    attend((Given(q, k, v, Prepare()),))[0]  # makes the buffers
     return counted_calls(lambda: attend((Given(q, k, v, Prepare()),))[0])
 
 
@@ -240,7 +240,7 @@ def counted(rank: int, world: int, device: torch.device, strategy: str, transpor
     ],
 )
 def test_strategy_calls_as_few_collectives_as_it_says(ranks: Pool, strategy: str, expected: dict[str, int]) -> None:
-    """Uneven tokens and heads included: no size exchange."""
+    """Tokens and heads are uneven here, and still no sizes are exchanged."""
     assert ranks.run(4, counted, strategy, "collective") == [expected] * 4
     assert ranks.run(4, counted, strategy, "peer") == [{}] * 4
 
@@ -290,5 +290,5 @@ def refused_tokens(rank: int, world: int, device: torch.device, strategy: str, t
 def test_strategy_refuses_tokens_sharded_over_other_ranks(
     ranks: Pool, strategy: str, world: int, tokens: Tokens, message: str
 ) -> None:
-    """Every rank of it, before any exchange: `parts` of the tokens are the ranks of the sequence axis."""
+    """Every rank refuses before any exchange; the tokens must have as many parts as the sequence axis has ranks."""
     assert all(message in text for text in ranks.run(world, refused_tokens, strategy, tokens))

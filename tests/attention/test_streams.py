@@ -1,5 +1,8 @@
-"""Attention over two streams, text and image, equals the unsharded block of FLUX's shape: own weights, norms and rotary
-rows for each stream. Every strategy and transport, odd and unequal streams, fewer text tokens than ranks, key masks."""
+"""Tests that attention over two streams, text and image, equals an unsharded block with the structure of FLUX.
+
+Each stream has its own weights, norms and rotary rows. The tests cover every strategy and transport, uneven streams,
+fewer text tokens than ranks, and key masks.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ from tests.support.meshes import LAYOUTS, TRANSPORTS, build, coded, mesh_for, ra
 from tests.support.pool import Pool
 
 DIM, WIDTH = 8, 20
-TOLERANCE = 1e-12  # fp64: a few roundings of sums over at most 20 tokens
+TOLERANCE = 1e-12  # a few fp64 roundings of sums over at most 20 tokens
 VISIBLE = 1e-3
 Mistake = Literal["none", "streams swapped", "mask shifted", "rotary rows of the other stream"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Tokens (text, image), heads, whether keys are masked, and which streams the model projects itself."""
+    """The numbers of text and image tokens and of heads, whether keys are masked, which streams the model projects."""
 
     batch: int
     tokens: tuple[int, int]
@@ -50,7 +53,7 @@ CASES = (
 
 
 def whole_stream(case: Case, index: int, dtype: torch.dtype = torch.float64) -> Projected:
-    """All tokens of a stream; every number of one stream differs from the other's. The same on every rank."""
+    """Return all tokens of a stream, the same on every rank; the two streams share no numbers."""
     seed, tokens, rows = 50 * index, case.tokens[index], (case.heads + 2 * case.kv_heads) * DIM
     x, weight = random((case.batch, tokens, WIDTH), seed, dtype=dtype), random((rows, WIDTH), seed + 1, dtype=dtype)
     angles = random((tokens, DIM // 2), seed + 2, dtype=torch.float64)
@@ -63,8 +66,10 @@ def whole_stream(case: Case, index: int, dtype: torch.dtype = torch.float64) -> 
 
 
 def masks(case: Case) -> list[Tensor]:
-    """Keys of text and image that count. The first half of both streams is masked in the last row: in a ring of two
-    those are all keys of the first block."""
+    """Return the masks of the text and image keys.
+
+    In the last row the first half of both streams is masked; in a ring of two these are all keys of the first block.
+    """
     text, image = case.tokens
     lengths = torch.arange(case.batch) % text + 1
     kept = [lengths_mask(lengths, text), random((case.batch, image), 7) > -0.5]
@@ -75,7 +80,7 @@ def masks(case: Case) -> list[Tensor]:
 
 
 def as_given(stream: Projected) -> Given:
-    """The same stream, projected by the model: a GEMM for each of q, k and v."""
+    """Return the same stream as the model projects it, with separate GEMMs for q, k and v."""
     counts = (stream.heads, stream.kv_heads, stream.kv_heads)
     made = F.linear(stream.x, stream.weight, stream.bias).unflatten(-1, (-1, DIM)).split(counts, dim=2)
     q, k, v = (part.contiguous() for part in made)
@@ -83,7 +88,7 @@ def as_given(stream: Projected) -> Given:
 
 
 def truth(case: Case) -> list[Tensor]:
-    """Attention of all tokens, text before image, in fp64; (B, l, H, D) of each stream."""
+    """Return attention of all tokens, text before image, in fp64, as (B, l, H, D) for each stream."""
     streams = [as_given(whole_stream(case, index)) for index in range(2)]
     ready = [(*prepare(stream.q, stream.k, stream.prepare), stream.v) for stream in streams]
     q, k, v = (torch.cat(parts, dim=1) for parts in zip(*ready, strict=True))
@@ -92,7 +97,7 @@ def truth(case: Case) -> list[Tensor]:
 
 
 def mine_of(stream: Projected, mine: slice, other: Projected, mistake: Mistake) -> Projected:
-    """A rank's tokens of a stream, and its rotary rows."""
+    """Return a rank's tokens of a stream with their rotary rows."""
     rows = other.prepare if mistake == "rotary rows of the other stream" else stream.prepare
     assert rows.cos_lD2 is not None
     assert rows.sin_lD2 is not None
@@ -118,7 +123,7 @@ def sharded(
     mistake: Mistake = "none",
     dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
-    """This rank's outputs of both streams."""
+    """Return this rank's outputs of both streams."""
     mesh = mesh_for(strategy, world, device)
     shards = [Shard(tokens, world) for tokens in case.tokens]
     tokens, part = JointShard(tuple(shards)), mesh.sequence.rank
@@ -144,7 +149,7 @@ def sharded(
 
 
 def joined(pieces: list[list[Tensor]]) -> list[Tensor]:
-    """Ranks' outputs -> all tokens of each stream."""
+    """Concatenate the outputs of all ranks to all tokens of each stream."""
     return [torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)]
 
 
@@ -168,13 +173,13 @@ def test_two_streams_equal_the_unsharded_block(ranks: Pool, world: int, transpor
 @pytest.mark.parametrize("mistake", ["streams swapped", "mask shifted", "rotary rows of the other stream"])
 @pytest.mark.parametrize("strategy", LAYOUTS)
 def test_streams_negative_controls_are_noticed(ranks: Pool, strategy: str, mistake: Mistake) -> None:
-    """The order of streams matters because the mask is in that order."""
+    """The order of streams matters because the mask follows it."""
     got = joined(ranks.run(2, sharded, strategy, "collective", CASES[1], mistake))
     assert error(got, truth(CASES[1])) > VISIBLE
 
 
 class Recorder:
-    """In place of attention: notes what came, and returns twice the queries."""
+    """A stand-in for attention that records its inputs and returns twice the queries."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor, ...]] = []
@@ -185,7 +190,7 @@ class Recorder:
 
 
 def moved(rank: int, world: int, device: torch.device, strategy: str, transport: str) -> bool:
-    """Whether every key and value comes to its place, and every output back, bit by bit."""
+    """Return whether every key and value arrives at its place, and every output gets back, with the same bits."""
     batch, heads, groups, counts = 2, 6, 3, (2, 7)
     mesh, shards, core = mesh_for(strategy, world, device), [Shard(n, world) for n in counts], Recorder()
     attend = build(strategy, mesh, JointShard(tuple(shards)), core, transport)
@@ -211,7 +216,7 @@ def moved(rank: int, world: int, device: torch.device, strategy: str, transport:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_joined_tokens_come_in_order(ranks: Pool, world: int, transport: str, strategy: str) -> None:
-    """[t0 i0 t1 i1 ...], where four ranks have no text on two of them and one rank no heads."""
+    """The order is [t0 i0 t1 i1 ...]; with four ranks, two have no text and one has no heads."""
     assert ranks.run(world, moved, strategy, transport) == [True] * world
 
 
@@ -226,7 +231,7 @@ def test_one_stream_on_one_rank_is_not_copied() -> None:
 
 
 class KeepsViews:
-    """Attention that keeps the tensors it was given."""
+    """A stand-in for attention that keeps its inputs."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
         self.given = q, k, v
@@ -234,7 +239,7 @@ class KeepsViews:
 
 
 def gradients(rank: int, world: int, device: torch.device) -> list[Tensor]:
-    """Of this rank's text and image inputs."""
+    """Return the gradients of this rank's text and image inputs."""
     case, mesh = CASES[1], mesh_for("ulysses", world, device)
     shards = [Shard(tokens, world) for tokens in case.tokens]
     attend = build("ulysses", mesh, JointShard(tuple(shards)), reference.attend)
@@ -264,11 +269,11 @@ def test_ulysses_has_the_gradients_of_the_unsharded_streams(ranks: Pool, world: 
 
 
 LARGE = Case(2, (77, 515), 8, 4, True, (True, False))
-LAYERS = 3  # the two slots of kv_gather take turns: an odd number ends where it began
+LAYERS = 3  # odd, because the two slots of kv_gather alternate, so the last layer uses the slot of the first
 
 
 def rounded(rank: int, world: int, device: torch.device, strategy: str, transport: str) -> list[Tensor]:
-    """Both streams in bf16, replayed from a CUDA graph of several attentions, each of which has eager bits."""
+    """Return both streams in bf16 from the replay of a CUDA graph of several attentions, all with the eager bits."""
     mesh, shards = mesh_for(strategy, world, device), [Shard(tokens, world) for tokens in LARGE.tokens]
     tokens, part = JointShard(tuple(shards)), mesh.sequence.rank
     attend = build(strategy, mesh, tokens, sdpa.attend, transport)
@@ -308,7 +313,7 @@ def rounded(rank: int, world: int, device: torch.device, strategy: str, transpor
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_gpu_streams_in_bf16_and_in_graphs(ranks: Pool, world: int, transport: str, strategy: str) -> None:
-    """At most 1.25 times as far from fp64 as one GPU is."""
+    """The error against fp64 is at most 1.25 times that of one GPU."""
     want = [x.double() for x in truth(LARGE)]
     one, many = (joined(ranks.run(n, rounded, strategy, transport)) for n in (1, world))
     for index, exact in enumerate(want):
@@ -317,7 +322,7 @@ def test_gpu_streams_in_bf16_and_in_graphs(ranks: Pool, world: int, transport: s
 
 
 def refused(rank: int, world: int, device: torch.device, strategy: str) -> list[str]:
-    """What is said to streams of other heads, and of other lengths than the strategy was built for."""
+    """Return the errors for streams with unequal heads, and with other lengths than the strategy was built for."""
     tokens, told = JointShard((Shard(4, world), Shard(8, world))), []
     attend = build(strategy, mesh_for(strategy, world, device), tokens, reference.attend)
     share = 4 // world
@@ -339,7 +344,7 @@ def test_streams_that_do_not_fit_are_refused(ranks: Pool, world: int, strategy: 
 
 
 def test_the_parts_of_a_split_are_made_once_for_all_slots() -> None:
-    """With their tables: the second slot of an exchange is first used in a capture, which must not copy."""
+    """Their tables are made, too, because the second slot is first used in a capture, which must not copy."""
     slots = [torch.zeros(2, 7, 1, 3, DIM) for _ in range(2)]
     every = slice(0, 3)
     first, second = take_turns([Outboxes([Outbox(None, slot[0], slot[1], every, every)]) for slot in slots])
@@ -355,7 +360,7 @@ def test_the_parts_of_a_split_are_made_once_for_all_slots() -> None:
 
 
 def slots(rank: int, world: int, device: torch.device, strategy: str) -> list[bool]:
-    """For each slot of an exchange by peer memory, whether the parts of a call's streams were made in it."""
+    """Return for each slot of an exchange by peer memory whether it has the parts for the streams of a call."""
     tokens = JointShard((Shard(5, world), Shard(9, world)))
     attend: Any = build(strategy, mesh_for(strategy, world, device), tokens, reference.attend, "peer")
     made = [random((1, stream.sizes[rank], 3, DIM), 0, device) for stream in tokens.streams]

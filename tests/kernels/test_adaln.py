@@ -1,4 +1,4 @@
-"""The adaLN kernel against fp64: every case, every norm, and what would go wrong if it were written carelessly."""
+"""Tests of the adaLN kernel against fp64: every case, every norm, and the mistakes of a careless kernel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.conftest import DEVICE
 
 gpu = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
-MANY = 85 if DEVICE == "cuda" else 21  # tokens: an odd number, of which the last program of several rows has fewer
+MANY = 85 if DEVICE == "cuda" else 21  # tokens: an odd number, so that the last program of several rows is not full
 SIZES = [pytest.param(case, marks=gpu if case["tokens"] > 85 else ()) for case in CASES]
 FP32 = 2e-5  # largest error against fp64 for values of order 1: a hundred roundings or so
 
 
 def data(case: dict[str, int], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Gated, Tensor, Tensor, Tensor]:
-    """x, gated, shift, scale, weight: views as models make them, of padded tokens and of a table of modulation."""
+    """Return x, gated, shift, scale, weight as models pass them: views of padded tokens and of a modulation table."""
     generator = torch.Generator().manual_seed(seed)
     batch, tokens, width, pad = (case[name] for name in ("batch", "tokens", "width", "pad"))
     streams = torch.randn(2, batch, tokens, width + pad, generator=generator).to(DEVICE, dtype)[..., :width]
@@ -43,7 +43,7 @@ def exact(x: Tensor, gated: Gated | None, shift: Tensor, scale: Tensor, how: Nor
 
 
 def errors(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> list[float]:
-    """Largest errors, in units of 1 or of the value where that is more."""
+    """Return the largest errors, relative to the value where that is larger than 1."""
     return [float(((a - b).abs() / b.abs().clamp(min=1)).max()) for a, b in zip(got, want, strict=True)]
 
 
@@ -94,7 +94,7 @@ def test_rows_a_program_and_when_vectors_are_read_change_no_bits(tile: Tile, kin
 
 @pytest.mark.parametrize("case", [{"batch": 2, "tokens": 5, "width": 385, "pad": 2}, CASES[2]])
 def test_strides_come_as_they_are(case: dict[str, int]) -> None:
-    """Odd widths, transposed batch and tokens, one vector for all rows: the same bits as from contiguous tensors."""
+    """Odd widths, transposed batch and tokens, and one vector for all rows give the bits of contiguous tensors."""
     x, gated, shift, scale, weight = data(case, torch.float16)
     turned = [y.transpose(0, 1).contiguous().transpose(0, 1) for y in (x, gated.branch_BlE)]
     want = launch(x.contiguous(), Gated(gated.gate_BE, turned[1].contiguous()), shift[:1], scale, norm("layer", weight))
@@ -120,7 +120,7 @@ def test_a_large_mean_does_not_cancel(offset: float) -> None:
 def test_constant_and_zero_rows_are_finite() -> None:
     x = torch.tensor([0.0, 3.0]).repeat_interleave(384).view(1, 2, 384).to(DEVICE)
     shift, scale = torch.ones(1, 384, device=DEVICE), torch.zeros(1, 384, device=DEVICE)
-    # a mean that is one unit in the last place off, times 1 / sqrt(eps): torch's own norm is no better
+    # the mean may be off by one unit in the last place, times 1 / sqrt(eps); torch's own norm is no better
     assert (launch(x, None, shift, scale, norm("layer"))[1] - 1).abs().max() < 1e-3
     assert torch.equal(launch(x[:, :1], None, shift, scale, norm("rms"))[1], torch.ones_like(x[:, :1]))
 
@@ -134,7 +134,7 @@ def test_the_norm_sees_the_sum_before_it_is_rounded() -> None:
 
 
 def test_swapped_arguments_are_noticed() -> None:
-    """A negative control: the bounds above tell these apart."""
+    """This is a negative control of the bounds above."""
     x, gated, shift, scale, _ = data(CASES[1], torch.float32)
     want = exact(x, gated, shift, scale, norm("layer"))
     other = data(CASES[1], torch.float32, seed=1)[1]

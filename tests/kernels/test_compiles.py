@@ -1,4 +1,4 @@
-"""What the interpreter cannot see: that kernels compile for Hopper, to 16-byte accesses and without spills."""
+"""Tests of what the interpreter cannot show: kernels compile for Hopper, to 16-byte accesses and without spills."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NARROW = {
     "multistep": {2, 4, 8},  # the same
     "push": {8},  # the table of places
 }
-"""Bytes of accesses that are meant to be narrow."""
+"""The widths in bytes of accesses that may be narrow, by kernel."""
 Facts = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[Facts]]:
-    """All kernels; a process of its own, because Triton chooses between compiler and interpreter at import."""
+    """Compile all kernels in a new process, because Triton chooses between compiler and interpreter at import."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = str(ROOT) + os.pathsep + env.get("PYTHONPATH", "")
     told = subprocess.run(
@@ -38,7 +38,7 @@ def compiled() -> dict[str, list[Facts]]:
 
 
 def access(kernel: Facts) -> set[int]:
-    """Bytes of its global loads and stores."""
+    """Return the widths of a kernel's global loads and stores in bytes."""
     return {int(size) for side in ("loads", "stores") for size in kernel[side]}
 
 
@@ -57,7 +57,7 @@ def test_kernels_for_hopper_read_and_write_16_bytes_at_a_time_and_spill_nothing(
 
 
 def test_models_launch_few_kernels(compiled: dict[str, list[Facts]]) -> None:
-    """Of a block: QK-norm and rotary, a gated norm, SwiGLU (GELU: cuBLAS), a gated norm; before the first a norm."""
+    """A block launches QK-norm and rotary, two gated norms and SwiGLU (GELU is cuBLAS's); one norm precedes all."""
     for name, block in {
         "large-dit-7b": ["adaln_kernel", "prepare_kernel", "adaln_kernel", "swiglu_kernel", "adaln_kernel"],
         "large-dit-3b": ["adaln_kernel", "prepare_kernel", "adaln_kernel", "swiglu_kernel", "adaln_kernel"],
@@ -68,7 +68,7 @@ def test_models_launch_few_kernels(compiled: dict[str, list[Facts]]) -> None:
 
 @pytest.mark.parametrize("width", [4096, 1152])
 def test_rows_that_do_not_start_on_16_bytes_are_seen(compiled: dict[str, list[Facts]], width: int) -> None:
-    """A negative control: the stream is read in pieces, and the count above would say so."""
+    """This is a negative control: the stream is read in pieces, and the check above would notice it."""
     (kernel,) = compiled[f"unaligned, {width}"]
     assert access(kernel) - {16}
 
@@ -90,12 +90,12 @@ def test_kernels_that_meet_the_peers_count_their_programs_and_hold_the_flags_onc
     assert kernel["acq_rel"] == 1  # every program counts itself once
     assert [kernel[word] for word in ("release", "acquire")] == [flags[word] for word in ("release", "acquire")]
     assert [without[word] for word in ("release", "acquire", "acq_rel")] == [0, 0, 0]
-    assert kernel["registers"] <= without["registers"] + 8  # the wait is one program's, its registers are everyone's
+    assert kernel["registers"] <= without["registers"] + 8  # only one program waits, but all need its registers
 
 
 @pytest.mark.parametrize("name", ["outboxes, meets", "push, meets"])
 def test_all_warps_of_a_kernel_that_waits_give_up_together(compiled: dict[str, list[Facts]], name: str) -> None:
-    """There are barriers in the loop: a warp that went by its own clock would leave the others there."""
+    """The loop has barriers, so a warp that left it by its own clock would leave the others waiting."""
     (kernel,) = compiled[name]
     assert kernel["threads"] > 32
     assert kernel["clocks"] == kernel["agreed"] == 1

@@ -1,4 +1,4 @@
-"""Guidance + DDIM in one kernel: the reference's bits, on any strides, with the steps picked on the device."""
+"""Tests of guidance and DDIM in one kernel: it has the reference's bits with any strides and at any step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def data(case: dict[str, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Update]:
-    """State, both predictions (two halves of one model output), all steps with noise."""
+    """Return the state, both predictions (two halves of one model output) and all steps with noise."""
     images, tokens, columns, outputs = (case[name] for name in ("images", "tokens", "columns", "outputs"))
     cond, uncond = draw(2 * images, tokens, outputs, seed=0).to(dtype).chunk(2)
     noise, guidance = draw(STEPS, images, tokens, columns, seed=2), torch.tensor((4.0, 1.3, 7.7), device=DEVICE)
@@ -60,7 +60,7 @@ def test_kernel_gives_the_bits_of_plain_torch(
 
 
 def test_reference_is_the_papers_arithmetic() -> None:
-    """In fp64, column by column, and for a state in fp64."""
+    """The formulas are computed in fp64, column by column, also for a state in fp64."""
     *tensors, update = data(CASES[1])
     state, cond, uncond = (x.double() for x in tensors)
     assert update.noise_SnlC is not None
@@ -93,7 +93,7 @@ def test_a_token_does_not_depend_on_the_others() -> None:
     assert torch.equal(part, whole[:, 40:45])
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("call", [launch, reference])
 def test_the_first_bad_step_is_kept(value: float, call: Callable[..., None]) -> None:
@@ -115,7 +115,7 @@ def test_columns_that_do_not_count_may_be_anything() -> None:
 
 
 def test_swapped_branches_and_other_steps_are_noticed() -> None:
-    """A negative control."""
+    """This is a negative control."""
     state, cond, uncond, update = data(CASES[1])
     results = []
     for first, second, step in ((cond, uncond, 0), (uncond, cond, 0), (cond, uncond, 1)):

@@ -1,4 +1,4 @@
-"""SwiGLU in the epilogue of its product (quack), when it is taken, and cuBLAS's own GELU epilogue, against fp64."""
+"""Tests of SwiGLU in a GEMM's epilogue (quack), of when it is used, and of cuBLAS's GELU epilogue, against fp64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Case = dict[str, int]
 
 
 def data(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows, and weights that make values of order 1."""
+    """Return rows, and weights that make values of order 1."""
     batch, tokens, inner, width = case.values()
     x = random((batch, tokens, inner), 0, DEVICE, dtype)
     return x, (2 * random((2 * width, inner), 1, DEVICE) / inner**0.5).to(dtype)
@@ -103,7 +103,7 @@ def test_the_whole_sequence_decides_and_not_a_ranks_tokens(monkeypatch: pytest.M
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that could run quack, which is not loaded yet."""
+    """Pretend that this machine could run quack, which is not loaded yet."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.delitem(sys.modules, "seqpar.kernels._epilogues", raising=False)
@@ -154,7 +154,7 @@ def test_gpu_quack_is_closer_to_fp64_than_a_product_that_is_rounded(case: Case) 
 @gpu
 @pytest.mark.parametrize("case", SIZES)
 def test_gpu_all_of_quacks_tiles_give_the_same_bits_at_any_number_of_rows(case: Case) -> None:
-    """What `FASTER` relies on: few rows may have another tile."""
+    """`FASTER` relies on this: few rows may use another tile."""
     needs_quack()
     x, packed = data(case, torch.bfloat16)
     whole = launch(x, packed, tiled=TILES[0])
@@ -189,7 +189,7 @@ def test_gpu_the_gelu_epilogue_is_as_close_to_fp64_as_product_and_kernel() -> No
 @gpu
 @pytest.mark.parametrize("rows", [1, 85, 512, 1024, 1025, 2048, 4096, 8191])
 def test_gpu_a_row_of_the_gelu_epilogue_does_not_depend_on_the_number_of_rows(rows: int) -> None:
-    """What `gelu.EPILOGUE` asks of a shape before it may be in it."""
+    """A shape may be in `gelu.EPILOGUE` only if this holds."""
     x, weight, bias = feed_forward(8192)
     whole = gelu.linear_epilogue(x, weight, bias)
     for start in (0, 8192 - rows):

@@ -1,4 +1,4 @@
-"""The log-sum-exp merge: attention over split keys is attention over all of them, whatever is empty."""
+"""Tests of the log-sum-exp merge: attention over split keys is attention over all of them, even with empty parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FP32 = 4e-6  # largest error against fp64 of values of order 1, and of a log-sum
 
 
 def parts(case: dict[str, int], dtype: torch.dtype, count: int = 3) -> list[tuple[Tensor, Tensor]]:
-    """Partial results, (B, L, H, D) views of (B, H, L, D) memory as torch's kernels give, lse likewise strided."""
+    """Return partial results as torch's kernels do: (B, L, H, D) views of (B, H, L, D) memory, lse strided, too."""
     generator = torch.Generator().manual_seed(0)
     batch, tokens, heads, dim = (case[name] for name in ("batch", "tokens", "heads", "dim"))
     out = torch.randn(count, batch, heads, tokens, dim, generator=generator).to(DEVICE, dtype).transpose(2, 3)
@@ -29,7 +29,7 @@ def parts(case: dict[str, int], dtype: torch.dtype, count: int = 3) -> list[tupl
 
 
 def exact(pieces: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """All at once, in fp64."""
+    """Merge all parts at once, in fp64."""
     outs, lses = (torch.stack([piece[index].double() for piece in pieces]) for index in (0, 1))
     weights = lses.softmax(0).transpose(2, 3)[..., None]
     return (outs * weights).sum(0), lses.logsumexp(0)
@@ -61,14 +61,14 @@ def test_merging_parts_is_attention_over_all(case: dict[str, int], dtype: torch.
         assert error(got[0], want[0]) < FP32
     rounded, plainly = fold(pieces, launch, dtype)[0], plain[0].to(dtype)
     assert rounded.dtype == dtype
-    # the same fp32 arithmetic and one rounding; where fp32 is the dtype, the bound above
+    # fp32 arithmetic and one rounding, as in plain torch; if the dtype is fp32, the bound above holds
     assert error(rounded, want[0]) <= max(1.25 * error(plainly, want[0]), FP32)
 
 
 @pytest.mark.parametrize("call", [launch, reference])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_an_empty_side_does_not_count(call: Merge, order: tuple[int, int]) -> None:
-    """Not even where its values are NaN."""
+    """It does not count even if its values are NaN."""
     (full, lse), (empty, none) = parts(CASES[1], torch.float16, 2)
     empty, none = torch.full_like(empty, torch.nan), torch.full_like(none, -INF)
     pieces = [(full, lse), (empty, none)]
@@ -140,7 +140,7 @@ def test_fp64_stays_fp64() -> None:
 
 @pytest.mark.parametrize("function", [launch, reference])
 def test_nan_comes_out(function: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """Three parts, the second broken: what follows must not hide it."""
+    """Merge three parts, of which the second is NaN: the third must not hide it."""
     part, lse = torch.ones(1, 2, 1, 8, device=DEVICE), torch.zeros(1, 1, 2, device=DEVICE)
     broken = torch.tensor([0.0, float("nan")], device=DEVICE).view(1, 1, 2)
     state = function(None, None, part, lse)

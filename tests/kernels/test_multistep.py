@@ -1,4 +1,4 @@
-"""Guidance and a linear scheduler's step in one kernel: the reference's bits, whatever the history holds."""
+"""Tests of guidance and a linear scheduler's step in one kernel: it has the reference's bits with any history."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def data(case: dict[str, int], dtype: torch.dtype = torch.float32) -> tuple[History, list[tuple[Tensor, ...]], Steps]:
-    """History with NaN where nothing is yet, both predictions of every step, coefficients that need no NaN."""
+    """Return a history with NaN in unused slots, both predictions of every step, and steps that do not use NaN."""
     images, tokens, columns, width, states, outputs, _ = case.values()
     predictions = [tuple(draw(2 * images, tokens, width, seed=i).to(dtype).chunk(2)) for i in range(STEPS)]
     table = draw(STEPS, 1 + states + outputs, seed=10).double() / 2
@@ -36,7 +36,7 @@ def data(case: dict[str, int], dtype: torch.dtype = torch.float32) -> tuple[Hist
 
 
 def history(case: dict[str, int]) -> History:
-    """Before the first step; the model's input apart, and states in fp64, where it is not the state itself."""
+    """Return the history before the first step; states are fp64 if the model's input is a separate tensor."""
     images, tokens, columns, _, states, outputs, apart = case.values()
     shape = images, tokens, columns
     dtype = torch.float64 if apart else torch.float32
@@ -58,7 +58,7 @@ def tensors(history: History) -> list[Tensor]:
 
 
 def play(call: Call, history: History, predictions: list[tuple[Tensor, ...]], steps: Steps, guided: bool = True) -> int:
-    """Take all steps; the first bad one."""
+    """Take all steps, and return the first bad one."""
     count, bad = torch.zeros((), dtype=torch.int64, device=DEVICE), torch.tensor(STEPS, device=DEVICE)
     for cond, uncond in predictions:
         call(history, cond, uncond if guided else None, steps, count, bad)
@@ -70,7 +70,7 @@ def play(call: Call, history: History, predictions: list[tuple[Tensor, ...]], st
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", ["all", "no noise", "all channels", "no guidance"])
 def test_kernel_gives_the_bits_of_plain_torch(case: dict[str, int], dtype: torch.dtype, variant: str) -> None:
-    """Five steps, so that every slot of the history has been written twice and read by another step."""
+    """After five steps every slot of the history has been written twice and read by another step."""
     got, predictions, steps = data(case, dtype)
     changes = {"no noise": {"noise_SnlC": None}, "all channels": {"guided": None}}
     steps, want = replace(steps, **changes.get(variant, {})), copied(got)
@@ -82,7 +82,7 @@ def test_kernel_gives_the_bits_of_plain_torch(case: dict[str, int], dtype: torch
 
 @pytest.mark.parametrize("case", CASES[:5], ids=str)
 def test_reference_is_the_recurrence(case: dict[str, int]) -> None:
-    """In fp64, with all states and outputs kept in lists."""
+    """The recurrence is computed in fp64, with all states and outputs kept in lists."""
     ring, predictions, steps = data(case)
     ring = History(*(None if x is None else x.double() for x in vars(ring).values()))  # pyright: ignore
     table, scales = steps.table_SK, steps.guidance_S.double()
@@ -105,9 +105,9 @@ def test_reference_is_the_recurrence(case: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("call", [launch, reference])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
 def test_history_is_read_where_its_coefficient_is_not_zero(call: Call) -> None:
-    """A negative control of the NaN in the tests above: one more coefficient, and the first step is bad."""
+    """This is a negative control of the NaN in the tests above: with one more coefficient the first step is bad."""
     ring, predictions, steps = data(CASES[1])
     for column in (2, 4):
         table = steps.table_SK.clone()
@@ -126,7 +126,7 @@ def test_the_first_bad_step_is_kept(value: float, call: Call) -> None:
 
 @pytest.mark.parametrize("change", ["row", "scale", "swapped", "stale"])
 def test_negative_controls_a_wrong_step_is_noticed(change: str) -> None:
-    """Coefficients of the next row, guidance of the next step, swapped branches, outputs that were not kept."""
+    """The mistakes are the next row's coefficients, the next step's guidance, swapped branches, and lost outputs."""
     ring, predictions, steps = data(CASES[1])
     want = copied(ring)
     play(launch, want, predictions, steps)
@@ -142,7 +142,7 @@ def test_negative_controls_a_wrong_step_is_noticed(change: str) -> None:
 
 
 def forgetful(kept: History) -> History:
-    """The same history, whose outputs are those before the first step for ever."""
+    """Return the same history with the outputs from before the first step."""
     assert kept.outputs_QnlC is not None
     return replace(kept, outputs_QnlC=torch.zeros_like(kept.outputs_QnlC))
 

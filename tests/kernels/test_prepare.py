@@ -1,4 +1,4 @@
-"""QK-norm + rotary into outboxes against fp64: every norm and rotary, strided inputs, destinations of any shape."""
+"""Tests of QK-norm and rotary into outboxes against fp64: every norm and rotary, any strides, any destinations."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.support.meshes import random
 
 gpu = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
-TOKENS = 5 if DEVICE == "cuda" else 3  # at most, where a token takes the interpreter milliseconds
+TOKENS = 5 if DEVICE == "cuda" else 3  # at most; the interpreter needs milliseconds for a token
 SMALL = [{**case, "tokens": min(TOKENS, case["tokens"])} for case in CASES if case["tokens"] < 100]
-INTERPRETED = [case for case in SMALL if case["dim"] not in (48, 96)]  # padded and read as 72 is
+INTERPRETED = [case for case in SMALL if case["dim"] not in (48, 96)]  # they are padded and read like 72
 SIZES = [
     pytest.param(case, marks=() if case in INTERPRETED else gpu, id="-".join(map(str, case.values())))
     for case in [*(case for case in CASES if case["tokens"] >= 100), *SMALL]
@@ -34,7 +34,7 @@ Case = dict[str, int]
 
 
 def project(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as views of one fused projection, which has more columns than that."""
+    """Return q, k, v as views of one fused projection that has further columns."""
     batch, tokens, heads, groups, dim = case.values()
     widths = (heads * dim, groups * dim, groups * dim, 8)
     packed = random((batch, tokens, sum(widths)), 0, DEVICE, dtype) + 0.5  # a mean, so that LayerNorm is not RMSNorm
@@ -61,7 +61,7 @@ def double(how: Prepare) -> Prepare:
 
 
 def plain(x_BlHD: Tensor, how: Prepare, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """As models do it in torch: the norm in the dtype of the input, then rotary in fp32."""
+    """Compute as models do in torch: the norm in the dtype of the input, then rotary in fp32."""
     x = x_BlHD if how.per_head else x_BlHD.flatten(2)
     if how.norm == "layer":
         x = F.layer_norm(x, x.shape[-1:], weight, bias, how.eps)
@@ -75,12 +75,12 @@ def rms(got: Tensor, want: Tensor) -> float:
 
 
 def rounded_once(got: Tensor, want: Tensor) -> bool:
-    """Half a unit in the last place of the storage dtype, and the error of fp32 arithmetic."""
+    """Return whether errors are within half a unit in the last place, plus the error of fp32 arithmetic."""
     return bool(((got - want).abs() <= torch.finfo(got.dtype).eps / 2 * want.abs() + FP32).all())
 
 
 def boxes(case: Case, dtype: torch.dtype) -> Outboxes:
-    """Poisoned, in slabs with rows to spare: a reader of one group, one of none, one of the rest; one of k, v alone."""
+    """Return poisoned outboxes in larger slabs: readers of one group, of none, of the rest, and of k and v only."""
     batch, tokens, heads, groups, dim = case.values()
     made, each = [], heads // groups
     for start, stop in ((0, 1), (1, 1), (1, groups), (0, groups)):
@@ -235,7 +235,7 @@ def test_rotary_rows_read_early_change_no_bits(norm: str, rotary: str) -> None:
 
 
 def test_inputs_of_any_strides() -> None:
-    """Heads that are not dense, an odd first column: narrow loads."""
+    """Heads that are not dense and an odd first column need narrow loads."""
     wide = random((2, 3, 4, 2, 25), 0, DEVICE, torch.float16)
     q, k = wide[:, :, :, 0, 1:], wide[:, :, ::2, 1, 1:]
     case = {"batch": 2, "tokens": 3, "heads": 4, "kv_heads": 2, "dim": 24}

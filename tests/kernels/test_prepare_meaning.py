@@ -1,7 +1,7 @@
-"""What `Prepare` means, against torch.nn's norms and rotary written another way: strategies' tests rely on it.
+"""Tests of what `Prepare` means, against torch.nn's norms and rotary computed in another way.
 
-(`tests/attention/test_strategies.py` uses `prepare` on both sides; `tests/kernels/test_prepare.py` compares the kernel
-with the reference.)
+The tests of strategies rely on this meaning: `tests/attention/test_strategies.py` uses `prepare` on both sides, and
+`tests/kernels/test_prepare.py` compares kernel and reference.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ CASES = [
 
 
 def project(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as views of one projection, with a mean, so that LayerNorm is not RMSNorm."""
+    """Return q, k, v as views of one projection, with a mean, so that LayerNorm and RMSNorm differ."""
     heads = (case.heads, case.kv_heads, case.kv_heads)
     q, k, v = (random((BATCH, TOKENS, sum(heads), DIM), 0, DEVICE) + 0.5).split(heads, dim=2)
     return q, k, v
 
 
 def angles() -> Tensor:
-    """(l, D/2): rotary rows that start at some later token of a sequence."""
+    """Return rotary angles, (l, D/2), that start at a later token of a sequence."""
     return (torch.arange(3, 3 + TOKENS, dtype=torch.float64)[:, None] * 0.3 ** torch.arange(DIM // 2)).to(DEVICE)
 
 
 def affine(case: Case) -> dict[str, Tensor]:
-    """Random weights and biases of this case, by `Prepare`'s names."""
+    """Return random weights and biases for this case, by their names in `Prepare`."""
     names = {"none": (), "layer": ("weight", "bias"), "rms": ("weight",)}[case.norm] if case.affine else ()
     wide = {"q": case.heads * DIM, "k": case.kv_heads * DIM}
     found = [(f"{x}_{name}", DIM if case.per_head else wide[x]) for x in "qk" for name in names]
@@ -83,7 +83,7 @@ def preparation(case: Case) -> Prepare:
 
 
 def truth(case: Case) -> tuple[Tensor, Tensor]:
-    """q and k by torch.nn's modules, then turned by the angles themselves."""
+    """Return q and k after torch.nn's norms, rotated by the angles themselves."""
     turn: dict[str, Callable[[Tensor], Tensor]] = {"interleaved": by_complex, "halves": by_matrix}
     q, k = (normalised(x, case, name) for name, x in zip("qk", project(case)[:2], strict=True))
     return (q, k) if case.rotary == "none" else (turn[case.rotary](q), turn[case.rotary](k))
@@ -100,13 +100,13 @@ def normalised(x_BlHD: Tensor, case: Case, name: str) -> Tensor:
 
 
 def by_complex(x_BlHD: Tensor) -> Tensor:
-    """Pairs (2j, 2j + 1) are complex numbers, times exp(i angle)."""
+    """Rotate pairs (2j, 2j + 1) as complex numbers, by a product with exp(i angle)."""
     turned = torch.view_as_complex(x_BlHD.reshape(*x_BlHD.shape[:-1], -1, 2).contiguous())
     return torch.view_as_real(turned * torch.exp(1j * angles())[:, None]).reshape(x_BlHD.shape)
 
 
 def by_matrix(x_BlHD: Tensor) -> Tensor:
-    """Pairs (j, j + D/2), each turned by its 2 x 2 matrix."""
+    """Rotate each pair (j, j + D/2) by its 2 x 2 matrix."""
     out, half = x_BlHD.clone(), DIM // 2
     for token, row in enumerate(angles()):
         for j, angle in enumerate(row):
@@ -116,7 +116,7 @@ def by_matrix(x_BlHD: Tensor) -> Tensor:
 
 
 def off(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> str:
-    """Which of q and k differ."""
+    """Return which of q and k differ."""
     return "".join(name for name, a, b in zip("qk", got, want, strict=True) if (a - b).abs().max() > TOLERANCE)
 
 
@@ -144,7 +144,7 @@ Change = Callable[[Prepare], dict[str, Any]]
 
 
 def turned_rows(how: Prepare, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Both tables of rotary rows, changed."""
+    """Return both tables of rotary rows after the change."""
     assert how.cos_lD2 is not None
     assert how.sin_lD2 is not None
     return {"cos_lD2": change(how.cos_lD2), "sin_lD2": change(how.sin_lD2)}

@@ -1,5 +1,4 @@
-"""The push kernel against copies: every token to its rank's view, any split, nothing beside it; in Triton's interpreter
-on CPUs."""
+"""Tests of the push kernel against copies: each token goes to its rank's view, and nothing else is written."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from seqpar.shard import Shard
 from tests.conftest import DEVICE
 
 DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.bfloat16]
-FEW, MANY = (85, 85) if DEVICE == "cuda" else (11, 43)  # tokens: one takes the interpreter milliseconds
+FEW, MANY = (85, 85) if DEVICE == "cuda" else (11, 43)  # tokens; the interpreter needs milliseconds for one
 SMALL = [case for case in CASES if DEVICE == "cuda" or case["tokens"] * case["batch"] <= 256] + [
     {"batch": 2, "tokens": FEW, "heads": 2, "dim": 72},
     {"batch": 1, "tokens": 4, "heads": 40, "dim": 128},  # a row of several programs
@@ -21,7 +20,7 @@ SMALL = [case for case in CASES if DEVICE == "cuda" or case["tokens"] * case["ba
 
 
 def views(case: dict[str, int], parts: int, dtype: torch.dtype, pad: int) -> tuple[list[Tensor], Tensor]:
-    """Each rank's view, some heads of a wider output, and all memory behind them; poisoned."""
+    """Return each rank's view, some heads of a wider output, and the whole memory behind them, all poisoned."""
     batch, tokens, heads, dim = case.values()
     wide = heads + pad
     memory = torch.full((batch * tokens * wide * dim,), float("nan"), dtype=dtype, device=DEVICE)
@@ -35,7 +34,7 @@ def views(case: dict[str, int], parts: int, dtype: torch.dtype, pad: int) -> tup
 
 
 def output(case: dict[str, int], strides: str, dtype: torch.dtype) -> Tensor:
-    """(B, L, h, D): the heads of a token side by side, others between tokens or not; or each head's tokens together."""
+    """Return (B, L, h, D) with these strides: a token's heads adjacent, with or without gaps, or head-major."""
     batch, tokens, heads, dim = case.values()
     if strides == "heads apart":
         return torch.randn(batch, heads, tokens, dim, device=DEVICE).to(dtype).transpose(1, 2)
@@ -63,7 +62,7 @@ def test_push_writes_every_token_and_nothing_else(
 @pytest.mark.parametrize("programs", [1, 8, 32])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_push_by_programs_of_several_rows(monkeypatch: pytest.MonkeyPatch, parts: int, programs: int) -> None:
-    """Rows that are put together where there are many; the last program of a batch row has fewer."""
+    """A program moves several rows if there are many; the last program of a batch row has fewer."""
     monkeypatch.setattr(push, "PROGRAMS", programs)
     many = {"batch": 2, "tokens": MANY, "heads": 2, "dim": 72}
     test_push_writes_every_token_and_nothing_else(many, parts, DTYPES[-1], "slab")

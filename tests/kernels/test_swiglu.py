@@ -1,4 +1,4 @@
-"""The activations of the feed-forward, SwiGLU and bias + GELU, against fp64."""
+"""Tests of the activations of the MLP, SwiGLU and bias + GELU, against fp64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqpar.kernels import gelu, swiglu
 from tests.conftest import DEVICE
 from tests.support.meshes import random
 
-# numpy's, in the interpreter: exp(-x) is infinite far below 0, and x / inf is the right limit
+# numpy warns in the interpreter: exp(-x) is infinite far below 0, and x / inf is the right limit
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 gpu = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
@@ -30,7 +30,7 @@ def sizes(cases: tuple[Case, ...]) -> list[object]:
 
 
 def data(case: Case, dtype: torch.dtype, halves: int = 1) -> Tensor:
-    """Rows of a wider projection, some values far out."""
+    """Return rows of a wider projection, with some large values."""
     batch, tokens, width = case.values()
     return 3 * random((batch, tokens, halves * width + 8), 0, DEVICE, dtype)[..., : halves * width]
 
@@ -44,7 +44,7 @@ def rms(got: Tensor, want: Tensor) -> float:
 
 
 def check(got: Tensor, want: Tensor, plain: Tensor) -> None:
-    """Rounded once to the storage dtype, and no worse than plain torch in that dtype."""
+    """Check that a result is rounded once to the storage dtype and no worse than plain torch in that dtype."""
     assert got.dtype == plain.dtype
     assert got.is_contiguous()
     bound = torch.finfo(got.dtype).eps / 2 * want.abs() + FP32 * want.abs().clamp(min=1)
@@ -108,7 +108,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(dtype: torch.dtype, width: 
 @pytest.mark.parametrize("shape", [(4, 256, 2), (2, 1024, 4)])
 @pytest.mark.parametrize("width", [40, 1544])
 def test_tiles_change_no_bits(shape: tuple[int, int, int], width: int) -> None:
-    """Rows and columns that fill no tile, and more rows a program than there are."""
+    """Rows and columns do not fill a tile, and a program has more rows than there are."""
     case = {"batch": 3, "tokens": 3, "width": width}
     packed, x, extra = data(case, torch.float16, 2), data(case, torch.float16), bias(case, torch.float16)
     assert torch.equal(swiglu.launch(packed, tiled=swiglu.Tile(*shape)), swiglu.launch(packed))

@@ -1,4 +1,4 @@
-"""Local attentions against the formula, log-sum-exp included; the ring's merge; the choice among them."""
+"""Tests of local attentions and their log-sum-exp against the formula, of merging them, and of the choice of one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_sdpa_takes_strided_views_of_a_packed_projection(dtype: torch.dtype) -> 
 
 
 def masks(batch: int, tokens: int) -> torch.Tensor:
-    """Some keys of the first row, one key of the second, and none of the last."""
+    """Return a mask that keeps some keys of the first row, one key of the second, and none of the last."""
     mask = torch.zeros(batch, tokens, dtype=torch.bool)
     mask[0, ::3] = True
     mask[1, -1] = True
@@ -65,7 +65,7 @@ def test_sdpa_with_a_key_mask_equals_the_formula_over_the_keys_that_are_kept(hea
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_block_whose_keys_are_all_masked_has_no_weight(dtype: torch.dtype, order: tuple[int, int]) -> None:
-    """Whichever comes first, by the formula and by torch's kernels; and where both are masked nothing is NaN."""
+    """This holds in either order, by the formula and by torch's kernels; if both are masked, nothing is NaN."""
     q, k, v = (random((2, 7, 3, 8), seed, dtype=dtype) for seed in range(3))
     none = torch.zeros(2, 7, dtype=torch.bool)
     for core in (sdpa, reference):
@@ -136,7 +136,7 @@ def test_a_local_attention_that_does_not_fit_is_refused_with_the_reason() -> Non
 @pytest.mark.parametrize("dim", [64, 72, 128])
 @pytest.mark.parametrize("heads", [(6, 6), (6, 2)])
 def test_gpu_local_attention_is_as_good_as_bf16_allows(name: str, dim: int, heads: tuple[int, int]) -> None:
-    """Strided views of a token-major slab; the error against fp64 is that of rounding the result to bf16."""
+    """Attention reads strided views of a token-major slab; its error against fp64 is that of rounding to bf16."""
     module, where = {"sdpa": sdpa, "flash": flash}[name], torch.device(DEVICE)
     if (reason := module.why_not(where, torch.bfloat16, dim)) is not None:
         pytest.skip(reason)
@@ -155,7 +155,7 @@ def test_gpu_local_attention_is_as_good_as_bf16_allows(name: str, dim: int, head
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(("heads", "tokens"), [((6, 6), 257), ((6, 2), 515)])
 def test_gpu_sdpa_with_a_key_mask(dtype: torch.dtype, dim: int, heads: tuple[int, int], tokens: int) -> None:
-    """Rows with some keys, one key and none; the columns of a ring's block begin anywhere."""
+    """Rows keep some keys, one key or none; the columns of a ring's block may begin at any key."""
     q, k, v = (random((3, tokens, n, dim), i, DEVICE, dtype) for i, n in enumerate((heads[0], heads[1], heads[1])))
     mask = masks(3, tokens).to(DEVICE)
     bias = key_bias(mask, dtype)

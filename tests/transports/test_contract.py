@@ -1,4 +1,4 @@
-"""What every transport promises alike: calls in turn, exchanges of their own, memory as long as it is needed."""
+"""Tests of the contract of all transports: the order of calls, separate exchanges, and how long memory is kept."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ TURNS = {
     "ring": ("a ring", ("outbox", "rotate", "rotate, read to its end")),
     "gather": ("a gather", ("outbox", "deliver")),
 }
-MISUSES = [  # kind of exchange, how many of its calls are made in turn before, the call that is out of turn
-    ("heads", 0, "to_tokens.outboxes"),  # only the way back is used
+MISUSES = [  # kind of exchange, number of correct calls before, the call that is out of order
+    ("heads", 0, "to_tokens.outboxes"),  # only the second half is used
     ("heads", 0, "to_tokens.deliver"),
     ("heads", 0, "to_heads.deliver"),
     ("heads", 1, "to_heads.outboxes"),
-    ("heads", 2, "to_heads.outboxes"),  # only the way in is used
+    ("heads", 2, "to_heads.outboxes"),  # only the first half is used
     ("heads", 2, "to_tokens.deliver"),
     ("heads", 4, "to_tokens.outboxes"),
     ("key_values", 0, "deliver"),
     ("key_values", 1, "outboxes"),
-    ("key_values", 1, "start_keys"),  # made without overlap
+    ("key_values", 1, "start_keys"),  # the exchange was made without overlap
     ("key_values", 2, "deliver"),
     ("overlap", 1, "start_values"),
     ("overlap", 1, "deliver"),
@@ -73,7 +73,7 @@ MISUSES = [  # kind of exchange, how many of its calls are made in turn before, 
 
 
 class Used:
-    """One exchange of a kind on an axis, its calls by name, and a whole use that says whether all data arrived."""
+    """One exchange of a kind on an axis. It can be called by name, or used whole with a check of all data."""
 
     def __init__(self, transport: Transport, kind: str, axis: Axis, device: torch.device) -> None:
         self._kind, self._rank, sizes = kind, axis.rank, Shard(TOKENS, axis.size).sizes
@@ -89,7 +89,7 @@ class Used:
             self.made = transport.key_values(axis, self._layout, kind == "overlap")
 
     def call(self, name: str) -> None:
-        """Make the call of that name."""
+        """Make the call of this name."""
         if name == "rotate":
             next(iter(self.made.rotate()))
         elif self._kind == "heads":
@@ -99,7 +99,7 @@ class Used:
             getattr(self.made, name)()
 
     def right(self, round_: int) -> bool:
-        """Use it once; whether every element came to its place."""
+        """Use the exchange once; return whether every element arrived at its place."""
         if self._kind in ("ring", "gather"):
             return self._block(round_)
         q, k, v = (
@@ -128,11 +128,11 @@ class Used:
             return torch.equal(self.made.deliver(), whole)
         shard = Shard(TOKENS, len(self._layout.tokens))
         arrived = [torch.equal(block, whole[shard.slice(owner)]) for owner, block in self.made.rotate()]
-        return all(arrived)  # of a list: a rotation is read to its end
+        return all(arrived)  # a list, so that the rotation is read to its end
 
 
 def misused(rank: int, world: int, device: torch.device, name: str) -> list[tuple[str, dict[str, int], bool]]:
-    """For each misuse: the error, the collectives that were called before it, and whether later uses were right."""
+    """Return for each misuse the error, the collectives called before it, and whether later uses were right."""
     axis, told = make_mesh(device, ring=world, cfg=1).ring, []
     transport = _folder.load(name).Transport()
     for kind, made, call in MISUSES:
@@ -156,26 +156,26 @@ def misused(rank: int, world: int, device: torch.device, name: str) -> list[tupl
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_call_out_of_turn_is_the_same_error_on_every_transport(ranks: Pool, transport: str, world: int) -> None:
-    """Before any data moves; and an exchange that was abandoned then is as good as a new one."""
+    """The error comes before any data moves, and after `abandon` the exchange works like a new one."""
     check_told(ranks.run(world, misused, transport))
 
 
 def check_told(answers: list[list[tuple[str, dict[str, int], bool]]]) -> None:
-    """That all ranks told what `misused` must tell, whatever the transport."""
+    """Check that all ranks returned what `misused` must return with every transport."""
     for told in answers:
         for (kind, made, call), (error, calls, right) in zip(MISUSES, told, strict=True):
             what, turns = TURNS[kind]
             expected = turns[made % len(turns)]
             assert error == (
-                f"got {call}() of {what}, expected {expected}(): its calls come in turn ({', '.join(turns)}); after an "
-                f"error call the transport's abandon() first"
+                f"got {call}() of {what}, expected {expected}(); make its calls in the order {', '.join(turns)}, and "
+                f"after an error call the transport's abandon() first"
             )
             assert calls == {}, (kind, made, call)
             assert right, (kind, made, call)
 
 
 def failed(rank: int, world: int, device: torch.device, strategy: str, name: str, failing: tuple[int, ...]) -> int:
-    """How often attention was wrong after its local attention had failed on some ranks."""
+    """Return how often attention was wrong after its local attention had failed on some ranks."""
     state, wrong, shard = {"fails": False}, 0, Shard(13, world)
 
     def core(*tensors: Any) -> tuple[Tensor, Tensor]:
@@ -194,7 +194,7 @@ def failed(rank: int, world: int, device: torch.device, strategy: str, name: str
             continue
         (got,) = attend(mine)
         truth = reference.attend(mine[0].q, k, v)[0]
-        # what others send in the round of the error is whatever their outboxes hold
+        # in the round of the error ranks send whatever their outboxes hold, so its results are not checked
         wrong += round_ != 1 and not torch.allclose(got, truth, rtol=0, atol=1e-12)
     return wrong
 
@@ -219,14 +219,14 @@ def test_an_error_in_attention_leaves_later_calls_right(
 
 
 def test_captures_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a failed capture began was never sent; what was begun outside cannot be ended inside of one."""
+    """A failed capture has sent nothing; an exchange that began outside of a capture cannot be finished in one."""
     made, owner = [], Transport()
     calls = tuple((name, partial(made.append, name)) for name in ("outboxes", "deliver"))
     turns, state = Turns(owner, "an exchange", torch.device("cuda"), calls), {"capturing": True}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
     turns.take(0, "outboxes")
     owner.abandon()
-    turns.take(0, "outboxes")  # again in a capture, which is the next
+    turns.take(0, "outboxes")  # in a second capture
     state["capturing"] = False
     owner.abandon()
     assert made == []
@@ -244,11 +244,11 @@ def test_captures_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def interrupted(rank: int, world: int, device: torch.device, name: str) -> list[bool]:
-    """Whether each kind of exchange is right after a capture of its first call that ended in an error."""
+    """Return for each kind of exchange whether it is right after a capture of its first call ended in an error."""
     axis, transport, found = make_mesh(device, ring=world, cfg=1).ring, _folder.load(name).Transport(), []
     for kind in KINDS:
         exchange = Used(transport, kind, axis, device)
-        assert exchange.right(0)  # compiles
+        assert exchange.right(0)  # compiles the kernels before the capture
         graph = torch.cuda.CUDAGraph()
         with (
             suppress(ArithmeticError),
@@ -271,7 +271,7 @@ def test_gpu_a_capture_that_failed_leaves_later_calls_right(ranks: Pool, world: 
 
 
 def equal_gathers(rank: int, world: int, device: torch.device, name: str) -> tuple[Tensor, Tensor]:
-    """What two equal gathers bring, both written before either is delivered, and read after both are."""
+    """Return the results of two equal gathers: both are written before either delivers, and read after both have."""
     axis, transport = make_mesh(device, cfg=1).sequence, _folder.load(name).Transport()
     both = [transport.gather(axis, (1,) * world, (2,), torch.zeros((), device=device)) for _ in range(2)]
     for number, exchange in enumerate(both):
@@ -289,7 +289,7 @@ def test_equal_gathers_do_not_share(ranks: Pool, transport: str, world: int) -> 
 
 
 class Owner:
-    """Stands for an arena's memory, and says when it is given back."""
+    """A stand-in for the memory of an arena, which notes when it is freed."""
 
     def __init__(self, freed: list[int]) -> None:
         self._freed = freed
@@ -299,13 +299,16 @@ class Owner:
 
 
 def dropped(rank: int, world: int, device: torch.device, name: str) -> list[tuple[bool, bool, bool, bool]]:
-    """For each kind of exchange whose transport is dropped: (is its memory kept, is it right), and afterwards (is the
-    transport gone, is all memory given back)."""
+    """Drop the transport of an exchange of each kind, then the exchange.
+
+    Returns for each kind whether its memory is kept and it is right while the exchange lives, and whether the transport
+    is gone and all memory is freed afterwards.
+    """
     axis, found, freed = make_mesh(device, ring=world, cfg=1).ring, [], []
     real = arena._on_cpus
     gc.collect()
-    gc.freeze()  # what is older need not be looked at again and again
-    if device.type == "cpu":  # on GPUs memory that is given back is not mapped any more: reading it would be an error
+    gc.freeze()  # older objects need not be scanned by each collection below
+    if device.type == "cpu":  # on GPUs freed memory is not mapped any more, so reading it would be an error
         arena._on_cpus = lambda *args: (real(*args)[0], Owner(freed))
     try:
         for kind in KINDS:
@@ -333,7 +336,7 @@ def test_an_exchange_keeps_what_it_needs_and_no_longer(ranks: Pool, transport: s
 
 
 def released(rank: int, world: int, device: torch.device, name: str) -> list[str]:
-    """What an exchange of each kind says after its transport was released."""
+    """Return the error of an exchange of each kind after its transport was released."""
     axis, transport, told = make_mesh(device, ring=world, cfg=1).ring, _folder.load(name).Transport(), []
     exchanges = [Used(transport, kind, axis, device) for kind in KINDS]
     transport.release()
@@ -342,7 +345,7 @@ def released(rank: int, world: int, device: torch.device, name: str) -> list[str
             exchange.call(TURNS[kind][1][0])
         told.append(str(caught.value))
     transport.abandon()  # nothing is unfinished
-    assert all(Used(transport, kind, axis, device).right(0) for kind in KINDS)  # it may go on with new ones
+    assert all(Used(transport, kind, axis, device).right(0) for kind in KINDS)  # the transport can make new exchanges
     return told
 
 
@@ -353,7 +356,7 @@ def test_an_exchange_is_refused_after_its_transport_was_released(ranks: Pool, tr
 
 
 def run_again(rank: int, world: int, device: torch.device, name: str) -> tuple[int, int]:
-    """How many exchanges there are after one run, and after three of the same shape."""
+    """Return the number of exchanges after one run, and after three runs of the same shape."""
     model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
     dit = DistributedDiT(model, mesh_for("ulysses", world, device, cfg=2), "ulysses", local(device), name)
     counts, kept = [], []
@@ -368,7 +371,7 @@ def run_again(rank: int, world: int, device: torch.device, name: str) -> tuple[i
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_runs_of_one_shape_share_the_swap_of_the_guidance_branches(ranks: Pool, transport: str) -> None:
-    """A new one for every run would be memory that grows with the number of runs."""
+    """With a new exchange for every run, memory would grow with the number of runs."""
     assert ranks.run(2, run_again, transport) == [(1, 1)] * 2
 
 

@@ -1,4 +1,4 @@
-"""Data movement is exact: every element says which it is, destinations are poisoned, ranks arrive at random times."""
+"""Tests that collectives move data exactly: elements are unique, destinations are poisoned, ranks arrive at random."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def poison(tensor: Tensor) -> None:
 
 def there_and_back(rank: int, world: int, device: torch.device, batch: int, tokens: int, heads: int, kv: int) -> None:
     axis, shard, dim = make_mesh(device, cfg=1).ulysses, Shard(tokens, world), 2
-    layout = HeadLayout(batch, shard.sizes, heads, kv, dim, torch.float32, device)  # on GPUs kernels move it
+    layout = HeadLayout(batch, shard.sizes, heads, kv, dim, torch.float32, device)  # fp32: on GPUs kernels move it
     into, back = CollectiveToHeads(axis, layout), CollectiveToTokens(axis, layout)
     mine, q_heads, kv_heads = shard.slice(axis.rank), layout.q_slice(axis.rank), layout.kv_slice(axis.rank)
     for round_ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""A new transport is one file: in the folder, it is found, and the same checks pass with no edit elsewhere."""
+"""Tests that a new transport is one file: once it is in the folder, all checks pass without an edit elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOLDER = Path(__file__).parents[1] / "support" / "transports"
 
 @contextmanager
 def added() -> Iterator[None]:
-    """The file among the transports, as if it lay in their folder."""
+    """Make the new transport importable as if its file were in the folder of transports."""
     seqpar.transports.__path__.append(str(FOLDER))
     importlib.invalidate_caches()
     try:
@@ -42,7 +42,7 @@ def added() -> Iterator[None]:
 
 
 def with_it(rank: int, world: int, device: torch.device, check: Callable[..., Any], *args: Any) -> Any:
-    """What a check returns on this rank where the new transport is there."""
+    """Run a check on this rank with the new transport in the folder."""
     with added():
         return check(rank, world, device, *args)
 
@@ -78,7 +78,7 @@ def test_a_new_transport_is_held_to_the_contract(ranks: Pool) -> None:
 
 
 def named(rank: int, world: int, device: torch.device) -> tuple[Choice, str, str, bool]:
-    """What the planner says of it: as asked, its rates, what "auto" takes, and whether it is listed."""
+    """Return what the planner says: the choice by name, its rates, the choice of "auto", whether it is listed."""
     mesh = make_mesh(device, cfg=1)
     rates, auto = curve_of(NAME, device.type), transport_between(mesh.world, device).name
     return choose_transport(NAME, mesh), rates, auto, NAME in _folder.names()
@@ -102,7 +102,7 @@ def test_latents_have_the_same_bits_by_a_new_transport(ranks: Pool, world: int, 
 
 
 def stale(rank: int, world: int, device: torch.device) -> bool:
-    """Whether what was delivered can be read after the next turn began."""
+    """Return whether delivered data is still right after the next use of the exchange has begun."""
     axis, transport = make_mesh(device, cfg=1).sequence, _folder.load(NAME).Transport()
     exchange = transport.gather(axis, (1,) * world, (), torch.zeros((), device=device))
     exchange.outbox().fill_(rank)

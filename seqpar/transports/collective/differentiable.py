@@ -1,7 +1,7 @@
-"""Ulysses' exchanges as plain autograd functions: the gradient of an exchange is the reverse exchange.
+"""The exchanges of ulysses as autograd functions: the gradient of an exchange is the reverse exchange.
 
-For whoever differentiates through a sharded model (guidance by gradients, fine-tuning, tests of the layout). It
-allocates and copies freely; inference uses `exchange.py`.
+They serve gradients through a sharded model (guidance by gradients, fine-tuning, tests of the layout). They allocate
+and copy freely; inference uses `exchange.py`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class _ToTokens(torch.autograd.Function):
 
 
 def to_heads(x_BlHD: Tensor, axis: Axis, tokens: tuple[int, ...]) -> Tensor:
-    """All heads of my tokens -> my heads of all tokens, (B, L, h, D); differentiable."""
+    """Exchange all heads of this rank's tokens for its heads of all tokens, (B, L, h, D); differentiable."""
     return _ToHeads.apply(x_BlHD, axis, tokens)  # pyright: ignore[reportReturnType]
 
 
 def to_tokens(x_BLhD: Tensor, axis: Axis, tokens: tuple[int, ...], heads: int) -> Tensor:
-    """My heads of all tokens -> all `heads` of my tokens, (B, l, H, D); differentiable."""
+    """Exchange this rank's heads of all tokens for all `heads` of its tokens, (B, l, H, D); differentiable."""
     return _ToTokens.apply(x_BLhD, axis, tokens, heads)  # pyright: ignore[reportReturnType]
 
 

@@ -1,9 +1,10 @@
-"""The exchanges of attention by collectives: tokens sharded -> heads sharded (q, k and v in ONE all-to-all), and back;
-keys and values to all.
+"""The exchanges of attention by collectives.
 
-Source: DeepSpeed-Ulysses (arXiv 2309.14509), which uses three all-to-alls in and one out, and needs even counts. Here
-sizes come from `Shard`, so uneven tokens and heads are the same path. Buffers belong to the exchange and are reused:
-what `deliver` returns is valid until its next call.
+One all-to-all takes q, k and v from sharded tokens to sharded heads, another takes the output back, and a group of
+sends and receives brings the keys and values of all tokens to every rank. Source: DeepSpeed-Ulysses
+(arXiv 2309.14509), which uses three all-to-alls before attention and one after, and needs even counts. Here sizes come
+from `Shard`, so uneven tokens and heads take the same path. An exchange owns its buffers and reuses them: what
+`deliver` returns is valid until its next call.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from seqpar.transports.collective.point_to_point import CollectiveGather
 
 
 class AllToAll:
-    """One slab to, and one from, every rank of an axis; two flat buffers, slabs of any shape, one collective."""
+    """One collective that sends a slab to every rank of an axis and receives one from each; slabs may have any shape.
+
+    `outgoing` and `incoming` are the slabs, views of two flat buffers.
+    """
 
     def __init__(
         self,
@@ -37,22 +41,22 @@ class AllToAll:
         self._send_bytes = [prod(shape) * dtype.itemsize for shape in send_shapes]
         self._recv_bytes = [prod(shape) * dtype.itemsize for shape in recv_shapes]
         self._send = torch.empty(sum(map(prod, send_shapes)), dtype=dtype, device=device)
-        # alone, what is written is what is read
+        # on one rank the send buffer is also the receive buffer
         self._recv = self._send if axis.size == 1 else self._send.new_empty(sum(map(prod, recv_shapes)))
         self.outgoing = _views(self._send, send_shapes)
         self.incoming = _views(self._recv, recv_shapes)
 
     def deliver(self) -> Tensor:
-        """Exchange, and return all that came in as one flat tensor, ordered by the rank it came from."""
+        """Exchange the slabs, and return the received ones as one flat tensor in the order of the sending ranks."""
         if self._axis.size > 1:
-            # as bytes: one path for every dtype, also those a backend does not know
+            # sent as bytes, so that every dtype takes the same path, also one that the backend does not know
             recv, send = self._recv.view(torch.uint8), self._send.view(torch.uint8)
             dist.all_to_all_single(recv, send, self._recv_bytes, self._send_bytes, group=self._axis.group)
         return self._recv
 
 
 class CollectiveToHeads:
-    """q, k, v: all heads of my tokens -> my heads of all tokens, as one slab (L, B, h + 2g, D)."""
+    """Exchanges all heads of this rank's tokens for its heads of all tokens: q, k, v as one slab (L, B, h + 2g, D)."""
 
     flags: Flags | None = None
 
@@ -75,11 +79,11 @@ class CollectiveToHeads:
         return Outbox(q, k, v, self._layout.q_slice(rank), self._layout.kv_slice(rank))
 
     def outboxes(self) -> Outboxes:
-        """Where to write each rank's heads of my tokens."""
+        """Return where to write q, k and v: for each rank its heads of this rank's tokens."""
         return self._boxes
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, L, h, D), k and v (B, L, g, D): strided views of the received slab."""
+        """Return q (B, L, h, D), k and v (B, L, g, D) as strided views of the received slab."""
         layout, (h, g) = self._layout, self._layout.counts(self._rank)
         slab = self._move.deliver().view(sum(layout.tokens), layout.batch, h + 2 * g, layout.head_dim)
         q, k, v = slab.transpose(0, 1).split((h, g, g), dim=2)
@@ -87,7 +91,7 @@ class CollectiveToHeads:
 
 
 class CollectiveToTokens:
-    """Attention output: my heads of all tokens -> all heads of my tokens."""
+    """Exchanges this rank's heads of all tokens for all heads of its tokens, in the output of attention."""
 
     flags: Flags | None = None
 
@@ -108,27 +112,27 @@ class CollectiveToTokens:
         self._places = [Destinations([place]) for place in places]
 
     def outboxes(self) -> Destinations:
-        """Where to write my heads of each rank's tokens, (l_r, B, h, D) each."""
+        """Return where to write the output: for each rank r this rank's heads of its tokens, (l_r, B, h, D)."""
         return self._boxes
 
     def deliver(self, met: bool = False) -> Tensor:
-        """(B, l, H, D). Interleaving the heads of the ranks is the one copy that a collective cannot avoid."""
+        """Return the output (B, l, H, D). One copy interleaves the ranks' heads; a collective cannot avoid it."""
         self._move.deliver()
         for slab, place in zip(self._move.incoming, self._places, strict=True):
-            # not copy_: torch's copies of strided views are not vectorized
+            # `push` rather than copy_, because torch's copies of strided views are not vectorized
             push(slab.transpose(0, 1), place)
         return self._out
 
 
 class CollectiveKeyValues:
-    """k and v of all tokens on every rank; q stays. No rule about heads."""
+    """Brings k and v of all tokens to every rank; q stays on its rank. Works with any number of heads."""
 
     flags: Flags | None = None
 
     def __init__(self, axis: Axis, layout: HeadLayout) -> None:
         self._groups = layout.kv_heads
         mine, rest = layout.tokens[axis.rank], (layout.batch, 2 * layout.kv_heads, layout.head_dim)
-        # batch-major, because attention's output follows it: what projects that must find rows as on one rank
+        # batch-major: attention's output follows q, and the output projection must see rows laid out as on one rank
         q_shape = (layout.batch, mine, layout.heads, layout.head_dim)
         self._q_BlHD = torch.empty(q_shape, dtype=layout.dtype, device=layout.device)
         self._gather = CollectiveGather(axis, layout.tokens, rest, self._q_BlHD)
@@ -139,18 +143,18 @@ class CollectiveKeyValues:
         self._boxes = Outboxes([box])
 
     def outboxes(self) -> Outboxes:
-        """Where to write q, k and v of my tokens: once, for all."""
+        """Return where to write q, k and v of this rank's tokens: one outbox, which serves all ranks."""
         return self._boxes
 
     def start_keys(self) -> None:
-        """Nothing leaves yet: k goes with v, one message to a rank."""
+        """Send nothing yet: k travels with v, as one message to each rank."""
 
     def start_values(self) -> None:
-        """Send k and v while this rank goes on."""
+        """Start to send k and v; the current stream does not wait."""
         self._gather.start()
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, l, H, D) of my tokens, k and v (B, L, G, D) of all; valid until the next call of `outboxes`."""
+        """Return q (B, l, H, D) of this rank's tokens, k and v (B, L, G, D) of all; see `KeyValues.deliver`."""
         k, v = self._gather.deliver().transpose(0, 1).split((self._groups, self._groups), dim=2)
         return self._q_BlHD, k, v
 

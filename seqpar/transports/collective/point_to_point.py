@@ -1,7 +1,7 @@
-"""Blocks that travel directly between ranks: the ring's `CollectiveRotation`, and `CollectiveGather` of uneven blocks.
+"""Blocks sent directly between ranks: `CollectiveRotation` for rings, and `CollectiveGather` of uneven blocks.
 
-Both are grouped sends and receives into views of buffers made once: no size exchange, no concatenation, any sizes.
-(gloo's `all_gather` refuses uneven sizes.)
+Both group sends and receives into views of buffers that are made once. They take any sizes and need neither an exchange
+of sizes nor a concatenation. (gloo's `all_gather` refuses uneven sizes.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from seqpar.mesh import Axis
 
 
 class CollectiveRotation:
-    """Passes one block per rank around an axis; two blocks in memory, one travels while the other is read."""
+    """Passes one block per rank around an axis. A rank keeps two blocks: one travels while the other is read."""
 
     def __init__(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> None:
         """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
@@ -25,11 +25,11 @@ class CollectiveRotation:
         self._blocks = [like.new_empty((max(sizes), *shape)) for _ in range(count)]
 
     def outbox(self) -> Tensor:
-        """Where to write my own block before `rotate`."""
+        """Return where to write this rank's block before `rotate`."""
         return self._blocks[0][: self._sizes[self._axis.rank]]
 
     def rotate(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (owner, block): my block, then those of the ranks before me. Read one before asking for the next."""
+        """Yield (owner, block): this rank's block, then those of the ranks before it; see `Rotation.rotate`."""
         here, there = self._blocks[0], self._blocks[-1]
         for step in range(self._axis.size):
             owner = self._owner(step)
@@ -55,7 +55,7 @@ class CollectiveRotation:
 
 
 class CollectiveGather:
-    """Every rank's block on every rank, as one tensor (sum(sizes), *shape) that the blocks are received into."""
+    """Brings every rank's block to every rank, received into one tensor (sum(sizes), *shape)."""
 
     def __init__(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> None:
         self._axis = axis
@@ -64,11 +64,11 @@ class CollectiveGather:
         self._moves: list[dist.Work] | None = None
 
     def outbox(self) -> Tensor:
-        """Where to write my own block: its place in the whole."""
+        """Return where to write this rank's block: its place in the whole tensor."""
         return self._slots[self._axis.rank]
 
     def start(self) -> None:
-        """Send what `outbox` holds, and receive the others' blocks, while this stream goes on."""
+        """Start to send what `outbox` holds and to receive the other blocks; the current stream does not wait."""
         peers = [(self._axis.rank + step) % self._axis.size for step in range(1, self._axis.size)]
         mine, group = _bytes(self.outbox()), self._axis.group
         moves = []
@@ -80,7 +80,7 @@ class CollectiveGather:
         self._moves = dist.batch_isend_irecv(moves) if moves else []
 
     def deliver(self) -> Tensor:
-        """The whole; valid until the next call. Starts what nobody has started."""
+        """Return the whole tensor, valid until the next call; starts the exchange if `start` was not called."""
         if self._moves is None:
             self.start()
         for move in self._moves or ():
@@ -90,7 +90,7 @@ class CollectiveGather:
 
 
 def gather(block: Tensor, axis: Axis, sizes: tuple[int, ...], dim: int = 0) -> Tensor:
-    """`CollectiveGather` once, along any dim, in a tensor of its own."""
+    """Gather blocks once, along any dim, into a new tensor; see `CollectiveGather`."""
     first = block.movedim(dim, 0)
     exchange = CollectiveGather(axis, sizes, tuple(first.shape[1:]), block)
     exchange.outbox().copy_(first)

@@ -1,6 +1,6 @@
-"""Collectives of torch.distributed: NCCL between GPUs, gloo between CPUs. Works everywhere, between machines too.
+"""Collectives of torch.distributed: NCCL between GPUs, gloo between CPUs. They work everywhere, also between machines.
 
-When it wins: big blocks between machines; and where ranks cannot reach each other's memory it is the only one.
+When it wins: big blocks between machines. Where ranks cannot reach each other's memory it is the only transport.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from seqpar.transports.collective.point_to_point import CollectiveGather, Collec
 
 
 def bare(axis: Axis, nbytes: int, device: torch.device) -> Callable[[], object]:
-    """One all-to-all of `nbytes` to each rank, and nothing else."""
+    """Return a function that sends `nbytes` to each rank in one all-to-all and does nothing else."""
     send = torch.ones(nbytes * axis.size, dtype=torch.uint8, device=device)
     receive = torch.empty_like(send)
     return lambda: dist.all_to_all_single(receive, send, group=axis.group)
@@ -30,30 +30,30 @@ FACTS = _contract.Facts(rates={"cuda": "nccl", "cpu": "gloo"}, unasked={"cuda": 
 
 
 def why_not(mesh: Mesh) -> str | None:
-    """None: it works on any mesh."""
+    """Return None, because collectives work on any mesh."""
     return None
 
 
 def why_not_tried(axis: Axis, device: torch.device) -> str | None:
-    """None: it works between any ranks that are in one process group."""
+    """Return None, because collectives work between all ranks of a process group."""
     return None
 
 
 class Transport(_contract.Transport):
-    """Exchanges by collectives; see `seqpar.transports._contract.Transport`. Deadlines are the process group's."""
+    """Makes exchanges by collectives; see `seqpar.transports._contract.Transport`. The process group sets deadlines."""
 
     def _heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
-        """Two all-to-alls."""
+        """Make two all-to-alls, one for each direction."""
         return CollectiveToHeads(axis, layout), CollectiveToTokens(axis, layout)
 
     def _key_values(self, axis: Axis, layout: HeadLayout, overlap: bool) -> KeyValues:
-        """One group of sends and receives. A backend has streams or threads of its own, so overlap needs nothing."""
+        """Make one group of sends and receives; it can overlap because backends have their own streams or threads."""
         return CollectiveKeyValues(axis, layout)
 
     def _ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotation:
-        """A send and a receive a step."""
+        """Make a ring with one send and one receive in each step."""
         return CollectiveRotation(axis, sizes, shape, like)
 
     def _gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
-        """One group of sends and receives."""
+        """Make one group of sends and receives."""
         return CollectiveGather(axis, sizes, shape, like)

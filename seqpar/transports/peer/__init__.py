@@ -1,4 +1,4 @@
-"""Writing into each other's memory on one machine; see `transport.py`."""
+"""Peer memory: ranks of one machine write into each other's memory; see `transport.py`."""
 
 from seqpar.transports.peer.transport import FACTS, Transport, why_not, why_not_tried
 

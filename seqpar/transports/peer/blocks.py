@@ -1,6 +1,6 @@
-"""Blocks between ranks by copies into each other's memory: the guidance swap's `PeerGather`, the ring's `PeerRotation`.
+"""Blocks copied into other ranks' memory: `PeerGather` for guidance branches, `PeerRotation` for rings.
 
-See `seqpar.transports._exchanges` for what they do, `seqpar.transports.peer.exchange` for how.
+`seqpar.transports._exchanges` says what they do, `seqpar.transports.peer.exchange` explains the protocol.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ FLAG_BYTES = 8
 
 
 class PeerGather:
-    """Every rank's block in every rank's memory; see `seqpar.transports._exchanges.Gather`.
+    """Copies every rank's block into every rank's memory; see `seqpar.transports._exchanges.Gather`.
 
-    For what is exchanged once a step: nothing else holds these ranks together, so it asks first whether all have begun.
+    It is meant for one exchange a step: nothing else synchronises these ranks, so each call first waits until all ranks
+    have begun it and have finished reading the last result.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class PeerGather:
         ]
 
     def outbox(self) -> Tensor:
-        """Where to write my own block: its place in the whole."""
+        """Return where to write this rank's block: its place in the whole tensor."""
         return self._wholes[self._rank][self._mine]
 
     def deliver(self) -> Tensor:
-        """The whole; valid until `outbox` is written again."""
+        """Return the whole tensor; valid until `outbox` is written again."""
         self._begun.meet()
         spread(self._wholes, self._rank, self._mine)
         self._arrived.meet()
@@ -53,10 +54,11 @@ class PeerGather:
 
 
 class PeerRotation:
-    """Blocks that are copied into the next rank's memory while they are read.
+    """Copies each block into the next rank's memory while this rank reads it.
 
-    Two slots a rank: one is read, one is written to. A rank tells the one before it when a slot is free, and the one
-    after it when a block has arrived. On GPUs the copies have a stream of their own, so that they run under attention.
+    A rank has two slots: it reads one while the rank before it writes the other. It tells the rank before it when a
+    slot is free, and the rank after it when a block has arrived. On GPUs the copies run on a separate stream, while
+    attention computes.
     """
 
     def __init__(
@@ -85,13 +87,13 @@ class PeerRotation:
         self._aside = Aside(like.device)
 
     def outbox(self) -> Tensor:
-        """Where to write my own block before `rotate`."""
+        """Return where to write this rank's block before `rotate`."""
         return self._here[0][: self._sizes[self._rank]]
 
     def rotate(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (owner, block): my block, then those of the ranks before me. Read one before asking for the next."""
+        """Yield (owner, block): this rank's block, then those of the ranks before it; see `Rotation.rotate`."""
         count = len(self._sizes)
-        self._free.tell()  # all that I read in the last call: the second slot is free
+        self._free.tell()  # this rank has read all blocks of the last call, so its second slot is free
         for step in range(count):
             owner = (self._rank - step) % count
             size = self._sizes[owner]
@@ -100,7 +102,7 @@ class PeerRotation:
                 self._pass_on(block, self._there[(step + 1) % 2][:size])
             yield owner, block
             if step + 1 < count:
-                self._aside.join()  # what comes next may write over the block
+                self._aside.join()  # the block must be copied before later work may write over it
                 if step + 2 < count:
                     self._free.tell()
                 self._arrived.wait()
@@ -113,15 +115,17 @@ class PeerRotation:
 
 
 class Aside:
-    """A stream of its own beside the current one, on a GPU; elsewhere everything is done in order."""
+    """A separate stream beside the current one on a GPU; on other devices all work runs in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """What is done inside waits for all that the current stream was given, and what that is given later does not
-        wait for it."""
+        """Run the body on the separate stream, after all work that is already queued on the current stream.
+
+        Work that is queued on the current stream later does not wait for the body.
+        """
         if self._stream is None:
             yield
             return
@@ -130,13 +134,16 @@ class Aside:
             yield
 
     def join(self) -> None:
-        """The current stream goes on after all that was done aside."""
+        """Make the current stream wait for all work on the separate stream."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
 def flags_at(arena: Arena, axis: Axis, start: int, late: Late, number: int) -> Flags:
-    """One flag of every peer in every rank's memory, mine included: it is raised as the others are."""
+    """Make flags with which every rank tells every rank, itself included.
+
+    Each rank's memory holds one flag for every rank, from byte `start` on.
+    """
     flag = start + axis.rank * FLAG_BYTES
     theirs = tuple(arena.view(rank, flag, (), torch.int64) for rank in range(axis.size))
     return Flags.of(
@@ -145,13 +152,13 @@ def flags_at(arena: Arena, axis: Axis, start: int, late: Late, number: int) -> F
 
 
 def spread(wholes: list[Tensor], rank: int, mine: slice) -> None:
-    """My part of my whole into everybody else's."""
+    """Copy this rank's part of its tensor into the tensors of all other ranks."""
     for other in after(rank, len(wholes)):
         wholes[other][mine].copy_(wholes[rank][mine])
 
 
 def after(rank: int, count: int) -> list[int]:
-    """The other ranks, beginning after `rank`."""
+    """Return the other ranks in order, beginning after `rank`."""
     return [(rank + step) % count for step in range(1, count)]
 
 

@@ -1,14 +1,14 @@
-"""Exchanges without collectives: what a rank writes is at once where its reader reads (`seqpar.transports.peer.arena`).
+"""Exchanges without collectives: a rank writes directly into the memory of its readers.
 
-`outboxes()` are views of the readers' own buffers; then all peers are told and waited for, at the end of the kernel
-that writes, or by `deliver()` where plain torch wrote: no send buffer, no copy on arrival, no host. When it wins: one
-machine whose GPUs reach each other's memory; against NCCL most at small blocks, where its launch and its permutes cost
-more than the bytes.
+`outboxes()` returns views of the readers' own buffers (`seqpar.transports.peer.arena`). After writing, a rank tells all
+ranks and waits for them, at the end of the kernel that wrote, or in `deliver()` if plain torch wrote. There is no send
+buffer, no copy on arrival, and the host does not wait. When it wins: one machine whose GPUs reach each other's memory.
+The gain over NCCL is largest at small blocks, where NCCL's launch and permutes cost more than moving the bytes.
 
-Nobody may write where a peer still reads. The exchange of heads needs no rule of its own for that, because its two ways
-alternate: before a rank writes q, k, v of the next exchange, it has met all peers on the way back, which each does
-after it has read; and the other way round. `PeerKeyValues` has no way back, so its two slots take turns: a rank that
-has met all peers for one slot knows that they have left the other.
+No rank may write where another still reads. The exchange of heads needs no extra rule for that, because its two halves
+alternate: before a rank writes q, k, v of the next exchange, it has met all ranks in the second half, and each rank
+joins that meeting only after it has read its q, k, v. The same holds for the output. `PeerKeyValues` has no second
+half, so its two slots alternate: a rank that has met all ranks for one slot knows that they have read the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from seqpar.transports.peer.blocks import FLAG_BYTES, Aside, after, flags_at, sl
 
 
 class PeerHeads:
-    """q, k, v to the ranks of their heads and the output back: both ways in one arena."""
+    """An exchange of heads: q, k, v travel to the ranks of their heads, and the output back, in one arena."""
 
     def __init__(self, axis: Axis, layout: HeadLayout, late: Late, number: int) -> None:
         self._layout, self._rank = layout, axis.rank
@@ -45,7 +45,7 @@ class PeerHeads:
         self.to_heads, self.to_tokens = PeerToHeads(self), PeerToTokens(self)
 
     def outboxes(self) -> Outboxes:
-        """Of q, k, v: for each rank its heads of my tokens, in its slab."""
+        """Return the outboxes of q, k, v: for each rank its heads of this rank's tokens, in its slab."""
         mine = slices(self._layout.tokens)[self._rank]
         boxes = []
         for rank, slab in enumerate(self._slabs):
@@ -55,19 +55,19 @@ class PeerHeads:
         return Outboxes(boxes)
 
     def destinations(self) -> Destinations:
-        """Of the output: for each rank my heads of its tokens, in its output."""
+        """Return the destinations of the output: for each rank this rank's heads of its tokens, in its buffer."""
         heads = self._layout.q_slice(self._rank)
         views = [out[:, :, heads].transpose(0, 1) for out in self._outs]
         return Destinations(views, (self._rank + 1) % len(views))
 
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """My heads of all tokens, as my slab holds them: q (B, L, h, D), k and v (B, L, g, D)."""
+        """Return views of this rank's slab with its heads of all tokens: q (B, L, h, D), k and v (B, L, g, D)."""
         h, g = self._layout.counts(self._rank)
         q, k, v = self._slabs[self._rank].transpose(0, 1).split((h, g, g), dim=2)
         return q, k, v
 
     def out(self) -> Tensor:
-        """(B, l, H, D): the output of my tokens."""
+        """Return the output of this rank's tokens, (B, l, H, D)."""
         return self._outs[self._rank]
 
 
@@ -78,42 +78,42 @@ class PeerToHeads:
         self.flags, self._boxes, self._heads = heads.all_flags[0], heads.outboxes(), heads.heads()
 
     def outboxes(self) -> Outboxes:
-        """Where to write each rank's heads of my tokens: in its memory."""
+        """Return where to write q, k, v: for each rank its heads of this rank's tokens, in its memory."""
         return self._boxes
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, L, h, D), k and v (B, L, g, D): strided views of my slab."""
+        """Return q (B, L, h, D), k and v (B, L, g, D) as strided views of this rank's slab."""
         if not met:
             self.flags.meet()
         return self._heads
 
 
 class PeerToTokens:
-    """See `seqpar.transports.collective.exchange.CollectiveToTokens`; without its copy."""
+    """See `seqpar.transports.collective.exchange.CollectiveToTokens`; this class needs no copy on arrival."""
 
     def __init__(self, heads: PeerHeads) -> None:
         self.flags, self._boxes, self._out = heads.all_flags[1], heads.destinations(), heads.out()
 
     def outboxes(self) -> Destinations:
-        """Where to write my heads of each rank's tokens: in its memory."""
+        """Return where to write the output: for each rank this rank's heads of its tokens, in its memory."""
         return self._boxes
 
     def deliver(self, met: bool = False) -> Tensor:
-        """(B, l, H, D)."""
+        """Return the output (B, l, H, D)."""
         if not met:
             self.flags.meet()
         return self._out
 
 
 class PeerKeyValues:
-    """Every rank's keys and values in every rank's memory; see `seqpar.transports._exchanges.KeyValues`.
+    """Writes every rank's keys and values into every rank's memory; see `seqpar.transports._exchanges.KeyValues`.
 
-    Between two captures of graphs there must be a call outside of one, as a warm-up is.
+    Between two captures of CUDA graphs there must be a call outside of a capture; a warm-up call is one.
     """
 
     def __init__(self, axis: Axis, layout: HeadLayout, late: Late, number: int) -> None:
         self._layout, self._rank, self._slot = layout, axis.rank, 0
-        # k and v apart, so that what is copied of one of them to one rank is one block
+        # k and v are separate, so that one rank's part of either is one contiguous block to copy
         shape = (2, sum(layout.tokens), layout.batch, layout.kv_heads, layout.head_dim)
         fields = Fields()
         nbytes = torch.Size(shape).numel() * layout.dtype.itemsize
@@ -125,52 +125,55 @@ class PeerKeyValues:
         self.arrived, self._begun = self.all_flags
         self.flags: Flags | None = self.arrived
         mine = layout.tokens[axis.rank]
-        # batch-major, because attention's output follows it: what projects that must find rows as on one rank
+        # batch-major: attention's output follows q, and the output projection must see rows laid out as on one rank
         q_shape = (layout.batch, mine, layout.heads, layout.head_dim)
         self.q_BlHD = torch.empty(q_shape, dtype=layout.dtype, device=layout.device)
         self._boxes = take_turns([self._outboxes(slot) for slot in self._slots])
         for boxes in self._boxes:
-            _ = boxes.places  # made now: calls of the host never use the second slot, and a graph must not copy
+            _ = boxes.places  # made now, because only captures use the second slot, and a capture must not copy
         self._in_capture = False
 
     def outboxes(self) -> Outboxes:
-        """Where to write: q to my own buffer, k and v into every rank's."""
+        """Return where to write q (this rank's own buffer) and k and v (every rank's memory)."""
         capturing = self._layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        # a graph begins after whatever ran before, its own last call too, so its first call makes sure that all have
-        # left both slots; calls of the host are not for speed, and do so always
+        # a graph may follow any other call, also its own last one, so the first call in it waits until all ranks have
+        # read both slots; a call outside of a capture always waits, because its speed matters less
         first, self._in_capture = not (capturing and self._in_capture), capturing
         return self.open(0 if first else 1 - self._slot, first)
 
     def open(self, slot: int, first: bool) -> Outboxes:
-        """The outboxes of a slot; `first`: once all ranks have left both."""
+        """Return the outboxes of a slot; with `first`, after all ranks have finished reading both slots."""
         if first:
             self._begun.meet()
         self._slot = slot
         return self._boxes[slot]
 
     def start_keys(self) -> None:
-        """Nothing to do: the kernel that prepares k and v writes them where they will be read."""
+        """Do nothing: the kernel that prepares k has already written it where it will be read."""
 
     def start_values(self) -> None:
-        """Nothing to do, as for keys."""
+        """Do nothing: the kernel that prepares v has already written it where it will be read."""
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, l, H, D) of my tokens, k and v (B, L, G, D) of all; valid until the next call of `outboxes`."""
+        """Return q (B, l, H, D) of this rank's tokens, k and v (B, L, G, D) of all; see `KeyValues.deliver`."""
         if not met:
             self.arrived.meet()
         return self.read()
 
     def read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What `deliver` returns, as it is now."""
+        """Return what `deliver` returns, without waiting for the other ranks."""
         k, v = self.slot()[self._rank].transpose(1, 2)
         return self.q_BlHD, k, v
 
     def slot(self) -> list[Tensor]:
-        """Every rank's keys and values, those in use: (2, L, B, G, D) each."""
+        """Return every rank's keys and values in the current slot, (2, L, B, G, D) each."""
         return self._slots[self._slot]
 
     def readers(self) -> list[int]:
-        """Who gets k and v as they are prepared; the rank after mine first: none is written to by all at once."""
+        """Return the ranks that get k and v from the preparing kernel, in the order of the writes.
+
+        Each rank starts with the rank after it, so that the ranks do not all write to one rank at once.
+        """
         return [*after(self._rank, len(self._slots[0])), self._rank]
 
     def _outboxes(self, slot: list[Tensor]) -> Outboxes:
@@ -184,35 +187,38 @@ class PeerKeyValues:
 
 
 class PeerOverlappedKeyValues(PeerKeyValues):
-    """The same behind other work: whoever prepares writes here only, and copies on a stream of their own take k, then v
-    to the others. Copy engines make them, so that no multiprocessor is missing elsewhere."""
+    """Like `PeerKeyValues`, but sends k, then v, asynchronously while later projections run.
+
+    The preparing kernel writes to this rank's memory only, and copies on a separate stream bring k, then v, to the
+    other ranks. Copy engines make these copies, so kernels keep all multiprocessors.
+    """
 
     def __init__(self, axis: Axis, layout: HeadLayout, late: Late, number: int) -> None:
         super().__init__(axis, layout, late, number)
-        self.flags = None  # the copies come later than what a kernel writes
+        self.flags = None  # a preparing kernel must not raise flags, because the copies come after it
         self._aside = Aside(layout.device)
 
     def readers(self) -> list[int]:
-        """Myself: the others get copies."""
+        """Return this rank only; the other ranks get copies."""
         return [self._rank]
 
     def start_keys(self) -> None:
-        """Take k to the others."""
+        """Copy k to the other ranks."""
         with self._aside.begun():
             self._spread(0)
 
     def start_values(self) -> None:
-        """Take v to the others, and tell them: the copies of k came before on the same stream."""
+        """Copy v to the other ranks and tell them; the copies of k precede on the same stream."""
         with self._aside.begun():
             self._spread(1)
             self.arrived.tell()
 
     def _spread(self, part: int) -> None:
-        # a part of one rank is contiguous: copied as it is, not by a kernel
+        # one rank's part is contiguous, so copy engines copy it, not a kernel
         spread([whole[part] for whole in self.slot()], self._rank, slices(self._layout.tokens)[self._rank])
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """See `PeerKeyValues.deliver`."""
+        """Wait for all copies, and return what `PeerKeyValues.deliver` returns."""
         self._aside.join()
         self.arrived.wait()
         return self.read()

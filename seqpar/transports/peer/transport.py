@@ -1,7 +1,7 @@
-"""Peer memory: kernels write where the reader will read, and flags say when. One machine only.
+"""Peer memory: kernels write directly into the memory of the rank that will read, and flags say when it is there.
 
-When it wins: GPUs that reach each other's memory, small and middle-sized blocks most; see
-`seqpar.transports.peer.exchange`.
+It works between ranks of one machine. When it wins: GPUs that reach each other's memory, most of all with small and
+middle-sized blocks; see `seqpar.transports.peer.exchange`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from seqpar.transports.peer.blocks import PeerGather, PeerRotation
 from seqpar.transports.peer.exchange import PeerHeads, PeerKeyValues, PeerOverlappedKeyValues
 
 T = TypeVar("T")
-TRIAL_S = 30.0  # longer than ranks need to compile the kernel of the flags
+TRIAL_S = 30.0  # deadline of the test exchange: longer than ranks need to compile the kernel of the flags
 FACTS = _contract.Facts(
     rates={"cuda": "peer", "cpu": "peer"},
     unasked={"cuda": "GPUs that reach each other's memory"},
@@ -33,16 +33,19 @@ FACTS = _contract.Facts(
 
 
 def why_not(mesh: Mesh) -> str | None:
-    """None where the ranks that exchange are on one machine and reach each other's memory, else why not."""
-    # both are asked on every rank: the answer is the same on all ranks of an axis only
+    """Return None if ranks that exchange are on one machine and reach each other's memory, otherwise the reason."""
+    # every rank asks for both axes, because an answer is the same only on the ranks of its axis
     reasons = [why_no_peers(axis, mesh.device) for axis in (mesh.sequence, mesh.cfg)]
     return next((reason for reason in reasons if reason is not None), None)
 
 
 @cache
 def why_not_tried(axis: Axis, device: torch.device) -> str | None:
-    """None where the ranks of an axis reach each other's memory, and an exchange of a number each was tried; else why
-    not, the same on all. Access over some buses lacks what flags need. Tried once: planner and engines all ask."""
+    """Return None if the ranks of an axis reach each other's memory and a test exchange worked, otherwise the reason.
+
+    The answer is the same on all ranks of the axis. The test exchanges one number per rank, because access over some
+    buses lacks what flags need. It runs once for each axis and device, however often it is asked for.
+    """
     reason = why_no_peers(axis, device)
     if reason is not None or axis.size == 1:
         return reason
@@ -60,15 +63,15 @@ def _tried(transport: Transport, axis: Axis, device: torch.device) -> str | None
         arrived = collect.deliver().tolist()
         transport.check()
     except (RuntimeError, TimeoutError) as error:
-        return f"an exchange was tried and failed: {str(error).splitlines()[0]}"
+        return f"a test exchange failed: {str(error).splitlines()[0]}"
     wanted = list(range(axis.size))
-    return None if arrived == wanted else f"an exchange was tried and brought {arrived}, expected {wanted}"
+    return None if arrived == wanted else f"a test exchange delivered {arrived}, expected {wanted}"
 
 
 class Transport(_contract.Transport):
-    """Exchanges by peer memory; see `seqpar.transports._contract.Transport`.
+    """Makes exchanges through peer memory; see `seqpar.transports._contract.Transport`.
 
-    All waits share a deadline and the note that names the rank which missed it.
+    All waits share one deadline, and one record of the first wait that missed it (`seqpar.kernels.flags.Late`).
     """
 
     def __init__(self, deadline_s: float = _contract.DEADLINE_S) -> None:
@@ -78,29 +81,32 @@ class Transport(_contract.Transport):
         self._made: list[tuple[Axis, str, Any]] = []
 
     def _heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
-        """Both ways in one arena."""
+        """Make both halves of the exchange in one arena."""
         both = PeerHeads(axis, layout, *self._next(layout.device))
         self._keep(axis, f"q, k, v and output of {_shown(layout)}", both)
         return both.to_heads, both.to_tokens
 
     def _key_values(self, axis: Axis, layout: HeadLayout, overlap: bool) -> KeyValues:
-        """Two slots that take turns; with overlap, copies on a stream of their own fill those of the other ranks."""
+        """Make two slots that alternate; with overlap, copies on a separate stream fill those of the other ranks."""
         make = PeerOverlappedKeyValues if overlap else PeerKeyValues
         exchange = make(axis, layout, *self._next(layout.device))
         return self._keep(axis, f"keys and values of {_shown(layout)}", exchange)
 
     def _ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotation:
-        """Copies under attention."""
+        """Make a ring whose copies run while attention computes."""
         rotation = PeerRotation(axis, sizes, shape, like, *self._next(like.device))
         return self._keep(axis, f"ring blocks of {sum(sizes)} tokens", rotation)
 
     def _gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
-        """A copy to each peer."""
+        """Make a gather that copies this rank's block to each other rank."""
         made = PeerGather(axis, sizes, shape, like, *self._next(like.device))
         return self._keep(axis, f"blocks of {sizes} x {shape}", made)
 
     def check(self) -> None:
-        """See the base class. Raises on this rank at once: the program that started the ranks must end the others."""
+        """Raise `TimeoutError` if this rank waited in vain; see the base class.
+
+        Only this rank raises; the program that started the ranks must end the others.
+        """
         if self._late is None or not any(note := self._late.note.tolist()):
             return
         number, behind, count = note
@@ -114,7 +120,7 @@ class Transport(_contract.Transport):
         )
 
     def _release(self) -> None:
-        """Free the arenas. After a wait in vain nothing is freed, because the other ranks may not come to it."""
+        """Free the arenas. After a wait in vain nothing is freed, because the other ranks may never get here."""
         if self._late is None or not int(self._late.note[0]):
             for _, _, exchange in self._made:
                 exchange.arena.close()
@@ -126,7 +132,7 @@ class Transport(_contract.Transport):
         return exchange
 
     def _next(self, device: torch.device) -> tuple[Late, int]:
-        """The shared note, and the number of the next exchange's first flags; each has two."""
+        """Return the shared record of late ranks and the number of the next exchange's first flags (each has two)."""
         self._late = self._late or Late.on(device, self._deadline_s)
         return self._late, 2 * len(self._made)
 

@@ -1,7 +1,7 @@
 """All to each: every rank gathers q, k and v of all tokens, attends with its share of the heads, and gathers outputs.
 
-A strategy that only `tests/attention/test_new_strategy.py` adds to the folder. It moves data and changes no arithmetic.
-It has a rule about heads: every rank must have one.
+Only `tests/attention/test_new_strategy.py` adds this strategy to the folder. It moves data and changes no arithmetic.
+It has a rule about heads: every rank must have a key-value head.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from seqpar.transports._contract import Gather, Transport
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
-    """Attention for one token count over the whole sequence axis."""
+    """Build attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size)
     return AllToEach(local, mesh.sequence, tokens, transport)
 
 
 class AllToEach:
-    """A local attention of all queries, with some heads. Owns the exchanges' buffers (see `Attend`)."""
+    """Local attention of all queries with some of the heads. Owns its buffers (see `Attend`)."""
 
     def __init__(self, local: Core, axis: Axis, tokens: Tokens, transport: Transport) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, tokens.sizes, transport
@@ -71,7 +71,7 @@ class AllToEach:
 
 
 def layer(at: Place, rank: int) -> Layer:
-    """Two exchanges around one call; passes put q, k and v side by side, and output in the order of tokens."""
+    """Return the costs of one rank: two exchanges around one call, and passes that rearrange q, k, v and the output."""
     work, mine, others, total = at.work, at.sizes[rank], at.ranks - 1, at.tokens
     if not others:
         return Layer((), (Call(mine, total, work.heads, work.kv_heads),), at.prepared(rank), 0)
@@ -84,7 +84,7 @@ def layer(at: Place, rank: int) -> Layer:
 
 
 def why_not(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
-    """Every rank must have a key-value head."""
+    """Return the reason why a rank would have no key-value head, or None."""
     ranks = ring * ulysses
     return None if kv_heads >= ranks else f"{kv_heads} key-value heads on {ranks} ranks, expected one a rank"
 

@@ -1,7 +1,7 @@
 """Halves: queries stay; keys and values of all ranks are gathered in two halves, and the two results are merged.
 
-A strategy that only `tests/attention/test_new_strategy.py` adds to the folder. Each half has the first, or the last,
-tokens of every rank, so that one half at a time is in use.
+Only `tests/attention/test_new_strategy.py` adds this strategy to the folder. A half holds the first or the last tokens
+of every rank, and one half is used at a time.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from seqpar.transports._contract import Gather, Transport
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
-    """Attention for one token count over the whole sequence axis."""
+    """Build attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size)
     return Halves(local, mesh.sequence, tokens.sizes, transport)
 
 
 def halves_of(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Tokens of each rank in the first half and in the second one, which is empty where every rank has one token."""
+    """Return the tokens of each rank in both halves; there is no second half if every rank has one token."""
     return [half for half in zip(*(Shard(size, 2).sizes for size in sizes), strict=True) if sum(half)]
 
 
 class Halves:
-    """A local attention of my queries to two halves of the keys. Owns the exchanges' buffers (see `Attend`)."""
+    """Local attention of this rank's queries to two halves of the keys. Owns its buffers (see `Attend`)."""
 
     def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
@@ -62,7 +62,7 @@ class Halves:
         return split_out(out, streams)
 
     def _places(self, index: int) -> list[int]:
-        """Where the keys of a half stand in the joined order."""
+        """Return the places of the keys of a half in the joined order."""
         halves, where = halves_of(self._sizes), []
         for rank, start in enumerate(starts(self._sizes)):
             begin = start + sum(half[rank] for half in halves[:index])
@@ -85,7 +85,7 @@ class Halves:
 
 
 def layer(at: Place, rank: int) -> Layer:
-    """Two exchanges and two calls; two copies of k and v into each of them."""
+    """Return the costs of one rank: two exchanges, two calls, and two copies of k and v into each exchange."""
     work, mine, others, both = at.work, at.sizes[rank], at.ranks - 1, 2 * at.work.kv_heads
     if not others:
         return Layer((), (Call(mine, at.tokens, work.heads, work.kv_heads),), at.prepared(rank), 0)

@@ -1,4 +1,4 @@
-"""Peer memory: every element in its place with nothing but flags between the ranks, and an end where one is gone."""
+"""Tests that exchanges by peer memory put every element in its place, with only flags to synchronise the ranks."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def layout_of(axis: Axis, case: tuple[int, ...], device: torch.device, dtype: to
 
 
 def payload(case: tuple[int, ...], round_: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v of all tokens; other numbers each round, exact in fp32."""
+    """Return q, k, v of all tokens, with different numbers in each round that fp32 holds exactly."""
     batch, tokens, heads, kv = case
     numbers = (coded(batch, tokens, n, DIM, 0) + 1000 * (name + 3 * round_) for name, n in enumerate((heads, kv, kv)))
     return [x.to(device, dtype) for x in numbers]
 
 
 def settle(device: torch.device) -> None:
-    """What was queued is done."""
+    """Wait until all queued work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -70,7 +70,7 @@ def there_and_back(
             for mine_ in (exchange._slabs[axis.rank], exchange._outs[axis.rank]):
                 mine_.fill_(float("nan"))
             settle(device)
-            together(axis, None)  # peers may write from here on
+            together(axis, None)  # other ranks may write from here on
         if round_ < 20 or round_ % 25 == 0:
             late(rank, round_)
         write(whole, mine, into.outboxes())
@@ -92,7 +92,7 @@ def test_ulysses_peer_moves_every_element_to_its_place(ranks: Pool, world: int, 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ulysses_peer_keeps_its_places_through_many_exchanges(ranks: Pool, world: int) -> None:
-    """Nothing but flags holds ranks together, and some are late: nobody may read too early or write too early."""
+    """Only flags synchronise the ranks, and some are late: no rank may read or write too early."""
     ranks.run(world, there_and_back, CASES[1], REPLAYS, False)
 
 
@@ -118,9 +118,9 @@ def test_ring_peer_shows_every_block_once(ranks: Pool, world: int, tokens: int) 
 
 
 def by_kernels(rank: int, world: int, device: torch.device, case: tuple[int, ...], rounds: int) -> None:
-    """The same as `there_and_back`, by the kernels themselves: on CPUs under Triton's interpreter.
+    """Do what `there_and_back` does with the kernels themselves, on CPUs in Triton's interpreter.
 
-    In odd rounds the kernels that write also meet the peers, in even ones a kernel of its own does.
+    In odd rounds the kernels that write also raise the flags and wait, in even rounds a separate kernel does.
     """
     axis = make_mesh(device, cfg=1).ulysses
     layout = layout_of(axis, case, device, torch.float32)
@@ -146,7 +146,7 @@ def by_kernels(rank: int, world: int, device: torch.device, case: tuple[int, ...
     exchange.check()
 
 
-# of the third, fewer tokens where a token takes the interpreter milliseconds
+# on CPUs the third case has fewer tokens, because the interpreter needs milliseconds for each
 @pytest.mark.parametrize("case", CASES if DEVICE == "cuda" else [*CASES[:2], (3, 5, 8, 2), CASES[3]], ids=str)
 @pytest.mark.parametrize("world", [2, 3])
 def test_ulysses_peer_by_the_kernels_themselves(ranks: Pool, world: int, case: tuple[int, ...]) -> None:
@@ -155,7 +155,7 @@ def test_ulysses_peer_by_the_kernels_themselves(ranks: Pool, world: int, case: t
 
 
 def two_engines(rank: int, world: int, device: torch.device) -> None:
-    """Exchanges of two transports, in turn, on one axis: neither sees the other's flags or memory."""
+    """Use exchanges of two transports alternately on one axis: neither sees the other's flags or memory."""
     axis, case = make_mesh(device, cfg=1).sequence, CASES[1]
     layout = layout_of(axis, case, device, torch.float64)
     transports = [peer.Transport(), peer.Transport()]
@@ -186,7 +186,7 @@ def test_a_peer_exchange_calls_no_collective(ranks: Pool) -> None:
 
 
 def too_early(rank: int, world: int, device: torch.device) -> bool:
-    """Whether what was read without waiting for the flags was already right."""
+    """Return whether data read without waiting for the flags was already right."""
     axis, case = make_mesh(device, cfg=1).ulysses, CASES[0]
     transport: Any = peer.Transport()
     into, _ = transport.heads(axis, layout_of(axis, case, device, torch.float64))
@@ -206,7 +206,7 @@ def test_peer_negative_control_reading_before_the_flags_is_noticed(ranks: Pool) 
 
 
 def gathered(rank: int, world: int, device: torch.device, rounds: int) -> None:
-    """Blocks that only this exchange holds together, with slow readers."""
+    """Gather blocks with slow readers, where only this exchange synchronises the ranks."""
     axis, sizes = make_mesh(device, cfg=1).sequence, tuple(range(1, world + 1))
     like = torch.zeros((), dtype=torch.float32, device=device)
     exchange = peer.Transport().gather(axis, sizes, (2, 3), like)

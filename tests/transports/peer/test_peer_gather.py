@@ -1,4 +1,4 @@
-"""Keys and values of all in peers' memory, at once or one after the other: slots in turn, slow readers, graphs."""
+"""Tests of keys and values gathered by peer memory, with and without overlap: slots, slow readers, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.transports.test_exchange_moves import late
 
 
 def write_first(whole: list[Tensor], mine: slice, exchange: Any, outboxes: Outboxes, turn: int | None = None) -> None:
-    """k leaves before there is v, both before there is q; each comes late, at some turns."""
+    """Write and send k before v exists, and both before q exists; each comes late at some turns."""
     q, k, v = (x[:, mine] for x in whole)
     prepare.prepare_into(None, k, None, Prepare(), outboxes)
     exchange.start_keys()
@@ -51,7 +51,7 @@ def key_values(rank: int, world: int, device: torch.device, case: tuple[int, ...
             write(whole, mine, boxes)
         q, k, v = exchange.deliver()
         if round_ < 20 or round_ % 25 == 0:
-            late(rank, round_ + 1)  # a slow reader
+            late(rank, round_ + 1)  # reads slowly
         assert torch.equal(q, whole[0][:, mine])
         assert torch.equal(k, whole[1])
         assert torch.equal(v, whole[2])
@@ -70,12 +70,12 @@ def test_kv_gather_peer_shows_all_keys_and_values_to_all(
 def replayed(
     rank: int, world: int, device: torch.device, turns: list[tuple[int, bool]], rounds: int, overlap: bool = False
 ) -> int:
-    """How often a slow reader read something else than was sent to it, in a graph of these calls, again and again."""
+    """Replay a graph of these calls; return how often a slow reader did not read what was sent to it."""
     axis, case = make_mesh(device, cfg=1).sequence, CASES[1]
     layout = layout_of(axis, case, device, torch.float64)
     transport, mine = peer.Transport(), Shard(case[1], world).slice(axis.rank)
-    exchange: Any = transport._key_values(axis, layout, overlap)  # a graph's turns, which the host does not make
-    assert all("places" in boxes.__dict__ for boxes in exchange._boxes)  # a graph's first use would be too late
+    exchange: Any = transport._key_values(axis, layout, overlap)  # unchecked, to open slots as a graph does
+    assert all("places" in boxes.__dict__ for boxes in exchange._boxes)  # made before any capture
     wrong = 0
     for round_ in range(rounds):
         for call, (slot, first) in enumerate(turns):
@@ -89,7 +89,7 @@ def replayed(
             if rank == 0:
                 time.sleep(0.003)
             wrong += not (torch.equal(k, whole[1]) and torch.equal(v, whole[2]))
-    together(axis, None)  # a fast rank may be one call ahead
+    together(axis, None)  # wait, because a fast rank may be one call ahead
     transport.check()
     return wrong
 
@@ -97,7 +97,7 @@ def replayed(
 @pytest.mark.parametrize("calls", [1, 2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_kv_gather_peer_in_graphs_of_any_number_of_layers(ranks: Pool, calls: int, overlap: bool) -> None:
-    """As a graph captures them: slots in turn, and only the first call asks whether all have left both."""
+    """Use slots as a captured graph does: they alternate, and only the first call waits until both were read."""
     turns = [(call % 2, call == 0) for call in range(calls)]
     assert ranks.run(3, replayed, turns, 30, overlap) == [0, 0, 0]
 

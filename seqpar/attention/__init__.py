@@ -1,1 +1,1 @@
-"""How attention sees the whole sequence; one strategy = one file exporting `check(mesh)` and `build(mesh, ...)`."""
+"""How attention sees the whole sequence; one strategy = one file exporting `build(mesh, ...)` and `FACTS`."""

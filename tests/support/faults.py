@@ -165,7 +165,8 @@ FAULTS = (
         "seqpar/kernels/ddim.py",
         "torch.cat((mixed, cond[..., guided:]), dim=-1)",
         "torch.cat((mixed, uncond_nlM[..., guided:width].to(state_nlC.dtype)), dim=-1)",
-        "tests/sampling/test_sampling.py::test_sampling_equals_diffusers_by_hand[Guidance(scale=3.0, channels=3, scales=None, rescale=0.0, embedded=False)-0.0]",
+        "tests/sampling/test_sampling.py::test_sampling_equals_diffusers_by_hand"
+        "[Guidance(scale=3.0, channels=3, scales=None, rescale=0.0, embedded=False)-0.0]",
         "the fourth channel differs from diffusers' by hand",
     ),
     Fault(

@@ -1,13 +1,40 @@
 """seqpar: sequence-parallel inference for diffusion transformers.
 
-`DistributedDiT` runs one model on a `Mesh`; `sample` is the denoising loop; `seqpar.pipelines.class_labels.generate` makes pictures.
+`DistributedDiT` runs one model on a `Mesh`, `sample` is the denoising loop, and
+`seqpar.pipelines.class_labels.generate` makes pictures.
 """
 
-from seqpar.distributed import DistributedDiT
-from seqpar.mesh import Mesh
-from seqpar.sampling.guidance import Guidance
-from seqpar.sampling.loop import Sampler, sample
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from seqpar.distributed import DistributedDiT
+    from seqpar.mesh import Mesh
+    from seqpar.sampling.guidance import Guidance
+    from seqpar.sampling.loop import Sampler, sample
 
 __version__ = "0.1.0"
 
 __all__ = ["DistributedDiT", "Guidance", "Mesh", "Sampler", "sample"]
+
+_MODULES = {
+    "DistributedDiT": "seqpar.distributed",
+    "Guidance": "seqpar.sampling.guidance",
+    "Mesh": "seqpar.mesh",
+    "Sampler": "seqpar.sampling.loop",
+    "sample": "seqpar.sampling.loop",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use, because torch and diffusers take seconds to load."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the names of the module, including those that are not imported yet."""
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,9 @@
-"""`DistributedDiT`: a plain diffusion transformer run on a mesh, called like diffusers' model.
+"""`DistributedDiT`: a diffusion transformer that runs on a mesh and is called like the diffusers model.
 
-It shards the declared inputs, runs the model on this rank's tokens with a sharded `attend`, and gathers what leaves.
-`pipe.transformer = DistributedDiT(pipe.transformer, mesh)` makes a diffusers pipeline run sharded; our own loop
-(`seqpar.sampling.run`) gathers once at the end instead of once a step.
+It shards the inputs, runs the model on this rank's tokens with a sharded `attend`, and gathers the outputs. A diffusers
+pipeline runs sharded after `pipe.transformer = DistributedDiT(pipe.transformer, mesh)`.
+When it wins: on several GPUs; our own loop (`seqpar.sampling.run`) is faster than a diffusers pipeline, because it
+gathers once at the end instead of once a step.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from seqpar.weights.find import Blueprint, from_diffusers, locate
 class DistributedDiT(nn.Module):
     """A sequence-parallel diffusion transformer.
 
-    model: a `seqpar` model or a diffusers transformer (its weights are taken over as they are). mesh, strategy, local,
-    transport: what the caller decides; where mesh is None or a name is "auto" the planner decides, once, for one guided
-    picture of the model's own size. plan: what the planner has made before (`seqpar.planner.plan`), instead of names.
-    The attributes `plan`, `strategy`, `local` and `transport` say what was taken and why.
-    Raises ValueError where model, mesh, names and plan do not fit together.
+    model: a `seqpar` model or a diffusers transformer, whose weights are used unchanged. mesh, strategy, local,
+    transport: the caller's choices; the planner decides once on those that are None or "auto", for one guided picture
+    of the model's own size. plan: a plan that was made before (`seqpar.planner.plan`), in place of names.
+    The attributes `plan`, `strategy`, `local` and `transport` hold the choices and their reasons.
+    Raises ValueError if model, mesh, names and plan do not fit together.
     """
 
     def __init__(
@@ -78,10 +79,10 @@ class DistributedDiT(nn.Module):
         *,
         plan: Plan | None = None,
     ) -> DistributedDiT:
-        """From a diffusers folder (pipeline or transformer), an original `.pt`, a hub id, or a preset (random weights).
+        """Load a diffusers folder (pipeline or transformer), an original `.pt`, a hub id or a preset (random weights).
 
-        The other arguments are those of the class. Raises ValueError, the same on every rank, before weights load where
-        something does not fit.
+        The other arguments are those of the class. Raises the same ValueError on every rank, before any weights are
+        loaded, if something does not fit.
         """
         ranks = mesh or Mesh.joined()
         blueprint = path if isinstance(path, Blueprint) else ranks.together(lambda: locate(path))
@@ -93,17 +94,17 @@ class DistributedDiT(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The model's config; `sample_size`, `patch_size`, `in_channels`, `out_channels` as in diffusers."""
+        """Return the config; it has sample_size, patch_size, in_channels and out_channels, as in diffusers."""
         return self.model.config
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Return the dtype of the weights."""
         return next(self.model.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Return the device on which this rank computes."""
         return next(self.model.parameters()).device
 
     @torch.no_grad()
@@ -114,11 +115,11 @@ class DistributedDiT(nn.Module):
         return_dict: bool = True,
         **labels: Tensor | None,
     ) -> Transformer2DModelOutput | tuple[Tensor]:
-        """hidden_states (B, C, H, W), timestep () or (B,), labels (B,) each -> prediction (B, C_out, H, W) everywhere.
+        """Return the prediction (B, C_out, H, W) on every rank, without gradients.
 
-        All inputs are rank 0's: those of other ranks must only have the same shapes and dtypes. Ranks of the data and
-        cfg axes compute parts of the batch. No gradients. Raises ValueError, the same on every rank, for inputs that
-        do not fit.
+        hidden_states: (B, C, H, W). timestep: () or (B,). labels: (B,) each. Every rank uses rank 0's inputs; those of
+        other ranks must have the same shapes and dtypes. The data and cfg axes split the batch. Raises the same
+        ValueError on every rank for inputs that do not fit.
         """
         given = self._shared(hidden_states, timestep, labels)
         x = given.pop("hidden_states").to(self.device)
@@ -134,23 +135,23 @@ class DistributedDiT(nn.Module):
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
     def attend(self, batch: int, tokens: Tokens) -> Attend:
-        """The sharded attention for this batch and split of tokens; made once, owns its buffers."""
+        """Return the sharded attention for this batch and split of tokens; it is built once and owns its buffers."""
         if (batch, tokens) not in self._attends:
             build = load_strategy(self.strategy.name).build
             self._attends[batch, tokens] = build(self.mesh, tokens, load_local(self.local.name), self._moves)
         return self._attends[batch, tokens]
 
     def positions(self, size: tuple[int, ...], split: Split) -> dict[str, Tensor]:
-        """This rank's rows of each stream's positions, for a latent of this size; made once."""
+        """Return this rank's rows of each stream's positions for a latent of this size; they are computed once."""
         if (size, split) not in self._positions:
             rows = self.model.stream_positions(size, split.lengths)
             self._positions[size, split] = {name: split.mine(name, x, dim=0) for name, x in rows.items()}
         return self._positions[size, split]
 
     def gathering(self, use: str, axis: Axis, like: Tensor) -> Gather:
-        """The exchange that brings a tensor like this one from every rank of an axis to all of them.
+        """Return the exchange that gathers tensors like this one from all ranks of an axis on each of them.
 
-        Made once for each use, so that runs share it.
+        It is made once for each use, so that runs share it.
         """
         key = (use, axis.name, like.shape, like.dtype)
         if key not in self._gathers:
@@ -159,11 +160,11 @@ class DistributedDiT(nn.Module):
         return self._gathers[key]
 
     def check_delivered(self) -> None:
-        """Raise TimeoutError where a rank waited in vain for another one; waits for the device."""
+        """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
         self._moves.check()
 
     def release(self) -> None:
-        """Free the exchanges' buffers, together with the other ranks; the next call makes new ones."""
+        """Free the buffers of all exchanges, on all ranks at the same time; the next call makes new ones."""
         self._attends.clear()
         self._gathers.clear()
         self._releases += 1
@@ -171,11 +172,11 @@ class DistributedDiT(nn.Module):
 
     @property
     def state(self) -> object:
-        """Equal as long as exchanges and weights are where they were: what captured a step may be used again."""
+        """Return a key that stays equal while exchanges and weights keep their addresses, so that a graph is valid."""
         return self._releases, self.dtype, tuple(parameter.data_ptr() for parameter in self.parameters())
 
     def check_size(self, *size: int) -> None:
-        """Raise ValueError for a latent that cannot be cut into patches, or has fewer tokens than ranks."""
+        """Raise ValueError if a latent cannot be split into patches or has fewer tokens than ranks."""
         self.model.check_size(*size)
         if self.model.STATE[:1] == self.model.STREAMS:
             tokens = prod(side // own for side, own in zip(size, self.model.patch[-len(size) :], strict=True))
@@ -183,7 +184,7 @@ class DistributedDiT(nn.Module):
             check_tokens(Shard(tokens, parts), parts)
 
     def _predict(self, x: Tensor, t_B: Tensor, given: dict[str, Tensor]) -> Tensor:
-        """All tokens' predictions for this batch, (B, L, C_out*p*p)."""
+        """Return the predictions of all tokens for this batch, (B, L, C_out*p*p)."""
         model, axis, size, (name, *others) = self.model, self.mesh.sequence, tuple(x.shape[2:]), self.model.STATE
         if others:
             raise ValueError(
@@ -204,7 +205,7 @@ class DistributedDiT(nn.Module):
     def _shared(
         self, x: Tensor, timestep: Tensor | float | None, labels: Mapping[str, Tensor | None]
     ) -> dict[str, Tensor]:
-        """Rank 0's inputs, on every rank, checked. An argument of None is one that was not given."""
+        """Return rank 0's inputs on every rank and check them; arguments of None are left out."""
         named = {"hidden_states": x, "timestep": timestep, **labels}
         tensors = {name: torch.as_tensor(value) for name, value in named.items() if value is not None}
         given = from_rank_0(self.mesh, tensors, {"requires_grad": x.requires_grad})
@@ -232,20 +233,20 @@ class DistributedDiT(nn.Module):
 
 
 def settled(plan: Plan, mesh: Mesh | None) -> Mesh:
-    """The caller's mesh, or that of the plan; `ValueError` on every rank where plan and mesh do not fit together."""
+    """Return the caller's mesh, or that of the plan; `ValueError` on every rank if they do not fit together."""
     found = mesh or Mesh.from_env(*plan.sizes.values())
     found.together(lambda: plan.check(found))
     return found
 
 
 def plan_of(config: Any, model: nn.Module, dtype: torch.dtype, mesh: Mesh | None, wish: Wish) -> Plan:
-    """The planner's choice for a model that has as many parameters as this one; the same on every rank."""
+    """Return the planner's plan for a model with as many parameters as this one; it is the same on every rank."""
     count = sum(x.numel() for x in model.parameters())
     return for_library(config, count, dtype, mesh, wish, TABLE_BYTES)
 
 
 def alone(plan: Plan, wish: Wish) -> Plan:
-    """The caller's plan; `ValueError` for names beside it, because it has decided them."""
+    """Return the caller's plan; `ValueError` if names are given as well, because the plan already decides them."""
     if wish != Wish():
-        raise ValueError("got a plan and names of strategy, local or transport, expected one of them: a plan names all")
+        raise ValueError("got a plan and names of strategy, local or transport, expected one of them: a plan has all")
     return plan

@@ -1,12 +1,13 @@
-"""Exact mode: a row's bits depend on that row alone, so latents are the same on any number of GPUs, at any size.
+"""Exact mode: the bits of a row depend on that row alone, so latents are the same on any number of GPUs, at any size.
 
-What stands in the way of it is cuBLAS, which at few rows splits a sum over K among programs (an H200: 4096 -> 32 up to
-2048 rows, 11008 -> 4096 up to 128). Without room for partial sums it cannot: small workspaces, chosen before CUDA
-starts. Attention must be of a kind whose rows do not depend on each other's number (`invariant` of a local attention),
-and a ring, which merges partial results, is refused. All other kernels are row by row. It holds for our own loop, whose
-table of modulation is the same product on every rank; a diffusers pipeline makes its own for the rows of a call.
-When it wins: results that can be compared bit by bit, between layouts and machines of one kind. What it costs is
-measured by `launch/bench.py steps --exact`.
+Outside of exact mode, cuBLAS splits the sum over K among thread blocks if a product has few rows (on an H200: 4096 ->
+32 up to 2048 rows, 11008 -> 4096 up to 128). It cannot do so without memory for partial sums, so exact mode sets small
+workspaces before CUDA starts. The rows of the local attention must not depend on the number of rows (`invariant` of a
+local attention). Exact mode refuses ring attention, which merges partial results. All other kernels compute each row by
+itself. Exact mode holds for our own loop, whose modulation table is the same product on every rank; a diffusers
+pipeline computes the modulation for the rows of each call.
+When it wins: for results that are compared bit by bit, between layouts and machines of one kind.
+`launch/bench.py steps --exact` measures its cost.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import os
 
 import torch
 
-# read by cuBLAS and torch when the first product runs
+# cuBLAS and torch read these variables when the first product runs
 SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 
 
 def turn_on() -> None:
-    """For this process, from now on; on every rank, before anything touches a GPU. Raises ValueError where too late."""
+    """Turn exact mode on for this process; ValueError if CUDA has started already.
+
+    Call it on every rank, before anything uses a GPU.
+    """
     if not torch.cuda.is_available():
         raise ValueError("got exact mode without a GPU, expected one: a CPU's matrix products round by their row count")
     if torch.cuda.is_initialized() and not _set():
@@ -33,7 +37,7 @@ def turn_on() -> None:
 
 
 def is_on() -> bool:
-    """Whether matrix products are exact in this process."""
+    """Return whether exact mode is on in this process."""
     matmul = torch.backends.cuda.matmul
     whole_sums = not (matmul.allow_bf16_reduced_precision_reduction or matmul.allow_fp16_reduced_precision_reduction)
     return _set() and whole_sums and str(torch.backends.cuda.preferred_blas_library()).lower().endswith("cublaslt")

@@ -1,9 +1,9 @@
-"""Rank 0's inputs are everyone's: what a caller passes is broadcast from rank 0, at every call, before it is used.
+"""Broadcasts the caller's inputs from rank 0 at every call, so that all ranks compute with the same values.
 
-Ranks that were given different noise, labels or timesteps would each compute their tokens of another picture, and the
+If ranks were given different noise, labels or timesteps, each would compute its tokens of another picture, and the
 result would be wrong without an error. A call costs one gather of 8 bytes a rank on the host, which finds inputs of
-unequal form, and one broadcast of all tensors in one buffer (by NCCL on GPUs).
-When it wins: always; comparing the inputs would need as many bytes, and a wait for the device.
+different shapes or dtypes, and one broadcast of all tensors in one buffer (by NCCL on GPUs).
+When it wins: always; a comparison of the inputs would send as many bytes and also wait for the device.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 
 from seqpar.mesh import Mesh
 
-ALIGN = 16  # bytes between the tensors in the buffer: views of any dtype are possible
+ALIGN = 16  # bytes; tensors start at multiples of it in the buffer, so that views of any dtype are possible
 
 
 def agree(mesh: Mesh, form: Mapping[str, object]) -> None:
-    """Raise one ValueError on every rank where `form` differs between ranks; it is compared by its `repr`."""
+    """Raise the same ValueError on every rank if `form` differs between ranks; values are compared by `repr`."""
     if mesh.world.size == 1:
         return
     texts = {name: repr(value) for name, value in sorted(form.items())}
     digest = hashlib.blake2b(repr(texts).encode(), digest_size=8).digest()
     mine = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=_host(mesh))
     every = mine.new_empty(mesh.world.size)
-    # torch 2.13 renames it, and warns of the older name
+    # torch 2.13 renames this function and warns about the older name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(every, mine, group=mesh.world.group)
     if len(set(every.tolist())) > 1:
@@ -38,10 +38,10 @@ def agree(mesh: Mesh, form: Mapping[str, object]) -> None:
 def from_rank_0(
     mesh: Mesh, tensors: Mapping[str, Tensor], form: Mapping[str, object] | None = None
 ) -> dict[str, Tensor]:
-    """Rank 0's tensors on every rank and its device, as views of one buffer; with one rank the tensors as they are.
+    """Return rank 0's tensors on this rank's device, as views of one buffer; with one rank the tensors unchanged.
 
-    form: what else must be equal on all ranks. Raises one ValueError on every rank where names, shapes, dtypes or
-    `form` differ between ranks. Every rank must call it at the same time.
+    form: other settings that must be equal on all ranks. Raises the same ValueError on every rank if names, shapes,
+    dtypes or `form` differ between ranks. Every rank must call this at the same time.
     """
     if mesh.world.size == 1:
         return dict(tensors)
@@ -57,7 +57,7 @@ def from_rank_0(
 
 
 def _rooms(mesh: Mesh, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """A place for each tensor in one buffer on this rank's device, and the buffer."""
+    """Return (a view for each tensor in one buffer on this rank's device, the buffer)."""
     sizes = {name: x.numel() * x.element_size() for name, x in tensors.items()}
     buffer = torch.empty(
         sum(-(-size // ALIGN) * ALIGN for size in sizes.values()), dtype=torch.uint8, device=mesh.device
@@ -71,13 +71,13 @@ def _rooms(mesh: Mesh, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
 
 
 def _host(mesh: Mesh) -> torch.device:
-    """Where small numbers are gathered: on the host where the process group can, else on the device."""
+    """Return the device for gathering small numbers: the CPU if the process group supports it, else this rank's."""
     config = dist.get_backend_config(mesh.world.group)
     return torch.device("cpu") if "cpu:" in config else mesh.device
 
 
 def _difference(every: list[dict[str, str]]) -> str:
-    """What a rank was given otherwise than rank 0."""
+    """Return a message that names the first input in which a rank differs from rank 0."""
     first = every[0]
     rank, other = next((rank, texts) for rank, texts in enumerate(every) if texts != first)
     name = next(name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name))

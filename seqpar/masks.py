@@ -1,7 +1,7 @@
-"""Key masks of several streams in the order of the joined keys, made once a run.
+"""Joins the key masks of several streams in the order of the joined keys, once a run.
 
-Padding of a text lies inside the joined sequence [t0 i0 t1 i1 ...], because each rank's text is followed by its image.
-Letters: B batch rows, L tokens of all streams and ranks, l tokens of one stream.
+The padding of a text lies inside the joined sequence [t0 i0 t1 i1 ...], because each rank's text is followed by its
+image. Letters: B batch rows, L tokens of all streams and ranks, l tokens of one stream.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor
 
 from seqpar.shard import JointShard
 
-ALIGN = 16  # elements: a multiple of what the kernels that add a bias need of its row stride, for every dtype
+ALIGN = 16  # elements; kernels that add a bias need row strides of this multiple or a divisor of it, in every dtype
 
 
 def lengths_mask(lengths_B: Tensor, tokens: int) -> Tensor:
-    """(B, tokens) bool: the first `lengths_B[b]` tokens of row b."""
+    """Return a mask (B, tokens) bool that is True for the first `lengths_B[b]` tokens of row b."""
     return torch.arange(tokens, device=lengths_B.device) < lengths_B[:, None]
 
 
 def joined_mask(masks: Sequence[Tensor | None], tokens: JointShard, like: Tensor) -> Tensor:
-    """(B, L) bool, True for the keys that are attended to, in the order in which strategies join keys.
+    """Return the key mask (B, L) bool, True for the keys to attend to, in the order in which strategies join keys.
 
-    masks: (B, l) bool for each stream of `tokens`, all its tokens in their own order; None is a stream without padding.
-    like: any tensor with B rows on the device where the mask is to be.
+    masks: (B, l) bool for all tokens of each stream of `tokens`, in the stream's order; None for a stream without
+    padding. like: any tensor with B rows on the device of the result.
     """
     whole = []
     for mask, shard in zip(masks, tokens.streams, strict=True):
@@ -40,10 +40,11 @@ def joined_mask(masks: Sequence[Tensor | None], tokens: JointShard, like: Tensor
 
 
 def key_bias(mask_BL: Tensor, dtype: torch.dtype) -> Tensor:
-    """A (B, L) bool mask as numbers in `dtype` to be added to the scores: 0, or a large finite negative number.
+    """Convert a (B, L) bool mask to numbers in `dtype` that are added to the scores: 0, or a large negative number.
 
-    Pass it in place of the mask to save its conversion in every call. It is finite so that a row whose keys are all
-    masked has no NaN, and half of the smallest number so that a score can be added. Its rows are padded for kernels.
+    Pass the result in place of the mask to save its conversion in every call. It is finite, so that a row whose keys
+    are all masked has no NaN, and half of the smallest number, so that adding a score cannot overflow. Its rows are
+    padded for kernels.
     """
     bias = torch.zeros(mask_BL.shape, dtype=dtype, device=mask_BL.device)
     bias.masked_fill_(~mask_BL, torch.finfo(dtype).min / 2)
@@ -51,7 +52,7 @@ def key_bias(mask_BL: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def aligned_bias(bias_BL: Tensor) -> Tensor:
-    """The same numbers, in rows that begin at multiples of `ALIGN` elements: itself where they do."""
+    """Return the same numbers in rows that begin at multiples of `ALIGN` elements; the input itself if they do."""
     step = ALIGN * bias_BL.element_size()
     rows_fit = bias_BL.stride(0) % ALIGN == 0 or len(bias_BL) == 1
     if bias_BL.stride(1) == 1 and rows_fit and bias_BL.data_ptr() % step == 0:
@@ -61,5 +62,5 @@ def aligned_bias(bias_BL: Tensor) -> Tensor:
 
 
 def is_kept(mask_BL: Tensor) -> Tensor:
-    """(B, L) bool of a mask that is bool or a bias."""
+    """Return the bool form (B, L) of a mask that is bool or a bias."""
     return mask_BL if mask_BL.dtype == torch.bool else mask_BL == 0

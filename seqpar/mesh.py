@@ -1,7 +1,7 @@
-"""The process mesh: axes data x cfg x ring x ulysses. Built once, passed on as an argument.
+"""The process mesh with the axes data x cfg x ring x ulysses; it is built once and passed on as an argument.
 
-This is the only file that asks torch.distributed who it is. Rank = ((d*C + c)*R + r)*U + u: neighbours in `ulysses`
-are neighbours on the machine, because that axis moves the most bytes.
+This is the only file that reads rank and world size from torch.distributed. Rank = ((d*C + c)*R + r)*U + u, so that
+neighbours on the `ulysses` axis are neighbours on the machine, because that axis moves the most bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AXES = ("data", "cfg", "ring", "ulysses")
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as seen by this rank: my place on it, its size, its process group (None for size 1)."""
+    """One axis of the mesh: this rank's place on it, its size and its process group (None for size 1)."""
 
     name: str
     rank: int = 0
@@ -32,7 +32,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of this rank, and the device it computes on. `sequence` is ring x ulysses flattened."""
+    """All axes of this rank, and the device it computes on; `sequence` is ring x ulysses flattened."""
 
     data: Axis
     cfg: Axis
@@ -44,12 +44,12 @@ class Mesh:
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> Mesh:
-        """A mesh of one rank; needs no process group."""
+        """Return a mesh of one rank, which needs no process group."""
         return Mesh(*(Axis(name) for name in (*AXES, "sequence", "world")), device=torch.device(device))
 
     @staticmethod
     def joined(device: torch.device | None = None) -> Mesh:
-        """All processes before they have axes (all of size 1): enough to share and to agree on what axes to take."""
+        """Return a mesh of all processes whose axes have size 1; ranks can exchange objects on it to agree on axes."""
         rank, world = join(device)
         mesh = Mesh.single(device or pick_device(world))
         return mesh if world == 1 else replace(mesh, world=Axis("world", rank, world, dist.group.WORLD))
@@ -64,10 +64,10 @@ class Mesh:
         guidance: bool = False,
         device: torch.device | None = None,
     ) -> Mesh:
-        """The mesh over all processes that torchrun started (or the group that exists), one process otherwise.
+        """Return the mesh of all processes that torchrun started (or of the existing group), else of one process.
 
-        cfg None: 2 where the caller wants guidance and the remaining ranks are even. ulysses None: all that is left.
-        Raises ValueError where the product of the axes is not the number of processes.
+        cfg: None means 2 if there is guidance and the number of remaining ranks is even, else 1. ulysses: None means
+        all remaining ranks. Raises ValueError if the product of the axes is not the number of processes.
         """
         rank, world = join(device)
         device = device or pick_device(world)
@@ -79,19 +79,19 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name -> size."""
+        """Return axis name -> size."""
         return {name: getattr(self, name).size for name in AXES}
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes."""
+        """Return whether this is rank 0, which prints and writes for all."""
         return self.world.rank == 0
 
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1) or "one rank"
 
     def share(self, value: T) -> T:
-        """Rank 0's value of a small picklable object, on every rank."""
+        """Return rank 0's value of a small picklable object on every rank."""
         if self.world.size == 1:
             return value
         box: list[Any] = [value]
@@ -99,10 +99,10 @@ class Mesh:
         return box[0]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; where it failed on any, raise the same error on all (nobody waits for the dead).
+        """Run `work` on every rank and return its result; if it fails on any, raise the same ValueError on all.
 
-        Only errors that a user can cause are shared (ValueError, OSError); anything else is a bug and is raised as
-        it is.
+        Without this, the other ranks would wait for the failed one. Only errors that a user can cause are shared
+        (ValueError, OSError); any other exception is a bug and is raised unchanged.
         """
         result, error = None, None
         try:
@@ -117,7 +117,7 @@ class Mesh:
         raise ValueError(errors[failed] if everywhere else f"rank {failed}: {errors[failed]}") from error
 
     def collect(self, value: T) -> list[T]:
-        """A small picklable object of every rank, in rank order, on every rank."""
+        """Return a small picklable object of every rank, in rank order, on every rank."""
         if self.world.size == 1:
             return [value]
         values: list[Any] = [None] * self.world.size
@@ -126,21 +126,21 @@ class Mesh:
 
 
 def join(device: torch.device | None = None, timeout_s: float = 600) -> tuple[int, int]:
-    """Start the process group where torchrun asks for one and there is none; returns (rank, world size)."""
+    """Start the process group if torchrun asks for one and none exists; return (rank, world size)."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return 0, 1
     cuda = torch.cuda.is_available() and (device is None or device.type == "cuda")
-    # gloo stays beside NCCL for small host objects: they must not wait for, or need, a GPU
+    # gloo beside NCCL exchanges small host objects without a GPU, and without waiting for one
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
     return dist.get_rank(), dist.get_world_size()
 
 
 def pick_device(world: int) -> torch.device:
-    """This process's GPU where there are GPUs, else the CPU; `ValueError` where there are too few GPUs.
+    """Return this process's GPU, or the CPU if there is no GPU; `ValueError` if there are fewer GPUs than processes.
 
-    torchrun says which one; processes that were started otherwise have set theirs (torch.cuda.set_device).
+    torchrun's LOCAL_RANK selects the GPU; a process without it uses its current one (torch.cuda.set_device).
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -158,14 +158,14 @@ def pick_device(world: int) -> torch.device:
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of weights and activations that nobody named: bf16 on GPUs, fp32 on CPUs."""
+    """Return the default dtype of weights and activations: bf16 on GPUs, fp32 on CPUs."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def fill(
     world: int, data: int, cfg: int | None, ring: int, ulysses: int | None, guidance: bool
 ) -> tuple[int, int, int, int]:
-    """The four axis sizes, chosen where None; `ValueError` where they cannot multiply to `world`."""
+    """Return the four axis sizes, choosing those that are None; `ValueError` if their product is not `world`."""
     given = {"data": data, "cfg": cfg, "ring": ring, "ulysses": ulysses}
     for name, size in given.items():
         if size is not None and size < 1:
@@ -188,14 +188,14 @@ def fill(
 
 
 def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
-    """My axis of each name. Every rank creates every group, in the same order: torch requires it."""
+    """Return this rank's axes by name; every rank creates every group in the same order, because torch requires it."""
     axes, made = {}, {}
     for name, dims in [*((name, (dim,)) for dim, name in enumerate(AXES)), ("sequence", (2, 3))]:
         others = [dim for dim in range(4) if dim not in dims]
         lines = ranks_DCRU.permute(*others, *dims).flatten(0, len(others) - 1).flatten(1).tolist()
         mine = next(line for line in lines if rank in line)
         key = tuple(map(tuple, lines))
-        if key not in made:  # sequence is often ulysses alone: the same ranks need no second communicator
+        if key not in made:  # sequence often has the same ranks as ulysses, and then shares its communicator
             made[key] = dist.new_subgroups_by_enumeration(lines)[0] if len(mine) > 1 else None
         group = made[key]
         assert group is None or isinstance(group, dist.ProcessGroup)
@@ -204,6 +204,6 @@ def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
 
 
 def close() -> None:
-    """Leave the process group, if there is one."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Outboxes: the views into which kernels write what an exchange sends, and where every head of them lies.
+"""Outboxes: the views into which kernels write the data that an exchange sends, and the address of every head in them.
 
-Letters: l tokens on this rank, B batch rows, D head dim; more of them in `seqpar.protocols`.
+Letters: l tokens on this rank, B batch rows, D head dim; `seqpar.protocols` lists the others.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from seqpar.shard import starts
 
 @dataclass(frozen=True)
 class Outbox:
-    """Where q, k and v of some heads of this rank's tokens are written for one reader; each view is (l, B, heads, D).
+    """The views for q, k and v of some heads of this rank's tokens that one reader receives, (l, B, heads, D) each.
 
-    A view of None is not sent to that reader (`kv_gather` sends no q). `heads` and `kv_heads` say which heads.
+    A view of None is not sent to that reader (`kv_gather` sends no q). `heads` and `kv_heads` are the ranges of heads.
     """
 
     q: Tensor | None
@@ -32,11 +32,11 @@ class Outbox:
 
 @dataclass(frozen=True)
 class Places:
-    """Where every head of some outboxes is written, for a kernel that writes them all.
+    """The addresses of every head in some outboxes, for a kernel that writes all of them.
 
-    table[part, copy, head] = (address, token stride, batch stride), int64 on the device of the outboxes; strides in
-    elements; part 0, 1, 2 is q, k, v. A head that several readers want has several copies; address 0 is no place.
-    `alignment` divides all addresses and strides, in bytes, and is at most 16.
+    table[part, copy, head] = (address, token stride, batch stride), int64 on the device of the outboxes, with strides
+    in elements; part 0, 1, 2 is q, k, v. A head for several readers has several copies; an address of 0 marks an unused
+    entry. alignment: a number of bytes, at most 16, that divides all addresses and strides.
     """
 
     table: Tensor
@@ -48,11 +48,11 @@ class Outboxes(tuple[Outbox, ...]):
     """The outboxes of one slot of an exchange: made once with its buffers, so that no call computes addresses."""
 
     turns: tuple[Outboxes, ...] = ()
-    """The outboxes of all slots of the exchange, where several slots take turns; set by `take_turns`."""
+    """The outboxes of all slots of the exchange, if several slots take turns; set by `take_turns`."""
 
     @cached_property
     def places(self) -> Places:
-        """The table for kernels. Its first use copies to the device: before a CUDA graph is captured."""
+        """Return the table for kernels; its first use copies to the device, so use it before a CUDA graph's capture."""
         return _places(self)
 
     def split(self, sizes: Sequence[int]) -> tuple[Outboxes, ...]:
@@ -85,7 +85,7 @@ class Outboxes(tuple[Outbox, ...]):
 
 
 def take_turns(slots: Sequence[Outboxes]) -> list[Outboxes]:
-    """The same outboxes, each of which knows those of the other slots of its exchange (see `Outboxes.split`)."""
+    """Set `turns` of each of these outboxes to all slots of their exchange, and return them (see `Outboxes.split`)."""
     for slot in slots:
         slot.turns = tuple(slots)
     return list(slots)

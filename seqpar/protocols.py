@@ -1,5 +1,6 @@
-"""The seams: what a model calls, what a strategy wraps, what one device computes. Data and types only.
+"""The interfaces between models, strategies and local attention, with the data types that they exchange.
 
+A model calls `Attend`, a strategy implements it around a `Core`, and a local attention is a `Core` on one device.
 Letters: B batch rows, L tokens of the sequence, l tokens on this rank, H query heads, G key-value heads, D head dim,
 E model width, C latent channels, R rows of a modulation table. `q_BlHD` is q with dims (B, l, H, D).
 """
@@ -17,17 +18,17 @@ import torch
 from torch import Tensor, nn
 
 Condition = Mapping[str, Tensor]
-"""What a model needs besides tokens and positions; every tensor has a leading row dim R (empty where nothing is)."""
+"""A model's inputs besides tokens and positions; every tensor has a leading dim R, and the mapping may be empty."""
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """What happens to q and k between the projection and attention; executed by `seqpar.kernels.prepare`.
+    """The norm and rotary embedding of q and k between projection and attention; `seqpar.kernels.prepare` applies it.
 
-    norm: "layer" (LayerNorm, weight and bias) or "rms" (weight) over the whole width H*D, or over each head where
-    `per_head`; statistics in fp32. Weights are (H*D,), or (D,) where `per_head`; None means no affine.
-    cos_lD2, sin_lD2: rotary rows of this rank's tokens, (l, D/2); `interleaved` pairs (x[2j], x[2j+1]), otherwise
-    (x[j], x[j + D/2]).
+    norm: "layer" (LayerNorm with weight and bias) or "rms" (RMSNorm with weight), over the whole width H*D or, if
+    `per_head`, over each head; statistics are fp32. Weights are (H*D,), or (D,) if `per_head`; None means none.
+    cos_lD2, sin_lD2: rotary rows of this rank's tokens, (l, D/2). interleaved: whether the rotary pairs are
+    (x[2j], x[2j+1]); otherwise they are (x[j], x[j + D/2]).
     """
 
     norm: Literal["none", "layer", "rms"] = "none"
@@ -47,16 +48,17 @@ class Prepare:
 
     @property
     def is_identity(self) -> bool:
-        """Whether q and k pass as they are."""
+        """Return whether q and k stay unchanged."""
         return self.norm == "none" and self.cos_lD2 is None
 
 
 class Core(Protocol):
-    """Attention over the given q, k, v on one device: what strategies wrap.
+    """Attention over the given q, k and v on one device, which strategies distribute.
 
-    Takes (B, L, H, D), (B, L', G, D), (B, L', G, D), any strides with a contiguous last dim, G dividing H, and a key
-    mask (B, L') or None (see `Attend`). Returns out (B, L, H, D) and lse (B, H, L): natural log, fp32 (fp64 for fp64).
-    Where all keys of a row are masked, out is finite and lse is -inf, or so negative that `merge` gives out weight 0.
+    q (B, L, H, D), k and v (B, L', G, D) may have any strides with a contiguous last dim, and G divides H. The key mask
+    is (B, L') or None (see `Attend`). Returns out (B, L, H, D) and lse (B, H, L), the natural log of the softmax's
+    denominator in fp32 (fp64 for fp64). If all keys of a row are masked, out is finite, and lse is -inf or so negative
+    that `merge` gives out a weight of 0.
     """
 
     def __call__(
@@ -66,9 +68,9 @@ class Core(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """A stream whose q, k and v the model made itself: (B, l, H, D), (B, l, G, D), (B, l, G, D).
+    """A stream whose q (B, l, H, D), k (B, l, G, D) and v (B, l, G, D) the model has computed itself.
 
-    Any strides with a contiguous last dim.
+    They may have any strides with a contiguous last dim.
     """
 
     q: Tensor
@@ -78,13 +80,13 @@ class Given:
 
     @property
     def tokens(self) -> int:
-        """l, the tokens of this stream on this rank; may be 0."""
+        """Return l, the number of this stream's tokens on this rank; it may be 0."""
         return self.q.shape[1]
 
 
 @dataclass(frozen=True)
 class Projected:
-    """A stream as the input of its fused QKV projection, so that the strategy chooses between one GEMM and three.
+    """A stream before its QKV projection, so that the strategy can choose between one fused GEMM and three GEMMs.
 
     x: (B, l, E). weight: ((H + 2 G) D, E), the rows of q, then k, then v. bias: ((H + 2 G) D,) or None.
     heads, kv_heads: H and G.
@@ -99,38 +101,38 @@ class Projected:
 
     @property
     def tokens(self) -> int:
-        """l, the tokens of this stream on this rank; may be 0."""
+        """Return l, the number of this stream's tokens on this rank; it may be 0."""
         return self.x.shape[1]
 
 
 Stream = Given | Projected
-"""One kind of tokens (image, text) of this rank on the way to attention, with its own norms and rotary rows."""
+"""This rank's tokens of one kind (image, text) as an input of attention, with their own norms and rotary rows."""
 
 
 class Attend(Protocol):
-    """Attention of this rank's tokens to the whole sequence: what a model calls, once a block.
+    """Attention of this rank's tokens to the whole sequence, which a model calls once a block.
 
-    streams: this rank's tokens of each stream, always in the same order; all with the same B, H, G, D and dtype.
-    mask_BL: which keys are attended to, (B, L) bool with True for those that are, or the same as numbers to be added
-    (`seqpar.masks.key_bias`, made once a run). Keys of all ranks are in joined order: [t0 i0 t1 i1 ...], the streams of
-    rank 0, those of rank 1 and so on (`seqpar.masks.joined_mask`). None attends to all keys.
+    streams: this rank's tokens of each stream, always in the same order; all have the same B, H, G, D and dtype.
+    mask_BL: (B, L) bool, True for the keys to attend to, or the same mask as numbers that are added to the scores
+    (`seqpar.masks.key_bias`, made once a run); None attends to all keys. Keys of all ranks are in joined order
+    [t0 i0 t1 i1 ...]: the streams of rank 0, then those of rank 1 and so on (`seqpar.masks.joined_mask`).
 
     Returns (B, l, H, D) for each stream; these may be views of a buffer that the next call overwrites.
     """
 
     tokens: int
-    """The tokens of the whole sequence, of all ranks and streams together."""
+    """The number of tokens of the whole sequence, over all ranks and streams."""
 
     def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]: ...
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a model computes once a run from R prompts: it depends on neither the step nor the state.
+    """The result of a model's `encode` for R prompts, which depends on neither the step nor the state.
 
     streams: constant streams (projected text), (R, L, ...) each; those in the model's `STREAMS` are split over the
-    ranks like the state, others (for cross-attention) stay whole on every rank. masks: (R, L) bool for streams with
-    padding, True for tokens. pooled: what `modulate` takes besides the timestep, R rows each.
+    ranks like the state, and others (for cross-attention) stay whole on every rank. masks: (R, L) bool for streams with
+    padding, True for tokens. pooled: the inputs of `modulate` besides the timestep, with R rows each.
     """
 
     streams: Mapping[str, Tensor] = field(default_factory=dict)
@@ -139,77 +141,77 @@ class Encoded:
 
 
 class SequenceModel(nn.Module):
-    """A diffusion transformer over streams of tokens that knows nothing of ranks; one file in `seqpar/models`.
+    """Base class of diffusion transformers over streams of tokens; a model knows nothing about ranks.
 
-    It has three levels: `encode` once a run, `modulate` once for each step and distinct prompt (before the loop), and
+    The sampler calls `encode` once a run, `modulate` once for each step and distinct prompt (before the loop), and
     `forward_tokens` in every step on a rank's tokens.
     """
 
     STREAMS: tuple[str, ...] = ("image",)
-    """The streams that meet in attention, in the order in which `forward_tokens` hands them to `attend`."""
+    """The streams that attention joins, in the order in which `forward_tokens` passes them to `attend`."""
 
     STATE: tuple[str, ...] = ("image",)
-    """Those of `STREAMS` that are denoised; the first is the latent that the model's sizes belong to."""
+    """The members of `STREAMS` that are denoised; the model's sizes describe the latent of the first."""
 
     PROMPT: tuple[str, ...] = ()
     """The names of `encode`'s keyword arguments."""
 
     MASKS: Mapping[str, str] = MappingProxyType({})
-    """Those of `PROMPT` that are masks, and whose tokens they mask; a mask that is not given is all True."""
+    """Mask in `PROMPT` -> the name in `PROMPT` whose tokens it masks; a mask that is not given is all True."""
 
     EMBEDS_GUIDANCE: bool = False
-    """Whether `modulate` takes the guidance scale, as `guidance`, (R,)."""
+    """Whether `modulate` takes the guidance scale as a keyword argument `guidance`, (R,)."""
 
     config: Any
-    """A frozen dataclass with at least sample_size, patch_size, in_channels, out_channels."""
+    """A frozen dataclass with at least sample_size, patch_size, in_channels and out_channels."""
 
     def patchify(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) or (B, C, T, H, W) -> tokens (B, L, C*pt*ph*pw), each ordered (C, pt, ph, pw), row-major."""
+        """Split (B, C, H, W) or (B, C, T, H, W) into tokens (B, L, C*pt*ph*pw), each ordered (C, pt, ph, pw)."""
         return patches_of(x, self.patch)
 
     def unpatchify(self, tokens_BLC: Tensor, *size: int) -> Tensor:
-        """The inverse of `patchify` for any channel count; size: (height, width) or (frames, height, width)."""
+        """Invert `patchify`, for any channel count; size: (height, width) or (frames, height, width)."""
         return from_patches(tokens_BLC, self.patch, size)
 
     @property
     def patch(self) -> tuple[int, int, int]:
-        """Frames, height and width of a patch; `config.patch_size` is all three, or the side of one frame's squares."""
+        """Return frames, height and width of a patch; an int `config.patch_size` is height and width of one frame."""
         patch = self.config.patch_size
         return (1, patch, patch) if isinstance(patch, int) else patch
 
     def positions(self, *size: int) -> Tensor:
-        """Rows for every token of a latent of this size, (L, ...); the caller slices its own."""
+        """Return the position rows of every token of a latent of this size, (L, ...); the caller takes its rank's."""
         raise NotImplementedError
 
     def stream_positions(self, size: tuple[int, ...], lengths: Mapping[str, int]) -> dict[str, Tensor]:
-        """Rows for every token of the streams that have positions; lengths: tokens of each stream of `STREAMS`."""
+        """Return the position rows of each stream that has positions; lengths: tokens of each stream of `STREAMS`."""
         return {self.STATE[0]: self.positions(*size)}
 
     def encode(self, **prompt: Tensor) -> Encoded:
-        """What R prompts come to for a whole run. A class-conditional model has labels only, for `modulate`."""
+        """Return what a whole run needs of R prompts; by default, all of the prompt is passed to `modulate`."""
         return Encoded(pooled=prompt)
 
     def modulate(self, t_R: Tensor, **pooled: Tensor) -> Condition:
-        """Everything that depends on the timestep and the pooled prompt alone, for R rows, in fp32 (or fp64)."""
+        """Return everything that depends only on timestep and pooled prompt, for R rows, in fp32 (or fp64)."""
         raise NotImplementedError
 
     def forward_tokens(
         self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
     ) -> dict[str, Tensor]:
-        """This rank's tokens of each stream -> the predictions of the state's streams, (B, l, C_out*p*p) each.
+        """Return the predictions (B, l, C_out*p*p) of the state's streams for this rank's tokens.
 
-        conditioning: `modulate`'s tensors with a row for each batch row, and "mask", (B, L) bool, where streams have
-        padding: it goes to `attend` as it is. A prediction is ordered like `patchify`'s tokens and may be wider than
-        the state (variances come last).
+        conditioning: the tensors of `modulate` with a row for each batch row, and "mask", (B, L) bool, if streams have
+        padding; pass the mask to `attend` unchanged. A prediction has the order of `patchify` and may be wider than the
+        state, with variances last.
         """
         raise NotImplementedError
 
     def null_prompt(self, prompt: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The prompt of the unconditional branch where the caller names none."""
+        """Return the prompt of the unconditional branch, if the caller gives none."""
         raise NotImplementedError
 
     def check_size(self, *size: int) -> None:
-        """Raise `ValueError` where a latent of this (frames,) height and width cannot be cut into patches."""
+        """Raise `ValueError` if a latent of this (frames,) height and width cannot be split into patches."""
         patch = self.patch[-len(size) :]
         if any(side < 1 or side % own for side, own in zip(size, patch, strict=True)):
             shown = self.config.patch_size
@@ -219,7 +221,10 @@ class SequenceModel(nn.Module):
 
 
 def patches_of(x: Tensor, patch: tuple[int, int, int]) -> Tensor:
-    """(B, C, H, W) or (B, C, T, H, W) -> (B, L, C*pt*ph*pw), tokens row-major, each as a convolution's weight."""
+    """Split (B, C, H, W) or (B, C, T, H, W) into tokens (B, L, C*pt*ph*pw).
+
+    Tokens are in row-major order; the values of a token have the order of a convolution's weight.
+    """
     x = x if x.dim() == 5 else x[:, :, None]
     (batch, channels, *size), (pt, ph, pw) = x.shape, patch
     t, h, w = size[0] // pt, size[1] // ph, size[2] // pw
@@ -228,20 +233,20 @@ def patches_of(x: Tensor, patch: tuple[int, int, int]) -> Tensor:
 
 
 def from_patches(tokens_BLC: Tensor, patch: tuple[int, int, int], size: tuple[int, ...]) -> Tensor:
-    """The inverse of `patches_of`, for any channel count; size: (H, W) or (T, H, W)."""
+    """Invert `patches_of`, for any channel count; size: (H, W) or (T, H, W)."""
     (pt, ph, pw), (frames, height, width) = patch, size if len(size) == 3 else (1, *size)
     x = tokens_BLC.reshape(len(tokens_BLC), frames // pt, height // ph, width // pw, -1, pt, ph, pw)
     return x.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(len(tokens_BLC), -1, *size)
 
 
 def plugins(package: ModuleType) -> dict[str, str]:
-    """Name -> module path of every file in a folder of plugins (no registry to edit: one file adds one name)."""
+    """Return name -> module path of every file in a folder of plugins; a new file needs no other registration."""
     found = (module.name for module in pkgutil.iter_modules(package.__path__))
     return {name: f"{package.__name__}.{name}" for name in sorted(found) if not name.startswith("_")}
 
 
 def plugin(package: ModuleType, name: str, kind: str) -> ModuleType:
-    """The plugin of that name; `ValueError` says what `kind` of thing it would be, and lists the names there are."""
+    """Import and return the plugin of that name; `ValueError` names its `kind` and lists the known names."""
     known = plugins(package)
     if name not in known:
         raise ValueError(f"got {kind} {name!r}, expected one of {', '.join(known)}")
@@ -249,10 +254,10 @@ def plugin(package: ModuleType, name: str, kind: str) -> ModuleType:
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of state that must not be rounded to the model's: fp32, or fp64 for an fp64 model."""
+    """Return the dtype of a model's state, which is not rounded to the model's dtype: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def rows(condition: Condition, index_B: Tensor) -> dict[str, Tensor]:
-    """Some rows of a condition, one for each batch row."""
+    """Return the rows of a condition for a batch; index_B: the row of each batch row."""
     return {name: table.index_select(0, index_B) for name, table in condition.items()}

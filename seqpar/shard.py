@@ -1,7 +1,7 @@
-"""Who owns which tokens (or heads): contiguous, balanced slices, known everywhere without asking anybody.
+"""Splits tokens (or heads) over ranks in contiguous, balanced slices that every rank computes by itself.
 
-Every rank derives the sizes of all others from two integers, so uneven counts need no size exchange and no host
-sync, and even counts are not a special case.
+Each rank derives the sizes of all others from two integers, so that uneven counts need no exchange of sizes and no
+host sync, and even counts are not a special case.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import accumulate
 
 
 def starts(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where each of some neighbouring slices begins."""
+    """Return the start of each of some adjacent slices with these sizes."""
     return (0, *accumulate(sizes))[:-1]
 
 
@@ -30,26 +30,26 @@ class Shard:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Items per part."""
+        """Return the number of items of each part."""
         share, rest = divmod(self.total, self.parts)
         return tuple(share + (part < rest) for part in range(self.parts))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """First item of each part."""
+        """Return the first item of each part."""
         return starts(self.sizes)
 
     def slice(self, part: int) -> slice:
-        """The items of `part`, as a slice of the whole."""
+        """Return the items of `part`, as a slice of the whole."""
         return slice(self.starts[part], self.starts[part] + self.sizes[part])
 
 
 @dataclass(frozen=True)
 class JointShard:
-    """Several streams (text and image), each sharded on its own, concatenated on each rank.
+    """Several streams (text and image), each sharded on its own and concatenated on each rank.
 
-    Attention needs only the token count per rank; the order of the joined sequence ([t0 i0 t1 i1 ...]) does not
-    matter to it, because positions travel with their tokens.
+    Attention needs only the number of tokens on each rank. The order of the joined sequence ([t0 i0 t1 i1 ...]) does
+    not change its result, because positions travel with their tokens.
     """
 
     streams: tuple[Shard, ...]
@@ -60,28 +60,28 @@ class JointShard:
 
     @property
     def parts(self) -> int:
-        """Ranks the streams are split over."""
+        """Return the number of ranks over which the streams are split."""
         return self.streams[0].parts
 
     @property
     def total(self) -> int:
-        """Tokens of all streams together."""
+        """Return the number of tokens of all streams together."""
         return sum(stream.total for stream in self.streams)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens per part, all streams together."""
+        """Return the number of tokens of each part, for all streams together."""
         return tuple(map(sum, zip(*(stream.sizes for stream in self.streams), strict=True)))
 
 
 Tokens = Shard | JointShard
-"""What a strategy needs to know about the sequence: `.sizes`, the token count of each rank."""
+"""The split of a sequence that a strategy is built for; `.sizes` holds the number of tokens on each rank."""
 
 
 def check_tokens(tokens: Tokens, parts: int) -> None:
-    """Raise `ValueError` where tokens are not sharded over `parts` ranks, or some rank would hold none.
+    """Raise `ValueError` if tokens are not sharded over `parts` ranks, or if a rank would hold none.
 
-    Attention kernels do not take empty inputs.
+    Attention kernels do not accept empty inputs.
     """
     if tokens.parts != parts:
         raise ValueError(

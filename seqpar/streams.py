@@ -1,4 +1,4 @@
-"""How a model's streams are split over the ranks of an axis, and its prompts as rows that a run or a call can use."""
+"""Splits a model's streams over the ranks of an axis, and brings prompts into rows for a run or a call."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from seqpar.protocols import Encoded, SequenceModel
 from seqpar.shard import JointShard, Shard, Tokens
 
 Prompt = Mapping[str, Tensor]
-"""The keyword arguments of a model's `encode`, one row for each image."""
+"""The keyword arguments of a model's `encode`, with one row for each image."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The streams that meet in attention, in order, each with its tokens' owners; `rank` is this rank's place."""
+    """The streams that attention joins, in order, each with its `Shard`; `rank` is this rank's place on the axis."""
 
     shards: tuple[tuple[str, Shard], ...]
     rank: int
 
     @staticmethod
     def of(model: SequenceModel, lengths: Mapping[str, int], axis: Axis) -> Split:
-        """The split of streams of these token counts; ValueError where the model has other streams."""
+        """Return the split of streams with these token counts; ValueError if one of the model's streams is missing."""
         if missing := [name for name in model.STREAMS if name not in lengths]:
             raise ValueError(f"got streams {', '.join(lengths)}, expected {', '.join(missing)}, too")
         return Split(tuple((name, Shard(lengths[name], axis.size)) for name in model.STREAMS), axis.rank)
 
     @property
     def tokens(self) -> Tokens:
-        """What strategies must know."""
+        """Return the token counts that a strategy is built for."""
         streams = tuple(shard for _, shard in self.shards)
         return streams[0] if len(streams) == 1 else JointShard(streams)
 
     @property
     def lengths(self) -> dict[str, int]:
-        """All tokens of each stream."""
+        """Return the number of tokens of each stream on all ranks together."""
         return {name: shard.total for name, shard in self.shards}
 
     def shard(self, name: str) -> Shard:
-        """Who owns which tokens of a stream."""
+        """Return the ranges of a stream's tokens that each rank owns."""
         return dict(self.shards)[name]
 
     def mine(self, name: str, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a stream; all of it where the stream is none of those that are split."""
+        """Return this rank's tokens of a stream, or all tokens if the stream is not split."""
         if name not in self.lengths:
             return x
         part = self.shard(name).slice(self.rank)
         return x.narrow(dim, part.start, part.stop - part.start)
 
     def mask(self, encoded: Encoded) -> Tensor | None:
-        """(R, L) bool in the order of the joined keys, None where no stream has padding."""
+        """Return the key mask (R, L) bool in the order of the joined keys, or None if no stream has padding."""
         masks = {name: mask for name, mask in encoded.masks.items() if name in self.lengths}
         if not masks:
             return None
@@ -65,7 +65,7 @@ class Split:
 
 
 def completed(model: SequenceModel, prompt: Prompt) -> dict[str, Tensor]:
-    """The prompt with a mask of True where a mask was not given; ValueError for names that are not the model's."""
+    """Return the prompt with an all-True mask for each missing mask; ValueError for names the model does not have."""
     given, masks = set(prompt), set(model.MASKS)
     if not set(model.PROMPT) - masks <= given <= set(model.PROMPT):
         raise ValueError(f"got prompt {sorted(given)}, expected {sorted(model.PROMPT)}")
@@ -77,7 +77,7 @@ def completed(model: SequenceModel, prompt: Prompt) -> dict[str, Tensor]:
 
 
 def stacked(first: Prompt, second: Prompt) -> dict[str, Tensor]:
-    """The rows of both, the shorter texts padded with zeros (masks with False) to the longer ones' tokens."""
+    """Concatenate the rows of two prompts; the shorter texts are padded with zeros, and their masks with False."""
     made = {}
     for name, x in first.items():
         y = second[name].to(x.device)
@@ -89,7 +89,7 @@ def stacked(first: Prompt, second: Prompt) -> dict[str, Tensor]:
 
 
 def distinct(prompt: Prompt) -> tuple[dict[str, Tensor], Tensor]:
-    """(rows without repetitions, which of them each row is)."""
+    """Return (the prompt's distinct rows, the index among them of each row)."""
     tensors = list(prompt.values())
     if all(x.dim() == 1 and not x.is_floating_point() for x in tensors):
         rows, index = torch.stack(tensors, dim=1).unique(dim=0, return_inverse=True)

@@ -1,5 +1,5 @@
-"""Diffusion transformers that know nothing of ranks; one model = one file.
+"""Diffusion transformers as plain modules that know nothing about ranks, one file a model.
 
-A file exports `Config`, `Model`, `PRESETS` (name -> config), `KEY_MAPS` (name -> function of a config), `recognise`,
-`work` (what a token costs, for the planner).
+Each file exports `Config`, `Model`, `PRESETS` (name -> config), `KEY_MAPS` (name -> function of a config), `recognise`
+(from a checkpoint's shapes and config to a `Config`) and `work` (the cost of a token, for the planner).
 """

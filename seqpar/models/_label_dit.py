@@ -1,5 +1,6 @@
-"""What class-conditional DiTs have in common around their blocks: patches in and out, timestep and label embedding,
-adaLN modulation of all blocks and the final layer. A model adds its block, its positions and the order of a step.
+"""The base class of class-conditional DiTs: patch embedding, timestep and label embedding, adaLN and the final layer.
+
+A model adds its block, its positions and `forward_tokens`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ FREQUENCIES = 256  # width of the timestep sinusoid, in every published model
 
 
 class LabelDiT(SequenceModel):
-    """Embedders, `blocks` (each with a `modulation` of 6 widths) and the final layer.
+    """Embedders, `blocks` (each with a `modulation` layer of 6 widths) and the final layer.
 
-    config: patch_size, in_channels, out_channels, num_classes, num_layers, width. c: width of the condition.
+    config: has patch_size, in_channels, out_channels, num_classes, num_layers and width. c: width of the condition, the
+    sum of timestep and label embedding. block: makes one block. freq_shift: see `seqpar.models._layers.sinusoid`.
     """
 
     PROMPT = ("class_labels",)
@@ -37,13 +39,17 @@ class LabelDiT(SequenceModel):
         self.final = nn.Linear(width, config.out_channels * area)
 
     def modulate(self, t_R: Tensor, **pooled: Tensor) -> Condition:
-        """{"blocks": (R, layers, 6, E), "final": (R, 2, E)}: shift, scale and gate of each half of each block."""
+        """Return {"blocks": (R, layers, 6, E), "final": (R, 2, E)}, fp32 (fp64 for an fp64 model).
+
+        The six rows of a block are shift, scale and gate of its attention, then of its MLP; the two final rows are
+        shift and scale.
+        """
         wide = state_dtype(self.x_embedder.weight.dtype)
         first, _, second = self.t_embedder
         sines = _layers.sinusoid(t_R, FREQUENCIES, self._freq_shift)
         t = _layers.linear(F.silu(_layers.linear(sines, first, wide)), second, wide)
         c_RC = F.silu(t + self.y_embedder(pooled["class_labels"]).to(wide))
-        # one layer at a time: the whole model in fp32 would double its memory
+        # one layer at a time, because fp32 copies of all weights would need twice their memory
         modulated, blocks = (
             _layers.through(c_RC, wide),
             c_RC.new_empty(len(t_R), len(self.blocks), 6, self.config.width),
@@ -53,5 +59,5 @@ class LabelDiT(SequenceModel):
         return {"blocks": blocks, "final": modulated(self.final_modulation).unflatten(-1, (2, -1))}
 
     def null_prompt(self, prompt: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The label that means "no class"."""
+        """Return the label that means "no class"."""
         return {name: torch.full_like(label, self.config.num_classes) for name, label in prompt.items()}

@@ -1,4 +1,4 @@
-"""What several models share: patches, sinusoids, label arithmetic. Plain functions of tensors."""
+"""Functions that several models share: sinusoids, position embeddings and linear layers in a wider dtype."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ MAX_PERIOD = 10000.0
 
 
 def sinusoid(t_R: Tensor, dim: int, freq_shift: float = 0.0) -> Tensor:
-    """(R,) timesteps -> (R, dim) fp32: [cos, sin] of t * 10000^(-i / (dim/2 - freq_shift)).
+    """Map (R,) timesteps to (R, dim) fp32: [cos, sin] of t * 10000^(-i / (dim/2 - freq_shift)).
 
-    Original DiT has freq_shift 0, diffusers' DiT has 1; with the same weights outputs then differ by 21 % at t = 960.
+    The original DiT has freq_shift 0 and diffusers' DiT has 1; at t = 960 this changes the output of the same weights
+    by 21 %.
     """
     half = dim // 2
     index = torch.arange(half, dtype=torch.float32, device=t_R.device)
@@ -24,9 +25,9 @@ def sinusoid(t_R: Tensor, dim: int, freq_shift: float = 0.0) -> Tensor:
 
 
 def sincos_2d(rows_H: Tensor, columns_W: Tensor, dim: int) -> Tensor:
-    """(H*W, dim) fixed position embedding: columns in the first half of the channels, rows in the second.
+    """Return a fixed position embedding (H*W, dim): columns in the first half of the channels, rows in the second.
 
-    Each half is [sin, cos] of position * 10000^(-i / (dim/4)). Source: MAE / DiT; angles in fp64, result fp32.
+    Each half is [sin, cos] of position * 10000^(-i / (dim/4)). Angles are fp64, the result is fp32. Source: MAE, DiT.
     """
     count = dim // 4
     index = torch.arange(count, dtype=torch.float64, device=rows_H.device)
@@ -43,15 +44,16 @@ def sincos_2d(rows_H: Tensor, columns_W: Tensor, dim: int) -> Tensor:
 
 
 def linear(x: Tensor, layer: nn.Module, dtype: torch.dtype) -> Tensor:
-    """`layer` of x, computed in `dtype`, wider than its weights may be."""
+    """Apply a linear layer to x in `dtype`, which may be wider than the dtype of its weights."""
     return through(x, dtype)(layer)
 
 
 def through(x: Tensor, dtype: torch.dtype) -> Callable[[nn.Module], Tensor]:
-    """What takes x through one layer after another, each computed in `dtype`.
+    """Return a function that applies a linear layer to x in `dtype`; it can be called for many layers.
 
-    bf16 weights on a GPU stay as they are: x is cut into three bf16 numbers, whose products with them are exact in
-    fp32 and are summed there. The weights are read once; made fp32 they would be written and read again, twice as wide.
+    On a GPU with bf16 weights and fp32 x, x is split into three bf16 numbers. Their products with the weights are exact
+    in fp32 and are summed in fp32. This reads the weights once; converting them to fp32 would also write and read a
+    copy of twice the size.
     """
     wide, parts = x.to(dtype), None
 
@@ -68,7 +70,7 @@ def through(x: Tensor, dtype: torch.dtype) -> Callable[[nn.Module], Tensor]:
 
 
 def bf16_parts(x_RC: Tensor) -> Tensor:
-    """(3 R, C) bf16: fp32 rows as sums of three, with 8 of their 24 bits each; the largest parts first."""
+    """Split fp32 rows (R, C) into three bf16 parts (3 R, C) that add up to them, 8 of 24 bits each, largest first."""
     high = x_RC.bfloat16()
     middle = (x_RC - high).bfloat16()
     return torch.cat((high, middle, (x_RC - high - middle).bfloat16()))
@@ -80,6 +82,9 @@ def _in_parts(wide: Tensor, weight: Tensor) -> bool:
 
 
 def output_order(out_channels: int, patch: int) -> Tensor:
-    """Rows of a final layer stored (ph, pw, C) in the order (C, ph, pw) of `patchify`: updates need no reorder."""
+    """Return the indices that reorder a final layer's rows from (ph, pw, C) to the order (C, ph, pw) of `patchify`.
+
+    With reordered weights the model's output has the order of the state, and updates need no reordering.
+    """
     stored = torch.arange(patch * patch * out_channels).view(patch, patch, out_channels)
     return stored.permute(2, 0, 1).flatten()

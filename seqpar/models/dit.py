@@ -1,7 +1,8 @@
 """DiT: class-conditional diffusion transformer with adaLN-Zero (arXiv 2212.09748), S/B/L/XL with patch 2/4/8.
 
-Loads diffusers' `DiTTransformer2DModel` and the original `.pt` files. The two differ in arithmetic (`freq_shift`,
-`mlp_norm_eps`, positions off the trained size); both variants are in `Config`, chosen by where the weights come from.
+It loads diffusers' `DiTTransformer2DModel` and the original `.pt` files. The two differ in arithmetic (`freq_shift`,
+`mlp_norm_eps`, positions at sizes other than the trained one); `Config` holds the variant, and the format of the
+weights decides it.
 Letters: see `seqpar.protocols`; E = heads * head dim, F = 4 E.
 """
 
@@ -22,12 +23,12 @@ from seqpar.planner.facts import Work
 from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
 
-NORM = Norm("layer", 1e-6)  # before attention and at the end, in both variants
+NORM = Norm("layer", 1e-6)  # the norm before attention and before the final layer, in both variants
 
 
 @dataclass(frozen=True)
 class Config:
-    """Names as in diffusers where it has them; defaults are the original DiT-XL/2's."""
+    """Sizes and variants of a DiT, named as in diffusers; the defaults are those of the original DiT-XL/2."""
 
     num_attention_heads: int = 16
     attention_head_dim: int = 72
@@ -44,12 +45,12 @@ class Config:
 
     @property
     def width(self) -> int:
-        """E."""
+        """Return E, the width of the model."""
         return self.num_attention_heads * self.attention_head_dim
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised and modulated before, gated after."""
+    """A transformer block of attention and MLP; each input is normalised and modulated, each output is gated."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -73,10 +74,11 @@ class Block(nn.Module):
         *,
         keep: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """The stream x and its normalised, modulated form h -> both after this block.
+        """Return the stream x and its normalised, modulated form h after this block.
 
-        `after` is shift, scale and norm of whatever comes next, because gating this block's branch into the stream
-        and normalising it for the next one is a single pass. The last block need not `keep` the stream.
+        after: shift, scale and norm of the next block or final layer, because one kernel adds this block's gated branch
+        to the stream and normalises it for the next one. keep: whether x is needed afterwards; the last block passes
+        False.
         """
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
         heads, kv_heads, _ = self.heads
@@ -88,7 +90,7 @@ class Block(nn.Module):
 
 
 class Model(LabelDiT):
-    """See the module's docstring. The condition is as wide as the model."""
+    """The DiT model; its condition is as wide as the model."""
 
     config: Config
 
@@ -96,7 +98,11 @@ class Model(LabelDiT):
         super().__init__(config, config.width, lambda: Block(config), config.freq_shift)
 
     def positions(self, *size: int) -> Tensor:
-        """(L, E) sine-cosine rows. Off the trained size positions are squeezed onto it, or run on ("none")."""
+        """Return the sine-cosine position rows (L, E) of a latent (height, width).
+
+        At sizes other than the trained one, "interpolate" scales positions to the trained range, and "none" continues
+        them past it.
+        """
         (height, width), patch, device = size, self.config.patch_size, self.x_embedder.weight.device
         base = self.config.sample_size // patch
 
@@ -109,7 +115,7 @@ class Model(LabelDiT):
     def forward_tokens(
         self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
     ) -> dict[str, Tensor]:
-        """See `SequenceModel`."""
+        """Return {"image": predictions}; see `SequenceModel.forward_tokens`."""
         dtype = self.x_embedder.weight.dtype
         x = self.x_embedder(streams["image"].to(dtype)) + positions["image"].to(dtype)
         blocks_BN6E, final_B2E = conditioning["blocks"], conditioning["final"]
@@ -122,7 +128,7 @@ class Model(LabelDiT):
 
 
 def work(config: Config) -> Work:
-    """What a token costs: two gated norms (4 E each), bias + GELU (8 E); widest between the two products of the MLP."""
+    """Return the planner's `Work`: two gated norms (4 E each) and bias + GELU (8 E) a block, widest inside the MLP."""
     width, area = config.width, config.patch_size**2
     return Work(
         layers=config.num_layers,
@@ -150,7 +156,7 @@ PRESETS: dict[str, Config] = {
 
 # Checkpoints ---------------------------------------------------------------------------------------------------
 
-# what this file implements; any other value of these fields of a diffusers config is refused
+# the values of a diffusers config that this file implements; other values of these fields are refused
 _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "norm_type": ("ada_norm_zero",),
     "activation_fn": ("gelu-approximate",),
@@ -179,7 +185,7 @@ _READ = {
 
 
 def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
-    """(config, key map name) where this is a DiT, else None; `ValueError` for one that is not implemented."""
+    """Return (config, key map name) for a DiT checkpoint, else None; `ValueError` for a variant not implemented."""
     if config is not None:
         names = ("DiTTransformer2DModel", "Transformer2DModel")
         return (_from_diffusers(config), "diffusers") if config.get("_class_name") in names else None
@@ -230,7 +236,7 @@ def _from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> Config:
 
 
 def _pairs(ours: str, *theirs: str, bias: bool = True) -> dict[str, Source]:
-    """Weight and bias of one layer; several sources are joined along the rows."""
+    """Return the sources of one layer's weight and bias; several source layers are concatenated along the rows."""
     names = ("weight", "bias") if bias else ("weight",)
     return {f"{ours}.{name}": Source(tuple(f"{key}.{name}" for key in theirs), _rows) for name in names}
 
@@ -240,7 +246,10 @@ def _rows(*tensors: Tensor) -> Tensor:
 
 
 def _ends(config: Config, embed: str, t: tuple[str, str], table: str, modulation: str, final: str) -> dict[str, Source]:
-    """Everything but the blocks; a convolution's weight becomes a matrix, final rows come in patch order."""
+    """Return the sources of all parameters outside the blocks.
+
+    The weight of the patch convolution becomes a matrix, and the final rows are reordered (see `output_order`).
+    """
     order = _layers.output_order(config.out_channels, config.patch_size)
     return {
         "x_embedder.weight": Source((f"{embed}.weight",), lambda weight: weight.flatten(1)),
@@ -270,7 +279,10 @@ def _original_keys(config: Config) -> KeyMap:
 
 
 def _diffusers_keys(config: Config) -> KeyMap:
-    """diffusers keeps a copy of the embedders in every block; block 0's is read, the others must equal it."""
+    """Return the key map of diffusers' DiT, whose blocks each hold a copy of the embedders.
+
+    The copy of block 0 is read; the others must be equal to it.
+    """
     emb, table = "transformer_blocks.{}.norm1.emb.", "class_embedder.embedding_table.weight"
     t = ("timestep_embedder.linear_1", "timestep_embedder.linear_2")
     first = emb.format(0)

@@ -1,8 +1,9 @@
 """Large-DiT: a class-conditional DiT with LLaMA blocks (RMSNorm, QK-LayerNorm, rotary, SwiGLU); 600M, 3B, 7B.
 
-The names are loose: 3B has 4.24 B parameters, 7B 7.29 B. Loads the original `.pth` state dicts (Alpha-VLLM's
-LLaMA2-Accessory). Traps: block norms are RMSNorm there; Paddle's inference model has LayerNorm under the same keys
-(`block_norm`). QK-norm is a LayerNorm over all heads, before the head split. Rotary runs over the raster index.
+The names are approximate: 3B has 4.24 B parameters, 7B has 7.29 B. It loads the original `.pth` state dicts of
+Alpha-VLLM's LLaMA2-Accessory. Three details are easy to get wrong. Block norms are RMSNorm in the original, but
+LayerNorm under the same keys in Paddle's inference model (`block_norm`). QK-norm is a LayerNorm over all heads, before
+the head split. Rotary angles follow the raster index of a token.
 Letters: see `seqpar.protocols`; F = feed-forward width.
 """
 
@@ -23,14 +24,14 @@ from seqpar.planner.facts import Work
 from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
 
-CONDITION = 1024  # width of timestep and label embeddings, at most the model's
+CONDITION = 1024  # width of timestep and label embeddings, unless the model is narrower
 FINAL_NORM = Norm("layer", 1e-6)
 QK_EPS = 1e-5
 
 
 @dataclass(frozen=True)
 class Config:
-    """Defaults are those of the released ImageNet models, at the 3B's size."""
+    """Sizes and variants of a Large-DiT; the defaults are those of the released ImageNet 3B model."""
 
     width: int = 3072
     num_layers: int = 32
@@ -48,17 +49,17 @@ class Config:
 
     @property
     def attention_head_dim(self) -> int:
-        """D."""
+        """Return D, the width of a head."""
         return self.width // self.num_attention_heads
 
     @property
     def condition_width(self) -> int:
-        """Width of what adaLN is computed from."""
+        """Return the width of the condition from which adaLN computes its modulation."""
         return min(self.width, CONDITION)
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each normalised and modulated before, gated after."""
+    """A transformer block of attention and SwiGLU; each input is normalised and modulated, each output is gated."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -77,14 +78,14 @@ class Block(nn.Module):
         self.norm = (config.block_norm, config.norm_eps)
 
     def prepare(self, cos_lD2: Tensor, sin_lD2: Tensor) -> Prepare:
-        """QK-LayerNorm over the whole width, then rotary on neighbouring pairs."""
+        """Return the preparation of q and k: LayerNorm over the whole width, then rotary on neighbouring pairs."""
         if self.q_norm is None or self.k_norm is None:
             return Prepare(cos_lD2=cos_lD2, sin_lD2=sin_lD2)
         q, k = self.q_norm, self.k_norm
         return Prepare("layer", False, QK_EPS, q.weight, q.bias, k.weight, k.bias, cos_lD2, sin_lD2)
 
     def start(self, modulation_B6E: Tensor) -> tuple[Tensor, Tensor, Norm]:
-        """Shift, scale and norm before attention."""
+        """Return the shift, scale and norm that come before attention."""
         return modulation_B6E[:, 0], modulation_B6E[:, 1], Norm(*self.norm, self.attention_norm.weight)
 
     def forward(
@@ -98,7 +99,7 @@ class Block(nn.Module):
         *,
         keep: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """The stream x and its normalised, modulated form h -> both after this block (see `seqpar.models.dit`)."""
+        """Return the stream x and its normalised, modulated form h after this block; see `seqpar.models.dit.Block`."""
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
         heads, kv_heads, _ = self.heads
         (out,) = attend((Projected(h_BlE, self.qkv.weight, None, heads, kv_heads, self.prepare(*rotary)),))
@@ -109,7 +110,7 @@ class Block(nn.Module):
 
 
 class Model(LabelDiT):
-    """See the module's docstring. The condition is at most 1024 wide."""
+    """The Large-DiT model; its condition is at most 1024 wide."""
 
     config: Config
 
@@ -117,7 +118,7 @@ class Model(LabelDiT):
         super().__init__(config, config.condition_width, lambda: Block(config))
 
     def positions(self, *size: int) -> Tensor:
-        """(L, D): cosines, then sines, of the raster index; fp32 angles as in the original, for any length."""
+        """Return the rotary rows (L, D): cosines, then sines, of the raster index; fp32 angles as in the original."""
         (height, width), patch = size, self.config.patch_size
         dim, device = self.config.attention_head_dim, self.x_embedder.weight.device
         index = torch.arange((height // patch) * (width // patch), dtype=torch.float32, device=device)
@@ -128,7 +129,7 @@ class Model(LabelDiT):
     def forward_tokens(
         self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
     ) -> dict[str, Tensor]:
-        """See `SequenceModel`."""
+        """Return {"image": predictions}; see `SequenceModel.forward_tokens`."""
         blocks: list[Any] = list(self.blocks)
         modulations, final_B2E = conditioning["blocks"].unbind(1), conditioning["final"]
         starts = [block.start(modulation) for block, modulation in zip(blocks, modulations, strict=True)]
@@ -142,7 +143,7 @@ class Model(LabelDiT):
 
 
 def work(config: Config) -> Work:
-    """What a token costs: two gated norms (4 E each), SwiGLU (3 F); widest after it, or between qkv and wo."""
+    """Return the planner's `Work`: two gated norms (4 E each) and SwiGLU (3 F) a block, widest there or at QKV."""
     width, ffn, area = config.width, config.feed_forward, config.patch_size**2
     kv_width = config.num_key_value_heads * config.attention_head_dim
     return Work(
@@ -170,10 +171,13 @@ PRESETS: dict[str, Config] = {
 
 
 def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
-    """(config, key map name) for the original state dict, else None. All sizes follow from shapes; heads are 32."""
+    """Return (config, key map name) for the original state dict, else None.
+
+    All sizes follow from the shapes; the number of heads is 32 in every released model.
+    """
     ours = any(key.startswith("layers.0.feed_forward.w") for key in shapes)
     if config is not None or not ours or "cap_embedder.1.weight" in shapes:
-        return None  # with captions it is the text-to-image relative, another model
+        return None  # a caption embedder belongs to the text-to-image variant, which is another model
     width, inputs = shape_of(shapes, "x_embedder.weight", 2)
     channels, heads = 4, 32
     patch = round((inputs / channels) ** 0.5)
@@ -218,7 +222,7 @@ def _original_keys(config: Config) -> KeyMap:
 
 
 def _block_keys(ours: str, theirs: str) -> dict[str, Source]:
-    """The matrices of a block: q, k, v and w1, w3 become one each."""
+    """Return the sources of a block's matrices; q, k and v become one matrix, and so do w1 and w3."""
     joined = {
         "qkv": ("attention.wq", "attention.wk", "attention.wv"),
         "wo": ("attention.wo",),

@@ -1,1 +1,1 @@
-"""From a prompt or labels to pictures; one family of models = one file."""
+"""Pipelines from a prompt or labels to pictures, one file for each family of models."""

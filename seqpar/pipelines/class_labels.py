@@ -1,4 +1,4 @@
-"""From class names to pictures: labels -> noise -> sample -> decode. Everything is checked before weights load."""
+"""Makes pictures from class names: labels, noise, sampling, decoding. It checks everything before it loads weights."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from seqpar.weights.checkpoint import read_json
 from seqpar.weights.find import Blueprint, locate, resolve
 
 BUILTIN = Path(__file__).parents[1] / "assets" / "emoji-dit"
-NO_VAE_FACTOR = 8  # of the autoencoder that published DiTs are trained with
-# what the original DiT and Large-DiT use; a pipeline folder brings its own
+NO_VAE_FACTOR = 8  # factor of the autoencoder that published DiTs are trained with
+# the scheduler of the original DiT and Large-DiT, for models without a pipeline folder
 DDIM_DEFAULT = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "clip_sample": False}
 
 
 @dataclass(frozen=True)
 class Files:
-    """A pipeline before its weights: transformer blueprint, folder of the other parts (None: none), decoder, labels.
+    """The checked files of a pipeline, before any weights are loaded.
 
-    vae: the decoder's config (None: no decoder). labels: class number -> its names, the first one for captions.
+    blueprint: the transformer. folder: the pipeline folder with the other parts, or None. vae: the config of the
+    decoder, or None. labels: class number -> its names, of which captions show the first.
     """
 
     blueprint: Blueprint
@@ -49,16 +50,17 @@ class Files:
 
     @staticmethod
     def locate(name: str | Path) -> Files:
-        """For "builtin", a diffusers pipeline folder or hub id, or anything `seqpar.models` opens (without a decoder).
+        """Find and check the files of a model.
 
-        Raises ValueError where a file does not fit; reads no weights, only the headers of their files.
+        name: "builtin", a diffusers pipeline folder or hub id, or any name that `seqpar.weights.find.locate` accepts,
+        which then has no decoder. Raises ValueError if a file does not fit; reads only the headers of weight files.
         """
         path = BUILTIN if str(name) == "builtin" else resolve(name)
         blueprint = locate(name if path is None else path)
         if path is None or not (path / "model_index.json").is_file():
             return Files(blueprint, None, None, {})
         index, channels = read_json(path / "model_index.json"), blueprint.config.in_channels
-        # as in diffusers, a part that a pipeline does without is absent or [null, null]
+        # as in diffusers, a part that a pipeline lacks is absent or [null, null]
         vae = check_vae(path / "vae") if (index.get("vae") or [None])[0] else None
         if vae is not None and vae.latent_channels != channels:
             raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
@@ -66,13 +68,14 @@ class Files:
 
     @property
     def factor(self) -> int:
-        """Pixels a latent pixel covers, along each side."""
+        """Return the number of pixels along each side of a latent pixel."""
         return NO_VAE_FACTOR if self.vae is None else vae_factor(self.vae)
 
     def class_ids(self, classes: Sequence[str | int]) -> list[int]:
-        """Numbers for names, whole labels ("tench, Tinca tinca") or numbers.
+        """Return the class number of each name, whole label ("tench, Tinca tinca") or number.
 
-        Raises ValueError with near names for one that is none of these, with the numbers for a name of several classes.
+        Raises ValueError for an unknown class, with similar names, and for a name of several classes, with their
+        numbers.
         """
         numbers, names = self.labels.keys() or range(self.blueprint.config.num_classes), dict[str, set[int]]()
         if all(isinstance(label, int) and label in numbers for label in classes):
@@ -83,11 +86,11 @@ class Files:
         return [self._class_id(str(label), names) for label in classes]
 
     def class_name(self, number: int) -> str:
-        """The first name of a class, or its number where there are no names."""
+        """Return the first name of a class, or its number if it has no name."""
         return self.labels.get(number, (str(number),))[0]
 
     def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
-        """(height, width) of the latent for a picture; the size the model was trained for where None."""
+        """Return (height, width) of the latent of a picture; None stands for the size that the model was trained on."""
         config = self.blueprint.config
         if pixels is None:
             return config.sample_size, config.sample_size
@@ -107,7 +110,10 @@ class Files:
         dtype: torch.dtype,
         size: tuple[int, int] | None = None,
     ) -> Load:
-        """What the planner must know: a picture of each class, so many calls of the model, the size in pixels."""
+        """Return the planner's `Load` for one picture of each class.
+
+        evaluations: number of calls of the model. size: (height, width) in pixels, None for the model's own.
+        """
         config, (height, width) = self.blueprint.config, self.latent_size(size)
         return Load(
             images=len(classes),
@@ -122,9 +128,9 @@ class Files:
         )
 
     def scheduler(self, name: str | None = None) -> Any:
-        """The folder's scheduler, or diffusers' class of another name with the same configuration.
+        """Return the folder's scheduler, or the diffusers class `name` with the same configuration.
 
-        Raises ValueError, with the reason, for one that cannot be built or that the denoising loop cannot drive.
+        Raises ValueError, with the reason, if it cannot be built or the denoising loop cannot use it.
         """
         config = read_json(self.folder / "scheduler" / "scheduler_config.json") if self.folder else DDIM_DEFAULT
         chosen = name or config.get("_class_name", "DDIMScheduler")
@@ -143,9 +149,9 @@ class Files:
         return scheduler
 
     def schedule(self, name: str | None, steps: int, eta: float | None = None) -> Any:
-        """`scheduler(name)` with its timesteps set, one a model call; ValueError where steps or eta do not fit.
+        """Return `scheduler(name)` with its timesteps set; ValueError if steps or eta do not fit it.
 
-        eta: None is the scheduler's own default.
+        eta: None stands for the scheduler's own default.
         """
         scheduler = self.scheduler(name)
         chosen, most = type(scheduler).__name__, getattr(scheduler.config, "num_train_timesteps", steps)
@@ -156,12 +162,12 @@ class Files:
             scheduler.set_timesteps(steps)
         except FAILURES as error:
             raise ValueError(f"got {steps} steps, which {chosen} cannot do: {error}; try more or fewer") from error
-        decide(scheduler, {"eta": eta})  # a scheduler whose step fails is refused here
+        decide(scheduler, {"eta": eta})  # raises ValueError if a step of the scheduler fails
         return scheduler
 
     def _class_id(self, label: str, names: Mapping[str, set[int]]) -> int:
         numbers = self.labels.keys() or range(self.blueprint.config.num_classes)
-        # a whole label names what all of its parts name
+        # a whole label stands for the classes that all of its parts have in common
         found = set.intersection(*(names.get(part, set()) for part in _parts(label)))
         if len(found) == 1:
             return found.pop()
@@ -175,10 +181,10 @@ class Files:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A loaded pipeline on a mesh. `vae` is diffusers' AutoencoderKL, or None (pictures are previews of latents).
+    """A loaded pipeline on a mesh. `vae` is diffusers' AutoencoderKL; without one, pictures are previews of latents.
 
-    It keeps the last run's graph for the next call of its kind: use it in a `with`, or `release` it, before the process
-    group ends.
+    It keeps the last run's CUDA graph for the next compatible call: use it in a `with` block, or call `release` before
+    the process group ends.
     """
 
     dit: DistributedDiT
@@ -192,12 +198,12 @@ class Pipeline:
         self.release()
 
     def release(self) -> None:
-        """Free what is kept between calls."""
+        """Free the buffers and the CUDA graph that are kept between calls."""
         self.sampler.release()
 
     @cached_property
     def sampler(self) -> Sampler:
-        """The denoising loop, with what it keeps."""
+        """Return the reusable sampler of this pipeline."""
         return Sampler(self.dit)
 
     @staticmethod
@@ -211,7 +217,7 @@ class Pipeline:
         *,
         plan: Plan | None = None,
     ) -> Pipeline:
-        """Read the weights; the decoder in the transformer's dtype. Arguments are those of `DistributedDiT`."""
+        """Load the weights, those of the decoder in the same dtype; see `DistributedDiT` for the other arguments."""
         dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local, transport, plan=plan)
         mesh = dit.mesh
         folder = files.folder
@@ -232,7 +238,7 @@ class Pipeline:
         scheduler: Any = None,
         on_step: Callable[[int], None] = lambda index: None,
     ) -> Tensor:
-        """Sampled latents (N, C, h, w) for N classes, equal on every rank: all arguments are rank 0's.
+        """Return sampled latents (N, C, h, w) for N classes, equal on every rank, from rank 0's arguments.
 
         scheduler: the name of a diffusers class, a scheduler (which is not changed), or None for the model's own.
         """
@@ -249,7 +255,7 @@ class Pipeline:
         )
 
     def decode(self, latents_NCHW: Tensor) -> Tensor:
-        """(N, 3, H, W) in [0, 1] on every rank, from rank 0's latents."""
+        """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents."""
         if self.vae is None:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
         return decode(self.vae, latents_NCHW, self.dit.mesh)
@@ -265,7 +271,7 @@ def generate(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> list[Image.Image]:
-    """Pictures of the given classes, on every rank: the whole path in one call. Arguments are rank 0's."""
+    """Return a picture of each class on every rank, from rank 0's arguments; this one call does everything."""
     ranks = mesh or Mesh.joined()
     classes, model, steps, guidance, seed, dtype = ranks.share((list(classes), model, steps, guidance, seed, dtype))
     wanted = Guidance(guidance)

@@ -1,4 +1,4 @@
-"""Pictures for people: a labelled grid, written whole or not at all, that says how it was made."""
+"""Makes a labelled grid of pictures and writes it, in one atomic step, with the parameters that produced it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-SHOWN = 128  # pictures smaller than this are enlarged, so that a person sees them
+SHOWN = 128  # pixels; smaller pictures are enlarged so that they can be seen
 GAP = 8
 INK, PAPER = (30, 30, 30), (255, 255, 255)
 
 
 def to_pil(images_N3HW: Tensor) -> list[Image.Image]:
-    """Pictures from values in [0, 1]."""
+    """Convert values in [0, 1] to pictures."""
     arrays = (images_N3HW * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
     return [Image.fromarray(array) for array in arrays]
 
 
 def grid(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
-    """All pictures in rows as even as possible, each with its label below."""
+    """Return a sheet of all pictures in rows as even as possible, each with its label below."""
     scale = max(1, SHOWN // max(images[0].size))
     width, height = images[0].width * scale, images[0].height * scale
     columns = _columns(len(images), round((len(images) * height / width) ** 0.5 * 1.25))
@@ -43,20 +43,20 @@ def grid(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
 
 
 def _columns(count: int, wanted: int) -> int:
-    """A number of columns near `wanted` that leaves the fewest places empty."""
+    """Return a number of columns near `wanted` that leaves the fewest cells empty."""
     near = range(max(1, wanted - 1), min(count, wanted + 1) + 1)
     return min(near, key=lambda columns: (-count % columns, abs(columns - wanted), -columns))
 
 
 def save(sheet: Image.Image, path: Path, parameters: Mapping[str, Any]) -> None:
-    """Write a PNG whose metadata holds every parameter (key "seqpar", JSON); the file appears whole or not at all."""
+    """Write a PNG in one atomic step; its metadata holds every parameter as JSON under the key "seqpar"."""
     info = PngInfo()
     info.add_text("seqpar", json.dumps(parameters))
     info.add_text("Software", "seqpar")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.png")
     try:
-        with open(temporary, "xb") as file:  # not mkstemp: that ignores the umask
+        with open(temporary, "xb") as file:  # mkstemp would ignore the umask
             sheet.save(file, "png", pnginfo=info)
         os.replace(temporary, path)
     except BaseException:
@@ -65,7 +65,7 @@ def save(sheet: Image.Image, path: Path, parameters: Mapping[str, Any]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ValueError where `save` could not write, before hours are spent on what to write. Leaves nothing behind."""
+    """Raise ValueError if `save` could not write to this path, so that a long run does not fail at its end."""
     if path.suffix.lower() != ".png":
         raise ValueError(f"got output {path}, expected a name that ends in .png")
     if path.is_dir():
@@ -75,5 +75,5 @@ def check_writable(path: Path) -> None:
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
-        # without the random name of the trial file: the message is the same on every rank
+        # without the random name of the trial file, so that every rank raises the same message
         raise ValueError(f"got output {path}, which cannot be written: {error.strerror or error}") from error

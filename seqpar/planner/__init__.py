@@ -1,1 +1,1 @@
-"""What `auto` means: costs, measured rates, predictions, the search over layouts."""
+"""The planner behind every "auto": costs, measured rates, predictions and the search over layouts."""

@@ -1,8 +1,8 @@
-"""What the files of models and strategies tell the planner: data types and the arithmetic that they share.
+"""The data types by which models and strategies describe themselves to the planner, and the arithmetic they share.
 
 A model's file exports `work(config)`, which returns a `Work`. A strategy's file exports `FACTS`, a `Facts`. A multiply
-and an add are 2 FLOPs. Elements are those read and written when every operation runs once over its inputs and attention
-keeps its scores on chip.
+and an add count as 2 FLOPs. Elements are those read and written when every operation runs once over its inputs and
+attention keeps its scores on chip.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from seqpar.shard import Shard
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs, and elements read and written."""
+    """A number of FLOPs and of elements read and written."""
 
     flops: int
     elements: int
@@ -30,12 +30,15 @@ class Cost:
 
 
 def linear(rows: int, inputs: int, outputs: int) -> Cost:
-    """The cost of (rows, inputs) x (inputs, outputs): 2 rows inputs outputs FLOPs."""
+    """Return the cost of the product (rows, inputs) x (inputs, outputs): 2 rows inputs outputs FLOPs."""
     return Cost(2 * rows * inputs * outputs, rows * (inputs + outputs) + inputs * outputs)
 
 
 def core(b: int, queries: int, keys: int, heads: int, dim: int, kv_heads: int | None = None) -> Cost:
-    """The cost of softmax(q k^T) v: 4 b queries keys heads dim FLOPs. Grouped-query attention reads fewer keys."""
+    """Return the cost of softmax(q k^T) v: 4 b queries keys heads dim FLOPs.
+
+    Grouped-query attention reads fewer keys and values, because it has fewer key-value heads.
+    """
     read = heads * queries + (kv_heads or heads) * keys
     return Cost(4 * b * queries * keys * heads * dim, 2 * b * dim * read)
 
@@ -45,13 +48,13 @@ def core(b: int, queries: int, keys: int, heads: int, dim: int, kv_heads: int | 
 
 @dataclass(frozen=True)
 class Work:
-    """What a model does with one token.
+    """The operations of a model on one token.
 
-    gemms: (inputs, outputs) of the matrix products of one block, that of q, k and v first. passes: elements that each
-    elementwise kernel of a block reads and writes, without the norm and rotary embedding of q and k. prepares: whether
-    q and k have a norm or a rotary embedding. once: the products before the first and after the last block. table: fp32
-    values of one modulation row. live: elements alive at the widest point of a block. masked: whether attention gets
-    key masks, which not every local attention takes.
+    gemms: (inputs, outputs) of the matrix products of one block; the fused projection to q, k and v comes first.
+    passes: elements that each elementwise kernel of a block reads and writes, without the norm and rotary embedding of
+    q and k. prepares: whether q and k have a norm or a rotary embedding. once: the products before the first and after
+    the last block. table: number of fp32 values in one modulation row. live: elements that are in memory at the widest
+    point of a block. masked: whether attention receives key masks; not every local attention supports them.
     """
 
     layers: int
@@ -68,14 +71,14 @@ class Work:
     masked: bool = False
 
     def block(self, b: int, s: int) -> Cost:
-        """The cost of one block on b rows of s tokens: matrix products, attention and elementwise passes."""
+        """Return the cost of one block on b rows of s tokens: matrix products, attention and elementwise passes."""
         products = [linear(b * s, *gemm) for gemm in self.gemms]
         attention = core(b, s, s, self.heads, self.head_dim, self.kv_heads)
         q_and_k = 2 * (self.heads + self.kv_heads) * self.head_dim * self.prepares
         return sum(products, attention) + Cost(0, b * s * (sum(self.passes) + q_and_k))
 
     def step(self, b: int, s: int) -> Cost:
-        """The cost of all blocks and of the products before and after them."""
+        """Return the cost of all blocks and of the products before and after them."""
         return sum((linear(b * s, *gemm) for gemm in self.once), self.block(b, s) * self.layers)
 
 
@@ -84,7 +87,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Layout:
-    """Axis sizes, the strategy on ring x ulysses, and the curve of `Rates.exchange` ("nccl", "gloo", "peer")."""
+    """Axis sizes, the strategy on ring x ulysses, and a key of `Rates.exchange` ("nccl", "gloo" or "peer")."""
 
     data: int
     cfg: int
@@ -95,12 +98,12 @@ class Layout:
 
     @property
     def sequence(self) -> int:
-        """The number of ranks that share a sequence."""
+        """Return the number of ranks that share a sequence."""
         return self.ring * self.ulysses
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name -> size, as `Mesh.from_env` takes them."""
+        """Return axis name -> size, in the form that `Mesh.from_env` accepts."""
         return {"data": self.data, "cfg": self.cfg, "ring": self.ring, "ulysses": self.ulysses}
 
     def __str__(self) -> str:
@@ -112,10 +115,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Place:
-    """One layer of a model on the ranks of one sequence: all that a strategy's costs depend on.
+    """One layer of a model on the ranks of one sequence: everything that a strategy's costs depend on.
 
-    tokens: of the whole sequence. batch: rows of the batch on a rank. direct: whether a rank's kernel writes into the
-    memory of the reader, so that nothing is rearranged on arrival (peer memory), or into messages (collectives).
+    tokens: the length of the whole sequence. batch: rows of the batch on a rank. direct: True if a rank's kernel writes
+    into the reader's memory, so that nothing is rearranged on arrival (peer memory); False if it writes messages
+    (collectives).
     """
 
     work: Work
@@ -127,33 +131,33 @@ class Place:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that share the sequence."""
+        """Return the number of ranks that share the sequence."""
         return self.ring * self.ulysses
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
+        """Return the number of tokens on each rank."""
         return Shard(self.tokens, self.ranks).sizes
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
-        """Tokens of each ring block: those of the ranks of one ulysses axis together."""
+        """Return the number of tokens in each ring block: the sum over the ranks of one ulysses axis."""
         return tuple(sum(self.sizes[row * self.ulysses : (row + 1) * self.ulysses]) for row in range(self.ring))
 
     def heads(self, rank: int) -> tuple[int, int]:
-        """Query and key-value heads of a rank whose ulysses axis shares them."""
+        """Return the numbers of query and key-value heads of a rank when the ulysses axis splits the heads."""
         groups = Shard(self.work.kv_heads, self.ulysses).sizes[rank % self.ulysses]
         return groups * self.work.heads // self.work.kv_heads, groups
 
     def prepared(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """The pass of norm and rotary embedding over this rank's q and k, where a model has them and nothing moves."""
+        """Return the norm and rotary pass over this rank's q and k when nothing moves; empty if the model has none."""
         heads = self.work.heads + self.work.kv_heads
         return ((2 * self.sizes[rank] * heads, 1),) if self.work.prepares else ()
 
 
 @dataclass(frozen=True)
 class Move:
-    """What one rank sends and receives in one exchange, and to how many ranks it sends.
+    """The amounts that one rank sends and receives in one exchange, and the number of ranks that it sends to.
 
     The unit of `sent` and `received` is one head of one token: multiply by batch rows x head dim x bytes of the dtype.
     """
@@ -165,7 +169,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the local attention: query tokens, key tokens, query heads, key-value heads."""
+    """The sizes of one call of the local attention: query tokens, key tokens, query heads, key-value heads."""
 
     queries: int
     keys: int
@@ -175,13 +179,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a strategy makes one rank do in one layer; units as of `Move`, for one batch row.
+    """The operations of one rank in one layer under a strategy, for one batch row, in the unit of `Move`.
 
     moves: the exchanges, in order. calls: the calls of the local attention. passes: (values read and written, kernels)
-    of each pass over q, k, v or the output that is not a model's own. kept: values that the exchanges keep in memory,
-    which all layers share. merges: how often a partial output of the first call's shape is merged into another.
-    split: whether q, k and v are three matrix products instead of one. behind: the products behind which equal parts of
-    the one exchange travel, one part after the other; empty where no part of an exchange is hidden.
+    of each pass over q, k, v or the output that the strategy adds to the model's own. kept: values in the buffers of
+    the exchanges, which all layers share. merges: the number of merges of a partial output, which has the shape of the
+    first call. split: whether q, k and v are three matrix products instead of one. behind: the products that overlap
+    the equal parts of the single exchange, one part after the other; empty if no part of an exchange is hidden.
     """
 
     moves: tuple[Move, ...]
@@ -194,26 +198,26 @@ class Layer:
 
 
 def fits_anywhere(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
-    """A `Facts.why_not` of strategies that have no rule: None."""
+    """Return None: the `Facts.why_not` of strategies that run on axes of any size."""
     return None
 
 
 def refuse(strategy: str, reason: str | None) -> None:
-    """Raise `ValueError` with what a `Facts.why_not` answered, unless that is None."""
+    """Raise `ValueError` with the reason that a `Facts.why_not` returned, unless the reason is None."""
     if reason is not None:
         raise ValueError(f"got strategy {strategy} with {reason}")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What planner, benches and tests know of a strategy.
+    """The properties of a strategy that planner, benches and tests use.
 
-    moves_only: it only moves data, so that its output has the bits of one rank (the exact mode takes no other).
-    order: strategies whose predictions tie are taken in rising order. axes: the mesh axes that it treats in a way of
-    their own; a strategy without any uses ring x ulysses as one axis. layer: what a rank does, from a place and the
-    rank on the sequence axis; rank 0, which has most tokens and heads, is the slowest one. why_not: from the sizes of
-    the ring and ulysses axes and the numbers of query and key-value heads, the reason why the strategy cannot run
-    there (as "ring=2, expected ring=1; use ..."), None where it can.
+    moves_only: whether the strategy only moves data, so that its output equals that of one rank bit by bit; exact mode
+    accepts no other strategy. order: when predictions tie, the strategy with the lowest order is taken. axes: the mesh
+    axes that the strategy treats separately; a strategy without any uses ring x ulysses as one axis.
+    layer(place, rank on the sequence axis): the operations of that rank; rank 0 has the most tokens and heads and is
+    the slowest. why_not(ring, ulysses, query heads, key-value heads): the reason why the strategy cannot run with these
+    sizes (for example "ring=2, expected ring=1; use ..."), or None if it can.
     """
 
     moves_only: bool
@@ -223,10 +227,11 @@ class Facts:
     why_not: Callable[[int, int, int, int], str | None] = fits_anywhere
 
     def names(self, ring: int, ulysses: int) -> bool:
-        """Whether a mesh is known by this strategy where others compute the same on it.
+        """Return whether the search lists a mesh of these sizes under this strategy.
 
-        A strategy for both axes is the same as one for a single axis where the other axis has one rank. A strategy
-        that uses both axes as one is known by the ulysses axis. One rank alone is known by a strategy for ulysses.
+        Several strategies can compute the same on a mesh, and the search lists each computation once. A strategy for
+        both axes is listed only where both have several ranks, because it equals a strategy for one axis otherwise. A
+        strategy that uses both axes as one is listed with ring=1. A single rank is listed under a strategy for ulysses.
         """
         if not self.axes:
             return ring == 1 < ulysses

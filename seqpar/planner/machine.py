@@ -1,4 +1,4 @@
-"""The devices that a plan is for: how many there are, how much memory each has, and how they exchange."""
+"""Describes the devices that a plan is for: their number, the memory of each and the transport between them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Machine:
-    """`count` devices of one kind with `memory` GiB each (None: not known).
+    """`count` devices of one kind with `memory` GiB each (None if unknown).
 
-    transport: how they exchange, as the key of its measured times in `Rates.exchange`.
+    transport: the key of the transport's measured times in `Rates.exchange`.
     """
 
     device: str
@@ -27,13 +27,16 @@ class Machine:
 
 
 def curve_of(transport: str, device_type: str) -> str:
-    """The key of a transport's measured times; of the preferred one where "auto"."""
+    """Return the key of a transport's measured times; "auto" stands for the preferred transport."""
     known = _folder.facts(_folder.unasked(device_type)[0] if transport == "auto" else transport).rates
     return known.get(device_type, known["cpu"])
 
 
 def here(device: torch.device, count: int, transport: str) -> Machine:
-    """Devices like this one. transport: a name, or "auto" for the one that is preferred on such devices."""
+    """Return a machine of `count` devices like this one.
+
+    transport: a name, or "auto" for the transport that is preferred on such devices.
+    """
     curve = curve_of(transport, device.type)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / GIB
@@ -44,7 +47,7 @@ def here(device: torch.device, count: int, transport: str) -> Machine:
 
 
 def imagined(device: torch.device, count: int, transport: str) -> Machine:
-    """GPUs like this one, or H200s where there is no GPU."""
+    """Return a machine of `count` GPUs like this one, or of H200s if there is no GPU."""
     if device.type == "cuda":
         return here(device, count, transport)
     return Machine(rates.H200.device, count, curve_of(transport, "cuda"), rates.H200.memory)

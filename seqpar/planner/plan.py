@@ -1,9 +1,9 @@
-"""The one "auto": mesh, strategy, transport and local attention of a run, decided once for launcher and library alike.
+"""Makes a run's plan once, for launcher and library alike: mesh, strategy, transport and local attention.
 
-The mesh, the strategy and the transport are those of the layout that is predicted to be the fastest
-(`seqpar.planner.search`), among those that the caller's words and mesh allow. The local attention is the one that says
-the highest preference for the GPU's generation and the head dim, among those that support the dtype. It never depends
-on row counts: the same kernel on any number of ranks makes results comparable bit by bit.
+The planner takes the mesh, strategy and transport of the layout with the shortest predicted step
+(`seqpar.planner.search`), among the layouts that the caller's settings and mesh allow. Among the local attentions that
+support the dtype it takes the one whose file states the highest preference for the GPU's generation and the head dim.
+This choice never depends on row counts: the same kernel on any number of ranks makes results comparable bit by bit.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from seqpar.protocols import plugin, plugins
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport
 
-STEPS = 25  # of a run whose number of steps is not known yet
+STEPS = 25  # assumed where the number of steps of a run is not known yet
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A name and the reason for it, for people to read."""
+    """A chosen name and the reason for the choice, as text for people."""
 
     name: str
     why: str
@@ -45,9 +45,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs: the layout with its mesh sizes, and strategy, transport and local attention with the reason for each.
+    """The layout with its mesh sizes, and the strategy, transport and local attention with the reason for each.
 
-    ranking: all layouts that were predicted; its first one is the layout.
+    ranking: all layouts that were predicted; `layout` is the first of them.
     """
 
     layout: Layout
@@ -58,30 +58,30 @@ class Plan:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name -> size, as `Mesh.from_env` takes them."""
+        """Return axis name -> size, in the form that `Mesh.from_env` accepts."""
         return self.layout.sizes
 
     @property
     def best(self) -> Layout:
-        """The layout."""
+        """Return the layout."""
         return self.layout
 
     @property
     def ms(self) -> float:
-        """The predicted ms of a step."""
+        """Return the predicted time of a step in ms."""
         return self.ranking.ranked[0].ms
 
     def check(self, mesh: Mesh) -> None:
-        """Raise `ValueError` for a mesh of other sizes, or one whose ranks cannot use the transport.
+        """Raise `ValueError` if the mesh has other sizes, or if its ranks cannot use the transport.
 
-        Every rank asks at the same time.
+        Every rank must call this at the same time.
         """
         if mesh.sizes != self.sizes:
             raise ValueError(f"got a plan for {self.layout} and a mesh of {mesh}, expected the same sizes; give one")
         check_transport(self.transport.name, mesh)
 
     def table(self) -> str:
-        """A row for each layout that was predicted."""
+        """Return a table with a row for each layout that was predicted."""
         return self.ranking.table()
 
     def __str__(self) -> str:
@@ -89,16 +89,16 @@ class Plan:
 
 
 def make(work: Work, load: Load, dtype: torch.dtype, ranks: Mesh, wish: Wish, mesh: Mesh | None = None) -> Plan:
-    """The plan for these processes, or within the caller's mesh; the same on every rank, because rank 0's rates decide.
+    """Return the plan for these processes, or for the caller's mesh; all ranks get the same, from rank 0's rates.
 
-    Raises `ValueError`, on every rank, for names that are none and where nothing is what was asked for.
+    Raises `ValueError` on every rank for unknown names and where no layout satisfies the wish.
     """
     wish = replace(wish, exact=wish.exact or exact.is_on())
     if mesh is not None:
         wish = replace(wish, axes=mesh.sizes)
         tokens, images = max(load.tokens, mesh.sequence.size), max(load.images, mesh.data.size)
         load = replace(load, tokens=tokens, images=images)
-    # every rank tries the exchanges together
+    # trying a transport is collective: every rank must do it at the same time
     moved = ranks.together(lambda: _reached(wish.transport, ranks, mesh))
     machine = here(ranks.device, ranks.world.size, moved.name)
     if mesh is not None:  # the caller has decided that it fits
@@ -107,9 +107,9 @@ def make(work: Work, load: Load, dtype: torch.dtype, ranks: Mesh, wish: Wish, me
 
 
 def for_library(config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | None, wish: Wish, table: int) -> Plan:
-    """The plan of a model that is called for pictures of unknown number and size: one guided picture of its own size.
+    """Return the plan for a library call, which is assumed to make one guided picture of the model's own size.
 
-    config: of a model whose file exports `work`. table: as of `Load`.
+    config: the config of a model whose file exports `work`. table: see `Load`.
     """
     tokens, latent = (config.sample_size // config.patch_size) ** 2, config.in_channels * config.patch_size**2
     load = Load(1, tokens, True, STEPS, dtype.itemsize, parameters, latent, 2, table)
@@ -117,7 +117,7 @@ def for_library(config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | N
 
 
 def work_of(config: Any) -> Work:
-    """What a model does with a token, as the file says in which its config's class is written."""
+    """Return the `Work` of a model, from the `work(config)` of the file that defines the config's class."""
     file = sys.modules[type(config).__module__]
     if not hasattr(file, "work"):
         raise ValueError(f"got a model whose file {file.__name__} has no `work(config)`, expected one for the planner")
@@ -125,12 +125,12 @@ def work_of(config: Any) -> Work:
 
 
 def rank(work: Work, load: Load, machine: Machine, wish: Wish, dtype: torch.dtype) -> Ranking:
-    """All layouts of a machine, also of one that is only imagined; `ValueError` where there is none."""
+    """Return all layouts of a machine, which need not be present, best first; `ValueError` if none is possible."""
     found = rates.load(machine.device, machine.count, str(dtype).removeprefix("torch."))
     if machine.count > 1 and machine.transport not in found.exchange:
         known = ", ".join(found.exchange)
         raise ValueError(
-            f"got transport {machine.transport}, of which {found.source} know nothing ({known} only); measure it "
+            f"got transport {machine.transport}, which is not in the rates ({found.source}: {known}); measure it "
             f"with launch/bench.py rates, or use another transport"
         )
     return search(work, load, machine.count, wish, found, machine.transport, machine.memory)
@@ -152,7 +152,10 @@ def _decided(
 
 
 def choose_transport(name: str, mesh: Mesh) -> Choice:
-    """How blocks travel; `ValueError` where the named way does not work here. Every rank asks at the same time."""
+    """Return the transport of a mesh; `ValueError` if the named one does not work here.
+
+    Every rank must call this at the same time.
+    """
     if name != "auto":
         check_transport(name, mesh)
         return Choice(name, "as asked")
@@ -162,7 +165,10 @@ def choose_transport(name: str, mesh: Mesh) -> Choice:
 
 
 def transport_between(axis: Axis, device: torch.device) -> Choice:
-    """The best transport that "auto" may take and that works between these ranks; they ask at the same time."""
+    """Return the best transport that "auto" may take and that works between these ranks.
+
+    Every rank of the axis must call this at the same time.
+    """
     refused = ""
     for name in _folder.unasked(device.type):
         module = _folder.load(name)
@@ -174,7 +180,7 @@ def transport_between(axis: Axis, device: torch.device) -> Choice:
 
 
 def check_transport(name: str, mesh: Mesh) -> None:
-    """Raise `ValueError` where a transport does not work between these ranks. Every rank asks at the same time."""
+    """Raise `ValueError` if a transport does not work between these ranks; all must call this at the same time."""
     reason = _folder.load(name).why_not(mesh)
     if reason is not None:
         simplest = _folder.unasked(mesh.device.type)[-1]
@@ -182,7 +188,7 @@ def check_transport(name: str, mesh: Mesh) -> None:
 
 
 def _reached(name: str, ranks: Mesh, mesh: Mesh | None) -> Choice:
-    """The transport between these ranks, before or after they have a mesh. A named one is tried on the mesh."""
+    """Return the transport between these ranks, with or without a mesh; a named one is only tried on a mesh."""
     if mesh is not None:
         return choose_transport(name, mesh)
     if name == "auto":
@@ -192,7 +198,7 @@ def _reached(name: str, ranks: Mesh, mesh: Mesh | None) -> Choice:
 
 
 def _nothing_to_exchange(device: torch.device) -> Choice:
-    """The transport that needs least: the one that is preferred last."""
+    """Return the transport with the lowest preference, which needs the least; used where nothing is exchanged."""
     return Choice(_folder.unasked(device.type)[-1], "nothing to exchange")
 
 
@@ -200,8 +206,10 @@ def _nothing_to_exchange(device: torch.device) -> Choice:
 
 
 def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> Choice:
-    """The local attention for this device, dtype and head dim, with key masks or not; `ValueError` where the named one
-    does not fit."""
+    """Return the local attention for this device, dtype, head dim and use of key masks.
+
+    Raises `ValueError` if the named one does not work with them.
+    """
     if name != "auto":
         reason = _why_not(name, device, dtype, head_dim, mask)
         if reason is not None:
@@ -223,7 +231,7 @@ def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
 def _fitting(
     device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool
 ) -> tuple[list[str], Mapping[str, str]]:
-    """Those that work here, best first; the reason for each that would have come before the best."""
+    """Return the local attentions that work here, best first, and why each more preferred one does not work."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     preferred = {
         name: plugin(seqpar.local, name, "local attention").preference(major, head_dim)
@@ -240,7 +248,10 @@ def _fitting(
 
 
 def _why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool) -> str | None:
-    """Why a local attention is not for this, None where it is; in exact mode also where rows may differ."""
+    """Return why a local attention cannot be used here, or None if it can.
+
+    In exact mode its rows must also not depend on the number of rows.
+    """
     module = plugin(seqpar.local, name, "local attention")
     reason = module.why_not(device, dtype, head_dim, mask)
     if reason is None and exact.is_on():
@@ -249,7 +260,10 @@ def _why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
 
 
 def parse_mesh(text: str) -> tuple[Aim, dict[str, int]]:
-    """What a text like "cfg=2,ulysses=2" names; only an aim for "auto" and "throughput"; ValueError for other texts."""
+    """Return the aim and the axis sizes that a `--mesh` text names.
+
+    "cfg=2,ulysses=2" names axis sizes; "auto" and "throughput" name only an aim. Other texts raise ValueError.
+    """
     axes: dict[str, int] = {}
     for part in text.split(",") if text not in ("auto", "throughput") else ():
         name, _, size = part.partition("=")
@@ -264,15 +278,15 @@ def parse_mesh(text: str) -> tuple[Aim, dict[str, int]]:
 
 
 def load_strategy(name: str) -> ModuleType:
-    """The strategy's file."""
+    """Return the module of a strategy."""
     return plugin(seqpar.attention, name, "strategy")
 
 
 def load_transport(name: str) -> Transport:
-    """A transport of that name, with nothing made yet."""
+    """Return a new transport of that name, without any exchange or buffer yet."""
     return _folder.load(name).Transport()
 
 
 def load_local(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The local attention's function, a Core."""
+    """Return the function of a local attention, a `seqpar.protocols.Core`."""
     return plugin(seqpar.local, name, "local attention").attend

@@ -1,8 +1,8 @@
-"""Predicted ms of a step and memory of a rank for one layout: counts (`costs.py`) over rates (`rates.py`).
+"""Predicts the ms of a step and the memory of a rank for one layout, as counts (`costs.py`) over rates (`rates.py`).
 
-Parts are added up, and nothing is counted as hidden, because transfers by kernels take multiprocessors from what they
-overlap (docs/planner.md), except where a strategy says that copy engines make them behind its products
-(`Layer.behind`). The slowest rank counts: uneven tokens and heads are rounded up.
+The prediction adds all parts up. It counts a transfer as hidden only where a strategy states that copy engines carry it
+while its matrix products run (`Layer.behind`); transfers by kernels take multiprocessors from the kernels that they
+overlap (docs/planner.md). The slowest rank counts: uneven tokens and heads are rounded up.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from seqpar.shard import Shard
 
 STATE = 4  # bytes of the denoised state and of modulation: fp32
 GIB = 1 << 30
-TABLE_BYTES = 2 << 30  # a modulation table that is larger is made for some steps at a time
-USABLE = 0.95  # of a device's memory: CUDA's context and NCCL's buffers need the rest
+TABLE_BYTES = 2 << 30  # a larger modulation table is computed in parts, for some steps at a time
+USABLE = 0.95  # share of a device's memory; CUDA's context and NCCL's buffers need the rest
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is to be computed: pictures of `tokens` tokens each, with guidance or not, in a dtype of `itemsize` bytes.
+    """The work of a run: `images` pictures of `tokens` tokens each, in a dtype of `itemsize` bytes.
 
-    parameters: of the model. latent: values of a token's latent. labels: distinct ones, the unconditional included.
-    table: bytes up to which the modulation of several steps is kept.
+    guidance: whether there is an unconditional branch. parameters: number of the model's parameters. latent: values of
+    one token's latent. labels: number of distinct labels, including the unconditional one. table: maximum bytes of the
+    modulation table.
     """
 
     images: int
@@ -39,13 +40,13 @@ class Load:
     table: int
 
     def rows(self, layout: Layout) -> int:
-        """Batch rows of the rank with most images: twice its images where both guidance branches are there."""
+        """Return the batch rows of the rank with most images: twice its images if it computes both branches."""
         return Shard(self.images, layout.data).sizes[0] * (2 if self.guidance and layout.cfg == 1 else 1)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank: a floor, without what the allocator, CUDA and NCCL add."""
+    """Bytes on one rank: a lower bound that leaves out what the allocator, CUDA and NCCL add."""
 
     weights: int
     table: int
@@ -54,13 +55,13 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Of all parts."""
+        """Return the sum of all parts."""
         return self.weights + self.table + self.activations + self.exchange
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """ms a step, part by part, and memory, of one layout."""
+    """The predicted ms of a step, part by part, and the memory of a rank, for one layout."""
 
     layout: Layout
     gemm: float
@@ -71,11 +72,11 @@ class Prediction:
 
     @property
     def ms(self) -> float:
-        """A step."""
+        """Return the ms of a whole step."""
         return self.gemm + self.attention + self.elementwise + self.exchange
 
     def too_big(self, memory_gib: float | None) -> str | None:
-        """Why the layout does not fit a device of that much memory, None where it does."""
+        """Return why the layout does not fit a device with `memory_gib`, or None if it fits or the limit is None."""
         need = self.memory.total / GIB
         if memory_gib is None or need <= USABLE * memory_gib:
             return None
@@ -83,7 +84,7 @@ class Prediction:
 
 
 def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
-    """The time and memory of a step on this layout."""
+    """Return the predicted time and memory of a step on this layout."""
     b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
     every = layers(work, layout, load.tokens, b)
     slowest = every[0]
@@ -103,12 +104,12 @@ def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
 
 
 def _products(work: Work, layer: Layer) -> tuple[tuple[int, int], ...]:
-    """The matrix products of a block: q, k and v apart where the strategy splits them."""
+    """Return the matrix products of a block; q, k and v are separate products if the strategy splits them."""
     return (*_split(work).values(), *work.gemms[1:]) if layer.split else work.gemms
 
 
 def _split(work: Work) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of the products of q, k and v."""
+    """Return (inputs, outputs) of the separate products of q, k and v."""
     inputs, outputs = work.gemms[0]
     queries = work.heads * work.head_dim
     keys = (outputs - queries) // 2
@@ -116,23 +117,23 @@ def _split(work: Work) -> dict[str, tuple[int, int]]:
 
 
 def gemm_us(rates: Rates, rows: int, inputs: int, outputs: int, itemsize: int) -> float:
-    """A product fills the device by its number of outputs; with few rows it waits for its matrix or its launch."""
+    """Return the us of a matrix product: the longest of computing, reading the weights and launching a kernel."""
     compute = 2e-6 * rows * inputs * outputs / rate_at(rates.gemm, rows * outputs)
     return max(compute, 1e-6 * inputs * outputs * itemsize / rates.weights, rates.kernel_us)
 
 
 def attention_us(rates: Rates, head_dim: int, call: Cost) -> float:
-    """By the measured head dim that is nearest."""
+    """Return the us of an attention call, at the rate of the nearest measured head dim."""
     nearest = min(rates.attention, key=lambda dim: (max(dim, head_dim) / min(dim, head_dim), dim))
     return 1e-6 * call.flops / rate_at(rates.attention[nearest], call.flops)
 
 
 def memory(work: Work, load: Load, layout: Layout, layer: Layer) -> Memory:
-    """The memory of a rank: all weights, and the modulation of as many steps as `load.table` bytes hold, or of one."""
+    """Return the memory of a rank: all weights, and the modulation of the steps that fit `load.table`, at least one."""
     b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
     step = load.labels * work.table * STATE
     kept = min(load.steps, max(1, load.table // step))
-    state = 3 * b * mine * load.latent * STATE  # the tokens, the prediction, the other branch's
+    state = 3 * b * mine * load.latent * STATE  # the tokens and the predictions of both branches
     return Memory(
         weights=load.parameters * load.itemsize,
         table=kept * step + b * work.table * STATE,
@@ -146,7 +147,7 @@ def _pass_us(rates: Rates, read_and_written: float, kernels: int) -> float:
 
 
 def _passes_us(work: Work, load: Load, layout: Layout, layer: Layer, rates: Rates) -> float:
-    """The elementwise kernels of one block: the model's, and what the strategy adds."""
+    """Return the us of the elementwise kernels of one block: the model's and those that the strategy adds."""
     b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
     total = sum(_pass_us(rates, b * mine * elements * load.itemsize, 1) for elements in work.passes)
     for values, kernels in layer.passes:
@@ -155,12 +156,15 @@ def _passes_us(work: Work, load: Load, layout: Layout, layer: Layer, rates: Rate
 
 
 def _step_pass_us(work: Work, load: Load, rows: int, rates: Rates) -> float:
-    """Once a step: the first norm (3 E: read, written, positions or stream), and guidance + scheduler."""
+    """Return the us of the passes that run once a step: the first norm, and guidance with the scheduler's update.
+
+    The first norm moves 3 E values a token: it reads the stream and the positions, and writes its output.
+    """
     return _pass_us(rates, rows * (3 * work.width * load.itemsize + 4 * load.latent * STATE), 2)
 
 
 def _exchanges_us(work: Work, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates) -> float:
-    """The exchanges of one layer; what is hidden behind products is still waited for."""
+    """Return the us of one layer's exchanges; a hidden exchange still costs at least that of an empty message."""
     value, curve = load.rows(layout) * work.head_dim * load.itemsize, rates.exchange[layout.transport]
     moved = busiest(every)
     if not every[0].behind or not sum(moved):
@@ -169,10 +173,10 @@ def _exchanges_us(work: Work, load: Load, layout: Layout, every: tuple[Layer, ..
 
 
 def _exposed_us(work: Work, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates) -> float:
-    """How much later than its last product an exchange ends whose equal parts travel behind products, one at a time.
+    """Return by how many us an exchange ends after the last of the products that overlap it.
 
-    A part leaves when it is made and the part before it has arrived; the product that it travels behind begins when it
-    is made.
+    The exchange has one equal part for each of these products. A part starts when it has been computed and the part
+    before it has arrived; at the same time the product that overlaps it starts.
     """
     rows, behind = load.rows(layout) * Shard(load.tokens, layout.sequence).sizes[0], every[0].behind
     (moved,) = busiest(every)
@@ -185,7 +189,7 @@ def _exposed_us(work: Work, load: Load, layout: Layout, every: tuple[Layer, ...]
 
 
 def _swap_us(load: Load, layout: Layout, rates: Rates) -> float:
-    """Once a step: the guidance branches swap their predictions."""
+    """Return the us in which the guidance branches exchange their predictions, once a step."""
     if layout.cfg == 1:
         return 0.0
     sent = load.rows(layout) * Shard(load.tokens, layout.sequence).sizes[0] * load.latent * STATE

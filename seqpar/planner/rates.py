@@ -1,7 +1,7 @@
-"""How fast this machine is: rates of matrix products, attention, copies and exchanges, and where they are kept.
+"""Rates of matrix products, attention, copies and exchanges on this machine, and the cache file that keeps them.
 
-`launch/bench.py rates` measures them once per machine and writes them to the user's cache; where nothing was measured,
-committed defaults are used, and whoever prints a plan says which (`Rates.source`).
+`launch/bench.py rates` measures them once per machine and writes them to the user's cache. Where nothing was measured,
+the planner uses committed defaults; a printed plan names the source of its rates (`Rates.source`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 import torch
 
 Curve = tuple[tuple[float, float], ...]
-"""Measured points (x, y), x rising."""
+"""Measured points (x, y) in ascending order of x."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine reaches with one dtype.
+    """The measured rates of a machine with one dtype.
 
-    gemm: elements of the product -> TFLOP/s. weights: TB/s at which a product of few rows reads its matrix.
-    attention: head dim -> (FLOPs of a call -> TFLOP/s). copy: TB/s, bytes read and written. kernel_us: what an
-    elementwise kernel takes besides its bytes. exchange: transport -> (bytes the busiest rank sends -> us).
-    memory: GiB of one device (None: not known).
+    gemm: elements of the product's output -> TFLOP/s. weights: TB/s at which a product of few rows reads its matrix.
+    attention: head dim -> (FLOPs of a call -> TFLOP/s). copy: TB/s, counting bytes read and written. kernel_us: the
+    fixed us of an elementwise kernel, without its bytes. exchange: transport -> (bytes that the busiest rank sends ->
+    us). memory: GiB of one device (None if unknown).
     """
 
     device: str
@@ -47,8 +47,10 @@ class Rates:
 
 
 def rate_at(curve: Curve, x: float) -> float:
-    """A rate between measured points, straight in the logarithms: below the first the time, above the last the rate
-    stays what it is there."""
+    """Return the rate at x, interpolated linearly in the logarithms of both coordinates.
+
+    Below the first point the time is constant; above the last point the rate is constant.
+    """
     if x <= curve[0][0]:
         return curve[0][1] * x / curve[0][0]
     if x >= curve[-1][0]:
@@ -59,7 +61,7 @@ def rate_at(curve: Curve, x: float) -> float:
 
 
 def time_at(curve: Curve, x: float) -> float:
-    """A time between measured points, straight: below the first that one's time, above the last its slope goes on."""
+    """Return the time at x, interpolated linearly; constant below the first point, with the last slope above."""
     if x <= curve[0][0]:
         return curve[0][1]
     if len(curve) == 1:
@@ -78,7 +80,7 @@ _MIB = 1 << 20
 # 4096 -> 4096 at 128 to 8192 rows, 4096 -> 12288 at 8192. Weights: 4096 -> 12288 and -> 22016 at 128 rows. Attention:
 # flash-attn-4 at head dims 64 and 128, cuDNN at 72; its two largest points are what the steps of
 # docs/benchmarks/2026-11-20-h200-engine.md leave to attention, and small calls of 64 and 72 are those of 128.
-# Exchanges: in a graph, of 0.25 to 256 MiB on each of four ranks three quarters leave.
+# Exchanges: four ranks in a CUDA graph; each holds 0.25 to 256 MiB and sends three quarters of it.
 H200 = Rates(
     device="NVIDIA H200",
     dtype="bfloat16",
@@ -105,7 +107,7 @@ H200 = Rates(
     },
     memory=139,
 )
-# One core of a server for each process, gloo between two of them, rounded: enough to rank layouts
+# Rounded values for one server core a process and gloo between two processes: precise enough to rank layouts
 CPU = Rates(
     device="CPU",
     dtype="float32",
@@ -123,9 +125,9 @@ CPU = Rates(
 
 
 def load(device: str, count: int, dtype: str) -> Rates:
-    """The rates measured for `count` processes on this kind of device with this torch, else the defaults.
+    """Return the rates measured for `count` processes on this kind of device with this torch, else the defaults.
 
-    What a run of one process could not measure (exchanges) is taken from the defaults.
+    A measurement with one process has no exchanges; these are taken from the defaults.
     """
     default = CPU if device == "CPU" else H200
     path = _path(device, count, dtype)
@@ -139,7 +141,7 @@ def load(device: str, count: int, dtype: str) -> Rates:
 
 
 def save(rates: Rates, count: int) -> Path:
-    """Write what was measured; the file appears whole or not at all."""
+    """Write measured rates to the cache in one atomic step, and return the path of the file."""
     path = _path(rates.device, count, rates.dtype)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
@@ -165,7 +167,7 @@ def _read(path: Path) -> Rates:
         return Rates(**found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"got {path}, which holds no rates ({error!r}); delete it, or measure again: launch/bench.py rates"
+            f"got {path}, which holds no valid rates ({error!r}); delete it, or measure again: launch/bench.py rates"
         ) from error
 
 

@@ -1,7 +1,8 @@
-"""Which layout is best: every data x cfg x ring x ulysses and strategy that the caller allows, predicted and ranked.
+"""Finds the best layout: it predicts and ranks every data x cfg x ring x ulysses and strategy that the caller allows.
 
-Two aims: "latency" puts all ranks on every picture (the first one soonest); "throughput" may also give each rank its
-own pictures (most pictures a second). Names and sizes that the caller gives restrict what is looked at.
+There are two aims. "latency" puts all ranks on every picture, so that the first picture is ready soonest; "throughput"
+may also give ranks pictures of their own, for the most pictures a second. Names and sizes from the caller restrict
+the search.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from seqpar.planner.facts import Layout, Work
 from seqpar.planner.predict import GIB, Load, Prediction, predict
 from seqpar.planner.rates import Rates
 
-TIE = 0.01  # predictions that differ by less say nothing: then the first in the order of `allowed`
+TIE = 0.01  # predictions that differ by a smaller share tie; the first in the order of `allowed` is taken then
 
 Aim = Literal["latency", "throughput"]
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What the caller says: an aim, sizes of some axes, whether only exact strategies will do, and names or "auto"."""
+    """The caller's requirements: an aim, sizes of some axes, whether to be exact, and names or "auto"."""
 
     aim: Aim = "latency"
     axes: Mapping[str, int] = field(default_factory=dict)
@@ -35,7 +36,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Ranking:
-    """All layouts that were looked at, best first; those that do not fit the memory come last, each with its reason."""
+    """The result of a search: the layouts that fit the memory, best first, and the others with the reason for each."""
 
     work: Work
     wish: Wish
@@ -46,17 +47,17 @@ class Ranking:
 
     @property
     def best(self) -> Layout:
-        """What is taken; `ValueError` where nothing fits the memory."""
+        """Return the chosen layout; `ValueError` if no layout fits the memory."""
         if not self.ranked:
             row, reason = min(self.too_big, key=lambda pair: pair[0].memory.total)
             raise ValueError(
                 f"got a run that does not fit: its smallest layout ({_name(row.layout)}) {reason}, expected one that "
-                f"does; start more processes, take a smaller --size, fewer classes or another --dtype"
+                f"fits; start more processes, take a smaller --size, fewer classes or another --dtype"
             )
         return self.ranked[0].layout
 
     def __str__(self) -> str:
-        """One line: what, what is expected, what came next, on what grounds."""
+        """Return one line: the chosen layout, its predicted time, the next best layout and the source of the rates."""
         if not self.ranked:
             return f"nothing fits; rates: {self.rates.source}"
         first, *others = self.ranked
@@ -66,13 +67,13 @@ class Ranking:
             text += f" ({aim}); next {_name(others[0].layout)}, {_ms(others[0])}"
             exact, other = (facts_of(row.layout.strategy).moves_only for row in (first, others[0]))
             rounds = exact and not other and others[0].ms < first.ms
-            text += " (not taken unasked: it rounds otherwise than one rank)" if rounds else ""
+            text += " (not chosen automatically: it rounds differently from one rank)" if rounds else ""
         else:
             text += " (nothing else to choose)"
         return f"{text}; rates: {self.rates.source}"
 
     def table(self) -> str:
-        """A row a layout: ms a step and its parts, pictures a second, memory of a rank."""
+        """Return a table with a row for each layout: ms a step and its parts, pictures a second, memory of a rank."""
         head = f"{'layout':<34} {'strategy':<10} {'ms a step':>10} {'gemm':>9} {'attention':>9} {'elementw.':>9}"
         lines = [f"{head} {'exchange':>9} {'pictures/s':>10} {'GiB a rank':>10}"]
         for row in self.ranked:
@@ -83,7 +84,7 @@ class Ranking:
         return "\n".join([*lines, *([self.counts()] if self.ranked else [])])
 
     def counts(self) -> str:
-        """What a step of the best layout costs, in FLOPs, bytes and messages."""
+        """Return a line with the FLOPs, bytes and messages of a step of the best layout."""
         layout, load = self.best, self.load
         cost = totals(self.work, layout, load.tokens, load.images, load.guidance, load.itemsize)
         text = f"a step: {cost.flops / 1e12:.3g} TFLOP, {cost.elements * load.itemsize / 1e9:.3g} GB read and written"
@@ -95,9 +96,9 @@ class Ranking:
 def search(
     work: Work, load: Load, world: int, wish: Wish, rates: Rates, transport: str, memory: float | None
 ) -> Ranking:
-    """The best layout of `world` ranks with `memory` GiB each (None: no limit), and all others.
+    """Return the ranking of all layouts of `world` ranks with `memory` GiB each (None means no limit).
 
-    Raises ValueError where no layout is what was asked for.
+    Raises ValueError if no layout satisfies the wish.
     """
     layouts = allowed(world, wish, work, load, transport)
     if not layouts:
@@ -109,10 +110,10 @@ def search(
 
 
 def _ranked(fitting: list[Prediction]) -> tuple[Prediction, ...]:
-    """What is taken, then the others, fastest first."""
+    """Return the chosen prediction first, then the others, fastest first."""
     if not fitting:
         return ()
-    # what rounds otherwise than one rank is taken unasked only where nothing else fits
+    # a strategy that rounds differently from one rank is chosen automatically only if no other layout fits
     exact = [row for row in fitting if facts_of(row.layout.strategy).moves_only] or fitting
     least_ms = min(row.ms for row in exact)
     first = next(row for row in exact if row.ms <= (1 + TIE) * least_ms)
@@ -121,10 +122,10 @@ def _ranked(fitting: list[Prediction]) -> tuple[Prediction, ...]:
 
 
 def allowed(world: int, wish: Wish, work: Work, load: Load, transport: str) -> list[Layout]:
-    """Every layout of `world` ranks that the wish allows and the pictures can fill.
+    """Return every layout of `world` ranks that the wish allows and that has work for every rank.
 
-    In order of preference where predictions tie: pictures apart, guidance branches apart (one small exchange a step),
-    then the order that the strategies' files say.
+    The order is the preference when predictions tie: first layouts that split pictures over ranks, then those that
+    split guidance branches (one small exchange a step), then the order that the strategies' files state.
     """
     names = tuple(strategies()) if wish.strategy == "auto" else (wish.strategy,)
     found = [
@@ -139,7 +140,7 @@ def allowed(world: int, wish: Wish, work: Work, load: Load, transport: str) -> l
 
 
 def _axes(world: int, wish: Wish, load: Load) -> Iterator[tuple[int, int, int, int]]:
-    """All sizes whose product is `world`, with an image for each data rank and a token for each rank of a sequence."""
+    """Yield all axis sizes whose product is `world`, with an image for each data rank and a token for each other."""
     free = dict(wish.axes) if wish.aim == "throughput" else {"data": 1, **wish.axes}
     for data in _divisors(world, free.get("data")):
         for cfg in (2, 1) if load.guidance else (1,):
@@ -156,24 +157,27 @@ def _divisors(number: int, given: int | None) -> list[int]:
 
 
 def _fits(name: str, ring: int, ulysses: int, wish: Wish, work: Work) -> bool:
-    """Whether a strategy can run on these axes and is meant for them; unasked, each way of computing has one name."""
+    """Return whether a strategy can run on these axes and the wish allows it there.
+
+    In an automatic search each computation is listed under one strategy only (see `Facts.names`).
+    """
     facts = facts_of(name)
     if wish.exact and ring * ulysses > 1 and not facts.moves_only:
         return False
     if facts.why_not(ring, ulysses, work.heads, work.kv_heads) is not None:
         return False
     if wish.strategy != "auto":
-        # a ring axis adds nothing for a strategy that uses both axes as one, but it may have been asked for
+        # a ring axis changes nothing for a strategy that uses both axes as one, but the caller may have set it
         return ring == 1 or bool(facts.axes) or "ring" in wish.axes
     if not facts.names(ring, ulysses):
         return False
-    # whoever names the ulysses axis asks for heads to be split over it, as long as there are enough of them
+    # setting the ulysses axis asks for heads to be split over it, as long as there are enough of them
     means_heads = "ulysses" in wish.axes and 1 < ulysses <= work.kv_heads
     return not means_heads or "ulysses" in facts.axes
 
 
 def _on_the_sequence(found: list[Layout]) -> list[Layout]:
-    """A named strategy gets as many ranks as it can, so that it really exchanges: on both axes if it treats both."""
+    """Return the layouts that give a named strategy the most ranks, on both axes if it treats both separately."""
     most = max((layout.sequence for layout in found), default=1)
     found = [layout for layout in found if layout.sequence == most]
     both = [x for x in found if len(facts_of(x.strategy).axes) > 1 and x.ring > 1 and x.ulysses > 1]
@@ -185,7 +189,7 @@ def _preference(layout: Layout) -> tuple[int, int, int, int]:
 
 
 def _why_none(world: int, wish: Wish, load: Load, work: Work) -> str:
-    """Why no layout is what was asked for."""
+    """Return the reason why no layout satisfies the wish."""
     axes = wish.axes
     try:
         _, _, ring, ulysses = fill(
@@ -200,7 +204,7 @@ def _why_none(world: int, wish: Wish, load: Load, work: Work) -> str:
     if wish.exact and (wish.strategy not in exact if wish.strategy != "auto" else ring > 1):
         return (
             f"got strategy {wish.strategy} with {named} in exact mode, expected {' or '.join(exact)} and no ring axis: "
-            f"others merge partial results and round otherwise than one rank"
+            f"others merge partial results and round differently from one rank"
         )
     if wish.strategy != "auto":
         reason = why_not(wish.strategy, axes.get("ring", 1), axes.get("ulysses", 1), work.heads, work.kv_heads)

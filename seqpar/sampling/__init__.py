@@ -1,1 +1,1 @@
-"""The denoising loop: one run, its schedule, guidance and CUDA graph."""
+"""The denoising loop: a run with its schedule, guidance and CUDA graph."""

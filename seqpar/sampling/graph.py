@@ -1,8 +1,8 @@
-"""A step as one CUDA graph: captured once, replayed for every step with no work on the host between.
+"""Captures a step once as a CUDA graph and replays it for every step, with no work on the host in between.
 
-When it wins: always where the host launches slower than the GPU computes (small token counts, many GPUs); it never
-costs more than its capture, two steps and some memory. The work must live on the device alone: static buffers, a step
-counter in memory, no host sync.
+When it wins: whenever the host launches kernels more slowly than the GPU runs them (few tokens, many GPUs). It costs
+one capture, two warm-up steps and some memory. The step must run on the device alone: static buffers, a step counter
+in device memory, no host sync.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-WARM_UP = 2  # runs before capture: libraries load, tune and allocate in their first calls
+WARM_UP = 2  # runs before capture, because libraries load, tune and allocate in their first calls
 
 
 class StepGraph:
-    """`step()` captured on the current device. `state` is what it changes: warm-up leaves it as it was."""
+    """A CUDA graph of `step()` on the current device.
+
+    state: all tensors that a step changes; warm-up and capture restore their values.
+    """
 
     def __init__(self, step: Callable[[], None], state: Sequence[Tensor]) -> None:
         before = [tensor.clone() for tensor in state]
@@ -28,24 +31,24 @@ class StepGraph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):  # always the same step: there may be no other in its tables
+            for _ in range(WARM_UP):  # the same step each time, because its tables may hold no other
                 step()
                 restore()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        # the outer stream: a capture that fails does not go back to it by itself
-        # thread_local: NCCL's watchdog may query its events while we capture
+        # the outer context restores the current stream, which a failing capture does not do
+        # thread_local lets NCCL's watchdog thread query its events during the capture
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
             torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
         ):
             step()
-        restore()  # capturing runs nothing, but not all that it calls need know
+        restore()  # a capture runs no kernels, but code that it calls may still write to the state
 
     def replay(self) -> None:
-        """One step, queued on the current stream."""
+        """Queue one step on the current stream."""
         self._graph.replay()
 
     def release(self) -> None:
-        """Give its memory back; must happen before the process group ends."""
+        """Free the graph's memory; call this before the process group ends."""
         self._graph.reset()

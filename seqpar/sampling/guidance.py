@@ -1,4 +1,4 @@
-"""Guidance as data: none, classifier-free with a scale for each step, on some channels, rescaled, or embedded."""
+"""Settings of classifier-free guidance: scale of each step, guided channels, rescaling, or embedded guidance."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch import Tensor
 class Guidance:
     """Classifier-free guidance (arXiv 2207.12598): u + scale (c - u) on the first `channels` of the latent.
 
-    Off at scale <= 1. Original DiT guides 3 of 4 channels, diffusers all (None).
-    scales: one scale for each evaluation of the model, instead of `scale`; the unconditional branch is computed at
-    every step where one of them is over 1.
-    rescale: the share of the guided prediction that is scaled to the standard deviation of the conditional one (arXiv
-    2305.08891, section 3.4; diffusers' `guidance_rescale`), 0 to 1.
-    embedded: the model takes the scale as an input, and there is one branch (FLUX).
+    u and c are the predictions without and with the prompt. A scale of 1 or less turns guidance off.
+    channels: None guides all channels, as diffusers does; the original DiT guides 3 of 4.
+    scales: one scale for each evaluation of the model, instead of `scale`. If one of them is over 1, the unconditional
+    branch is computed at every step.
+    rescale: the share (0 to 1) of the guided prediction that is scaled to the standard deviation of the conditional
+    one (arXiv 2305.08891, section 3.4; diffusers' `guidance_rescale`).
+    embedded: the model takes the scale as an input, and there is only one branch (FLUX).
     """
 
     scale: float = 4.0
@@ -36,11 +37,11 @@ class Guidance:
 
     @property
     def on(self) -> bool:
-        """Whether there is an unconditional branch."""
+        """Return whether an unconditional branch is computed."""
         return not self.embedded and max(self.scales or (self.scale,)) > 1
 
     def vector(self, evaluations: int) -> Tensor:
-        """The scale of each evaluation of the model, fp64 on the CPU; ValueError where there are more or fewer."""
+        """Return the scale of each evaluation, (S,) fp64 on the CPU; ValueError if `scales` has another length."""
         scales = self.scales or (self.scale,) * evaluations
         if len(scales) != evaluations:
             raise ValueError(f"got {len(scales)} guidance scales, expected one for each of {evaluations} evaluations")
@@ -48,7 +49,7 @@ class Guidance:
 
 
 def check_layout(data: int, cfg: int, images: int, guidance: Guidance, channels: int) -> None:
-    """Raise ValueError where images or guidance do not fit the sizes of the data and cfg axes."""
+    """Raise ValueError if images or guidance do not fit the sizes of the data and cfg axes."""
     if cfg > 1 and not guidance.on:
         raise ValueError(
             f"got cfg={cfg} with guidance {guidance.scale}, expected guidance > 1; without it "

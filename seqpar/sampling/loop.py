@@ -1,4 +1,4 @@
-"""The denoising loop: predict, guide, step, all on this rank's tokens; see `seqpar.sampling.run`."""
+"""The denoising loop: it predicts, guides and steps on this rank's tokens; `seqpar.sampling.run` does the work."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def sample(
     on_step: Callable[[int], None] = lambda index: None,
     **settings: Unpack[Settings],
 ) -> Tensor:
-    """Latents (N, C, H, W) from noise of that shape, whole and equal on every rank.
+    """Denoise noise into latents (N, C, H, W) of the same shape, complete and equal on every rank.
 
-    scheduler, noise, prompt and settings (steps, guidance, eta, generator ...): see `Request`. They are rank 0's on
-    every rank; what other ranks pass must have the same shapes, dtypes and number of steps.
-    graph: replay the step as a CUDA graph where that is possible (`why_no_graph` says where not).
-    on_step(index) is called when a step has been queued; on a GPU it may still be running.
-    Raises ValueError for arguments that do not fit, and where the latents stop being finite (says at which step).
+    scheduler, noise, prompt and settings (steps, guidance, eta, generator ...): see `Request`. Every rank uses rank 0's
+    values; those of other ranks must have the same shapes, dtypes and number of steps.
+    graph: replay the step as a CUDA graph if possible (`why_no_graph` gives the reason if not).
+    on_step(index): called when a step has been queued; on a GPU the step may still be running.
+    Raises ValueError for arguments that do not fit, and if the latents stop being finite (it names the step).
     """
     with Sampler(dit, graph=graph) as sampler:
         return sampler(scheduler, noise, prompt, on_step=on_step, **settings)
@@ -44,10 +44,10 @@ def sample(
 class Sampler:
     """Reusable sampler: keeps buffers and the CUDA graph between compatible calls.
 
-    Calls are compatible where shapes, number of steps, kind of guidance and number of different prompts are the same;
-    noise, prompts, schedule and (in place) weights may change. Any other call frees the last run and begins anew.
-    Release it (or use it in a `with`) before the process group ends: a graph may hold NCCL's exchanges.
-    When it wins: capturing costs about three steps, a tenth of a run of 25.
+    Calls are compatible if shapes, number of steps, kind of guidance and number of distinct prompts are the same;
+    noise, prompts, schedule and (in place) weights may change. Any other call frees the last run and starts a new one.
+    Release it (or use it in a `with` block) before the process group ends, because a graph may hold NCCL's exchanges.
+    When it wins: for repeated calls; each one saves a capture, which costs about three steps, a tenth of a run of 25.
     """
 
     def __init__(self, dit: DistributedDiT, *, graph: bool = True) -> None:
@@ -73,7 +73,7 @@ class Sampler:
         on_step: Callable[[int], None] = lambda index: None,
         **settings: Unpack[Settings],
     ) -> Tensor:
-        """See `sample`."""
+        """Denoise noise into latents; see `sample` for the arguments and the errors."""
         made = course(rank_0s(self.dit.mesh, Request(scheduler, noise, prompt, **settings)))
         run, captured = self._ready(made), self._graph and why_not_captured(self.dit, made.decision) is None
         for index in range(len(made.timesteps_S)):
@@ -81,13 +81,13 @@ class Sampler:
                 run.capture()
             run.step()
             on_step(index)
-        self.dit.check_delivered()  # before the next collective, which would wait for whoever is gone
+        self.dit.check_delivered()  # before the next collective, which would wait for a rank that has died
         latents = run.latents()
         check_finite(run.first_bad(), run.timesteps)
         return latents
 
     def _ready(self, course: Course) -> Run:
-        """The kept run at its beginning where it can serve, on every rank; else a new one, on every rank."""
+        """Return the kept run, restarted, if it can serve this course on every rank; otherwise a new run."""
         kind = (course.kind, self.dit.state)
         kept = all(self.dit.mesh.collect(self._run is not None and self._kind == kind))
         if self._run is None or not kept or not self._run.restart(course):
@@ -96,29 +96,29 @@ class Sampler:
         return self._run
 
     def release(self) -> None:
-        """Free what is kept."""
+        """Free the kept run with its buffers and CUDA graph."""
         if self._run is not None:
             self._run.release()
         self._run = self._kind = None
 
 
 def why_no_graph(dit: DistributedDiT, scheduler: Any) -> str | None:
-    """None where a step of this scheduler, whose timesteps are set, can be a CUDA graph, else the reason why not."""
+    """Return why a step of this scheduler cannot be a CUDA graph, or None if it can; its timesteps must be set."""
     return why_not_captured(dit, decide(scheduler))
 
 
 def draw_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """fp32 noise on the CPU in one draw for all images: the same bits for any number and kind of ranks."""
+    """Return fp32 noise, drawn on the CPU for all images at once: the same bits for any number and kind of ranks."""
     return randn_tensor(shape, generator=generator, device=torch.device("cpu"), dtype=torch.float32)
 
 
 def digest(latents: Tensor) -> str:
-    """16 hex digits that differ where a bit differs: to compare runs on other meshes or machines."""
+    """Return 16 hex digits of a hash over all bits, to compare runs on different meshes or machines."""
     return hashlib.sha256(latents.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def check_finite(first_bad: int, timesteps: Tensor) -> None:
-    """Raise ValueError where a step produced NaN or infinity."""
+    """Raise ValueError if a step produced NaN or infinity; first_bad: its index, or the number of steps if none did."""
     if first_bad < len(timesteps):
         raise ValueError(
             f"latents stopped being finite at step {first_bad + 1} of {len(timesteps)} (timestep "

@@ -1,4 +1,4 @@
-"""What a denoising run is asked for, and the schedule that is built from it once, on a copy of the scheduler."""
+"""The inputs of a denoising run (`Request`), and the schedule that is built from them once (`Course`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from seqpar.streams import Prompt
 
 
 class Settings(TypedDict, total=False):
-    """What `sample` takes besides scheduler, noise and prompt; see `Request`."""
+    """The keyword arguments of `sample` besides scheduler, noise and prompt; see `Request`."""
 
     steps: Required[int]
     guidance: Required[Guidance]
@@ -35,17 +35,17 @@ class Settings(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What one run is asked for. Nothing here is changed by the run.
+    """The inputs of one run, which does not change them.
 
-    scheduler: diffusers'. noise: whole latents, (N, C, H, W) or (N, C, T, H, W); for a model that denoises several
-    streams a mapping, in which 3-D tensors are tokens (N, L, C). prompt: the keyword arguments of the model's `encode`,
-    N rows each. negative: the prompt of the unconditional branch, which may have another text length; None for the
-    model's own. eta: how much noise, None for the scheduler's default. generator: where noise within the run comes
-    from, a CPU one; None is seed 0. use_clipped_model_output: see diffusers' DDIM.
-    begin: the evaluation of the model that the run begins with; the state is then taken as it is given (image-to-image:
-    a picture with that step's noise).
-    drawn: streams of the model with other tokens at every evaluation, (S, N, L, C).
-    segments: from which evaluation on another model takes over; it has the same streams and its own weights.
+    scheduler: a diffusers scheduler. noise: whole latents, (N, C, H, W) or (N, C, T, H, W); for a model that denoises
+    several streams it is a mapping, in which 3-D tensors are tokens (N, L, C). prompt: the keyword arguments of the
+    model's `encode`, N rows each. negative: the prompt of the unconditional branch, which may have another text length;
+    None uses the model's null prompt. eta: the amount of noise that a step adds; None uses the scheduler's default.
+    generator: a CPU generator for noise within the run; None uses seed 0. use_clipped_model_output: see diffusers'
+    DDIM. begin: index of the first evaluation of the model; if it is not 0, the state is used as given, without scaling
+    (image-to-image passes a picture with the noise of that step).
+    drawn: streams of the model whose tokens change at every evaluation, (S, N, L, C).
+    segments: first evaluation -> the model that takes over there; it has the same streams and its own weights.
     """
 
     scheduler: Any
@@ -62,7 +62,7 @@ class Request:
     segments: Mapping[int, DistributedDiT] = field(default_factory=dict)
 
     def latents(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The noise of each stream of the state; ValueError where there is none for one of them."""
+        """Return the noise of each stream of the state; ValueError if the names do not match."""
         given = {names[0]: self.noise} if isinstance(self.noise, Tensor) else dict(self.noise)
         if set(given) != set(names):
             raise ValueError(f"got noise for {', '.join(sorted(given))}, expected {', '.join(names)}")
@@ -70,7 +70,7 @@ class Request:
 
 
 def rank_0s(mesh: Mesh, request: Request) -> Request:
-    """The request as rank 0 makes it, on every rank; one ValueError where its form differs between ranks."""
+    """Return rank 0's request on every rank; the same ValueError on all if shapes or settings differ between ranks."""
     if mesh.world.size == 1:
         return request
     many = isinstance(request.noise, Mapping)
@@ -102,7 +102,7 @@ def rank_0s(mesh: Mesh, request: Request) -> Request:
 
 
 def _form(request: Request) -> dict[str, object]:
-    """What ranks must agree on besides tensors."""
+    """Return the settings, besides tensors, that must be equal on all ranks."""
     config = {name: value for name, value in request.scheduler.config.items() if not name.startswith("_")}
     return {
         "scheduler": (type(request.scheduler).__name__, sorted(config.items())),
@@ -116,9 +116,10 @@ def _form(request: Request) -> dict[str, object]:
 
 @dataclass(frozen=True, eq=False)
 class Course:
-    """A request and its schedule. scheduler: a copy of the caller's, with its timesteps set.
+    """A request and its schedule.
 
-    timesteps_S: of all evaluations of the model. guidance_S: the scale of each, fp64 on the CPU.
+    scheduler: a copy of the caller's scheduler, with its timesteps set. timesteps_S: the timestep of each evaluation of
+    the model. guidance_S: the guidance scale of each evaluation, fp64 on the CPU.
     """
 
     request: Request
@@ -129,17 +130,20 @@ class Course:
 
     @property
     def start_scale(self) -> float:
-        """What the noise is multiplied by before the first step."""
+        """Return the factor that multiplies the noise before the first step."""
         return 1.0 if self.request.begin else float(getattr(self.scheduler, "init_noise_sigma", 1.0))
 
     @cached_property
     def generator(self) -> torch.Generator:
-        """Where noise within the run comes from."""
+        """Return the generator of noise within the run."""
         return self.request.generator or torch.Generator().manual_seed(0)
 
     @property
     def kind(self) -> object:
-        """Equal for requests that one run can serve after another; of its own where the scheduler steps on the host."""
+        """Return a key that is equal for requests that one run can serve in turn.
+
+        A scheduler that steps on the host gets a key of its own every time, so that its run is never reused.
+        """
         decision, schedule, request = self.decision, self.decision.schedule, self.request
         if not decision.local:
             return object()
@@ -163,7 +167,7 @@ class Course:
 
 
 def course(request: Request) -> Course:
-    """The schedule of a request; ValueError for settings that do not fit the scheduler."""
+    """Return the request with its schedule; ValueError for settings that do not fit the scheduler."""
     scheduler = copy.deepcopy(request.scheduler)
     check_eta(scheduler, request.eta)
     scheduler.set_timesteps(request.steps)

@@ -1,7 +1,7 @@
 """One denoising run: it owns the sharded state, its history, the modulation tables, the step counter and the graphs.
 
-Tokens are cut once before the first step and gathered once after the last. Nothing in a step waits on the host where
-the scheduler steps on local tokens (see `seqpar.sampling.steppers`), so that a step can be a CUDA graph.
+It splits the tokens once before the first step and gathers them once after the last. If the scheduler steps on local
+tokens (see `seqpar.sampling.steppers`), nothing in a step waits for the host, so that a step can be a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from seqpar.shard import Shard
 from seqpar.streams import completed, distinct, stacked
 
 Branches = tuple[Tensor, Tensor | None]
-"""The model's outputs with the prompt and without it (None where there is one branch), (n, l, at least C*p*p) each."""
+"""The model's outputs with the prompt and without it (None if there is one branch), (n, l, at least C*p*p) each."""
 
 
 def begin(dit: DistributedDiT, request: Request) -> Run:
-    """A run at its beginning; every rank must call it at the same time. Rank 0's request is everyone's."""
+    """Return a new run of rank 0's request; every rank must call this at the same time."""
     return Run(dit, course(rank_0s(dit.mesh, request)))
 
 
 class Run:
-    """A denoising run. `step` moves it on, `latents` gathers it; `capture` makes steps replays of a CUDA graph."""
+    """A denoising run: `step` runs one step, `latents` gathers the state, `capture` records steps as CUDA graphs."""
 
     def __init__(self, dit: DistributedDiT, course: Course) -> None:
-        """The course's inputs are the same on every rank (see `begin`). Raises ValueError where they do not fit."""
+        """Set up the run. The course must be the same on every rank (see `begin`); ValueError if it does not fit."""
         self._dit, self._course = dit, course
         request, model = course.request, dit.model
         whole = request.latents(model.STATE)
@@ -60,25 +60,25 @@ class Run:
         self._segment = self._segments[0]
         self._segment.load(0)
 
-    # What a caller does with a run --------------------------------------------------------------------------------
+    # Public methods -----------------------------------------------------------------------------------------------
 
     @property
     def timesteps(self) -> Tensor:
-        """Of all evaluations of the model, (S,)."""
+        """Return the timestep of each evaluation of the model, (S,)."""
         return self._course.timesteps_S
 
     @property
     def tokens(self) -> Tensor:
-        """This rank's part of what the model sees next of the (first) stream of the state, (n, l, C*p*p)."""
+        """Return this rank's tokens of the state's first stream, as the next input of the model, (n, l, C*p*p)."""
         return next(iter(self._states.values())).tokens
 
     @property
     def why_no_graph(self) -> str | None:
-        """None where a step can be a CUDA graph, else the reason why not."""
+        """Return why a step cannot be a CUDA graph, or None if it can."""
         return why_not_captured(self._dit, self._course.decision)
 
     def step(self) -> None:
-        """Queue the next step: a graph's replay where one was captured. After the last comes the first again."""
+        """Queue the next step, as a replay if its graph was captured; after the last step the first one follows."""
         self._load()
         segment = self._segment
         if segment.graph is not None:
@@ -88,11 +88,11 @@ class Run:
             for name, out in outputs.items():
                 cond, uncond = self._guided(name, *self._parted(name, out))
                 self._steppers[name](cond, uncond, self._index, self._count, self._bad)
-            self._count.add_(1).remainder_(len(self.timesteps))  # a bench may go round
+            self._count.add_(1).remainder_(len(self.timesteps))  # a benchmark may run more steps
         self._index = (self._index + 1) % len(self.timesteps)
 
     def capture(self) -> None:
-        """Make steps of the next step's segment replays of a graph. The state stays as it is."""
+        """Capture the segment of the next step as a CUDA graph, so that its steps are replays; keeps the state."""
         self._load()
         if self._segment.graph is None:
             changed = [self._count, self._bad]
@@ -101,15 +101,15 @@ class Run:
             self._segment.graph = StepGraph(self._same_step, changed)
 
     def _same_step(self) -> None:
-        """`step`, after which the host still stands at the same step."""
+        """Run `step`, but leave the host's step index unchanged."""
         index = self._index
         self.step()
         self._index = index
 
     def predict(self, step: Tensor | None = None) -> dict[str, Tensor]:
-        """The guided predictions (n, l, C*p*p) of each stream for the state as it is, in the state's dtype.
+        """Return the guided prediction (n, l, C*p*p) of each stream for the current state, in the state's dtype.
 
-        step: the evaluation whose modulation is used, a device scalar; the next one's where None.
+        step: index of the evaluation whose modulation is used, as a device scalar; None means the next one.
         """
         scale = self._guidance_S.index_select(0, (self._count if step is None else step).view(1))[0]
         made = {}
@@ -119,17 +119,17 @@ class Run:
         return made
 
     def branches(self, step: Tensor | None = None) -> dict[str, Branches]:
-        """The model's outputs for the state as it is; step: as of `predict`."""
+        """Return the model's outputs of both branches for the current state; step: see `predict`."""
         segment = self._segment
         outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count if step is None else step))
         return {name: self._parted(name, out) for name, out in outputs.items()}
 
     def latents(self) -> Tensor:
-        """The latents of the (first) stream of the state as they are, whole, on every rank."""
+        """Return the current latents of the state's first stream, complete on every rank."""
         return self.all_latents()[self._dit.model.STATE[0]]
 
     def all_latents(self) -> dict[str, Tensor]:
-        """The latents of every stream of the state, whole, on every rank."""
+        """Return the current latents of every stream of the state, complete on every rank."""
         found = {}
         for name, stepper in self._steppers.items():
             whole = isinstance(stepper, Replicated)
@@ -137,12 +137,12 @@ class Run:
         return found
 
     def place(self, latents: Tensor) -> None:
-        """Make these whole latents what the model sees next; only for schedulers without history."""
+        """Set these whole latents as the model's next input; only for schedulers without history."""
         state = next(iter(self._states.values()))
         state.tokens.copy_(state.slice(latents))
 
     def rewind(self) -> None:
-        """Go back to the first step of the same run; not where the scheduler steps on the host."""
+        """Go back to the first step of the same run; not possible if the scheduler steps on the host."""
         for name, state in self._states.items():
             state.tokens.copy_(self._starts[name])
             stepper = self._steppers[name]
@@ -153,9 +153,9 @@ class Run:
         self._index = 0
 
     def restart(self, course: Course) -> bool:
-        """Begin again with a course of the same kind, in the same buffers, so that captured steps stay true.
+        """Start over with a course of the same kind, in the same buffers, so that captured graphs stay valid.
 
-        False where its prompts need other buffers; the run is of no use then.
+        Returns False if its prompts need other buffers; the run must not be used after that.
         """
         if any(isinstance(stepper, Replicated) for stepper in self._steppers.values()):
             return False
@@ -176,23 +176,26 @@ class Run:
         return True
 
     def first_bad(self) -> int:
-        """The first step after which a stream was not finite on any rank, or the number of steps. Waits for all."""
+        """Return the first step after which a stream was not finite on any rank, else the number of steps.
+
+        Waits for the devices of all ranks.
+        """
         return min(self._dit.mesh.collect(int(self._bad)))
 
     def release(self) -> None:
-        """End the graphs, and give their memory back."""
+        """Free the CUDA graphs and their memory."""
         for segment in self._segments:
             segment.release()
 
     # A step -------------------------------------------------------------------------------------------------------
 
     def _seen(self) -> dict[str, Tensor]:
-        """The streams of the state as the model sees them: once for each branch that is computed here."""
+        """Return the model's input of each stream of the state, repeated if this rank computes both branches."""
         seen = {name: state.tokens for name, state in self._states.items()}
         return {name: torch.cat((x, x)) for name, x in seen.items()} if self._batched else seen
 
     def _load(self) -> None:
-        """Make the segment of the next step, and its modulation, the ones in use."""
+        """Select the segment of the next step and load its modulation."""
         self._segment = next(segment for segment in self._segments if self._index in segment.steps)
         self._segment.load(self._index)
 
@@ -202,7 +205,7 @@ class Run:
         if self._batched:
             cond, uncond = out.chunk(2)
             return cond, uncond
-        # rank 0 of the cfg axis computes the first branch, rank 1 the second
+        # rank 0 of the cfg axis computes the conditional branch, rank 1 the unconditional one
         tokens, mesh = self._states[name].tokens, self._dit.mesh
         swap = self._dit.gathering(f"branches of {name}", mesh.cfg, tokens)
         swap.outbox().copy_(out[..., : tokens.shape[-1]].to(tokens.dtype)[None])
@@ -210,9 +213,9 @@ class Run:
         return cond, uncond
 
     def _guided(self, name: str, cond: Tensor, uncond: Tensor | None) -> Branches:
-        """What the stepper takes: both branches, or the guided prediction where it is rescaled.
+        """Return the input of the stepper: both branches, or the guided prediction if it is rescaled.
 
-        A share of it is scaled to the standard deviation that the conditional prediction has over the whole latent.
+        Rescaling brings a share of it to the standard deviation of the conditional prediction over the whole latent.
         """
         share = self._course.request.guidance.rescale
         if uncond is None or not share:
@@ -245,7 +248,7 @@ class Run:
         ]
 
     def _conditions(self) -> Conditions:
-        """The distinct prompts of both branches, and which of them this rank's rows have."""
+        """Return the distinct prompts of both branches, and the index of the prompt of each of this rank's rows."""
         request, mesh, device = self._course.request, self._dit.mesh, self._dit.device
         mine, model = Shard(self._images, mesh.data.size).slice(mesh.data.rank), self._dit.model
         prompt = {name: x.to(device) for name, x in completed(model, request.prompt).items()}
@@ -264,7 +267,7 @@ class Run:
     def _stepper(self, state: State, start: Tensor) -> Stepper:
         course, decision, shape = self._course, self._course.decision, tuple(start.shape)
         if not decision.local:
-            scheduler = copy.deepcopy(course.scheduler)  # it keeps a history, and each stream has its own
+            scheduler = copy.deepcopy(course.scheduler)  # each stream needs the scheduler's history of its own
             return Replicated(scheduler, decision, state, start, self._guidance_S, course.generator)
         if decision.schedule is None:
             update = ddim_update(state, course.scheduler, decision, self._guidance_S, shape, course.generator)
@@ -283,7 +286,7 @@ class Run:
 
 
 def why_not_captured(dit: DistributedDiT, decision: Decision) -> str | None:
-    """None where steps that run like this can be a CUDA graph, else the reason why not."""
+    """Return why steps of this decision cannot be a CUDA graph, or None if they can."""
     if dit.device.type != "cuda":
         return "no GPU"
     if not decision.local:
@@ -294,7 +297,7 @@ def why_not_captured(dit: DistributedDiT, decision: Decision) -> str | None:
 
 
 def _check(dit: DistributedDiT, request: Request, whole: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for a run that this mesh or model cannot do."""
+    """Raise ValueError if this mesh or model cannot run the request."""
     model, mesh, config = dit.model, dit.mesh, dit.config
     noise = whole[model.STATE[0]]
     if noise.dim() not in (4, 5) or noise.shape[1] != config.in_channels:

@@ -1,11 +1,11 @@
 """Traces a diffusers scheduler to coefficients, so that its steps run on local tokens inside the CUDA graph.
 
-Most schedulers are linear: the next state is a sum of the last states and model outputs, with weights that depend only
-on the step. A copy of the scheduler is run once, before the loop, on small random vectors in fp64, and the weights are
-solved for by least squares. Noise that a scheduler draws in its step enters linearly, too: it is drawn before the loop,
-in the same order, and mixed into one tensor a step. Whether a scheduler is linear is found by trying: there are many
-more equations than weights, at several magnitudes, so that clipping, thresholding and constants leave a residual.
-When it wins: always against stepping the gathered latents on every rank, which waits for the host at every step.
+Most schedulers are linear: the next state is a weighted sum of the last states and model outputs, and the weights
+depend only on the step. Before the loop, a copy of the scheduler runs once on small random vectors in fp64, and least
+squares gives the weights. Noise that a scheduler draws in its step enters linearly, too; it is drawn before the loop,
+in the same order, and mixed into one tensor a step. The trace also tests whether the scheduler is linear: there are
+many more equations than weights, at several magnitudes, so that clipping, thresholding and constants leave a residual.
+When it wins: always; the alternative, stepping the gathered latents on every rank, waits for the host at every step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-MOST = 4  # states or outputs that a step may need, this step's included
-CLEAN, ENOUGH = 1e-10, 1e-6  # relative residuals: of arithmetic alone; of a row that is accepted
-SHAPE = (2, 4, 4, 4)  # of the vectors: latents in small, 128 equations for at most some 20 weights
-MAGNITUDES = (1.0, 1e-2, 1e3, 30.0)  # of the vectors' elements in turn: what is linear scales with them
+MOST = 4  # maximum number of states or outputs that a step may need, including the current one
+CLEAN, ENOUGH = 1e-10, 1e-6  # relative residuals that rounding alone causes, and that a row may have at most
+SHAPE = (2, 4, 4, 4)  # shape of the vectors, like small latents: 128 equations for at most about 20 weights
+MAGNITUDES = (1.0, 1e-2, 1e3, 30.0)  # of the vectors' channels: a linear step is linear at each of them
 CASTS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.type}
 RANDOM = {
     torch.rand,
@@ -50,16 +50,16 @@ FAILURES = (
 
 
 class NotLinearError(Exception):
-    """The scheduler works, but its steps are no coefficients; the message is the reason."""
+    """Raised if a working scheduler cannot be expressed by coefficients; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A run of S model evaluations as coefficients, all fp64 on the CPU.
+    """The coefficients of a run of S model evaluations, all fp64 on the CPU.
 
     x_(i+1) = sum_j states_SP[i, j] x_(i-j) + sum_j outputs_SQ[i, j] o_(i-j) + sum_k noise_SK[i, k] z_k for the states
-    x, model outputs o and draws z; the model sees inputs_S[i] x_i. draws: the dtype of each draw, None for the state's.
-    residual: the largest relative error of a row against the scheduler's own step.
+    x, model outputs o and noise draws z; the model's input is inputs_S[i] x_i. draws: the dtype of each draw, None for
+    the dtype of the state. residual: the largest relative error of a row against the scheduler's own step.
     """
 
     inputs_S: Tensor
@@ -72,7 +72,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Record:
-    """What a scheduler did on the vectors: S+1 states, S outputs, draws, and how many draws there were after a step."""
+    """The recorded run of a scheduler on the vectors.
+
+    scales: S factors of the model's input. states: S + 1. outputs: S. draws: all noise draws, with their `dtypes`.
+    drawn: the number of draws before the first step and after each step, S + 1.
+    """
 
     scales: Sequence[float]
     states: Sequence[Tensor]
@@ -94,7 +98,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one of torch's functions, or what stands in for it."""
+        """Run one of torch's functions, or its replacement: a cast keeps fp64, a random draw is recorded."""
         kwargs = kwargs or {}
         if func in RANDOM:
             raise NotLinearError(f"it draws random numbers by torch's {func.__name__}")
@@ -107,7 +111,7 @@ class Recorder(TorchFunctionMode):
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         shape = args[0].shape if func is torch.randn_like else kwargs.get("size", args[0] if args else ())
         if tuple(shape) != SHAPE:
-            raise NotLinearError(f"it draws noise of a shape of its own ({tuple(shape)} for a state of {SHAPE})")
+            raise NotLinearError(f"it draws noise of another shape than the state ({tuple(shape)}, not {SHAPE})")
         default = args[0].dtype if func is torch.randn_like else torch.get_default_dtype()
         dtype = kwargs.get("dtype") or default
         self.dtypes.append(None if dtype == torch.float64 else dtype)
@@ -116,14 +120,14 @@ class Recorder(TorchFunctionMode):
 
 
 def trace(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Schedule:
-    """The coefficients of a diffusers scheduler whose timesteps are set, from its evaluation `begin` on.
+    """Return the coefficients of a diffusers scheduler whose timesteps are set, from its evaluation `begin` on.
 
     options: keyword arguments of its step, such as eta; see `step_options`. The scheduler itself is not changed.
-    Raises NotLinearError, with the reason, where its steps are no coefficients, and ValueError where it does not work.
+    Raises NotLinearError, with the reason, if coefficients cannot express its steps, and ValueError if it fails.
     """
     record = play(copy.deepcopy(scheduler), options, begin)
     rows, width = [], (1, 1)
-    for index in reversed(range(len(record.outputs))):  # the first steps have less history, and fit in many ways
+    for index in reversed(range(len(record.outputs))):  # many weights fit the short history of the first steps
         row = solve(record, index, width)
         width = max(width[0], len(row[0])), max(width[1], len(row[1]))
         rows.insert(0, row)
@@ -141,12 +145,12 @@ def trace(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Schedul
 
 
 def play(scheduler: Any, options: Mapping[str, Any], begin: int) -> Record:
-    """Step the scheduler (it is used up) through its schedule on random vectors."""
+    """Step the scheduler through its schedule on random vectors and record it; the scheduler is changed by this."""
     generator = torch.Generator().manual_seed(0)
     if begin and hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(begin)
     timesteps, state, recorder = scheduler.timesteps[begin:], vector(generator), Recorder(generator)
-    outputs = [vector(generator) for _ in timesteps]  # not within the recorder, for which they would be noise
+    outputs = [vector(generator) for _ in timesteps]  # outside the recorder, which would record them as noise
     scales, states, drawn = [], [state], [0]
     with recorder:
         for t, output in zip(timesteps, outputs, strict=True):
@@ -154,16 +158,16 @@ def play(scheduler: Any, options: Mapping[str, Any], begin: int) -> Record:
             scales.append(scale_of(seen, state))
             state = scheduler.step(output.clone(), t, state.clone(), **options).prev_sample
             if not state.isfinite().all():
-                raise ValueError(f"step {len(scales)} makes NaN or infinity of finite states and outputs")
+                raise ValueError(f"step {len(scales)} makes NaN or infinity from finite states and outputs")
             states.append(state)
             drawn.append(len(recorder.draws))
     return Record(scales, states, outputs, recorder.draws, drawn, recorder.dtypes)
 
 
 def check_whole(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> None:
-    """Raise ValueError, with the reason, for a scheduler that cannot be stepped whole, identically on every rank.
+    """Raise ValueError, with the reason, if a scheduler cannot step whole latents identically on every rank.
 
-    A copy is stepped on ordinary random latents; see `trace` for the arguments.
+    This runs a copy of the scheduler on random latents; see `trace` for the arguments.
     """
     scheduler, generator = copy.deepcopy(scheduler), torch.Generator().manual_seed(0)
     if begin and hasattr(scheduler, "set_begin_index"):
@@ -177,17 +181,17 @@ def check_whole(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> N
             output = torch.randn(SHAPE, generator=generator)
             state = scheduler.step(output, t, state, **options).prev_sample
             if state.shape != SHAPE or not state.is_floating_point():
-                raise ValueError(f"step {index + 1} makes no latents, but {state.dtype} of shape {tuple(state.shape)}")
+                raise ValueError(f"step {index + 1} returns {state.dtype} of shape {tuple(state.shape)}, not latents")
             if not state.isfinite().all():
-                raise ValueError(f"step {index + 1} makes NaN or infinity of finite states and outputs")
+                raise ValueError(f"step {index + 1} makes NaN or infinity from finite states and outputs")
         if not torch.equal(torch.get_rng_state(), before):
             raise ValueError("it draws from torch's global generator, whose numbers differ between ranks")
 
 
 def solve(record: Record, index: int, width: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, float]:
-    """(states, outputs, noise, residual) of one row, by the fewest states and outputs that reproduce the step.
+    """Return (state weights, output weights, noise weights, residual) of one step, with the shortest history that fits.
 
-    width: how many states and outputs other rows need already; these are preferred to a longer history of another kind.
+    width: the numbers of states and outputs that other rows need; a history within these is tried first.
     """
     best = float("inf")
     found: list[tuple[Tensor, Tensor, Tensor, float]] = []
@@ -216,7 +220,10 @@ def solve(record: Record, index: int, width: tuple[int, int]) -> tuple[Tensor, T
 
 
 def fit(columns: Sequence[Tensor], wanted: Tensor) -> tuple[Tensor, float]:
-    """Weights of the columns that add up to what is wanted, and the relative residual; negligible weights are 0."""
+    """Return the weights of the columns whose sum is closest to `wanted`, and the relative residual.
+
+    Negligible weights are set to 0.
+    """
     scale = magnitudes()
     matrix = torch.stack([(column / scale).flatten() for column in columns], dim=1)
     target = (wanted / scale).flatten()
@@ -228,15 +235,15 @@ def fit(columns: Sequence[Tensor], wanted: Tensor) -> tuple[Tensor, float]:
 
 
 def scale_of(seen: Tensor, state: Tensor) -> float:
-    """The number that makes the model's input of the state."""
+    """Return the factor by which `scale_model_input` multiplies the state; NotLinearError if it does anything else."""
     scale = float((seen / state).median())
     if not torch.allclose(seen, scale * state, rtol=ENOUGH, atol=0):
-        raise NotLinearError("its scale_model_input is no product with a number")
+        raise NotLinearError("its scale_model_input is not a multiplication by a number")
     return scale
 
 
 def step_options(scheduler: Any, **given: Any) -> dict[str, Any]:
-    """The keyword arguments that this scheduler's step accepts, of those that are given (not None)."""
+    """Return the given keyword arguments that are not None and that this scheduler's step accepts."""
     accepted = inspect.signature(scheduler.step).parameters
     return {name: value for name, value in given.items() if value is not None and name in accepted}
 
@@ -244,7 +251,7 @@ def step_options(scheduler: Any, **given: Any) -> dict[str, Any]:
 def mixed_noise(
     schedule: Schedule, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> list[Tensor]:
-    """What noise adds at every step: draws like diffusers' own, in its order, mixed; whole, on the CPU."""
+    """Return the noise term of every step, whole and on the CPU, from the same draws in the same order as diffusers."""
     draws = [randn_tensor(shape, generator=generator, dtype=own or dtype).to(dtype) for own in schedule.draws]
     mixed = []
     for weights in schedule.noise_SK:
@@ -256,15 +263,15 @@ def mixed_noise(
 
 
 def vector(generator: torch.Generator) -> Tensor:
-    """Random numbers of several magnitudes."""
+    """Return a random vector of `SHAPE`, whose channels have several magnitudes."""
     return torch.randn(SHAPE, generator=generator, dtype=torch.float64) * magnitudes()
 
 
 def magnitudes() -> Tensor:
-    """Of a vector's elements, one for each channel."""
+    """Return the magnitude of each channel of a vector."""
     return torch.tensor(MAGNITUDES, dtype=torch.float64).view(1, -1, 1, 1)
 
 
 def padded(row: Tensor, width: int) -> Tensor:
-    """A row of coefficients with zeros for the history that it does not need."""
+    """Return a row of coefficients, padded with zeros for the history that it does not need."""
     return torch.nn.functional.pad(row, (0, width - len(row)))

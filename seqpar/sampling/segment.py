@@ -1,7 +1,7 @@
 """One model's part of a run: consecutive evaluations with their constant streams, modulation table and CUDA graph.
 
-Everything that depends only on timestep and prompt is computed before the steps, as a table; a step reads rows of it
-by a step counter that lives on the device, so nothing waits on the host.
+A table of everything that depends only on timestep and prompt is computed before the steps. A step reads its rows by a
+step counter on the device, so that nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from seqpar.streams import Split
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a segment's evaluations depend on besides the state.
+    """The inputs of a segment's evaluations besides the state.
 
-    timesteps_S, guidance_S: of all evaluations of the run, on the device. prompt: the distinct ones, P rows. row_B:
-    which of them each row of this rank's batch has. drawn: this rank's rows of streams with other tokens at every
-    evaluation, (S, B, L, C).
+    timesteps_S, guidance_S: timestep and guidance scale of all evaluations of the run, on the device. prompt: the
+    distinct prompts, P rows. row_B: the index of the prompt of each row of this rank's batch. drawn: this rank's rows
+    of streams whose tokens change at every evaluation, (S, B, L, C).
     """
 
     timesteps_S: Tensor
@@ -41,7 +41,7 @@ class Segment:
     def __init__(
         self, dit: DistributedDiT, steps: range, lengths: Mapping[str, int], size: tuple[int, ...], given: Conditions
     ) -> None:
-        """lengths: tokens of the streams of the state; size: of the first one's latent."""
+        """Set up the segment. lengths: tokens of each stream of the state; size: size of the first stream's latent."""
         self.steps = steps
         self.graph: StepGraph | None = None
         self.model, self._given = dit.model, given
@@ -63,7 +63,7 @@ class Segment:
         self._loaded = -1
 
     def restart(self, given: Conditions) -> bool:
-        """Take another run's conditions into the buffers that a captured step reads; False where they do not fit."""
+        """Copy another run's conditions into the buffers that a captured step reads; False if they do not fit."""
         encoded = self._encode(given)
         constant, mask = self._rows(encoded, given.row_B), self._masked(encoded, given.row_B)
         drawn = {name: self.split.mine(name, x, dim=2) for name, x in given.drawn.items()}
@@ -80,17 +80,17 @@ class Segment:
         return True
 
     def load(self, step: int) -> None:
-        """Bring the modulation of this evaluation into the table, where it is not there."""
+        """Compute the part of the modulation table that holds this evaluation, unless it is loaded already."""
         start = self.steps.start + (step - self.steps.start) // self._chunk * self._chunk
         if start == self._loaded:
             return
         end = min(start + self._chunk, self.steps.stop)
-        # all rows on every rank, whatever the mesh: a matrix product of other shape may round differently
+        # all rows on every rank, whatever the mesh, because a matrix product of another shape may round differently
         every = {name: x.repeat(end - start, *[1] * (x.dim() - 1)) for name, x in self._pooled.items()}
         made = self._modulate(slice(start, end), self._count, every)
         if not self._table:
             self._table = dict(made)
-        for name, table in self._table.items():  # where the first chunk was: a captured step reads from there
+        for name, table in self._table.items():  # in place, because a captured step reads there
             table[: len(made[name])].copy_(made[name])
         self._first.fill_(start)
         self._loaded = start
@@ -98,7 +98,7 @@ class Segment:
     def inputs(
         self, state: Mapping[str, Tensor], step: Tensor
     ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], dict[str, Tensor], Attend]:
-        """The arguments of the model's `forward_tokens` at a step (a device scalar)."""
+        """Return the arguments of the model's `forward_tokens` at a step (a device scalar)."""
         conditioning = rows(self._table, (step - self._first) * self._count + self._row_B)
         if self._mask is not None:
             conditioning["mask"] = self._mask
@@ -106,7 +106,7 @@ class Segment:
         return {**state, **self._constant, **drawn}, self._positions, conditioning, self._attend
 
     def release(self) -> None:
-        """End the graph, if there is one, and give its memory back."""
+        """Free the CUDA graph and its memory, if there is one."""
         if self.graph is not None:
             torch.cuda.synchronize()
             self.graph.release()
@@ -117,7 +117,7 @@ class Segment:
             return self.model.encode(**given.prompt)
 
     def _rows(self, encoded: Encoded, row_B: Tensor) -> dict[str, Tensor]:
-        """This rank's rows and tokens of the constant streams."""
+        """Return this rank's rows and tokens of the constant streams."""
         return {name: self.split.mine(name, x)[row_B].contiguous() for name, x in encoded.streams.items()}
 
     def _masked(self, encoded: Encoded, row_B: Tensor) -> Tensor | None:

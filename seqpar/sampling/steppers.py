@@ -1,8 +1,8 @@
-"""How a diffusers scheduler moves a stream of the state one step on.
+"""Steps a stream of the state by a diffusers scheduler, in one of three ways that `decide` chooses from.
 
-DDIM has a kernel of its own, with clipping; any other scheduler that is linear steps on local tokens, too, by the
-coefficients that `seqpar.sampling.schedules` traces. The rest is stepped whole, identically on every rank, from the
-gathered prediction (latent-sized), then sliced again. `decide` says which of these a scheduler is, and why.
+DDIM has a kernel of its own, with clipping. Any other linear scheduler steps on local tokens, too, by the coefficients
+that `seqpar.sampling.schedules` traces. All others gather the prediction (of the latent's size), step the whole latents
+identically on every rank and split them again; they win only where a scheduler is not linear.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from seqpar.kernels.multistep import History, Steps, guided_multistep
 from seqpar.sampling.schedules import FAILURES, NotLinearError, Schedule, check_whole, mixed_noise, step_options, trace
 from seqpar.sampling.state import State
 
-STEP = ["model_output", "timestep", "sample"]  # what a scheduler's step may require
+STEP = ["model_output", "timestep", "sample"]  # the only arguments that a scheduler's step may require
 
 
 class Stepper(Protocol):
-    """Moves a stream of the state one step on by the model's outputs, with the labels and without (None: one branch).
+    """Steps a stream of the state by the model's outputs with and without the prompt (None if there is one branch).
 
-    Lowers `bad` to the step where the state stops being finite. step: its number on the device; index: on the host.
+    index: the step's number on the host. step: the same number on the device. bad: a device scalar that is lowered to
+    the step at which the state stops being finite.
     """
 
     def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None: ...
@@ -36,9 +37,10 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True)
 class Decision:
-    """How a scheduler steps: `schedule` for traced coefficients, `whole` for the reason why none; DDIM has neither.
+    """The way in which a scheduler steps.
 
-    options: the keyword arguments of the scheduler's step. begin: the evaluation that the run begins with.
+    schedule: traced coefficients. whole: the reason why the whole latents are stepped. DDIM has neither, because it has
+    a kernel of its own. options: the keyword arguments of the scheduler's step. begin: index of the first evaluation.
     """
 
     schedule: Schedule | None = None
@@ -48,7 +50,7 @@ class Decision:
 
     @property
     def local(self) -> bool:
-        """Whether steps run on local tokens, so that they can be a CUDA graph."""
+        """Return whether steps run on local tokens, so that they can be a CUDA graph."""
         return self.whole is None
 
     def __str__(self) -> str:
@@ -61,10 +63,10 @@ class Decision:
 
 
 def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int = 0) -> Decision:
-    """How a diffusers scheduler, whose timesteps are set, steps from its evaluation `begin` on.
+    """Return the way in which a diffusers scheduler, whose timesteps are set, steps from its evaluation `begin` on.
 
-    options: keyword arguments for its step (eta, use_clipped_model_output); what is None or not accepted is left out.
-    Raises ValueError, with the reason, for a scheduler that does not work with its settings.
+    options: keyword arguments for its step (eta, use_clipped_model_output), without those that are None or that the
+    step does not accept. Raises ValueError, with the reason, if the scheduler does not work with its settings.
     """
     given = step_options(scheduler, **(options or {}))
     if steps_locally(scheduler):
@@ -94,11 +96,11 @@ class DDIM:
         self._state, self._update = state, update
 
     def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None:
-        """See `Stepper`; `step` picks the coefficients on the device."""
+        """Step the state; see `Stepper`. `step` selects the coefficients on the device."""
         guided_step(self._state.tokens, cond, uncond, self._update, step, bad)
 
     def restart(self, update: Update) -> None:
-        """Take another run's coefficients and noise into the buffers that a captured step reads."""
+        """Copy another run's coefficients and noise into the buffers that a captured step reads."""
         self._update.coefficients_S7.copy_(update.coefficients_S7)
         self._update.guidance_S.copy_(update.guidance_S)
         if self._update.noise_SnlC is not None and update.noise_SnlC is not None:
@@ -106,7 +108,7 @@ class DDIM:
 
 
 class Traced:
-    """Any linear scheduler on tokens, by its coefficients; the history lives in ring buffers on the device.
+    """Any linear scheduler on tokens, by its coefficients, with the history in ring buffers on the device.
 
     The tokens of its `State` are the model's input: the state times the next step's input scale (1 after the last).
     """
@@ -123,13 +125,13 @@ class Traced:
         self._show(schedule)
 
     def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None:
-        """See `Stepper`; `step` picks coefficients and slots of the history on the device."""
+        """Step the state; see `Stepper`. `step` selects coefficients and slots of the history on the device."""
         guided_multistep(self.history, cond, uncond, self._steps, step, bad)
 
     def restart(self, schedule: Schedule, steps: Steps) -> None:
-        """Take another run's coefficients, noise and first state into the buffers that a captured step reads.
+        """Copy another run's coefficients, noise and first state into the buffers that a captured step reads.
 
-        The history may keep what it holds, even NaN: a step reads only slots that this run has written.
+        The history is not cleared, even of NaN, because a step reads only slots that this run has written.
         """
         self._steps.table_SK.copy_(steps.table_SK)
         self._steps.guidance_S.copy_(steps.guidance_S)
@@ -139,16 +141,16 @@ class Traced:
 
     @property
     def kept(self) -> list[Tensor]:
-        """What a step changes besides the state's tokens."""
+        """Return the tensors that a step changes besides the state's tokens."""
         return [x for x in (self.history.states_PnlC, self.history.outputs_QnlC) if x is not None]
 
     def rewind(self) -> None:
-        """Go back to the first step, whose model input is in the state's tokens again."""
+        """Go back to the first step; the caller has put its model input back into the state's tokens."""
         if self.history.seen_nlC is not None:
             self.history.states_PnlC[0].copy_(self._first)
 
     def _show(self, schedule: Schedule) -> None:
-        """Keep the first state, and put what the model sees of it into the state's tokens."""
+        """Keep the first state, and put the model's input, which is scaled, into the state's tokens."""
         if self.history.seen_nlC is not None:
             self.history.states_PnlC[0].copy_(self._state.tokens)
             self._first.copy_(self._state.tokens)
@@ -156,7 +158,7 @@ class Traced:
 
 
 class Replicated:
-    """Any diffusers scheduler: gather the prediction, step the whole latents on every rank alike, slice."""
+    """Any diffusers scheduler: gathers the prediction, steps the whole latents alike on every rank, splits them."""
 
     def __init__(
         self,
@@ -167,7 +169,7 @@ class Replicated:
         guidance_S: Tensor,
         generator: torch.Generator,
     ) -> None:
-        """start: the whole latents before the first step."""
+        """Set up the scheduler. start: the whole latents before the first step."""
         self._scheduler, self._guidance_S, self._state = scheduler, guidance_S, state
         self._options = {**decision.options, **step_options(scheduler, generator=generator)}
         self._timesteps = scheduler.timesteps[decision.begin :]
@@ -177,7 +179,7 @@ class Replicated:
         self._show(0)
 
     def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None:
-        """See `Stepper`; needs `index`, as diffusers' schedulers do."""
+        """Step the state; see `Stepper`. It reads the timestep by `index`, because diffusers needs it on the host."""
         scale = self._guidance_S.index_select(0, step.view(1))[0]
         whole = self._state.gather(guide(self._state.tokens, cond, uncond, scale, self._state.guided_width))
         timestep = self._timesteps[index]
@@ -189,9 +191,9 @@ class Replicated:
         torch.where(self.latents.isfinite().all(), bad, torch.minimum(bad, step), out=bad)
 
     def _show(self, index: int) -> None:
-        """Put what the model sees at a step into the state's tokens."""
+        """Put the model's input at a step into the state's tokens."""
         seen = self.latents
-        if hasattr(self._scheduler, "scale_model_input"):  # flow matching has none
+        if hasattr(self._scheduler, "scale_model_input"):  # flow matching schedulers lack it
             seen = self._scheduler.scale_model_input(seen, self._timesteps[index])
         self._state.tokens.copy_(self._state.slice(seen))
 
@@ -204,11 +206,11 @@ def ddim_update(
     shape: tuple[int, ...],
     generator: torch.Generator,
 ) -> Update:
-    """All steps of a run with a diffusers DDIM scheduler's coefficients; shape: of the whole latents."""
+    """Return all steps of a run by a diffusers DDIM scheduler; shape: the shape of the whole latents."""
     like = state.tokens
     eta, clipped = decision.options.get("eta", 0.0), bool(decision.options.get("use_clipped_model_output"))
     table = ddim_coefficients(scheduler, eta, clipped, decision.begin).to(like.device, like.dtype)
-    # drawn whole and before the loop, then sliced: the same noise for any number of ranks
+    # drawn whole before the loop and then split, so that any number of ranks has the same noise
     noise = [state.slice(randn_tensor(shape, generator=generator)) for _ in range(len(table) if eta > 0 else 0)]
     drawn = torch.stack(noise) if noise else None
     return Update(table, guidance_S, state.guided_width, clip(scheduler), drawn, clipped)
@@ -217,7 +219,7 @@ def ddim_update(
 def traced_steps(
     state: State, schedule: Schedule, guidance_S: Tensor, shape: tuple[int, ...], generator: torch.Generator
 ) -> Steps:
-    """All steps of a run by a traced schedule; shape: of the whole latents."""
+    """Return all steps of a run by a traced schedule; shape: the shape of the whole latents."""
     like = state.tokens
     after = torch.cat((schedule.inputs_S[1:], torch.ones(1, dtype=torch.float64)))
     table = torch.cat((after[:, None], schedule.states_SP, schedule.outputs_SQ), dim=1).to(like.device)
@@ -228,13 +230,14 @@ def traced_steps(
 
 
 def clip(scheduler: Any) -> float | None:
-    """How far from zero a predicted picture may go, None where it is not clipped."""
+    """Return the range to which the predicted x0 is clipped, or None if it is not."""
     return scheduler.config.clip_sample_range if scheduler.config.clip_sample else None
 
 
 def ddim_coefficients(scheduler: Any, eta: float, clipped: bool = False, begin: int = 0) -> Tensor:
-    """(S, 7) fp64: x0 = c0 x + c1 m, e = c2 x + c3 m, next = c4 x0 + c5 e + c6 noise, for model output m.
+    """Return DDIM's coefficients c, (S, 7) fp64.
 
+    For state x and model output m: x0 = c0 x + c1 m, e = c2 x + c3 m, next x = c4 x0 + c5 e + c6 noise.
     clipped: e = c2 x + c3 x0 instead, from the clipped x0 (diffusers' use_clipped_model_output).
     """
     rows = []
@@ -251,12 +254,12 @@ def ddim_coefficients(scheduler: Any, eta: float, clipped: bool = False, begin: 
 
 
 def _prediction(kind: str, a: float, b: float) -> tuple[float, float, float, float]:
-    """How x0 and noise e follow from state x = a x0 + b e and model output m: (x0/x, x0/m, e/x, e/m)."""
+    """Return the weights (x0/x, x0/m, e/x, e/m) that give x0 and noise e from state x = a x0 + b e and output m."""
     if kind == "epsilon":
         if a == 0:
             raise ValueError(
-                "got prediction_type 'epsilon' with zero terminal SNR, expected 'v_prediction' or 'sample': pure noise "
-                "says nothing of the picture"
+                "got prediction_type 'epsilon' with zero terminal SNR, expected 'v_prediction' or 'sample': the noise "
+                "in a state of pure noise does not determine the picture"
             )
         return 1 / a, -b / a, 0.0, 1.0
     if kind == "sample":
@@ -267,12 +270,12 @@ def _prediction(kind: str, a: float, b: float) -> tuple[float, float, float, flo
 
 
 def steps_locally(scheduler: Any) -> bool:
-    """Whether this is DDIM without dynamic thresholding, which has a kernel of its own."""
+    """Return whether this is DDIM without dynamic thresholding, which has a kernel of its own."""
     return type(scheduler) is DDIMScheduler and not scheduler.config["thresholding"]
 
 
 def why_not_driven(scheduler: Any) -> str | None:
-    """Why the denoising loop cannot drive a scheduler, None where it can."""
+    """Return why the denoising loop cannot use a scheduler, or None if it can."""
     parameters = inspect.signature(scheduler.step).parameters.values() if hasattr(scheduler, "step") else ()
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     if required != STEP:
@@ -283,9 +286,9 @@ def why_not_driven(scheduler: Any) -> str | None:
 
 
 def check_eta(scheduler: Any, eta: float | None) -> None:
-    """Raise ValueError for an amount of noise that is none, or that this scheduler does not know.
+    """Raise ValueError if eta is not between 0 and 1, or if this scheduler has no eta.
 
-    None is the scheduler's own default.
+    None stands for the scheduler's own default.
     """
     if eta is None:
         return

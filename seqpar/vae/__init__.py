@@ -1,1 +1,1 @@
-"""The decoder from latents to pixels."""
+"""The decoder that turns latents into pixels."""

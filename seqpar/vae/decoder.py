@@ -1,4 +1,7 @@
-"""Decoding latents on all ranks: each takes some images, one at a time, so that the mesh does not change a bit."""
+"""Decodes latents on all ranks: each rank decodes some images, one at a time, so that no bit depends on the mesh.
+
+When it wins: with several images, which the ranks decode in parallel.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,15 @@ from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.weights.checkpoint import find_checkpoint, open_checkpoint, read_json
 
-# names of attention layers in old files of one piece, which diffusers still loads
+# names of attention layers in old files that are not sharded, which diffusers still loads
 _LEGACY = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 def decode(vae: Any, latents_NCHW: Tensor, mesh: Mesh) -> Tensor:
-    """(N, C, h, w) latents, rank 0's -> (N, 3, H, W) in [0, 1], fp32, on every rank. vae: diffusers' AutoencoderKL."""
+    """Decode rank 0's latents (N, C, h, w) into pictures (N, 3, H, W) in [0, 1], fp32, on every rank.
+
+    vae: diffusers' AutoencoderKL.
+    """
     latents_NCHW = from_rank_0(mesh, {"latents": latents_NCHW})["latents"]
     shard = Shard(len(latents_NCHW), mesh.world.size)
     mine = latents_NCHW[shard.slice(mesh.world.rank)].to(mesh.device, vae.dtype)
@@ -39,10 +45,11 @@ def decode(vae: Any, latents_NCHW: Tensor, mesh: Mesh) -> Tensor:
 
 
 def share_input(vae: Any, mesh: Mesh) -> None:
-    """Make a decoder (in place) decode rank 0's latents on every rank.
+    """Change a decoder in place, so that `vae.decode` decodes rank 0's latents on every rank.
 
-    A diffusers pipeline steps latents of its own on every rank; where noises or generators differ, only its transformer
-    (`DistributedDiT`) is given rank 0's. Every rank must call `vae.decode` at the same time from then on.
+    A diffusers pipeline steps its own latents on every rank. If noise or generators differ between ranks, these latents
+    differ, although the transformer (`DistributedDiT`) uses rank 0's. From now on every rank must call `vae.decode` at
+    the same time.
     """
     alone = vae.decode
 
@@ -54,7 +61,7 @@ def share_input(vae: Any, mesh: Mesh) -> None:
 
 
 def preview(latents_NCHW: Tensor, factor: int) -> Tensor:
-    """(N, 3, H, W) in [0, 1]: the first three latent channels as colours, for models that come without a decoder."""
+    """Return pictures (N, 3, H, W) in [0, 1] of the first three latent channels, for models without a decoder."""
     colours = latents_NCHW[:, :3].float()
     colours = colours if colours.shape[1] == 3 else colours[:, :1].expand(-1, 3, -1, -1)
     low, high = colours.amin(dim=(1, 2, 3), keepdim=True), colours.amax(dim=(1, 2, 3), keepdim=True)
@@ -63,14 +70,14 @@ def preview(latents_NCHW: Tensor, factor: int) -> Tensor:
 
 
 def vae_factor(config: Any) -> int:
-    """Pixels a latent pixel covers, along each side."""
+    """Return the number of pixels along each side of a latent pixel."""
     return 2 ** (len(config.block_out_channels) - 1)
 
 
 def check_vae(folder: Path) -> Any:
-    """The config of the decoder in a diffusers folder, once all keys and shapes of its file are found to fit it.
+    """Check the file of the decoder in a diffusers folder against its config, and return the config.
 
-    Reads only the file's header. Raises ValueError with what is missing, unknown or of another shape.
+    This reads only the file's header. Raises ValueError if a key is missing, unknown or of another shape.
     """
     config = read_json(folder / "config.json")
     name = config.get("_class_name", "AutoencoderKL")
@@ -89,7 +96,7 @@ def check_vae(folder: Path) -> Any:
 
 
 def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The decoder whose files `check_vae` found to fit; ValueError where diffusers cannot load it all the same."""
+    """Load the decoder that `check_vae` accepted; ValueError if diffusers still cannot load it."""
     try:
         vae: Any = AutoencoderKL.from_pretrained(folder, torch_dtype=dtype, low_cpu_mem_usage=False)
     except (OSError, ValueError, RuntimeError) as error:
@@ -108,6 +115,6 @@ def _compare(name: str, got: Mapping[str, tuple[int, ...]], expected: Mapping[st
 
 
 def _modern(key: str) -> str:
-    """The name that diffusers gives a key of an attention layer today."""
+    """Return the current diffusers name of a key, which differs for attention layers in old files."""
     match = re.fullmatch(r"(.*\.attentions\.\d+\.)(query|key|value|proj_attn)(\.\w+)", key)
     return f"{match[1]}{_LEGACY[match[2]]}{match[3]}" if match else key

@@ -1,1 +1,1 @@
-"""Checkpoints: formats, key maps, checks; from a name to a model."""
+"""Finds, checks and loads checkpoints: it turns a name into a model."""

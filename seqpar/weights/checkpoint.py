@@ -1,7 +1,7 @@
-"""Reading checkpoints: every key and shape is checked before the first weight is loaded, then one tensor at a time.
+"""Reads checkpoints: it checks every key and shape before it loads the first weight, then loads one tensor at a time.
 
-A model says by a `KeyMap` which keys of a file make which of its parameters. The checks run on meta tensors, so a
-wrong file costs a header read, not gigabytes.
+A model's `KeyMap` states which keys of a file make each of its parameters. The checks run on meta tensors, so that a
+wrong file is refused after reading its header, not gigabytes of weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 @dataclass(frozen=True)
 class Source:
-    """One parameter: the keys it is made from, and how."""
+    """The checkpoint keys from which one parameter is made, and the function that combines their tensors."""
 
     keys: tuple[str, ...]
     combine: Callable[..., Tensor] = lambda tensor: tensor
@@ -31,7 +31,10 @@ class Source:
 
 @dataclass(frozen=True)
 class KeyMap:
-    """How a file becomes a model: parameter -> source; keys to ignore; keys that must repeat another one's values."""
+    """How a checkpoint maps to a model.
+
+    sources: parameter -> source. ignored: keys that are not read. repeats: key -> the key whose values it must equal.
+    """
 
     sources: Mapping[str, Source]
     ignored: frozenset[str] = frozenset()
@@ -40,7 +43,7 @@ class KeyMap:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors by key, read when asked for. `name` is for messages."""
+    """The shapes of all tensors by key, and a function that reads one tensor; `name` is used in messages."""
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -48,14 +51,14 @@ class Checkpoint:
 
 
 def from_state_dict(name: str, state: Mapping[str, Tensor]) -> Checkpoint:
-    """A checkpoint that is in memory already."""
+    """Return a checkpoint for a state dict in memory."""
     return Checkpoint(name, {key: tuple(tensor.shape) for key, tensor in state.items()}, state.__getitem__)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A .safetensors, .bin, .pt or .pth file, or the index of a sharded one.
+    """Open a .safetensors, .bin, .pt or .pth file, or the index of a sharded checkpoint.
 
-    Raises ValueError where it is missing, truncated or holds something else than tensors.
+    Raises ValueError if the file is missing or truncated, or if it holds anything other than tensors.
     """
     if not path.is_file():
         raise ValueError(f"got checkpoint {path}, expected a file; there is none")
@@ -65,7 +68,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def find_checkpoint(folder: Path, stem: str = "diffusion_pytorch_model") -> Path:
-    """The checkpoint file of a diffusers model folder; `ValueError` says what was looked for."""
+    """Return the checkpoint file of a diffusers model folder; `ValueError` lists the names that were tried."""
     names = [stem + suffix for suffix in SUFFIXES]
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is None:
@@ -74,7 +77,7 @@ def find_checkpoint(folder: Path, stem: str = "diffusion_pytorch_model") -> Path
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; `ValueError` where it is missing or none."""
+    """Return the JSON object in a file; `ValueError` if the file is missing or holds no JSON object."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -85,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap, dtype: torch.dtype, device: torch.device) -> None:
-    """Check all keys and shapes, then fill `model` (built on meta) parameter by parameter."""
+    """Check all keys and shapes, then load the parameters of `model` (built on the meta device) one at a time."""
     check(model, checkpoint, keys)
     for key, twin in keys.repeats.items():
         if not torch.equal(checkpoint.read(key), checkpoint.read(twin)):
@@ -100,7 +103,7 @@ def load(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap, dtype: torch.dt
 
 
 def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
-    """Raise ValueError where keys are missing, unknown or make a parameter of another shape."""
+    """Raise ValueError if keys are missing or unknown, or if they make a parameter of another shape."""
     used = {key for source in keys.sources.values() for key in source.keys} | set(keys.repeats)
     missing, unknown = used - set(checkpoint.shapes), set(checkpoint.shapes) - used - keys.ignored
     if missing or unknown:
@@ -121,7 +124,10 @@ def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
 
 
 def shape_of(shapes: Mapping[str, tuple[int, ...]], key: str, dims: int) -> tuple[int, ...]:
-    """The shape of a key that a model's `recognise` reads sizes from; `ValueError` where it is missing or odd."""
+    """Return the shape of a key from which `recognise` reads sizes.
+
+    Raises `ValueError` if the key is missing, has another number of dims than `dims`, or has an empty dim.
+    """
     if key not in shapes:
         raise ValueError(
             f"got a checkpoint that lacks {key}, expected a complete one: the model's sizes follow from it"
@@ -132,7 +138,7 @@ def shape_of(shapes: Mapping[str, tuple[int, ...]], key: str, dims: int) -> tupl
 
 
 def count_layers(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
-    """One more than the highest number N in keys like `prefix.N.name`."""
+    """Return one more than the highest number N in keys of the form `prefix.N.name`, or 0 if there is none."""
     found = (re.match(rf"{re.escape(prefix)}\.(\d+)\.", key) for key in shapes)
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
@@ -146,7 +152,7 @@ def _safetensors(path: Path) -> Checkpoint:
     try:
         file = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"got checkpoint {path}, which is truncated or no safetensors file: {error}") from error
+        raise ValueError(f"got checkpoint {path}, which is truncated or not a safetensors file: {error}") from error
     shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
     return Checkpoint(str(path), shapes, file.get_tensor)
 
@@ -158,10 +164,10 @@ def _pickled(path: Path) -> Checkpoint:
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            state = torch.load(path, map_location="cpu", weights_only=True)  # the format before zip files
+            state = torch.load(path, map_location="cpu", weights_only=True)  # not a zip archive
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"got checkpoint {path}, which is truncated or holds no weights: {error}") from error
-    state = state.get("ema", state) if isinstance(state, dict) else state  # training checkpoints hold several
+    state = state.get("ema", state) if isinstance(state, dict) else state  # a training checkpoint
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise ValueError(f"got checkpoint {path}, expected a state dict (key -> tensor)")
     return from_state_dict(str(path), state)

@@ -1,4 +1,4 @@
-"""From a name to a model: a preset, a folder, a file, a hub id or a diffusers object. Checked before weights load."""
+"""Turns a preset, folder, file, hub id or diffusers object into a model, and checks it before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from seqpar.weights.checkpoint import (
     read_json,
 )
 
-INIT_STD = 0.02  # random weights of presets
+INIT_STD = 0.02  # standard deviation of the random weights of presets
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model that can be built: its file, its config, and where its weights are (None: random ones)."""
+    """A model that can be built: its module, its config and its checkpoint (None means random weights)."""
 
     name: str
     module: ModuleType
@@ -42,12 +42,12 @@ class Blueprint:
     keys: KeyMap | None = None
 
     def meta(self) -> SequenceModel:
-        """The model without memory for its weights."""
+        """Return the model on the meta device, without memory for its weights."""
         with torch.device("meta"):
             return self.module.Model(self.config)
 
     def build(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> SequenceModel:
-        """The model with its weights; random ones are the same on every rank of one device type."""
+        """Return the model with its weights; random weights are equal on all ranks of one device type."""
         model = self.meta()
         if self.checkpoint is None or self.keys is None:
             randomise(model.to(dtype).to_empty(device=device), seed)
@@ -57,9 +57,9 @@ class Blueprint:
 
 
 def locate(name: str | Path) -> Blueprint:
-    """The blueprint for a preset, a diffusers folder, an original `.pt` file or a hub id.
+    """Return the blueprint for a preset, a diffusers folder, an original `.pt` file or a hub id.
 
-    Raises ValueError (what was got, what there is) before any weight is read.
+    Raises ValueError if nothing has this name or its files do not fit, before any weight is read.
     """
     path = resolve(name)
     if path is None:
@@ -73,9 +73,9 @@ def locate(name: str | Path) -> Blueprint:
 
 
 def resolve(name: str | Path) -> Path | None:
-    """The file or diffusers folder that a name stands for, fetched from the hub where it is a hub id; None: a preset.
+    """Return the path of the file or diffusers folder that a name stands for, or None for a preset.
 
-    Raises ValueError where there is none, and for a folder that is no diffusers folder.
+    A hub id is downloaded. Raises ValueError if nothing has this name, or if the folder is not a diffusers folder.
     """
     if str(name).lower() in _presets():
         return None
@@ -83,12 +83,12 @@ def resolve(name: str | Path) -> Path | None:
     if not path.exists():
         path = _download(str(name))
     if path.is_dir() and not any((path / file).is_file() for file in ("model_index.json", "config.json")):
-        raise ValueError(f"got model {name}, which is no diffusers folder (no model_index.json or config.json)")
+        raise ValueError(f"got model {name}, which is not a diffusers folder (no model_index.json or config.json)")
     return path
 
 
 def from_diffusers(model: nn.Module) -> Blueprint:
-    """The blueprint for a diffusers transformer that is in memory."""
+    """Return the blueprint for a diffusers transformer in memory."""
     config = getattr(model, "config", None)
     if config is None:
         raise ValueError(f"got a {type(model).__name__}, expected a seqpar model or a diffusers transformer")
@@ -97,7 +97,7 @@ def from_diffusers(model: nn.Module) -> Blueprint:
 
 
 def randomise(model: nn.Module, seed: int) -> None:
-    """Normal matrices, norm weights of one, zero biases; reproducible on one device type."""
+    """Set normally distributed matrices, norm weights of one and zero biases, reproducibly on one device type."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():

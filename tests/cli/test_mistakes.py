@@ -87,7 +87,7 @@ def test_a_truncated_checkpoint_is_the_same_message_on_every_rank(ranks: Pool, f
         (tmp_path / path.name).write_bytes(path.read_bytes()[:cut])
     found = ranks.run(2, told, words(tmp_path, tmp_path / "x.png", ()))
     assert len(set(found)) == 1
-    assert "truncated or no safetensors file" in found[0][0]
+    assert "truncated or not a safetensors file" in found[0][0]
     assert not (tmp_path / "x.png").exists()
 
 

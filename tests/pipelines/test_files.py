@@ -45,7 +45,7 @@ def test_a_hub_id_brings_decoder_scheduler_and_labels(monkeypatch: pytest.Monkey
 
 def test_a_preset_and_a_folder_that_is_none_are_told_apart(tmp_path: Path) -> None:
     assert _find.resolve("dit-s/8") is None
-    with pytest.raises(ValueError, match=r"which is no diffusers folder \(no model_index\.json or config\.json\)"):
+    with pytest.raises(ValueError, match=r"which is not a diffusers folder \(no model_index\.json or config\.json\)"):
         Files.locate(tmp_path)
 
 
@@ -115,7 +115,7 @@ def truncate_vae(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (truncate_vae, "vae.*truncated or no safetensors file"),
+        (truncate_vae, "vae.*truncated or not a safetensors file"),
         (lambda folder: (folder / VAE_FILE).unlink(), "vae without weights"),
         (edit_weights(lambda t: t.pop("decoder.conv_in.bias")), r"which lacks decoder\.conv_in\.bias: it does not fit"),
         (edit_weights(dict.clear), r"which lacks decoder\.conv_in\.bias and 135 more"),

@@ -62,9 +62,9 @@ def narrow(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (truncate, r"truncated or no safetensors file"),
+        (truncate, r"truncated or not a safetensors file"),
         (lambda folder: (folder / WEIGHTS).unlink(), r"without weights, expected one of diffusion_pytorch_model"),
-        (lambda folder: (folder / "config.json").unlink(), r"is no diffusers folder \(no model_index\.json or"),
+        (lambda folder: (folder / "config.json").unlink(), r"is not a diffusers folder \(no model_index\.json or"),
         (edit(lambda t: t.pop("proj_out_2.bias")), r"Missing 1: proj_out_2\.bias"),
         (edit(lambda t: t.update(lora=torch.ones(1))), r"Unknown 1: lora"),
         (edit(narrow), r"proj_out_1\.weight of shape \(48, 23\), expected \(48, 24\) for final_modulation\.weight"),

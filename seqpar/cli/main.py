@@ -17,9 +17,7 @@ import tyro
 
 from seqpar.cli.args import Args, PlanArgs
 from seqpar.cli.exits import guarded
-from seqpar.cli.plan import as_dry_run
 from seqpar.cli.ranks import start, wanted
-from seqpar.cli.sample import run
 
 Sample = Annotated[Args, tyro.conf.subcommand("sample")]
 Plan = Annotated[PlanArgs, tyro.conf.subcommand("plan")]
@@ -41,6 +39,10 @@ def command(words: Sequence[str], rank: int = 0) -> None:
     args: Args | PlanArgs = tyro.cli(
         commands, prog="seqpar", description=__doc__, args=words, console_outputs=rank == 0
     )
+    # imported after the flags are parsed, because diffusers takes seconds to load, which --help does not need
+    from seqpar.cli.plan import as_dry_run
+    from seqpar.cli.sample import run
+
     if isinstance(args, PlanArgs):
         run(as_dry_run(args))
         return

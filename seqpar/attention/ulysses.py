@@ -36,7 +36,7 @@ class Ulysses:
     """Runs any Core on all tokens of one axis, with some of the heads on each rank. Owns its buffers (see `Attend`)."""
 
     def __init__(self, core: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, tokens: int) -> None:
-        """sizes: the number of tokens of each rank of this axis; tokens: that of the whole sequence."""
+        """Set up attention. sizes: tokens of each rank of this axis; tokens: tokens of the whole sequence."""
         self._core, self._axis, self._sizes, self._transport = core, axis, sizes, transport
         self.tokens = tokens
         self._one_rank = OneRank(core, axis, sizes[axis.rank])

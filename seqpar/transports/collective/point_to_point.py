@@ -19,7 +19,7 @@ class CollectiveRotation:
     """Passes one block per rank around an axis. A rank keeps two blocks: one travels while the other is read."""
 
     def __init__(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> None:
-        """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
+        """Make buffers; rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
         self._axis, self._sizes = axis, sizes
         count = 1 if axis.size == 1 else 2
         self._blocks = [like.new_empty((max(sizes), *shape)) for _ in range(count)]

@@ -29,7 +29,7 @@ class PeerGather:
     def __init__(
         self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor, late: Late, number: int
     ) -> None:
-        """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
+        """Make buffers; rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
         self._rank, fields = axis.rank, Fields()
         whole = (sum(sizes), *shape)
         start = fields.add(torch.Size(whole).numel() * like.element_size())
@@ -64,7 +64,7 @@ class PeerRotation:
     def __init__(
         self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor, late: Late, number: int
     ) -> None:
-        """Rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
+        """Make buffers; rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
         self._rank, self._sizes = axis.rank, sizes
         before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
         whole, fields = (max(sizes), *shape), Fields()

@@ -110,7 +110,7 @@ def test_kv_gather_peer_negative_control_an_odd_graph_that_does_not_ask_is_notic
 
 
 def told_early(rank: int, world: int, device: torch.device) -> tuple[bool, bool]:
-    """Whether keys and values were right where a rank whose values are late told its peers after the keys."""
+    """Return whether keys and values were right if a rank with late values told the others after its keys."""
     axis, case = make_mesh(device, cfg=1).sequence, CASES[1]
     exchange: Any = peer.Transport()._key_values(axis, layout_of(axis, case, device, torch.float64), overlap=True)
     whole, mine = payload(case, 1, device, torch.float64), Shard(case[1], world).slice(axis.rank)

@@ -202,9 +202,9 @@ def test_25_steps_in_fp32_are_as_near_to_fp64_as_diffusers_own(monkeypatch: pyte
 
     Of one noise the two errors are 0.7 to 1.3 times each other, however the steps are made; that is luck.
     """
-    mine, theirs = [], []
+    mine, theirs, draw = [], [], noise
     for seed in range(NOISES):
-        monkeypatch.setattr(sys.modules[__name__], "noise", partial(noise, seed))
+        monkeypatch.setattr(sys.modules[__name__], "noise", partial(draw, seed))
         truth = alone.__wrapped__(name)  # not results that are kept: they are of another noise
         mine.append(off(alone.__wrapped__(name, torch.float32), truth))
         theirs.append(off(diffusers_own.__wrapped__(name, torch.float32), truth))

@@ -32,7 +32,7 @@ from tests.support.tiny import CLASSES, diffusers_dit
 from tests.test_distributed import local
 
 STEPS, LABELS, GUIDANCE = 25, [3, 7], Guidance(3.0)
-NOISES = 4  # of which errors in fp32 are averaged
+NOISES = 6  # of which errors in fp32 are averaged
 LINEAR = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
 FLOW = (("prediction_type", "flow_prediction"), ("use_flow_sigmas", True))
 Config = tuple[tuple[str, Any], ...]
@@ -196,15 +196,15 @@ def test_25_steps_on_uneven_tokens_are_diffusers_own(ranks: Pool, name: str, wor
         assert off(got, diffusers_own(name)) <= 1e-6
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", ["DPM++ 2M", "Euler", "FlowMatchEuler"])
 def test_25_steps_in_fp32_are_as_near_to_fp64_as_diffusers_own(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Over several noises: the model's own rounding, which differs from diffusers' model, is most of the error.
 
     Of one noise the two errors are 0.7 to 1.3 times each other, however the steps are made; that is luck.
     """
-    mine, theirs = [], []
+    mine, theirs, draw = [], [], noise
     for seed in range(NOISES):
-        monkeypatch.setattr(sys.modules[__name__], "noise", partial(noise, seed))
+        monkeypatch.setattr(sys.modules[__name__], "noise", partial(draw, seed))
         truth = alone.__wrapped__(name)  # not results that are kept: they are of another noise
         mine.append(off(alone.__wrapped__(name, torch.float32), truth))
         theirs.append(off(diffusers_own.__wrapped__(name, torch.float32), truth))

@@ -169,9 +169,10 @@ def unequal(rank: int, world: int, device: torch.device, what: str) -> list[str]
         x = draw_noise((2, 4, *size), torch.Generator().manual_seed(0)).to(dtype)
         labels: dict[str, Any] = {} if other == "labels" else {"class_labels": torch.tensor([3, 7])}
         labels |= {"class_labels": ["cat", "dog"]} if other == "words" else {}
+        labels |= {"class_labels": [3, 7]} if other == "list" else {}
         sched = scheduler(beta_end=0.01 if other == "scheduler" else 0.02)
         try:
-            if what in ("steps", "scheduler", "guidance"):
+            if what in ("steps", "scheduler", "guidance", "list"):
                 with Sampler(dit) as sampler:
                     guidance = Guidance(3.0, 9 if other == "guidance" else None)
                     sampler(sched, x, labels, steps=3 if other == "steps" else 2, guidance=guidance)
@@ -183,7 +184,7 @@ def unequal(rank: int, world: int, device: torch.device, what: str) -> list[str]
     return said
 
 
-@pytest.mark.parametrize("what", ["shape", "dtype", "labels", "words", "steps", "scheduler"])
+@pytest.mark.parametrize("what", ["shape", "dtype", "labels", "words", "list", "steps", "scheduler"])
 def test_inputs_of_unequal_form_end_in_one_error_on_every_rank(ranks: Pool, what: str) -> None:
     answers = ranks.run(3, unequal, what)
     assert len({first for first, _ in answers}) == 1

@@ -81,7 +81,11 @@ def rank_0s(mesh: Mesh, request: Request) -> Request:
         **{f"negative {name}": x for name, x in (request.negative or {}).items()},
         **{f"drawn {name}": x for name, x in request.drawn.items()},
     }
-    given = from_rank_0(mesh, tensors, _form(request))
+    # one rank may have something else: the others must hear of it
+    refused = {name: f"{type(x).__name__}, which is no tensor" for name, x in tensors.items() if not torch.is_tensor(x)}
+    given = from_rank_0(mesh, {name: x for name, x in tensors.items() if name not in refused}, _form(request) | refused)
+    for name, what in refused.items():
+        raise ValueError(f"got {name} of type {what}, expected a tensor")
     generator = request.generator or torch.Generator().manual_seed(0)
     guidance, eta, state = mesh.share((request.guidance, request.eta, generator.get_state()))
     generator.set_state(state)

@@ -167,7 +167,7 @@ def _read(path: Path) -> Rates:
         return Rates(**found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"got {path}, which holds no valid rates ({error!r}); delete it, or measure again: launch/bench.py rates"
+            f"got {path}, which holds no rates ({error!r}); delete it, or measure again: launch/bench.py rates"
         ) from error
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from launch import bench as entry
 from launch.benches import scale, table, ways
 from launch.benches.ceiling import Share, ceiling, flops_and_weights, share
 from launch.benches.scale import Found, Scale, check, look, measure, memory
@@ -30,7 +30,6 @@ from seqpar.planner.facts import Call
 from seqpar.planner.plan import work_of
 from seqpar.sampling.loop import digest, draw_noise, sample
 from tests.launch.baselines.test_engines import CONFIGS, model_of
-from tests.launch.benches.test_bench import ENV, ROOT
 from tests.launch.benches.test_ladder import Still
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
@@ -324,18 +323,15 @@ def test_what_cannot_be_measured_is_refused(args: Scale, message: str) -> None:
         check(args, 4)
 
 
-def test_the_bench_runs_from_the_command_line(tmp_path: Path) -> None:
+def test_the_bench_runs_by_its_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It runs in this process; `test_bench.py` tests the command line in processes of their own."""
     out = tmp_path / "lines.jsonl"
     flags = "scale --model dit-s/8 --tokens 4 9 --rounds 1 --seconds 0.001 --digest-steps 1 --no-compiled --out"
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch/bench.py"), *flags.split(), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=ENV,
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["bench.py", *flags.split(), str(out)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    entry.run(0)
     lines = [json.loads(text) for text in out.read_text().splitlines()]
     assert [line["case"]["tokens"] for line in lines] == [4, 4, 4, 9, 9, 9]
-    assert "9 tokens  1 x  plain, one GPU, eager" in done.stdout
+    assert "9 tokens  1 x  plain, one GPU, eager" in capsys.readouterr().out

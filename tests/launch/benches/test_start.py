@@ -65,9 +65,8 @@ def test_the_parts_are_a_picture_and_its_floor(line: dict[str, Any]) -> None:
 def test_the_parts_are_all_of_the_time(line: dict[str, Any]) -> None:
     assert line["total"]["median"] == pytest.approx(sum(line["seconds"].values()))
     assert line["total"]["median"] + line["floor_total"]["median"] < line["waited"]
-    assert (
-        line["total"]["median"] > 0.2 * line["waited"]
-    )  # the rest is the exit of two processes and the work of this one
+    # the rest is the exit of two processes and the work of this one
+    assert line["total"]["median"] > 0.2 * line["waited"]
 
 
 def test_what_is_timed_is_the_picture_that_sampling_makes(line: dict[str, Any]) -> None:

@@ -73,19 +73,7 @@ def rank_0s(mesh: Mesh, request: Request) -> Request:
     """Return rank 0's request on every rank; the same ValueError on all if shapes or settings differ between ranks."""
     if mesh.world.size == 1:
         return request
-    many = isinstance(request.noise, Mapping)
-    tensors = {
-        **{f"noise {name}": x for name, x in (request.noise.items() if isinstance(request.noise, Mapping) else ())},
-        **({} if isinstance(request.noise, Mapping) else {"noise": request.noise}),
-        **{f"prompt {name}": x for name, x in request.prompt.items()},
-        **{f"negative {name}": x for name, x in (request.negative or {}).items()},
-        **{f"drawn {name}": x for name, x in request.drawn.items()},
-    }
-    # one rank may have something else: the others must hear of it
-    refused = {name: f"{type(x).__name__}, which is no tensor" for name, x in tensors.items() if not torch.is_tensor(x)}
-    given = from_rank_0(mesh, {name: x for name, x in tensors.items() if name not in refused}, _form(request) | refused)
-    for name, what in refused.items():
-        raise ValueError(f"got {name} of type {what}, expected a tensor")
+    given = _tensors_of_rank_0(mesh, request)
     generator = request.generator or torch.Generator().manual_seed(0)
     guidance, eta, state = mesh.share((request.guidance, request.eta, generator.get_state()))
     generator.set_state(state)
@@ -95,7 +83,7 @@ def rank_0s(mesh: Mesh, request: Request) -> Request:
 
     return replace(
         request,
-        noise=named("noise") if many else given["noise"],
+        noise=named("noise") if isinstance(request.noise, Mapping) else given["noise"],
         prompt=named("prompt"),
         negative=None if request.negative is None else named("negative"),
         drawn=named("drawn"),
@@ -103,6 +91,20 @@ def rank_0s(mesh: Mesh, request: Request) -> Request:
         eta=eta,
         generator=generator,
     )
+
+
+def _tensors_of_rank_0(mesh: Mesh, request: Request) -> dict[str, Tensor]:
+    """Return rank 0's noise, prompts and drawn streams, named by kind and stream ("prompt class_labels")."""
+    noise = request.noise
+    named = {f"noise {name}": x for name, x in noise.items()} if isinstance(noise, Mapping) else {"noise": noise}
+    for kind, part in (("prompt", request.prompt), ("negative", request.negative or {}), ("drawn", request.drawn)):
+        named |= {f"{kind} {name}": x for name, x in part.items()}
+    # other ranks may have passed tensors, so all must be told before any rank raises
+    refused = {name: f"{type(x).__name__}, which is no tensor" for name, x in named.items() if not torch.is_tensor(x)}
+    given = from_rank_0(mesh, {name: x for name, x in named.items() if name not in refused}, _form(request) | refused)
+    for name, what in refused.items():
+        raise ValueError(f"got {name} of type {what}, expected a tensor")
+    return given
 
 
 def _form(request: Request) -> dict[str, object]:

@@ -56,6 +56,8 @@ CASES: dict[str, tuple[Case, ...]] = {
             2,
             "--model dit-xl/2 --classes 207 --size 64 --steps 2 --dtype bf16 --strategy ulysses",
         ),
+        # 15 GB of weights; four tokens
+        Case("7b, one rank", 1, "--model large-dit-7b --classes 207 --size 32 --steps 2 --dtype bf16"),
     ),
     "gpus": (
         Case("builtin, one rank", 1, f"{BUILTIN} --steps 25"),
@@ -92,9 +94,11 @@ def main(args: Record) -> None:
     cases = [case for case in CASES[args.where] if not args.only or any(word in case.name for word in args.only)]
     if not cases or args.rounds < 1:
         raise ValueError(f"got --only {args.only} --rounds {args.rounds}, expected words of a run's name and a round")
-    lines = list(measure(cases, [*args.trees, ROOT], args.rounds))
-    append(lines, args.out)
-    print(table(lines, [*map(str, args.trees), str(ROOT)]), flush=True)
+    lines = []
+    for line in measure(cases, [*args.trees, ROOT], args.rounds):
+        lines.append(line)
+        append([line], args.out)  # at once: a run that is cut off keeps what it has
+    print(table(lines, [*map(named, args.trees), named(ROOT)]), flush=True)
     if unequal := sorted({line["case"] for line in lines if len(digests(lines, line["case"])) > 1}):
         raise ValueError(f"got different latents for {', '.join(unequal)}, expected equal digests")
 
@@ -105,7 +109,7 @@ def measure(cases: Sequence[Case], trees: Sequence[Path], rounds: int) -> Iterat
         for _ in range(rounds):
             for tree in trees:
                 line = {"bench": "record", "case": case.name, "ranks": case.ranks, "flags": case.flags}
-                yield line | {"tree": str(tree), **run(case, tree), "command": command()}
+                yield line | {"tree": named(tree), **run(case, tree), "command": command()}
 
 
 def run(case: Case, tree: Path) -> dict[str, Any]:
@@ -130,6 +134,11 @@ def run(case: Case, tree: Path) -> dict[str, Any]:
         told = json.loads(Image.open(out).info["seqpar"])  # pyright: ignore[reportArgumentType]
     plan = re.search(r"^plan +(.*)$", done.stdout, re.MULTILINE)
     return {"digest": told["latents"], "ms": told["ms_per_step"], "plan": plan and plan.group(1)}
+
+
+def named(tree: Path) -> str:
+    """Return the name of a checkout in lines and tables: its folder, or "this" for the one that this file is in."""
+    return "this" if tree == ROOT else tree.name
 
 
 def digests(lines: Sequence[dict[str, Any]], case: str) -> set[str]:

@@ -139,12 +139,18 @@ class Run:
         return found
 
     def place(self, latents: Tensor) -> None:
-        """Set these whole latents as the model's next input; only for schedulers without history."""
+        """Set these whole latents as the model's next input. Raises ValueError for schedulers other than DDIM."""
+        if not all(isinstance(stepper, DDIM) for stepper in self._steppers.values()):
+            raise ValueError(
+                "got a scheduler with a state of its own, expected DDIM, whose step depends on its input alone"
+            )
         state = next(iter(self._states.values()))
         state.tokens.copy_(state.slice(latents))
 
     def rewind(self) -> None:
-        """Go back to the first step of the same run; not possible if the scheduler steps on the host."""
+        """Go back to the first step of the same run. Raises ValueError if the scheduler steps on the host."""
+        if any(isinstance(stepper, Replicated) for stepper in self._steppers.values()):
+            raise ValueError("got a scheduler that steps on the host, expected one on local tokens; begin a new run")
         for name, state in self._states.items():
             state.tokens.copy_(self._starts[name])
             stepper = self._steppers[name]

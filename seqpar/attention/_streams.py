@@ -127,7 +127,9 @@ def want_gradients(streams: Sequence[Stream]) -> bool:
 def refuse_gradients(streams: Sequence[Stream], strategy: str) -> None:
     """Raise `ValueError` if any input of the streams requires a gradient."""
     if want_gradients(streams):
-        raise ValueError(f"got inputs that require gradients, expected none: {strategy} is for inference; use ulysses")
+        raise ValueError(
+            f"got inputs that require gradients, expected none: {strategy} is for inference on several ranks"
+        )
 
 
 class OneRank:

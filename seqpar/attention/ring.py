@@ -12,11 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqpar.attention._streams import refuse_gradients
 from seqpar.attention.ulysses import Ulysses, around
 from seqpar.kernels.merge import merge
 from seqpar.mesh import Axis, Mesh
 from seqpar.planner.facts import Call, Facts, Layer, Move, Place, refuse
-from seqpar.protocols import Attend, Core
+from seqpar.protocols import Attend, Core, Given, Prepare
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import Rotation, Transport
 
@@ -45,8 +46,7 @@ class Ring:
         """
         if self._axis.size == 1:
             return self._local(q_BLHD, k_BLGD, v_BLGD, mask_BL)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q_BLHD, k_BLGD, v_BLGD)):
-            raise ValueError("got inputs that require gradients, expected none: ring is for inference; use ulysses")
+        refuse_gradients([Given(q_BLHD, k_BLGD, v_BLGD, Prepare())], "ring")
         rotation, groups = self._rotation(k_BLGD), k_BLGD.shape[2]
         box = rotation.outbox()
         box[:, :, :groups].copy_(k_BLGD.transpose(0, 1))

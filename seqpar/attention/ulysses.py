@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import OneRank, given, joined, layout_of, present, split_out, want_gradients, write
+from seqpar.attention._streams import OneRank, given, layout_of, present, refuse_gradients, split_out, write
 from seqpar.kernels.push import push
 from seqpar.mesh import Axis, Mesh
 from seqpar.planner.facts import Call, Facts, Layer, Move, Place, refuse
@@ -22,7 +22,6 @@ from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import ToHeads, ToTokens, Transport
 from seqpar.transports._layout import HeadLayout
-from seqpar.transports.collective.differentiable import to_heads, to_tokens
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -47,9 +46,8 @@ class Ulysses:
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         if self._axis.size == 1:
             return self._one_rank(streams, mask_BL)
+        refuse_gradients(streams, "ulysses")
         here = [given(stream) for stream in present(streams)]
-        if want_gradients(here):
-            return split_out(self._differentiable(*joined(here), mask_BL), streams)
         into, back = self._exchange(layout_of(self._sizes, here, here[0].k))
         q, k, v = into.deliver(write(here, into.outboxes(), into.flags))
         out, boxes = self._core(q, k, v, mask_BL)[0] if q.shape[2] else None, back.outboxes()
@@ -62,18 +60,6 @@ class Ulysses:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
                 self._exchanges[layout] = self._transport.heads(self._axis, layout)
         return self._exchanges[layout]
-
-    def _differentiable(self, q_BlHD: Tensor, k_BlGD: Tensor, v_BlGD: Tensor, mask_BL: Tensor | None) -> Tensor:
-        """Attend with gradients. A key-value head and its query heads travel as one wide head."""
-        (heads, dim), groups = q_BlHD.shape[2:], k_BlGD.shape[2]
-        width = heads // groups * dim
-        wide = torch.cat((q_BlHD.unflatten(2, (groups, -1)).flatten(3), k_BlGD, v_BlGD), dim=-1)
-        q, k, v = to_heads(wide, self._axis, self._sizes).split((width, dim, dim), dim=-1)
-        out = q  # a rank without heads computes nothing, but the exchange back needs all ranks
-        if q.shape[2]:
-            out = self._core(q.unflatten(-1, (-1, dim)).flatten(2, 3), k, v, mask_BL)[0]
-            out = out.unflatten(2, (q.shape[2], -1)).flatten(3)
-        return to_tokens(out, self._axis, self._sizes, groups).unflatten(-1, (-1, dim)).flatten(2, 3)
 
 
 # Facts ---------------------------------------------------------------------------------------------------------

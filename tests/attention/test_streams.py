@@ -238,36 +238,6 @@ class KeepsViews:
         return reference.attend(q, k, v)
 
 
-def gradients(rank: int, world: int, device: torch.device) -> list[Tensor]:
-    """Return the gradients of this rank's text and image inputs."""
-    case, mesh = CASES[1], mesh_for("ulysses", world, device)
-    shards = [Shard(tokens, world) for tokens in case.tokens]
-    attend = build("ulysses", mesh, JointShard(tuple(shards)), reference.attend)
-    whole = [whole_stream(case, index) for index in range(2)]
-    streams = [
-        moved_to(mine_of(s, shard.slice(rank), s, "none"), device) for s, shard in zip(whole, shards, strict=True)
-    ]
-    streams = [replace(stream, x=stream.x.clone().requires_grad_()) for stream in streams]
-    for index, out in enumerate(attend(streams)):
-        weights = random((case.batch, case.tokens[index], case.heads, DIM), 90 + index, device)
-        (out * weights[:, shards[index].slice(rank)]).sum().backward(retain_graph=True)
-    return [stream.x.grad for stream in streams if stream.x.grad is not None]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_ulysses_has_the_gradients_of_the_unsharded_streams(ranks: Pool, world: int) -> None:
-    case = CASES[1]
-    streams = [whole_stream(case, index) for index in range(2)]
-    streams = [replace(stream, x=stream.x.requires_grad_()) for stream in streams]
-    ready = [(*prepare(s.q, s.k, s.prepare), s.v) for s in map(as_given, streams)]
-    out = reference.attend(*(torch.cat(parts, dim=1) for parts in zip(*ready, strict=True)))[0]
-    weights = [random((case.batch, n, case.heads, DIM), 90 + i) for i, n in enumerate(case.tokens)]
-    (out * torch.cat(weights, dim=1)).sum().backward()
-    for got, stream in zip(joined(ranks.run(world, gradients)), streams, strict=True):
-        assert stream.x.grad is not None
-        assert (got - stream.x.grad).abs().max() < 1e-11
-
-
 LARGE = Case(2, (77, 515), 8, 4, True, (True, False))
 LAYERS = 3  # odd, because the two slots of kv_gather alternate, so the last layer uses the slot of the first
 

@@ -246,7 +246,7 @@ class DistributedDiT(nn.Module):
                 raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected {expected}")
 
     def _repeated(self, given: Mapping[str, Tensor], parts: int) -> dict[str, Tensor]:
-        """The inputs on this device, with a row an image; fewer than `parts` rows are repeated in order."""
+        """Move the inputs to this device with one row an image, and repeat rows until there are `parts`."""
         made, rows = {}, len(given["hidden_states"])
         for name, value in given.items():
             whole = value.to(self.device)

@@ -21,14 +21,14 @@ __all__ = ["Machine", "asked", "here", "imagined", "ours", "pick", "planned", "s
 
 
 def ours(ranks: Mesh, transport: str) -> Machine:
-    """The devices there are. Every rank asks at the same time."""
+    """Describe the machine of these processes. Every rank must call this at the same time."""
     if transport == "auto":
         transport = transport_between(ranks.world, ranks.device).name
     return here(ranks.device, ranks.world.size, transport)
 
 
 def asked(mesh: str, strategy: str, exact: bool, local: str = "auto", transport: str = "auto") -> Wish:
-    """What the user's words come to; `ValueError` for a --mesh or --strategy that is none."""
+    """Parse the flags into what the planner may choose; `ValueError` for an unknown --mesh or --strategy."""
     if strategy != "auto":
         plugin(seqpar.attention, strategy, "strategy")
     aim, axes = parse_mesh(mesh)
@@ -36,17 +36,17 @@ def asked(mesh: str, strategy: str, exact: bool, local: str = "auto", transport:
 
 
 def planned(load: Load, model: Blueprint, machine: Machine, wish: Wish, dtype: torch.dtype) -> Ranking:
-    """The layouts of this machine; `ValueError` where there are none."""
+    """Rank the layouts of this machine; `ValueError` if there are none."""
     return rank(work_of(model.config), load, machine, wish, dtype)
 
 
 def shared_plan(load: Load, model: Blueprint, ranks: Mesh, wish: Wish, dtype: torch.dtype) -> Plan:
-    """The plan for the processes there are, the same on all ranks."""
+    """Make the plan for the running processes; it is the same on all ranks."""
     return make(work_of(model.config), load, dtype, ranks, wish)
 
 
 def tables(load: Load, model: Blueprint, machines: Sequence[Machine], wish: Wish, dtype: torch.dtype) -> str:
-    """What a dry run prints: for each machine the plan, all layouts and what a step costs; why not, where none is."""
+    """Return what a dry run prints for each machine: the plan, all layouts and a step's costs, or why none fits."""
     parts = []
     for machine in machines:
         try:
@@ -60,9 +60,9 @@ def tables(load: Load, model: Blueprint, machines: Sequence[Machine], wish: Wish
 
 
 def pick(model: SequenceModel, tokens: int, steps: int, ranks: Mesh, transport: str) -> Layout:
-    """What the launcher would take for one guided picture of so many tokens; the same on every rank."""
+    """Return the layout that the launcher would choose for one guided picture; it is the same on every rank."""
     config, parameters = model.config, list(model.parameters())
     dtype, latent = parameters[0].dtype, config.in_channels * config.patch_size**2
     load = Load(1, tokens, True, steps, dtype.itemsize, sum(x.numel() for x in parameters), latent, 2, TABLE_BYTES)
     blueprint = Blueprint("", sys.modules[type(model).__module__], config)
-    return shared_plan(load, blueprint, ranks, Wish(transport=transport), dtype).best
+    return shared_plan(load, blueprint, ranks, Wish(transport=transport), dtype).layout

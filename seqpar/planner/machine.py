@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from seqpar.planner import rates
+from seqpar.planner.predict import GIB
 from seqpar.transports import _folder
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,6 @@ class Plan:
         return self.layout.sizes
 
     @property
-    def best(self) -> Layout:
-        """Return the layout."""
-        return self.layout
-
-    @property
     def ms(self) -> float:
         """Return the predicted time of a step in ms."""
         return self.ranking.ranked[0].ms

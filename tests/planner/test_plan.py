@@ -272,7 +272,7 @@ def on_rank(rank: int, world: int, device: torch.device, folder: str) -> tuple[s
         os.environ.pop("SEQPAR_CACHE")
         if before is not None:
             os.environ["SEQPAR_CACHE"] = before
-    return str(made), str(made.best)
+    return str(made), str(made.layout)
 
 
 def test_the_rates_of_rank_zero_decide_for_all(ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

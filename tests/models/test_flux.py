@@ -45,7 +45,8 @@ Mistake = Literal["none", "rotary off by one", "text shard lost", "branches swap
 
 def theirs(dtype: torch.dtype = torch.float64, guidance: bool = True, **sizes: Any) -> Any:
     """Return diffusers' module with random weights, the same in every process; no gate, norm or bias is trivial."""
-    model = FluxTransformer2DModel(guidance_embeds=guidance, **{**SIZES, **sizes}).double().requires_grad_(False)
+    model: Any = FluxTransformer2DModel(guidance_embeds=guidance, **{**SIZES, **sizes})
+    model = model.double().requires_grad_(False)
     for seed, (name, weight) in enumerate(model.named_parameters()):
         size = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.5
         weight.copy_(random(tuple(weight.shape), seed) * size + (weight.dim() == 1 and ".norm_" in name))

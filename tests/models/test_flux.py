@@ -6,7 +6,7 @@ so that only the order of sums differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -21,6 +21,7 @@ from torch import Tensor
 from seqpar import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.models import flux
+from seqpar.models._flux_conditioning import shares
 from seqpar.weights.find import from_diffusers, locate
 from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, TRANSPORTS, mesh_for, random
@@ -194,6 +195,8 @@ def test_a_call_computes_the_rows_of_the_table() -> None:
         t, guidance, pooled = given["timestep"], given["guidance"], given["pooled_projections"]
         table = model.modulate(t, pooled_projections=pooled, guidance=guidance)
         call = model.modulate_call(t / 1000, guidance, pooled)
+        shared = model.modulate_call(t / 1000, guidance, pooled, spread=in_shares)
+        assert all(torch.equal(shared[name], rows) for name, rows in call.items())
         assert table.keys() == call.keys()
         for name, rows in table.items():
             assert rows.shape == call[name].shape
@@ -201,6 +204,34 @@ def test_a_call_computes_the_rows_of_the_table() -> None:
             assert error(call[name], rows) < most
         with pytest.raises(ValueError, match="got no guidance scale, expected one for each row"):
             model.modulate(t, pooled_projections=pooled)
+
+
+def in_shares(widths: Sequence[int], make: Callable[[int], Tensor]) -> list[Tensor]:
+    """Compute results as three ranks would, each its own, and gather them."""
+    found = shares(widths, 3)
+    sizes = [sum(widths[share]) for share in found]
+    assert max(sizes) - min(sizes) <= max(widths)
+    gathered = [torch.cat([make(index) for index in range(share.start, share.stop)], dim=1) for share in found]
+    return list(torch.cat(gathered, dim=1).split(list(widths), dim=1))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
+def test_ranks_share_the_modulation_evenly(parts: int) -> None:
+    widths = [18432] * 38 + [9216] * 38 + [6144]  # FLUX.1's
+    found = shares(widths, parts)
+    assert [index for share in found for index in range(share.start, share.stop)] == list(range(len(widths)))
+    assert max(sum(widths[share]) for share in found) <= sum(widths) / parts + max(widths)
+    assert shares([4, 4], 4) == [slice(0, 0), slice(0, 1), slice(1, 1), slice(1, 2)]
+
+
+def test_in_fp16_a_stream_that_overflows_stays_finite() -> None:
+    model: Any = from_diffusers(theirs(torch.float16)).build(torch.float16, torch.device("cpu"))
+    for block in model.single:
+        block.out.bias.fill_(6e4)
+        block.modulation.bias[2 * 80 :].fill_(2.0)
+    given = inputs(TEXTS[0], True, torch.float16)
+    got = DistributedDiT(model, Mesh.single(), local="reference")(**given).sample
+    assert got.isfinite().all()
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------
@@ -248,6 +279,7 @@ def test_presets_are_the_published_sizes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"num_single_layers": 0}, "got 19 double and 0 single blocks, expected at least one of each"),
         ({"patch_size": 2}, "got a FLUX.1 config with patch_size=2, expected 1"),
         ({"in_channels": 63}, "got a FLUX.1 config with 63 and 63 channels, expected multiples of 4"),
         ({"axes_dims_rope": (16, 56)}, r"got axes_dims_rope \(16, 56\), expected three even numbers with sum 128"),

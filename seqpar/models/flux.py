@@ -231,9 +231,14 @@ class Model(Conditioned):
 
 
 def work(config: Config) -> Work:
-    """Return the planner's `Work`: a double block and a single block have products of the same sizes for a token."""
+    """Return the planner's `Work`: for a token, double and single blocks have products of the same sizes.
+
+    A gated norm moves 4 E, two of them in a double block and one in a single block, whose output is read and written
+    once more (2 E) because two products add up to it. passes: the mean of all blocks.
+    """
     width, area = config.width, config.patch_size**2
     layers = config.num_layers + config.num_single_layers
+    moved = 8 * width * config.num_layers + 6 * width * config.num_single_layers
     return Work(
         layers=layers,
         width=width,
@@ -241,7 +246,7 @@ def work(config: Config) -> Work:
         kv_heads=config.num_attention_heads,
         head_dim=config.attention_head_dim,
         gemms=((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)),
-        passes=(4 * width * (2 * config.num_layers + config.num_single_layers) // layers,),
+        passes=(moved // layers,),
         prepares=True,
         once=((config.in_channels * area, width), (width, config.out_channels * area)),
         table=(12 * config.num_layers + 3 * config.num_single_layers + 2) * width,

@@ -17,14 +17,17 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar import DistributedDiT
+from seqpar.local import reference
 from seqpar.mesh import Mesh
 from seqpar.models import flux
 from seqpar.models._flux_conditioning import shares
+from seqpar.shard import JointShard, Shard
 from seqpar.weights.find import from_diffusers, locate
 from tests.support.foreign import StayDouble
-from tests.support.meshes import LAYOUTS, TRANSPORTS, mesh_for, random
+from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
 from tests.support.pool import Pool
 from tests.test_distributed import local
 
@@ -263,6 +266,26 @@ def test_every_parameter_is_rows_of_diffusers_parameters() -> None:
         assert torch.equal(source.combine(*tensors), torch.cat(tensors))
         used += source.keys
     assert sorted(used) == sorted(state)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_planner_counts_the_flops_that_torch_counts(rows: int) -> None:
+    """The planner counts embedding and final layer for every token; the model runs them for the image only."""
+    blueprint = from_diffusers(theirs())
+    model: Any = blueprint.build(torch.float64, torch.device("cpu"))
+    given, text = {name: x[:rows] for name, x in inputs(5, True, torch.float64).items()}, 5
+    pooled, guidance = given["pooled_projections"], given["guidance"]
+    conditioning = model.modulate(given["timestep"], pooled_projections=pooled, guidance=guidance)
+    streams = {"text": random((rows, text, 80), 4), "image": model.patchify(given["hidden_states"])}
+    positions = model.stream_positions(SIZE, {"text": text, "image": AREA})
+    attend = build("ulysses", Mesh.single(), JointShard((Shard(text, 1), Shard(AREA, 1))), reference.attend)
+    with FlopCounterMode(display=False) as counter:
+        model.forward_tokens(streams, positions, conditioning, attend)
+    work = flux.work(blueprint.config)
+    ends = sum(2 * rows * text * inside * outside for inside, outside in work.once)
+    in_place = 3 * 2 * rows * (text + AREA) * 80 * 80  # torch does not count addmm_, of which a single block has one
+    assert counter.get_total_flops() + in_place == work.step(rows, text + AREA).flops - ends
+    assert work.table == sum(table[0].numel() for table in conditioning.values())
 
 
 def test_presets_are_the_published_sizes() -> None:

@@ -59,6 +59,7 @@ class SplitAttention:
         default = q.shape[-1] ** -0.5
         if scale is not None and not isclose(scale, default, rel_tol=1e-12):
             q = q * (scale / default)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return self._ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
 
     def _tokens(self, now: Forward, here: int) -> tuple[tuple[str, ...], JointShard]:

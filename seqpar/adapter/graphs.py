@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from seqpar.adapter.body import Body
 from seqpar.adapter.signature import Form, form_of
-from seqpar.inputs import host
 from seqpar.mesh import Mesh
 from seqpar.sampling.graph import StepGraph
 
@@ -102,18 +101,18 @@ class Graphs:
         generation: a number that is equal on all ranks and changes whenever a captured call is no longer valid.
         """
         key = None if arguments.kind is None else (id(body), arguments.kind)
-        if self._capture is None or key is None:
-            return _copied(body(arguments.whole))
+        if self._capture is None or key is None or torch.is_autocast_enabled(self._mesh.device.type):
+            return _eager(body, arguments)
         graph = self._graphs.get(key)
         if graph is not None and graph.generation != generation:
             self._drop(key)
             graph = None
         if graph is None:
             if not self._is_second(key):
-                return _copied(body(arguments.whole))
+                return _eager(body, arguments)
             graph = self._made(self._capture, key, body, arguments, generation)
         if graph is None:
-            return _copied(body(arguments.whole))
+            return _eager(body, arguments)
         self._graphs.move_to_end(key)
         for path, x in graph.inputs.tensors.items():
             x.copy_(arguments.tensors[path])
@@ -136,22 +135,21 @@ class Graphs:
             self._seen.popitem(last=False)
         return False
 
-    def _made(
-        self, capture: Capture, key: Hashable, body: Body, arguments: Form, generation: int
-    ) -> _Graph | None:
+    def _made(self, capture: Capture, key: Hashable, body: Body, arguments: Form, generation: int) -> _Graph | None:
         """Capture a call and keep it; where that fails on a rank, print why and run all calls eagerly from now on."""
         while len(self._graphs) >= self._limit:
             self._drop(next(iter(self._graphs)))
-        inputs, captured, reason = arguments.each(lambda x: x.clone()), None, ""
+        inputs, captured, reason = arguments.each(lambda x: x.clone()), None, None
         try:
             captured = capture(lambda: body(inputs.whole))
         except RuntimeError as error:
-            reason = f": {str(error).splitlines()[0]}"
-        if not _everywhere(self._mesh, captured is not None):
+            reason = str(error).partition("\n")[0]
+        reasons = [told for told in _every(self._mesh, reason) if told is not None]
+        if reasons:
             if captured is not None:
                 captured.release()
             if self._mesh.sequence.rank == 0:
-                print(f"seqpar: calls run without CUDA graphs, because one could not be captured{reason}", flush=True)
+                print(f"seqpar: calls run without CUDA graphs, because a capture failed: {reasons[0]}", flush=True)
             self.release()
             self._capture = None
             return None
@@ -163,14 +161,20 @@ class Graphs:
         self._graphs.pop(key).captured.release()
 
 
+def _eager(body: Body, arguments: Form) -> Form:
+    results = _copied(body(arguments.whole))
+    body.check_delivered()  # only where nothing is replayed, because it waits for the device
+    return results
+
+
 def _copied(results: Any) -> Form:
     return form_of(results).each(lambda x: x.clone())
 
 
-def _everywhere(mesh: Mesh, done: bool) -> bool:
-    """Return whether something was done on all ranks of the sequence axis; each must call this at the same time."""
+def _every(mesh: Mesh, reason: str | None) -> list[str | None]:
+    """Return the reason of every rank of the sequence axis; each must call this at the same time."""
     if mesh.sequence.size == 1:
-        return done
-    count = torch.tensor([done], dtype=torch.int64, device=host(mesh, mesh.sequence))
-    dist.all_reduce(count, group=mesh.sequence.group)
-    return int(count.item()) == mesh.sequence.size
+        return [reason]
+    reasons: list[str | None] = [None] * mesh.sequence.size
+    dist.all_gather_object(reasons, reason, group=mesh.sequence.group)
+    return reasons

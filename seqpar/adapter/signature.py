@@ -31,9 +31,9 @@ class Form:
     paths: tuple[str, ...]
     spec: pytree.TreeSpec
 
-    @cached_property
+    @property
     def whole(self) -> Any:
-        """Return the nested values again, with the tensors of this form."""
+        """Return the nested values again, with the tensors of this form, in new containers."""
         every = {**self.values, **self.tensors}
         return pytree.tree_unflatten([every[path] for path in self.paths], self.spec)
 

@@ -8,6 +8,7 @@ in device memory, no host sync.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class StepGraph:
     """
 
     def __init__(
-        self, step: Callable[[], None], state: Sequence[Tensor], pool: tuple[int, int] | None = None
+        self, step: Callable[[], None], state: Sequence[Tensor], pool: Any = None
     ) -> None:
         before = [tensor.clone() for tensor in state]
 

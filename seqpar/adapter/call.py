@@ -8,7 +8,8 @@ When it wins: it is how an unmodified pipeline runs on several GPUs, and in a gr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.utils.outputs import BaseOutput
 from torch import nn
 
-from seqpar.adapter.bodies import Bodies
+from seqpar.adapter.body import Body
 from seqpar.adapter.graphs import Capture, Graphs
 from seqpar.adapter.promises import Ticket, plain
 from seqpar.adapter.rows import compute_rows, rows_of, split_over
@@ -31,13 +32,13 @@ BOTH = "cond_uncond"  # the label of a call whose rows are both branches of guid
 class Call:
     """The forward of a parallelized transformer, for inference; every rank must make the same calls.
 
-    module: the transformer; its own `forward` gives the names of the arguments. capture: captures calls as CUDA graphs;
-    None runs them eagerly.
+    module: the transformer; its own `forward` gives the names of the arguments. body: computes calls.
+    capture: captures calls as CUDA graphs; None runs them eagerly.
     Raises the same ValueError on every rank if the forms of their arguments differ.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, bodies: Bodies, capture: Capture | None) -> None:
-        self.mesh, self.bodies, self.graphs = mesh, bodies, Graphs(mesh, capture)
+    def __init__(self, module: nn.Module, mesh: Mesh, body: Body, capture: Capture | None) -> None:
+        self.mesh, self.body, self.graphs = mesh, body, Graphs(mesh, capture)
         self.label: str | None = None
         self.__wrapped__ = type(module).forward.__get__(module)  # `inspect.signature` reads it
         self.__name__ = "forward"
@@ -60,17 +61,27 @@ class Call:
             results = self._results(self._rank_0s(arguments)).whole
         return self._output(*results) if return_dict else results
 
+    @contextmanager
+    def labelled(self, label: str, context: AbstractContextManager[Any]) -> Iterator[Any]:
+        """Remember the name that a pipeline gives to the calls it makes inside of its own context."""
+        before, self.label = self.label, label
+        try:
+            with context as value:
+                yield value
+        finally:
+            self.label = before
+
     def release(self) -> None:
         """Free graphs and exchanges; every rank must call this at the same time."""
         if self._pending is not None:
             self._pending.cancel("got a result that was not read before release(), expected it to be read earlier")
         self._pending = None
         self.graphs.release()
-        self.bodies.release()
+        self.body.release()
 
     def check_delivered(self) -> None:
         """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
-        self.bodies.check_delivered()
+        self.body.check_delivered()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ValueError("got a copy of a parallelized transformer, expected a plain one; call seqpar.release before")
@@ -84,7 +95,7 @@ class Call:
         """Return rank 0's arguments on this rank's device."""
         form = form_of(arguments).each(plain)
         gradients = sorted(path for path, x in form.tensors.items() if x.requires_grad)
-        state = self.bodies.state()
+        state = self.body.state()
         shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **form.shown}
         if agree(self.mesh, {**shapes(form.tensors), **shown}, vote=state != self._state):
             self._generation += 1  # addresses of weights may change on one rank only; all must capture again
@@ -154,7 +165,7 @@ class Call:
 
     def _computed(self, form: Form) -> Form:
         """Run a body on this rank's rows."""
-        return self.graphs.run(self.bodies.of(form.whole), form, self._generation)
+        return self.graphs.run(self.body, form, self._generation)
 
 
 def output_class(module: nn.Module) -> type[BaseOutput]:

@@ -13,7 +13,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
-WORDS = "a an the red green blue cat dog house tree sea sky old new small large of in on with and blurry".split()
+WORDS = ("blurry", "a", "the", "red", "blue", "old", "cat", "house", "sea", "on", "of")
 SPECIAL = ("<pad>", "<unk>", "<eos>")
 WIDTH = 32  # of text encoders
 HEADS, HEAD_DIM = 5, 8  # five heads do not divide by two, three or four ranks

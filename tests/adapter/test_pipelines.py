@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from torch import Tensor
@@ -85,14 +84,14 @@ def stopping(pipe: Any, step: int, t: Tensor, given: dict[str, Any]) -> dict[str
 
 def unipc(pipe: Any) -> None:
     """Replace the scheduler by one with history."""
-    pipe.scheduler = diffusers.UniPCMultistepScheduler(
+    pipe.scheduler = pipelines.THEIRS.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
     )
 
 
 def heun(pipe: Any) -> None:
     """Replace the scheduler by one with two evaluations a step."""
-    pipe.scheduler = diffusers.FlowMatchHeunDiscreteScheduler()
+    pipe.scheduler = pipelines.THEIRS.FlowMatchHeunDiscreteScheduler()
 
 
 SHORT = {"max_sequence_length": 16}

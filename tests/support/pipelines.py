@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
 WORDS = ("blurry", "a", "the", "red", "blue", "old", "cat", "house", "sea", "on", "of")
+THEIRS: Any = diffusers  # pyright does not see what these packages import lazily
+ENCODERS: Any = transformers
 SPECIAL = ("<pad>", "<unk>", "<eos>")
 WIDTH = 32  # of text encoders
 HEADS, HEAD_DIM = 5, 8  # five heads do not divide by two, three or four ranks
@@ -26,7 +28,7 @@ def tokenizer(length: int) -> Any:
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     end = vocabulary["<eos>"]
     made.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", end)])
-    return transformers.PreTrainedTokenizerFast(
+    return ENCODERS.PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>", model_max_length=length
     )
 
@@ -46,34 +48,34 @@ def clip(seed: int, projected: bool = False) -> Any:
     count = len(WORDS) + len(SPECIAL)
     sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "projection_dim": WIDTH, "num_attention_heads": 4}
     ends = {"eos_token_id": count - 1, "bos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 16}
-    config = transformers.CLIPTextConfig(vocab_size=count, num_hidden_layers=2, **sizes, **ends)
-    kind = transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel
+    config = ENCODERS.CLIPTextConfig(vocab_size=count, num_hidden_layers=2, **sizes, **ends)
+    kind = ENCODERS.CLIPTextModelWithProjection if projected else ENCODERS.CLIPTextModel
     return random_weights(kind(config), seed)
 
 
 def t5(seed: int, kind: str = "T5") -> Any:
     """Return the encoder of a T5 or UMT5."""
     sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": WIDTH, "num_layers": 2, "num_heads": 4}
-    config = getattr(transformers, f"{kind}Config")(vocab_size=len(WORDS) + len(SPECIAL), **sizes)
-    return random_weights(getattr(transformers, f"{kind}EncoderModel")(config), seed)
+    config = getattr(ENCODERS, f"{kind}Config")(vocab_size=len(WORDS) + len(SPECIAL), **sizes)
+    return random_weights(getattr(ENCODERS, f"{kind}EncoderModel")(config), seed)
 
 
 def decoder(seed: int) -> Any:
     """Return an image autoencoder with 4 latent channels, 2 x 2 pixels each."""
     stages = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
     sizes = {"block_out_channels": (8, 8), "latent_channels": 4, "norm_num_groups": 4, "sample_size": 16}
-    vae = diffusers.AutoencoderKL(**stages, **sizes, scaling_factor=0.4, shift_factor=0.1)
+    vae = THEIRS.AutoencoderKL(**stages, **sizes, scaling_factor=0.4, shift_factor=0.1)
     return random_weights(vae, seed)
 
 
 def flow(**options: Any) -> Any:
     """Return the scheduler of the flow models."""
-    return diffusers.FlowMatchEulerDiscreteScheduler(**options)
+    return THEIRS.FlowMatchEulerDiscreteScheduler(**options)
 
 
 def flux(guidance_embeds: bool = True, kind: str = "FluxPipeline") -> Any:
     """Return a FLUX.1 pipeline; `kind` names another class of the same parts."""
-    transformer = diffusers.FluxTransformer2DModel(
+    transformer = THEIRS.FluxTransformer2DModel(
         in_channels=16,
         num_layers=2,
         num_single_layers=1,
@@ -85,7 +87,7 @@ def flux(guidance_embeds: bool = True, kind: str = "FluxPipeline") -> Any:
         axes_dims_rope=(2, 2, 4),
     )
     return quiet(
-        getattr(diffusers, kind)(
+        getattr(THEIRS, kind)(
             scheduler=flow(),
             vae=decoder(1),
             text_encoder=clip(2),
@@ -99,7 +101,7 @@ def flux(guidance_embeds: bool = True, kind: str = "FluxPipeline") -> Any:
 
 def sd3() -> Any:
     """Return a Stable Diffusion 3 pipeline with its three text encoders and dual attention."""
-    transformer = diffusers.SD3Transformer2DModel(
+    transformer = THEIRS.SD3Transformer2DModel(
         sample_size=16,
         patch_size=2,
         in_channels=4,
@@ -118,15 +120,13 @@ def sd3() -> Any:
     tokenizers = {name: tokenizer(16) for name in ("tokenizer", "tokenizer_2", "tokenizer_3")}
     model = random_weights(transformer, 5)
     return quiet(
-        diffusers.StableDiffusion3Pipeline(
-            transformer=model, scheduler=flow(), vae=decoder(1), **encoders, **tokenizers
-        )
+        THEIRS.StableDiffusion3Pipeline(transformer=model, scheduler=flow(), vae=decoder(1), **encoders, **tokenizers)
     )
 
 
 def pixart() -> Any:
     """Return a PixArt-alpha pipeline."""
-    transformer = diffusers.PixArtTransformer2DModel(
+    transformer = THEIRS.PixArtTransformer2DModel(
         sample_size=16,
         num_layers=2,
         patch_size=2,
@@ -139,15 +139,15 @@ def pixart() -> Any:
         use_additional_conditions=False,
     )
     model = random_weights(transformer, 5)
-    scheduler = diffusers.DPMSolverMultistepScheduler()
+    scheduler = THEIRS.DPMSolverMultistepScheduler()
     parts = {"tokenizer": tokenizer(16), "text_encoder": t5(4), "vae": decoder(1)}
-    return quiet(diffusers.PixArtAlphaPipeline(**parts, transformer=model, scheduler=scheduler))
+    return quiet(THEIRS.PixArtAlphaPipeline(**parts, transformer=model, scheduler=scheduler))
 
 
 def wan(experts: int = 1) -> Any:
     """Return a Wan pipeline; with two experts, one for early and one for late steps, as in Wan 2.2."""
     models = [
-        diffusers.WanTransformer3DModel(
+        THEIRS.WanTransformer3DModel(
             patch_size=(1, 2, 2),
             num_attention_heads=HEADS,
             attention_head_dim=12,
@@ -162,16 +162,16 @@ def wan(experts: int = 1) -> Any:
         )
         for _ in range(experts)
     ]
-    vae = diffusers.AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    vae = THEIRS.AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
     boundary = {"boundary_ratio": 0.875, "transformer_2": random_weights(models[1], 6)} if experts > 1 else {}
     parts = {"tokenizer": tokenizer(16), "text_encoder": t5(4, "UMT5"), "vae": random_weights(vae, 1)}
     model = random_weights(models[0], 5)
-    return quiet(diffusers.WanPipeline(**parts, transformer=model, scheduler=flow(), **boundary))
+    return quiet(THEIRS.WanPipeline(**parts, transformer=model, scheduler=flow(), **boundary))
 
 
 def qwen_image() -> Any:
     """Return a Qwen-Image pipeline without a text encoder, for prompts that are given as embeddings."""
-    transformer = diffusers.QwenImageTransformer2DModel(
+    transformer = THEIRS.QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=64,
         out_channels=16,
@@ -181,7 +181,7 @@ def qwen_image() -> Any:
         joint_attention_dim=WIDTH,
         axes_dims_rope=(2, 2, 4),
     )
-    vae = diffusers.AutoencoderKLQwenImage(
+    vae = THEIRS.AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=16,
         dim_mult=[1, 1],
@@ -191,14 +191,14 @@ def qwen_image() -> Any:
         latents_std=[1.0] * 16,
     )
     parts = {"vae": random_weights(vae, 1), "text_encoder": None, "tokenizer": None}
-    return quiet(diffusers.QwenImagePipeline(**parts, transformer=random_weights(transformer, 5), scheduler=flow()))
+    return quiet(THEIRS.QwenImagePipeline(**parts, transformer=random_weights(transformer, 5), scheduler=flow()))
 
 
 def wide(encoder: Any) -> Any:
     """Return a T5 encoder whose states are twice as wide, as Stable Diffusion 3 joins them to two CLIP encoders'."""
     sizes = {"d_model": 2 * WIDTH, "d_kv": 8, "d_ff": WIDTH, "num_layers": 2, "num_heads": 4}
-    config = transformers.T5Config(vocab_size=encoder.config.vocab_size, **sizes)
-    return random_weights(transformers.T5EncoderModel(config), 4)
+    config = ENCODERS.T5Config(vocab_size=encoder.config.vocab_size, **sizes)
+    return random_weights(ENCODERS.T5EncoderModel(config), 4)
 
 
 def quiet(pipe: Any) -> Any:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from diffusers.hooks.group_offloading import _is_group_offload_enabled
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.utils.outputs import BaseOutput
 from torch import nn
 
 from seqpar.adapter.body import Body
-from seqpar.adapter.graphs import Capture, Graphs
+from seqpar.adapter.graphs import KINDS, Capture, Graphs
 from seqpar.adapter.promises import Ticket, plain
 from seqpar.adapter.rows import compute_rows, rows_of, split_over
 from seqpar.adapter.signature import Form, form_of
@@ -43,7 +44,7 @@ class Call:
         self.__wrapped__ = type(module).forward.__get__(module)  # `inspect.signature` reads it
         self.__name__ = "forward"
         self._signature = inspect.signature(self.__wrapped__)
-        self._output = output_class(module)
+        self._module, self._output = module, output_class(module)
         self._state: Hashable = None
         self._generation = 0
         self._known: dict[Hashable, Form] = {}
@@ -83,12 +84,6 @@ class Call:
         """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
         self.body.check_delivered()
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise ValueError("got a copy of a parallelized transformer, expected a plain one; call seqpar.release before")
-
-    def __reduce__(self) -> NoReturn:
-        raise ValueError("got a parallelized transformer to pickle, expected a plain one; call seqpar.release before")
-
     # Rank 0's arguments ------------------------------------------------------------------------------------------
 
     def _rank_0s(self, arguments: dict[str, Any]) -> Form:
@@ -96,6 +91,7 @@ class Call:
         form = form_of(arguments).each(plain)
         gradients = sorted(path for path, x in form.tensors.items() if x.requires_grad)
         state = self.body.state()
+        self._refuse_offload(state != self._state)
         shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **form.shown}
         if agree(self.mesh, {**shapes(form.tensors), **shown}, vote=state != self._state):
             self._generation += 1  # addresses of weights may change on one rank only; all must capture again
@@ -104,6 +100,18 @@ class Call:
             raise ValueError(f"got {gradients[0]} that requires gradients, expected none: parallelize is for inference")
         device = self.mesh.device
         return form.holding(broadcast(self.mesh, form.tensors)).each(lambda x: x.to(device))
+
+    def _refuse_offload(self, changed: bool) -> None:
+        """Raise ValueError if weights travel between host and GPU, whose addresses graphs and exchanges rely on.
+
+        changed: whether the weights' addresses have, without which diffusers' hooks are not searched for again.
+        """
+        found = hasattr(self._module, "_hf_hook") or (changed and _is_group_offload_enabled(self._module))
+        if found:
+            raise ValueError(
+                f"got a {type(self._module).__name__} whose weights are offloaded between calls, expected them on the "
+                f"GPU; call seqpar.release before enabling offload"
+            )
 
     # Branches and rows -------------------------------------------------------------------------------------------
 
@@ -159,8 +167,10 @@ class Call:
         whole = form.whole
         split = split_over(self._axes if axes is None else axes, rows_of(whole))
         results = compute_rows(whole, split, self._computed)
-        if self.mesh.cfg.size > 1 and form.kind is not None:
-            self._known.setdefault(form.kind, results.each(lambda x: x.new_empty((), dtype=x.dtype).expand(x.shape)))
+        if self.mesh.cfg.size > 1 and form.kind is not None and form.kind not in self._known:
+            if len(self._known) == KINDS:
+                del self._known[next(iter(self._known))]
+            self._known[form.kind] = results.each(lambda x: x.new_empty(()).expand(x.shape))
         return results
 
     def _computed(self, form: Form) -> Form:

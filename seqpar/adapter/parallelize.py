@@ -30,6 +30,7 @@ from seqpar.vae.decoder import share_input
 
 PipeT = TypeVar("PipeT")
 NAMES = ("transformer", "transformer_2")  # a pipeline's transformers; Wan 2.2 has one for early and one for late steps
+INSTALLED = ("forward", "__reduce_ex__", "cache_context", "enable_cache")  # attributes of a parallelized transformer
 
 
 def parallelize(
@@ -81,7 +82,7 @@ def release(pipe_or_transformer: Any) -> None:
             )
         call.check_delivered()
         call.release()
-        for name in ("forward", "cache_context", "enable_cache"):
+        for name in INSTALLED:
             vars(module).pop(name, None)
     vae = getattr(pipe_or_transformer, "vae", None)
     if vae is not None:
@@ -103,9 +104,15 @@ def transformers_of(pipe_or_transformer: Any) -> dict[str, nn.Module]:
 
 
 def install(module: nn.Module, call: Call) -> None:
-    """Put a call into the place of a transformer's forward, and follow the labels that pipelines give their calls."""
+    """Put a call into the place of a transformer's forward, follow pipelines' labels, and refuse copies and caches."""
+
+    def refuse_copy(protocol: object) -> NoReturn:
+        raise ValueError(
+            "got a parallelized transformer to copy or pickle, expected a plain one; call seqpar.release first"
+        )
+
     named, theirs = vars(module), getattr(module, "cache_context", None)
-    named["forward"] = call
+    named["forward"], named["__reduce_ex__"] = call, refuse_copy
     if theirs is None:
         return
 

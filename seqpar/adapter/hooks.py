@@ -6,7 +6,7 @@ submodule's forward, so that compiled blocks see them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,31 +15,44 @@ from torch import Tensor, nn
 
 from seqpar.adapter import ops
 from seqpar.adapter.attention import BACKEND, Around, SplitAttention
-from seqpar.adapter.cuts import Cut, Cuts, Cutting, Joint, Place, parameters, submodules
+from seqpar.adapter.cuts import Cut, Cuts, Cutting, Gather, Joint, Place, parameters, submodules
 from seqpar.adapter.forward import Ranks
-from seqpar.shard import Shard
 
 NAME = "seqpar"
+CARRIED = ("_parallel_config", "_attention_backend")  # the attributes of processors that are set
+
+
+Which = int | tuple[int | None, ...]
+"""A cut by its number in a `Cutter`, or one for each element of a tuple or list; plain numbers, which compilers trace."""
 
 
 class Cutter:
     """Cuts the tensors of a place; one for all submodules of a path, so that compiled blocks can share their code."""
 
-    def __init__(self, ranks: Ranks, cuts: Sequence[Cut]) -> None:
-        self.ranks, self._cuts = ranks, tuple(cuts)
+    def __init__(self, ranks: Ranks, place: Place) -> None:
+        self.ranks = ranks
+        self._cuts: list[Cut] = []
+        self.inputs = tuple((name, self._which(how)) for name, how in place.inputs.items())
+        self.outputs = tuple((index, self._which(how)) for index, how in place.outputs.items())
         self.number = ops.NUMBERS.add(self)
 
-    def cut_value(self, value: Any, how: Cutting) -> Any:
+    def _which(self, how: Cutting | None) -> Any:
+        if not isinstance(how, Cut):
+            return None if how is None else tuple(self._which(one) for one in how)
+        self._cuts.append(how)
+        return len(self._cuts) - 1
+
+    def value(self, value: Any, which: Which) -> Any:
         """Return a tensor, or a tuple, list or dict of tensors, with this rank's tokens; other values unchanged."""
-        if isinstance(value, Tensor) and isinstance(how, Cut):
+        if isinstance(value, Tensor) and isinstance(which, int):
             compiling = torch.compiler.is_compiling()
-            return ops.cut(value, self.number, self._cuts.index(how)) if compiling else self.ranks.cut(value, how)
+            return ops.cut(value, self.number, which) if compiling else self.ranks.cut(value, self._cuts[which])
         if isinstance(value, (list, tuple)):
-            each = how if isinstance(how, tuple) else (how,) * len(value)
-            made = [x if cut is None else self.cut_value(x, cut) for x, cut in zip(value, each, strict=True)]
+            each = which if isinstance(which, tuple) else (which,) * len(value)
+            made = [x if one is None else self.value(x, one) for x, one in zip(value, each, strict=True)]
             return tuple(made) if isinstance(value, tuple) else made
         if isinstance(value, dict):
-            return {key: self.cut_value(x, how) for key, x in value.items()}
+            return {key: self.value(x, which) for key, x in value.items()}
         return value
 
     def cut_by_number(self, x: Tensor, which: int) -> Tensor:
@@ -55,37 +68,33 @@ class Cutter:
         return shape
 
 
-def cutter(ranks: Ranks, place: Place) -> Cutter:
-    """Return what cuts the inputs and outputs of a place."""
-    every = [*place.inputs.values(), *place.outputs.values()]
-    return Cutter(ranks, [cut for one in every for cut in (one if isinstance(one, tuple) else (one,)) if cut])
-
-
 class PlaceHook(ModelHook):
     """Cuts a submodule's inputs and outputs, and gathers its outputs."""
 
-    def __init__(self, cutter: Cutter, place: Place, names: Sequence[str], use: str) -> None:
+    def __init__(self, cutter: Cutter, gathers: Mapping[int, Gather], names: Sequence[str], use: str) -> None:
         super().__init__()
-        self._cutter, self._place, self._use = cutter, place, use
-        self._inputs = tuple((name, names.index(name), how) for name, how in place.inputs.items())
+        self._cutter, self._gathers, self._use = cutter, dict(gathers), use
+        self._inputs = tuple((name, names.index(name), which) for name, which in cutter.inputs)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cut the inputs."""
         changed = list(args)
-        for name, index, how in self._inputs:
+        for name, index, which in self._inputs:
             if name in kwargs:
-                kwargs[name] = self._cutter.cut_value(kwargs[name], how)
+                kwargs[name] = self._cutter.value(kwargs[name], which)
             elif index < len(changed):
-                changed[index] = self._cutter.cut_value(changed[index], how)
+                changed[index] = self._cutter.value(changed[index], which)
         return tuple(changed), kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Cut or gather the outputs."""
+        if not self._cutter.outputs and not self._gathers:
+            return output
         alone = isinstance(output, Tensor)
         made = [output] if alone else list(output)
-        for index, how in self._place.outputs.items():
-            made[index] = self._cutter.cut_value(made[index], how)
-        for index, gather in self._place.gathers.items():
+        for index, which in self._cutter.outputs:
+            made[index] = self._cutter.value(made[index], which)
+        for index, gather in self._gathers.items():
             made[index] = self._cutter.ranks.gather(made[index], gather, f"{self._use} output {index}")
         return made[0] if alone else tuple(made)
 
@@ -120,10 +129,10 @@ class Installed:
         self._check_shared(module)
 
     def _place(self, module: nn.Module, path: str, place: Place, ranks: Ranks) -> None:
-        shared = cutter(ranks, place)
+        shared = Cutter(ranks, place)
         for one in submodules(module, path):
             names = parameters(one) if place.inputs else []
-            self._hook(one, PlaceHook(shared, place, names, path), f"{NAME} cuts {path}")
+            self._hook(one, PlaceHook(shared, place.gathers, names, path), f"{NAME} cuts {path}")
 
     def _hook(self, module: nn.Module, hook: ModelHook, name: str) -> None:
         HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
@@ -178,6 +187,3 @@ class Installed:
                 vars(processor).pop(name, None)
             vars(processor).update(before)
         self._hooked, self._carried = [], []
-
-
-CARRIED = ("_parallel_config", "_attention_backend")

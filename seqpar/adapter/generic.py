@@ -38,7 +38,7 @@ class Generic:
         self._module, self._cuts = module, cuts
         self._forward = module.forward  # taken now, because the caller may put its own in this place
         self._ranks = Ranks(mesh, plan)
-        self._root = Cutter(self._ranks, cuts.places.get("", Place()))
+        self._root = Cutter(self._ranks, cuts.places.get("", Place()), "its inputs")
         self._installed: Installed | None = Installed(module, cuts, self._ranks)
 
     @torch.no_grad()

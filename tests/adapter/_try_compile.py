@@ -12,7 +12,10 @@ def run(rank, world, device, name, backend):
     a = tiny.arguments()
     with torch.no_grad(): truth = flat(module(**a, return_dict=False))
     import time; t=time.time()
-    module.compile_repeated_blocks(fullgraph=True, backend=backend, dynamic=False)
+    if getattr(module, "_repeated_blocks", None):
+        module.compile_repeated_blocks(fullgraph=True, backend=backend, dynamic=False)
+    else:
+        for block in module.transformer_blocks: block.compile(fullgraph=True, backend=backend, dynamic=False)
     body = body_of(module, world, device, "ulysses", "collective")
     outs = [error(flat(body(tiny.arguments())), truth) for _ in range(3)]
     from torch._dynamo.utils import counters

@@ -34,7 +34,6 @@ class Forward:
     lengths: dict[str, int] = field(default_factory=dict)
     masks: dict[str, Tensor] = field(default_factory=dict)
     converted: dict[Hashable, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    row: int = 0
 
 
 class Ranks:

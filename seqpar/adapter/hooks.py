@@ -21,10 +21,8 @@ from seqpar.adapter.attention import BACKEND, Around, SplitAttention
 from seqpar.adapter.cuts import Cut, Cuts, Cutting, Joint, Place, parameters, submodules
 from seqpar.adapter.forward import Ranks
 
-
-
 Which = int | tuple[int | None, ...]
-"""A cut by its number in a `Cutter`, or one for each element of a tuple or list; plain numbers, which compilers trace."""
+"""A cut by its number in a `Cutter`, or one for each element of a tuple; compilers trace plain numbers."""
 
 
 class Cutter:
@@ -179,7 +177,8 @@ class Installed:
         for seat in self._seats:
             if seat.module.processor is not seat.ours:
                 seat.own = seat.module.processor
-                seat.ours = carrying(seat.own, seat.attention, self._kinds)
+                replaced = seat.attention.joint.processor
+                seat.ours = carrying(replaced() if replaced else seat.own, seat.attention, self._kinds)
                 seat.module.processor = seat.ours
             elif getattr(seat.ours, "_attention_backend", BACKEND) is not BACKEND:
                 raise ValueError(

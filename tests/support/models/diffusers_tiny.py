@@ -37,6 +37,8 @@ class Tiny:
         for index, weight in enumerate(module.parameters()):
             fan = math.prod(weight.shape[1:]) if weight.dim() > 1 else 4
             weight.copy_(random(tuple(weight.shape), seed + index) * fan**-0.5)
+        if self.kind == "MochiTransformer3DModel":  # its positions are fp32, and are multiplied with these
+            module.pos_frequencies.data = module.pos_frequencies.float()
         return module
 
     def arguments(self, device: torch.device | str = "cpu") -> Inputs:

@@ -54,7 +54,7 @@ class SplitAttention:
         default = q.shape[-1] ** -0.5
         if scale is not None and not isclose(scale, default, rel_tol=1e-12):
             q = q * (scale / default)
-        return self._ranks.attend(tokens)((Given(q, k, v, IDENTITY),), bias)[0]
+        return self._ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
 
     def _tokens(self, now: Forward, here: int) -> tuple[tuple[str, ...], JointShard]:
         """Return the streams that are joined, and their split; `here` is the number of tokens on this rank."""

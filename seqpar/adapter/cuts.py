@@ -9,7 +9,7 @@ When it wins: a plan of few lines makes a transformer parallel without a change 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,7 +206,7 @@ def _place(path: str, entry: Any) -> Place:
         inputs = {key: _cutting(path, key, cut) for key, cut in kept.items() if isinstance(key, str)}
         outputs = {key: _cutting(path, key, cut) for key, cut in kept.items() if isinstance(key, int)}
         return Place(inputs, outputs)
-    every = entry if isinstance(entry, Sequence) and not isinstance(entry, str) else [entry]
+    every: list[Any] = list(entry) if isinstance(entry, (list, tuple)) else [entry]
     if not all(one is None or isinstance(one, ContextParallelOutput) for one in every):
         raise ValueError(
             f"got a plan with {entry!r} at {path!r}, expected ContextParallelOutput, or ContextParallelInput by name"

@@ -77,8 +77,8 @@ class Cutter:
         """Return the shape of this rank's tokens; see `seqpar.adapter.ops`."""
         cut, shape, parts = self._cuts[which], list(x.shape), self.ranks.axis.size
         if (cut.dims is None or len(shape) == cut.dims) and not shape[cut.dim] == 1 < parts:
-            share, rest = divmod(shape[cut.dim], parts)
-            shape[cut.dim] = share + (1 if self.ranks.axis.rank < rest else 0)
+            # the size of `Shard`, without a comparison: a compiler that keeps sizes open would have to decide it
+            shape[cut.dim] = (shape[cut.dim] + parts - 1 - self.ranks.axis.rank) // parts
         return shape
 
 

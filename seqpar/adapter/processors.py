@@ -33,8 +33,10 @@ class MochiProcessor:
         text = _heads(encoder_hidden_states, added, (attn.norm_added_q, attn.norm_added_k), attn.heads)
         if image_rotary_emb is not None:
             q, k = rotated(q, *image_rotary_emb), rotated(k, *image_rotary_emb)
-        joined = [torch.cat(pair, dim=1) for pair in zip((q, k, v), text, strict=True)]
-        out = dispatch_attention_fn(*joined, backend=self._attention_backend, parallel_config=self._parallel_config)
+        queries, keys, values = (torch.cat(pair, dim=1) for pair in zip((q, k, v), text, strict=True))
+        out = dispatch_attention_fn(
+            queries, keys, values, backend=self._attention_backend, parallel_config=self._parallel_config
+        )
         video_out, text_out = out.flatten(2).split((q.shape[1], text[0].shape[1]), dim=1)
         for layer in attn.to_out:
             video_out = layer(video_out)

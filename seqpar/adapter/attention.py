@@ -48,6 +48,11 @@ class SplitAttention:
         """
         now = self._ranks.now
         if now is None or k.shape[1] != q.shape[1]:
+            if now is not None and not self.joint.streams and "text" in now.lengths:
+                raise ValueError(
+                    f"got cross-attention at {self._where} in a plan that splits text, expected whole text; leave the "
+                    f"text out of the plan, or write it as `seqpar.adapter.cuts.Cuts`, whose attention is explicit"
+                )
             return _local(q, k, v, mask, scale)
         streams, tokens = self._tokens(now, q.shape[1])
         bias = self._bias(now, mask, streams, tokens, q.dtype)

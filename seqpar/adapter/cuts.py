@@ -71,6 +71,10 @@ class Joint:
     processor: Callable[[], Any] | None = None
 
 
+def _no_reason(module: nn.Module) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Cuts:
     """The plan of one transformer class.
@@ -83,6 +87,7 @@ class Cuts:
     transformer's own forward gets None in its place, unless the argument is in `kept`.
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why a transformer of this class cannot be split, or None.
+    why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
     """
 
     places: Mapping[str, Place]
@@ -90,7 +95,8 @@ class Cuts:
     masks: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
-    why_not: Callable[[nn.Module], str | None] = lambda module: None
+    why_not: Callable[[nn.Module], str | None] = _no_reason
+    why_eager: Callable[[nn.Module], str | None] = _no_reason
 
 
 def of(module: nn.Module, given: Cuts | Mapping[str, Any] | None = None) -> Cuts:

@@ -233,12 +233,13 @@ def test_hunyuan_video_that_replaces_tokens_is_refused() -> None:
 def refusals(rank: int, world: int, device: torch.device) -> list[str]:
     """Return the messages of calls that a split transformer cannot compute, and the outputs of a right one."""
     tiny, cases = MODELS["flux2"], []
-    body = body_of(tiny.build().to(device), world, device, "ulysses")
+    module = tiny.build().to(device)
+    body = body_of(module, world, device, "ulysses")
     arguments = tiny.arguments(device)
     cases.append(raised(lambda: body({**arguments, "kv_cache_mode": "extract"})))
     cases.append(raised(lambda: body({**arguments, **few(arguments)})))
     cases.append(raised(lambda: body({**arguments, "img_ids": arguments["img_ids"][:, :-1]})))
-    body._module.set_attention_backend("native")
+    module.set_attention_backend("native")
     cases.append(raised(lambda: body(arguments)))
     return cases
 
@@ -257,11 +258,12 @@ def test_calls_that_cannot_be_split_are_refused_on_every_rank(ranks: Pool) -> No
 
 
 def test_a_cache_between_steps_is_refused() -> None:
-    from diffusers import FirstBlockCacheConfig
+    from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
 
     tiny = MODELS["flux"]
-    body = body_of(tiny.build(), 1, CPU, "ulysses")
-    body._module.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    module = tiny.build()
+    body = body_of(module, 1, CPU, "ulysses")
+    module.enable_cache(FirstBlockCacheConfig(threshold=0.1))
     assert "with a cache between steps" in raised(lambda: body(tiny.arguments()))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from seqpar.adapter.cuts import Cut, Cuts, Gather, Joint, Place
+from seqpar.adapter.processors import MochiProcessor
 
 IMAGE, TEXT = Cut("image"), Cut("text")
 OUT = Place(gathers={0: Gather("image")})
@@ -57,7 +58,12 @@ def _qwen_image() -> Cuts:
         "proj_out": OUT,
     }
     joint = {"transformer_blocks.*.attn": Joint(("text", "image"), masked=True)}
-    return Cuts(places, joint, masks={"encoder_hidden_states_mask": "text"})
+    return Cuts(places, joint, masks={"encoder_hidden_states_mask": "text"}, why_eager=_indexes_images)
+
+
+def _indexes_images(module: Any) -> str | None:
+    """Return why an edit model runs eagerly: it has another timestep for reference images."""
+    return "it copies which tokens are of reference images from the host" if module.config.zero_cond_t else None
 
 
 def _wan() -> Cuts:
@@ -132,7 +138,12 @@ def _lumina2() -> Cuts:
         "layers.0": Place(inputs={"hidden_states": joint}),
         "norm_out": Place(gathers={0: Gather(joint.stream)}),
     }
-    return Cuts(places, {"noise_refiner.*.attn": ALONE, "layers.*.attn": Joint((joint.stream,))})
+    both = {"noise_refiner.*.attn": ALONE, "layers.*.attn": Joint((joint.stream,))}
+    return Cuts(places, both, why_eager=_reads_lengths)
+
+
+def _reads_lengths(module: Any) -> str:
+    return "it reads the lengths of the texts on the host"
 
 
 def _z_image() -> Cuts:
@@ -149,6 +160,17 @@ def _z_image() -> Cuts:
     return Cuts(places, both, refused={"controlnet_block_samples": BETWEEN})
 
 
+def _mochi() -> Cuts:
+    places = {
+        "time_embed": Place(outputs={1: TEXT}),
+        "rope": Place(outputs={0: Cut("image", dim=0), 1: Cut("image", dim=0)}),
+        "transformer_blocks.0": Place(inputs={"hidden_states": IMAGE}),
+        "proj_out": OUT,
+    }
+    joint = {"transformer_blocks.*.attn1": Joint(("image", "text"), masked=True, processor=MochiProcessor)}
+    return Cuts(places, joint, masks={"encoder_attention_mask": "text"}, kept=("encoder_attention_mask",))
+
+
 PLANS = {
     "FluxTransformer2DModel": _flux(),
     "Flux2Transformer2DModel": _flux2(),
@@ -163,4 +185,5 @@ PLANS = {
     "DiTTransformer2DModel": _from_patches("proj_out_2"),
     "Lumina2Transformer2DModel": _lumina2(),
     "ZImageTransformer2DModel": _z_image(),
+    "MochiTransformer3DModel": _mochi(),
 }

@@ -137,11 +137,14 @@ gather the last layer's output. Leave out streams that are read by cross-attenti
 
 
 def submodules(module: nn.Module, path: str) -> list[nn.Module]:
-    """Return the submodules that a path names ("blocks.*.attn", "layers.-1"); ValueError if there is none."""
+    """Return the submodules that a path names ("blocks.*.attn", "layers.-1"); ValueError if there is none.
+
+    A path that ends with "?" may name none ("blocks.*.attn2?", where only some sizes of a model have a second one).
+    """
     found = [module]
-    for step in path.split(".") if path else ():
+    for step in path.removesuffix("?").split(".") if path else ():
         found = [child for parent in found for child in _children(parent, step)]
-    if not found:
+    if not found and not path.endswith("?"):
         known = ", ".join(name for name, _ in module.named_children())
         raise ValueError(
             f"got a plan with the submodule {path!r}, which {type(module).__name__} does not have, expected paths "

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpar.adapter.cuts import Cuts, parameters
 from seqpar.planner.facts import Work
 from seqpar.planner.plan import STEPS
 from seqpar.planner.predict import TABLE_BYTES, Load
@@ -26,7 +25,7 @@ VIDEO_TOKENS = 32760  # 81 frames of 480 x 832 pixels
 _FEW_ROWS = ("norm", "mod", "ada", "time", "emb", "add_", "context", "txt", "text")
 
 
-def work_of(module: nn.Module, cuts: Cuts) -> Work:
+def work_of(module: nn.Module) -> Work:
     """Return what a token costs in a transformer, from its attention and the linear layers of its largest blocks.
 
     Raises ValueError if it has no attention with `heads`, `to_q` and `to_k`, as diffusers' attention modules have.
@@ -53,7 +52,6 @@ def work_of(module: nn.Module, cuts: Cuts) -> Work:
         once=((latent, width), (width, latent)),
         table=6 * width,
         live=12 * width,
-        masked=_is_masked(module, cuts),
     )
 
 
@@ -101,12 +99,6 @@ def _products(block: nn.Module) -> Iterator[tuple[int, int]]:
         skipped = name.endswith(("to_q", "to_k", "to_v")) or any(word in name.lower() for word in _FEW_ROWS)
         if isinstance(layer, nn.Linear) and not skipped:
             yield layer.in_features, layer.out_features
-
-
-def _is_masked(module: nn.Module, cuts: Cuts) -> bool:
-    """Return whether attention may get key masks: that of joined text and image, where the call takes a mask."""
-    joins_text = any(len(joint.streams) != 1 for joint in cuts.attention.values())
-    return bool(cuts.masks) or (joins_text and any("mask" in name for name in parameters(module)))
 
 
 def _tokens(config: Any) -> int:

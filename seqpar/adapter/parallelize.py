@@ -56,8 +56,7 @@ def parallelize(
     ranks = mesh or Mesh.joined()
     ranks.together(lambda: [_check(module) for module in found.values()])
     cuts = {name: ranks.together(lambda m=module: plans.of(m, plan)) for name, module in found.items()}
-    first = next(iter(found))
-    layout = _planned(found[first], cuts[first], mesh, Wish(strategy=strategy, local=local, transport=transport))
+    layout = _planned(next(iter(found.values())), mesh, Wish(strategy=strategy, local=local, transport=transport))
     mesh = _with_host_group(settled(layout, mesh))
     if any(x.device != mesh.device for module in found.values() for x in module.parameters()):
         moved: Any = pipe_or_transformer
@@ -142,12 +141,12 @@ def _check(module: nn.Module) -> None:
         raise ValueError(f"got a {name} without weights (on the meta device), expected a loaded one")
 
 
-def _planned(module: nn.Module, cuts: Cuts, mesh: Mesh | None, wish: Wish) -> Plan:
+def _planned(module: nn.Module, mesh: Mesh | None, wish: Wish) -> Plan:
     """Return the planner's plan for one picture of the transformer's family."""
     dtype = next(x.dtype for x in module.parameters() if x.is_floating_point())
     guided = estimate.is_guided(module) if mesh is None else mesh.cfg.size > 1
     load = estimate.load_of(module, dtype, guided)
-    return make(estimate.work_of(module, cuts), load, dtype, mesh or Mesh.joined(), wish, mesh)
+    return make(estimate.work_of(module), load, dtype, mesh or Mesh.joined(), wish, mesh)
 
 
 def _with_host_group(mesh: Mesh) -> Mesh:

@@ -83,7 +83,7 @@ def _sd3() -> Cuts:
         "context_embedder": Place(outputs={0: TEXT}),
         "proj_out": OUT,
     }
-    return Cuts(places, {"transformer_blocks.*.attn": IMAGE_TEXT, "transformer_blocks.*.attn2": ALONE})
+    return Cuts(places, {"transformer_blocks.*.attn": IMAGE_TEXT, "transformer_blocks.*.attn2?": ALONE})
 
 
 def _cogvideox() -> Cuts:

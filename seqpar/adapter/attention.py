@@ -133,7 +133,6 @@ def dispatched(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,
     _parallel_config: SplitAttention | None = None,
 ) -> Tensor:
     """Return attention for diffusers' dispatcher, (B, l, H, D); a call without our config is local."""
@@ -173,7 +172,8 @@ class Around(TorchFunctionMode):
     ) -> Any:
         """See `TorchFunctionMode`."""
         if func is F.scaled_dot_product_attention:
-            return called(self._attention, *args, **(kwargs or {}))
+            known = {name: value for name, value in (kwargs or {}).items() if name != "enable_gqa"}  # shapes tell it
+            return called(self._attention, *args, **known)
         return func(*args, **(kwargs or {}))
 
 
@@ -186,7 +186,6 @@ def called(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,
 ) -> Tensor:
     """Return attention with the parameters of `scaled_dot_product_attention`, whose tensors are (B, H, l, D)."""
     _refuse(dropout_p, is_causal)

@@ -62,8 +62,12 @@ class Ranks:
         return self.mesh.sequence
 
     def begin(self) -> Forward:
-        """Start a forward; exchanges are freed first if there are too many of them, on every rank alike."""
-        if len(self._attends) > MOST:
+        """Start a forward; exchanges are freed first if there are too many of them, on every rank alike.
+
+        Not while a CUDA graph is captured: it uses those of the call before it.
+        """
+        capturing = self.mesh.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if len(self._attends) > MOST and not capturing:
             self.release()
         self.now = Forward()
         return self.now

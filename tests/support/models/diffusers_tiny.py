@@ -401,6 +401,7 @@ MODELS = {
     "wan": Tiny("WanTransformer3DModel", WAN, wan),
     "wan_like_lengths": Tiny("WanTransformer3DModel", WAN, wan_like_lengths),
     "wan2.2": Tiny("WanTransformer3DModel", WAN, wan22),
+    "chronoedit": Tiny("ChronoEditTransformer3DModel", WAN, wan),
     "sd3": Tiny("SD3Transformer2DModel", SD3, sd3, batch=3),
     "sd3_controlnet": Tiny("SD3Transformer2DModel", SD3, sd3_with_controlnet),
     "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, cogvideox),

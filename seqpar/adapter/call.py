@@ -16,7 +16,7 @@ import torch
 from diffusers.hooks.group_offloading import _is_group_offload_enabled
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.utils.outputs import BaseOutput
-from torch import nn
+from torch import Tensor, nn
 
 from seqpar.adapter.body import Body
 from seqpar.adapter.graphs import KINDS, Capture, Graphs
@@ -128,8 +128,7 @@ class Call:
         doubled = self.label in (None, BOTH) and len(split_over(self._axes, rows)) == len(self._axes)
         if doubled or form.kind not in self._known:
             return self._by_rows(form)
-        room = self._known[form.kind].each(lambda x: torch.full_like(x, torch.nan if x.is_floating_point() else 0))
-        self._pending = Ticket(form, room, self._alone)
+        self._pending = Ticket(form, self._known[form.kind].each(_room), self._alone)
         return self._pending.promised()
 
     def _alike(self, first: Ticket, form: Form) -> bool:
@@ -176,6 +175,12 @@ class Call:
     def _computed(self, form: Form) -> Form:
         """Run a body on this rank's rows."""
         return self.graphs.run(self.body, form, self._generation)
+
+
+def _room(like: Tensor) -> Tensor:
+    """Return a tensor for results that are not there yet; NaN would show where it is read too early."""
+    unknown = torch.nan if like.is_floating_point() else 0
+    return torch.full(like.shape, unknown, dtype=like.dtype, device=like.device)
 
 
 def output_class(module: nn.Module) -> type[BaseOutput]:

@@ -50,7 +50,7 @@ def parallelize(
     for other transformers, its own modules compute. plan: where the tokens of a transformer are split, as
     `seqpar.adapter.cuts.Cuts` or in the form of diffusers' `_cp_plan`; None takes what is known of its class.
     On GPUs each kind of call is captured as a CUDA graph at its second call. Inputs of rank 0 are used on every rank.
-    Rank 0 prints one line for each transformer. Raises ValueError, the same on every rank, for what cannot be split.
+    Rank 0 prints one line for each transformer. Call `release` before the process group ends. Raises ValueError, the same on every rank, for what cannot be split.
     """
     found = transformers_of(pipe_or_transformer)
     ranks = mesh or Mesh.joined()
@@ -63,7 +63,7 @@ def parallelize(
         moved.to(mesh.device)
     bodies = {name: _body(module, mesh, layout, cuts[name], native) for name, module in found.items()}
     for name, module in found.items():
-        install(module, Call(module, mesh, bodies[name], _capture(mesh)))
+        install(module, Call(module, mesh, bodies[name], _capture(mesh, bodies[name])))
         if mesh.is_main:
             print(_summary(module, bodies[name], mesh, layout), flush=True)
     _share_decoder(pipe_or_transformer, mesh, [vars(module)["forward"] for module in found.values()])
@@ -164,8 +164,14 @@ def _body(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, native: bool) -
     return generic.build(module, mesh, plan, cuts)
 
 
-def _capture(mesh: Mesh) -> Capture | None:
-    return CudaCapture() if mesh.device.type == "cuda" else None
+def _capture(mesh: Mesh, body: Body) -> Capture | None:
+    """Return what captures calls on a GPU; None, with the reason printed, where the body's calls cannot be captured."""
+    if mesh.device.type != "cuda":
+        return None
+    reason = body.why_eager()
+    if reason is not None and mesh.is_main:
+        print(f"seqpar: calls run without CUDA graphs, because {reason}", flush=True)
+    return CudaCapture() if reason is None else None
 
 
 def _summary(module: nn.Module, body: Body, mesh: Mesh, plan: Plan) -> str:

@@ -17,10 +17,11 @@ from seqpar.mesh import Mesh
 from tests.adapter.test_pipelines import CASES, TOLERANCE, InDouble
 from tests.support.calls import Captures, Recorder, Toy
 from tests.support.foreign import StayDouble
+from tests.support.meshes import TRANSPORTS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
-from tests.support.meshes import random
 from tests.support.models.diffusers_tiny import MODELS
 from tests.support.pool import Pool
+from tests.transports.test_new_transport import NAME, added
 
 
 def made(limit: int = 8) -> tuple[Toy, Recorder, Captures, Graphs]:
@@ -194,18 +195,47 @@ def test_replays_of_a_split_transformer_make_diffusers_picture(ranks: Pool, name
         assert replays >= 3
 
 
+def alternating(
+    rank: int, world: int, device: torch.device, strategy: str, transport: str
+) -> tuple[list[Tensor], list[int]]:
+    """Return the results of texts of 7, 5, 7, 5 ... tokens, and how often each capture was replayed."""
+    captures, tiny = Captures(), MODELS["flux"]
+    with added():
+        mesh = mesh_for(strategy, world, device)
+        module = seqpar.parallelize(tiny.build(), mesh, strategy=strategy, transport=transport, native=False)
+        call: Any = module.forward
+        call.body, call.graphs = InDouble(call.body), Graphs(mesh, captures)
+        results = [module(**shortened(tiny, step), return_dict=False)[0] for step in range(6)]
+        seqpar.release(module)
+    return results, [each.replays for each in captures.made]
+
+
+def shortened(tiny: Any, step: int) -> dict[str, Any]:
+    """Return arguments whose text has 7 or 5 tokens, each step with another timestep."""
+    given = tiny.arguments()
+    text = {name: given[name][..., : 7 - 2 * (step % 2), :] for name in ("encoder_hidden_states", "txt_ids")}
+    return {**given, **text, "timestep": given["timestep"] + 0.05 * step}
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "ulysses"), (3, "kv_gather"), (4, "usp")])
+@pytest.mark.parametrize("transport", [*TRANSPORTS, NAME])
+def test_replays_alternate_with_late_ranks(ranks: Pool, transport: str, world: int, strategy: str) -> None:
+    tiny = MODELS["flux"]
+    expected = [tiny.whole(arguments=shortened(tiny, step))[0] for step in range(6)]
+    for results, replays in ranks.run(world, alternating, strategy, transport):
+        assert replays == [2, 2]
+        assert all((got - wanted).abs().max() < 1e-12 for got, wanted in zip(results, expected, strict=True))
+
+
 def on_gpus(rank: int, world: int, device: torch.device) -> list[Tensor]:
     """Return the results of eager calls and of replays, of two kinds of calls that alternate."""
     tiny, results = MODELS["flux"], []
     module = tiny.build().to(device)
     seqpar.parallelize(module, make_mesh(device, cfg=1), local="reference")
     with StayDouble():
-        for step in range(4):
-            for length in (7, 5):
-                given = tiny.arguments(device)
-                text = {name: given[name][..., :length, :] for name in ("encoder_hidden_states", "txt_ids")}
-                timestep = given["timestep"] + 0.1 * (step % 2)
-                results.append(module(**{**given, **text, "timestep": timestep}, return_dict=False)[0])
+        for step in (0, 1, 0, 1, 0, 1):
+            given = {name: x.to(device) for name, x in shortened(tiny, step).items()}
+            results.append(module(**given, return_dict=False)[0])
     call: Any = module.forward
     assert isinstance(call.graphs._capture, CudaCapture)
     assert len(call.graphs) == 2
@@ -220,6 +250,5 @@ def on_gpus(rank: int, world: int, device: torch.device) -> list[Tensor]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_gpu_replays_equal_eager_calls(ranks: Pool, world: int) -> None:
     for results in ranks.run(world, on_gpus):
-        eager, replayed = results[:4], results[4:]
-        assert all((a - b).abs().max() < 1e-12 for a, b in zip(eager, replayed, strict=True))
-        assert (eager[0] - eager[2]).abs().max() > 1e-3
+        assert all((a - b).abs().max() < 1e-12 for a, b in zip(results[:4], results[2:], strict=True))
+        assert (results[0] - results[1]).abs().max() > 1e-3

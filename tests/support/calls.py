@@ -64,6 +64,9 @@ class Recorder:
         self.calls.append(len(out))
         return (self.buffer[: out.numel()].view(out.shape).copy_(out),)
 
+    def why_eager(self) -> str | None:
+        """Return None: it can be captured."""
+
     def state(self) -> Hashable:
         """Return the version."""
         return self.version

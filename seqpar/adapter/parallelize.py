@@ -50,23 +50,26 @@ def parallelize(
     for other transformers, its own modules compute. plan: where the tokens of a transformer are split, as
     `seqpar.adapter.cuts.Cuts` or in the form of diffusers' `_cp_plan`; None takes what is known of its class.
     On GPUs each kind of call is captured as a CUDA graph at its second call. Inputs of rank 0 are used on every rank.
-    Rank 0 prints one line for each transformer. Call `release` before the process group ends. Raises ValueError, the same on every rank, for what cannot be split.
+    Rank 0 prints one line for each transformer. Call `release` before the process group ends.
+    Raises ValueError, the same on every rank, for what cannot be split.
     """
     found = transformers_of(pipe_or_transformer)
     ranks = mesh or Mesh.joined()
-    ranks.together(lambda: [_check(module) for module in found.values()])
-    cuts = {name: ranks.together(lambda m=module: plans.of(m, plan)) for name, module in found.items()}
-    layout = _planned(next(iter(found.values())), mesh, Wish(strategy=strategy, local=local, transport=transport))
+    cuts = ranks.together(lambda: {name: _checked(module, plan) for name, module in found.items()})
+    wish = Wish(strategy=strategy, local=local, transport=transport)
+    layout = _planned(next(iter(found.values())), mesh, wish)
     mesh = _with_host_group(settled(layout, mesh))
     if any(x.device != mesh.device for module in found.values() for x in module.parameters()):
         moved: Any = pipe_or_transformer
         moved.to(mesh.device)
     bodies = {name: _body(module, mesh, layout, cuts[name], native) for name, module in found.items()}
-    for name, module in found.items():
-        install(module, Call(module, mesh, bodies[name], _capture(mesh, bodies[name])))
+    calls = {name: Call(found[name], mesh, body, _capture(mesh, body)) for name, body in bodies.items()}
+    for name, call in calls.items():
+        install(found[name], call)
         if mesh.is_main:
-            print(_summary(module, bodies[name], mesh, layout), flush=True)
-    _share_decoder(pipe_or_transformer, mesh, [vars(module)["forward"] for module in found.values()])
+            print(_summary(found[name], call.body, mesh, layout), flush=True)
+    if not isinstance(pipe_or_transformer, nn.Module):
+        _share_decoder(pipe_or_transformer, mesh, list(calls.values()))
     return pipe_or_transformer
 
 
@@ -128,8 +131,8 @@ def install(module: nn.Module, call: Call) -> None:
     named["cache_context"], named["enable_cache"] = cache_context, enable_cache
 
 
-def _check(module: nn.Module) -> None:
-    """Raise ValueError for a transformer that cannot be parallelized as it is now."""
+def _checked(module: nn.Module, plan: Cuts | Mapping[str, Any] | None) -> Cuts:
+    """Return where a transformer is cut; ValueError if it cannot be parallelized as it is now."""
     name = type(module).__name__
     if isinstance(vars(module).get("forward"), Call):
         raise ValueError(f"got a {name} that is parallelized already, expected a plain one; call seqpar.release first")
@@ -139,6 +142,7 @@ def _check(module: nn.Module) -> None:
         raise ValueError(f"got a {name} with a cache between steps, expected none; call disable_cache() first")
     if next(module.parameters()).device.type == "meta":
         raise ValueError(f"got a {name} without weights (on the meta device), expected a loaded one")
+    return plans.of(module, plan)
 
 
 def _planned(module: nn.Module, mesh: Mesh | None, wish: Wish) -> Plan:
@@ -180,10 +184,10 @@ def _summary(module: nn.Module, body: Body, mesh: Mesh, plan: Plan) -> str:
     return f"seqpar: {type(module).__name__} runs on {mesh} ({by}; {how}attention {plan.local.name})"
 
 
-def _share_decoder(pipe: Any, mesh: Mesh, calls: list[Any]) -> None:
+def _share_decoder(pipe: Any, mesh: Mesh, calls: list[Call]) -> None:
     """Make a pipeline decode rank 0's latents on every rank, after it was checked that all exchanges arrived."""
     vae = getattr(pipe, "vae", None)
-    if vae is None or not hasattr(vae, "decode") or isinstance(pipe, nn.Module):
+    if not hasattr(vae, "decode"):
         return
     share_input(vae, mesh)
     decode = vae.decode

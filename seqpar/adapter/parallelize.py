@@ -56,20 +56,11 @@ def parallelize(
     found = transformers_of(pipe_or_transformer)
     ranks = mesh or Mesh.joined()
     cuts = ranks.together(lambda: {name: _checked(module, plan) for name, module in found.items()})
-    wish = Wish(strategy=strategy, local=local, transport=transport)
-    layout = _planned(next(iter(found.values())), mesh, wish)
+    layout = _planned(next(iter(found.values())), mesh, Wish(strategy=strategy, local=local, transport=transport))
     mesh = _with_host_group(settled(layout, mesh))
-    if any(x.device != mesh.device for module in found.values() for x in module.parameters()):
-        moved: Any = pipe_or_transformer
-        moved.to(mesh.device)
+    _move(pipe_or_transformer, found, mesh)
     bodies = {name: _body(module, mesh, layout, cuts[name], native) for name, module in found.items()}
-    calls = {name: Call(found[name], mesh, body, _capture(mesh, body)) for name, body in bodies.items()}
-    for name, call in calls.items():
-        install(found[name], call)
-        if mesh.is_main:
-            print(_summary(found[name], call.body, mesh, layout), flush=True)
-    if not isinstance(pipe_or_transformer, nn.Module):
-        _share_decoder(pipe_or_transformer, mesh, list(calls.values()))
+    _install_all(pipe_or_transformer, found, bodies, mesh, layout)
     return pipe_or_transformer
 
 
@@ -103,6 +94,19 @@ def transformers_of(pipe_or_transformer: Any) -> dict[str, nn.Module]:
             f"transformer or a pipeline that has one"
         )
     return modules
+
+
+def _install_all(
+    pipe_or_transformer: Any, found: Mapping[str, nn.Module], bodies: Mapping[str, Body], mesh: Mesh, plan: Plan
+) -> None:
+    """Put calls into the places of all transformers, which nothing can fail any more, and say so on rank 0."""
+    calls = {name: Call(found[name], mesh, body, _capture(mesh, body)) for name, body in bodies.items()}
+    for name, call in calls.items():
+        install(found[name], call)
+        if mesh.is_main:
+            print(_summary(found[name], call.body, mesh, plan), flush=True)
+    if hasattr(getattr(pipe_or_transformer, "vae", None), "decode"):
+        _share_decoder(pipe_or_transformer.vae, mesh, list(calls.values()))
 
 
 def install(module: nn.Module, call: Call) -> None:
@@ -153,6 +157,12 @@ def _planned(module: nn.Module, mesh: Mesh | None, wish: Wish) -> Plan:
     return make(estimate.work_of(module), load, dtype, mesh or Mesh.joined(), wish, mesh)
 
 
+def _move(pipe_or_transformer: Any, found: Mapping[str, nn.Module], mesh: Mesh) -> None:
+    """Move a pipeline to this rank's device, if a transformer is elsewhere."""
+    if any(x.device != mesh.device for module in found.values() for x in module.parameters()):
+        pipe_or_transformer.to(mesh.device)
+
+
 def _with_host_group(mesh: Mesh) -> Mesh:
     """Return a mesh whose ranks can compare small numbers on the host, where the process group has only NCCL.
 
@@ -184,11 +194,8 @@ def _summary(module: nn.Module, body: Body, mesh: Mesh, plan: Plan) -> str:
     return f"seqpar: {type(module).__name__} runs on {mesh} ({by}; {how}attention {plan.local.name})"
 
 
-def _share_decoder(pipe: Any, mesh: Mesh, calls: list[Call]) -> None:
+def _share_decoder(vae: Any, mesh: Mesh, calls: list[Call]) -> None:
     """Make a pipeline decode rank 0's latents on every rank, after it was checked that all exchanges arrived."""
-    vae = getattr(pipe, "vae", None)
-    if not hasattr(vae, "decode"):
-        return
     share_input(vae, mesh)
     decode = vae.decode
 

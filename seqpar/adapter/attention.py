@@ -59,6 +59,7 @@ class SplitAttention:
         default = q.shape[-1] ** -0.5
         if scale is not None and not isclose(scale, default, rel_tol=1e-12):
             q = q * (scale / default)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return self._ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
 
     def _tokens(self, now: Forward, here: int) -> tuple[tuple[str, ...], JointShard]:
@@ -72,9 +73,10 @@ class SplitAttention:
             if tokens.sizes[axis.rank] == here:
                 return streams, tokens
         told = ", ".join(f"{total} of {name}" for name, total in now.lengths.items()) or "none"
-        raise ValueError(
-            f"got attention at {self._where} with {here} tokens on rank {axis.rank} of {axis.size}, expected this "
-            f"rank's share of {' and '.join(self.joint.streams) or 'its streams'} (cut so far: {told}); check the plan"
+        expected = " and ".join(self.joint.streams) or "one or all of the streams"
+        raise ValueError(  # the message is the same on every rank: it has no number of this rank's tokens
+            f"got attention at {self._where} to other tokens than each rank's share of {expected}, of which "
+            f"{told} were cut before it; check the plan's cuts and the streams of its attention"
         )
 
     def _bias(

@@ -105,8 +105,8 @@ class Ranks:
         sizes = Shard(self.total(gather.stream, use), self.axis.size).sizes
         if x.shape[gather.dim] != sizes[self.axis.rank]:
             raise ValueError(
-                f"got {x.shape[gather.dim]} tokens of {gather.stream} to gather at {use}, expected this rank's "
-                f"{sizes[self.axis.rank]}; check the plan's cuts"
+                f"got a gather at {use} of other tokens than each rank's share of the {sum(sizes)} of {gather.stream}, "
+                f"expected these; check the plan's cuts"
             )
         if self.axis.size == 1:
             return x

@@ -69,9 +69,7 @@ class Generic:
 
     def state(self) -> Hashable:
         """See `seqpar.adapter.body.Body`."""
-        weights = tuple(weight.data_ptr() for weight in self._module.parameters())
-        adapters = tuple(found for one in self._module.modules() if (found := _adapter(one)) is not None)
-        return self._ranks.releases, self._module.training, weights, adapters
+        return self._ranks.releases, self._module.training, *_weights_and_adapters(self._module)
 
     def check_delivered(self) -> None:
         """See `seqpar.adapter.body.Body`."""
@@ -96,9 +94,25 @@ class Generic:
             )
 
 
+def _weights_and_adapters(module: nn.Module) -> tuple[tuple[int, ...], tuple[Hashable, ...]]:
+    """Return the addresses of all weights and the states of all adapter layers, in one fast walk for every call."""
+    weights: list[int] = []
+    adapters: list[Hashable] = []
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        one = waiting.pop()
+        if one is not None:
+            weights += [weight.data_ptr() for weight in one._parameters.values() if weight is not None]
+            waiting += one._modules.values()
+            if (found := _adapter(one)) is not None:
+                adapters.append(found)
+    return tuple(weights), tuple(adapters)
+
+
 def _adapter(module: Any) -> Hashable | None:
     """Return the state of an adapter layer of peft (which are active, merged, and their scales); None for others."""
-    if not hasattr(module, "active_adapters") or not hasattr(module, "scaling"):
+    # the class is asked first: a module without the attribute would take microseconds to say so, in every call
+    if not hasattr(type(module), "active_adapters") or not hasattr(module, "scaling"):
         return None
     scales = tuple(sorted((name, float(scale)) for name, scale in module.scaling.items()))
     return tuple(module.active_adapters), tuple(module.merged_adapters), module.disable_adapters, scales

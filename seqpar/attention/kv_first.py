@@ -10,20 +10,20 @@ the Q GEMM only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from seqpar.attention import kv_gather
-from seqpar.attention._streams import key, layout_of, present, query, refuse_gradients, split_out, value
+from seqpar.attention._streams import key, layout_of, present, query, refuse_gradients, split_out, value, write
 from seqpar.attention.kv_gather import stays
 from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh import Axis, Mesh
 from seqpar.outboxes import Outboxes
 from seqpar.planner.facts import Facts, Layer, Place
-from seqpar.protocols import Attend, Core, Stream
+from seqpar.protocols import Attend, Core, Given, Stream
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
@@ -45,12 +45,17 @@ class KVFirst:
         self.tokens = sum(sizes)
         self._exchanges: dict[HeadLayout, KeyValues] = {}
 
-    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
+    def __call__(
+        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+    ) -> tuple[Tensor, ...]:
         """Attend as `seqpar.protocols.Attend` says: send all streams' keys, then values, then compute the queries."""
         # refuse before anything is sent, because the other ranks would wait in vain
         refuse_gradients(streams, "kv_first")
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         here = present(streams)
+        made = [stream for stream in here if isinstance(stream, Given)]
+        if beside is not None and len(made) == len(here):
+            return split_out(self._hidden(made, mask_BL, beside), streams)
         first_k = key(here[0])
         exchange = self._exchange(layout_of(self._sizes, here, first_k))
         boxes = exchange.outboxes()
@@ -65,8 +70,23 @@ class KVFirst:
         q_BlHD = query(here[0]) if stays(here) else None
         for stream, part in parts if q_BlHD is None else ():
             prepare_into(query(stream), None, None, stream.prepare, part)
+        if beside is not None:
+            beside()
         prepared, k, v = exchange.deliver()
         return split_out(self._local(prepared if q_BlHD is None else q_BlHD, k, v, mask_BL)[0], streams)
+
+    def _hidden(self, here: Sequence[Given], mask_BL: Tensor | None, beside: Callable[[], None]) -> Tensor:
+        """Attend to streams that the model has projected, with all of the transfer behind the work beside attention.
+
+        There is no projection left to hide the transfer, so one kernel prepares q, k and v.
+        """
+        exchange, stay = self._exchange(layout_of(self._sizes, here, here[0].k)), stays(here)
+        write(here, exchange.outboxes(), queries=not stay)
+        exchange.start_keys()
+        exchange.start_values()
+        beside()
+        prepared, k, v = exchange.deliver()
+        return self._local(here[0].q if stay else prepared, k, v, mask_BL)[0]
 
     def _exchange(self, layout: HeadLayout) -> KeyValues:
         if layout not in self._exchanges:

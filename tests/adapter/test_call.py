@@ -209,7 +209,7 @@ def test_a_call_has_the_forms_of_the_transformers_own() -> None:
 
 
 def small() -> Any:
-    return seqpar.parallelize(pipelines.flux().transformer, Mesh.single())
+    return seqpar.parallelize(pipelines.flux().transformer, Mesh.single(), native=False)
 
 
 def test_the_module_stays_diffusers_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

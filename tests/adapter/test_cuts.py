@@ -41,7 +41,10 @@ def with_plan(rank: int, world: int, device: torch.device, name: str, cuts: Any)
 
 
 FORGOTTEN = {
-    "text": ({"pos_embed": Place(outputs={0: Cut("image")})}, "expected this rank's share of image and text"),
+    "text": (
+        {"pos_embed": Place(outputs={0: Cut("image")})},
+        "to other tokens than each rank's share of image and text",
+    ),
     "gather": ({"context_embedder": Place(outputs={0: Cut("text")})}, "before any cut of it"),
 }
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from torch import Tensor, nn
 
 from seqpar.adapter import generic
@@ -75,7 +76,7 @@ def test_a_split_transformer_equals_the_whole_one(ranks: Pool, world: int, strat
         assert error(got, truth) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen_masked", "sd3"])
+@pytest.mark.parametrize("name", ["flux", "qwen_masked", "sd3_dual"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("strategy", LAYOUTS)
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -195,6 +196,31 @@ def test_state_changes_with_weights_and_adapters() -> None:
     states.append(body.state())
     assert len(set(states)) == len(states)
     assert body.state() == states[-1]
+
+
+def with_pictures(rank: int, world: int, device: torch.device) -> list[float]:
+    """Return the errors of FLUX with an IP-adapter, set before and after the transformer is split."""
+    tiny, found = MODELS["flux"], []
+    arguments = tiny.arguments(device)
+    arguments["joint_attention_kwargs"] = {"ip_hidden_states": [random((2, 4, 16), 20, device)]}
+    for after in (False, True):
+        module = tiny.build().to(device)
+        body = body_of(module, world, device, "ulysses") if after else None
+        for block in module.transformer_blocks:
+            torch.manual_seed(3)
+            made = FluxIPAdapterAttnProcessor(module.inner_dim, 16).double().to(device).requires_grad_(False)
+            block.attn.set_processor(made)
+        body = body or body_of(module, world, device, "ulysses")
+        got = called(body, arguments)
+        body.release()
+        found.append(error(got, tiny.whole(module, arguments)))
+    assert error(got, tiny.whole()) > VISIBLE
+    return found
+
+
+def test_an_ip_adapter_reads_its_pictures_whole_on_every_rank(ranks: Pool) -> None:
+    for errors in ranks.run(3, with_pictures):
+        assert max(errors) < TOLERANCE
 
 
 # Costs ---------------------------------------------------------------------------------------------------------

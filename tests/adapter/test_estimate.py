@@ -1,0 +1,61 @@
+"""Tests that the planner's description of published transformers has their published amounts of work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from seqpar.adapter import cuts, estimate
+from seqpar.planner.facts import Work
+from tests.support.models.diffusers_tiny import MODELS
+
+THEIRS: Any = diffusers
+WAN_14B = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40}
+SD35 = {"num_layers": 38, "num_attention_heads": 38, "attention_head_dim": 64, "joint_attention_dim": 4096}
+
+
+# TFLOP of one forward of image tokens and, as the planner counts them, text tokens
+@pytest.mark.parametrize(
+    ("kind", "config", "tokens", "teraflop", "heads", "head_dim"),
+    [
+        ("FluxTransformer2DModel", {}, 4608, 74.4, 24, 128),
+        ("QwenImageTransformer2DModel", {}, 4224, 70.6, 24, 128),
+        ("WanTransformer3DModel", WAN_14B, 32760, 1665, 40, 128),
+        ("SD3Transformer2DModel", {**SD35, "caption_projection_dim": 2432}, 4096, 26.0, 38, 64),
+    ],
+)
+def test_published_transformers(
+    kind: str, config: dict[str, Any], tokens: int, teraflop: float, heads: int, head_dim: int
+) -> None:
+    with torch.device("meta"):
+        module = getattr(THEIRS, kind)(**config)
+    work = estimate.work_of(module)
+    assert (work.heads, work.kv_heads, work.head_dim) == (heads, heads, head_dim)
+    assert work.step(1, tokens).flops / 1e12 == pytest.approx(teraflop, rel=0.1)
+    assert cuts.of(module).attention
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_transformer_of_the_table_is_described(name: str) -> None:
+    module = MODELS[name].build()
+    work = estimate.work_of(module)
+    assert isinstance(work, Work)
+    assert work.layers >= 1
+    assert work.heads % work.kv_heads == 0
+    load = estimate.load_of(module, torch.float64, guided=True)
+    assert load.tokens > 0
+    assert load.parameters == sum(x.numel() for x in module.parameters())
+
+
+def test_guidance_that_is_an_input_needs_no_second_branch() -> None:
+    guided = {name: estimate.is_guided(MODELS[name].build()) for name in ("flux", "flux2", "qwen", "wan", "sd3")}
+    assert guided == {"flux": False, "flux2": False, "qwen": True, "wan": True, "sd3": True}
+
+
+def test_what_has_no_attention_is_refused() -> None:
+    module = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
+    with pytest.raises(ValueError, match="without a list of blocks whose attention has heads, to_q and to_k"):
+        estimate.work_of(module)

@@ -43,6 +43,14 @@ def without_adapters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
         yield from without_adapters(base_of(child), f"{prefix}.{name}" if prefix else name)
 
 
+def layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, layer) of the adapters' layers, under the names of the layers that they wrap."""
+    for prefix, own in without_adapters(module):
+        for name, child in own.named_children():
+            if is_adapter(child):
+                yield f"{prefix}.{name}" if prefix else name, child
+
+
 @dataclass
 class _Seen:
     """What a watch compares, and what it found there last."""
@@ -58,6 +66,8 @@ class _Seen:
     versions: list[int] = field(default_factory=list)
     scaling: list[float] = field(default_factory=list)
     config: list[str] = field(default_factory=list)
+    hooks: list[Mapping[int, Any]] = field(default_factory=list)
+    hooked: int = 0
 
 
 class Watch:
@@ -82,6 +92,7 @@ class Watch:
     def _unchanged(self, seen: _Seen) -> bool:
         return (
             _addresses(seen) == seen.addresses
+            and sum(map(bool, seen.hooks)) == seen.hooked
             and list(map(_settings, seen.layers)) == seen.settings
             and list(map(_versions, seen.adapted)) == seen.versions
             and _close(list(chain.from_iterable(map(dict.values, seen.scales))), seen.scaling)
@@ -93,20 +104,22 @@ class Watch:
     def _look(self) -> _Seen:
         """Traverse the module; adapters' own submodules are looked at by their scales and parameters only."""
         own = [module for _, module in without_adapters(self._module)]
-        layers = [child for module in own for child in module.children() if is_adapter(child)]
-        inside = [part for layer in layers for part in layer.modules()]
+        found = [layer for _, layer in layers(self._module)]
+        inside = [part for layer in found for part in layer.modules()]
         held = {id(module): module for module in (*own, *inside)}.values()
         seen = _Seen(
             structure=[module._modules for module in own if module._modules],
             children=[],
             parameters=[module._parameters for module in held if module._parameters],
-            layers=layers,
-            adapted=[x for layer in layers for x in layer.parameters() if not x.is_inference()],
-            scales=[layer.scaling for layer in layers if isinstance(getattr(layer, "scaling", None), dict)],
+            layers=found,
+            adapted=[x for layer in found for x in layer.parameters() if not x.is_inference()],
+            scales=[layer.scaling for layer in found if isinstance(getattr(layer, "scaling", None), dict)],
             config=self._config(),
+            hooks=[hooks for module in own[1:] for hooks in (module._forward_hooks, module._forward_pre_hooks)],
         )
+        seen.hooked = sum(map(bool, seen.hooks))
         seen.children, seen.addresses = _children(seen), _addresses(seen)
-        seen.settings = [copy.deepcopy(_settings(layer)) for layer in layers]
+        seen.settings = [copy.deepcopy(_settings(layer)) for layer in found]
         seen.versions = [x._version for x in seen.adapted]
         seen.scaling = list(chain.from_iterable(map(dict.values, seen.scales)))
         return seen
@@ -159,26 +172,28 @@ def why_not_merge(layer: nn.Module) -> str | None:
     return None
 
 
-@torch.no_grad()
 def merged(layer: nn.Module, scale: float) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of a wrapped linear layer with its active adapters merged, in fp32 (fp64 for fp64).
 
-    scale: multiplies the scales of the active adapters, as diffusers' `joint_attention_kwargs={"scale": s}`.
+    The bias is None if the adapters do not change it. scale: multiplies the scales of the active adapters, as
+    diffusers' `joint_attention_kwargs={"scale": s}` does.
     """
     made: Any = layer
     base = made.get_base_layer()
     wide = torch.promote_types(base.weight.dtype, torch.float32)
     if not _is_plain_lora(made):
         made = copy.deepcopy(made).to(wide)  # peft merges into this copy; the layer itself stays as it is
-        made.scale_layer(scale) if hasattr(made, "scale_layer") else None
+        if hasattr(made, "scale_layer"):
+            made.scale_layer(scale)
         made.merge(adapter_names=list(active(made)))
         base = made.get_base_layer()
         return base.weight.data, None if base.bias is None else base.bias.data
-    weight, bias = base.weight.to(wide), None if base.bias is None else base.bias.to(wide)
+    weight, bias = base.weight.to(wide), None
     for name in active(made):
         a, b, factor = made.lora_A[name], made.lora_B[name], made.scaling[name] * scale
         weight = torch.addmm(weight, b.weight.to(wide), a.weight.to(wide), alpha=factor)
-        bias = bias if b.bias is None or bias is None else bias + factor * b.bias.to(wide)
+        if b.bias is not None:
+            bias = (base.bias.to(wide) if bias is None else bias) + factor * b.bias.to(wide)
     return weight, bias
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from seqpar.adapter.adapters import without_adapters
+from seqpar.adapter import adapters
 from seqpar.weights.checkpoint import Checkpoint, KeyMap, Source, check
 
 
@@ -37,7 +37,7 @@ def places(module: nn.Module) -> dict[str, Place]:
     """Return key -> place of all parameters, under the keys that they have without adapters."""
     return {
         f"{prefix}.{name}" if prefix else name: Place(owner, name)
-        for prefix, owner in without_adapters(module)
+        for prefix, owner in adapters.without_adapters(module)
         for name, parameter in owner._parameters.items()
         if parameter is not None
     }
@@ -69,6 +69,48 @@ def adopt(model: nn.Module, found: Mapping[str, Place], keys: KeyMap) -> None:
         put(model, name, shared(found, source))
 
 
+@torch.no_grad()
+def merge(
+    model: nn.Module, module: nn.Module, keys: KeyMap, scale: float, before: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Put weights with merged adapters in place of those that adapters touch; return them by the names of `model`.
+
+    Call it after `adopt`, which puts the module's own weights back. They are computed in fp32 and rounded once.
+    scale: see `adapters.merged`. before: what the last call returned; its memory is written again where it fits, so
+    that a change of scales alone keeps all addresses.
+    """
+    rows, found = _rows_of(places(module), keys), {}
+    for path, layer in adapters.layers(module):
+        if not adapters.active(layer):
+            continue
+        for kind, value in zip(("weight", "bias"), adapters.merged(layer, scale), strict=True):
+            if value is not None:
+                ours, mine = rows[f"{path}.{kind}"]
+                if ours not in found:
+                    found[ours] = _copy(model.get_parameter(ours), before.get(ours))
+                found[ours][mine].copy_(value)
+    for name, tensor in found.items():
+        put(model, name, tensor)
+    return found
+
+
+def _rows_of(found: Mapping[str, Place], keys: KeyMap) -> dict[str, tuple[str, slice]]:
+    """Return key of the module -> (name of the model's parameter, the rows of it that the key makes)."""
+    made = {}
+    for ours, source in keys.sources.items():
+        start = 0
+        for key in source.keys:
+            end = start + len(found[key].parameter)
+            made[key], start = (ours, slice(start, end)), end
+    return made
+
+
+def _copy(like: Tensor, room: Tensor | None) -> Tensor:
+    fits = room is not None and (room.shape, room.dtype, room.device) == (like.shape, like.dtype, like.device)
+    made = room if fits and room is not None else torch.empty_like(like)
+    return made.copy_(like)
+
+
 def shared(found: Mapping[str, Place], source: Source) -> Tensor:
     """Return the tensor that is the source's parameters one below the other; several become views of it."""
     parts = [found[key].parameter for key in source.keys]
@@ -98,8 +140,3 @@ def put(model: nn.Module, name: str, tensor: Tensor) -> None:
     path, _, attribute = name.rpartition(".")
     model.get_submodule(path)._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
 
-
-def drop(model: nn.Module) -> None:
-    """Let go of all weights, so that their memory is the module's alone: parameters become empty ones of no device."""
-    for name, parameter in list(model.named_parameters()):
-        put(model, name, torch.empty_like(parameter, device="meta"))

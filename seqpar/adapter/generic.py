@@ -7,7 +7,7 @@ model of its own does not take. Where there is such a model, its fused kernels a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -22,21 +22,29 @@ from seqpar.mesh import Mesh
 from seqpar.planner.plan import Plan
 
 
-def build(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts | Mapping[str, Any] | None = None) -> Generic:
+def build(
+    module: nn.Module,
+    mesh: Mesh,
+    plan: Plan,
+    cuts: Cuts | Mapping[str, Any] | None = None,
+    forward: Callable[..., Any] | None = None,
+) -> Generic:
     """Return the body of a diffusers transformer, which runs on the sequence axis of a mesh as the plan says.
 
     cuts: the transformer's plan for its tokens, in our form or diffusers'; None takes that of our table or the
-    transformer's own. Raises ValueError, the same on every rank, if there is none or if it does not fit.
+    transformer's own. forward: the transformer's own forward, if another is in its place. Raises ValueError, the same on every rank, if there is none or if it does not fit.
     """
-    return Generic(module, mesh, plan, plans.of(module, cuts))
+    return Generic(module, mesh, plan, plans.of(module, cuts), forward)
 
 
 class Generic:
     """A `seqpar.adapter.body.Body`; the module stays the owner of its weights and is changed by hooks only."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, forward: Callable[..., Any] | None = None
+    ) -> None:
         self._module, self._cuts = module, cuts
-        self._forward = module.forward  # taken now, because the caller may put its own in this place
+        self._forward = forward or module.forward  # taken now, because the caller may put its own in this place
         self._ranks = Ranks(mesh, plan)
         self._cutter = cutter(self._ranks, self._root)
         self._installed: Installed | None = Installed(module, cuts, self._ranks)

@@ -22,6 +22,7 @@ from tests.adapter.test_native import TOLERANCE, arguments, error, ours, plan_fo
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
 ATTENTION = ["to_q", "to_v", "to_out.0", "add_k_proj"]
 EVERYTHING = [*ATTENTION, "proj_out", "proj_mlp", "linear", "net.0.proj", "x_embedder", "linear_1"]
 
@@ -30,7 +31,7 @@ def add(module: Any, name: str, config: Any = None, seed: int = 0) -> None:
     """Add an adapter with random weights, the same on every rank."""
     module.add_adapter(config or LoraConfig(r=3, lora_alpha=6, target_modules=ATTENTION), name)
     for index, (key, weight) in enumerate(module.named_parameters()):
-        if f".{name}" in key:
+        if f".{name}." in f"{key}.":
             weight.requires_grad_(False)
             weight.copy_(1 + 0.3 * random(tuple(weight.shape), 1000 * seed + index)) if "ia3" in key else weight.copy_(
                 0.3 * random(tuple(weight.shape), 1000 * seed + index)

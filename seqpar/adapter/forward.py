@@ -48,6 +48,12 @@ class Ranks:
         self._attends: dict[JointShard, Attend] = {}
         self._gathers: dict[Hashable, _contract.Gather] = {}
 
+    def __deepcopy__(self, memo: object) -> Ranks:
+        raise ValueError(
+            "got a copy of a transformer that runs on several ranks, expected one that does not: its exchanges belong "
+            "to one transformer; release it first, or copy it before it is made parallel"
+        )
+
     @property
     def axis(self) -> Axis:
         """Return the sequence axis."""
@@ -82,18 +88,22 @@ class Ranks:
         mine = Shard(total, parts).slice(self.axis.rank)
         return x.narrow(cut.dim, mine.start, mine.stop - mine.start)
 
+    def total(self, stream: str, use: str) -> int:
+        """Return the number of tokens of a stream on all ranks; ValueError if none of it was cut yet."""
+        if self.now is None or stream not in self.now.lengths:
+            raise ValueError(f"got a gather of {stream} at {use} before any cut of it, expected a cut; check the plan")
+        return self.now.lengths[stream]
+
     def gather(self, x: Tensor, gather: Gather, use: str) -> Tensor:
         """Return a tensor with the tokens of all ranks; the next gather of this use overwrites it."""
-        if self.axis.size == 1 or self.now is None:
-            return x
-        if gather.stream not in self.now.lengths:
-            raise ValueError(f"got a gather of {gather.stream} before any cut of it, expected a cut; check the plan")
-        sizes = Shard(self.now.lengths[gather.stream], self.axis.size).sizes
+        sizes = Shard(self.total(gather.stream, use), self.axis.size).sizes
         if x.shape[gather.dim] != sizes[self.axis.rank]:
             raise ValueError(
                 f"got {x.shape[gather.dim]} tokens of {gather.stream} to gather at {use}, expected this rank's "
                 f"{sizes[self.axis.rank]}; check the plan's cuts"
             )
+        if self.axis.size == 1:
+            return x
         first = x.movedim(gather.dim, 0)
         key = (use, sizes, first.shape[1:], x.dtype)
         if key not in self._gathers:

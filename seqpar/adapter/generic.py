@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from seqpar.adapter import cuts as plans
 from seqpar.adapter.cuts import Cuts, Place
 from seqpar.adapter.forward import Ranks
-from seqpar.adapter.hooks import Installed, cutter
+from seqpar.adapter.hooks import Cutter, Installed
 from seqpar.adapter.masks import key_rows
 from seqpar.mesh import Mesh
 from seqpar.planner.plan import Plan
@@ -46,12 +46,8 @@ class Generic:
         self._module, self._cuts = module, cuts
         self._forward = forward or module.forward  # taken now, because the caller may put its own in this place
         self._ranks = Ranks(mesh, plan)
-        self._cutter = cutter(self._ranks, self._root)
+        self._root = Cutter(self._ranks, cuts.places.get("", Place()), "its inputs")
         self._installed: Installed | None = Installed(module, cuts, self._ranks)
-
-    @property
-    def _root(self) -> Place:
-        return self._cuts.places.get("", Place())
 
     @torch.no_grad()
     def __call__(self, arguments: Mapping[str, Any], /) -> tuple[Tensor, ...]:
@@ -67,9 +63,9 @@ class Generic:
             for name, stream in self._cuts.masks.items():
                 if (mask := given.get(name)) is not None:
                     now.masks[stream], given[name] = key_rows(mask), None
-            for name, how in self._root.inputs.items():
+            for name, which in self._root.inputs:
                 if name in given:
-                    given[name] = self._cutter.cut_value(given[name], how)
+                    given[name] = self._root.value(given[name], which)
             return tuple(self._forward(**given, return_dict=False))
         finally:
             self._ranks.now = None

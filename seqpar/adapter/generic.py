@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.adapter import cuts as plans
+from seqpar.adapter.adapters import Watch
 from seqpar.adapter.cuts import Cuts, Place
 from seqpar.adapter.forward import Ranks
 from seqpar.adapter.hooks import Cutter, Installed
@@ -45,7 +46,7 @@ class Generic:
     ) -> None:
         self._module, self._cuts = module, cuts
         self._forward = forward or module.forward  # taken now, because the caller may put its own in this place
-        self._ranks = Ranks(mesh, plan)
+        self._ranks, self._watch = Ranks(mesh, plan), Watch(module)
         self._root = Cutter(self._ranks, cuts.places.get("", Place()), "its inputs")
         self._installed: Installed | None = Installed(module, cuts, self._ranks)
 
@@ -72,9 +73,7 @@ class Generic:
 
     def state(self) -> Hashable:
         """See `seqpar.adapter.body.Body`."""
-        weights = tuple(weight.data_ptr() for weight in self._module.parameters())
-        adapters = tuple(found for one in self._module.modules() if (found := _adapter(one)) is not None)
-        return self._ranks.releases, self._module.training, weights, adapters
+        return self._ranks.releases, self._module.training, self._watch.count()
 
     def check_delivered(self) -> None:
         """See `seqpar.adapter.body.Body`."""
@@ -98,10 +97,3 @@ class Generic:
                 f"what to compute again; call disable_cache() first"
             )
 
-
-def _adapter(module: Any) -> Hashable | None:
-    """Return the state of an adapter layer of peft (which are active, merged, and their scales); None for others."""
-    if not hasattr(module, "active_adapters") or not hasattr(module, "scaling"):
-        return None
-    scales = tuple(sorted((name, float(scale)) for name, scale in module.scaling.items()))
-    return tuple(module.active_adapters), tuple(module.merged_adapters), module.disable_adapters, scales

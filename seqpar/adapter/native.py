@@ -19,7 +19,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, Fl
 from torch import Tensor, nn
 
 from seqpar.adapter import adapters, adopt, generic
-from seqpar.adapter.cuts import Gather
+from seqpar.adapter.cuts import Cuts, Gather
 from seqpar.adapter.forward import Ranks
 from seqpar.mesh import Mesh
 from seqpar.models import flux
@@ -32,9 +32,12 @@ OURS = "seqpar"  # diffusers' hooks of this name are those of the generic body
 NEEDED = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids")
 
 
-def build(module: nn.Module, mesh: Mesh, plan: Plan) -> Native:
-    """Return the body of a module for which `why_not` returns None; its weights are taken over at the first call."""
-    return Native(module, mesh, plan)
+def build(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts | None = None) -> Native:
+    """Return the body of a module for which `why_not` returns None; its weights are taken over at the first call.
+
+    cuts: where the generic body splits tokens, which computes what the native model cannot take; None takes our table.
+    """
+    return Native(module, mesh, plan, cuts)
 
 
 def why_not(module: nn.Module) -> str | None:
@@ -65,8 +68,8 @@ def why_not_call(arguments: Mapping[str, Any]) -> str | None:
 class Native:
     """A `seqpar.adapter.body.Body` for diffusers' FLUX.1."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh, plan: Plan) -> None:
-        self._module, self._mesh, self._plan = module, mesh, plan
+    def __init__(self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts | None) -> None:
+        self._module, self._mesh, self._plan, self._cuts = module, mesh, plan, cuts
         self._forward = module.forward  # taken now, because the caller may put its own in this place
         self._ranks, self._watch = Ranks(mesh, plan), adapters.Watch(module)
         self._seen: Hashable = None
@@ -177,7 +180,7 @@ class Native:
         """Return the generic body, which computes what the native model cannot, after the reason was printed."""
         self._tell(f"the transformer's own modules compute, because {why}")
         if self._other is None:
-            self._other = generic.build(self._module, self._mesh, self._plan, forward=self._forward)
+            self._other = generic.build(self._module, self._mesh, self._plan, self._cuts, self._forward)
         return self._other
 
     def _tell(self, message: str) -> None:

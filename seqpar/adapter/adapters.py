@@ -12,7 +12,7 @@ import copy
 import hashlib
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -57,10 +57,10 @@ class _Seen:
 
     structure: list[dict[str, nn.Module | None]]
     children: list[nn.Module | None]
-    parameters: list[dict[str, Tensor | None]]
+    parameters: Sequence[dict[str, Any]]
     layers: list[Any]
     adapted: list[Tensor]
-    scales: list[dict[str, float]]
+    scales: Sequence[dict[str, float]]
     addresses: list[int] = field(default_factory=list)
     settings: list[tuple[Any, ...]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -83,15 +83,15 @@ class Watch:
     def count(self) -> int:
         """Return a number that is larger than at the last call if and only if something changed since then."""
         seen = self._seen
-        if seen is None or _children(seen) != seen.children or self._config() != seen.config:
-            self._seen, self._count = self._look(), self._count + 1
-        elif not self._unchanged(seen):
+        if seen is None or not self._unchanged(seen):
             self._seen, self._count = self._look(), self._count + 1
         return self._count
 
     def _unchanged(self, seen: _Seen) -> bool:
         return (
-            _addresses(seen) == seen.addresses
+            _children(seen) == seen.children
+            and self._config() == seen.config
+            and _addresses(seen) == seen.addresses
             and sum(map(bool, seen.hooks)) == seen.hooked
             and list(map(_settings, seen.layers)) == seen.settings
             and list(map(_versions, seen.adapted)) == seen.versions
@@ -113,7 +113,7 @@ class Watch:
             parameters=[module._parameters for module in held if module._parameters],
             layers=found,
             adapted=[x for layer in found for x in layer.parameters() if not x.is_inference()],
-            scales=[layer.scaling for layer in found if isinstance(getattr(layer, "scaling", None), dict)],
+            scales=[x for layer in found if isinstance(x := getattr(layer, "scaling", None), dict)],
             config=self._config(),
             hooks=[hooks for module in own[1:] for hooks in (module._forward_hooks, module._forward_pre_hooks)],
         )
@@ -136,7 +136,7 @@ def _addresses(seen: _Seen) -> list[int]:
 
 
 def _close(these: list[float], those: list[float]) -> bool:
-    """Return whether scales are equal; diffusers multiplies and divides them in a call, which leaves rounding errors."""
+    """Return whether scales are equal up to rounding; diffusers multiplies and divides them in a call."""
     if these == those:
         return True
     return len(these) == len(those) and all(

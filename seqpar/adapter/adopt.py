@@ -139,4 +139,3 @@ def put(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Make a tensor the parameter of this name, without a copy and without gradients."""
     path, _, attribute = name.rpartition(".")
     model.get_submodule(path)._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
-

@@ -33,7 +33,8 @@ def build(
     """Return the body of a diffusers transformer, which runs on the sequence axis of a mesh as the plan says.
 
     cuts: the transformer's plan for its tokens, in our form or diffusers'; None takes that of our table or the
-    transformer's own. forward: the transformer's own forward, if another is in its place. Raises ValueError, the same on every rank, if there is none or if it does not fit.
+    transformer's own. forward: the transformer's own forward, if another is in its place. Raises ValueError, the same
+    on every rank, if there is no plan or if it does not fit.
     """
     return Generic(module, mesh, plan, plans.of(module, cuts), forward)
 
@@ -96,4 +97,3 @@ class Generic:
                 f"got a {name} with a cache between steps, expected none: each rank would decide by its own tokens "
                 f"what to compute again; call disable_cache() first"
             )
-

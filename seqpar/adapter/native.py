@@ -5,7 +5,8 @@ Kontext, fill and image-to-image pipelines make them), splits the tokens of both
 The module keeps its weights (`adopt.py`). Active adapters are merged into copies of the weights that they touch
 (`adapters.py`): a step then costs the same as without adapters, where low-rank products would add three small kernels
 for each layer; dropping the copies restores the bits. The copies take as much memory as the weights they replace.
-When it wins: always, by the fused kernels; what it cannot take is computed by the generic body, with the reason printed.
+When it wins: always, by its fused kernels; what it cannot take is computed by the generic body, after a line that says
+why.
 """
 
 from __future__ import annotations
@@ -229,10 +230,11 @@ def _of_layers(found: Mapping[str, adopt.Place]) -> Iterator[str]:
     """Yield reasons in the module's own layers: quantised or replaced ones, dtypes, weights that are elsewhere."""
     first = next(iter(found.values())).parameter
     for key, place in found.items():
-        weight, kind = place.parameter, type(place.owner)
-        if kind not in (nn.Linear, nn.RMSNorm) or type(weight) is not nn.Parameter:
-            shown = kind.__name__ if kind not in (nn.Linear, nn.RMSNorm) else f"{kind.__name__} of {type(weight).__name__}"
-            yield f"{key} belongs to a {shown}, as in a quantised or changed model"
+        weight = place.parameter
+        if type(place.owner) not in (nn.Linear, nn.RMSNorm):
+            yield f"{key} belongs to a {type(place.owner).__name__}, as in a quantised or changed model"
+        if type(weight) is not nn.Parameter:
+            yield f"{key} is a {type(weight).__name__}, as in a quantised model"
         if weight.device.type == "meta":
             yield f"{key} is not in memory between the layers' own calls, as with sequential offload"
         if (weight.dtype, weight.device) != (first.dtype, first.device):

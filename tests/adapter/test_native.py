@@ -1,5 +1,5 @@
 # pyright cannot infer the types of diffusers' modules
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 """Tests the native body of FLUX.1 against diffusers' module in fp64, on 1-4 ranks, and its sharing of the weights."""
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel
-from diffusers.hooks import FirstBlockCacheConfig
-from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor, FluxTransformer2DModel
 from torch import Tensor, nn
 
 from seqpar.adapter import adopt, native

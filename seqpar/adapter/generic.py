@@ -64,7 +64,8 @@ class Generic:
             given = dict(arguments)
             for name, stream in self._cuts.masks.items():
                 if (mask := given.get(name)) is not None:
-                    now.masks[stream], given[name] = key_rows(mask), None
+                    now.masks[stream] = key_rows(mask)
+                    given[name] = mask if name in self._cuts.kept else None
             for name, which in self._root.inputs:
                 if name in given:
                     given[name] = self._root.value(given[name], which)

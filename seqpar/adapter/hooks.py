@@ -21,10 +21,8 @@ from seqpar.adapter.attention import BACKEND, Around, SplitAttention
 from seqpar.adapter.cuts import Cut, Cuts, Cutting, Joint, Place, parameters, submodules
 from seqpar.adapter.forward import Ranks
 
-
-
 Which = int | tuple[int | None, ...]
-"""A cut by its number in a `Cutter`, or one for each element of a tuple or list; plain numbers, which compilers trace."""
+"""A cut by its number in a `Cutter`, or one for each element of a tuple; compilers trace plain numbers."""
 
 
 class Cutter:
@@ -79,8 +77,8 @@ class Cutter:
         """Return the shape of this rank's tokens; see `seqpar.adapter.ops`."""
         cut, shape, parts = self._cuts[which], list(x.shape), self.ranks.axis.size
         if (cut.dims is None or len(shape) == cut.dims) and not shape[cut.dim] == 1 < parts:
-            share, rest = divmod(shape[cut.dim], parts)
-            shape[cut.dim] = share + (1 if self.ranks.axis.rank < rest else 0)
+            # the size of `Shard`, without a comparison: a compiler that keeps sizes open would have to decide it
+            shape[cut.dim] = (shape[cut.dim] + parts - 1 - self.ranks.axis.rank) // parts
         return shape
 
 
@@ -191,7 +189,8 @@ class Installed:
         for seat in self._seats:
             if seat.module.processor is not seat.ours:
                 seat.own = seat.module.processor
-                seat.ours = carrying(seat.own, seat.attention, self._kinds)
+                replaced = seat.attention.joint.processor
+                seat.ours = carrying(replaced() if replaced else seat.own, seat.attention, self._kinds)
                 seat.module.processor = seat.ours
             elif getattr(seat.ours, "_attention_backend", BACKEND) is not BACKEND:
                 raise ValueError(

@@ -3,7 +3,7 @@ from tests.support.pool import Pool
 from tests.support.models.diffusers_tiny import MODELS, flat
 from tests.adapter.test_generic import body_of, error
 from tests.support.foreign import StayDouble
-LAY = {"num_layers": 12, "num_single_layers": 12, "n_layers": 12}
+import os; DYN = {"1": True, "0": False}.get(os.environ.get("DYN")); LAY = {"num_layers": 12, "num_single_layers": 12, "n_layers": 12}
 def run(rank, world, device, name, backend):
     torch._dynamo.reset()
     tiny = MODELS[name]
@@ -13,9 +13,9 @@ def run(rank, world, device, name, backend):
     with torch.no_grad(): truth = flat(module(**a, return_dict=False))
     import time; t=time.time()
     if getattr(module, "_repeated_blocks", None):
-        module.compile_repeated_blocks(fullgraph=True, backend=backend, dynamic=False)
+        module.compile_repeated_blocks(fullgraph=True, backend=backend, dynamic=DYN)
     else:
-        for block in module.transformer_blocks: block.compile(fullgraph=True, backend=backend, dynamic=False)
+        for block in module.transformer_blocks: block.compile(fullgraph=True, backend=backend, dynamic=DYN)
     body = body_of(module, world, device, "ulysses", "collective")
     outs = [error(flat(body(tiny.arguments())), truth) for _ in range(3)]
     from torch._dynamo.utils import counters

@@ -41,6 +41,11 @@ def build(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts | None = None) -
     return Native(module, mesh, plan, cuts)
 
 
+def knows(module: nn.Module) -> bool:
+    """Return whether there is a native model for transformers of this kind, if also not for this one."""
+    return isinstance(module, FluxTransformer2DModel)
+
+
 def why_not(module: nn.Module) -> str | None:
     """Return why the native model cannot take over a diffusers transformer, or None if it can."""
     if type(module) is not FluxTransformer2DModel:
@@ -129,7 +134,7 @@ class Native:
             {name: split.mine(name, x) for name, x in whole.items()},
             {name: split.mine(name, x, dim=0) for name, x in positions.items()},
             condition,
-            self._ranks.attend(split.tokens),
+            self._ranks.attend(split.tokens, whole["image"], masked=False),
         )
         now.lengths.update(split.lengths)
         return self._ranks.gather(out["image"], Gather("image"), "output")

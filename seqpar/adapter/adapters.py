@@ -67,11 +67,12 @@ class _Seen:
     scaling: list[float] = field(default_factory=list)
     config: list[str] = field(default_factory=list)
     hooks: list[Mapping[int, Any]] = field(default_factory=list)
+    named: list[dict[str, Any]] = field(default_factory=list)
     hooked: int = 0
 
 
 class Watch:
-    """Counts the changes of a module: layers, addresses of weights, and adapters with their scales, flags and values.
+    """Counts the changes of a module: layers, hooks, addresses of weights, and adapters with their scales and values.
 
     In-place changes of weights that no adapter wraps are not changes: a computation on the same addresses reads them.
     Writing to a parameter's `.data` leaves no trace; peft does so when it fuses, which its flags tell.
@@ -92,7 +93,7 @@ class Watch:
             _children(seen) == seen.children
             and self._config() == seen.config
             and _addresses(seen) == seen.addresses
-            and sum(map(bool, seen.hooks)) == seen.hooked
+            and _hooked(seen) == seen.hooked
             and list(map(_settings, seen.layers)) == seen.settings
             and list(map(_versions, seen.adapted)) == seen.versions
             and _close(list(chain.from_iterable(map(dict.values, seen.scales))), seen.scaling)
@@ -117,7 +118,8 @@ class Watch:
             config=self._config(),
             hooks=[hooks for module in own[1:] for hooks in (module._forward_hooks, module._forward_pre_hooks)],
         )
-        seen.hooked = sum(map(bool, seen.hooks))
+        seen.named = [vars(module) for module in own[1:]]
+        seen.hooked = _hooked(seen)
         seen.children, seen.addresses = _children(seen), _addresses(seen)
         seen.settings = [copy.deepcopy(_settings(layer)) for layer in found]
         seen.versions = [x._version for x in seen.adapted]
@@ -133,6 +135,11 @@ def _addresses(seen: _Seen) -> list[int]:
     values = chain.from_iterable(map(dict.values, seen.parameters))
     # tensors of other types, as quantised weights have, need not have an address
     return [x.data_ptr() if type(x) is nn.Parameter else id(x) for x in values if x is not None]
+
+
+def _hooked(seen: _Seen) -> int:
+    """Return how many hooks of torch, and forwards that diffusers or accelerate replaced, are on the submodules."""
+    return sum(map(bool, seen.hooks)) + len([1 for names in seen.named if "forward" in names])
 
 
 def _close(these: list[float], those: list[float]) -> bool:

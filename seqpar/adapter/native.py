@@ -160,9 +160,9 @@ class Native:
     def _signs(self) -> Hashable:
         """Return what tells that the module changed, in well under a millisecond."""
         module: Any = self._module
-        blocks = [("forward" in vars(block), block._compiled_call_impl is not None) for block in self._blocks]
-        attentions = [(type(one.processor), "forward" in vars(one)) for one in (block.attn for block in self._blocks)]
-        return self._watch.count(), module._cache_config is not None, tuple(blocks), tuple(attentions)
+        compiled = tuple(block._compiled_call_impl is not None for block in self._blocks)
+        processors = tuple(type(block.attn.processor) for block in self._blocks)
+        return self._watch.count(), module._cache_config is not None, compiled, processors
 
     def _adopt(self, scale: float) -> None:
         found = adopt.places(self._module)

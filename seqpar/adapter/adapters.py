@@ -68,7 +68,7 @@ class _Seen:
     config: list[str] = field(default_factory=list)
     hooks: list[Mapping[int, Any]] = field(default_factory=list)
     named: list[dict[str, Any]] = field(default_factory=list)
-    hooked: int = 0
+    hooked: list[bool] = field(default_factory=list)
 
 
 class Watch:
@@ -137,9 +137,9 @@ def _addresses(seen: _Seen) -> list[int]:
     return [x.data_ptr() if type(x) is nn.Parameter else id(x) for x in values if x is not None]
 
 
-def _hooked(seen: _Seen) -> int:
-    """Return how many hooks of torch, and forwards that diffusers or accelerate replaced, are on the submodules."""
-    return sum(map(bool, seen.hooks)) + len([1 for names in seen.named if "forward" in names])
+def _hooked(seen: _Seen) -> list[bool]:
+    """Return which submodules have hooks of torch, or a forward that diffusers or accelerate has replaced."""
+    return [*map(bool, seen.hooks), *("forward" in names for names in seen.named)]
 
 
 def _close(these: list[float], those: list[float]) -> bool:

@@ -7,13 +7,14 @@ model of its own does not take. Where there is such a model, its fused kernels a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seqpar.adapter import cuts as plans
+from seqpar.adapter.adapters import Watch
 from seqpar.adapter.cuts import Cuts, Place
 from seqpar.adapter.forward import Ranks
 from seqpar.adapter.hooks import Cutter, Installed
@@ -22,22 +23,31 @@ from seqpar.mesh import Mesh
 from seqpar.planner.plan import Plan
 
 
-def build(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts | Mapping[str, Any] | None = None) -> Generic:
+def build(
+    module: nn.Module,
+    mesh: Mesh,
+    plan: Plan,
+    cuts: Cuts | Mapping[str, Any] | None = None,
+    forward: Callable[..., Any] | None = None,
+) -> Generic:
     """Return the body of a diffusers transformer, which runs on the sequence axis of a mesh as the plan says.
 
     cuts: the transformer's plan for its tokens, in our form or diffusers'; None takes that of our table or the
-    transformer's own. Raises ValueError, the same on every rank, if there is none or if it does not fit.
+    transformer's own. forward: the transformer's own forward, if another is in its place. Raises ValueError, the same
+    on every rank, if there is no plan or if it does not fit.
     """
-    return Generic(module, mesh, plan, plans.of(module, cuts))
+    return Generic(module, mesh, plan, plans.of(module, cuts), forward)
 
 
 class Generic:
     """A `seqpar.adapter.body.Body`; the module stays the owner of its weights and is changed by hooks only."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, forward: Callable[..., Any] | None = None
+    ) -> None:
         self._module, self._cuts = module, cuts
-        self._forward = module.forward  # taken now, because the caller may put its own in this place
-        self._ranks = Ranks(mesh, plan)
+        self._forward = forward or module.forward  # taken now, because the caller may put its own in this place
+        self._ranks, self._watch = Ranks(mesh, plan), Watch(module)
         self._root = Cutter(self._ranks, cuts.places.get("", Place()), "its inputs")
         self._installed: Installed | None = Installed(module, cuts, self._ranks)
 
@@ -69,7 +79,7 @@ class Generic:
 
     def state(self) -> Hashable:
         """See `seqpar.adapter.body.Body`."""
-        return self._ranks.releases, self._module.training, *_weights_and_adapters(self._module)
+        return self._ranks.releases, self._module.training, self._watch.count()
 
     def check_delivered(self) -> None:
         """See `seqpar.adapter.body.Body`."""
@@ -92,27 +102,3 @@ class Generic:
                 f"got a {name} with a cache between steps, expected none: each rank would decide by its own tokens "
                 f"what to compute again; call disable_cache() first"
             )
-
-
-def _weights_and_adapters(module: nn.Module) -> tuple[tuple[int, ...], tuple[Hashable, ...]]:
-    """Return the addresses of all weights and the states of all adapter layers, in one fast walk for every call."""
-    weights: list[int] = []
-    adapters: list[Hashable] = []
-    waiting: list[nn.Module | None] = [module]
-    while waiting:
-        one = waiting.pop()
-        if one is not None:
-            weights += [weight.data_ptr() for weight in one._parameters.values() if weight is not None]
-            waiting += one._modules.values()
-            if (found := _adapter(one)) is not None:
-                adapters.append(found)
-    return tuple(weights), tuple(adapters)
-
-
-def _adapter(module: Any) -> Hashable | None:
-    """Return the state of an adapter layer of peft (which are active, merged, and their scales); None for others."""
-    # the class is asked first: a module without the attribute would take microseconds to say so, in every call
-    if not hasattr(type(module), "active_adapters") or not hasattr(module, "scaling"):
-        return None
-    scales = tuple(sorted((name, float(scale)) for name, scale in module.scaling.items()))
-    return tuple(module.active_adapters), tuple(module.merged_adapters), module.disable_adapters, scales

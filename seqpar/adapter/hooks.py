@@ -152,11 +152,10 @@ class Installed:
     """What was put on one transformer; `refresh` follows processors that were replaced, `remove` takes all off."""
 
     def __init__(self, module: nn.Module, cuts: Cuts, ranks: Ranks) -> None:
+        self._module, self._cuts, self._ranks = module, cuts, ranks
         self._hooked: list[tuple[nn.Module, str]] = []
         self._seats: list[Seat] = []
         self._kinds: dict[type, type] = {}
-        for path, place in cuts.places.items():
-            self._place(module, path, place, ranks)
         split: dict[Joint, SplitAttention] = {}
         for path, joint in cuts.attention.items():
             if joint not in split:
@@ -164,17 +163,30 @@ class Installed:
             self._seats += [Seat(one, split[joint]) for one in submodules(module, path)]
         self.refresh()
 
-    def _place(self, module: nn.Module, path: str, place: Place, ranks: Ranks) -> None:
-        if not path:  # the inputs of the transformer itself are cut before its forward is called
+    def _places(self) -> list[tuple[nn.Module, str]]:
+        """Return (submodule, path) of every place; the inputs of the transformer itself are cut before its forward."""
+        return [(one, path) for path in self._cuts.places if path for one in submodules(self._module, path)]
+
+    def _hook(self) -> None:
+        """Hook the places, anew where a layer was replaced, as adapters do by layers around it."""
+        places = self._places()
+        if [one for one, _ in places] == [one for one, _ in self._hooked]:
             return
-        shared, name = Cutter(ranks, place, path), f"seqpar {path}"
-        for one in submodules(module, path):
-            hook = PlaceHook(shared, parameters(one) if place.inputs else [])
-            HookRegistry.check_if_exists_or_initialize(one).register_hook(hook, name)
-            self._hooked.append((one, name))
+        self._unhook()
+        shared = {path: Cutter(self._ranks, place, path) for path, place in self._cuts.places.items() if path}
+        for one, path in places:
+            hook = PlaceHook(shared[path], parameters(one) if self._cuts.places[path].inputs else [])
+            HookRegistry.check_if_exists_or_initialize(one).register_hook(hook, f"seqpar {path}")
+            self._hooked.append((one, path))
+
+    def _unhook(self) -> None:
+        for module, path in self._hooked:
+            HookRegistry.check_if_exists_or_initialize(module).remove_hook(f"seqpar {path}", recurse=False)
+        self._hooked = []
 
     def refresh(self) -> None:
-        """Put attention on processors that are new since the last call; ValueError if ours were changed."""
+        """Put hooks and attention on what is new since the last call; ValueError if our processors were changed."""
+        self._hook()
         for seat in self._seats:
             if seat.module.processor is not seat.ours:
                 own = getattr(seat.module.processor, OWN, seat.module.processor)
@@ -189,8 +201,7 @@ class Installed:
 
     def remove(self) -> None:
         """Take off hooks and attention; modules get their own processors back."""
-        for module, name in self._hooked:
-            HookRegistry.check_if_exists_or_initialize(module).remove_hook(name, recurse=False)
+        self._unhook()
         for seat in self._seats:
             seat.module.processor = getattr(seat.module.processor, OWN, seat.module.processor)
-        self._hooked, self._seats = [], []
+        self._seats = []

@@ -1,0 +1,170 @@
+# pyright cannot infer the types of diffusers' modules
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+"""Tests what users do with a transformer besides calling it: offload, compile, copy, save, LoRA between pictures."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from peft import LoraConfig
+from torch import Tensor
+
+import seqpar
+from seqpar.adapter import native
+from tests.adapter.test_lora import add
+from tests.adapter.test_native import TOLERANCE, arguments, body_of, error, theirs, tiny
+from tests.adapter.test_pipelines import InDouble
+from tests.support import pipelines
+from tests.support.foreign import StayDouble
+from tests.support.meshes import mesh as make_mesh
+from tests.support.meshes import mesh_for
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
+CPU = torch.device("cpu")
+
+
+def sequential(module: Any) -> None:
+    accelerate.cpu_offload(module, execution_device=CPU)
+
+
+def grouped(module: Any) -> None:
+    module.enable_group_offload(CPU, CPU, offload_type="leaf_level")
+
+
+def whole_model(module: Any) -> None:
+    accelerate.cpu_offload_with_hook(module, execution_device=CPU)
+
+
+def compiled(module: Any) -> None:
+    torch._dynamo.reset()
+    module.compile_repeated_blocks(fullgraph=True, backend="eager", dynamic=False)
+
+
+MANAGED: dict[str, Callable[[Any], None]] = {
+    "sequential offload": sequential,
+    "group offload": grouped,
+    "model offload": whole_model,
+    "compiled blocks": compiled,
+}
+
+
+def managed(rank: int, world: int, device: torch.device, how: str, wished: bool) -> tuple[list[float], str | None]:
+    """Return the errors before and after a transformer is managed in another way, and why it is not native then."""
+    module, given = tiny().to(device), arguments("dev", device=device)
+    truth = theirs(module, given)
+    seqpar.parallelize(module, mesh_for("ulysses", world, device), native=wished)
+    call: Any = module.forward
+    found = [error(theirs(module, given), truth)]
+    MANAGED[how](module)
+    with torch.no_grad():
+        plain = how == "compiled blocks" and not wished
+        made = (module(**given).sample if plain else theirs(module, given) for _ in range(2))
+        found += [error(x, truth) for x in made]
+    return found, call.body._why if wished else None
+
+
+@pytest.mark.parametrize("wished", [True, False], ids=["native", "generic"])
+@pytest.mark.parametrize("how", MANAGED)
+def test_offload_and_compiled_blocks_give_the_same_result(ranks: Pool, how: str, wished: bool) -> None:
+    reasons = {"sequential offload": "as with sequential offload", "group offload": "diffusers' hook"}
+    for errors, why in ranks.run(2, managed, how, wished):
+        # compilers cannot trace what keeps fp64, so compiled modules round to fp32 as diffusers does
+        assert max(errors) < (1e-4 if how == "compiled blocks" and not wished else TOLERANCE)
+        if wished and how in reasons:
+            assert reasons[how] in (why or "")
+        else:
+            assert why is None
+
+
+def test_compiled_blocks_are_said_to_be_unused(capfd: pytest.CaptureFixture[str]) -> None:
+    module, given = tiny(), arguments("dev")
+    body = body_of(module)
+    compiled(module)
+    for _ in range(2):
+        body(given)
+    assert capfd.readouterr().out == (
+        "seqpar: compiled blocks are not used, because the native model has kernels of its own\n"
+    )
+
+
+def surface(rank: int, world: int, device: torch.device) -> list[str]:
+    """Check a parallelized transformer's config, folder and contexts; return the messages of what is refused."""
+    module, given = tiny().to(device), arguments("dev", device=device)
+    before = {key: x.clone() for key, x in module.state_dict().items()}
+    seqpar.parallelize(module, make_mesh(device))
+    call: Any = module.forward
+    assert isinstance(call.body, native.Native)
+    theirs(module, given)
+    assert (module.config.in_channels, module.config["in_channels"], module.dtype) == (8, 8, torch.float64)
+    with tempfile.TemporaryDirectory() as folder, module.cache_context("cond"):
+        module.save_pretrained(folder)
+        read: Any = FluxTransformer2DModel.from_pretrained(folder, torch_dtype=torch.float64)
+    assert all(torch.equal(x.to(device), before[key]) for key, x in read.state_dict().items())
+    refused = []
+    for work in (lambda: copy.deepcopy(module), lambda: module.enable_cache(FirstBlockCacheConfig())):
+        with pytest.raises(ValueError, match="got") as raised:
+            work()
+        refused.append(str(raised.value))
+    seqpar.release(module)
+    assert torch.equal(theirs(copy.deepcopy(module), given), theirs(module, given))
+    assert all(torch.equal(x, before[key]) for key, x in module.state_dict().items())
+    return refused
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_parallelized_transformer_keeps_its_surface(ranks: Pool, world: int) -> None:
+    for copied, cached in ranks.run(world, surface):
+        assert "release" in copied
+        assert "no cache between steps" in cached
+
+
+STORY: tuple[Callable[[Any], object], ...] = (
+    lambda module: None,
+    lambda module: (add(module, "a", seed=1), add(module, "b", LoraConfig(r=2, target_modules=["proj_mlp"]), 2)),
+    lambda module: module.set_adapters(["a", "b"], [0.9, 0.4]),
+    lambda module: module.set_adapters(["a", "b"], [0.2, 0.4]),
+    lambda module: module.fuse_lora(),
+    lambda module: module.unfuse_lora(),
+    lambda module: module.unload_lora(),
+)
+
+
+def drawn(pipe: Any, **more: Any) -> Tensor:
+    with StayDouble():
+        generator = torch.Generator().manual_seed(5)
+        given = {"num_inference_steps": 2, "height": 20, "width": 12, "max_sequence_length": 16, "output_type": "pt"}
+        return pipe("a red cat", generator=generator, **given, **more).images
+
+
+def told(rank: int, world: int, device: torch.device, cfg: int, wished: bool) -> list[Tensor]:
+    """Return the picture after each step of the story; the last two calls have a scale of their own."""
+    pipe: Any = pipelines.flux()
+    if world:
+        seqpar.parallelize(pipe, make_mesh(device, cfg=cfg), native=wished)
+        pipe.transformer.forward.body = InDouble(pipe.transformer.forward.body)
+    pictures = []
+    for step in STORY:
+        step(pipe.transformer)
+        pictures.append(drawn(pipe))
+    add(pipe.transformer, "c", seed=3)
+    return [*pictures, *(drawn(pipe, joint_attention_kwargs={"scale": scale}) for scale in (0.5, 1.5))]
+
+
+@pytest.mark.parametrize("wished", [True, False], ids=["native", "generic"])
+@pytest.mark.parametrize(("world", "cfg"), [(1, 1), (2, 1), (2, 2), (3, 1)])
+def test_pictures_with_adapters(ranks: Pool, world: int, cfg: int, wished: bool) -> None:
+    """Two adapters, a scale changed between two pictures, fused, unfused and unloaded, as diffusers draws them."""
+    truth = told(0, 0, CPU, 1, True)
+    assert all(error(x, y) > 1e-4 for x, y in pairwise(truth[:4]))
+    for pictures in ranks.run(world, told, cfg, wished):
+        assert max(error(x, y) for x, y in zip(pictures, truth, strict=True)) < 1e-10

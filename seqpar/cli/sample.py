@@ -16,7 +16,7 @@ from seqpar.cli.progress import Progress
 from seqpar.cli.summary import parameters, summary
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import Pipeline
-from seqpar.pipelines.pictures import grid, save, to_pil
+from seqpar.pipelines._pictures import grid, save, to_pil
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import digest
 

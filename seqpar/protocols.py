@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, Protocol
@@ -117,13 +117,18 @@ class Attend(Protocol):
     (`seqpar.masks.key_bias`, made once a run); None attends to all keys. Keys of all ranks are in joined order
     [t0 i0 t1 i1 ...]: the streams of rank 0, then those of rank 1 and so on (`seqpar.masks.joined_mask`).
 
+    beside: work of the model that does not read attention's output (the MLP of a parallel block). It is called exactly
+    once, after this rank has started to send and before it waits for other ranks, so that data travels meanwhile.
+
     Returns (B, l, H, D) for each stream; these may be views of a buffer that the next call overwrites.
     """
 
     tokens: int
     """The number of tokens of the whole sequence, over all ranks and streams."""
 
-    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]: ...
+    def __call__(
+        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+    ) -> tuple[Tensor, ...]: ...
 
 
 @dataclass(frozen=True)

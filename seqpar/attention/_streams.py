@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -144,8 +144,12 @@ class OneRank:
         self._transport = collective.Transport()
         self._joined: dict[HeadLayout, KeyValues] = {}
 
-    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None) -> tuple[Tensor, ...]:
+    def __call__(
+        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, beside: Callable[[], None] | None = None
+    ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
+        if beside is not None:
+            beside()
         here = [given(stream) for stream in present(streams)]
         if len(here) == 1:
             (alone,) = here

@@ -10,7 +10,7 @@ the Q GEMM only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -45,7 +45,9 @@ class KVFirst:
         self.tokens = sum(sizes)
         self._exchanges: dict[HeadLayout, KeyValues] = {}
 
-    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
+    def __call__(
+        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+    ) -> tuple[Tensor, ...]:
         """Attend as `seqpar.protocols.Attend` says: send all streams' keys, then values, then compute the queries."""
         # refuse before anything is sent, because the other ranks would wait in vain
         refuse_gradients(streams, "kv_first")
@@ -65,6 +67,8 @@ class KVFirst:
         q_BlHD = query(here[0]) if stays(here) else None
         for stream, part in parts if q_BlHD is None else ():
             prepare_into(query(stream), None, None, stream.prepare, part)
+        if beside is not None:
+            beside()
         prepared, k, v = exchange.deliver()
         return split_out(self._local(prepared if q_BlHD is None else q_BlHD, k, v, mask_BL)[0], streams)
 

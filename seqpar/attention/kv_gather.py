@@ -8,7 +8,7 @@ it moves more data than ulysses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,16 +37,21 @@ class KVGather:
         self._one_rank = OneRank(local, axis, sizes[axis.rank])
         self._exchanges: dict[HeadLayout, KeyValues] = {}
 
-    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
+    def __call__(
+        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+    ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
         if self._axis.size == 1:
-            return self._one_rank(streams, mask_BL)
+            return self._one_rank(streams, mask_BL, beside)
         refuse_gradients(streams, "kv_gather")
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         here = [given(stream) for stream in present(streams)]
         exchange = self._exchange(layout_of(self._sizes, here, here[0].k))
         stay = stays(here)
-        met = write(here, exchange.outboxes(), exchange.flags, queries=not stay)
+        flags = exchange.flags if beside is None else None
+        met = write(here, exchange.outboxes(), flags, queries=not stay)
+        if beside is not None:
+            beside()
         prepared, k, v = exchange.deliver(met)
         return split_out(self._local(here[0].q if stay else prepared, k, v, mask_BL)[0], streams)
 

@@ -8,7 +8,7 @@ ring.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -41,15 +41,20 @@ class Ulysses:
         self._one_rank = OneRank(core, axis, sizes[axis.rank])
         self._exchanges: dict[HeadLayout, tuple[ToHeads, ToTokens]] = {}
 
-    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
+    def __call__(
+        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+    ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         if self._axis.size == 1:
-            return self._one_rank(streams, mask_BL)
+            return self._one_rank(streams, mask_BL, beside)
         refuse_gradients(streams, "ulysses")
         here = [given(stream) for stream in present(streams)]
         into, back = self._exchange(layout_of(self._sizes, here, here[0].k))
-        q, k, v = into.deliver(write(here, into.outboxes(), into.flags))
+        met = write(here, into.outboxes(), into.flags if beside is None else None)
+        if beside is not None:
+            beside()
+        q, k, v = into.deliver(met)
         out, boxes = self._core(q, k, v, mask_BL)[0] if q.shape[2] else None, back.outboxes()
         # a rank without heads takes part in the exchanges only
         met = out is not None and push(out, boxes, back.flags)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.protocols import state_dtype
+
 MAX_PERIOD = 10000.0
 
 
@@ -67,6 +69,14 @@ def through(x: Tensor, dtype: torch.dtype) -> Callable[[nn.Module], Tensor]:
         return low + middle + high + layer.bias
 
     return made
+
+
+def product(x_RC: Tensor, weight_FC: Tensor) -> Tensor:
+    """Return x W^T in fp32 (fp64 for fp64), not rounded to the dtype of x and the weight; one GEMM on GPUs."""
+    wide = state_dtype(x_RC.dtype)
+    if x_RC.is_cuda and wide != x_RC.dtype and not (torch.is_grad_enabled() and x_RC.requires_grad):
+        return torch.mm(x_RC, weight_FC.t(), out_dtype=wide)
+    return F.linear(x_RC.to(wide), weight_FC.to(wide))
 
 
 def bf16_parts(x_RC: Tensor) -> Tensor:

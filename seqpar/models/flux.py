@@ -1,0 +1,340 @@
+"""FLUX.1 (dev and schnell): a text-to-image transformer of double blocks over text and image, then single blocks.
+
+It loads diffusers' `FluxTransformer2DModel` from a folder or an object. A double block has its own layers for each of
+the two streams; before the single blocks, the tokens of a rank become one stream, text first. The arithmetic is that of
+diffusers with fewer roundings: norms, rotary embedding, gates and modulation are computed in fp32 and rounded once.
+Source: Black Forest Labs' FLUX.1, as diffusers implements it.
+Letters: see `seqpar.protocols`; E = heads * head dim, F = 4 E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
+from seqpar.kernels.gelu import linear_gelu
+from seqpar.models import _flux_files, _layers
+from seqpar.planner.facts import Work
+from seqpar.protocols import Attend, Condition, Encoded, Given, Prepare, Projected, SequenceModel, state_dtype
+from seqpar.weights.checkpoint import KeyMap
+
+NORM = Norm("layer", 1e-6)  # every block norm and the final one
+QK_EPS = 1e-6
+FREQUENCIES = 256  # width of the sinusoids of timestep and guidance
+THETA = 10000.0
+
+After = tuple[Tensor, Tensor, Norm]
+"""Shift, scale and norm of what follows a gated branch, because one kernel computes both."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a FLUX.1, named as in diffusers; the defaults are those of FLUX.1-schnell.
+
+    in_channels and out_channels count the channels of the latent: a quarter of those in diffusers' config, which counts
+    the values of a patch. axes_dims_rope: the part of the head dim that each of the three position ids rotates.
+    guidance_embeds: whether the guidance scale is an input (FLUX.1-dev).
+    """
+
+    num_layers: int = 19
+    num_single_layers: int = 38
+    num_attention_heads: int = 24
+    attention_head_dim: int = 128
+    joint_attention_dim: int = 4096
+    pooled_projection_dim: int = 768
+    guidance_embeds: bool = False
+    axes_dims_rope: tuple[int, ...] = (16, 56, 56)
+    patch_size: int = _flux_files.PATCH
+    in_channels: int = 16
+    out_channels: int = 16
+    sample_size: int = 128
+
+    def __post_init__(self) -> None:
+        axes, dim = self.axes_dims_rope, self.attention_head_dim
+        if len(axes) != 3 or sum(axes) != dim or any(part % 2 for part in axes):
+            raise ValueError(f"got axes_dims_rope {axes}, expected three even numbers with sum {dim}, the head dim")
+
+    @property
+    def width(self) -> int:
+        """Return E, the width of the model."""
+        return self.num_attention_heads * self.attention_head_dim
+
+
+def rotary(ids_L3: Tensor, config: Config) -> Tensor:
+    """Return the rotary rows (L, D): the cosines of all pairs, then their sines, in fp32; angles are fp64.
+
+    ids_L3: the position of each token on three axes. In a pipeline these are `txt_ids` (zeros) and `img_ids` (0, row,
+    column). Each axis rotates its own part of the head dim (`axes_dims_rope`).
+    """
+    axes = config.axes_dims_rope
+    exponents = [torch.arange(0, dim, 2, dtype=torch.float64, device=ids_L3.device) / dim for dim in axes]
+    positions = ids_L3.float().double().unbind(-1)
+    angles = [torch.outer(x, 1.0 / THETA**part) for x, part in zip(positions, exponents, strict=True)]
+    angles_LD2 = torch.cat(angles, dim=-1)
+    return torch.cat((angles_LD2.cos(), angles_LD2.sin()), dim=-1).float()
+
+
+class Attention(nn.Module):
+    """The layers that make a stream's q, k and v: modulation, one fused projection, and a norm of each head."""
+
+    def __init__(self, config: Config, modulations: int) -> None:
+        super().__init__()
+        width, self.heads, dim = config.width, config.num_attention_heads, config.attention_head_dim
+        self.modulation = nn.Linear(width, modulations * width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.q_norm, self.k_norm = nn.RMSNorm(dim, QK_EPS), nn.RMSNorm(dim, QK_EPS)
+        self.fc1 = nn.Linear(width, 4 * width)
+
+    def prepare(self, rows_lD: Tensor) -> Prepare:
+        """Return the preparation of q and k: RMSNorm of each head, then rotary on neighbouring pairs."""
+        cos, sin = rows_lD.chunk(2, dim=-1)
+        return Prepare("rms", True, QK_EPS, self.q_norm.weight, None, self.k_norm.weight, None, cos, sin)
+
+    def mlp(self, h_BlE: Tensor) -> Tensor:
+        """Return the first layer of the MLP with GELU, (B, l, F)."""
+        return linear_gelu(h_BlE, self.fc1.weight, self.fc1.bias)
+
+
+class Part(Attention):
+    """The layers of a double block for one of its two streams."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, 6)
+        width = config.width
+        self.proj = nn.Linear(width, width)
+        self.fc2 = nn.Linear(4 * width, width)
+
+    def stream(self, h_BlE: Tensor, rows_lD: Tensor) -> Projected:
+        """Return the stream as attention's input."""
+        return Projected(h_BlE, self.qkv.weight, self.qkv.bias, self.heads, self.heads, self.prepare(rows_lD))
+
+    def forward(self, x_BlE: Tensor, out_BlHD: Tensor, modulation_B6E: Tensor, after: After) -> tuple[Tensor, Tensor]:
+        """Return the stream x after attention and MLP, and its normalised, modulated form for what follows."""
+        if not x_BlE.shape[1]:  # a text may have fewer tokens than there are ranks
+            return x_BlE, x_BlE
+        _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
+        x, h = gate_norm_modulate(x_BlE, gate, self.proj(out_BlHD.flatten(2)), shift_mlp, scale_mlp, NORM)
+        return gate_norm_modulate(x, gate_mlp, self.fc2(self.mlp(h)), *after)
+
+
+class Double(nn.Module):
+    """A double block: two streams with their own layers, which attend to both."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.text, self.image = Part(config), Part(config)
+
+    @property
+    def parts(self) -> tuple[Part, Part]:
+        """Return the layers of each stream, in the order of `Model.STREAMS`."""
+        return self.text, self.image
+
+
+class Single(Attention):
+    """A single block: attention and MLP side by side, from the same input into the same gated branch."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, 3)
+        self.out = nn.Linear(5 * config.width, config.width)  # the columns of attention, then those of the MLP
+
+    def forward(self, h_BlE: Tensor, prepare: Prepare, attend: Attend) -> Tensor:
+        """Return the branch (B, l, E), which the caller gates and adds.
+
+        The MLP does not read attention's output, so it runs while keys and values travel. Its product and that of
+        attention's output add up in one buffer, so the two inputs are never concatenated.
+        """
+        width = h_BlE.shape[-1]
+        q, k, v = self.qkv(h_BlE).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        of_attention, of_mlp = self.out.weight.split((width, 4 * width), dim=1)
+        made: list[Tensor] = []
+        (out,) = attend(
+            (Given(q, k, v, prepare),), beside=lambda: made.append(F.linear(self.mlp(h_BlE), of_mlp, self.out.bias))
+        )
+        (branch_BlE,) = made
+        branch_BlE.view(-1, width).addmm_(out.reshape(-1, width), of_attention.t())
+        return branch_BlE
+
+
+class Model(SequenceModel):
+    """The FLUX.1 model. Its prompt is T5's hidden states and CLIP's pooled vector; no token is masked."""
+
+    STREAMS = ("text", "image")
+    PROMPT = ("encoder_hidden_states", "pooled_projections")
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config, width, area = config, config.width, config.patch_size**2
+        self.EMBEDS_GUIDANCE = config.guidance_embeds
+        self.x_embedder = nn.Linear(config.in_channels * area, width)
+        self.context_embedder = nn.Linear(config.joint_attention_dim, width)
+        self.t_embedder = _embedder(FREQUENCIES, width)
+        if config.guidance_embeds:
+            self.g_embedder = _embedder(FREQUENCIES, width)
+        self.pooled_embedder = _embedder(config.pooled_projection_dim, width)
+        self.blocks = nn.ModuleList(Double(config) for _ in range(config.num_layers))
+        self.single = nn.ModuleList(Single(config) for _ in range(config.num_single_layers))
+        self.final_modulation = nn.Linear(width, 2 * width)
+        self.final = nn.Linear(width, config.out_channels * area)
+
+    def stream_positions(self, size: tuple[int, ...], lengths: Mapping[str, int]) -> dict[str, Tensor]:
+        """Return the rotary rows of both streams: text tokens are at (0, 0, 0), image tokens at (0, row, column)."""
+        (height, width), device = (side // self.config.patch_size for side in size), self.x_embedder.weight.device
+        axes = (torch.arange(n, device=device) for n in (1, height, width))
+        image, text = torch.cartesian_prod(*axes), torch.zeros(lengths["text"], 3, device=device)
+        return {"text": rotary(text, self.config), "image": rotary(image, self.config)}
+
+    def encode(self, **prompt: Tensor) -> Encoded:
+        """Return the projected text as the stream "text", and the pooled vector for `modulate`."""
+        text, pooled = (prompt[name].to(self.context_embedder.weight.dtype) for name in self.PROMPT)
+        return Encoded({"text": self.context_embedder(text)}, pooled={"pooled_projections": pooled})
+
+    def modulate(self, t_R: Tensor, **pooled: Tensor) -> Condition:
+        """Return {"blocks": (R, layers, 2, 6, E), "single": (R, layers, 3, E), "final": (R, 2, E)} in fp32 (or fp64).
+
+        t_R: timesteps from 0 to 1000. pooled: `pooled_projections` (R, P), and `guidance` (R,) if it is embedded.
+        A double block has shift, scale and gate of attention, then of the MLP, for each stream of `STREAMS`; a single
+        block has shift, scale and gate; the final rows are scale, then shift.
+        As in diffusers, timestep and guidance are rounded to the dtype of the weights before they are embedded: near
+        1000 a bf16 number is off by up to 2, which the sinusoids show. Nothing else is rounded.
+        """
+        narrow = self.x_embedder.weight.dtype
+        wide = state_dtype(narrow)
+        c_RE = self._condition(t_R.to(narrow) / 1000, pooled.get("guidance"), pooled["pooled_projections"], wide)
+        return self._table([*map(_layers.through(c_RE, wide), self._modulations())])
+
+    def modulate_call(self, timestep_R: Tensor, guidance_R: Tensor | None, pooled_RP: Tensor) -> Condition:
+        """Return what `modulate` returns for one call of diffusers' transformer, in few kernels, inside its graph.
+
+        timestep_R: diffusers' timestep, from 0 to 1. The condition has the dtype of the weights, as in diffusers; its
+        products with the weights of the blocks are kept in fp32 on GPUs. There is one product for each layer, which
+        reads its weights once, and one addition of all biases.
+        """
+        layers = self._modulations()
+        c_RE = self._condition(timestep_R, guidance_R, pooled_RP, self.x_embedder.weight.dtype)
+        table = self._table([_layers.product(c_RE, layer.weight) for layer in layers])
+        biases = self._table([layer.bias[None] for layer in layers])
+        return {name: rows.add_(biases[name]) for name, rows in table.items()}
+
+    def forward_tokens(
+        self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
+    ) -> dict[str, Tensor]:
+        """Return {"image": predictions}; see `SequenceModel.forward_tokens`. The text comes from `encode`."""
+        image = self.x_embedder(streams["image"].to(self.x_embedder.weight.dtype))
+        x, h = self._double((streams["text"], image), positions, conditioning, attend)
+        modulations, (scale, shift) = conditioning["single"].unbind(1), conditioning["final"].unbind(1)
+        rows_lD, text = torch.cat([positions[name] for name in self.STREAMS]), streams["text"].shape[1]
+        blocks: list[Any] = list(self.single)
+        for index, (block, modulation) in enumerate(zip(blocks, modulations, strict=True), start=1):
+            branch, gate = block(h, block.prepare(rows_lD), attend), modulation[:, 2]
+            if index < len(blocks):
+                x, h = gate_norm_modulate(x, gate, branch, *_start(modulations[index]))
+            else:  # only the image is predicted
+                after = shift, scale, NORM
+                _, h = gate_norm_modulate(x[:, text:], gate, branch[:, text:], *after, keep=False)
+        return {"image": self.final(h)}
+
+    def null_prompt(self, prompt: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Raise `ValueError`: only the text encoders can make the embeddings of an empty prompt."""
+        raise ValueError("got classifier-free guidance without a negative prompt, expected its embeddings as negative")
+
+    def _double(
+        self, x: Sequence[Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Run the double blocks on (text, image); return x and h of both as one stream for the single blocks."""
+        modulations = [rows.unbind(1) for rows in conditioning["blocks"].unbind(1)]
+        starts = [[_start(rows) for rows in pair] for pair in modulations]
+        ends = [*starts[1:], [_start(conditioning["single"][:, 0])] * 2]
+        rotary_rows = [positions[name] for name in self.STREAMS]
+        h = [norm_modulate(tokens, *start) for tokens, start in zip(x, starts[0], strict=True)]
+        blocks: list[Any] = list(self.blocks)
+        for block, pair, after in zip(blocks, modulations, ends, strict=True):
+            parts: tuple[Part, Part] = block.parts
+            outs = attend([part.stream(*given) for part, *given in zip(parts, h, rotary_rows, strict=True)])
+            made = [part(*given) for part, *given in zip(parts, x, outs, pair, after, strict=True)]
+            x, h = zip(*made, strict=True)
+        return torch.cat([*x], dim=1), torch.cat([*h], dim=1)
+
+    def _condition(
+        self, timestep_R: Tensor, guidance_R: Tensor | None, pooled_RP: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Return SiLU of the sum of all embeddings, (R, E), computed in `dtype`; timestep_R: from 0 to 1."""
+        if (guidance_R is not None) != self.EMBEDS_GUIDANCE:
+            expected = "one for each row" if self.EMBEDS_GUIDANCE else "none: this model does not embed it"
+            raise ValueError(f"got {'a' if guidance_R is not None else 'no'} guidance scale, expected {expected}")
+        narrow = self.x_embedder.weight.dtype
+        scaled = [x.to(narrow) * 1000 for x in (timestep_R, guidance_R) if x is not None]
+        embedders = [self.t_embedder, self.g_embedder] if self.EMBEDS_GUIDANCE else [self.t_embedder]
+        sines = _layers.sinusoid(torch.cat(scaled), FREQUENCIES).chunk(len(scaled))
+        made = [_embed(x, layer, dtype) for x, layer in zip(sines, embedders, strict=True)]
+        return F.silu(sum(made[1:], made[0]) + _embed(pooled_RP, self.pooled_embedder, dtype))
+
+    def _modulations(self) -> list[nn.Linear]:
+        """Return the layers that make the modulation, in the order of the table."""
+        blocks: list[Any] = list(self.blocks)
+        double = [part.modulation for block in blocks for part in block.parts]
+        return [*double, *(block.get_submodule("modulation") for block in self.single), self.final_modulation]  # pyright: ignore
+
+    def _table(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the rows that the layers of `_modulations` made as the tensors of the condition."""
+        double, single = 2 * len(self.blocks), len(self.single)
+        shape = len(self.blocks), 2, 6, -1
+        blocks = torch.cat([*rows[:double]], dim=1).unflatten(1, shape)
+        singles = torch.cat([*rows[double : double + single]], dim=1).unflatten(1, (single, 3, -1))
+        return {"blocks": blocks, "single": singles, "final": rows[-1].unflatten(1, (2, -1))}
+
+
+def work(config: Config) -> Work:
+    """Return the planner's `Work`: a double block and a single block have products of the same sizes for a token."""
+    width, area = config.width, config.patch_size**2
+    layers = config.num_layers + config.num_single_layers
+    return Work(
+        layers=layers,
+        width=width,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_attention_heads,
+        head_dim=config.attention_head_dim,
+        gemms=((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)),
+        passes=(4 * width * (2 * config.num_layers + config.num_single_layers) // layers,),
+        prepares=True,
+        once=((config.in_channels * area, width), (width, config.out_channels * area)),
+        table=(12 * config.num_layers + 3 * config.num_single_layers + 2) * width,
+        live=12 * width,
+    )
+
+
+PRESETS: dict[str, Config] = {"flux.1-dev": Config(guidance_embeds=True), "flux.1-schnell": Config()}
+
+
+def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
+    """Return (config, key map name) for diffusers' FLUX.1, else None; `ValueError` for a variant not implemented."""
+    if config is None or config.get("_class_name") != "FluxTransformer2DModel":
+        return None
+    return Config(**_flux_files.sizes(config)), "diffusers"
+
+
+def _diffusers_keys(config: Config) -> KeyMap:
+    return _flux_files.key_map(config.num_layers, config.num_single_layers, config.guidance_embeds)
+
+
+KEY_MAPS = {"diffusers": _diffusers_keys}
+
+
+def _start(modulation_BNE: Tensor) -> After:
+    """Return shift, scale and norm of the input of a block."""
+    return modulation_BNE[:, 0], modulation_BNE[:, 1], NORM
+
+
+def _embedder(inputs: int, width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, width), nn.SiLU(), nn.Linear(width, width))
+
+
+def _embed(x_RC: Tensor, embedder: nn.Sequential, dtype: torch.dtype) -> Tensor:
+    first, _, second = embedder
+    return _layers.linear(F.silu(_layers.linear(x_RC, first, dtype)), second, dtype)

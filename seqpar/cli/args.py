@@ -20,12 +20,12 @@ class Flags:
 
     model: str = "builtin"
     """"builtin", a diffusers folder, an original .pt file, a hub id, or a preset with random weights (dit-xl/2)."""
+    classes: tuple[str, ...] = ()
+    """Names or numbers of classes, for models that take those; the first 12 classes if none are given."""
     prompt: tuple[str, ...] = ()
     """What to show, for models that take a text; several prompts make several pictures."""
     negative_prompt: str | None = None
     """What not to show; classifier-free guidance leads away from it (with FLUX also name --true-guidance)."""
-    classes: tuple[str, ...] = ()
-    """Names or numbers of classes, for models that take those; the first 12 classes if none are given."""
     repeat: int = 1
     """Number of pictures of each class or prompt."""
     steps: int = 25

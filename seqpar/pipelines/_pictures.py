@@ -64,6 +64,12 @@ def save(sheet: Image.Image, path: Path, parameters: Mapping[str, Any]) -> None:
         raise
 
 
+def numbered(path: Path, count: int) -> list[Path]:
+    """Return a path for each of several pictures: seqpar-1.png, seqpar-2.png; a single one keeps the name."""
+    width = len(str(count))
+    return [path.with_stem(f"{path.stem}-{number:0{width}}") for number in range(1, count + 1)] if count > 1 else [path]
+
+
 def check_writable(path: Path) -> None:
     """Raise ValueError if `save` could not write to this path, so that a long run does not fail at its end."""
     if path.suffix.lower() != ".png":

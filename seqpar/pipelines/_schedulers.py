@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 import diffusers
+import numpy as np
 
 from seqpar.sampling.steppers import why_not_driven
 
@@ -25,9 +27,7 @@ def build(config: Mapping[str, Any], name: str | None = None, **changes: Any) ->
     try:
         scheduler = kind.from_config(config, **changes)
     except (ImportError, TypeError, ValueError, NotImplementedError) as error:
-        raise ValueError(
-            f"got scheduler {chosen!r}, which cannot be built: {' '.join(str(error).split())}"
-        ) from error
+        raise ValueError(f"got scheduler {chosen!r}, which cannot be built: {' '.join(str(error).split())}") from error
     if (reason := why_not_driven(scheduler)) is not None:
         raise ValueError(f"got scheduler {chosen!r}, which {reason}; expected one like DDIMScheduler")
     return scheduler
@@ -47,3 +47,35 @@ def near(name: str, known: Sequence[str]) -> str:
     return ", ".join(found or [*known[:8], f"... ({len(known)} in all)"])
 
 
+def flow_settings(config: Mapping[str, Any], name: str | None) -> dict[str, Any]:
+    """Return the settings with which a diffusers class follows the schedule of a flow matching configuration.
+
+    Multistep schedulers (UniPC, DPM-Solver) know flow matching by these settings; others have their own classes.
+    """
+    kind = getattr(diffusers, name or "", None)
+    known = {} if kind is None else inspect.signature(kind.__init__).parameters
+    flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": config.get("shift", 1.0)}
+    return flow if "use_flow_sigmas" in known and "shift" in config else {}
+
+
+def flow_timing(scheduler: Any, steps: int, tokens: int) -> dict[str, Any]:
+    """Return keyword arguments of a flow matching scheduler's `set_timesteps`, those of diffusers' FluxPipeline.
+
+    Sigmas fall from 1 to 1 / steps in equal steps; `mu`, if the scheduler shifts them dynamically, is linear in the
+    number of image tokens. Raises ValueError for a scheduler that does not follow them.
+    """
+    name, config = type(scheduler).__name__, scheduler.config
+    flows = bool(config.get("use_flow_sigmas"))
+    takes = "sigmas" in inspect.signature(scheduler.set_timesteps).parameters
+    if not flows and not ("FlowMatch" in name and takes):
+        raise ValueError(
+            f"got scheduler {name!r}, expected one of flow matching that takes sigmas, like "
+            f"FlowMatchEulerDiscreteScheduler or UniPCMultistepScheduler"
+        )
+    given: dict[str, Any] = {} if flows else {"sigmas": np.linspace(1.0, 1 / steps, steps).tolist()}
+    if config.get("use_dynamic_shifting"):
+        few, many = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+        slope = (high - low) / (many - few)
+        given["mu"] = tokens * slope + (low - slope * few)
+    return given

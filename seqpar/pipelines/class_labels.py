@@ -216,11 +216,11 @@ class Pipeline:
             scheduler, noise, prompt, steps=steps, guidance=guidance, eta=eta, generator=generator, on_step=on_step
         )
 
-    def decode(self, latents_NCHW: Tensor) -> Tensor:
-        """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents."""
+    def decode(self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None) -> Tensor:
+        """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents; on_image: see the decoder."""
         if self.vae is None:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
-        return decode(self.vae, latents_NCHW, self.dit.mesh)
+        return decode(self.vae, latents_NCHW, self.dit.mesh, on_image)
 
 
 def generate(

@@ -33,11 +33,12 @@ class Texts:
     """The prompts of one model as tensors; it keeps those of the last call, so that they are encoded once.
 
     source: a pipeline folder, whose encoders are loaded for the time of a call; diffusers' FluxPipeline in memory; or
-    None for a model with random weights, for which random numbers stand in for encoded prompts.
+    None for a model with random weights, for which random numbers stand in for encoded prompts. config: the
+    transformer's `Config`. tokens: the length to which T5 pads or cuts each prompt.
     """
 
-    def __init__(self, source: Path | Any | None, config: Any, mesh: Mesh, dtype: torch.dtype) -> None:
-        self._source, self._mesh, self._dtype = source, mesh, dtype
+    def __init__(self, source: Path | Any | None, config: Any, tokens: int, mesh: Mesh, dtype: torch.dtype) -> None:
+        self._source, self._tokens, self._mesh, self._dtype = source, tokens, mesh, dtype
         self._widths = {"encoder_hidden_states": config.joint_attention_dim}
         self._widths |= {"pooled_projections": config.pooled_projection_dim}
         self._known: dict[str, tuple[Tensor, Tensor]] = {}
@@ -71,7 +72,7 @@ class Texts:
         if self._mesh.is_main:
             texts = (torch.stack(each) for each in zip(*(self._known[text] for text in prompts), strict=True))
         else:
-            shapes = (len(prompts), TOKENS, width), (len(prompts), pooled)
+            shapes = (len(prompts), self._tokens, width), (len(prompts), pooled)
             texts = (torch.zeros(shape, dtype=self._dtype, device=self._mesh.device) for shape in shapes)
         return dict(zip(self._widths, texts, strict=True))
 
@@ -85,7 +86,7 @@ class Texts:
 
         def encode(text: str) -> tuple[Tensor, Tensor]:
             with torch.no_grad():
-                made = pipe.encode_prompt(text, device=self._mesh.device, max_sequence_length=TOKENS)
+                made = pipe.encode_prompt(text, device=self._mesh.device, max_sequence_length=self._tokens)
             tokens, pooled = (x[0].to(self._dtype) for x in made[:2])
             return tokens, pooled
 
@@ -95,7 +96,7 @@ class Texts:
         """Return random numbers that depend on the prompt."""
         width, pooled = self._widths.values()
         generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
-        made = (torch.randn(shape, generator=generator) for shape in ((TOKENS, width), (pooled,)))
+        made = (torch.randn(shape, generator=generator) for shape in ((self._tokens, width), (pooled,)))
         tokens, vector = (x.to(self._mesh.device, self._dtype) for x in made)
         return tokens, vector
 

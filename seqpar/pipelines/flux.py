@@ -50,13 +50,14 @@ class Files:
     """The checked parts of a FLUX.1 pipeline, before any weights are loaded.
 
     blueprint: the transformer. folder: the pipeline folder, or None for a preset. vae: the config of the decoder, or
-    None. scheduling: the scheduler's config.
+    None. scheduling: the scheduler's config. text_tokens: the length to which T5 pads or cuts each prompt.
     """
 
     blueprint: Blueprint
     folder: Path | None
     vae: Any
     scheduling: Mapping[str, Any]
+    text_tokens: int = TOKENS
 
     @staticmethod
     def locate(name: str | Path) -> Files:
@@ -119,7 +120,7 @@ class Files:
         config = self.blueprint.config
         return Load(
             images=len(prompts),
-            tokens=self.tokens(size) + TOKENS,
+            tokens=self.tokens(size) + self.text_tokens,
             guidance=guided,
             steps=evaluations,
             itemsize=dtype.itemsize,
@@ -181,7 +182,7 @@ class Pipeline:
             load = files.load_of(("",), ranks.cfg.size > 1, 1, dtype, None)
             plan = make(work_of(files.blueprint.config), load, dtype, ranks, wish or Wish(), mesh)
         mesh = settled(plan, mesh)
-        texts = Texts(files.folder, files.blueprint.config, mesh, dtype)
+        texts = Texts(files.folder, files.blueprint.config, files.text_tokens, mesh, dtype)
 
         def read() -> tuple[Any, Any]:
             texts.encode(prompts, on_prompt)
@@ -308,8 +309,8 @@ def check(order: Order, path: Path | None) -> Job:
 
 def _notes(files: Files) -> list[tuple[str, str]]:
     if files.folder is None:
-        return [("text", f"{TOKENS} tokens of random numbers: no text encoder comes with this model")]
-    return [("text", f"{TOKENS} tokens a prompt, encoded on rank 0 before the transformer's weights load")]
+        return [("text", f"{files.text_tokens} tokens of random numbers: no text encoder comes with this model")]
+    return [("text", f"{files.text_tokens} tokens a prompt, encoded on rank 0 before the transformer's weights load")]
 
 
 def _check_flags(order: Order) -> None:

@@ -1,7 +1,7 @@
 """seqpar: sequence-parallel inference for diffusion transformers.
 
-`DistributedDiT` runs one model on a `Mesh`, `sample` is the denoising loop, and
-`seqpar.pipelines.class_labels.generate` makes pictures.
+`parallelize` makes a diffusers pipeline run on all GPUs, `DistributedDiT` runs one model on a `Mesh`, `sample` is the
+denoising loop, and `seqpar.pipelines.class_labels.generate` makes pictures.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from seqpar.adapter.parallelize import parallelize, release
     from seqpar.distributed import DistributedDiT
     from seqpar.mesh import Mesh
     from seqpar.sampling.guidance import Guidance
@@ -17,13 +18,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["DistributedDiT", "Guidance", "Mesh", "Sampler", "sample"]
+__all__ = ["DistributedDiT", "Guidance", "Mesh", "Sampler", "parallelize", "release", "sample"]
 
 _MODULES = {
     "DistributedDiT": "seqpar.distributed",
     "Guidance": "seqpar.sampling.guidance",
     "Mesh": "seqpar.mesh",
     "Sampler": "seqpar.sampling.loop",
+    "parallelize": "seqpar.adapter.parallelize",
+    "release": "seqpar.adapter.parallelize",
     "sample": "seqpar.sampling.loop",
 }
 

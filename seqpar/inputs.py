@@ -1,7 +1,7 @@
 """Broadcasts the caller's inputs from rank 0 at every call, so that all ranks compute with the same values.
 
 If ranks were given different noise, labels or timesteps, each would compute its tokens of another picture, and the
-result would be wrong without an error. A call costs one gather of 8 bytes a rank on the host, which finds inputs of
+result would be wrong without an error. A call costs one gather of 16 bytes a rank on the host, which finds inputs of
 different shapes or dtypes, and one broadcast of all tensors in one buffer (by NCCL on GPUs).
 When it wins: always; a comparison of the inputs would send as many bytes and also wait for the device.
 """
@@ -23,23 +23,26 @@ LOST = ("timed out", "timeout", "connection closed", "connection reset", "broken
 ALIGN = 16  # bytes; tensors start at multiples of it in the buffer, so that views of any dtype are possible
 
 
-def agree(mesh: Mesh, form: Mapping[str, object]) -> None:
-    """Raise the same ValueError on every rank if `form` differs between ranks; values are compared by `repr`.
+def agree(mesh: Mesh, form: Mapping[str, object], vote: bool = False) -> bool:
+    """Return whether any rank votes; raise the same ValueError on every rank if `form` differs between ranks.
 
-    Raises TimeoutError if a rank does not take part; see `from_rank_0`.
+    Values of `form` are compared by `repr`. A vote travels with the comparison, so that ranks can decide together on
+    what only one of them may see. Raises TimeoutError if a rank does not take part; see `from_rank_0`.
     """
     if mesh.world.size == 1:
-        return
+        return vote
     texts = {name: repr(value) for name, value in sorted(form.items())}
     digest = hashlib.blake2b(repr(texts).encode(), digest_size=8).digest()
-    mine = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=_host(mesh))
-    every = mine.new_empty(mesh.world.size)
+    mine = torch.tensor([int.from_bytes(digest, "big", signed=True), vote], device=_host(mesh))
+    every = mine.new_empty(2 * mesh.world.size)
     # torch 2.13 renames this function and warns about the older name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     with _named(mesh, "the comparison of the forms of all ranks' inputs"):
         gather(every, mine, group=mesh.world.group)
-    if len(set(every.tolist())) > 1:
+    answers = every.tolist()
+    if len(set(answers[::2])) > 1:
         raise ValueError(_difference(mesh.collect(texts)))
+    return any(answers[1::2])
 
 
 def from_rank_0(
@@ -51,10 +54,19 @@ def from_rank_0(
     dtypes or `form` differ between ranks. Every rank must call this at the same time: raises TimeoutError if one does
     not within the timeout of the process group, or dies.
     """
+    agree(mesh, {**shapes(tensors), **(form or {})})
+    return broadcast(mesh, tensors)
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return name -> (shape, dtype): what must be equal on all ranks before a `broadcast`."""
+    return {name: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in tensors.items()}
+
+
+def broadcast(mesh: Mesh, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return rank 0's tensors like `from_rank_0`, where `agree` has already found equal `shapes` on all ranks."""
     if mesh.world.size == 1:
         return dict(tensors)
-    shapes = {name: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in tensors.items()}
-    agree(mesh, {**shapes, **(form or {})})
     rooms, buffer = _rooms(mesh, tensors)
     if mesh.is_main:
         for name, room in rooms.items():

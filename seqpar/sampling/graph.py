@@ -8,6 +8,7 @@ in device memory, no host sync.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,13 @@ WARM_UP = 2  # runs before capture, because libraries load, tune and allocate in
 class StepGraph:
     """A CUDA graph of `step()` on the current device.
 
-    state: all tensors that a step changes; warm-up and capture restore their values.
+    state: all tensors that a step changes; warm-up and capture restore their values. pool: a handle of memory that
+    several graphs share (`torch.cuda.graph_pool_handle`), none of which needs what another leaves there.
     """
 
-    def __init__(self, step: Callable[[], None], state: Sequence[Tensor]) -> None:
+    def __init__(
+        self, step: Callable[[], None], state: Sequence[Tensor], pool: Any = None
+    ) -> None:
         before = [tensor.clone() for tensor in state]
 
         def restore() -> None:
@@ -40,7 +44,7 @@ class StepGraph:
         # thread_local lets NCCL's watchdog thread query its events during the capture
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
+            torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
         ):
             step()
         restore()  # a capture runs no kernels, but code that it calls may still write to the state

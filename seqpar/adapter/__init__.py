@@ -1,0 +1,1 @@
+"""The adapter: runs diffusers transformers and pipelines sharded, in place and with their own weights."""

@@ -1,0 +1,194 @@
+"""`SplitAttention`: the attention that a diffusers transformer's processors call, over the tokens of all ranks.
+
+It gets to a processor in one of two ways. Most processors call diffusers' dispatcher with the backend and the parallel
+config that they carry; ours is a backend there, and the processor's parallel config is a `SplitAttention`. Processors
+that know no dispatcher call torch's `scaled_dot_product_attention`, which `Around` replaces while they run.
+When it wins: modules and processors stay unchanged; two exchanges an attention, or one, for any number of tokens and
+heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isclose, sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from seqpar.adapter import masks, ops
+from seqpar.adapter.cuts import Joint
+from seqpar.adapter.forward import Forward, Ranks
+from seqpar.protocols import Given, Prepare
+from seqpar.shard import JointShard, Shard
+
+IDENTITY = Prepare()
+
+
+class SplitAttention:
+    """Attention of some streams of this rank to those of all ranks, for every module that joins the same streams."""
+
+    def __init__(self, ranks: Ranks, joint: Joint, where: str) -> None:
+        self._ranks, self.joint, self._where = ranks, joint, where
+        self.number = ops.NUMBERS.add(self)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        """Return attention's output (B, l, H, D); q (B, l, H, D), k and v (B, l, G, D), and a mask for all keys."""
+        if torch.compiler.is_compiling():
+            return ops.attention(q, k, v, None if self.joint.masked else mask, scale, self.number)
+        return self.attend(q, k, v, mask, scale)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        """Compute it: over all ranks if there are as many keys as queries, else locally, to whole keys.
+
+        Outside of a body's call, where nothing is split, it is local, too.
+        """
+        now = self._ranks.now
+        if now is None or k.shape[1] != q.shape[1]:
+            return _local(q, k, v, mask, scale)
+        streams, tokens = self._tokens(now, q.shape[1])
+        bias = self._bias(now, mask, streams, tokens, q.dtype)
+        default = q.shape[-1] ** -0.5
+        if scale is not None and not isclose(scale, default, rel_tol=1e-12):
+            q = q * (scale / default)
+        return self._ranks.attend(tokens)((Given(q, k, v, IDENTITY),), bias)[0]
+
+    def _tokens(self, now: Forward, here: int) -> tuple[tuple[str, ...], JointShard]:
+        """Return the streams that are joined, and their split; `here` is the number of tokens on this rank."""
+        axis, named = self._ranks.axis, tuple(name for name in now.lengths if not name.isdecimal())
+        candidates = [self.joint.streams] if self.joint.streams else [named, *((name,) for name in named)]
+        for streams in candidates:
+            if not streams or not now.lengths.keys() >= set(streams):
+                continue
+            tokens = JointShard(tuple(Shard(now.lengths[name], axis.size) for name in streams))
+            if tokens.sizes[axis.rank] == here:
+                return streams, tokens
+        told = ", ".join(f"{total} of {name}" for name, total in now.lengths.items()) or "none"
+        raise ValueError(
+            f"got attention at {self._where} with {here} tokens on rank {axis.rank} of {axis.size}, expected this "
+            f"rank's share of {' and '.join(self.joint.streams) or 'its streams'} (cut so far: {told}); check the plan"
+        )
+
+    def _bias(
+        self, now: Forward, mask: Tensor | None, streams: Sequence[str], tokens: JointShard, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return the key mask in the order of the ranks; it is converted once for all blocks."""
+        if self.joint.masked:
+            key, mask = (tuple(streams), dtype, now.row), None
+            if key not in now.converted:
+                rows = {name: _row(x, now.row, self.joint.by_row) for name, x in now.masks.items()}
+                now.converted[key] = None, masks.from_streams(rows, streams, tokens, dtype)
+            return now.converted[key][1]
+        if mask is None:
+            return None
+        if len(streams) > 1 and not self.joint.streams:
+            raise ValueError(
+                f"got a mask at {self._where} for the joined tokens of {', '.join(streams)}, expected their order; "
+                f"write the plan as `seqpar.adapter.cuts.Cuts`, whose `Joint` names it"
+            )
+        place = mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, tuple(streams), dtype
+        if place not in now.converted:  # the mask is kept too, so that its address stays its own
+            now.converted[place] = mask, masks.from_whole(mask, tokens, dtype)
+        return now.converted[place][1]
+
+
+def _row(mask: Tensor, row: int, by_row: bool) -> Tensor:
+    return mask[row : row + 1] if by_row else mask
+
+
+def _local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Return attention to keys that are whole on every rank, as diffusers computes it by default."""
+    if mask is not None and mask.dim() == 2:
+        mask = mask[:, None, None]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+# The dispatcher's backend --------------------------------------------------------------------------------------
+
+
+def _backend() -> AttentionBackendName:
+    """Return our member of the dispatcher's names of backends; the enum is closed, so the member is added to it."""
+    name, value = "SEQPAR", "seqpar"
+    if value not in AttentionBackendName._value2member_map_:
+        member = str.__new__(AttentionBackendName, value)
+        member._name_, member._value_ = name, value
+        AttentionBackendName._member_map_[name] = member
+        AttentionBackendName._value2member_map_[value] = member
+        AttentionBackendName._member_names_.append(name)
+        _AttentionBackendRegistry.register(member)(dispatched)
+    return AttentionBackendName(value)
+
+
+def dispatched(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: SplitAttention | None = None,
+) -> Tensor:
+    """Return attention for diffusers' dispatcher, (B, l, H, D); a call without our config is local."""
+    _refuse(dropout_p, is_causal)
+    if _parallel_config is None:
+        return _local(query, key, value, attn_mask, scale)
+    return _parallel_config(query, key, value, attn_mask, scale)
+
+
+def _refuse(dropout_p: float, is_causal: bool) -> None:
+    if dropout_p or is_causal:
+        raise ValueError(
+            f"got attention with dropout_p={dropout_p}, is_causal={is_causal}, expected neither: split attention is "
+            f"for inference with attention to all tokens; call the transformer's eval() first"
+        )
+
+
+BACKEND = _backend()
+
+
+# Processors that know no dispatcher ----------------------------------------------------------------------------
+
+
+class Around(TorchFunctionMode):
+    """Replaces torch's `scaled_dot_product_attention` by split attention while a processor runs."""
+
+    def __init__(self, attention: SplitAttention) -> None:
+        super().__init__()
+        self._attention = attention
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        if func is F.scaled_dot_product_attention:
+            return called(self._attention, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def called(
+    attention: SplitAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return attention with the parameters of `scaled_dot_product_attention`, whose tensors are (B, H, l, D)."""
+    _refuse(dropout_p, is_causal)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return attention(q, k, v, attn_mask, scale).transpose(1, 2)

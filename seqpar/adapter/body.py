@@ -1,0 +1,43 @@
+"""`Body`: the seam between the call of a diffusers transformer and what computes it on several ranks.
+
+There are two: `native` computes with a model of this package on the module's weights, `generic` runs the module's own
+forward with its tokens split. When each wins is said in their files; whoever calls a body need not know which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Body(Protocol):
+    """Computes a diffusers transformer's forward on all ranks of a mesh's sequence axis."""
+
+    def __call__(self, arguments: Mapping[str, Any], /) -> tuple[Tensor, ...]:
+        """Return the transformer's outputs, complete on every rank of the sequence axis.
+
+        arguments: those of the transformer's own forward by their names, without `return_dict`; tensors are complete
+        and on the mesh's device, and all values are equal on all ranks of the sequence axis. An argument that is left
+        out has its default. The outputs are those of `forward(..., return_dict=False)`; the next call may overwrite
+        them. The first call of a kind builds exchanges; a later call with tensors of the same shapes and dtypes, the
+        same other values and the same `state()` can be captured as a CUDA graph. Raises ValueError, the same on every
+        rank, for arguments that this body cannot compute.
+        """
+        ...
+
+    def state(self) -> Hashable:
+        """Return a key that stays equal while a captured call is valid: weights, adapters and exchanges unchanged."""
+        ...
+
+    def check_delivered(self) -> None:
+        """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
+        ...
+
+    def release(self) -> None:
+        """Undo what was put onto the module and free the exchanges, on all ranks at the same time.
+
+        The next call builds everything again.
+        """
+        ...

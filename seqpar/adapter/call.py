@@ -1,0 +1,176 @@
+"""`Call`: what a diffusers transformer's `forward` is while it is parallelized.
+
+It takes rank 0's arguments, splits guidance's branches and the batch's rows over the mesh, runs a body on the ranks of
+the sequence axis, eagerly or as a CUDA graph, and returns complete results in diffusers' form on every rank.
+When it wins: it is how an unmodified pipeline runs on several GPUs, and in a graph on one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
+
+import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.utils.outputs import BaseOutput
+from torch import nn
+
+from seqpar.adapter.body import Body
+from seqpar.adapter.graphs import Capture, Graphs
+from seqpar.adapter.promises import Ticket, plain
+from seqpar.adapter.rows import compute_rows, rows_of, split_over
+from seqpar.adapter.signature import Form, form_of
+from seqpar.inputs import agree, broadcast, shapes
+from seqpar.mesh import Axis, Mesh
+from seqpar.transports.collective.point_to_point import gather
+
+BOTH = "cond_uncond"  # the label of a call whose rows are both branches of guidance
+
+
+class Call:
+    """The forward of a parallelized transformer, for inference; every rank must make the same calls.
+
+    module: the transformer; its own `forward` gives the names of the arguments. body: computes calls.
+    capture: captures calls as CUDA graphs; None runs them eagerly.
+    Raises the same ValueError on every rank if the forms of their arguments differ.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, body: Body, capture: Capture | None) -> None:
+        self.mesh, self.body, self.graphs = mesh, body, Graphs(mesh, capture)
+        self.label: str | None = None
+        self.__wrapped__ = type(module).forward.__get__(module)  # `inspect.signature` reads it
+        self.__name__ = "forward"
+        self._signature = inspect.signature(self.__wrapped__)
+        self._output = output_class(module)
+        self._state: Hashable = None
+        self._generation = 0
+        self._known: dict[Hashable, Form] = {}
+        self._pending: Ticket | None = None
+        self._told_alone = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the transformer's own forward returns, on every rank."""
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                arguments |= arguments.pop(name, {})
+        return_dict = arguments.pop("return_dict", True)
+        with torch.inference_mode(False), torch.no_grad():
+            results = self._results(self._rank_0s(arguments)).whole
+        return self._output(*results) if return_dict else results
+
+    @contextmanager
+    def labelled(self, label: str, context: AbstractContextManager[Any]) -> Iterator[Any]:
+        """Remember the name that a pipeline gives to the calls it makes inside of its own context."""
+        before, self.label = self.label, label
+        try:
+            with context as value:
+                yield value
+        finally:
+            self.label = before
+
+    def release(self) -> None:
+        """Free graphs and exchanges; every rank must call this at the same time."""
+        if self._pending is not None:
+            self._pending.cancel("got a result that was not read before release(), expected it to be read earlier")
+        self._pending = None
+        self.graphs.release()
+        self.body.release()
+
+    def check_delivered(self) -> None:
+        """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
+        self.body.check_delivered()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise ValueError("got a copy of a parallelized transformer, expected a plain one; call seqpar.release before")
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError("got a parallelized transformer to pickle, expected a plain one; call seqpar.release before")
+
+    # Rank 0's arguments ------------------------------------------------------------------------------------------
+
+    def _rank_0s(self, arguments: dict[str, Any]) -> Form:
+        """Return rank 0's arguments on this rank's device."""
+        form = form_of(arguments).each(plain)
+        gradients = sorted(path for path, x in form.tensors.items() if x.requires_grad)
+        state = self.body.state()
+        shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **form.shown}
+        if agree(self.mesh, {**shapes(form.tensors), **shown}, vote=state != self._state):
+            self._generation += 1  # addresses of weights may change on one rank only; all must capture again
+        self._state = state
+        if gradients:
+            raise ValueError(f"got {gradients[0]} that requires gradients, expected none: parallelize is for inference")
+        device = self.mesh.device
+        return form.holding(broadcast(self.mesh, form.tensors)).each(lambda x: x.to(device))
+
+    # Branches and rows -------------------------------------------------------------------------------------------
+
+    def _results(self, form: Form) -> Form:
+        """Return the results of a call, or promises of them where they may be computed beside the next call."""
+        if self.mesh.cfg.size == 1:
+            return self._by_rows(form)
+        first, self._pending = self._pending, None
+        if first is not None and first.arguments is not None:
+            if self._alike(first, form):
+                return self._both(first, first.arguments, form)
+            first.fulfil()
+        rows = rows_of(form.whole)
+        doubled = self.label in (None, BOTH) and len(split_over(self._axes, rows)) == len(self._axes)
+        if doubled or form.kind not in self._known:
+            return self._by_rows(form)
+        room = self._known[form.kind].each(lambda x: torch.full_like(x, torch.nan if x.is_floating_point() else 0))
+        self._pending = Ticket(form, room, self._alone)
+        return self._pending.promised()
+
+    def _alike(self, first: Ticket, form: Form) -> bool:
+        """Return whether a call has results like those of the one before, so that both can be exchanged."""
+        known = self._known.get(form.kind)
+        return known is not None and shapes(known.tensors) == shapes(first.results.tensors)
+
+    def _both(self, ticket: Ticket, first: Form, second: Form) -> Form:
+        """Compute two calls at the same time, one on each half of the cfg axis; fulfil the first, return the second."""
+        cfg = self.mesh.cfg
+        mine = self._by_rows((first, second)[cfg.rank], (self.mesh.data,))
+        both = {path: gather(x[None], cfg, (1, 1)) for path, x in mine.tensors.items()}
+        ticket.fill({path: x[0] for path, x in both.items()})
+        return mine.holding({path: x[1].clone() for path, x in both.items()})
+
+    def _alone(self, form: Form) -> Form:
+        """Compute a call that no second one followed; say once if both halves of the cfg axis compute the same."""
+        split = split_over(self._axes, rows_of(form.whole))
+        if self.mesh.cfg not in split and self.mesh.is_main and not self._told_alone:
+            self._told_alone = True
+            print(
+                "seqpar: a call had no second branch and one row, so both halves of the cfg axis computed the same; "
+                "without guidance a mesh with cfg=1 is faster",
+                flush=True,
+            )
+        return self._by_rows(form)
+
+    @property
+    def _axes(self) -> tuple[Axis, ...]:
+        """Return the axes with several ranks that can split a batch."""
+        return tuple(axis for axis in (self.mesh.data, self.mesh.cfg) if axis.size > 1)
+
+    def _by_rows(self, form: Form, axes: Sequence[Axis] | None = None) -> Form:
+        """Compute a call, its rows split over the axes where there are enough."""
+        whole = form.whole
+        split = split_over(self._axes if axes is None else axes, rows_of(whole))
+        results = compute_rows(whole, split, self._computed)
+        if self.mesh.cfg.size > 1 and form.kind is not None:
+            self._known.setdefault(form.kind, results.each(lambda x: x.new_empty((), dtype=x.dtype).expand(x.shape)))
+        return results
+
+    def _computed(self, form: Form) -> Form:
+        """Run a body on this rank's rows."""
+        return self.graphs.run(self.body, form, self._generation)
+
+
+def output_class(module: nn.Module) -> type[BaseOutput]:
+    """Return the class in which a transformer's forward returns its results, which its code names."""
+    forward = inspect.unwrap(type(module).forward)
+    named = (forward.__globals__.get(name) for name in forward.__code__.co_names)
+    found = [each for each in named if isinstance(each, type) and issubclass(each, BaseOutput)]
+    return found[0] if found else Transformer2DModelOutput

@@ -1,0 +1,229 @@
+"""`Cuts`: where the tokens of a diffusers transformer are split over ranks and gathered again, as data.
+
+A transformer's own forward runs on every rank. Tensors that hold one row a token are cut to this rank's tokens on the
+way into or out of submodules, attention joins the ranks, and outputs are gathered. `table.py` has the plans of this
+package; `of` also accepts a plan in diffusers' form (`_cp_plan`), which says less: attention and masks are inferred.
+When it wins: a plan of few lines makes a transformer parallel without a change of its code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Keep this rank's tokens of a tensor.
+
+    stream: the kind of tokens (image, text). dim: the dim of the tokens. dims: the number of dims of a tensor that is
+    cut; others stay whole (a timestep is cut if there is one for each token). A tensor with one row along `dim` stays
+    whole, because it holds for all tokens. Of a tuple, list or dict, every tensor is cut.
+    """
+
+    stream: str
+    dim: int = 1
+    dims: int | None = None
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Bring the tokens of all ranks together again, along `dim`."""
+
+    stream: str
+    dim: int = 1
+
+
+Cutting = Cut | tuple[Cut | None, ...]
+"""One cut for all tensors of a value, or one for each element of a tuple or list (None: it stays whole)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is cut and gathered at one submodule.
+
+    inputs: parameter name of its forward -> cut. outputs and gathers: index among its outputs -> cut or gather; a
+    tensor that is no tuple has index 0.
+    """
+
+    inputs: Mapping[str, Cutting] = field(default_factory=dict)
+    outputs: Mapping[int, Cutting] = field(default_factory=dict)
+    gathers: Mapping[int, Gather] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Attention of split tokens to the tokens of all ranks.
+
+    streams: the streams whose tokens it joins, in the order in which the module concatenates them (a mask for all keys
+    has the same order); empty if it is to be inferred from the number of tokens. masked: whether the keys are masked
+    by `Cuts.masks`, in place of what the module passes to its attention. by_row: whether the module calls attention
+    for each batch row by itself.
+    """
+
+    streams: tuple[str, ...] = ()
+    masked: bool = False
+    by_row: bool = False
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The plan of one transformer class.
+
+    places: path of a submodule -> what is cut there. "" is the transformer itself, of which only inputs are cut; in a
+    path, "*" stands for every member of a list of modules, and -1 for its last one.
+    attention: path of an attention module that joins the ranks -> how. All other attention (to whole text, or inside
+    of parts that run whole) stays as it is and exchanges nothing.
+    masks: argument of the transformer -> the stream whose keys it masks, (B, tokens), nonzero for tokens. The
+    transformer's own forward gets None in its place.
+    refused: argument of the transformer -> the reason why it must be None.
+    why_not: returns the reason why a transformer of this class cannot be split, or None.
+    """
+
+    places: Mapping[str, Place]
+    attention: Mapping[str, Joint]
+    masks: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    why_not: Callable[[nn.Module], str | None] = lambda module: None
+
+
+def of(module: nn.Module, given: Cuts | Mapping[str, Any] | None = None) -> Cuts:
+    """Return the plan of a transformer: the caller's, that of our table, or that of its `_cp_plan`.
+
+    given: a `Cuts`, or a plan in diffusers' form. Raises ValueError, the same on every rank, if there is no plan, if
+    it names submodules or parameters that the transformer does not have, or if the transformer cannot be split.
+    """
+    from seqpar.adapter import table  # the table is made of the types of this file
+
+    name, theirs = type(module).__name__, getattr(module, "_cp_plan", None)
+    if given is None:
+        found = table.find(type(module)) or (from_diffusers(module, theirs) if theirs else None)
+    else:
+        found = given if isinstance(given, Cuts) else from_diffusers(module, given)
+    if found is None:
+        raise ValueError(f"got a {name}, which has no plan for splitting its tokens, expected one; {HELP}")
+    if reason := found.why_not(module):
+        raise ValueError(f"got a {name} that cannot be split: {reason}")
+    _check(module, found)
+    return found
+
+
+HELP = """write one and pass it as plan=, for example for a transformer with joint attention of text and image:
+    from seqpar.adapter.cuts import Cut, Cuts, Gather, Joint, Place
+    plan = Cuts(
+        places={
+            "transformer_blocks.0": Place(inputs={"hidden_states": Cut("image"), "encoder_hidden_states": Cut("text")}),
+            "transformer_blocks.*": Place(inputs={"image_rotary_emb": Cut("image", dim=0)}),
+            "proj_out": Place(gathers={0: Gather("image")}),
+        },
+        attention={"transformer_blocks.*.attn": Joint(("text", "image"))},
+    )
+Cut every tensor that has a row for each token where it enters the blocks, name the attention modules that see the \
+tokens of all ranks with their streams in the order in which the module concatenates them, leave masks whole, and \
+gather the last layer's output. Leave out streams that are read by cross-attention only. A plan in diffusers' form \
+(_cp_plan) works, too"""
+
+
+def submodules(module: nn.Module, path: str) -> list[nn.Module]:
+    """Return the submodules that a path names ("blocks.*.attn", "layers.-1"); ValueError if there is none."""
+    found = [module]
+    for step in path.split(".") if path else ():
+        found = [child for parent in found for child in _children(parent, step)]
+    if not found:
+        known = ", ".join(name for name, _ in module.named_children())
+        raise ValueError(
+            f"got a plan with the submodule {path!r}, which {type(module).__name__} does not have, expected paths "
+            f"that begin with one of {known}"
+        )
+    return found
+
+
+def _children(parent: nn.Module, step: str) -> list[nn.Module]:
+    children = dict(parent.named_children())
+    if step == "*":
+        return list(children.values())
+    if step == "-1":
+        return list(children.values())[-1:]
+    return [children[step]] if step in children else []
+
+
+def parameters(module: nn.Module) -> list[str]:
+    """Return the names of the parameters of a module's forward, in order."""
+    return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+
+
+def _check(module: nn.Module, cuts: Cuts) -> None:
+    """Raise ValueError if a plan names submodules or parameters that a module does not have."""
+    for path in cuts.attention:
+        submodules(module, path)
+    named = [(path, name) for path, place in cuts.places.items() for name in place.inputs]
+    for path, name in [*((path, None) for path in cuts.places), *named, *(("", name) for name in cuts.masks)]:
+        for one in submodules(module, path):
+            if name is not None and name not in parameters(one):
+                raise ValueError(
+                    f"got a plan with the input {name!r} of {path or 'the transformer'}, expected one of the inputs "
+                    f"of {type(one).__name__}: {', '.join(parameters(one))}"
+                )
+
+
+# Plans in diffusers' form --------------------------------------------------------------------------------------
+
+
+def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Cuts:
+    """Return a plan in diffusers' form (`_cp_plan`) as `Cuts`.
+
+    Masks are left whole, because attention needs them whole. Attention modules are those inside of the blocks, without
+    cross-attention to text that stays whole; which streams they join follows from the number of tokens. Raises
+    ValueError for what is no such plan.
+    """
+    places = {path: _place(path, entry) for path, entry in plan.items()}
+    text = any(cut.stream == "text" for place in places.values() for cut in _cuts(place))
+    attention = {name: Joint() for name, child in module.named_modules() if _joins(name, child, text)}
+    return Cuts(places, attention)
+
+
+def _cuts(place: Place) -> list[Cut]:
+    every = [*place.inputs.values(), *place.outputs.values()]
+    return [cut for one in every for cut in (one if isinstance(one, tuple) else (one,)) if cut is not None]
+
+
+def _joins(name: str, module: nn.Module, text: bool) -> bool:
+    """Return whether a submodule is attention that joins the ranks, so far as its name and attributes tell."""
+    in_blocks = any(part.endswith(("blocks", "layers")) for part in name.split("."))
+    cross = name.endswith("attn2") or getattr(module, "is_cross_attention", False)
+    return in_blocks and hasattr(module, "processor") and (text or not cross)
+
+
+def _place(path: str, entry: Any) -> Place:
+    if isinstance(entry, Mapping):
+        kept = {key: cut for key, cut in entry.items() if "mask" not in str(key)}
+        inputs = {key: _cutting(path, key, cut) for key, cut in kept.items() if isinstance(key, str)}
+        outputs = {key: _cutting(path, key, cut) for key, cut in kept.items() if isinstance(key, int)}
+        return Place(inputs, outputs)
+    every = entry if isinstance(entry, Sequence) and not isinstance(entry, str) else [entry]
+    if not all(one is None or isinstance(one, ContextParallelOutput) for one in every):
+        raise ValueError(
+            f"got a plan with {entry!r} at {path!r}, expected ContextParallelOutput, or ContextParallelInput by name"
+        )
+    return Place(gathers={i: Gather("image", one.gather_dim) for i, one in enumerate(every) if one is not None})
+
+
+def _cutting(path: str, key: str | int, entry: Any) -> Cutting:
+    if isinstance(entry, (list, tuple)):
+        made = (_cutting(path, key, one) for one in entry)
+        return tuple(one for one in made if isinstance(one, Cut))
+    if not isinstance(entry, ContextParallelInput):
+        raise ValueError(f"got a plan with {entry!r} for {key!r} at {path!r}, expected a ContextParallelInput")
+    return Cut(_stream(key), entry.split_dim, entry.expected_dims)
+
+
+def _stream(key: str | int) -> str:
+    """Return the stream of an input by its name; outputs (rotary rows) may be of any, so their size decides."""
+    if isinstance(key, int) or key.endswith(("emb", "index", "indices", "ids")):
+        return ""
+    return "text" if "encoder" in key or "text" in key or "txt" in key else "image"

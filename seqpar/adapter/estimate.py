@@ -1,0 +1,117 @@
+"""Describes a diffusers transformer to the planner, so far as its modules tell.
+
+The planner needs what a token costs and how many tokens there are. A module's attention gives the heads, the linear
+layers of its blocks give the matrix products; the number of tokens is that of the size that the family is made for.
+Layouts are compared by these numbers, so they need not be exact.
+When it wins: it needs no description of each family; a model of this package describes itself better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqpar.adapter.cuts import Cuts, parameters
+from seqpar.planner.facts import Work
+from seqpar.planner.plan import STEPS
+from seqpar.planner.predict import TABLE_BYTES, Load
+
+IMAGE_TOKENS = 4096  # 1024 x 1024 pixels, in latents of 1/8 and patches of 2 x 2
+VIDEO_TOKENS = 32760  # 81 frames of 480 x 832 pixels
+
+# layers whose rows are prompts or text tokens rather than image tokens
+_FEW_ROWS = ("norm", "mod", "ada", "time", "emb", "add_", "context", "txt", "text")
+
+
+def work_of(module: nn.Module, cuts: Cuts) -> Work:
+    """Return what a token costs in a transformer, from its attention and the linear layers of its largest blocks.
+
+    Raises ValueError if it has no attention with `heads`, `to_q` and `to_k`, as diffusers' attention modules have.
+    """
+    blocks = _blocks(module)
+    attention = next(_attention(blocks[0]))
+    width, inner = attention.to_q.in_features, attention.to_q.out_features
+    head_dim = inner // attention.heads
+    kv_heads = attention.to_k.out_features // head_dim
+    mine = list(_products(blocks[0]))
+    every = sum(a * b for block in blocks for a, b in _products(block))
+    layers = max(1, round(every / max(1, sum(a * b for a, b in mine))))
+    config: Any = getattr(module, "config", {})
+    latent = int(config.get("in_channels") or 16)
+    return Work(
+        layers=layers,
+        width=width,
+        heads=attention.heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        gemms=((width, inner + 2 * kv_heads * head_dim), *mine),
+        passes=(4 * width, 4 * width, 8 * width),
+        prepares=True,
+        once=((latent, width), (width, latent)),
+        table=6 * width,
+        live=12 * width,
+        masked=_is_masked(module, cuts),
+    )
+
+
+def load_of(module: nn.Module, dtype: torch.dtype, guided: bool) -> Load:
+    """Return the run for which a layout is chosen: one picture, or video, of the family's size."""
+    count = sum(x.numel() for x in module.parameters())
+    config: Any = getattr(module, "config", {})
+    latent = int(config.get("in_channels") or 16)
+    return Load(1, _tokens(config), guided, STEPS, dtype.itemsize, count, latent, 2, TABLE_BYTES)
+
+
+def is_guided(module: nn.Module) -> bool:
+    """Return whether pipelines of this family compute an unconditional branch: not where guidance is an input."""
+    config: Any = getattr(module, "config", {})
+    return not config.get("guidance_embeds", False) and type(module).__name__ != "FluxTransformer2DModel"
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the members of all lists of modules with attention, those with the most parameters first."""
+    lists = [list(child) for child in module.children() if isinstance(child, nn.ModuleList) and len(child)]
+    lists = [blocks for blocks in lists if next(_attention(blocks[0]), None) is not None]
+    if not lists:
+        raise ValueError(
+            f"got a {type(module).__name__} without a list of blocks whose attention has heads, to_q and to_k, "
+            f"expected a transformer as diffusers writes them"
+        )
+    sized = sorted(lists, key=lambda blocks: -sum(x.numel() for block in blocks for x in block.parameters()))
+    return [block for blocks in sized for block in blocks]
+
+
+def _attention(block: nn.Module) -> Iterator[Any]:
+    for each in block.modules():
+        found: Any = each
+        if isinstance(getattr(found, "heads", None), int) and _is_linear(found, "to_q") and _is_linear(found, "to_k"):
+            yield found
+
+
+def _is_linear(module: nn.Module, name: str) -> bool:
+    return hasattr(getattr(module, name, None), "out_features")
+
+
+def _products(block: nn.Module) -> Iterator[tuple[int, int]]:
+    """Yield (inputs, outputs) of the linear layers of a block on image tokens, without those to q, k and v."""
+    for name, layer in block.named_modules():
+        skipped = name.endswith(("to_q", "to_k", "to_v")) or any(word in name.lower() for word in _FEW_ROWS)
+        if isinstance(layer, nn.Linear) and not skipped:
+            yield layer.in_features, layer.out_features
+
+
+def _is_masked(module: nn.Module, cuts: Cuts) -> bool:
+    """Return whether attention may get key masks: that of joined text and image, where the call takes a mask."""
+    joins_text = any(len(joint.streams) != 1 for joint in cuts.attention.values())
+    return bool(cuts.masks) or (joins_text and any("mask" in name for name in parameters(module)))
+
+
+def _tokens(config: Any) -> int:
+    size, patch = config.get("sample_size"), config.get("patch_size", 1)
+    if isinstance(size, int) and isinstance(patch, int):
+        return max(1, size // patch) ** 2
+    frames = isinstance(patch, (tuple, list)) and len(patch) == 3
+    return VIDEO_TOKENS if frames or config.get("patch_size_t") or config.get("sample_frames") else IMAGE_TOKENS

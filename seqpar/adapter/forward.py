@@ -1,0 +1,126 @@
+"""`Forward`: what one forward of a split transformer has met so far; `Ranks`: what cuts, attention and gathers share.
+
+The numbers of tokens are known only inside of a forward, after its patches are made. Each cut records them, and
+attention, which comes later, reads them. All ranks get the same complete inputs, so that they find the same numbers,
+and the same errors, without talking to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from seqpar.adapter.cuts import Cut, Gather
+from seqpar.mesh import Axis, Mesh
+from seqpar.planner.plan import Plan, load_local, load_strategy, load_transport
+from seqpar.protocols import Attend
+from seqpar.shard import JointShard, Shard
+from seqpar.transports import _contract
+
+MOST = 16  # splits whose exchanges are kept; prompts of ever new lengths must not fill the memory
+
+
+@dataclass
+class Forward:
+    """One forward: the number of tokens of each stream, the key masks of streams, and masks in the order of the keys.
+
+    converted: masks that attention was given, with their converted form; they are kept here, so that a mask that the
+    next block passes again is found by its address.
+    """
+
+    lengths: dict[str, int] = field(default_factory=dict)
+    masks: dict[str, Tensor] = field(default_factory=dict)
+    converted: dict[Hashable, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    row: int = 0
+
+
+class Ranks:
+    """The ranks of the sequence axis with their exchanges, which are made once for each split and shape."""
+
+    def __init__(self, mesh: Mesh, plan: Plan) -> None:
+        self.mesh, self.plan = mesh, plan
+        self.now: Forward | None = None
+        self.releases = 0
+        self._moves = load_transport(plan.transport.name)
+        self._attends: dict[JointShard, Attend] = {}
+        self._gathers: dict[Hashable, _contract.Gather] = {}
+
+    @property
+    def axis(self) -> Axis:
+        """Return the sequence axis."""
+        return self.mesh.sequence
+
+    def begin(self) -> Forward:
+        """Start a forward; exchanges are freed first if there are too many of them, on every rank alike."""
+        if len(self._attends) > MOST:
+            self.release()
+        self.now = Forward()
+        return self.now
+
+    def cut(self, x: Tensor, cut: Cut) -> Tensor:
+        """Return this rank's tokens of a tensor, as a view, and record how many tokens there are."""
+        if (cut.dims is not None and x.dim() != cut.dims) or self.now is None:
+            return x
+        total, parts = x.shape[cut.dim], self.axis.size
+        if total == 1 < parts:
+            return x
+        name = cut.stream or str(total)
+        known = self.now.lengths.setdefault(name, total)
+        if total != known:
+            raise ValueError(
+                f"got a tensor of shape {tuple(x.shape)} with {total} tokens of {name}, expected {known} as in other "
+                f"tensors of {name}; check the plan's cuts"
+            )
+        if total < parts:
+            raise ValueError(
+                f"got {total} tokens of {name} for {parts} ranks, expected at least one a rank; use fewer ranks on "
+                f"the sequence or a larger input"
+            )
+        mine = Shard(total, parts).slice(self.axis.rank)
+        return x.narrow(cut.dim, mine.start, mine.stop - mine.start)
+
+    def gather(self, x: Tensor, gather: Gather, use: str) -> Tensor:
+        """Return a tensor with the tokens of all ranks; the next gather of this use overwrites it."""
+        if self.axis.size == 1 or self.now is None:
+            return x
+        if gather.stream not in self.now.lengths:
+            raise ValueError(f"got a gather of {gather.stream} before any cut of it, expected a cut; check the plan")
+        sizes = Shard(self.now.lengths[gather.stream], self.axis.size).sizes
+        if x.shape[gather.dim] != sizes[self.axis.rank]:
+            raise ValueError(
+                f"got {x.shape[gather.dim]} tokens of {gather.stream} to gather at {use}, expected this rank's "
+                f"{sizes[self.axis.rank]}; check the plan's cuts"
+            )
+        first = x.movedim(gather.dim, 0)
+        key = (use, sizes, first.shape[1:], x.dtype)
+        if key not in self._gathers:
+            with torch.inference_mode(False):  # buffers outlive the caller's mode
+                self._gathers[key] = self._moves.gather(self.axis, sizes, tuple(first.shape[1:]), x)
+        exchange = self._gathers[key]
+        exchange.outbox().copy_(first)
+        return exchange.deliver().movedim(0, gather.dim).contiguous()
+
+    def attend(self, tokens: JointShard) -> Attend:
+        """Return the planned strategy's attention for a split of tokens; it is built once and owns its buffers."""
+        if tokens not in self._attends:
+            build = load_strategy(self.plan.strategy.name).build
+            self._attends[tokens] = build(self.mesh, tokens, load_local(self.plan.local.name), self._moves)
+        return self._attends[tokens]
+
+    def abandon(self) -> None:
+        """End the exchanges that an error in the last forward left unfinished."""
+        self._moves.abandon()
+
+    def check(self) -> None:
+        """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
+        self._moves.check()
+
+    def release(self) -> None:
+        """Free all exchanges, on all ranks at the same time."""
+        self._attends.clear()
+        self._gathers.clear()
+        self.releases += 1
+        self._moves.release()

@@ -1,0 +1,180 @@
+"""Runs a body as one CUDA graph for each kind of call: captured at its second call, then only replayed.
+
+A transformer's call launches hundreds to thousands of kernels; the host launches them more slowly than a GPU, or
+several, run them. A replay is one launch. Inputs are copied into the graph's own tensors before it and results are
+copied out after it, so that callers keep what they were given, and a conditional and an unconditional call of the same
+kind share a graph.
+When it wins: whenever the host is slower than the GPUs, at the price of the memory of a call for each graph.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from seqpar.adapter.body import Body
+from seqpar.adapter.signature import Form, form_of
+from seqpar.mesh import Mesh
+from seqpar.sampling.graph import StepGraph
+
+GRAPHS = 8  # kinds of calls that are kept; a pipeline has one or two for each size of picture
+KINDS = 64  # kinds of calls that are remembered as seen once
+
+
+class Captured(Protocol):
+    """A captured call: `replay` computes it again from the same input tensors into the same results."""
+
+    results: Any
+
+    def replay(self) -> None:
+        """Queue the call."""
+        ...
+
+    def release(self) -> None:
+        """Free its memory."""
+        ...
+
+
+Capture = Callable[[Callable[[], Any]], Captured]
+"""Captures a function without arguments; raises RuntimeError where that is impossible."""
+
+
+class CudaCapture:
+    """Captures calls as CUDA graphs that share one memory pool: their results are copied out before the next replay."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], Any]) -> Captured:
+        """Return the captured call, after warm-up runs on a side stream."""
+        return _CudaCaptured(work, self._pool)
+
+
+class _CudaCaptured:
+    def __init__(self, work: Callable[[], Any], pool: Any) -> None:
+        self.results: Any = None
+
+        def step() -> None:
+            self.results = work()
+
+        self._graph = StepGraph(step, (), pool)
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def release(self) -> None:
+        self.results = None
+        self._graph.release()
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured call with its own input tensors. generation: the state of the weights at its capture."""
+
+    inputs: Form
+    captured: Captured
+    generation: int
+
+
+class Graphs:
+    """Runs bodies, each kind of call as a graph from its second call on; keeps a bounded number of graphs.
+
+    capture: captures calls; None runs all calls eagerly. Every rank of the sequence axis must make the same calls.
+    """
+
+    def __init__(self, mesh: Mesh, capture: Capture | None, limit: int = GRAPHS) -> None:
+        self._mesh, self._capture, self._limit = mesh, capture, limit
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, body: Body, arguments: Form, generation: int) -> Form:
+        """Return the body's results in tensors of their own.
+
+        generation: a number that is equal on all ranks and changes whenever a captured call is no longer valid.
+        """
+        key = None if arguments.kind is None else (id(body), arguments.kind)
+        if self._capture is None or key is None or torch.is_autocast_enabled(self._mesh.device.type):
+            return _eager(body, arguments)
+        graph = self._graphs.get(key)
+        if graph is not None and graph.generation != generation:
+            self._drop(key)
+            graph = None
+        if graph is None:
+            if not self._is_second(key):
+                return _eager(body, arguments)
+            graph = self._made(self._capture, key, body, arguments, generation)
+        if graph is None:
+            return _eager(body, arguments)
+        self._graphs.move_to_end(key)
+        for path, x in graph.inputs.tensors.items():
+            x.copy_(arguments.tensors[path])
+        graph.captured.replay()
+        return _copied(graph.captured.results)
+
+    def release(self) -> None:
+        """Free all graphs; later calls are seen for the first time."""
+        for key in list(self._graphs):
+            self._drop(key)
+        self._seen.clear()
+
+    def _is_second(self, key: Hashable) -> bool:
+        """Return whether a call of this kind came before, and remember this one."""
+        if key in self._seen:
+            self._seen.move_to_end(key)
+            return True
+        self._seen[key] = None
+        if len(self._seen) > KINDS:
+            self._seen.popitem(last=False)
+        return False
+
+    def _made(self, capture: Capture, key: Hashable, body: Body, arguments: Form, generation: int) -> _Graph | None:
+        """Capture a call and keep it; where that fails on a rank, print why and run all calls eagerly from now on."""
+        while len(self._graphs) >= self._limit:
+            self._drop(next(iter(self._graphs)))
+        inputs, captured, reason = arguments.each(lambda x: x.clone()), None, None
+        try:
+            captured = capture(lambda: body(inputs.whole))
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+        reasons = [told for told in _every(self._mesh, reason) if told is not None]
+        if reasons:
+            if captured is not None:
+                captured.release()
+            if self._mesh.sequence.rank == 0:
+                print(f"seqpar: calls run without CUDA graphs, because a capture failed: {reasons[0]}", flush=True)
+            self.release()
+            self._capture = None
+            return None
+        assert captured is not None
+        self._graphs[key] = _Graph(inputs, captured, generation)
+        return self._graphs[key]
+
+    def _drop(self, key: Hashable) -> None:
+        self._graphs.pop(key).captured.release()
+
+
+def _eager(body: Body, arguments: Form) -> Form:
+    results = _copied(body(arguments.whole))
+    body.check_delivered()  # only where nothing is replayed, because it waits for the device
+    return results
+
+
+def _copied(results: Any) -> Form:
+    return form_of(results).each(lambda x: x.clone())
+
+
+def _every(mesh: Mesh, reason: str | None) -> list[str | None]:
+    """Return the reason of every rank of the sequence axis; each must call this at the same time."""
+    if mesh.sequence.size == 1:
+        return [reason]
+    reasons: list[str | None] = [None] * mesh.sequence.size
+    dist.all_gather_object(reasons, reason, group=mesh.sequence.group)
+    return reasons

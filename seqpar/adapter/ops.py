@@ -1,0 +1,82 @@
+"""Opaque operators of torch for cuts and attention inside of compiled blocks.
+
+`torch.compile` cannot trace exchanges between ranks. A compiled block calls these operators in place of Python; they
+find their object by its number, because an operator takes tensors and numbers only. Results are copies: the buffers of
+an exchange are reused by the next block, which a compiler that reorders operators must not see.
+When it wins: compiled blocks only; eager code calls the objects themselves and copies nothing.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+
+class Attends(Protocol):
+    """Attention over split tokens; q, k, v are (B, l, H, D), (B, l, G, D) and the result is (B, l, H, D)."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor: ...
+
+
+class CutsTensors(Protocol):
+    """Cuts by their number."""
+
+    def cut_by_number(self, x: Tensor, which: int) -> Tensor: ...
+
+    def size_by_number(self, x: Tensor, which: int) -> list[int]: ...
+
+
+class Numbers:
+    """Gives objects numbers, by which the operators find them while they live."""
+
+    def __init__(self) -> None:
+        self._next = count()
+        self._live: WeakValueDictionary[int, object] = WeakValueDictionary()
+
+    def add(self, item: object) -> int:
+        """Return a new number for an object."""
+        number = next(self._next)
+        self._live[number] = item
+        return number
+
+    def __getitem__(self, number: int) -> object:
+        return self._live[number]
+
+
+NUMBERS = Numbers()
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, number: int) -> Tensor:
+    found: Attends = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
+    return found.attend(q, k, v, mask, scale).clone(memory_format=torch.contiguous_format)
+
+
+def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, number: int) -> Tensor:
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def _cut(x: Tensor, number: int, which: int) -> Tensor:
+    found: CutsTensors = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
+    return found.cut_by_number(x, which).clone(memory_format=torch.contiguous_format)
+
+
+def _cut_shape(x: Tensor, number: int, which: int) -> Tensor:
+    found: CutsTensors = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
+    return x.new_empty(found.size_by_number(x, which))
+
+
+attention = torch.library.custom_op(
+    "seqpar::split_attention",
+    _attention,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float? scale, int number) -> Tensor",
+)
+attention.register_fake(_attention_shape)
+cut = torch.library.custom_op(
+    "seqpar::cut", _cut, mutates_args=(), schema="(Tensor x, int number, int which) -> Tensor"
+)
+cut.register_fake(_cut_shape)

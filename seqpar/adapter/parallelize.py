@@ -1,0 +1,184 @@
+"""`parallelize`: makes a diffusers pipeline or transformer compute on all GPUs, in place; `release` undoes it.
+
+Every rank builds the same pipeline and makes the same calls with it. The transformer keeps its class, weights, names,
+config and adapters; only its `forward` is replaced (`seqpar.adapter.call`). All ranks end with rank 0's pictures.
+When it wins: for every pipeline that this package has no loop of its own for. A loop of our own keeps the state
+sharded from step to step and is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import wraps
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from seqpar.adapter import cuts as plans
+from seqpar.adapter import estimate, generic
+from seqpar.adapter.body import Body
+from seqpar.adapter.call import Call
+from seqpar.adapter.cuts import Cuts
+from seqpar.adapter.graphs import Capture, CudaCapture
+from seqpar.distributed import settled
+from seqpar.mesh import Mesh
+from seqpar.planner.plan import Plan, make
+from seqpar.planner.search import Wish
+from seqpar.vae.decoder import share_input
+
+PipeT = TypeVar("PipeT")
+NAMES = ("transformer", "transformer_2")  # a pipeline's transformers; Wan 2.2 has one for early and one for late steps
+
+
+def parallelize(
+    pipe_or_transformer: PipeT,
+    mesh: Mesh | None = None,
+    *,
+    strategy: str = "auto",
+    local: str = "auto",
+    transport: str = "auto",
+    native: bool = True,
+    plan: Cuts | Mapping[str, Any] | None = None,
+) -> PipeT:
+    """Make a diffusers pipeline or transformer compute on the ranks of a mesh, in place, and return it.
+
+    mesh, strategy, local, transport: the caller's choices; the planner decides once on those that are None or "auto".
+    native: whether a model of this package may compute on the transformer's weights, which is faster; otherwise, and
+    for other transformers, its own modules compute. plan: where the tokens of a transformer are split, as
+    `seqpar.adapter.cuts.Cuts` or in the form of diffusers' `_cp_plan`; None takes what is known of its class.
+    On GPUs each kind of call is captured as a CUDA graph at its second call. Inputs of rank 0 are used on every rank.
+    Rank 0 prints one line for each transformer. Raises ValueError, the same on every rank, for what cannot be split.
+    """
+    found = transformers_of(pipe_or_transformer)
+    ranks = mesh or Mesh.joined()
+    ranks.together(lambda: [_check(module) for module in found.values()])
+    cuts = {name: ranks.together(lambda m=module: plans.of(m, plan)) for name, module in found.items()}
+    first = next(iter(found))
+    layout = _planned(found[first], cuts[first], mesh, Wish(strategy=strategy, local=local, transport=transport))
+    mesh = _with_host_group(settled(layout, mesh))
+    if any(x.device != mesh.device for module in found.values() for x in module.parameters()):
+        moved: Any = pipe_or_transformer
+        moved.to(mesh.device)
+    bodies = {name: _body(module, mesh, layout, cuts[name], native) for name, module in found.items()}
+    for name, module in found.items():
+        install(module, Call(module, mesh, bodies[name], _capture(mesh)))
+        if mesh.is_main:
+            print(_summary(module, bodies[name], mesh, layout), flush=True)
+    _share_decoder(pipe_or_transformer, mesh, [vars(module)["forward"] for module in found.values()])
+    return pipe_or_transformer
+
+
+def release(pipe_or_transformer: Any) -> None:
+    """Undo `parallelize`: free graphs and exchanges and restore the transformer, on all ranks at the same time."""
+    for module in transformers_of(pipe_or_transformer).values():
+        call: Any = vars(module).get("forward")
+        if not isinstance(call, Call):
+            raise ValueError(
+                f"got a {type(module).__name__} that is not parallelized, or that has hooks on its forward since then, "
+                f"expected the result of parallelize; remove such hooks first"
+            )
+        call.check_delivered()
+        call.release()
+        for name in ("forward", "cache_context", "enable_cache"):
+            vars(module).pop(name, None)
+    vae = getattr(pipe_or_transformer, "vae", None)
+    if vae is not None:
+        vars(vae).pop("decode", None)
+
+
+def transformers_of(pipe_or_transformer: Any) -> dict[str, nn.Module]:
+    """Return the transformers of a pipeline by name, or the transformer itself; ValueError if there is none."""
+    if isinstance(pipe_or_transformer, nn.Module):
+        return {"transformer": pipe_or_transformer}
+    found = {name: getattr(pipe_or_transformer, name, None) for name in NAMES}
+    modules = {name: module for name, module in found.items() if isinstance(module, nn.Module)}
+    if not modules:
+        raise ValueError(
+            f"got a {type(pipe_or_transformer).__name__} without {' or '.join(NAMES)}, expected a diffusers "
+            f"transformer or a pipeline that has one"
+        )
+    return modules
+
+
+def install(module: nn.Module, call: Call) -> None:
+    """Put a call into the place of a transformer's forward, and follow the labels that pipelines give their calls."""
+    named, theirs = vars(module), getattr(module, "cache_context", None)
+    named["forward"] = call
+    if theirs is None:
+        return
+
+    @wraps(theirs)
+    def cache_context(name: str, *args: Any, **kwargs: Any) -> Any:
+        return call.labelled(name, theirs(name, *args, **kwargs))
+
+    def enable_cache(config: object) -> NoReturn:
+        raise ValueError(
+            f"got {type(config).__name__} for a parallelized transformer, expected no cache between steps: each rank "
+            f"would decide by its own tokens what to compute again"
+        )
+
+    named["cache_context"], named["enable_cache"] = cache_context, enable_cache
+
+
+def _check(module: nn.Module) -> None:
+    """Raise ValueError for a transformer that cannot be parallelized as it is now."""
+    name = type(module).__name__
+    if isinstance(vars(module).get("forward"), Call):
+        raise ValueError(f"got a {name} that is parallelized already, expected a plain one; call seqpar.release first")
+    if hasattr(module, "_hf_hook"):
+        raise ValueError(f"got a {name} with accelerate's hooks, expected none: its weights must stay on the GPU")
+    if getattr(module, "is_cache_enabled", False):
+        raise ValueError(f"got a {name} with a cache between steps, expected none; call disable_cache() first")
+    if next(module.parameters()).device.type == "meta":
+        raise ValueError(f"got a {name} without weights (on the meta device), expected a loaded one")
+
+
+def _planned(module: nn.Module, cuts: Cuts, mesh: Mesh | None, wish: Wish) -> Plan:
+    """Return the planner's plan for one picture of the transformer's family."""
+    dtype = next(x.dtype for x in module.parameters() if x.is_floating_point())
+    load = estimate.load_of(module, dtype, estimate.is_guided(module))
+    return make(estimate.work_of(module, cuts), load, dtype, mesh or Mesh.joined(), wish, mesh)
+
+
+def _with_host_group(mesh: Mesh) -> Mesh:
+    """Return a mesh whose ranks can compare small numbers on the host, where the process group has only NCCL.
+
+    Without it, the comparison that each call begins with would wait for the GPU.
+    """
+    if mesh.world.size == 1 or mesh.device.type == "cpu" or "cpu:" in dist.get_backend_config(mesh.world.group):
+        return mesh
+    group: Any = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    return replace(mesh, world=replace(mesh.world, group=group))
+
+
+def _body(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, native: bool) -> Body:
+    return generic.build(module, mesh, plan, cuts)
+
+
+def _capture(mesh: Mesh) -> Capture | None:
+    return CudaCapture() if mesh.device.type == "cuda" else None
+
+
+def _summary(module: nn.Module, body: Body, mesh: Mesh, plan: Plan) -> str:
+    by = type(body).__module__.rpartition(".")[2]
+    how = f"{plan.strategy.name} by {plan.transport.name}, " if mesh.sequence.size > 1 else ""
+    return f"seqpar: {type(module).__name__} runs on {mesh} ({by}; {how}attention {plan.local.name})"
+
+
+def _share_decoder(pipe: Any, mesh: Mesh, calls: list[Any]) -> None:
+    """Make a pipeline decode rank 0's latents on every rank, after it was checked that all exchanges arrived."""
+    vae = getattr(pipe, "vae", None)
+    if vae is None or not hasattr(vae, "decode") or isinstance(pipe, nn.Module):
+        return
+    share_input(vae, mesh)
+    decode = vae.decode
+
+    @wraps(decode)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for call in calls:
+            call.check_delivered()
+        return decode(*args, **kwargs)
+
+    vae.decode = checked

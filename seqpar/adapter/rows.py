@@ -1,0 +1,79 @@
+"""Splits the rows of a call's batch over mesh axes, and gathers the rows of its results.
+
+Pipelines of SD3, LTX and PixArt double their batch for guidance instead of calling twice: each half of a `cfg` axis
+computes its rows. Rows are independent of each other in every transformer, so the result is the same.
+When it wins: whenever the batch has as many rows as there are ranks on the axes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from seqpar.adapter.signature import Form, form_of
+from seqpar.mesh import Axis
+from seqpar.shard import Shard
+from seqpar.transports.collective.point_to_point import gather
+
+STATE = ("hidden_states", "x")  # the names that transformers give their latents, whose rows are those of the batch
+ROW_LISTS = ("x", "cap_feats", "img_shapes", "txt_seq_lens")  # arguments that are a list with an entry for each row
+
+# arguments with an entry for each token, pair of rotary values or layer, even if there happen to be as many as rows
+_WHOLE = re.compile(r"rotary|rope|indices|skip_layers|^(img|txt)_ids$")
+
+
+def rows_of(arguments: dict[str, Any]) -> int:
+    """Return the number of rows of a call's batch, or 0 if its latents have none."""
+    state = next((arguments[name] for name in STATE if name in arguments), None)
+    if isinstance(state, Tensor):
+        return len(state) if state.dim() else 0
+    if not isinstance(state, list) or len({(x.shape, x.dtype) for x in state}) != 1:
+        return 0  # results of unequal shapes could not be gathered
+    return len(state)
+
+
+def split_over(axes: Sequence[Axis], rows: int) -> tuple[Axis, ...]:
+    """Return the axes, in their order, whose ranks can have rows of their own."""
+    taken, parts = [], 1
+    for axis in axes:
+        if axis.size > 1 and parts * axis.size <= rows:
+            taken.append(axis)
+            parts *= axis.size
+    return tuple(taken)
+
+
+def compute_rows(whole: dict[str, Any], axes: Sequence[Axis], compute: Callable[[Form], Form]) -> Form:
+    """Return the results of a call, for which each rank of the axes computes some of the batch's rows.
+
+    axes: those of `split_over`. compute: returns the results of a call with fewer rows.
+    """
+    if not axes:
+        return compute(form_of(whole))
+    axis, rows = axes[0], rows_of(whole)
+    shard = Shard(rows, axis.size)
+    mine = {name: _cut(name, value, rows, shard.slice(axis.rank)) for name, value in whole.items()}
+    out = compute_rows(mine, axes[1:], compute)
+    return form_of(_joined(out.whole, axis, shard.sizes))
+
+
+def _cut(name: str, value: Any, rows: int, part: slice) -> Any:
+    """Return the part of an argument that belongs to some rows: all of it, if it has no entry for each row."""
+    if isinstance(value, list) and name in ROW_LISTS and len(value) == rows:
+        return value[part]
+    if _WHOLE.search(name) and not (isinstance(value, Tensor) and value.dim() > 2):
+        return value
+    return pytree.tree_map_only(Tensor, lambda x: x[part] if x.dim() and len(x) == rows else x, value)
+
+
+def _joined(results: Any, axis: Axis, sizes: tuple[int, ...]) -> Any:
+    """Gather the rows of nested results; a list of tensors has an entry for each row."""
+    if isinstance(results, Tensor):
+        return gather(results, axis, sizes)
+    if isinstance(results, list):
+        return list(gather(torch.stack(results), axis, sizes).unbind())
+    return tuple(_joined(each, axis, sizes) for each in results)

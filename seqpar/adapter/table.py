@@ -1,0 +1,166 @@
+"""The plans of diffusers' transformers, by class: where their tokens are cut, which attention joins the ranks.
+
+Where diffusers has a plan of its own (`_cp_plan`), ours is here because it does less or more: masks stay whole and are
+joined once a call, text that only cross-attention reads is not split, a timestep for each token is. Tensors are cut
+where they leave an embedder rather than where they enter each block, because that is one hook and compiles better.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from seqpar.adapter.cuts import Cut, Cuts, Gather, Joint, Place
+
+IMAGE, TEXT = Cut("image"), Cut("text")
+OUT = Place(gathers={0: Gather("image")})
+TEXT_IMAGE, IMAGE_TEXT = Joint(("text", "image")), Joint(("image", "text"))
+ALONE = Joint(("image",))
+BETWEEN = "residuals that are added between blocks would have to be split as the blocks' tokens are"
+
+
+def find(kind: type[nn.Module]) -> Cuts | None:
+    """Return the plan of a transformer class, or of the class that it derives from, or None."""
+    return next((PLANS[name] for name in (base.__name__ for base in kind.__mro__) if name in PLANS), None)
+
+
+def _flux() -> Cuts:
+    root = Place(
+        inputs={
+            "hidden_states": IMAGE,
+            "encoder_hidden_states": TEXT,
+            "img_ids": Cut("image", dim=-2),
+            "txt_ids": Cut("text", dim=-2),
+            "controlnet_block_samples": IMAGE,
+            "controlnet_single_block_samples": IMAGE,
+        }
+    )
+    both = {"transformer_blocks.*.attn": TEXT_IMAGE, "single_transformer_blocks.*.attn": TEXT_IMAGE}
+    return Cuts({"": root, "proj_out": OUT}, both)
+
+
+def _flux2() -> Cuts:
+    ids = {"img_ids": Cut("image", dim=-2), "txt_ids": Cut("text", dim=-2)}
+    root = Place(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT, **ids})
+    both = {"transformer_blocks.*.attn": TEXT_IMAGE, "single_transformer_blocks.*.attn": TEXT_IMAGE}
+    cached = "kept keys and values of reference images are those of all tokens; call the pipeline without a key cache"
+    return Cuts({"": root, "proj_out": OUT}, both, refused={"kv_cache_mode": cached, "kv_cache": cached})
+
+
+def _qwen_image() -> Cuts:
+    places = {
+        "": Place(inputs={"hidden_states": IMAGE, "controlnet_block_samples": IMAGE}),
+        "pos_embed": Place(outputs={0: Cut("image", dim=0), 1: Cut("text", dim=0)}),
+        "transformer_blocks.0": Place(inputs={"encoder_hidden_states": TEXT}),
+        "transformer_blocks.*": Place(inputs={"modulate_index": IMAGE}),
+        "proj_out": OUT,
+    }
+    joint = {"transformer_blocks.*.attn": Joint(("text", "image"), masked=True)}
+    return Cuts(places, joint, masks={"encoder_hidden_states_mask": "text"})
+
+
+def _wan() -> Cuts:
+    places = {
+        "": Place(inputs={"timestep": Cut("image", dims=2)}),
+        "rope": Place(outputs={0: IMAGE, 1: IMAGE}),
+        "blocks.0": Place(inputs={"hidden_states": IMAGE}),
+        "proj_out": OUT,
+    }
+    return Cuts(places, {"blocks.*.attn1": ALONE})
+
+
+def _sd3() -> Cuts:
+    places = {
+        "": Place(inputs={"block_controlnet_hidden_states": IMAGE}),
+        "pos_embed": Place(outputs={0: IMAGE}),
+        "context_embedder": Place(outputs={0: TEXT}),
+        "proj_out": OUT,
+    }
+    return Cuts(places, {"transformer_blocks.*.attn": IMAGE_TEXT, "transformer_blocks.*.attn2": ALONE})
+
+
+def _cogvideox() -> Cuts:
+    places = {
+        "": Place(inputs={"image_rotary_emb": Cut("image", dim=0)}),
+        "transformer_blocks.0": Place(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
+        "proj_out": OUT,
+    }
+    return Cuts(places, {"transformer_blocks.*.attn1": TEXT_IMAGE})
+
+
+def _hunyuan_video() -> Cuts:
+    rows = Cut("image", dim=0)
+    places = {
+        "rope": Place(outputs={0: rows, 1: rows}),
+        "transformer_blocks.0": Place(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
+        "proj_out": OUT,
+    }
+    both = {"transformer_blocks.*.attn": IMAGE_TEXT, "single_transformer_blocks.*.attn": IMAGE_TEXT}
+    return Cuts(places, both, why_not=_replaces_tokens)
+
+
+def _replaces_tokens(module: Any) -> str | None:
+    if module.config.image_condition_type != "token_replace":
+        return None
+    return (
+        "image_condition_type token_replace modulates the tokens of the first frame in another way, by their number "
+        "in the whole video; use a checkpoint with latent_concat or without an image"
+    )
+
+
+def _ltx() -> Cuts:
+    places = {
+        "": Place(inputs={"hidden_states": IMAGE, "timestep": Cut("image", dims=2)}),
+        "rope": Place(outputs={0: IMAGE, 1: IMAGE}),
+        "proj_out": OUT,
+    }
+    return Cuts(places, {"transformer_blocks.*.attn1": ALONE})
+
+
+def _from_patches(out: str) -> Cuts:
+    """Return the plan of models of one stream of image patches, with or without cross-attention to text."""
+    return Cuts({"pos_embed": Place(outputs={0: IMAGE}), out: OUT}, {"transformer_blocks.*.attn1": ALONE})
+
+
+def _lumina2() -> Cuts:
+    joint = Cut("text and image")
+    places = {
+        "rope_embedder": Place(outputs={2: IMAGE, 3: joint}),
+        "noise_refiner.0": Place(inputs={"hidden_states": IMAGE}),
+        "noise_refiner.-1": OUT,
+        "layers.0": Place(inputs={"hidden_states": joint}),
+        "norm_out": Place(gathers={0: Gather(joint.stream)}),
+    }
+    return Cuts(places, {"noise_refiner.*.attn": ALONE, "layers.*.attn": Joint((joint.stream,))})
+
+
+def _z_image() -> Cuts:
+    joint = Cut("text and image")
+    places = {
+        "noise_refiner.*": Place(inputs={"freqs_cis": IMAGE, "noise_mask": IMAGE}),
+        "noise_refiner.0": Place(inputs={"x": IMAGE}),
+        "noise_refiner.-1": OUT,
+        "layers.*": Place(inputs={"freqs_cis": joint, "noise_mask": joint}),
+        "layers.0": Place(inputs={"x": joint}),
+        "layers.-1": Place(gathers={0: Gather(joint.stream)}),
+    }
+    both = {"noise_refiner.*.attention": ALONE, "layers.*.attention": Joint((joint.stream,))}
+    return Cuts(places, both, refused={"controlnet_block_samples": BETWEEN})
+
+
+PLANS = {
+    "FluxTransformer2DModel": _flux(),
+    "Flux2Transformer2DModel": _flux2(),
+    "QwenImageTransformer2DModel": _qwen_image(),
+    "WanTransformer3DModel": _wan(),
+    "ChronoEditTransformer3DModel": _wan(),
+    "SD3Transformer2DModel": _sd3(),
+    "CogVideoXTransformer3DModel": _cogvideox(),
+    "HunyuanVideoTransformer3DModel": _hunyuan_video(),
+    "LTXVideoTransformer3DModel": _ltx(),
+    "PixArtTransformer2DModel": _from_patches("proj_out"),
+    "DiTTransformer2DModel": _from_patches("proj_out_2"),
+    "Lumina2Transformer2DModel": _lumina2(),
+    "ZImageTransformer2DModel": _z_image(),
+}

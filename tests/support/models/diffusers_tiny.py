@@ -1,0 +1,412 @@
+"""Tiny random transformers of diffusers with inputs, one of each model that the adapter's table knows.
+
+Five heads do not divide by two, three or four ranks; token counts are odd, and batch rows differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from tests.support.foreign import StayDouble
+from tests.support.meshes import random
+
+HEADS = 5
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A transformer class of diffusers, the config of a tiny one, and arguments for a call of it."""
+
+    kind: str
+    config: Mapping[str, Any]
+    inputs: Callable[[int], Inputs]
+    batch: int = 2
+
+    def build(self, seed: int = 0) -> Any:
+        """Return the transformer in fp64, with the same random weights on every rank, norm weights included."""
+        torch.manual_seed(seed)
+        module = getattr(diffusers, self.kind)(**self.config).double().eval().requires_grad_(False)
+        for index, weight in enumerate(module.parameters()):
+            fan = math.prod(weight.shape[1:]) if weight.dim() > 1 else 4
+            weight.copy_(random(tuple(weight.shape), seed + index) * fan**-0.5)
+        return module
+
+    def arguments(self, device: torch.device | str = "cpu") -> Inputs:
+        """Return the arguments of a call, the same on every rank."""
+        return {name: moved(value, device) for name, value in self.inputs(self.batch).items()}
+
+    def whole(self, module: nn.Module | None = None, arguments: Inputs | None = None) -> tuple[Tensor, ...]:
+        """Return the outputs of the unchanged transformer in one process."""
+        module, arguments = module or self.build(), arguments or self.arguments()
+        with StayDouble(), torch.no_grad():
+            return flat(module(**arguments, return_dict=False))
+
+
+def moved(value: Any, device: torch.device | str) -> Any:
+    """Return tensors in nested lists and tuples on a device, and other values unchanged."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return type(value)(moved(one, device) for one in value) if isinstance(value, (list, tuple)) else value
+
+
+def flat(outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Return a transformer's outputs as tensors; Z-Image returns a list of pictures."""
+    return tuple(x for out in outputs for x in (out if isinstance(out, list) else [out]))
+
+
+def grid(height: int, width: int, axes: int = 3) -> Tensor:
+    """Return the position ids of an image of tokens, (L, axes), row and column last."""
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    ids = torch.zeros(height * width, axes, dtype=torch.float64)
+    ids[:, 1], ids[:, 2] = rows.flatten(), columns.flatten()
+    return ids
+
+
+def padded(batch: int, length: int, least: int = 2) -> Tensor:
+    """Return a mask (B, length) of texts with padding at their end, another length in each row."""
+    return torch.arange(length) < torch.tensor([max(least, length - 1 - 2 * row) for row in range(batch)])[:, None]
+
+
+# Inputs --------------------------------------------------------------------------------------------------------
+
+
+def flux(batch: int) -> Inputs:
+    return {
+        "hidden_states": random((batch, 15, 8), 1),
+        "encoder_hidden_states": random((batch, 7, 24), 2),
+        "pooled_projections": random((batch, 16), 3),
+        "timestep": torch.linspace(0.3, 0.7, batch).double(),
+        "img_ids": grid(3, 5),
+        "txt_ids": torch.zeros(7, 3).double(),
+        "guidance": torch.full((batch,), 3.5).double(),
+    }
+
+
+def flux_with_controlnet(batch: int) -> Inputs:
+    residuals = [random((batch, 15, HEADS * 16), 10 + i) for i in range(2)]
+    return {**flux(batch), "controlnet_block_samples": residuals, "controlnet_single_block_samples": residuals}
+
+
+def flux2(batch: int) -> Inputs:
+    images, texts = torch.zeros(batch, 15, 4).double(), torch.zeros(batch, 7, 4).double()
+    images[..., 1:3], texts[..., 3] = grid(3, 5)[:, 1:], torch.arange(7)
+    return {
+        "hidden_states": random((batch, 15, 8), 1),
+        "encoder_hidden_states": random((batch, 7, 24), 2),
+        "timestep": torch.linspace(0.3, 0.7, batch).double(),
+        "img_ids": images,
+        "txt_ids": texts,
+        "guidance": torch.full((batch,), 3.5).double(),
+    }
+
+
+def qwen(batch: int) -> Inputs:
+    return {
+        "hidden_states": random((batch, 15, 16), 1),
+        "encoder_hidden_states": random((batch, 7, 24), 2),
+        "timestep": torch.linspace(0.3, 0.7, batch).double(),
+        "img_shapes": [[(1, 3, 5)]] * batch,
+    }
+
+
+def qwen_masked(batch: int) -> Inputs:
+    return {**qwen(batch), "encoder_hidden_states_mask": padded(batch, 7)}
+
+
+def qwen_edit(batch: int) -> Inputs:
+    """Return an image and a reference image, whose tokens have another timestep."""
+    return {
+        **qwen_masked(batch),
+        "hidden_states": random((batch, 21, 16), 1),
+        "img_shapes": [[(1, 3, 5), (1, 2, 3)]] * batch,
+    }
+
+
+def wan(batch: int) -> Inputs:
+    return {
+        "hidden_states": random((batch, 4, 3, 6, 10), 1),
+        "timestep": torch.linspace(300, 700, batch).double(),
+        "encoder_hidden_states": random((batch, 9, 24), 2),
+    }
+
+
+def wan22(batch: int) -> Inputs:
+    return {**wan(batch), "timestep": random((batch, 45), 5).abs() * 500}
+
+
+def wan_like_lengths(batch: int) -> Inputs:
+    """Return a video of 45 tokens and 15 text tokens: as many as each of three ranks has of the video."""
+    return {**wan(batch), "encoder_hidden_states": random((batch, 15, 24), 2)}
+
+
+def sd3(batch: int) -> Inputs:
+    return {
+        "hidden_states": random((batch, 4, 6, 10), 1),
+        "encoder_hidden_states": random((batch, 7, 24), 2),
+        "pooled_projections": random((batch, 16), 3),
+        "timestep": torch.linspace(300, 700, batch).double(),
+    }
+
+
+def sd3_with_controlnet(batch: int) -> Inputs:
+    return {**sd3(batch), "block_controlnet_hidden_states": [random((batch, 15, HEADS * 8), 10)]}
+
+
+def cogvideox(batch: int) -> Inputs:
+    cos, sin = (random((45, 16), seed) for seed in (8, 9))
+    return {
+        "hidden_states": random((batch, 3, 4, 6, 10), 1),
+        "encoder_hidden_states": random((batch, 7, 24), 2),
+        "timestep": torch.linspace(300, 700, batch).double(),
+        "image_rotary_emb": (cos, sin),
+    }
+
+
+def hunyuan(batch: int) -> Inputs:
+    return {
+        "hidden_states": random((batch, 4, 3, 6, 10), 1),
+        "timestep": torch.linspace(300, 700, batch).double(),
+        "encoder_hidden_states": random((batch, 9, 24), 2),
+        "encoder_attention_mask": padded(batch, 9).long(),
+        "pooled_projections": random((batch, 16), 3),
+        "guidance": torch.full((batch,), 6000.0).double(),
+    }
+
+
+def ltx(batch: int) -> Inputs:
+    return {
+        "hidden_states": random((batch, 45, 8), 1),
+        "encoder_hidden_states": random((batch, 9, 24), 2),
+        "timestep": torch.linspace(300, 700, batch).double(),
+        "encoder_attention_mask": padded(batch, 9).long(),
+        "num_frames": 3,
+        "height": 3,
+        "width": 5,
+    }
+
+
+def ltx_per_token(batch: int) -> Inputs:
+    return {**ltx(batch), "timestep": random((batch, 45), 5).abs() * 500}
+
+
+def pixart(batch: int) -> Inputs:
+    return {
+        "hidden_states": random((batch, 4, 6, 10), 1),
+        "encoder_hidden_states": random((batch, 9, 24), 2),
+        "encoder_attention_mask": padded(batch, 9).double(),
+        "timestep": torch.linspace(300, 700, batch).double(),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }
+
+
+def dit(batch: int) -> Inputs:
+    return {
+        "hidden_states": random((batch, 4, 6, 6), 1),
+        "timestep": torch.linspace(300, 700, batch).double(),
+        "class_labels": torch.arange(batch),
+    }
+
+
+def lumina2(batch: int) -> Inputs:
+    return {
+        "hidden_states": random((batch, 4, 6, 10), 1),
+        "timestep": torch.linspace(0.3, 0.7, batch).double(),
+        "encoder_hidden_states": random((batch, 7, 24), 2),
+        "encoder_attention_mask": padded(batch, 7).long(),
+    }
+
+
+def z_image(batch: int) -> Inputs:
+    """Return pictures of one size and captions whose padded lengths (32, 64) differ, so that keys are masked."""
+    return {
+        "x": [random((4, 1, 6, 10), 1 + row) for row in range(batch)],
+        "t": torch.linspace(0.3, 0.7, batch).double(),
+        "cap_feats": [random((5 + 30 * row, 24), 7 + row) for row in range(batch)],
+    }
+
+
+def mochi(batch: int) -> Inputs:
+    return {
+        "hidden_states": random((batch, 4, 3, 6, 10), 1),
+        "encoder_hidden_states": random((batch, 9, 24), 2),
+        "timestep": torch.linspace(300, 700, batch).double(),
+        "encoder_attention_mask": padded(batch, 9),
+    }
+
+
+# Models --------------------------------------------------------------------------------------------------------
+
+FLUX = {
+    "in_channels": 8,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": HEADS,
+    "joint_attention_dim": 24,
+    "pooled_projection_dim": 16,
+    "guidance_embeds": True,
+    "axes_dims_rope": (4, 6, 6),
+}
+FLUX2 = {
+    "in_channels": 8,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": HEADS,
+    "joint_attention_dim": 24,
+    "timestep_guidance_channels": 16,
+    "axes_dims_rope": (4, 4, 4, 4),
+}
+QWEN = {
+    "in_channels": 16,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": HEADS,
+    "joint_attention_dim": 24,
+    "axes_dims_rope": (4, 6, 6),
+}
+WAN = {
+    "num_attention_heads": HEADS,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 24,
+    "freq_dim": 16,
+    "ffn_dim": 48,
+    "num_layers": 2,
+    "rope_max_seq_len": 32,
+}
+SD3 = {
+    "sample_size": 16,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": HEADS,
+    "joint_attention_dim": 24,
+    "caption_projection_dim": HEADS * 8,
+    "pooled_projection_dim": 16,
+    "pos_embed_max_size": 16,
+    "dual_attention_layers": (0,),
+    "qk_norm": "rms_norm",
+}
+COGVIDEOX = {
+    "num_attention_heads": HEADS,
+    "attention_head_dim": 16,
+    "in_channels": 4,
+    "out_channels": 4,
+    "time_embed_dim": 8,
+    "text_embed_dim": 24,
+    "num_layers": 2,
+    "sample_width": 10,
+    "sample_height": 6,
+    "sample_frames": 9,
+    "max_text_seq_length": 7,
+    "use_rotary_positional_embeddings": True,
+}
+HUNYUAN = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": HEADS,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 24,
+    "pooled_projection_dim": 16,
+    "rope_axes_dim": (4, 4, 4),
+}
+LTX = {
+    "in_channels": 8,
+    "out_channels": 8,
+    "num_attention_heads": HEADS,
+    "attention_head_dim": 12,
+    "cross_attention_dim": HEADS * 12,
+    "num_layers": 2,
+    "caption_channels": 24,
+}
+PIXART = {
+    "num_attention_heads": HEADS,
+    "attention_head_dim": 8,
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 2,
+    "cross_attention_dim": HEADS * 8,
+    "sample_size": 16,
+    "caption_channels": 24,
+}
+DIT = {
+    "num_attention_heads": HEADS,
+    "attention_head_dim": 8,
+    "in_channels": 4,
+    "num_layers": 2,
+    "sample_size": 6,
+    "num_embeds_ada_norm": 10,
+}
+LUMINA2 = {
+    "sample_size": 16,
+    "in_channels": 4,
+    "hidden_size": 6 * 12,
+    "num_layers": 2,
+    "num_refiner_layers": 2,
+    "num_attention_heads": 6,
+    "num_kv_heads": 2,
+    "multiple_of": 8,
+    "ffn_dim_multiplier": 1.0,
+    "axes_dim_rope": (4, 4, 4),
+    "axes_lens": (32, 16, 16),
+    "cap_feat_dim": 24,
+}
+Z_IMAGE = {
+    "in_channels": 4,
+    "dim": HEADS * 12,
+    "n_layers": 2,
+    "n_refiner_layers": 2,
+    "n_heads": HEADS,
+    "n_kv_heads": HEADS,
+    "cap_feat_dim": 24,
+    "axes_dims": [4, 4, 4],
+    "axes_lens": [128, 32, 32],
+}
+MOCHI = {
+    "num_attention_heads": HEADS,
+    "attention_head_dim": 8,
+    "num_layers": 2,
+    "pooled_projection_dim": 16,
+    "in_channels": 4,
+    "text_embed_dim": 24,
+    "time_embed_dim": 16,
+    "max_sequence_length": 9,
+}
+
+MODELS = {
+    "flux": Tiny("FluxTransformer2DModel", FLUX, flux),
+    "flux_controlnet": Tiny("FluxTransformer2DModel", FLUX, flux_with_controlnet),
+    "flux2": Tiny("Flux2Transformer2DModel", FLUX2, flux2),
+    "qwen": Tiny("QwenImageTransformer2DModel", QWEN, qwen, batch=1),
+    "qwen_masked": Tiny("QwenImageTransformer2DModel", QWEN, qwen_masked),
+    "qwen_edit": Tiny("QwenImageTransformer2DModel", {**QWEN, "zero_cond_t": True}, qwen_edit),
+    "wan": Tiny("WanTransformer3DModel", WAN, wan),
+    "wan_like_lengths": Tiny("WanTransformer3DModel", WAN, wan_like_lengths),
+    "wan2.2": Tiny("WanTransformer3DModel", WAN, wan22),
+    "sd3": Tiny("SD3Transformer2DModel", SD3, sd3, batch=3),
+    "sd3_controlnet": Tiny("SD3Transformer2DModel", SD3, sd3_with_controlnet),
+    "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, cogvideox),
+    "hunyuan": Tiny("HunyuanVideoTransformer3DModel", HUNYUAN, hunyuan),
+    "ltx": Tiny("LTXVideoTransformer3DModel", LTX, ltx),
+    "ltx_per_token": Tiny("LTXVideoTransformer3DModel", LTX, ltx_per_token),
+    "pixart": Tiny("PixArtTransformer2DModel", PIXART, pixart),
+    "dit": Tiny("DiTTransformer2DModel", DIT, dit),
+    "lumina2": Tiny("Lumina2Transformer2DModel", LUMINA2, lumina2),
+    "z_image": Tiny("ZImageTransformer2DModel", Z_IMAGE, z_image),
+    "mochi": Tiny("MochiTransformer3DModel", MOCHI, mochi),
+}

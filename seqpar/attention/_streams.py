@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,20 @@ from seqpar.protocols import Core, Given, Projected, Stream
 from seqpar.transports import collective
 from seqpar.transports._contract import KeyValues
 from seqpar.transports._layout import HeadLayout
+
+Beside = Callable[[], None]
+"""Work of the model that does not read attention's output; see `seqpar.protocols.Attend`."""
+
+
+@runtime_checkable
+class Sends(Protocol):
+    """A Core that sends to other ranks itself, as a ring does."""
+
+    def attend_beside(
+        self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None, beside: Beside | None, /
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the Core returns; run `beside` after the first sends have started, before waiting for others."""
+        ...
 
 
 def given(stream: Stream) -> Given:
@@ -145,19 +160,16 @@ class OneRank:
         self._joined: dict[HeadLayout, KeyValues] = {}
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, beside: Callable[[], None] | None = None
+        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, beside: Beside | None = None
     ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
-        if beside is not None:
-            beside()
         here = [given(stream) for stream in present(streams)]
         if len(here) == 1:
             (alone,) = here
             q, k = prepare(alone.q, alone.k, alone.prepare)
-            return split_out(self._core(q, k, alone.v, mask_BL)[0], streams)
+            return split_out(self._attend(q, k, alone.v, mask_BL, beside), streams)
         if want_gradients(here):
-            q, k, v = joined(here)
-            return split_out(self._core(q, k, v, mask_BL)[0], streams)
+            return split_out(self._attend(*joined(here), mask_BL, beside), streams)
         layout = layout_of((self._tokens,), here, here[0].k)
         if layout not in self._joined:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
@@ -165,7 +177,14 @@ class OneRank:
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         buffers = self._joined[layout]
         q, k, v = buffers.deliver(write(here, buffers.outboxes(), buffers.flags))
-        return split_out(self._core(q, k, v, mask_BL)[0], streams)
+        return split_out(self._attend(q, k, v, mask_BL, beside), streams)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, beside: Beside | None) -> Tensor:
+        if isinstance(self._core, Sends):
+            return self._core.attend_beside(q, k, v, mask, beside)[0]
+        if beside is not None:
+            beside()
+        return self._core(q, k, v, mask)[0]
 
 
 def joined(streams: Sequence[Given]) -> tuple[Tensor, Tensor, Tensor]:

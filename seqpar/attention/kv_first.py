@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from seqpar.attention import kv_gather
-from seqpar.attention._streams import key, layout_of, present, query, refuse_gradients, split_out, value
+from seqpar.attention._streams import key, layout_of, present, query, refuse_gradients, split_out, value, write
 from seqpar.attention.kv_gather import stays
 from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh import Axis, Mesh
 from seqpar.outboxes import Outboxes
 from seqpar.planner.facts import Facts, Layer, Place
-from seqpar.protocols import Attend, Core, Stream
+from seqpar.protocols import Attend, Core, Given, Stream
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
@@ -53,6 +53,9 @@ class KVFirst:
         refuse_gradients(streams, "kv_first")
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         here = present(streams)
+        made = [stream for stream in here if isinstance(stream, Given)]
+        if beside is not None and len(made) == len(here):
+            return split_out(self._hidden(made, mask_BL, beside), streams)
         first_k = key(here[0])
         exchange = self._exchange(layout_of(self._sizes, here, first_k))
         boxes = exchange.outboxes()
@@ -71,6 +74,19 @@ class KVFirst:
             beside()
         prepared, k, v = exchange.deliver()
         return split_out(self._local(prepared if q_BlHD is None else q_BlHD, k, v, mask_BL)[0], streams)
+
+    def _hidden(self, here: Sequence[Given], mask_BL: Tensor | None, beside: Callable[[], None]) -> Tensor:
+        """Attend to streams that the model has projected, with all of the transfer behind the work beside attention.
+
+        There is no projection left to hide the transfer, so one kernel prepares q, k and v.
+        """
+        exchange, stay = self._exchange(layout_of(self._sizes, here, here[0].k)), stays(here)
+        write(here, exchange.outboxes(), queries=not stay)
+        exchange.start_keys()
+        exchange.start_values()
+        beside()
+        prepared, k, v = exchange.deliver()
+        return self._local(here[0].q if stay else prepared, k, v, mask_BL)[0]
 
     def _exchange(self, layout: HeadLayout) -> KeyValues:
         if layout not in self._exchanges:

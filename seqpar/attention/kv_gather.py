@@ -48,9 +48,9 @@ class KVGather:
         here = [given(stream) for stream in present(streams)]
         exchange = self._exchange(layout_of(self._sizes, here, here[0].k))
         stay = stays(here)
-        flags = exchange.flags if beside is None else None
-        met = write(here, exchange.outboxes(), flags, queries=not stay)
+        met = write(here, exchange.outboxes(), exchange.flags if beside is None else None, queries=not stay)
         if beside is not None:
+            exchange.start()
             beside()
         prepared, k, v = exchange.deliver(met)
         return split_out(self._local(here[0].q if stay else prepared, k, v, mask_BL)[0], streams)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import refuse_gradients
+from seqpar.attention._streams import Beside, refuse_gradients
 from seqpar.attention.ulysses import Ulysses, around
 from seqpar.kernels.merge import merge
 from seqpar.mesh import Axis, Mesh
@@ -44,7 +44,15 @@ class Ring:
 
         The mask covers the keys of all ranks; each block uses the columns of the rank that owns it.
         """
+        return self.attend_beside(q_BLHD, k_BLGD, v_BLGD, mask_BL, None)
+
+    def attend_beside(
+        self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None, beside: Beside | None, /
+    ) -> tuple[Tensor, Tensor]:
+        """Return the same; run `beside` while this rank's own block travels."""
+        beside = beside or _nothing
         if self._axis.size == 1:
+            beside()
             return self._local(q_BLHD, k_BLGD, v_BLGD, mask_BL)
         refuse_gradients([Given(q_BLHD, k_BLGD, v_BLGD, Prepare())], "ring")
         rotation, groups = self._rotation(k_BLGD), k_BLGD.shape[2]
@@ -54,6 +62,8 @@ class Ring:
         masks = (None,) * len(self._sizes) if mask_BL is None else mask_BL.split(self._sizes, dim=1)
         out = lse = None
         for step, (owner, block) in enumerate(rotation.rotate(), start=1):
+            if step == 1:
+                beside()
             k, v = block.transpose(0, 1).split((groups, groups), dim=2)
             dtype = q_BLHD.dtype if step == self._axis.size else None  # fp32 until the last merge
             out, lse = merge(out, lse, *self._local(q_BLHD, k, v, masks[owner]), dtype=dtype)
@@ -68,6 +78,10 @@ class Ring:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
                 self._rotations[key] = self._transport.ring(self._axis, self._sizes, (batch, 2 * groups, dim), k_BLGD)
         return self._rotations[key]
+
+
+def _nothing() -> None:
+    """Stand for no work beside attention."""
 
 
 # Facts ---------------------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ class Ulysses:
         into, back = self._exchange(layout_of(self._sizes, here, here[0].k))
         met = write(here, into.outboxes(), into.flags if beside is None else None)
         if beside is not None:
+            into.start()
             beside()
         q, k, v = into.deliver(met)
         out, boxes = self._core(q, k, v, mask_BL)[0] if q.shape[2] else None, back.outboxes()

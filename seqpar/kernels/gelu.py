@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     warps: int
 
 
-EPILOGUE = frozenset({((9, 0), 4608, 1152)})
+EPILOGUE = frozenset({((9, 0), 4608, 1152), ((9, 0), 12288, 3072)})
 """Shapes (compute capability, F, K) for which cuBLAS adds the bias and applies GELU in the product's epilogue.
 
 There it is faster than product and kernel (docs/benchmarks/2026-11-20-h200-tuned.md), and a row's bits do not depend on

@@ -31,6 +31,13 @@ class ToHeads(Protocol):
         """Return where to write q, k and v."""
         ...
 
+    def start(self) -> None:
+        """Send what was written, so that it travels while this rank does other work.
+
+        Optional: call it once between writing and `deliver`, and write with a kernel that leaves `flags` alone.
+        """
+        ...
+
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, L, h, D), k and v (B, L, g, D) as attention takes them; valid until the next `outboxes`.
 
@@ -66,6 +73,10 @@ class KeyValues(Protocol):
 
     def outboxes(self) -> Outboxes:
         """Return where to write q, k and v. An exchange made with overlap has one outbox."""
+        ...
+
+    def start(self) -> None:
+        """See `ToHeads.start`. An exchange made with overlap has `start_keys` and `start_values` instead."""
         ...
 
     def start_keys(self) -> None:

@@ -50,13 +50,14 @@ class Turns:
     ) -> None:
         self._owner, self._what, self._calls = owner, what, calls
         self._on_gpu, self._captured = device.type == "cuda", False
-        self._next, self._last = 0, len(calls) - 1
+        self._next, self._last, self._started = 0, len(calls) - 1, False
         owner.exchanges.add(self)
 
     def take(self, turn: int, call: str) -> None:
         """Record that this call is made, or raise `TurnError` if another is next. A call that fails counts as made."""
         if turn != self._next:
             raise self._error(call)
+        self._started = False
         if turn == 0:
             self._captured = self._capturing()
             self._owner.unfinished.append(self)
@@ -65,6 +66,12 @@ class Turns:
             self._next = 0
         else:
             self._next = turn + 1
+
+    def start(self, turn: int, call: str) -> None:
+        """Record an optional call, which may be made once before the call of this turn, or raise `TurnError`."""
+        if turn != self._next or self._started:
+            raise self._error(call)
+        self._started = True
 
     def finish(self) -> None:
         """Make the remaining calls of the exchange; see `seqpar.transports._contract.Transport.abandon`."""
@@ -124,6 +131,20 @@ class WayInTurn(Generic[BoxesT, ReadT]):
         return self.made.deliver(met)
 
 
+class ToHeadsInTurn(WayInTurn[Outboxes, tuple[Tensor, Tensor, Tensor]]):
+    """A checked `ToHeads`, the first half of an exchange of heads. made: the unchecked one of the transport."""
+
+    made: ToHeads
+
+    def __init__(self, made: ToHeads, turns: Turns) -> None:
+        super().__init__(made, "to_heads", turns, 0)
+
+    def start(self) -> None:
+        """See `ToHeads.start`."""
+        self._turns.start(1, "to_heads.start")
+        self.made.start()
+
+
 class KeyValuesInTurn:
     """A checked `KeyValues`. made: the unchecked one of the transport."""
 
@@ -135,6 +156,11 @@ class KeyValuesInTurn:
         """See `KeyValues.outboxes`."""
         self._turns.take(0, "outboxes")
         return self.made.outboxes()
+
+    def start(self) -> None:
+        """See `KeyValues.start`."""
+        self._turns.start(NEVER if self._last == 3 else self._last, "start")
+        self.made.start()
 
     def start_keys(self) -> None:
         """See `KeyValues.start_keys`."""
@@ -221,7 +247,7 @@ def both_ways(made: tuple[ToHeads, ToTokens], owner: Owner, device: torch.device
         ("to_tokens.deliver", to_tokens.deliver),
     )
     turns = Turns(owner, "an exchange of heads", device, calls)
-    return WayInTurn(to_heads, "to_heads", turns, 0), WayInTurn(to_tokens, "to_tokens", turns, 2)
+    return ToHeadsInTurn(to_heads, turns), WayInTurn(to_tokens, "to_tokens", turns, 2)
 
 
 def key_values(made: KeyValues, owner: Owner, device: torch.device, overlap: bool) -> KeyValues:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -114,8 +114,11 @@ class Plain:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
-    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
+    def __call__(
+        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+    ) -> tuple[Tensor, ...]:
         assert mask_BL is None
+        assert beside is None
         made = [given(stream) for stream in streams]
         pairs = [prepare(x.q, x.k, x.prepare) for x in made]
         q, k = (torch.cat([pair[part] for pair in pairs], dim=1).transpose(1, 2) for part in (0, 1))

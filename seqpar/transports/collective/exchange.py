@@ -45,14 +45,31 @@ class AllToAll:
         self._recv = self._send if axis.size == 1 else self._send.new_empty(sum(map(prod, recv_shapes)))
         self.outgoing = _views(self._send, send_shapes)
         self.incoming = _views(self._recv, recv_shapes)
+        self._work: dist.Work | None = None
+
+    def start(self) -> None:
+        """Start to exchange the slabs; the current stream does not wait."""
+        self._work = self._exchange(wait=False)
 
     def deliver(self) -> Tensor:
-        """Exchange the slabs, and return the received ones as one flat tensor in the order of the sending ranks."""
-        if self._axis.size > 1:
-            # sent as bytes, so that every dtype takes the same path, also one that the backend does not know
-            recv, send = self._recv.view(torch.uint8), self._send.view(torch.uint8)
-            dist.all_to_all_single(recv, send, self._recv_bytes, self._send_bytes, group=self._axis.group)
+        """Exchange the slabs, and return the received ones as one flat tensor in the order of the sending ranks.
+
+        After `start`, wait for the exchange that it began.
+        """
+        if self._work is None:
+            self._exchange(wait=True)
+        else:
+            self._work.wait()
+            self._work = None
         return self._recv
+
+    def _exchange(self, wait: bool) -> dist.Work | None:
+        if self._axis.size == 1:
+            return None
+        # sent as bytes, so that every dtype takes the same path, also one that the backend does not know
+        recv, send = self._recv.view(torch.uint8), self._send.view(torch.uint8)
+        sizes, group = (self._recv_bytes, self._send_bytes), self._axis.group
+        return dist.all_to_all_single(recv, send, *sizes, group=group, async_op=not wait)
 
 
 class CollectiveToHeads:
@@ -81,6 +98,10 @@ class CollectiveToHeads:
     def outboxes(self) -> Outboxes:
         """Return where to write q, k and v: for each rank its heads of this rank's tokens."""
         return self._boxes
+
+    def start(self) -> None:
+        """Start to send q, k and v; the current stream does not wait."""
+        self._move.start()
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, L, h, D), k and v (B, L, g, D) as strided views of the received slab."""
@@ -146,12 +167,16 @@ class CollectiveKeyValues:
         """Return where to write q, k and v of this rank's tokens: one outbox, which serves all ranks."""
         return self._boxes
 
+    def start(self) -> None:
+        """Start to send k and v; the current stream does not wait."""
+        self._gather.start()
+
     def start_keys(self) -> None:
         """Send nothing yet: k travels with v, as one message to each rank."""
 
     def start_values(self) -> None:
-        """Start to send k and v; the current stream does not wait."""
-        self._gather.start()
+        """Do what `start` does."""
+        self.start()
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, l, H, D) of this rank's tokens, k and v (B, L, G, D) of all; see `KeyValues.deliver`."""

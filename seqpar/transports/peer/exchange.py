@@ -76,15 +76,22 @@ class PeerToHeads:
 
     def __init__(self, heads: PeerHeads) -> None:
         self.flags, self._boxes, self._heads = heads.all_flags[0], heads.outboxes(), heads.heads()
+        self._told = False
 
     def outboxes(self) -> Outboxes:
         """Return where to write q, k, v: for each rank its heads of this rank's tokens, in its memory."""
+        self._told = False  # a capture that failed after `start` has told nobody
         return self._boxes
+
+    def start(self) -> None:
+        """Tell the other ranks that q, k, v are written."""
+        self.flags.tell()
+        self._told = True
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, L, h, D), k and v (B, L, g, D) as strided views of this rank's slab."""
         if not met:
-            self.flags.meet()
+            self.flags.wait() if self._told else self.flags.meet()
         return self._heads
 
 
@@ -131,7 +138,7 @@ class PeerKeyValues:
         self._boxes = take_turns([self._outboxes(slot) for slot in self._slots])
         for boxes in self._boxes:
             _ = boxes.places  # made now, because only captures use the second slot, and a capture must not copy
-        self._in_capture = False
+        self._in_capture = self._told = False
 
     def outboxes(self) -> Outboxes:
         """Return where to write q (this rank's own buffer) and k and v (every rank's memory)."""
@@ -145,8 +152,13 @@ class PeerKeyValues:
         """Return the outboxes of a slot; with `first`, after all ranks have finished reading both slots."""
         if first:
             self._begun.meet()
-        self._slot = slot
+        self._slot, self._told = slot, False  # a capture that failed after `start` has told nobody
         return self._boxes[slot]
+
+    def start(self) -> None:
+        """Tell the other ranks that k and v are written."""
+        self.arrived.tell()
+        self._told = True
 
     def start_keys(self) -> None:
         """Do nothing: the kernel that prepares k has already written it where it will be read."""
@@ -157,7 +169,7 @@ class PeerKeyValues:
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, l, H, D) of this rank's tokens, k and v (B, L, G, D) of all; see `KeyValues.deliver`."""
         if not met:
-            self.arrived.meet()
+            self.arrived.wait() if self._told else self.arrived.meet()
         return self.read()
 
     def read(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ It has a rule about heads: every rank must have a key-value head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,10 +34,12 @@ class AllToEach:
         self._one_rank = OneRank(local, axis, tokens.sizes[axis.rank])
         self._gathers: dict[tuple[object, ...], tuple[Gather, Gather]] = {}
 
-    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
+    def __call__(
+        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+    ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
         if self._axis.size == 1:
-            return self._one_rank(streams, mask_BL)
+            return self._one_rank(streams, mask_BL, beside)
         refuse_gradients(streams, "all_to_each")
         self._transport.abandon()
         q, k, v = joined([given(stream) for stream in present(streams)])
@@ -45,6 +47,8 @@ class AllToEach:
         refuse("all_to_each", why_not(1, self._axis.size, heads, groups))
         there, back = self._exchanges(q, groups)
         there.outbox().copy_(torch.cat((q, k, v), dim=2).transpose(0, 1))
+        if beside is not None:  # a gather cannot start to send without waiting
+            beside()
         whole = there.deliver().transpose(0, 1).split((heads, groups, groups), dim=2)
         mine, share = Shard(groups, self._axis.size).slice(self._axis.rank), heads // groups
         shares = (slice(mine.start * share, mine.stop * share), mine, mine)

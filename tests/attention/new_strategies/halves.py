@@ -6,7 +6,7 @@ of every rank, and one half is used at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,10 +40,12 @@ class Halves:
         self._one_rank = OneRank(local, axis, sizes[axis.rank])
         self._gathers: dict[tuple[object, ...], list[Gather]] = {}
 
-    def __call__(self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /) -> tuple[Tensor, ...]:
+    def __call__(
+        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+    ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
         if self._axis.size == 1:
-            return self._one_rank(streams, mask_BL)
+            return self._one_rank(streams, mask_BL, beside)
         refuse_gradients(streams, "halves")
         self._transport.abandon()
         q, k, v = joined([given(stream) for stream in present(streams)])
@@ -54,6 +56,8 @@ class Halves:
             box[:, :, :groups].copy_(k[:, first : first + size].transpose(0, 1))
             box[:, :, groups:].copy_(v[:, first : first + size].transpose(0, 1))
             first += size
+            if beside is not None and index == 0:  # a gather cannot start to send without waiting
+                beside()
             k_half, v_half = exchange.deliver().transpose(0, 1).split((groups, groups), dim=2)
             mask = None if mask_BL is None else mask_BL[:, self._places(index)]
             dtype = q.dtype if index == len(halves) - 1 else None

@@ -77,15 +77,22 @@ class DelayedToHeads:
         self._boxes = Outboxes(boxes)
         self._slab = like.new_empty(sum(layout.tokens), batch, sum(self._split), dim)
         self._incoming = self._slab.split(layout.tokens)
+        self._started: list[Tensor] = []
 
     def outboxes(self) -> Outboxes:
         """Return the outboxes; poison them and what was delivered last."""
+        self._started = []
         poison(*self._outgoing, self._slab)
         return self._boxes
 
+    def start(self) -> None:
+        """Copy q, k, v as they are now."""
+        self._started = [slab.clone() for slab in self._outgoing]
+        poison(*self._outgoing)
+
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Deliver the data (see `seqpar.transports._exchanges.ToHeads`)."""
-        swap(self._axis, self._outgoing, self._incoming)
+        swap(self._axis, self._started or self._outgoing, self._incoming)
         q, k, v = self._slab.transpose(0, 1).split(self._split, dim=2)
         return q, k, v
 
@@ -135,6 +142,11 @@ class DelayedKeyValues:
         self._started.clear()
         poison(self._q, *self._mine, *self._all)
         return self._boxes
+
+    def start(self) -> None:
+        """Copy k and v as they are now."""
+        self._start(0)
+        self._start(1)
 
     def start_keys(self) -> None:
         """Copy k as it is now."""

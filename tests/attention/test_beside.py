@@ -1,0 +1,168 @@
+"""Tests that a strategy runs the work beside attention once, after it has sent and before it waits for other ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.local import reference
+from seqpar.planner.costs import facts_of
+from seqpar.protocols import Given, Prepare, Stream
+from seqpar.shard import JointShard, Shard
+from tests.attention import test_new_strategy
+from tests.attention.test_new_strategy import NEW
+from tests.attention.test_streams import Case, as_given, mine_of, whole_stream
+from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
+from tests.support.pool import Pool
+
+LATE_S, DIM = 0.4, 8
+CASES = (
+    Case(2, (2, 7), 6, 2, False, (True, True)),
+    Case(1, (5, 9), 5, 5, False, (False, False)),
+    Case(1, (0, 13), 4, 4, False, (True, False)),  # one stream
+)
+
+
+def streams_of(case: Case, rank: int, world: int) -> tuple[JointShard, list[Stream]]:
+    shards = tuple(Shard(tokens, world) for tokens in case.tokens)
+    wholes = [whole_stream(case, index) for index in range(2)]
+    mine = [mine_of(x, shard.slice(rank), x, "none") for x, shard in zip(wholes, shards, strict=True)]
+    return JointShard(shards), [as_given(x) if given else x for x, given in zip(mine, case.given, strict=True)]
+
+
+def attended(rank: int, world: int, device: torch.device, strategy: str, transport: str) -> list[tuple[int, bool]]:
+    """Return for each case how often the work ran in two calls, and whether the output has the same bits as without."""
+    found = []
+    for case in CASES:
+        tokens, streams = streams_of(case, rank, world)
+        attend = build(strategy, mesh_for(strategy, world, device), tokens, reference.attend, transport)
+        ran, same = [], []
+        alone = [out.clone() for out in attend(streams)]
+        for _ in range(2):  # buffers and slots are used again, in turn with calls without such work
+            with_work = [out.clone() for out in attend(streams, None, beside=lambda ran=ran: ran.append(busy()))]
+            again = [out.clone() for out in attend(streams)]
+            same += [torch.equal(x, y) for other in (with_work, again) for x, y in zip(other, alone, strict=True)]
+        found.append((len(ran), all(same)))
+    return found
+
+
+def busy() -> Tensor:
+    """Return memory with other contents than the exchanges of the tests have."""
+    return torch.full((50, 50), float("nan")) @ torch.ones(50, 50)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_work_beside_attention_runs_once_and_changes_no_bit(
+    ranks: Pool, world: int, transport: str, strategy: str
+) -> None:
+    assert ranks.run(world, attended, strategy, transport) == [[(2, True)] * len(CASES)] * world
+
+
+def new_attended(rank: int, world: int, device: torch.device, *args: Any) -> list[tuple[int, bool]]:
+    with test_new_strategy.in_the_folder():
+        return attended(rank, world, device, *args)
+
+
+@pytest.mark.parametrize("strategy", NEW)
+@pytest.mark.parametrize("world", [1, 2])
+def test_new_strategies_run_it_too(ranks: Pool, world: int, strategy: str) -> None:
+    assert ranks.run(world, new_attended, strategy, "collective") == [[(2, True)] * len(CASES)] * world
+
+
+def begun(rank: int, world: int, device: torch.device, strategy: str, transport: str, mistake: bool) -> list[float]:
+    """Return after how many seconds the work began and attention ended, if the last rank comes late.
+
+    mistake: whether the work runs where a wrong strategy would run it: after the exchange.
+    """
+    mesh, shard = mesh_for(strategy, world, device), Shard(13, world)
+    attend = build(strategy, mesh, shard, reference.attend, transport)
+    x = random((1, shard.sizes[mesh.sequence.rank], 4, DIM), rank, device)
+    stream = Given(x, x, x, Prepare())
+    attend((stream,))  # makes the buffers
+    warm(attend, transport)
+    mesh.collect(rank)
+    time.sleep(2 * LATE_S * (rank == world - 1))
+    start, times = time.perf_counter(), []
+    note: Callable[[], None] = lambda: times.append(time.perf_counter() - start)  # noqa: E731
+    attend((stream,), None, beside=None if mistake else note)
+    note()
+    return times * (2 if mistake else 1)
+
+
+def warm(attend: Any, transport: str) -> None:
+    """Make an exchange of keys and values by peer memory behave as in a graph: eager calls wait for all ranks first."""
+    for exchange in getattr(attend, "_exchanges", {}).values():
+        if transport == "peer" and hasattr(exchange, "start_keys"):
+            exchange.made.outboxes = lambda exchange=exchange: exchange.made.open(1, False)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_work_does_not_wait_for_a_rank_that_is_late(ranks: Pool, transport: str, strategy: str) -> None:
+    if transport == "peer" and "ring" in facts_of(strategy).axes and ranks.device == "cpu":
+        pytest.skip("a CPU has no stream aside, on which a block waits for room at the next rank")
+    for work, end in ranks.run(2, begun, strategy, transport, False)[:1]:
+        assert work < LATE_S < end
+
+
+def test_beside_negative_control_work_after_the_exchange_is_noticed(ranks: Pool) -> None:
+    work, _ = ranks.run(2, begun, "ulysses", "collective", True)[0]
+    assert work > LATE_S
+
+
+def sent(rank: int, world: int, device: torch.device, strategy: str, transport: str, early: bool) -> float:
+    """Return how long the last rank needs for attention if the other rank works beside it for a long time.
+
+    early: whether the other rank works beside attention; otherwise it does the same work before attention.
+    """
+    mesh, shard = mesh_for(strategy, world, device), Shard(12, world)
+    attend = build(strategy, mesh, shard, reference.attend, transport)
+    x = random((1, shard.sizes[mesh.sequence.rank], 4, DIM), rank, device)
+    stream = Given(x, x, x, Prepare())
+    attend((stream,))
+    warm(attend, transport)
+    mesh.collect(rank)
+    start = time.perf_counter()
+    work: Callable[[], None] = lambda: time.sleep(LATE_S if rank == 0 else 0.0)  # noqa: E731
+    if not early:
+        work()
+    attend((stream,), None, beside=work if early else None)
+    return time.perf_counter() - start
+
+
+@pytest.mark.parametrize("strategy", ["kv_gather", "kv_first"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_data_is_sent_before_the_work_begins(ranks: Pool, transport: str, strategy: str) -> None:
+    """Keys and values of a rank that is busy beside attention arrive, so that the other rank need not wait for it."""
+    assert ranks.run(2, sent, strategy, transport, True)[1] < LATE_S
+    assert ranks.run(2, sent, strategy, transport, False)[1] > LATE_S / 2
+
+
+def test_an_error_in_the_work_leaves_later_calls_right(ranks: Pool) -> None:
+    for strategy in LAYOUTS:
+        for transport in TRANSPORTS:
+            assert ranks.run(2, failed, strategy, transport) == [True, True], (strategy, transport)
+
+
+class WorkError(Exception):
+    """An error in the model's own work."""
+
+
+def failed(rank: int, world: int, device: torch.device, strategy: str, transport: str) -> bool:
+    tokens, streams = streams_of(CASES[0], rank, world)
+    attend = build(strategy, mesh_for(strategy, world, device), tokens, reference.attend, transport)
+    before = [out.clone() for out in attend(streams)]
+
+    def fails() -> None:
+        raise WorkError
+
+    with pytest.raises(WorkError):
+        attend(streams, None, beside=fails)
+    return all(torch.equal(x, y) for x, y in zip(attend(streams), before, strict=True))

@@ -138,7 +138,8 @@ def _check(module: nn.Module) -> None:
 def _planned(module: nn.Module, cuts: Cuts, mesh: Mesh | None, wish: Wish) -> Plan:
     """Return the planner's plan for one picture of the transformer's family."""
     dtype = next(x.dtype for x in module.parameters() if x.is_floating_point())
-    load = estimate.load_of(module, dtype, estimate.is_guided(module))
+    guided = estimate.is_guided(module) if mesh is None else mesh.cfg.size > 1
+    load = estimate.load_of(module, dtype, guided)
     return make(estimate.work_of(module, cuts), load, dtype, mesh or Mesh.joined(), wish, mesh)
 
 

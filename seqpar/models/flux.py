@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
-from seqpar.models import _flux_files, _layers
+from seqpar.models import _flux_files
+from seqpar.models._flux_conditioning import Conditioned
 from seqpar.planner.facts import Work
-from seqpar.protocols import Attend, Condition, Encoded, Given, Prepare, Projected, SequenceModel, state_dtype
+from seqpar.protocols import Attend, Condition, Encoded, Given, Prepare, Projected
 from seqpar.weights.checkpoint import KeyMap
 
 NORM = Norm("layer", 1e-6)  # every block norm and the final one
 QK_EPS = 1e-6
-FREQUENCIES = 256  # width of the sinusoids of timestep and guidance
 THETA = 10000.0
 
 After = tuple[Tensor, Tensor, Norm]
@@ -161,7 +161,7 @@ class Single(Attention):
         return branch_BlE
 
 
-class Model(SequenceModel):
+class Model(Conditioned):
     """The FLUX.1 model. Its prompt is T5's hidden states and CLIP's pooled vector; no token is masked."""
 
     STREAMS = ("text", "image")
@@ -169,18 +169,10 @@ class Model(SequenceModel):
     config: Config
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config, width, area = config, config.width, config.patch_size**2
-        self.EMBEDS_GUIDANCE = config.guidance_embeds
+        super().__init__(config, lambda: Double(config), lambda: Single(config))
+        width, area = config.width, config.patch_size**2
         self.x_embedder = nn.Linear(config.in_channels * area, width)
         self.context_embedder = nn.Linear(config.joint_attention_dim, width)
-        self.t_embedder = _embedder(FREQUENCIES, width)
-        if config.guidance_embeds:
-            self.g_embedder = _embedder(FREQUENCIES, width)
-        self.pooled_embedder = _embedder(config.pooled_projection_dim, width)
-        self.blocks = nn.ModuleList(Double(config) for _ in range(config.num_layers))
-        self.single = nn.ModuleList(Single(config) for _ in range(config.num_single_layers))
-        self.final_modulation = nn.Linear(width, 2 * width)
         self.final = nn.Linear(width, config.out_channels * area)
 
     def stream_positions(self, size: tuple[int, ...], lengths: Mapping[str, int]) -> dict[str, Tensor]:
@@ -194,33 +186,6 @@ class Model(SequenceModel):
         """Return the projected text as the stream "text", and the pooled vector for `modulate`."""
         text, pooled = (prompt[name].to(self.context_embedder.weight.dtype) for name in self.PROMPT)
         return Encoded({"text": self.context_embedder(text)}, pooled={"pooled_projections": pooled})
-
-    def modulate(self, t_R: Tensor, **pooled: Tensor) -> Condition:
-        """Return {"blocks": (R, layers, 2, 6, E), "single": (R, layers, 3, E), "final": (R, 2, E)} in fp32 (or fp64).
-
-        t_R: timesteps from 0 to 1000. pooled: `pooled_projections` (R, P), and `guidance` (R,) if it is embedded.
-        A double block has shift, scale and gate of attention, then of the MLP, for each stream of `STREAMS`; a single
-        block has shift, scale and gate; the final rows are scale, then shift.
-        As in diffusers, timestep and guidance are rounded to the dtype of the weights before they are embedded: near
-        1000 a bf16 number is off by up to 2, which the sinusoids show. Nothing else is rounded.
-        """
-        narrow = self.x_embedder.weight.dtype
-        wide = state_dtype(narrow)
-        c_RE = self._condition(t_R.to(narrow) / 1000, pooled.get("guidance"), pooled["pooled_projections"], wide)
-        return self._table([*map(_layers.through(c_RE, wide), self._modulations())])
-
-    def modulate_call(self, timestep_R: Tensor, guidance_R: Tensor | None, pooled_RP: Tensor) -> Condition:
-        """Return what `modulate` returns for one call of diffusers' transformer, in few kernels, inside its graph.
-
-        timestep_R: diffusers' timestep, from 0 to 1. The condition has the dtype of the weights, as in diffusers; its
-        products with the weights of the blocks are kept in fp32 on GPUs. There is one product for each layer, which
-        reads its weights once, and one addition of all biases.
-        """
-        layers = self._modulations()
-        c_RE = self._condition(timestep_R, guidance_R, pooled_RP, self.x_embedder.weight.dtype)
-        table = self._table([_layers.product(c_RE, layer.weight) for layer in layers])
-        biases = self._table([layer.bias[None] for layer in layers])
-        return {name: rows.add_(biases[name]) for name, rows in table.items()}
 
     def forward_tokens(
         self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
@@ -260,34 +225,6 @@ class Model(SequenceModel):
             made = [part(*given) for part, *given in zip(parts, x, outs, pair, after, strict=True)]
             x, h = zip(*made, strict=True)
         return torch.cat([*x], dim=1), torch.cat([*h], dim=1)
-
-    def _condition(
-        self, timestep_R: Tensor, guidance_R: Tensor | None, pooled_RP: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        """Return SiLU of the sum of all embeddings, (R, E), computed in `dtype`; timestep_R: from 0 to 1."""
-        if (guidance_R is not None) != self.EMBEDS_GUIDANCE:
-            expected = "one for each row" if self.EMBEDS_GUIDANCE else "none: this model does not embed it"
-            raise ValueError(f"got {'a' if guidance_R is not None else 'no'} guidance scale, expected {expected}")
-        narrow = self.x_embedder.weight.dtype
-        scaled = [x.to(narrow) * 1000 for x in (timestep_R, guidance_R) if x is not None]
-        embedders = [self.t_embedder, self.g_embedder] if self.EMBEDS_GUIDANCE else [self.t_embedder]
-        sines = _layers.sinusoid(torch.cat(scaled), FREQUENCIES).chunk(len(scaled))
-        made = [_embed(x, layer, dtype) for x, layer in zip(sines, embedders, strict=True)]
-        return F.silu(sum(made[1:], made[0]) + _embed(pooled_RP, self.pooled_embedder, dtype))
-
-    def _modulations(self) -> list[nn.Linear]:
-        """Return the layers that make the modulation, in the order of the table."""
-        blocks: list[Any] = list(self.blocks)
-        double = [part.modulation for block in blocks for part in block.parts]
-        return [*double, *(block.get_submodule("modulation") for block in self.single), self.final_modulation]  # pyright: ignore
-
-    def _table(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the rows that the layers of `_modulations` made as the tensors of the condition."""
-        double, single = 2 * len(self.blocks), len(self.single)
-        shape = len(self.blocks), 2, 6, -1
-        blocks = torch.cat([*rows[:double]], dim=1).unflatten(1, shape)
-        singles = torch.cat([*rows[double : double + single]], dim=1).unflatten(1, (single, 3, -1))
-        return {"blocks": blocks, "single": singles, "final": rows[-1].unflatten(1, (2, -1))}
 
 
 def work(config: Config) -> Work:
@@ -329,12 +266,3 @@ KEY_MAPS = {"diffusers": _diffusers_keys}
 def _start(modulation_BNE: Tensor) -> After:
     """Return shift, scale and norm of the input of a block."""
     return modulation_BNE[:, 0], modulation_BNE[:, 1], NORM
-
-
-def _embedder(inputs: int, width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, width), nn.SiLU(), nn.Linear(width, width))
-
-
-def _embed(x_RC: Tensor, embedder: nn.Sequential, dtype: torch.dtype) -> Tensor:
-    first, _, second = embedder
-    return _layers.linear(F.silu(_layers.linear(x_RC, first, dtype)), second, dtype)

@@ -46,8 +46,8 @@ class Flags:
     """Seed of the noise: one seed gives the same pictures on any number of ranks."""
     frames: int | None = None
     """Number of frames, for models that make videos."""
-    fps: int = 16
-    """Frames a second of a video."""
+    fps: int | None = None
+    """Frames a second of a video; 16 by default."""
     size: str | None = None
     """Size in pixels, as 256 or 256x384 (height x width); the size that the model was trained for by default."""
     mesh: str = "auto"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+import seqpar.attention
 import seqpar.local
 import seqpar.transports
 from seqpar.cli.args import Args
 from seqpar.mesh import Mesh, default_dtype
 from seqpar.pipelines._family import Job, Order, family_of
 from seqpar.pipelines._pictures import check_writable
+from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import parse_mesh
 from seqpar.protocols import plugin
 from seqpar.sampling.guidance import check_layout
@@ -17,16 +21,29 @@ from seqpar.sampling.guidance import check_layout
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check(args: Args, mesh: Mesh) -> Job:
+def check(args: Args, mesh: Mesh) -> Job | Adapted:
     """The job that the flags describe; `ValueError` for any flag that is wrong. Reads headers of files, no weights."""
     _check_ranges(args)
     _check_names(args)
     family, path = family_of(args.model)
-    job: Job = family.check(order_of(args, mesh), path)
-    _, axes = parse_mesh(args.mesh)
+    job: Job | Adapted = family.check(order_of(args, mesh), path)
+    if args.dry_run is None:
+        video = isinstance(job, Adapted) and job.video
+        check_writable(output(args, video), ".mp4" if video else ".png")
+    aim, axes = parse_mesh(args.mesh)
+    if isinstance(job, Adapted):
+        if args.dry_run is not None or aim != "latency":
+            flag = "a plan" if args.dry_run is not None else f"--mesh {args.mesh}"
+            raise ValueError(f"got {flag} with {job.kind.__name__}, expected neither a plan nor throughput: {job.why}")
+        return job
     data, cfg = axes.get("data", 1), axes.get("cfg", 1)
     check_layout(data, cfg, job.load.images, job.guidance, job.blueprint.config.in_channels)
     return job
+
+
+def output(args: Args, video: bool) -> Path:
+    """The file to write; the default name ends in .mp4 for a video."""
+    return args.out.with_suffix(".mp4") if video and args.out == Args.out else args.out
 
 
 def order_of(args: Args, mesh: Mesh) -> Order:
@@ -34,7 +51,7 @@ def order_of(args: Args, mesh: Mesh) -> Order:
     # a plan for a number of GPUs takes a GPU's data type, also on a machine without one
     device = torch.device("cuda") if args.dry_run else mesh.device
     same = ("model", "classes", "repeat", "steps", "guidance", "true_guidance", "guidance_channels", "eta")
-    more = ("scheduler", "seed", "frames")
+    more = ("scheduler", "seed", "frames", "fps")
     return Order(
         **{name: getattr(args, name) for name in (*same, *more)},
         dtype=DTYPES.get(args.dtype, default_dtype(device)),
@@ -64,9 +81,9 @@ def _check_ranges(args: Args) -> None:
 
 
 def _check_names(args: Args) -> None:
-    """Raise where the output cannot be written, or where a transport or a local attention does not exist."""
-    if args.dry_run is None:
-        check_writable(args.out)
+    """Raise where a transport, a strategy or a local attention does not exist."""
+    if args.strategy != "auto":
+        plugin(seqpar.attention, args.strategy, "strategy")
     if args.transport != "auto":
         plugin(seqpar.transports, args.transport, "transport")
     if args.local != "auto":

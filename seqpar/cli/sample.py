@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from seqpar import exact
+from seqpar.cli.adapted import run_adapted
 from seqpar.cli.args import Args
 from seqpar.cli.job import check
 from seqpar.cli.plan import dry_run, wish_of
@@ -17,6 +18,7 @@ from seqpar.cli.summary import parameters, summary
 from seqpar.mesh import Mesh
 from seqpar.pipelines._family import Job
 from seqpar.pipelines._pictures import grid, numbered, save, to_pil
+from seqpar.pipelines.adapted import Adapted
 from seqpar.sampling.loop import digest
 from seqpar.shard import Shard
 
@@ -27,6 +29,9 @@ def run(args: Args) -> None:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined()
     job = ranks.together(lambda: check(args, ranks))
+    if isinstance(job, Adapted):
+        run_adapted(args, job, ranks)
+        return
     if args.dry_run is not None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks))))
         return

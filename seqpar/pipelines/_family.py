@@ -51,6 +51,7 @@ class Order:
     seed: int = 0
     size: tuple[int, int] | None = None
     frames: int | None = None
+    fps: int | None = None
 
     def refuse(self, reason: str, **flags: object) -> None:
         """Raise ValueError for the first of these flags (by their names) that is given; reason: why it cannot be."""

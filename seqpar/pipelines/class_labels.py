@@ -275,7 +275,7 @@ def _guidance(order: Order) -> Guidance:
     """Return the guidance that is asked for; ValueError for it, or for a flag that no model of this family takes."""
     reason = "expected none: this model makes pictures of classes (--classes)"
     order.refuse(reason, prompt=order.prompts, negative_prompt=order.negative, true_guidance=order.true_guidance)
-    order.refuse("expected none: this model makes no videos", frames=order.frames)
+    order.refuse("expected none: this model makes no videos", frames=order.frames, fps=order.fps)
     guidance = Guidance(GUIDANCE if order.guidance is None else order.guidance, order.guidance_channels)
     if order.guidance_channels is not None and not guidance.on:
         raise ValueError(

@@ -22,10 +22,11 @@ from torch import Tensor
 from seqpar.distributed import DistributedDiT, settled
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
-from seqpar.pipelines import _family, _flux_text, _schedulers
+from seqpar.pipelines import _family, _flux_text, _schedulers, adapted
 from seqpar.pipelines._family import NO_VAE_FACTOR, Job, Order
 from seqpar.pipelines._flux_text import TOKENS, Texts
 from seqpar.pipelines._pictures import to_pil
+from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Wish
@@ -280,9 +281,14 @@ def embedded(files: Files, scale: float | None, beside: Guidance | None = None) 
     return beside
 
 
-def check(order: Order, path: Path | None) -> Job:
-    """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
+def check(order: Order, path: Path | None) -> Job | Adapted:
+    """Return the work that an order describes; ValueError for whatever does not fit. Reads headers, no weights.
+
+    Quantised weights take diffusers' own loop, because the native model does not read them.
+    """
     _check_flags(order)
+    if path is not None and "quantization_config" in read_json(path / "transformer" / "config.json"):
+        return adapted.check(order, path, "the native FLUX.1 does not read quantised weights")
     files = Files.locate(order.model if path is None else path)
     beside = Guidance(1.0 if order.true_guidance is None else order.true_guidance, order.guidance_channels)
     guidance = embedded(files, order.guidance, beside)
@@ -316,7 +322,7 @@ def _notes(files: Files) -> list[tuple[str, str]]:
 def _check_flags(order: Order) -> None:
     """Raise ValueError for flags that FLUX does not take, and for missing ones."""
     order.refuse("expected none: this model makes pictures of texts (--prompt)", classes=order.classes)
-    order.refuse("expected none: this model makes no videos", frames=order.frames)
+    order.refuse("expected none: this model makes no videos", frames=order.frames, fps=order.fps)
     if not order.prompts:
         raise ValueError(
             f"got no --prompt with --model {order.model}, expected one: this model makes pictures of texts"

@@ -10,7 +10,7 @@ heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import isclose
+from math import isclose, sqrt
 from typing import Any
 
 import torch

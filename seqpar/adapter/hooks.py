@@ -6,7 +6,7 @@ submodule's forward, so that compiled blocks see them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from seqpar.adapter import ops
 from seqpar.adapter.attention import BACKEND, Around, SplitAttention
 from seqpar.adapter.cuts import Cut, Cuts, Cutting, Joint, Place, parameters, submodules
 from seqpar.adapter.forward import Ranks
+from seqpar.shard import Shard
 
 NAME = "seqpar"
 

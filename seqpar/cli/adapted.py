@@ -60,7 +60,8 @@ def digest(made: list[Any]) -> str:
 def _mesh(args: Args) -> Mesh | None:
     """The mesh that the flags name, or None where the planner chooses."""
     _, axes = parse_mesh(args.mesh)
-    return Mesh.from_env(**{"cfg": 1, **axes}) if axes else None
+    data, cfg, ring = (axes.get(name, 1) for name in ("data", "cfg", "ring"))
+    return Mesh.from_env(data, cfg, ring, axes.get("ulysses")) if axes else None
 
 
 def _work(job: Adapted) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from seqpar import exact
-from seqpar.cli.adapted import run_adapted
 from seqpar.cli.args import Args
 from seqpar.cli.job import check
 from seqpar.cli.plan import dry_run, wish_of
@@ -30,6 +29,8 @@ def run(args: Args) -> None:
     ranks = Mesh.joined()
     job = ranks.together(lambda: check(args, ranks))
     if isinstance(job, Adapted):
+        from seqpar.cli.adapted import run_adapted  # takes seconds to import, which a loop of our own does not need
+
         run_adapted(args, job, ranks)
         return
     if args.dry_run is not None:

@@ -20,7 +20,6 @@ from typing import Any
 import diffusers
 import torch
 
-from seqpar.adapter.parallelize import transformers_of
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _schedulers
 from seqpar.pipelines._family import Order
@@ -145,8 +144,8 @@ def _kind(index: Mapping[str, Any], path: Path) -> Any:
         raise ValueError(
             f"got {path} with the pipeline {name}, expected one that diffusers {diffusers.__version__} has"
         )
-    if importlib.util.find_spec("transformers") is None or not issubclass(kind, DiffusionPipeline):
-        raise ValueError(f"got a {name}, which needs the package transformers; pip install transformers")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(f"got a {name}, which needs another package; pip install transformers")
     if not (index.get("transformer") or [None])[0]:
         raise ValueError(f"got a {name} without a transformer, expected a pipeline that has one")
     return kind
@@ -206,6 +205,10 @@ def forget_encoders(pipe: Any) -> None:
 
     The pipeline can make no other picture of a text after that.
     """
+    from seqpar.adapter.parallelize import (
+        transformers_of,  # takes seconds, which models with a loop of ours do not need
+    )
+
     names = [name for name in pipe.components if name.startswith("text_encoder")]
     handles = []
 

@@ -23,7 +23,9 @@ class StepGraph:
     several graphs share (`torch.cuda.graph_pool_handle`), none of which needs what another leaves there.
     """
 
-    def __init__(self, step: Callable[[], None], state: Sequence[Tensor], pool: Any = None) -> None:
+    def __init__(
+        self, step: Callable[[], None], state: Sequence[Tensor], pool: Any = None
+    ) -> None:
         before = [tensor.clone() for tensor in state]
 
         def restore() -> None:

@@ -74,18 +74,16 @@ def ours(
     layout: Layout,
     guidance: Guidance,
     change: Mapping[str, Any],
-) -> Tensor:
-    """Return our pictures of the prompts; ranks besides 0 ask for others, whose values must not count."""
+) -> tuple[Tensor, Tensor]:
+    """Return our latents and pictures of the prompts; other ranks ask for other texts, which must not count."""
     strategy, cfg, data = layout
     files = replace(Files.locate(folder), text_tokens=TEXT)
-    mesh = mesh_for(strategy, world, device, cfg, data)
+    mesh, wish = mesh_for(strategy, world, device, cfg, data), Wish(strategy=strategy)
     asked = PROMPTS if rank == 0 else ["another"] * len(PROMPTS)
     settings = {"steps": STEPS, "seed": SEED, "size": SIZE, "negative": NEGATIVE, **change}
-    with (
-        StayDouble(),
-        Pipeline.load(files, mesh, torch.float64, wish=Wish(strategy=strategy), prompts=asked) as pipeline,
-    ):
-        return pipeline.decode(pipeline.latents(asked, guidance=guidance, **settings))
+    with StayDouble(), Pipeline.load(files, mesh, torch.float64, wish=wish, prompts=asked) as pipeline:
+        latents = pipeline.latents(asked, guidance=guidance, **settings)
+        return latents, pipeline.decode(latents)
 
 
 DEV, SCHNELL, TRUE, BOTH = Guidance(1.0, embedded=3.5), Guidance(1.0), Guidance(4.0), Guidance(2.0, embedded=3.5)

@@ -324,9 +324,7 @@ def _check_flags(order: Order) -> None:
     order.refuse("expected none: this model makes pictures of texts (--prompt)", classes=order.classes)
     order.refuse("expected none: this model makes no videos", frames=order.frames, fps=order.fps)
     if not order.prompts:
-        raise ValueError(
-            f"got no --prompt with --model {order.model}, expected one: this model makes pictures of texts"
-        )
+        raise ValueError(f"got --model {order.model} without --prompt, expected one: it makes pictures of texts")
     if (order.true_guidance or 1.0) <= 1:
         off = "expected --true-guidance over 1, too: without it there is one branch, and the flag has no effect"
         order.refuse(off, negative_prompt=order.negative, guidance_channels=order.guidance_channels)

@@ -61,7 +61,7 @@ def theirs(folder: Path, **arguments: Any) -> np.ndarray:
     """The picture that diffusers alone makes of these flags, or the video."""
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    pipe: Any = DiffusionPipeline.from_pretrained(folder)
+    pipe: Any = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     sizes = {"height": 24, "width": 32, "num_inference_steps": 2}
     generator = torch.Generator().manual_seed(3)
@@ -109,7 +109,7 @@ def test_several_prompts_are_numbered_files_and_guidance_is_true(
     )
     (out, bars), (other, silent) = ranks.run(2, shown, args)
     assert "cfg 2" in out
-    assert "guidance 3," in out
+    assert "guidance 3\n" in out
     assert f"{tmp_path}/x-1.png to x-4.png: 4 pictures" in out
     assert "encoding: 100%" in bars
     assert "3/3" in bars  # two prompts and the negative one
@@ -129,11 +129,8 @@ def test_a_preset_makes_a_preview_of_random_texts(ranks: Pool, tmp_path: Path, m
     assert pixels(tmp_path / "x.png").shape == (64, 64, 3)
 
 
-@pytest.mark.parametrize("name", ["sd3", "pixart"])
-def test_any_other_pipeline_runs_by_its_own_loop(
-    ranks: Pool, folders: Callable[[str], Path], tmp_path: Path, name: str
-) -> None:
-    folder = folders(name)
+def test_any_other_pipeline_runs_by_its_own_loop(ranks: Pool, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = folders("sd3")
     args = Args(
         str(folder),
         prompt=("a red cat",),
@@ -153,6 +150,8 @@ def test_any_other_pipeline_runs_by_its_own_loop(
     assert abs(pixels(tmp_path / "x.png") / 255 - truth).max() <= (SAME + 0.5) / 255
 
 
+# imageio leaves pipes to ffmpeg open when it has read a video
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_video_is_written_by_diffusers_exporter(ranks: Pool, folders: Callable[[str], Path], tmp_path: Path) -> None:
     imageio = pytest.importorskip("imageio.v3")
     pytest.importorskip("imageio_ffmpeg")

@@ -37,7 +37,7 @@ from seqpar.sampling.schedules import FAILURES
 from seqpar.sampling.steppers import check_eta, decide
 from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
 from seqpar.weights.checkpoint import read_json
-from seqpar.weights.find import Blueprint, locate
+from seqpar.weights.find import Blueprint, from_diffusers, locate
 
 PIPELINES = ("FluxPipeline",)
 PROMPT = ("encoder_hidden_states", "pooled_projections")
@@ -178,11 +178,7 @@ class Pipeline:
         the encoders are gone before the transformer's weights load; later calls of `latents` may name others.
         on_prompt(index): called on rank 0 when a prompt is encoded.
         """
-        if plan is None:
-            ranks = mesh or Mesh.joined()
-            load = files.load_of(("",), ranks.cfg.size > 1, 1, dtype, None)
-            plan = make(work_of(files.blueprint.config), load, dtype, ranks, wish or Wish(), mesh)
-        mesh = settled(plan, mesh)
+        plan, mesh = _placed(files, mesh, dtype, wish, plan)
         texts = Texts(files.folder, files.blueprint.config, files.text_tokens, mesh, dtype)
 
         def read() -> tuple[Any, Any]:
@@ -192,6 +188,27 @@ class Pipeline:
 
         model, vae = mesh.together(read)
         return Pipeline(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
+
+    @staticmethod
+    def of(
+        pipe: Any,
+        mesh: Mesh | None = None,
+        *,
+        wish: Wish | None = None,
+        plan: Plan | None = None,
+        text_tokens: int = TOKENS,
+    ) -> Pipeline:
+        """Return a pipeline of the parts of diffusers' FluxPipeline in memory; its text encoders stay with it.
+
+        The transformer's weights are copied. See `load` for the other arguments; dtype is that of the transformer.
+        """
+        dtype, scheduling = pipe.transformer.dtype, {**pipe.scheduler.config}
+        scheduling["_class_name"] = type(pipe.scheduler).__name__
+        files = Files(from_diffusers(pipe.transformer), None, pipe.vae.config, scheduling, text_tokens)
+        plan, mesh = _placed(files, mesh, dtype, wish, plan)
+        texts = Texts(pipe, files.blueprint.config, text_tokens, mesh, dtype)
+        model = files.blueprint.build(dtype, mesh.device)
+        return Pipeline(DistributedDiT(model, mesh, plan=plan), files, pipe.vae.to(mesh.device), texts)
 
     def latents(
         self,
@@ -236,6 +253,17 @@ class Pipeline:
         if self.vae is None:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
         return decode(self.vae, latents_NCHW, self.dit.mesh, on_image)
+
+
+def _placed(
+    files: Files, mesh: Mesh | None, dtype: torch.dtype, wish: Wish | None, plan: Plan | None
+) -> tuple[Plan, Mesh]:
+    """Return the caller's plan or a new one, and its mesh."""
+    if plan is None:
+        ranks = mesh or Mesh.joined()
+        load = files.load_of(("",), ranks.cfg.size > 1, 1, dtype, None)
+        plan = make(work_of(files.blueprint.config), load, dtype, ranks, wish or Wish(), mesh)
+    return plan, settled(plan, mesh)
 
 
 def generate(

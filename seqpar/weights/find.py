@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import importlib
+import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -143,7 +143,7 @@ def _download(name: str) -> Path:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ValueError(f"got model {name!r}: there is no such path; presets with random weights: {presets}")
     # one process of a host downloads; the others wait here and then find every file in the cache
-    lock = Path(tempfile.gettempdir(), f"seqpar-{getpass.getuser()}-{name.replace('/', '--')}.lock")
+    lock = Path(tempfile.gettempdir(), f"seqpar-{os.getuid()}-{name.replace('/', '--')}.lock")
     try:
         with FileLock(lock):
             return Path(snapshot_download(name, allow_patterns=DOWNLOADED))

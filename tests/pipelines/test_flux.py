@@ -196,6 +196,20 @@ def test_encoders_that_do_not_load_are_an_error_on_every_rank(ranks: Pool, folde
     assert first == second == "rank 0: no encoders"
 
 
+def test_a_pipeline_in_memory_makes_the_latents_of_its_folder(folders: Mapping[bool, Path]) -> None:
+    from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
+
+    settings: Any = {"steps": 2, "guidance": DEV, "size": SIZE}
+    files = replace(Files.locate(folders[True]), text_tokens=TEXT)
+    pipe = FluxPipeline.from_pretrained(folders[True], torch_dtype=torch.float32)
+    with Pipeline.load(files, Mesh.single()) as loaded, Pipeline.of(pipe, Mesh.single(), text_tokens=TEXT) as made:
+        found = made.latents(PROMPTS, **settings)
+        assert torch.equal(found, loaded.latents(PROMPTS, **settings))
+        assert torch.equal(made.decode(found), loaded.decode(found))
+        assert made.texts.rows(PROMPTS)["pooled_projections"].shape == (3, 32)  # encoded once, kept
+    assert pipe.text_encoder is not None
+
+
 def test_generate_is_the_whole_path_in_one_call(folders: Mapping[bool, Path]) -> None:
     images = generate(["a cat", "a dog"], folders[False], steps=1, size=(24, 16))
     assert [image.size for image in images] == [(16, 24)] * 2

@@ -210,6 +210,25 @@ def test_a_pipeline_in_memory_makes_the_latents_of_its_folder(folders: Mapping[b
     assert pipe.text_encoder is not None
 
 
+def kept(rank: int, world: int, device: torch.device, folder: str) -> list[bool]:
+    """Return whether a kept run gives the bits of a new one, for other texts, another scale and another number."""
+    files, mesh = replace(Files.locate(folder), text_tokens=TEXT), mesh_for("ulysses", world, device)
+    first: dict[str, Any] = {"prompts": PROMPTS, "guidance": BOTH, "negative": "old"}
+    others = {"prompts": ["the sea", "a dog", "the sea"], "guidance": Guidance(3.0, embedded=2.0), "negative": "blurry"}
+    found = []
+    for change in (others, {**first, "seed": 1}, {**others, "prompts": ["a dog"]}):
+        with Pipeline.load(files, mesh, torch.float64) as pipeline, Pipeline.load(files, mesh, torch.float64) as new:
+            pipeline.latents(**first, steps=2, size=SIZE)
+            again = pipeline.latents(**{**first, **change}, steps=2, size=SIZE)
+            found.append(torch.equal(again, new.latents(**{**first, **change}, steps=2, size=SIZE)))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_kept_run_serves_other_texts_and_scales(ranks: Pool, folders: Mapping[bool, Path], world: int) -> None:
+    assert ranks.run(world, kept, str(folders[True])) == [[True] * 3] * world
+
+
 def test_generate_is_the_whole_path_in_one_call(folders: Mapping[bool, Path]) -> None:
     images = generate(["a cat", "a dog"], folders[False], steps=1, size=(24, 16))
     assert [image.size for image in images] == [(16, 24)] * 2

@@ -10,7 +10,7 @@ heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import isclose, sqrt
+from math import isclose
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class SplitAttention:
         default = q.shape[-1] ** -0.5
         if scale is not None and not isclose(scale, default, rel_tol=1e-12):
             q = q * (scale / default)
-        return self._ranks.attend(tokens)((Given(q, k, v, IDENTITY),), bias)[0]
+        return self._ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
 
     def _tokens(self, now: Forward, here: int) -> tuple[tuple[str, ...], JointShard]:
         """Return the streams that are joined, and their split; `here` is the number of tokens on this rank."""
@@ -77,10 +77,9 @@ class SplitAttention:
     ) -> Tensor | None:
         """Return the key mask in the order of the ranks; it is converted once for all blocks."""
         if self.joint.masked:
-            key, mask = (tuple(streams), dtype, now.row), None
+            key = tuple(streams), dtype
             if key not in now.converted:
-                rows = {name: _row(x, now.row, self.joint.by_row) for name, x in now.masks.items()}
-                now.converted[key] = None, masks.from_streams(rows, streams, tokens, dtype)
+                now.converted[key] = None, masks.from_streams(now.masks, streams, tokens, dtype)
             return now.converted[key][1]
         if mask is None:
             return None
@@ -93,10 +92,6 @@ class SplitAttention:
         if place not in now.converted:  # the mask is kept too, so that its address stays its own
             now.converted[place] = mask, masks.from_whole(mask, tokens, dtype)
         return now.converted[place][1]
-
-
-def _row(mask: Tensor, row: int, by_row: bool) -> Tensor:
-    return mask[row : row + 1] if by_row else mask
 
 
 def _local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

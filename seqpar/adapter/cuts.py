@@ -9,7 +9,7 @@ When it wins: a plan of few lines makes a transformer parallel without a change 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,13 +62,13 @@ class Joint:
 
     streams: the streams whose tokens it joins, in the order in which the module concatenates them (a mask for all keys
     has the same order); empty if it is to be inferred from the number of tokens. masked: whether the keys are masked
-    by `Cuts.masks`, in place of what the module passes to its attention. by_row: whether the module calls attention
-    for each batch row by itself.
+    by `Cuts.masks`, in place of what the module passes to its attention. processor: makes the processor that takes the
+    place of the module's own, if that cannot be split.
     """
 
     streams: tuple[str, ...] = ()
     masked: bool = False
-    by_row: bool = False
+    processor: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Cuts:
     attention: path of an attention module that joins the ranks -> how. All other attention (to whole text, or inside
     of parts that run whole) stays as it is and exchanges nothing.
     masks: argument of the transformer -> the stream whose keys it masks, (B, tokens), nonzero for tokens. The
-    transformer's own forward gets None in its place.
+    transformer's own forward gets None in its place, unless the argument is in `kept`.
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why a transformer of this class cannot be split, or None.
     """
@@ -88,6 +88,7 @@ class Cuts:
     places: Mapping[str, Place]
     attention: Mapping[str, Joint]
     masks: Mapping[str, str] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     why_not: Callable[[nn.Module], str | None] = lambda module: None
 
@@ -205,7 +206,7 @@ def _place(path: str, entry: Any) -> Place:
         inputs = {key: _cutting(path, key, cut) for key, cut in kept.items() if isinstance(key, str)}
         outputs = {key: _cutting(path, key, cut) for key, cut in kept.items() if isinstance(key, int)}
         return Place(inputs, outputs)
-    every = entry if isinstance(entry, Sequence) and not isinstance(entry, str) else [entry]
+    every: list[Any] = list(entry) if isinstance(entry, (list, tuple)) else [entry]
     if not all(one is None or isinstance(one, ContextParallelOutput) for one in every):
         raise ValueError(
             f"got a plan with {entry!r} at {path!r}, expected ContextParallelOutput, or ContextParallelInput by name"

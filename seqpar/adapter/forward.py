@@ -7,16 +7,18 @@ and the same errors, without talking to each other.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+import seqpar.local
 from seqpar.adapter.cuts import Cut, Gather
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.plan import Plan, load_local, load_strategy, load_transport
-from seqpar.protocols import Attend
+from seqpar.planner.plan import Plan, choose_local, load_local, load_strategy, load_transport
+from seqpar.protocols import Attend, plugin
 from seqpar.shard import JointShard, Shard
 from seqpar.transports import _contract
 
@@ -33,8 +35,7 @@ class Forward:
 
     lengths: dict[str, int] = field(default_factory=dict)
     masks: dict[str, Tensor] = field(default_factory=dict)
-    converted: dict[Hashable, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    row: int = 0
+    converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
 
 
 class Ranks:
@@ -45,8 +46,15 @@ class Ranks:
         self.now: Forward | None = None
         self.releases = 0
         self._moves = load_transport(plan.transport.name)
-        self._attends: dict[JointShard, Attend] = {}
+        self._attends: dict[tuple[JointShard, bool], Attend] = {}
+        self._told: set[str] = set()
         self._gathers: dict[Hashable, _contract.Gather] = {}
+
+    def __deepcopy__(self, memo: object) -> Ranks:
+        raise ValueError(
+            "got a copy of a transformer that runs on several ranks, expected one that does not: its exchanges belong "
+            "to one transformer; release it first, or copy it before it is made parallel"
+        )
 
     @property
     def axis(self) -> Axis:
@@ -82,18 +90,22 @@ class Ranks:
         mine = Shard(total, parts).slice(self.axis.rank)
         return x.narrow(cut.dim, mine.start, mine.stop - mine.start)
 
+    def total(self, stream: str, use: str) -> int:
+        """Return the number of tokens of a stream on all ranks; ValueError if none of it was cut yet."""
+        if self.now is None or stream not in self.now.lengths:
+            raise ValueError(f"got a gather of {stream} at {use} before any cut of it, expected a cut; check the plan")
+        return self.now.lengths[stream]
+
     def gather(self, x: Tensor, gather: Gather, use: str) -> Tensor:
         """Return a tensor with the tokens of all ranks; the next gather of this use overwrites it."""
-        if self.axis.size == 1 or self.now is None:
-            return x
-        if gather.stream not in self.now.lengths:
-            raise ValueError(f"got a gather of {gather.stream} before any cut of it, expected a cut; check the plan")
-        sizes = Shard(self.now.lengths[gather.stream], self.axis.size).sizes
+        sizes = Shard(self.total(gather.stream, use), self.axis.size).sizes
         if x.shape[gather.dim] != sizes[self.axis.rank]:
             raise ValueError(
                 f"got {x.shape[gather.dim]} tokens of {gather.stream} to gather at {use}, expected this rank's "
                 f"{sizes[self.axis.rank]}; check the plan's cuts"
             )
+        if self.axis.size == 1:
+            return x
         first = x.movedim(gather.dim, 0)
         key = (use, sizes, first.shape[1:], x.dtype)
         if key not in self._gathers:
@@ -103,12 +115,28 @@ class Ranks:
         exchange.outbox().copy_(first)
         return exchange.deliver().movedim(0, gather.dim).contiguous()
 
-    def attend(self, tokens: JointShard) -> Attend:
-        """Return the planned strategy's attention for a split of tokens; it is built once and owns its buffers."""
-        if tokens not in self._attends:
+    def attend(self, tokens: JointShard, like: Tensor, masked: bool) -> Attend:
+        """Return the planned strategy's attention for a split of tokens; it is built once and owns its buffers.
+
+        like: its queries. masked: whether it gets key masks; where the planned local attention takes none, another one
+        computes those calls.
+        """
+        if (tokens, masked) not in self._attends:
+            local = self._local(like, masked)
             build = load_strategy(self.plan.strategy.name).build
-            self._attends[tokens] = build(self.mesh, tokens, load_local(self.plan.local.name), self._moves)
-        return self._attends[tokens]
+            self._attends[tokens, masked] = build(self.mesh, tokens, load_local(local), self._moves)
+        return self._attends[tokens, masked]
+
+    def _local(self, like: Tensor, masked: bool) -> str:
+        name, inputs = self.plan.local.name, (like.device, like.dtype, like.shape[-1], masked)
+        reason = plugin(seqpar.local, name, "local attention").why_not(*inputs) if masked else None
+        if reason is None:
+            return name
+        other = choose_local("auto", *inputs).name
+        if self.mesh.is_main and name not in self._told:
+            self._told.add(name)
+            warnings.warn(f"local attention {name} {reason}: {other} computes the masked attention", stacklevel=2)
+        return other
 
     def abandon(self) -> None:
         """End the exchanges that an error in the last forward left unfinished."""

@@ -6,7 +6,10 @@ submodule's forward, so that compiled blocks see them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,30 +20,54 @@ from seqpar.adapter import ops
 from seqpar.adapter.attention import BACKEND, Around, SplitAttention
 from seqpar.adapter.cuts import Cut, Cuts, Cutting, Joint, Place, parameters, submodules
 from seqpar.adapter.forward import Ranks
-from seqpar.shard import Shard
 
-NAME = "seqpar"
+Which = int | tuple[int | None, ...]
+"""A cut by its number in a `Cutter`, or one for each element of a tuple; compilers trace plain numbers."""
 
 
 class Cutter:
-    """Cuts the tensors of a place; one for all submodules of a path, so that compiled blocks can share their code."""
+    """Cuts and gathers the tensors of a place; all submodules of a path share one, and so their compiled code."""
 
-    def __init__(self, ranks: Ranks, cuts: Sequence[Cut]) -> None:
-        self.ranks, self._cuts = ranks, tuple(cuts)
+    def __init__(self, ranks: Ranks, place: Place, use: str) -> None:
+        self.ranks, self._use = ranks, use
+        self._cuts: list[Cut] = []
+        self._gathers = tuple(place.gathers.values())
+        self.gathers = tuple((index, which) for which, index in enumerate(place.gathers))
+        self.inputs = tuple((name, self._which(how)) for name, how in place.inputs.items())
+        self.outputs = tuple((index, self._which(how)) for index, how in place.outputs.items())
         self.number = ops.NUMBERS.add(self)
 
-    def cut_value(self, value: Any, how: Cutting) -> Any:
+    def _which(self, how: Cutting | None) -> Any:
+        if not isinstance(how, Cut):
+            return None if how is None else tuple(self._which(one) for one in how)
+        self._cuts.append(how)
+        return len(self._cuts) - 1
+
+    def value(self, value: Any, which: Which) -> Any:
         """Return a tensor, or a tuple, list or dict of tensors, with this rank's tokens; other values unchanged."""
-        if isinstance(value, Tensor) and isinstance(how, Cut):
+        if isinstance(value, Tensor) and isinstance(which, int):
             compiling = torch.compiler.is_compiling()
-            return ops.cut(value, self.number, self._cuts.index(how)) if compiling else self.ranks.cut(value, how)
+            return ops.cut(value, self.number, which) if compiling else self.ranks.cut(value, self._cuts[which])
         if isinstance(value, (list, tuple)):
-            each = how if isinstance(how, tuple) else (how,) * len(value)
-            made = [x if cut is None else self.cut_value(x, cut) for x, cut in zip(value, each, strict=True)]
+            each = which if isinstance(which, tuple) else (which,) * len(value)
+            made = [x if one is None else self.value(x, one) for x, one in zip(value, each, strict=True)]
             return tuple(made) if isinstance(value, tuple) else made
         if isinstance(value, dict):
-            return {key: self.cut_value(x, how) for key, x in value.items()}
+            return {key: self.value(x, which) for key, x in value.items()}
         return value
+
+    def gather(self, x: Tensor, which: int) -> Tensor:
+        """Return a tensor with the tokens of all ranks."""
+        if self.ranks.now is None:  # the transformer runs whole, outside of a body's call
+            return x
+        if not torch.compiler.is_compiling():
+            return self.gather_by_number(x, which)
+        gather = self._gathers[which]
+        return ops.gather(x, self.number, which, gather.dim, self.ranks.total(gather.stream, self._use))
+
+    def gather_by_number(self, x: Tensor, which: int) -> Tensor:
+        """Return a tensor with the tokens of all ranks; see `seqpar.adapter.ops`."""
+        return self.ranks.gather(x, self._gathers[which], f"{self._use} output {which}")
 
     def cut_by_number(self, x: Tensor, which: int) -> Tensor:
         """Return this rank's tokens; see `seqpar.adapter.ops`."""
@@ -50,134 +77,131 @@ class Cutter:
         """Return the shape of this rank's tokens; see `seqpar.adapter.ops`."""
         cut, shape, parts = self._cuts[which], list(x.shape), self.ranks.axis.size
         if (cut.dims is None or len(shape) == cut.dims) and not shape[cut.dim] == 1 < parts:
-            share, rest = divmod(shape[cut.dim], parts)
-            shape[cut.dim] = share + (1 if self.ranks.axis.rank < rest else 0)
+            # the size of `Shard`, without a comparison: a compiler that keeps sizes open would have to decide it
+            shape[cut.dim] = (shape[cut.dim] + parts - 1 - self.ranks.axis.rank) // parts
         return shape
-
-
-def cutter(ranks: Ranks, place: Place) -> Cutter:
-    """Return what cuts the inputs and outputs of a place."""
-    every = [*place.inputs.values(), *place.outputs.values()]
-    return Cutter(ranks, [cut for one in every for cut in (one if isinstance(one, tuple) else (one,)) if cut])
 
 
 class PlaceHook(ModelHook):
     """Cuts a submodule's inputs and outputs, and gathers its outputs."""
 
-    def __init__(self, cutter: Cutter, place: Place, names: Sequence[str], use: str) -> None:
+    def __init__(self, cutter: Cutter, names: Sequence[str]) -> None:
         super().__init__()
-        self._cutter, self._place, self._use = cutter, place, use
-        self._inputs = tuple((name, names.index(name), how) for name, how in place.inputs.items())
+        self._cutter = cutter
+        self._inputs = tuple((name, names.index(name), which) for name, which in cutter.inputs)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cut the inputs."""
         changed = list(args)
-        for name, index, how in self._inputs:
+        for name, index, which in self._inputs:
             if name in kwargs:
-                kwargs[name] = self._cutter.cut_value(kwargs[name], how)
+                kwargs[name] = self._cutter.value(kwargs[name], which)
             elif index < len(changed):
-                changed[index] = self._cutter.cut_value(changed[index], how)
+                changed[index] = self._cutter.value(changed[index], which)
         return tuple(changed), kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Cut or gather the outputs."""
+        if not self._cutter.outputs and not self._cutter.gathers:
+            return output
         alone = isinstance(output, Tensor)
         made = [output] if alone else list(output)
-        for index, how in self._place.outputs.items():
-            made[index] = self._cutter.cut_value(made[index], how)
-        for index, gather in self._place.gathers.items():
-            made[index] = self._cutter.ranks.gather(made[index], gather, f"{self._use} output {index}")
+        for index, which in self._cutter.outputs:
+            made[index] = self._cutter.value(made[index], which)
+        for index, which in self._cutter.gathers:
+            made[index] = self._cutter.gather(made[index], which)
         return made[0] if alone else tuple(made)
 
 
-class AroundHook(ModelHook):
-    """Runs an attention module whose processor knows no dispatcher inside of `Around`."""
+def carrying(processor: Any, attention: SplitAttention, kinds: dict[type, type]) -> Any:
+    """Return a copy of a processor that computes its attention by `attention`.
 
-    def __init__(self, attention: SplitAttention) -> None:
-        super().__init__()
-        self._attention = attention
+    A copy, because one processor may serve several modules, which need not join the ranks alike. A processor that
+    knows no dispatcher gets a class that derives from its own and runs it inside of `Around`, with the same parameters,
+    because attention modules look at them. kinds: the classes that were made; processors of one class share one, so
+    that compiled blocks share their code.
+    """
+    made, kind = copy(processor), type(processor)
+    if hasattr(processor, "_parallel_config"):
+        made._parallel_config, made._attention_backend = attention, BACKEND
+        return made
+    if kind not in kinds:
 
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward."""
-        with Around(self._attention):
-            return self.fn_ref.original_forward(*args, **kwargs)
+        @wraps(kind.__call__)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with Around(self.seqpar_attention):
+                return kind.__call__(self, *args, **kwargs)
+
+        kinds[kind] = type(f"Split{kind.__name__}", (kind,), {"__call__": call})
+    made.__class__, made.seqpar_attention = kinds[kind], attention
+    return made
+
+
+@dataclass
+class Seat:
+    """An attention module with its own processor, and the one that it has in its place."""
+
+    module: Any
+    attention: SplitAttention
+    own: Any
+    ours: Any
 
 
 class Installed:
     """What was put on one transformer; `refresh` follows processors that were replaced, `remove` takes all off."""
 
     def __init__(self, module: nn.Module, cuts: Cuts, ranks: Ranks) -> None:
-        self._hooked: list[nn.Module] = []
-        self._carried: list[tuple[nn.Module, SplitAttention, Any, dict[str, Any]]] = []
-        for path, place in cuts.places.items():
-            if path:
-                self._place(module, path, place, ranks)
+        self._module, self._cuts, self._ranks = module, cuts, ranks
+        self._hooked: list[tuple[nn.Module, str]] = []
+        self._seats: list[Seat] = []
+        self._kinds: dict[type, type] = {}
         split: dict[Joint, SplitAttention] = {}
         for path, joint in cuts.attention.items():
-            attention = split.setdefault(joint, SplitAttention(ranks, joint, path))
-            for one in submodules(module, path):
-                self._attention(one, attention)
-        self._check_shared(module)
+            if joint not in split:
+                split[joint] = SplitAttention(ranks, joint, path)
+            self._seats += [Seat(one, split[joint], None, None) for one in submodules(module, path)]
+        self.refresh()
 
-    def _place(self, module: nn.Module, path: str, place: Place, ranks: Ranks) -> None:
-        shared = cutter(ranks, place)
-        for one in submodules(module, path):
-            names = parameters(one) if place.inputs else []
-            self._hook(one, PlaceHook(shared, place, names, path), f"{NAME} cuts {path}")
+    def _places(self) -> list[tuple[nn.Module, str]]:
+        """Return (submodule, path) of every place; the inputs of the transformer itself are cut before its forward."""
+        return [(one, path) for path in self._cuts.places if path for one in submodules(self._module, path)]
 
-    def _hook(self, module: nn.Module, hook: ModelHook, name: str) -> None:
-        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
-        self._hooked.append(module)
+    def _hook(self) -> None:
+        """Hook the places, anew where a layer was replaced, as adapters do by layers around it."""
+        places = self._places()
+        if [one for one, _ in places] == [one for one, _ in self._hooked]:
+            return
+        self._unhook()
+        shared = {path: Cutter(self._ranks, place, path) for path, place in self._cuts.places.items() if path}
+        for one, path in places:
+            hook = PlaceHook(shared[path], parameters(one) if self._cuts.places[path].inputs else [])
+            HookRegistry.check_if_exists_or_initialize(one).register_hook(hook, f"seqpar {path}")
+            self._hooked.append((one, path))
 
-    def _attention(self, module: Any, attention: SplitAttention) -> None:
-        processor = module.processor
-        if hasattr(processor, "_parallel_config"):
-            before = {name: vars(processor)[name] for name in CARRIED if name in vars(processor)}
-            processor._parallel_config, processor._attention_backend = attention, BACKEND
-            self._carried.append((module, attention, processor, before))
-        else:
-            self._hook(module, AroundHook(attention), f"{NAME} attention")
-
-    def _check_shared(self, module: nn.Module) -> None:
-        """Raise ValueError if one processor serves attention that joins the ranks and attention that does not."""
-        ours = {id(one): attention for one, attention, _, _ in self._carried}
-        roles: dict[int, set[int]] = {}
-        for one in module.modules():
-            if (processor := getattr(one, "processor", None)) is not None and hasattr(processor, "_parallel_config"):
-                roles.setdefault(id(processor), set()).add(id(ours.get(id(one))))
-        if any(len(found) > 1 for found in roles.values()):
-            self.remove()
-            raise ValueError(
-                "got one attention processor for modules with different roles, expected one for each module; "
-                "set them with set_attn_processor({name: processor, ...})"
-            )
+    def _unhook(self) -> None:
+        for module, path in self._hooked:
+            HookRegistry.check_if_exists_or_initialize(module).remove_hook(f"seqpar {path}", recurse=False)
+        self._hooked = []
 
     def refresh(self) -> None:
-        """Put attention on the processors that have replaced others since."""
-        for index, (module, attention, processor, _) in enumerate(self._carried):
-            current: Any = module.processor
-            if current is processor and current._parallel_config is attention:
-                continue
-            if not hasattr(current, "_parallel_config"):
+        """Put hooks and attention on what is new since the last call; ValueError if our processors were changed."""
+        self._hook()
+        for seat in self._seats:
+            if seat.module.processor is not seat.ours:
+                seat.own = seat.module.processor
+                replaced = seat.attention.joint.processor
+                seat.ours = carrying(replaced() if replaced else seat.own, seat.attention, self._kinds)
+                seat.module.processor = seat.ours
+            elif getattr(seat.ours, "_attention_backend", BACKEND) is not BACKEND:
                 raise ValueError(
-                    f"got a new processor {type(current).__name__}, which cannot carry attention over several ranks, "
-                    f"expected one that calls diffusers' dispatcher; set it before the transformer is made parallel"
+                    f"got attention backend {seat.ours._attention_backend} for a transformer whose attention runs over "
+                    f"several ranks, expected none; name one with local= of parallelize"
                 )
-            before = {name: vars(current)[name] for name in CARRIED if name in vars(current)}
-            current._parallel_config, current._attention_backend = attention, BACKEND
-            self._carried[index] = module, attention, current, before
 
     def remove(self) -> None:
-        """Take off hooks and attention; processors get back what they carried."""
-        for module in self._hooked:
-            registry = HookRegistry.check_if_exists_or_initialize(module)
-            for name in [name for name in registry.hooks if name.startswith(NAME)]:
-                registry.remove_hook(name, recurse=False)
-        for _, _, processor, before in self._carried:
-            for name in CARRIED:
-                vars(processor).pop(name, None)
-            vars(processor).update(before)
-        self._hooked, self._carried = [], []
-
-
-CARRIED = ("_parallel_config", "_attention_backend")
+        """Take off hooks and attention; modules get their own processors back."""
+        self._unhook()
+        for seat in self._seats:
+            if seat.module.processor is seat.ours:
+                seat.module.processor = seat.own
+        self._seats = []

@@ -50,7 +50,7 @@ def from_whole(mask: Tensor, tokens: JointShard, dtype: torch.dtype) -> Tensor:
 def from_streams(
     masks: Mapping[str, Tensor], streams: Sequence[str], tokens: JointShard, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the key bias in the order of the ranks, of one mask for each stream with padding; None if there is none."""
+    """Return the key bias in the order of the ranks, of one mask for each stream with padding; None without any."""
     given = [key_rows(masks[name]) if name in masks else None for name in streams]
     like = next((mask for mask in given if mask is not None), None)
     return None if like is None else key_bias(joined_mask(given, tokens, like), dtype)

@@ -1,4 +1,4 @@
-"""Opaque operators of torch for cuts and attention inside of compiled blocks.
+"""Opaque operators of torch for cuts, gathers and attention inside of compiled blocks.
 
 `torch.compile` cannot trace exchanges between ranks. A compiled block calls these operators in place of Python; they
 find their object by its number, because an operator takes tensors and numbers only. Results are copies: the buffers of
@@ -22,12 +22,14 @@ class Attends(Protocol):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor: ...
 
 
-class CutsTensors(Protocol):
-    """Cuts by their number."""
+class Moves(Protocol):
+    """Cuts and gathers by their number."""
 
     def cut_by_number(self, x: Tensor, which: int) -> Tensor: ...
 
     def size_by_number(self, x: Tensor, which: int) -> list[int]: ...
+
+    def gather_by_number(self, x: Tensor, which: int) -> Tensor: ...
 
 
 class Numbers:
@@ -60,13 +62,24 @@ def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
 
 
 def _cut(x: Tensor, number: int, which: int) -> Tensor:
-    found: CutsTensors = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
+    found: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
     return found.cut_by_number(x, which).clone(memory_format=torch.contiguous_format)
 
 
 def _cut_shape(x: Tensor, number: int, which: int) -> Tensor:
-    found: CutsTensors = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
+    found: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
     return x.new_empty(found.size_by_number(x, which))
+
+
+def _gather(x: Tensor, number: int, which: int, dim: int, total: int) -> Tensor:
+    found: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
+    return found.gather_by_number(x, which).clone(memory_format=torch.contiguous_format)
+
+
+def _gather_shape(x: Tensor, number: int, which: int, dim: int, total: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = total
+    return x.new_empty(shape)
 
 
 attention = torch.library.custom_op(
@@ -80,3 +93,7 @@ cut = torch.library.custom_op(
     "seqpar::cut", _cut, mutates_args=(), schema="(Tensor x, int number, int which) -> Tensor"
 )
 cut.register_fake(_cut_shape)
+gather = torch.library.custom_op(
+    "seqpar::gather", _gather, mutates_args=(), schema="(Tensor x, int number, int which, int dim, int total) -> Tensor"
+)
+gather.register_fake(_gather_shape)

@@ -18,6 +18,7 @@ from torch import nn
 
 from seqpar.adapter import cuts as plans
 from seqpar.adapter import estimate, generic
+from seqpar.adapter import native as native_body
 from seqpar.adapter.body import Body
 from seqpar.adapter.call import Call
 from seqpar.adapter.cuts import Cuts
@@ -154,7 +155,13 @@ def _with_host_group(mesh: Mesh) -> Mesh:
     return replace(mesh, world=replace(mesh.world, group=group))
 
 
-def _body(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, native: bool) -> Body:
+def _body(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, wished: bool) -> Body:
+    """Return what computes a transformer: the native model if it is wished and can, or the transformer's modules."""
+    reason = native_body.why_not(module) if wished else None
+    if wished and reason is None:
+        return native_body.build(module, mesh, plan, cuts)
+    if reason is not None and mesh.is_main and native_body.knows(module):
+        print(f"seqpar: the transformer's own modules compute, because {reason}", flush=True)
     return generic.build(module, mesh, plan, cuts)
 
 

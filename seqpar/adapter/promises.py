@@ -84,14 +84,14 @@ class Promise(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a function of torch on plain tensors, after the tickets of all promises among its arguments."""
+        named = kwargs or {}
+        if func not in _SHAPE and _is_view(func, args):
+            ticket = args[0].ticket
+            views = func(plain(args[0], read=False), *args[1:], **named)
+            return pytree.tree_map_only(Tensor, lambda x: _promise(x, ticket), views)
+        if func not in _SHAPE:
+            args, named = pytree.tree_map_only(Promise, plain, (args, named))
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _SHAPE:
-                return func(*args, **kwargs or {})
-            if _is_view(func, args):
-                ticket = args[0].ticket
-                views = func(plain(args[0], read=False), *args[1:], **kwargs or {})
-                return pytree.tree_map_only(Tensor, lambda x: _promise(x, ticket), views)
-            args, named = pytree.tree_map_only(Promise, plain, (args, kwargs or {}))
             return func(*args, **named)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from seqpar.adapter.cuts import Cut, Cuts, Gather, Joint, Place
+from seqpar.adapter.processors import MochiProcessor
 
 IMAGE, TEXT = Cut("image"), Cut("text")
 OUT = Place(gathers={0: Gather("image")})
@@ -149,6 +150,17 @@ def _z_image() -> Cuts:
     return Cuts(places, both, refused={"controlnet_block_samples": BETWEEN})
 
 
+def _mochi() -> Cuts:
+    places = {
+        "time_embed": Place(outputs={1: TEXT}),
+        "rope": Place(outputs={0: Cut("image", dim=0), 1: Cut("image", dim=0)}),
+        "transformer_blocks.0": Place(inputs={"hidden_states": IMAGE}),
+        "proj_out": OUT,
+    }
+    joint = {"transformer_blocks.*.attn1": Joint(("image", "text"), masked=True, processor=MochiProcessor)}
+    return Cuts(places, joint, masks={"encoder_attention_mask": "text"}, kept=("encoder_attention_mask",))
+
+
 PLANS = {
     "FluxTransformer2DModel": _flux(),
     "Flux2Transformer2DModel": _flux2(),
@@ -163,4 +175,5 @@ PLANS = {
     "DiTTransformer2DModel": _from_patches("proj_out_2"),
     "Lumina2Transformer2DModel": _lumina2(),
     "ZImageTransformer2DModel": _z_image(),
+    "MochiTransformer3DModel": _mochi(),
 }

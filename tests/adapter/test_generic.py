@@ -6,7 +6,6 @@ sides (`StayDouble`). What remains is the order of sums, 1e-15 of the largest va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from seqpar.adapter import generic
 from seqpar.planner.plan import Choice
 from tests.support.foreign import StayDouble
-from tests.support.meshes import LAYOUTS, TRANSPORTS, mesh_for
+from tests.support.meshes import mesh_for
 from tests.support.models.diffusers_tiny import MODELS, flat
 from tests.support.pool import Pool
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import seqpar
+from seqpar.adapter.parallelize import transformers_of
 from tests.support import pipelines
 from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh as make_mesh
@@ -29,12 +30,13 @@ SIZE = {"height": 20, "width": 12}  # 15 tokens for FLUX
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline and the arguments of its call; `seeds` has one seed, or one for each picture."""
+    """A pipeline and its call. seeds: one, or one for each picture. change: changes the pipeline before the call."""
 
     pipe: Callable[[], Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     seeds: tuple[int, ...] = (1,)
     prompt: str | list[str] | None = "a red cat on the sea"
+    change: Callable[[Any], None] = lambda pipe: None
 
     def pictures(self, pipe: Any, rank: int = 0) -> Tensor:
         """Return the pictures of a call; ranks other than 0 ask with other seeds."""
@@ -46,9 +48,56 @@ class Case:
         pictures = result[0] if isinstance(result, tuple) else result[next(iter(result))]
         return torch.as_tensor(pictures)
 
+    def truth(self) -> Tensor:
+        """Return the pictures of the unchanged pipeline."""
+        pipe = self.pipe()
+        self.change(pipe)
+        return self.pictures(pipe)
 
-NEGATIVE = {"negative_prompt": "blurry", "true_cfg_scale": 2.5}
+
+class InDouble:
+    """A body that keeps fp64 also where a promise is read, because torch leaves a function mode while it handles."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        with StayDouble():
+            return self._body(arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
+
+
+def brighter(pipe: Any, step: int, t: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """Change the latents of rank 0 after the first step, which must reach all ranks; others get zeros."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0  # noqa: TID251
+    if step == 0:
+        given["latents"] = given["latents"] * 0.5 if rank == 0 else torch.zeros_like(given["latents"])
+    return given
+
+
+def stopping(pipe: Any, step: int, t: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """Stop after the second step."""
+    pipe._interrupt = step == 1
+    return given
+
+
+def unipc(pipe: Any) -> None:
+    """Replace the scheduler by one with history."""
+    pipe.scheduler = diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+    )
+
+
+def heun(pipe: Any) -> None:
+    """Replace the scheduler by one with two evaluations a step."""
+    pipe.scheduler = diffusers.FlowMatchHeunDiscreteScheduler()
+
+
 SHORT = {"max_sequence_length": 16}
+NEGATIVE = {"negative_prompt": "blurry", "true_cfg_scale": 2.5, **SHORT}
+TWO = ["a red cat", "the old blue house"]
 VIDEO = {"height": 48, "width": 80, "num_frames": 5, **SHORT}
 PIXART = {"height": 24, "width": 16, "use_resolution_binning": False, "clean_caption": False, **SHORT}
 EMBEDDED = {
@@ -57,28 +106,80 @@ EMBEDDED = {
     "negative_prompt_embeds": random((1, 5, pipelines.WIDTH), 2),
     "negative_prompt_embeds_mask": torch.ones(1, 5, dtype=torch.int64),
 }
+FLUX_EMBEDDED = {
+    "prompt_embeds": random((2, 9, pipelines.WIDTH), 3),
+    "pooled_prompt_embeds": random((2, pipelines.WIDTH), 4),
+    "negative_prompt_embeds": random((2, 9, pipelines.WIDTH), 5),
+    "negative_pooled_prompt_embeds": random((2, pipelines.WIDTH), 6),
+    "true_cfg_scale": 2.0,
+}
+PICTURE = random((1, 3, 20, 12), 7).sigmoid()
 CASES = {
     "flux": Case(pipelines.flux, SHORT),
-    "flux, true guidance": Case(pipelines.flux, {**NEGATIVE, **SHORT}),
+    "flux, true guidance": Case(pipelines.flux, NEGATIVE),
     "sd3": Case(pipelines.sd3, SHORT),
     "pixart": Case(pipelines.pixart, PIXART),
     "wan": Case(pipelines.wan, VIDEO),
     "wan, two experts": Case(lambda: pipelines.wan(2), VIDEO),
     "qwen-image": Case(pipelines.qwen_image, {**EMBEDDED, "true_cfg_scale": 3.0}, prompt=None),
 }
+OPTIONS = {
+    "guidance off, two calls": Case(pipelines.wan, {**VIDEO, "guidance_scale": 1.0}),
+    "guidance off, one call": Case(pipelines.sd3, {**SHORT, "guidance_scale": 1.0}),
+    "guidance off, several pictures": Case(pipelines.flux, {**SHORT, "num_images_per_prompt": 3}),
+    "several pictures": Case(pipelines.flux, {**NEGATIVE, "num_images_per_prompt": 2}),
+    "two prompts, doubled batch": Case(pipelines.sd3, {**SHORT, "negative_prompt": ["old", "blurry"]}, prompt=TWO),
+    "a list of generators": Case(pipelines.pixart, {**PIXART, "num_images_per_prompt": 3}, seeds=(1, 2, 3)),
+    "given embeddings": Case(pipelines.flux, FLUX_EMBEDDED, prompt=None),
+    "a callback changes latents": Case(pipelines.flux, {**NEGATIVE, "callback_on_step_end": brighter}),
+    "a callback changes latents, one call": Case(pipelines.sd3, {**SHORT, "callback_on_step_end": brighter}),
+    "interrupt": Case(pipelines.flux, {**NEGATIVE, "callback_on_step_end": stopping}),
+    "return_dict=False": Case(pipelines.wan, {**VIDEO, "return_dict": False}),
+    "image to image": Case(
+        lambda: pipelines.flux(kind="FluxImg2ImgPipeline"), {**SHORT, "image": PICTURE, "strength": 0.7}
+    ),
+    "another scheduler": Case(pipelines.wan, VIDEO, change=unipc),
+    "two evaluations a step": Case(pipelines.sd3, SHORT, change=heun),
+}
+EVERY = CASES | OPTIONS
 
 
 def sharded(rank: int, world: int, device: torch.device, name: str, cfg: int) -> Tensor:
     """Return this rank's pictures of the second of two calls, after `parallelize`."""
-    pipe = CASES[name].pipe()
+    case, pipe = EVERY[name], EVERY[name].pipe()
     seqpar.parallelize(pipe, make_mesh(device, cfg=cfg))
-    CASES[name].pictures(pipe, rank)
-    return CASES[name].pictures(pipe, rank)
+    for module in transformers_of(pipe).values():
+        call: Any = module.forward
+        call.body = InDouble(call.body)
+    case.pictures(pipe, rank)
+    case.change(pipe)
+    return case.pictures(pipe, rank)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("world", "cfg"), [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)])
 def test_a_pipeline_makes_diffusers_picture(ranks: Pool, world: int, cfg: int, name: str) -> None:
-    truth = CASES[name].pictures(CASES[name].pipe())
+    truth = EVERY[name].truth()
     for pictures in ranks.run(world, sharded, name, cfg):
         assert (pictures - truth).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("world", "cfg"), [(2, 2), (3, 1)])
+def test_options_of_pipelines_work(ranks: Pool, world: int, cfg: int, name: str) -> None:
+    truth = EVERY[name].truth()
+    for pictures in ranks.run(world, sharded, name, cfg):
+        assert (pictures - truth).abs().max() < TOLERANCE
+
+
+def test_negative_control_options_and_seeds_are_visible() -> None:
+    def far(name: str, other: str) -> bool:
+        return bool((EVERY[name].truth() - EVERY[other].truth()).abs().max() > VISIBLE)
+
+    assert far("flux", "flux, true guidance")
+    assert far("flux, true guidance", "a callback changes latents")
+    assert far("flux, true guidance", "interrupt")
+    assert far("wan", "guidance off, two calls")
+    assert far("wan", "another scheduler")
+    pipe = pipelines.flux()
+    assert (CASES["flux"].pictures(pipe) - CASES["flux"].pictures(pipe, rank=1)).abs().max() > VISIBLE

@@ -12,7 +12,7 @@ from typing import Any
 
 import diffusers
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.support.foreign import StayDouble
 from tests.support.meshes import random
@@ -33,17 +33,20 @@ class Tiny:
     def build(self, seed: int = 0) -> Any:
         """Return the transformer in fp64, with the same random weights on every rank, norm weights included."""
         torch.manual_seed(seed)
-        module = getattr(diffusers, self.kind)(**self.config).double().eval().requires_grad_(False)
+        kind: Any = getattr(diffusers, self.kind)
+        module = kind(**self.config).double().eval().requires_grad_(False)
         for index, weight in enumerate(module.parameters()):
             fan = math.prod(weight.shape[1:]) if weight.dim() > 1 else 4
             weight.copy_(random(tuple(weight.shape), seed + index) * fan**-0.5)
+        if self.kind == "MochiTransformer3DModel":  # its positions are fp32, and are multiplied with these
+            module.pos_frequencies.data = module.pos_frequencies.float()
         return module
 
     def arguments(self, device: torch.device | str = "cpu") -> Inputs:
         """Return the arguments of a call, the same on every rank."""
         return {name: moved(value, device) for name, value in self.inputs(self.batch).items()}
 
-    def whole(self, module: nn.Module | None = None, arguments: Inputs | None = None) -> tuple[Tensor, ...]:
+    def whole(self, module: Any = None, arguments: Inputs | None = None) -> tuple[Tensor, ...]:
         """Return the outputs of the unchanged transformer in one process."""
         module, arguments = module or self.build(), arguments or self.arguments()
         with StayDouble(), torch.no_grad():

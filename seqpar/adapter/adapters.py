@@ -1,0 +1,223 @@
+"""Notices changes of a module's weights and adapters (LoRA and its kin), and computes the weights with adapters merged.
+
+peft wraps linear layers in a diffusers module by layers that hold low-rank factors, scales and flags. It, diffusers and
+a user's own code change them in many places, so nothing announces a change: `Watch` compares what a call depends on
+with what it saw before. That takes less than half a millisecond for a FLUX.1 with an adapter on every linear layer, and
+a fifth of that without one; the GPU is busy meanwhile. peft is imported only by those who use it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_settings = attrgetter("_disable_adapters", "_active_adapter", "merged_adapters")
+_versions = attrgetter("_version")
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Return whether this is one of peft's layers around a layer of the model."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")  # nobody has wrapped a layer before peft was imported
+    return peft is not None and isinstance(module, peft.BaseTunerLayer)
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """Return the model's own layer inside of an adapter's layer; other modules are returned as they are."""
+    return module.get_base_layer() if is_adapter(module) else module  # pyright: ignore[reportCallIssue]
+
+
+def without_adapters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of the model's own modules, under the names that they have without adapters."""
+    yield prefix, module
+    for name, child in module.named_children():
+        yield from without_adapters(base_of(child), f"{prefix}.{name}" if prefix else name)
+
+
+def layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, layer) of the adapters' layers, under the names of the layers that they wrap."""
+    for prefix, own in without_adapters(module):
+        for name, child in own.named_children():
+            if is_adapter(child):
+                yield f"{prefix}.{name}" if prefix else name, child
+
+
+@dataclass
+class _Seen:
+    """What a watch compares, and what it found there last."""
+
+    structure: list[dict[str, nn.Module | None]]
+    children: list[nn.Module | None]
+    parameters: Sequence[dict[str, Any]]
+    layers: list[Any]
+    adapted: list[Tensor]
+    scales: Sequence[dict[str, float]]
+    addresses: list[int] = field(default_factory=list)
+    settings: list[tuple[Any, ...]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    scaling: list[float] = field(default_factory=list)
+    config: list[str] = field(default_factory=list)
+    hooks: list[Mapping[int, Any]] = field(default_factory=list)
+    hooked: int = 0
+
+
+class Watch:
+    """Counts the changes of a module: layers, addresses of weights, and adapters with their scales, flags and values.
+
+    In-place changes of weights that no adapter wraps are not changes: a computation on the same addresses reads them.
+    Writing to a parameter's `.data` leaves no trace; peft does so when it fuses, which its flags tell.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._seen, self._count = module, None, 0
+
+    def count(self) -> int:
+        """Return a number that is larger than at the last call if and only if something changed since then."""
+        seen = self._seen
+        if seen is None or not self._unchanged(seen):
+            self._seen, self._count = self._look(), self._count + 1
+        return self._count
+
+    def _unchanged(self, seen: _Seen) -> bool:
+        return (
+            _children(seen) == seen.children
+            and self._config() == seen.config
+            and _addresses(seen) == seen.addresses
+            and sum(map(bool, seen.hooks)) == seen.hooked
+            and list(map(_settings, seen.layers)) == seen.settings
+            and list(map(_versions, seen.adapted)) == seen.versions
+            and _close(list(chain.from_iterable(map(dict.values, seen.scales))), seen.scaling)
+        )
+
+    def _config(self) -> list[str]:
+        return list(getattr(self._module, "peft_config", ()))
+
+    def _look(self) -> _Seen:
+        """Traverse the module; adapters' own submodules are looked at by their scales and parameters only."""
+        own = [module for _, module in without_adapters(self._module)]
+        found = [layer for _, layer in layers(self._module)]
+        inside = [part for layer in found for part in layer.modules()]
+        held = {id(module): module for module in (*own, *inside)}.values()
+        seen = _Seen(
+            structure=[module._modules for module in own if module._modules],
+            children=[],
+            parameters=[module._parameters for module in held if module._parameters],
+            layers=found,
+            adapted=[x for layer in found for x in layer.parameters() if not x.is_inference()],
+            scales=[x for layer in found if isinstance(x := getattr(layer, "scaling", None), dict)],
+            config=self._config(),
+            hooks=[hooks for module in own[1:] for hooks in (module._forward_hooks, module._forward_pre_hooks)],
+        )
+        seen.hooked = sum(map(bool, seen.hooks))
+        seen.children, seen.addresses = _children(seen), _addresses(seen)
+        seen.settings = [copy.deepcopy(_settings(layer)) for layer in found]
+        seen.versions = [x._version for x in seen.adapted]
+        seen.scaling = list(chain.from_iterable(map(dict.values, seen.scales)))
+        return seen
+
+
+def _children(seen: _Seen) -> list[nn.Module | None]:
+    return list(chain.from_iterable(map(dict.values, seen.structure)))
+
+
+def _addresses(seen: _Seen) -> list[int]:
+    values = chain.from_iterable(map(dict.values, seen.parameters))
+    # tensors of other types, as quantised weights have, need not have an address
+    return [x.data_ptr() if type(x) is nn.Parameter else id(x) for x in values if x is not None]
+
+
+def _close(these: list[float], those: list[float]) -> bool:
+    """Return whether scales are equal up to rounding; diffusers multiplies and divides them in a call."""
+    if these == those:
+        return True
+    return len(these) == len(those) and all(
+        math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) for a, b in zip(these, those, strict=True)
+    )
+
+
+# Merging -------------------------------------------------------------------------------------------------------
+
+
+def active(layer: nn.Module) -> tuple[str, ...]:
+    """Return the adapters that a layer of peft applies beside its base layer; fused ones are in the weights already."""
+    made: Any = layer
+    if not is_adapter(layer) or made.disable_adapters or made.merged:
+        return ()
+    known = made._get_available_adapters()
+    return tuple(name for name in made.active_adapters if name in known)
+
+
+def why_not_merge(layer: nn.Module) -> str | None:
+    """Return why the active adapters of a layer cannot be merged into its weight, or None."""
+    made: Any = layer
+    tuner = sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer
+    kind = type(made).__module__.removeprefix("peft.tuners.")
+    if not isinstance(made.get_base_layer(), nn.Linear) or made.get_base_layer() is not made.base_layer:
+        return f"an adapter ({kind}) wraps a {type(made.base_layer).__name__}, which is no linear layer"
+    if type(made).merge is tuner.merge:
+        return f"adapters of the type {kind} cannot be merged into a weight"
+    variants = getattr(made, "lora_variant", {})
+    for name in active(made):
+        if name in variants and not made.use_dora.get(name):
+            return f"adapter {name} is a {type(variants[name]).__name__}, which changes more than a weight"
+    return None
+
+
+def merged(layer: nn.Module, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of a wrapped linear layer with its active adapters merged, in fp32 (fp64 for fp64).
+
+    The bias is None if the adapters do not change it. scale: multiplies the scales of the active adapters, as
+    diffusers' `joint_attention_kwargs={"scale": s}` does.
+    """
+    made: Any = layer
+    base = made.get_base_layer()
+    wide = torch.promote_types(base.weight.dtype, torch.float32)
+    if not _is_plain_lora(made):
+        made = copy.deepcopy(made).to(wide)  # peft merges into this copy; the layer itself stays as it is
+        if hasattr(made, "scale_layer"):
+            made.scale_layer(scale)
+        made.merge(adapter_names=list(active(made)))
+        base = made.get_base_layer()
+        return base.weight.data, None if base.bias is None else base.bias.data
+    weight, bias = base.weight.to(wide), None
+    for name in active(made):
+        a, b, factor = made.lora_A[name], made.lora_B[name], made.scaling[name] * scale
+        weight = torch.addmm(weight, b.weight.to(wide), a.weight.to(wide), alpha=factor)
+        if b.bias is not None:
+            bias = (base.bias.to(wide) if bias is None else bias) + factor * b.bias.to(wide)
+    return weight, bias
+
+
+def _is_plain_lora(layer: Any) -> bool:
+    lora = sys.modules.get("peft.tuners.lora.layer")
+    plain = lora is not None and type(layer) is lora.Linear and not layer.fan_in_fan_out
+    return plain and not any(name in layer.lora_variant for name in active(layer))
+
+
+def told(module: nn.Module) -> str:
+    """Return the module's adapters as a text that is equal on all ranks that made the same calls.
+
+    It names the active adapters and has a digest of every layer's adapters, scales and flags.
+    """
+    found: dict[str, object] = {}
+    names: dict[str, None] = {}
+    for name, own in module.named_modules():
+        if is_adapter(own):
+            made: Any = own
+            scaling: Mapping[str, float] = getattr(made, "scaling", {})
+            scales = {key: float(f"{value:.6g}") for key, value in scaling.items()}
+            found[name] = (scales, made.active_adapters, made.disable_adapters, made.merged_adapters)
+            names |= dict.fromkeys(made.active_adapters)
+    if not found:
+        return "no adapters"
+    digest = hashlib.blake2b(repr(found).encode(), digest_size=4).hexdigest()
+    return f"adapters {', '.join(names) or 'none active'} on {len(found)} layers ({digest})"

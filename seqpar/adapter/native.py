@@ -1,0 +1,272 @@
+"""The native body: FLUX.1 computed by `seqpar.models.flux` on the weights of diffusers' module, for its pipelines.
+
+It takes diffusers' arguments (tokens, text, pooled text, timestep, guidance and the pipeline's own position ids, as
+Kontext, fill and image-to-image pipelines make them), splits the tokens of both streams and returns complete outputs.
+The module keeps its weights (`adopt.py`). Active adapters are merged into copies of the weights that they touch
+(`adapters.py`): a step then costs the same as without adapters, where low-rank products would add three small kernels
+for each layer; dropping the copies restores the bits. The copies take as much memory as the weights they replace.
+When it wins: always, by its fused kernels; what it cannot take is computed by the generic body, after a line that says
+why.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxTransformer2DModel
+from torch import Tensor, nn
+
+from seqpar.adapter import adapters, adopt, generic
+from seqpar.adapter.cuts import Cuts, Gather
+from seqpar.adapter.forward import Ranks
+from seqpar.mesh import Mesh
+from seqpar.models import flux
+from seqpar.planner.plan import Plan
+from seqpar.shard import JointShard
+from seqpar.streams import Split
+from seqpar.weights.checkpoint import KeyMap
+
+OURS = "seqpar"  # diffusers' hooks of this name are those of the generic body
+NEEDED = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids")
+
+
+def build(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts | None = None) -> Native:
+    """Return the body of a module for which `why_not` returns None; its weights are taken over at the first call.
+
+    cuts: where the generic body splits tokens, which computes what the native model cannot take; None takes our table.
+    """
+    return Native(module, mesh, plan, cuts)
+
+
+def knows(module: nn.Module) -> bool:
+    """Return whether there is a native model for transformers of this kind, if also not for this one."""
+    return isinstance(module, FluxTransformer2DModel)
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Return why the native model cannot take over a diffusers transformer, or None if it can."""
+    if type(module) is not FluxTransformer2DModel:
+        return f"there is no native model for {type(module).__name__}"
+    found = adopt.places(module)
+    for reason in itertools.chain(_of_layers(found), _of_adapters(module), _of_hooks(module)):
+        return reason
+    try:
+        config = _config(module, found)
+        with torch.device("meta"):
+            adopt.check_places(flux.Model(config), type(module).__name__, found, _keys(config))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def why_not_call(arguments: Mapping[str, Any]) -> str | None:
+    """Return why the native model cannot compute a call with these arguments of diffusers' forward, or None."""
+    for name in ("controlnet_block_samples", "controlnet_single_block_samples"):
+        if arguments.get(name) is not None:
+            return f"the call has {name}"
+    others = sorted(set(arguments.get("joint_attention_kwargs") or ()) - {"scale"})
+    return f"the call has joint_attention_kwargs {', '.join(others)}" if others else None
+
+
+class Native:
+    """A `seqpar.adapter.body.Body` for diffusers' FLUX.1."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts | None) -> None:
+        self._module, self._mesh, self._plan, self._cuts = module, mesh, plan, cuts
+        self._forward = module.forward  # taken now, because the caller may put its own in this place
+        self._ranks, self._watch = Ranks(mesh, plan), adapters.Watch(module)
+        self._seen: Hashable = None
+        self._blocks: list[Any] = []
+        self._why: str | None = None
+        self._model: flux.Model | None = None
+        self._merged: dict[str, Tensor] = {}
+        self._scale = 1.0
+        self._addresses: tuple[int, ...] = ()
+        self._other: generic.Generic | None = None
+        self._told: set[str] = set()
+
+    @torch.no_grad()
+    def __call__(self, arguments: Mapping[str, Any], /) -> tuple[Tensor, ...]:
+        """See `seqpar.adapter.body.Body`."""
+        self._refresh((arguments.get("joint_attention_kwargs") or {}).get("scale", 1.0))
+        why = self._why or why_not_call(arguments)
+        if why is not None:
+            return self._generic(why)(arguments)
+        assert self._model is not None
+        self._ranks.abandon()
+        return (self._predict(self._model, _checked(self._model, arguments)),)
+
+    def state(self) -> Hashable:
+        """See `seqpar.adapter.body.Body`; this also brings merged weights up to date, at the scale of the last call."""
+        self._refresh(self._scale)
+        other = None if self._other is None else self._other.state()
+        scale = self._scale if self._merged else None
+        return self._why, self._ranks.releases, self._addresses, scale, other
+
+    def check_delivered(self) -> None:
+        """See `seqpar.adapter.body.Body`."""
+        self._ranks.check()
+        if self._other is not None:
+            self._other.check_delivered()
+
+    def release(self) -> None:
+        """See `seqpar.adapter.body.Body`."""
+        self._forget()
+        self._seen = None
+        self._ranks.release()
+        if self._other is not None:
+            self._other.release()
+
+    def _predict(self, model: flux.Model, given: Mapping[str, Tensor]) -> Tensor:
+        """Return the predictions of all image tokens, (B, L, C)."""
+        now = self._ranks.begin()
+        encoded = model.encode(**{name: given[name] for name in model.PROMPT})
+        whole = {**encoded.streams, "image": given["hidden_states"]}
+        split = Split.of(model, {name: x.shape[1] for name, x in whole.items()}, self._mesh.sequence)
+        assert isinstance(split.tokens, JointShard)
+        rows = flux.rotary(torch.cat((given["txt_ids"], given["img_ids"])), model.config)
+        positions = dict(zip(model.STREAMS, rows.split([split.lengths[name] for name in model.STREAMS]), strict=True))
+        condition = model.modulate_call(given["timestep"], given.get("guidance"), encoded.pooled["pooled_projections"])
+        out = model.forward_tokens(
+            {name: split.mine(name, x) for name, x in whole.items()},
+            {name: split.mine(name, x, dim=0) for name, x in positions.items()},
+            condition,
+            self._ranks.attend(split.tokens, whole["image"], masked=False),
+        )
+        now.lengths.update(split.lengths)
+        return self._ranks.gather(out["image"], Gather("image"), "output")
+
+    # Weights ---------------------------------------------------------------------------------------------------
+
+    def _refresh(self, scale: float) -> None:
+        """Take over the module's weights and adapters as they are now, if anything changed since the last call."""
+        if (self._signs(), scale) == (self._seen, self._scale):
+            return
+        self._seen, self._scale = None, scale
+        with torch.inference_mode(False):  # weights outlive the caller's mode
+            self._why = why_not(self._module)
+            if self._why is None:
+                self._adopt(scale)
+            else:
+                self._forget()
+        self._blocks = [*_blocks(self._module)]
+        if any(block._compiled_call_impl is not None for block in self._blocks) and self._why is None:
+            self._tell("compiled blocks are not used, because the native model has kernels of its own")
+        self._seen = self._signs()  # again, because taking the weights over has moved some
+
+    def _signs(self) -> Hashable:
+        """Return what tells that the module changed, in well under a millisecond."""
+        module: Any = self._module
+        blocks = [("forward" in vars(block), block._compiled_call_impl is not None) for block in self._blocks]
+        attentions = [(type(one.processor), "forward" in vars(one)) for one in (block.attn for block in self._blocks)]
+        return self._watch.count(), module._cache_config is not None, tuple(blocks), tuple(attentions)
+
+    def _adopt(self, scale: float) -> None:
+        found = adopt.places(self._module)
+        config = _config(self._module, found)
+        if self._model is None or self._model.config != config:
+            with torch.device("meta"):
+                self._model = flux.Model(config)
+        keys, model = _keys(config), self._model
+        where = next(iter(found.values())).parameter.device
+        if where != self._mesh.device:
+            raise ValueError(f"got a transformer on {where}, expected {self._mesh.device}; move the pipeline there")
+        adopt.adopt(model, found, keys)
+        self._merged = adopt.merge(model, self._module, keys, scale, self._merged)
+        self._addresses = tuple(parameter.data_ptr() for parameter in model.parameters())
+
+    def _forget(self) -> None:
+        """Let go of the weights, so that only the module keeps them in memory."""
+        self._model, self._merged, self._addresses = None, {}, ()
+
+    def _generic(self, why: str) -> generic.Generic:
+        """Return the generic body, which computes what the native model cannot, after the reason was printed."""
+        self._tell(f"the transformer's own modules compute, because {why}")
+        if self._other is None:
+            self._other = generic.build(self._module, self._mesh, self._plan, self._cuts, self._forward)
+        return self._other
+
+    def _tell(self, message: str) -> None:
+        if message not in self._told and self._mesh.is_main:
+            print(f"seqpar: {message}", flush=True)
+        self._told.add(message)
+
+
+def _checked(model: flux.Model, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a call; ids without a batch dim, timestep and guidance with one number a row."""
+    given = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    if missing := [name for name in (*NEEDED, *(["guidance"] if model.EMBEDS_GUIDANCE else ())) if name not in given]:
+        raise ValueError(f"got no {', '.join(missing)}, expected a tensor: the transformer's forward needs it")
+    if not model.EMBEDS_GUIDANCE and "guidance" in given:
+        raise ValueError("got guidance, expected None: this transformer does not embed it")
+    rows, dtype = len(given["hidden_states"]), model.x_embedder.weight.dtype
+    for name in ("timestep", "guidance"):
+        if name in given:
+            given[name] = given[name].reshape(-1).expand(rows)
+    for name in ("img_ids", "txt_ids"):
+        given[name] = given[name][0] if given[name].dim() == 3 else given[name]
+    given["hidden_states"] = given["hidden_states"].to(dtype)
+    return given
+
+
+def _config(module: Any, found: Mapping[str, adopt.Place]) -> flux.Config:
+    shapes = {key: tuple(place.parameter.shape) for key, place in found.items()}
+    known = flux.recognise(shapes, {**module.config, "_class_name": type(module).__name__})
+    assert known is not None
+    return known[0]
+
+
+def _keys(config: flux.Config) -> KeyMap:
+    make: Callable[[flux.Config], KeyMap] = flux.KEY_MAPS["diffusers"]
+    return make(config)
+
+
+def _blocks(module: Any) -> Iterator[Any]:
+    return itertools.chain(module.transformer_blocks, module.single_transformer_blocks)
+
+
+# Reasons for the generic body ----------------------------------------------------------------------------------
+
+
+def _of_layers(found: Mapping[str, adopt.Place]) -> Iterator[str]:
+    """Yield reasons in the module's own layers: quantised or replaced ones, dtypes, weights that are elsewhere."""
+    first = next(iter(found.values())).parameter
+    for key, place in found.items():
+        weight = place.parameter
+        if type(place.owner) not in (nn.Linear, nn.RMSNorm):
+            yield f"{key} belongs to a {type(place.owner).__name__}, as in a quantised or changed model"
+        if type(weight) is not nn.Parameter:
+            yield f"{key} is a {type(weight).__name__}, as in a quantised model"
+        if weight.device.type == "meta":
+            yield f"{key} is not in memory between the layers' own calls, as with sequential offload"
+        if (weight.dtype, weight.device) != (first.dtype, first.device):
+            yield f"{key} is {weight.dtype} on {weight.device}, and other weights {first.dtype} on {first.device}"
+        if not weight.is_floating_point() or weight.itemsize < 2:
+            yield f"{key} is {weight.dtype}"
+
+
+def _of_adapters(module: nn.Module) -> Iterator[str]:
+    """Yield reasons in adapters that cannot be merged."""
+    for layer in filter(adapters.is_adapter, module.modules()):
+        if adapters.active(layer) and (reason := adapters.why_not_merge(layer)) is not None:
+            yield reason
+
+
+def _of_hooks(module: Any) -> Iterator[str]:
+    """Yield reasons in what the module does besides its own arithmetic, which the native model would leave out."""
+    if module._cache_config is not None:
+        yield f"a cache between steps ({type(module._cache_config).__name__}) is enabled"
+    for block in _blocks(module):
+        if type(block.attn.processor) is not FluxAttnProcessor:
+            yield f"an attention processor is a {type(block.attn.processor).__name__}"
+    for name, one in module.named_modules():
+        hooks = getattr(one, "_diffusers_hook", None)
+        if names := [key for key in (hooks.hooks if hooks is not None else ()) if not key.startswith(OURS)]:
+            yield f"diffusers' hook {names[0]} is on {name or 'the transformer'}"
+        if name and hasattr(one, "_hf_hook"):
+            yield f"accelerate's hook {type(one._hf_hook).__name__} is on {name}"
+        if name and (one._forward_hooks or one._forward_pre_hooks):
+            yield f"a forward hook is on {name}"

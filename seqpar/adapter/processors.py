@@ -1,0 +1,56 @@
+"""Attention processors for models of diffusers whose own cannot be split.
+
+Mochi's processor picks the valid text tokens of each batch row by their values, which waits for the device and gives
+every rank another number of keys. The one here masks them instead, for all rows at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch import Tensor
+
+
+class MochiProcessor:
+    """Joint attention of video and text, video first; keys of padding are masked by the attention that it calls."""
+
+    _attention_backend: Any = None
+    _parallel_config: Any = None
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (video, text), (B, l, E) each; image_rotary_emb: cos and sin (l, H, D/2) of the video's tokens."""
+        own, added = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        q, k, v = _heads(hidden_states, own, (attn.norm_q, attn.norm_k), attn.heads)
+        text = _heads(encoder_hidden_states, added, (attn.norm_added_q, attn.norm_added_k), attn.heads)
+        if image_rotary_emb is not None:
+            q, k = rotated(q, *image_rotary_emb), rotated(k, *image_rotary_emb)
+        queries, keys, values = (torch.cat(pair, dim=1) for pair in zip((q, k, v), text, strict=True))
+        out = dispatch_attention_fn(
+            queries, keys, values, backend=self._attention_backend, parallel_config=self._parallel_config
+        )
+        video_out, text_out = out.flatten(2).split((q.shape[1], text[0].shape[1]), dim=1)
+        for layer in attn.to_out:
+            video_out = layer(video_out)
+        return video_out, attn.to_add_out(text_out) if hasattr(attn, "to_add_out") else text_out
+
+
+def _heads(x_BlE: Tensor, layers: tuple[Any, Any, Any], norms: tuple[Any, Any], heads: int) -> list[Tensor]:
+    """Return q, k and v (B, l, H, D) of a stream, q and k normalised over each head where there are norms."""
+    made = [layer(x_BlE).unflatten(2, (heads, -1)) for layer in layers]
+    return [x if norm is None else norm(x) for x, norm in zip(made, (*norms, None), strict=True)]
+
+
+def rotated(x_BlHD: Tensor, cos_lHD2: Tensor, sin_lHD2: Tensor) -> Tensor:
+    """Return the tokens with interleaved pairs rotated, computed in fp32; each head has its own angles."""
+    even, odd = x_BlHD.float().unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = even * cos_lHD2 - odd * sin_lHD2, even * sin_lHD2 + odd * cos_lHD2
+    return torch.stack((first.to(x_BlHD.dtype), second.to(x_BlHD.dtype)), dim=-1).flatten(-2)

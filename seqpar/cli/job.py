@@ -16,7 +16,7 @@ from seqpar.pipelines._pictures import check_writable
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import parse_mesh
 from seqpar.protocols import plugin
-from seqpar.sampling.guidance import check_layout
+from seqpar.sampling.guidance import Guidance, check_layout
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -69,6 +69,14 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     if len(sides) > 2 or not all(side.isdecimal() for side in sides):
         raise ValueError(f"got --size {text}, expected pixels like 256 or 256x384 (height x width)")
     return int(sides[0]), int(sides[-1])
+
+
+def scales(guidance: Guidance) -> str:
+    """The guidance of a run as text: the scale that the model takes as an input, and that of two branches."""
+    if guidance.embedded is None:
+        return f"guidance {guidance.scale:g}"
+    beside = f", classifier-free guidance {guidance.scale:g}" if guidance.on else ""
+    return f"guidance {guidance.embedded:g} as an input{beside}"
 
 
 def _check_ranges(args: Args) -> None:

@@ -7,8 +7,8 @@ from dataclasses import fields
 import torch
 
 from seqpar.cli.args import Args, Flags, PlanArgs
+from seqpar.cli.job import scales
 from seqpar.cli.planning import asked, imagined, ours, tables
-from seqpar.cli.summary import scales
 from seqpar.mesh import Mesh
 from seqpar.pipelines._family import Job
 from seqpar.planner.search import Wish

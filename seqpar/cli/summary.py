@@ -11,12 +11,11 @@ import torch
 import seqpar
 from seqpar import exact
 from seqpar.cli.args import Args
-from seqpar.cli.job import DTYPES
+from seqpar.cli.job import DTYPES, scales
 from seqpar.kernels import gated_linear
 from seqpar.mesh import Mesh
 from seqpar.pipelines._family import Job
 from seqpar.planner.plan import Plan
-from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import why_not_captured
 from seqpar.sampling.steppers import Decision, decide
 
@@ -60,14 +59,6 @@ def parameters(args: Args, pipeline: Any, job: Job) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """The versions of the packages that ran."""
     return {module.__name__: module.__version__ for module in (torch, diffusers, seqpar)}
-
-
-def scales(guidance: Guidance) -> str:
-    """The guidance of a run as text: the scale that the model takes as an input, and that of two branches."""
-    if guidance.embedded is None:
-        return f"guidance {guidance.scale:g}"
-    beside = f", classifier-free guidance {guidance.scale:g}" if guidance.on else ""
-    return f"guidance {guidance.embedded:g} as an input{beside}"
 
 
 def _why_strategy(args: Args, mesh: Mesh) -> str:

@@ -100,8 +100,11 @@ def family_of(name: str) -> tuple[ModuleType, Path | None]:
     modules = [plugin(seqpar.pipelines, each, "family") for each in plugins(seqpar.pipelines)]
     index = None if path is None else path / "model_index.json"
     if index is None or not index.is_file():
-        prompt = locate(name if path is None else path).module.Model.PROMPT
-        return next(module for module in modules if prompt == module.PROMPT), path
+        blueprint = locate(name if path is None else path)
+        for module in modules:
+            if module.PROMPT == blueprint.module.Model.PROMPT:
+                return module, path
+        raise ValueError(f"got {blueprint.name}, expected a model that a pipeline here runs; use it as a library")
     kind = read_json(index).get("_class_name")
     found = next((module for module in modules if kind in module.PIPELINES), None)
     return found or plugin(seqpar.pipelines, ANY, "family"), path

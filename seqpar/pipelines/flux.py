@@ -37,7 +37,7 @@ from seqpar.sampling.schedules import FAILURES
 from seqpar.sampling.steppers import check_eta, decide
 from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
 from seqpar.weights.checkpoint import read_json
-from seqpar.weights.find import Blueprint, from_diffusers, locate
+from seqpar.weights.find import Blueprint, from_diffusers, locate, resolve
 
 PIPELINES = ("FluxPipeline",)
 PROMPT = ("encoder_hidden_states", "pooled_projections")
@@ -66,8 +66,10 @@ class Files:
 
         Raises ValueError if a file does not fit; reads only configs and the headers of weight files.
         """
-        _, path = _family.family_of(str(name))
+        path = resolve(name)
         blueprint = locate(name if path is None else path)
+        if blueprint.module.Model.PROMPT != PROMPT:
+            raise ValueError(f"got {blueprint.name}, which is no FLUX.1, expected one")
         if path is None:
             return Files(blueprint, None, None, DEFAULT)
         if not (path / "model_index.json").is_file():

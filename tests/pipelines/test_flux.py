@@ -62,7 +62,8 @@ def theirs(folder: Path, guidance: Guidance, scheduler: Any = None) -> tuple[Ten
     sizes = {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": STEPS, "max_sequence_length": TEXT}
     given: Any = {"latents": latents, "guidance_scale": guidance.embedded or 0.0, **sizes, **true}
     with StayDouble():
-        found, images = (pipe(PROMPTS, **given, output_type=kind).images for kind in ("latent", "pt"))
+        made: Any = [pipe(PROMPTS, **given, output_type=kind) for kind in ("latent", "pt")]
+    found, images = (each.images for each in made)
     return FluxPipeline._unpack_latents(found, *SIZE, 2), images
 
 

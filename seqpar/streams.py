@@ -88,6 +88,18 @@ def stacked(first: Prompt, second: Prompt) -> dict[str, Tensor]:
     return made
 
 
+def check_lengths(model: SequenceModel, prompt: Prompt, negative: Prompt) -> None:
+    """Raise ValueError if the texts of two prompts have different lengths and the model has no mask for padding."""
+    masked = {*model.MASKS, *model.MASKS.values()}
+    for name in sorted(prompt.keys() - masked):
+        got, wanted = tuple(negative[name].shape[1:]), tuple(prompt[name].shape[1:])
+        if got != wanted:
+            raise ValueError(
+                f"got a negative {name} of shape {got} a row, expected {wanted} as in the prompt: the model has no "
+                f"mask for padding"
+            )
+
+
 def distinct(prompt: Prompt) -> tuple[dict[str, Tensor], Tensor]:
     """Return (the prompt's distinct rows, the index among them of each row)."""
     tensors = list(prompt.values())

@@ -64,8 +64,8 @@ def picture(mark: Marks, model: str, steps: int, out: str) -> dict[str, str]:
 
     from seqpar.cli.job import DTYPES
     from seqpar.mesh import Mesh
+    from seqpar.pipelines._pictures import grid, save, to_pil
     from seqpar.pipelines.class_labels import Files, Pipeline
-    from seqpar.pipelines.pictures import grid, save, to_pil
     from seqpar.sampling.loop import digest
 
     mark("import seqpar")

@@ -21,13 +21,20 @@ class Flags:
     model: str = "builtin"
     """"builtin", a diffusers folder, an original .pt file, a hub id, or a preset with random weights (dit-xl/2)."""
     classes: tuple[str, ...] = ()
-    """Names or numbers of classes; the first 12 classes if none are given."""
+    """Names or numbers of classes, for models that take those; the first 12 classes if none are given."""
+    prompt: tuple[str, ...] = ()
+    """What to show, for models that take a text; several prompts make several pictures."""
+    negative_prompt: str | None = None
+    """What not to show; classifier-free guidance leads away from it (with FLUX also name --true-guidance)."""
     repeat: int = 1
-    """Number of pictures of each class."""
+    """Number of pictures of each class or prompt."""
     steps: int = 25
     """Number of denoising steps."""
-    guidance: float = 4.0
-    """Scale of classifier-free guidance; guidance is off at 1 and below."""
+    guidance: float | None = None
+    """Scale of guidance: an input of the model where it takes one (FLUX.1-dev: 3.5 by default), else classifier-free,
+    which is off at 1 and below (classes: 4 by default; other pipelines: their own value)."""
+    true_guidance: float | None = None
+    """Scale of classifier-free guidance for models with distilled guidance, such as FLUX: 2 predictions a step."""
     guidance_channels: int | None = None
     """Guide only the first channels (original DiT: 3); all channels by default, as diffusers does."""
     eta: float | None = None
@@ -37,6 +44,10 @@ class Flags:
     """Class name of any diffusers scheduler; the model's own scheduler by default."""
     seed: int = 0
     """Seed of the noise: one seed gives the same pictures on any number of ranks."""
+    frames: int | None = None
+    """Number of frames, for models that make videos."""
+    fps: int | None = None
+    """Frames a second of a video; 16 by default."""
     size: str | None = None
     """Size in pixels, as 256 or 256x384 (height x width); the size that the model was trained for by default."""
     mesh: str = "auto"
@@ -53,7 +64,8 @@ class Flags:
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Data type of weights and activations; auto is bf16 on GPUs and fp32 on CPUs."""
     out: Path = Path("seqpar.png")
-    """File of the picture; its metadata holds every parameter."""
+    """File of the picture (.png, its metadata holds every parameter) or of the video (.mp4). Several pictures of
+    prompts get numbers: seqpar-1.png, seqpar-2.png."""
 
 
 @dataclass(frozen=True)

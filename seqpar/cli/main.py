@@ -1,6 +1,7 @@
 """The `seqpar` command: `seqpar sample` makes pictures, `seqpar plan` predicts what every layout would take.
 
     seqpar sample --gpus 4 --classes cat rocket 7 --guidance 4 --out pictures.png
+    seqpar sample --gpus 2 --model black-forest-labs/FLUX.1-dev --prompt "a red fox in the snow" --steps 28
     seqpar plan --gpus 1 2 4 8 --model large-dit-7b --size 1024 --classes 207
 
 Everything is checked before weights load; a mistake is one message and a non-zero exit.

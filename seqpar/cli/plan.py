@@ -7,9 +7,10 @@ from dataclasses import fields
 import torch
 
 from seqpar.cli.args import Args, Flags, PlanArgs
-from seqpar.cli.job import Job
+from seqpar.cli.job import scales
 from seqpar.cli.planning import asked, imagined, ours, tables
 from seqpar.mesh import Mesh
+from seqpar.pipelines._family import Job
 from seqpar.planner.search import Wish
 
 
@@ -26,8 +27,8 @@ def wish_of(args: Args) -> Wish:
 
 def dry_run(args: Args, job: Job, ranks: Mesh) -> str:
     """The tables that a plan prints: one a number of GPUs, or one for the processes that run."""
-    load, model = job.load, job.files.blueprint
-    head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, guidance {args.guidance:g}, {job.dtype}"
+    load, model = job.load, job.blueprint
+    head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job.guidance)}, {job.dtype}"
     machines = [imagined(ranks.device, count, args.transport) for count in args.dry_run or ()]
     machines = machines or [ours(ranks, args.transport)]
     shown = tables(load, model, machines, wish_of(args), job.dtype)

@@ -1,4 +1,4 @@
-"""One run of `seqpar sample` on this rank: check, plan, load, sample, decode, save."""
+"""One run of `seqpar sample` on this rank: check, plan, encode, load, sample, decode, save."""
 
 from __future__ import annotations
 
@@ -9,55 +9,68 @@ from torch import Tensor
 
 from seqpar import exact
 from seqpar.cli.args import Args
-from seqpar.cli.job import Job, check
+from seqpar.cli.job import check
 from seqpar.cli.plan import dry_run, wish_of
 from seqpar.cli.planning import shared_plan
-from seqpar.cli.progress import Progress
+from seqpar.cli.progress import Bar, Progress
 from seqpar.cli.summary import parameters, summary
 from seqpar.mesh import Mesh
-from seqpar.pipelines.class_labels import Pipeline
-from seqpar.pipelines.pictures import grid, save, to_pil
-from seqpar.sampling.guidance import Guidance
+from seqpar.pipelines._family import Job
+from seqpar.pipelines._pictures import grid, numbered, save, to_pil
+from seqpar.pipelines.adapted import Adapted
 from seqpar.sampling.loop import digest
+from seqpar.shard import Shard
 
 
 def run(args: Args) -> None:
     """The whole path from flags to a file, or to the tables of a dry run. Every rank calls it."""
-    guidance = Guidance(args.guidance, args.guidance_channels)
     if args.exact and args.dry_run is None:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined()
-    job = ranks.together(lambda: check(args, ranks, guidance))
+    job = ranks.together(lambda: check(args, ranks))
+    if isinstance(job, Adapted):
+        from seqpar.cli.adapted import run_adapted  # takes seconds to import, which a loop of our own does not need
+
+        run_adapted(args, job, ranks)
+        return
     if args.dry_run is not None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks))))
         return
-    plan = shared_plan(job.load, job.files.blueprint, ranks, wish_of(args), job.dtype)
+    plan = shared_plan(job.load, job.blueprint, ranks, wish_of(args), job.dtype)
     started = time.perf_counter()
-    pipeline = Pipeline.load(job.files, None, job.dtype, plan=plan)
+    with _encoding(job, ranks) as encoded:
+        hook = {"on_prompt": encoded} if "prompts" in job.loading else {}
+        pipeline = job.pipeline.load(**job.loading, **hook, plan=plan)
     loaded = time.perf_counter() - started
-    _say(pipeline.dit.mesh, summary(args, pipeline, job, plan))
-    with pipeline, Progress(job.evaluations, pipeline.dit.mesh) as progress:
-        latents = pipeline.latents(job.pictures, on_step=progress, **_settings(args, job))
+    _say(ranks, summary(args, pipeline, job, plan))
+    with pipeline, Progress(job.evaluations, ranks) as progress:
+        latents = pipeline.latents(**job.settings, on_step=progress)
         per_step = progress.finish()
     bits = digest(latents)
-    _write(args, job, pipeline, latents, {"ms_per_step": per_step, "latents": bits})
+    files = _write(args, job, pipeline, latents, {"ms_per_step": per_step, "latents": bits})
     seconds = f"{loaded:.1f} s to load, {time.perf_counter() - started:.1f} s in all"
     speed = "a step not measured (one alone is warm-up)" if per_step is None else f"{per_step:.1f} ms a step"
-    _say(pipeline.dit.mesh, f"{args.out}: {len(job.pictures)} pictures, {speed}, {seconds}, latents {bits}")
+    _say(ranks, f"{files}: {job.load.images} pictures, {speed}, {seconds}, latents {bits}")
 
 
-def _settings(args: Args, job: Job) -> dict[str, Any]:
-    """What the flags say about sampling, as arguments of `Pipeline.latents`."""
-    settings = {"steps": args.steps, "seed": args.seed, "eta": args.eta}
-    return settings | {"size": job.size, "guidance": job.guidance, "scheduler": job.scheduler}
+def _encoding(job: Job, mesh: Mesh) -> Bar:
+    """The bar of encoded prompts; it appears only where there are prompts to encode."""
+    return Bar(len(set(job.loading.get("prompts", ()))), "prompt", mesh, "encoding")
 
 
-def _write(args: Args, job: Job, pipeline: Pipeline, latents: Tensor, measured: dict[str, Any]) -> None:
-    """Decode on all ranks; rank 0 writes the file, with its parameters and what was measured in its metadata."""
-    images = pipeline.decode(latents)
-    if pipeline.dit.mesh.is_main:
-        labels = [job.files.class_name(number) for number in job.pictures]
-        save(grid(to_pil(images), labels), args.out, parameters(args, pipeline, job) | measured)
+def _write(args: Args, job: Job, pipeline: Any, latents: Tensor, measured: dict[str, Any]) -> str:
+    """Decode on all ranks; rank 0 writes the files, with parameters and measurements in their metadata."""
+    mesh: Mesh = pipeline.dit.mesh
+    mine = Shard(len(latents), mesh.world.size).sizes[mesh.world.rank]
+    with Bar(mine, "picture", mesh, "decoding") as bar:
+        images = pipeline.decode(latents, bar)
+    paths = [args.out] if job.sheet else numbered(args.out, len(images))
+    if mesh.is_main:
+        shown = parameters(args, pipeline, job) | measured
+        pictures = [grid(to_pil(images), job.captions)] if job.sheet else to_pil(images)
+        for path, picture in zip(paths, pictures, strict=True):
+            save(picture, path, shown)
+    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} to {paths[-1].name}"
 
 
 def _say(mesh: Mesh, text: str) -> None:

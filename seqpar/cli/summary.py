@@ -11,16 +11,16 @@ import torch
 import seqpar
 from seqpar import exact
 from seqpar.cli.args import Args
-from seqpar.cli.job import DTYPES, Job
+from seqpar.cli.job import DTYPES, scales
 from seqpar.kernels import gated_linear
 from seqpar.mesh import Mesh
-from seqpar.pipelines.class_labels import Pipeline
+from seqpar.pipelines._family import Job
 from seqpar.planner.plan import Plan
 from seqpar.sampling.loop import why_not_captured
 from seqpar.sampling.steppers import Decision, decide
 
 
-def summary(args: Args, pipeline: Pipeline, job: Job, plan: Plan) -> str:
+def summary(args: Args, pipeline: Any, job: Job, plan: Plan) -> str:
     """Lines that say what runs, where, and why."""
     dit, mesh = pipeline.dit, pipeline.dit.mesh
     decision = decide(job.scheduler, {"eta": args.eta})
@@ -36,10 +36,10 @@ def summary(args: Args, pipeline: Pipeline, job: Job, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def parameters(args: Args, pipeline: Pipeline, job: Job) -> dict[str, Any]:
+def parameters(args: Args, pipeline: Any, job: Job) -> dict[str, Any]:
     """The flags as given; under "chosen" the values that were used, under "versions" the packages that ran."""
     dit, mesh = pipeline.dit, pipeline.dit.mesh
-    height, width = (side * job.files.factor for side in job.latent_size)
+    height, width = job.pixels
     chosen = {
         "strategy": dit.strategy.name,
         "local": dit.local.name,
@@ -50,10 +50,15 @@ def parameters(args: Args, pipeline: Pipeline, job: Job) -> dict[str, Any]:
         "dtype": next(name for name, dtype in DTYPES.items() if dtype == job.dtype),
         "size": f"{height}x{width}",
         "scheduler": type(job.scheduler).__name__,
-        "classes": list(job.classes),
+        "guidance": scales(job.guidance),
+        **{name: list(values) for name, values in job.named.items()},
     }
-    versions = {module.__name__: module.__version__ for module in (torch, diffusers, seqpar)}
-    return asdict(args) | {"out": str(args.out), "chosen": chosen, "versions": versions}
+    return asdict(args) | {"out": str(args.out), "chosen": chosen, "versions": versions()}
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that ran."""
+    return {module.__name__: module.__version__ for module in (torch, diffusers, seqpar)}
 
 
 def _why_strategy(args: Args, mesh: Mesh) -> str:
@@ -65,17 +70,18 @@ def _why_strategy(args: Args, mesh: Mesh) -> str:
 def _work(args: Args, job: Job, decision: Decision) -> str:
     """Pictures, tokens, data type, steps and guidance."""
     text = (
-        f"{len(job.pictures)} pictures, {job.tokens} tokens, {str(job.dtype).removeprefix('torch.')}, "
-        f"{args.steps} steps of {type(job.scheduler).__name__} {decision}, guidance {args.guidance:g}"
+        f"{job.load.images} pictures, {job.load.tokens} tokens, {str(job.dtype).removeprefix('torch.')}, "
+        f"{args.steps} steps of {type(job.scheduler).__name__} {decision}, {scales(job.guidance)}"
     )
     if job.evaluations != args.steps:
         text += f"; the scheduler calls the model {job.evaluations} times"
     return text
 
 
-def _notes(args: Args, pipeline: Pipeline, job: Job, decision: Decision) -> list[str]:
+def _notes(args: Args, pipeline: Any, job: Job, decision: Decision) -> list[str]:
     """Lines that only some runs need, and the line about the CUDA graph."""
-    dit, mesh, lines = pipeline.dit, pipeline.dit.mesh, []
+    dit, mesh = pipeline.dit, pipeline.dit.mesh
+    lines = [f"{title:<9} {text}" for title, text in job.notes]
     whole = mesh.sequence.size == mesh.world.size > mesh.cfg.size == 1
     if job.guidance.on and whole and args.strategy != "auto" and "cfg" not in args.mesh:
         lines.append("branches  both on all ranks, so that the named strategy has them all; --mesh cfg=2 parts them")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from PIL import Image
 from torch import Tensor
@@ -17,20 +15,26 @@ from torch import Tensor
 from seqpar.distributed import DistributedDiT
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
-from seqpar.pipelines.pictures import to_pil
+from seqpar.pipelines import _family, _labels, _schedulers
+from seqpar.pipelines._family import BUILTIN, NO_VAE_FACTOR, Job, Order
+from seqpar.pipelines._pictures import to_pil
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Wish
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler, draw_noise
 from seqpar.sampling.schedules import FAILURES
-from seqpar.sampling.steppers import check_eta, decide, why_not_driven
+from seqpar.sampling.steppers import check_eta, decide
 from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
 from seqpar.weights.checkpoint import read_json
 from seqpar.weights.find import Blueprint, locate, resolve
 
-BUILTIN = Path(__file__).parents[1] / "assets" / "emoji-dit"
-NO_VAE_FACTOR = 8  # factor of the autoencoder that published DiTs are trained with
+__all__ = ["BUILTIN", "Files", "Pipeline", "check", "generate"]
+
+PIPELINES = ("DiTPipeline",)
+PROMPT = ("class_labels",)
+GUIDANCE = 4.0  # scale if the user names none
+SHOWN_BY_DEFAULT = 12  # number of classes if the user names none
 # the scheduler of the original DiT and Large-DiT, for models without a pipeline folder
 DDIM_DEFAULT = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "clip_sample": False}
 
@@ -64,7 +68,7 @@ class Files:
         vae = check_vae(path / "vae") if (index.get("vae") or [None])[0] else None
         if vae is not None and vae.latent_channels != channels:
             raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
-        return Files(blueprint, path, vae, _labels(index, blueprint.config.num_classes))
+        return Files(blueprint, path, vae, _labels.listed(index, blueprint.config.num_classes))
 
     @property
     def factor(self) -> int:
@@ -77,13 +81,7 @@ class Files:
         Raises ValueError for an unknown class, with similar names, and for a name of several classes, with their
         numbers.
         """
-        numbers, names = self.labels.keys() or range(self.blueprint.config.num_classes), dict[str, set[int]]()
-        if all(isinstance(label, int) and label in numbers for label in classes):
-            return list(map(int, classes))
-        for number, own in self.labels.items():
-            for name in own:
-                names.setdefault(name, set()).add(number)
-        return [self._class_id(str(label), names) for label in classes]
+        return _labels.class_ids(classes, self.labels, self.labels.keys() or range(self.blueprint.config.num_classes))
 
     def class_name(self, number: int) -> str:
         """Return the first name of a class, or its number if it has no name."""
@@ -91,16 +89,7 @@ class Files:
 
     def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
         """Return (height, width) of the latent of a picture; None stands for the size that the model was trained on."""
-        config = self.blueprint.config
-        if pixels is None:
-            return config.sample_size, config.sample_size
-        unit = config.patch_size * self.factor
-        if any(side < unit or side % unit for side in pixels):
-            raise ValueError(
-                f"got size {pixels[0]}x{pixels[1]}, expected multiples of {unit} (patch {config.patch_size} "
-                f"x decoder {self.factor})"
-            )
-        return pixels[0] // self.factor, pixels[1] // self.factor
+        return _family.latent_size(pixels, self.factor, self.blueprint.config)
 
     def load_of(
         self,
@@ -133,20 +122,7 @@ class Files:
         Raises ValueError, with the reason, if it cannot be built or the denoising loop cannot use it.
         """
         config = read_json(self.folder / "scheduler" / "scheduler_config.json") if self.folder else DDIM_DEFAULT
-        chosen = name or config.get("_class_name", "DDIMScheduler")
-        known = [other for other in dir(diffusers) if other.endswith("Scheduler")]
-        if chosen not in known:
-            raise ValueError(f"got scheduler {chosen!r}, expected one of diffusers': {_near(chosen, known)}")
-        kind = getattr(diffusers, chosen)
-        try:
-            scheduler = kind.from_config(config)
-        except (ImportError, TypeError, ValueError, NotImplementedError) as error:
-            raise ValueError(
-                f"got scheduler {chosen!r}, which cannot be built: {' '.join(str(error).split())}"
-            ) from error
-        if (reason := why_not_driven(scheduler)) is not None:
-            raise ValueError(f"got scheduler {chosen!r}, which {reason}; expected one like DDIMScheduler")
-        return scheduler
+        return _schedulers.build(config, name)
 
     def schedule(self, name: str | None, steps: int, eta: float | None = None) -> Any:
         """Return `scheduler(name)` with its timesteps set; ValueError if steps or eta do not fit it.
@@ -154,9 +130,8 @@ class Files:
         eta: None stands for the scheduler's own default.
         """
         scheduler = self.scheduler(name)
-        chosen, most = type(scheduler).__name__, getattr(scheduler.config, "num_train_timesteps", steps)
-        if not 1 <= steps <= most:
-            raise ValueError(f"got {steps} steps, expected 1 to {most}")
+        chosen = type(scheduler).__name__
+        _schedulers.check_steps(scheduler, steps)
         check_eta(scheduler, eta)
         try:
             scheduler.set_timesteps(steps)
@@ -164,19 +139,6 @@ class Files:
             raise ValueError(f"got {steps} steps, which {chosen} cannot do: {error}; try more or fewer") from error
         decide(scheduler, {"eta": eta})  # raises ValueError if a step of the scheduler fails
         return scheduler
-
-    def _class_id(self, label: str, names: Mapping[str, set[int]]) -> int:
-        numbers = self.labels.keys() or range(self.blueprint.config.num_classes)
-        # a whole label stands for the classes that all of its parts have in common
-        found = set.intersection(*(names.get(part, set()) for part in _parts(label)))
-        if len(found) == 1:
-            return found.pop()
-        if found:
-            raise ValueError(f"got class {label!r}, which stands for {_and(found)}, expected one of these numbers")
-        if label.isdecimal() and int(label) in numbers:
-            return int(label)
-        wanted = f"one of {_near(label, list(names))}, or" if names else "a number"
-        raise ValueError(f"got class {label!r}, expected {wanted} 0 to {max(numbers)}")
 
 
 @dataclass(frozen=True)
@@ -254,11 +216,11 @@ class Pipeline:
             scheduler, noise, prompt, steps=steps, guidance=guidance, eta=eta, generator=generator, on_step=on_step
         )
 
-    def decode(self, latents_NCHW: Tensor) -> Tensor:
-        """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents."""
+    def decode(self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None) -> Tensor:
+        """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents; on_image: see the decoder."""
         if self.vae is None:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
-        return decode(self.vae, latents_NCHW, self.dit.mesh)
+        return decode(self.vae, latents_NCHW, self.dit.mesh, on_image)
 
 
 def generate(
@@ -284,23 +246,40 @@ def generate(
         return to_pil(pipeline.decode(made))
 
 
-def _labels(index: Mapping[str, Any], classes: int) -> dict[int, tuple[str, ...]]:
-    labels = index.get("id2label") or {}
-    odd = [key for key in labels if not key.isdecimal() or int(key) >= classes]
-    if odd:
-        raise ValueError(f"got a label for class {odd[0]!r} in model_index.json, expected numbers 0 to {classes - 1}")
-    return {int(key): _parts(str(names)) for key, names in labels.items()}
+def check(order: Order, path: Path | None) -> Job:
+    """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
+    guidance = _guidance(order)
+    files = Files.locate(order.model if path is None else path)
+    classes = order.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
+    pictures = [number for number in files.class_ids(classes) for _ in range(order.repeat)]
+    scheduler = files.schedule(order.scheduler, order.steps, order.eta)
+    height, width = files.latent_size(order.size)
+    settings = {"steps": order.steps, "seed": order.seed, "eta": order.eta, "size": order.size}
+    return Job(
+        pipeline=Pipeline,
+        blueprint=files.blueprint,
+        loading={"files": files, "dtype": order.dtype},
+        settings={"classes": pictures, "guidance": guidance, "scheduler": scheduler, **settings},
+        load=files.load_of(pictures, guidance, len(scheduler.timesteps), order.dtype, order.size),
+        guidance=guidance,
+        scheduler=scheduler,
+        dtype=order.dtype,
+        pixels=(height * files.factor, width * files.factor),
+        captions=[files.class_name(number) for number in pictures],
+        named={"classes": classes},
+        sheet=True,
+    )
 
 
-def _parts(label: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in label.split(","))
-
-
-def _and(numbers: Iterable[int]) -> str:
-    return " and ".join(map(str, sorted(numbers)))
-
-
-def _near(name: str, known: Sequence[str]) -> str:
-    lower = {other.lower(): other for other in known}
-    near = [lower[other] for other in get_close_matches(name.lower(), lower, n=5, cutoff=0.4)]
-    return ", ".join(near or [*known[:8], f"... ({len(known)} in all)"])
+def _guidance(order: Order) -> Guidance:
+    """Return the guidance that is asked for; ValueError for it, or for a flag that no model of this family takes."""
+    reason = "expected none: this model makes pictures of classes (--classes)"
+    order.refuse(reason, prompt=order.prompts, negative_prompt=order.negative, true_guidance=order.true_guidance)
+    order.refuse("expected none: this model makes no videos", frames=order.frames, fps=order.fps)
+    guidance = Guidance(GUIDANCE if order.guidance is None else order.guidance, order.guidance_channels)
+    if order.guidance_channels is not None and not guidance.on:
+        raise ValueError(
+            f"got --guidance-channels {order.guidance_channels} with --guidance {guidance.scale:g}, expected guidance "
+            f"over 1: without it there is nothing to guide"
+        )
+    return guidance

@@ -1,4 +1,4 @@
-"""Settings of classifier-free guidance: scale of each step, guided channels, rescaling, or embedded guidance."""
+"""Settings of guidance: classifier-free (scale of each step, guided channels, rescaling) and embedded in the model."""
 
 from __future__ import annotations
 
@@ -19,33 +19,52 @@ class Guidance:
     branch is computed at every step.
     rescale: the share (0 to 1) of the guided prediction that is scaled to the standard deviation of the conditional
     one (arXiv 2305.08891, section 3.4; diffusers' `guidance_rescale`).
-    embedded: the model takes the scale as an input, and there is only one branch (FLUX).
+    embedded: the scale that a model takes as an input (FLUX), one number or one for each evaluation; None for a model
+    without such an input. It is independent of `scale`: Guidance(1.0, embedded=3.5) computes one branch.
     """
 
     scale: float = 4.0
     channels: int | None = None
     scales: tuple[float, ...] | None = None
     rescale: float = 0.0
-    embedded: bool = False
+    embedded: float | tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.embedded, bool):
+            raise ValueError(f"got embedded={self.embedded}, expected the scale, as in Guidance(1.0, embedded=3.5)")
         for scale in (self.scale, *(self.scales or ())):
             if not math.isfinite(scale):
                 raise ValueError(f"got guidance {scale}, expected a finite number; 1 or less is no guidance")
+        for scale in self._embedded:
+            if not math.isfinite(scale):
+                raise ValueError(f"got embedded guidance {scale}, expected a finite number")
         if not 0 <= self.rescale <= 1:
             raise ValueError(f"got rescale {self.rescale}, expected 0 (none) to 1 (all)")
 
     @property
     def on(self) -> bool:
         """Return whether an unconditional branch is computed."""
-        return not self.embedded and max(self.scales or (self.scale,)) > 1
+        return max(self.scales or (self.scale,)) > 1
 
     def vector(self, evaluations: int) -> Tensor:
         """Return the scale of each evaluation, (S,) fp64 on the CPU; ValueError if `scales` has another length."""
-        scales = self.scales or (self.scale,) * evaluations
-        if len(scales) != evaluations:
-            raise ValueError(f"got {len(scales)} guidance scales, expected one for each of {evaluations} evaluations")
-        return torch.tensor(scales, dtype=torch.float64)
+        return _vector(self.scales or (self.scale,), evaluations)
+
+    def embedded_vector(self, evaluations: int) -> Tensor | None:
+        """Return the embedded scale of each evaluation, as `vector` does; None for a model without such an input."""
+        return _vector(self._embedded, evaluations) if self._embedded else None
+
+    @property
+    def _embedded(self) -> tuple[float, ...]:
+        embedded = self.embedded
+        return () if embedded is None else embedded if isinstance(embedded, tuple) else (embedded,)
+
+
+def _vector(scales: tuple[float, ...], evaluations: int) -> Tensor:
+    scales = scales * evaluations if len(scales) == 1 else scales
+    if len(scales) != evaluations:
+        raise ValueError(f"got {len(scales)} guidance scales, expected one for each of {evaluations} evaluations")
+    return torch.tensor(scales, dtype=torch.float64)
 
 
 def check_layout(data: int, cfg: int, images: int, guidance: Guidance, channels: int) -> None:

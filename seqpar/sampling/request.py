@@ -28,6 +28,7 @@ class Settings(TypedDict, total=False):
     generator: torch.Generator | None
     use_clipped_model_output: bool
     begin: int
+    schedule: Mapping[str, Any]
     negative: Prompt | None
     drawn: Mapping[str, Tensor]
     segments: Mapping[int, DistributedDiT]
@@ -44,6 +45,8 @@ class Request:
     generator: a CPU generator for noise within the run; None uses seed 0. use_clipped_model_output: see diffusers'
     DDIM. begin: index of the first evaluation of the model; if it is not 0, the state is used as given, without scaling
     (image-to-image passes a picture with the noise of that step).
+    schedule: keyword arguments of the scheduler's `set_timesteps` (FLUX: sigmas and mu); where they hold sigmas or
+    timesteps, these replace the number of steps, as in diffusers' pipelines.
     drawn: streams of the model whose tokens change at every evaluation, (S, N, L, C).
     segments: first evaluation -> the model that takes over there; it has the same streams and its own weights.
     """
@@ -57,6 +60,7 @@ class Request:
     generator: torch.Generator | None = None
     use_clipped_model_output: bool = False
     begin: int = 0
+    schedule: Mapping[str, Any] = field(default_factory=dict)
     negative: Prompt | None = None
     drawn: Mapping[str, Tensor] = field(default_factory=dict)
     segments: Mapping[int, DistributedDiT] = field(default_factory=dict)
@@ -114,6 +118,7 @@ def _form(request: Request) -> dict[str, object]:
         "scheduler": (type(request.scheduler).__name__, sorted(config.items())),
         "steps": request.steps,
         "begin": request.begin,
+        "schedule": sorted(request.schedule.items()),
         "use_clipped_model_output": request.use_clipped_model_output,
         "segments": sorted(request.segments),
         "negative": request.negative is None,
@@ -126,7 +131,8 @@ class Course:
     """A request and its schedule.
 
     scheduler: a copy of the caller's scheduler, with its timesteps set. timesteps_S: the timestep of each evaluation of
-    the model. guidance_S: the guidance scale of each evaluation, fp64 on the CPU.
+    the model. guidance_S: the guidance scale of each evaluation, fp64 on the CPU. embedded_S: the scale that the model
+    takes as an input, or None.
     """
 
     request: Request
@@ -134,6 +140,7 @@ class Course:
     decision: Decision
     timesteps_S: Tensor
     guidance_S: Tensor
+    embedded_S: Tensor | None = None
 
     @property
     def start_scale(self) -> float:
@@ -163,7 +170,7 @@ class Course:
             guidance.on,
             guidance.channels,
             guidance.rescale,
-            guidance.embedded,
+            guidance.embedded is None,
             tuple((first, dit.state) for first, dit in request.segments.items()),
         )
         if schedule is None:
@@ -177,7 +184,7 @@ def course(request: Request) -> Course:
     """Return the request with its schedule; ValueError for settings that do not fit the scheduler."""
     scheduler = copy.deepcopy(request.scheduler)
     check_eta(scheduler, request.eta)
-    scheduler.set_timesteps(request.steps)
+    set_timesteps(scheduler, request.steps, request.schedule)
     evaluations = len(scheduler.timesteps)
     if not 0 <= request.begin < evaluations:
         raise ValueError(f"got begin {request.begin}, expected 0 to {evaluations - 1}")
@@ -186,4 +193,11 @@ def course(request: Request) -> Course:
     if any(not 0 < first < len(timesteps) for first in request.segments):
         raise ValueError(f"got segments from {sorted(request.segments)}, expected 1 to {len(timesteps) - 1}")
     decision = decide(scheduler, options, request.begin)
-    return Course(request, scheduler, decision, timesteps, request.guidance.vector(len(timesteps)))
+    guidance, count = request.guidance, len(timesteps)
+    return Course(request, scheduler, decision, timesteps, guidance.vector(count), guidance.embedded_vector(count))
+
+
+def set_timesteps(scheduler: Any, steps: int, schedule: Mapping[str, Any]) -> None:
+    """Set a scheduler's timesteps by a number of steps, or by the sigmas or timesteps that `schedule` holds."""
+    given = schedule.keys() & {"sigmas", "timesteps"}
+    scheduler.set_timesteps(*([] if given else [steps]), **schedule)

@@ -21,7 +21,7 @@ from seqpar.sampling.segment import Conditions, Segment
 from seqpar.sampling.state import State
 from seqpar.sampling.steppers import DDIM, Decision, Replicated, Stepper, Traced, ddim_update, traced_steps
 from seqpar.shard import Shard
-from seqpar.streams import completed, distinct, stacked
+from seqpar.streams import check_lengths, completed, distinct, stacked
 
 Branches = tuple[Tensor, Tensor | None]
 """The model's outputs with the prompt and without it (None if there is one branch), (n, l, at least C*p*p) each."""
@@ -272,7 +272,9 @@ class Run:
         rows = rows.view(branches, self._images)[:, mine]
         rows = rows if mesh.cfg.size == 1 else rows[mesh.cfg.rank : mesh.cfg.rank + 1]
         drawn = {name: x[:, mine].to(device).repeat(1, len(rows), 1, 1) for name, x in request.drawn.items()}
-        return Conditions(self.timesteps.to(device), self._guidance_S, prompt, rows.flatten(), drawn)
+        scales = self._course.embedded_S
+        scales = None if scales is None else scales.to(device, self.tokens.dtype)
+        return Conditions(self.timesteps.to(device), scales, prompt, rows.flatten(), drawn)
 
     def _stepper(self, state: State, start: Tensor) -> Stepper:
         course, decision, shape = self._course, self._course.decision, tuple(start.shape)
@@ -314,10 +316,13 @@ def _check(dit: DistributedDiT, course: Course, whole: Mapping[str, Tensor]) -> 
         raise ValueError(f"got noise of shape {tuple(noise.shape)}, expected (N, {config.in_channels}, H, W)")
     dit.check_size(*noise.shape[2:])
     check_layout(mesh.data.size, mesh.cfg.size, len(noise), request.guidance, config.in_channels)
-    if request.guidance.embedded and not model.EMBEDS_GUIDANCE:
+    if request.guidance.embedded is not None and not model.EMBEDS_GUIDANCE:
         raise ValueError("got embedded guidance, expected a model that takes the scale as an input")
-    negative = {} if request.negative is None else completed(model, request.negative)
-    for name, x in (*completed(model, request.prompt).items(), *negative.items(), *whole.items()):
+    if request.guidance.embedded is None and model.EMBEDS_GUIDANCE:
+        raise ValueError("got no embedded guidance for a model that takes the scale as an input, expected embedded=")
+    prompt, negative = completed(model, request.prompt), completed(model, request.negative or request.prompt)
+    check_lengths(model, prompt, negative)
+    for name, x in (*prompt.items(), *negative.items(), *whole.items()):
         if len(x) != len(noise):
             raise ValueError(f"got {name} of shape {tuple(x.shape)}, expected ({len(noise)},), one an image")
     for name, x in request.drawn.items():

@@ -23,13 +23,13 @@ from seqpar.streams import Split
 class Conditions:
     """The inputs of a segment's evaluations besides the state.
 
-    timesteps_S, guidance_S: timestep and guidance scale of all evaluations of the run, on the device. prompt: the
-    distinct prompts, P rows. row_B: the index of the prompt of each row of this rank's batch. drawn: this rank's rows
-    of streams whose tokens change at every evaluation, (S, B, L, C).
+    timesteps_S, embedded_S: timestep and embedded guidance scale (None without one) of all evaluations of the run, on
+    the device. prompt: the distinct prompts, P rows. row_B: the index of the prompt of each row of this rank's batch.
+    drawn: this rank's rows of streams whose tokens change at every evaluation, (S, B, L, C).
     """
 
     timesteps_S: Tensor
-    guidance_S: Tensor
+    embedded_S: Tensor | None
     prompt: Mapping[str, Tensor]
     row_B: Tensor
     drawn: Mapping[str, Tensor]
@@ -125,9 +125,8 @@ class Segment:
         return None if mask is None else mask[row_B]
 
     def _modulate(self, steps: slice, count: int, pooled: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        guidance = {}
-        if self.model.EMBEDS_GUIDANCE:
-            guidance = {"guidance": self._given.guidance_S[steps].repeat_interleave(count)}
+        scales = self._given.embedded_S
+        guidance = {} if scales is None else {"guidance": scales[steps].repeat_interleave(count)}
         with torch.no_grad():
             return self.model.modulate(self._given.timesteps_S[steps].repeat_interleave(count), **pooled, **guidance)
 

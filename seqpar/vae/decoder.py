@@ -6,7 +6,7 @@ When it wins: with several images, which the ranks decode in parallel.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ from seqpar.weights.checkpoint import find_checkpoint, open_checkpoint, read_jso
 _LEGACY = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
-def decode(vae: Any, latents_NCHW: Tensor, mesh: Mesh) -> Tensor:
+def decode(vae: Any, latents_NCHW: Tensor, mesh: Mesh, on_image: Callable[[int], None] = lambda index: None) -> Tensor:
     """Decode rank 0's latents (N, C, h, w) into pictures (N, 3, H, W) in [0, 1], fp32, on every rank.
 
-    vae: diffusers' AutoencoderKL.
+    vae: diffusers' AutoencoderKL. on_image(index): called when this rank has queued the decoding of one of its images.
     """
     latents_NCHW = from_rank_0(mesh, {"latents": latents_NCHW})["latents"]
     shard = Shard(len(latents_NCHW), mesh.world.size)
@@ -38,9 +38,10 @@ def decode(vae: Any, latents_NCHW: Tensor, mesh: Mesh) -> Tensor:
     images = torch.empty(len(mine), *shape, device=mesh.device)
     shift = getattr(vae.config, "shift_factor", None) or 0.0
     with torch.inference_mode():
-        for image, latent in zip(images, mine, strict=True):
+        for index, (image, latent) in enumerate(zip(images, mine, strict=True)):
             decoded = vae.decode(latent[None] / vae.config.scaling_factor + shift).sample[0]
             image.copy_((decoded.float() / 2 + 0.5).clamp(0, 1))
+            on_image(index)
     return gather(images, mesh.world, shard.sizes) if mesh.world.size > 1 else images
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from filelock import FileLock
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import nn
@@ -28,6 +31,13 @@ from seqpar.weights.checkpoint import (
     read_json,
 )
 
+# a pipeline's parts, without files of other formats at the top of many repositories
+DOWNLOADED = [
+    *("model_index.json", "config.json", "diffusion_pytorch_model*"),
+    *("transformer/*", "transformer_2/*", "vae/*", "scheduler/*"),
+    *("text_encoder/*", "text_encoder_2/*", "text_encoder_3/*", "tokenizer/*", "tokenizer_2/*", "tokenizer_3/*"),
+    *("image_encoder/*", "image_processor/*", "feature_extractor/*", "processor/*", "connectors/*"),
+]
 INIT_STD = 0.02  # standard deviation of the random weights of presets
 
 
@@ -132,9 +142,11 @@ def _download(name: str) -> Path:
     presets = ", ".join(_presets())
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ValueError(f"got model {name!r}: there is no such path; presets with random weights: {presets}")
-    files = ["model_index.json", "config.json", "transformer/*", "vae/*", "scheduler/*", "*.safetensors"]
+    # one process of a host downloads; the others wait here and then find every file in the cache
+    lock = Path(tempfile.gettempdir(), f"seqpar-{os.getuid()}-{name.replace('/', '--')}.lock")
     try:
-        return Path(snapshot_download(name, allow_patterns=files))
+        with FileLock(lock):
+            return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise ValueError(
             f"got model {name!r}: no such path, no preset ({presets}), and not from the hub: {error}"

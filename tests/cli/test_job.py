@@ -12,7 +12,6 @@ from seqpar.cli.args import Args
 from seqpar.cli.job import check, parse_size
 from seqpar.mesh import Mesh
 from seqpar.planner.plan import parse_mesh
-from seqpar.sampling.guidance import Guidance
 from seqpar.weights.find import Blueprint
 
 
@@ -42,9 +41,8 @@ def test_the_check_refuses_before_weights_load_and_leaves_no_folder(
 
     monkeypatch.setattr(Blueprint, "build", refuse)
     args = Args(**{"out": tmp_path / "new" / "x.png", **change})
-    guidance = Guidance(args.guidance, args.guidance_channels)
     with pytest.raises(ValueError, match=message):
-        check(args, Mesh.single(), guidance)
+        check(args, Mesh.single())
     assert not list(tmp_path.iterdir())
 
 

@@ -70,6 +70,7 @@ def test_two_ranks_make_the_picture_of_torchrun_and_say_how_it_was_made(folder: 
         "size": "96x64",
         "mesh": {"data": 1, "cfg": 1, "ring": 1, "ulysses": 2},
         "scheduler": "DDIMScheduler",
+        "guidance": "guidance 4",
         "classes": ["3", "5"],
     }
     assert told["versions"] == {module.__name__: module.__version__ for module in (torch, diffusers, package)}

@@ -225,7 +225,7 @@ def test_a_sampler_begins_anew_for_prompts_of_another_form(
 def embedded(rank: int, world: int, device: torch.device, scales: tuple[float, ...]) -> Tensor:
     model = model_of("two-streams", device, embeds_guidance=True)
     dit = engine(rank, world, device, ("ulysses", 1, 1), model)
-    return stepped(start(dit, (5, 5), Guidance(embedded=True, scales=scales), negative=None))["image"]
+    return stepped(start(dit, (5, 5), Guidance(1.0, embedded=scales), negative=None))["image"]
 
 
 def test_embedded_guidance_is_an_input_of_every_step(ranks: Pool) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance
 from seqpar.mesh import Mesh
+from seqpar.pipelines._pictures import grid, to_pil
 from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline, generate
-from seqpar.pipelines.pictures import grid, to_pil
 from seqpar.vae.decoder import decode
 from tests.conftest import DEVICE
 from tests.support.meshes import mesh as make_mesh

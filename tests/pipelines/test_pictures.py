@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from seqpar.pipelines.pictures import check_writable, save
+from seqpar.pipelines._pictures import check_writable, save
 
 SHEET = Image.new("RGB", (8, 8))
 

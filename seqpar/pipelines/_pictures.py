@@ -6,7 +6,8 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,21 +54,36 @@ def save(sheet: Image.Image, path: Path, parameters: Mapping[str, Any]) -> None:
     info = PngInfo()
     info.add_text("seqpar", json.dumps(parameters))
     info.add_text("Software", "seqpar")
+    with written(path) as temporary, open(temporary, "xb") as file:  # mkstemp would ignore the umask
+        sheet.save(file, "png", pnginfo=info)
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; what is written there becomes the file at the end, or is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.png")
+    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
-        with open(temporary, "xb") as file:  # mkstemp would ignore the umask
-            sheet.save(file, "png", pnginfo=info)
+        yield temporary
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def check_writable(path: Path) -> None:
-    """Raise ValueError if `save` could not write to this path, so that a long run does not fail at its end."""
-    if path.suffix.lower() != ".png":
-        raise ValueError(f"got output {path}, expected a name that ends in .png")
+def numbered(path: Path, count: int) -> list[Path]:
+    """Return a path for each of several pictures: seqpar-1.png, seqpar-2.png; a single one keeps the name."""
+    width = len(str(count))
+    return [path.with_stem(f"{path.stem}-{number:0{width}}") for number in range(1, count + 1)] if count > 1 else [path]
+
+
+def check_writable(path: Path, suffix: str = ".png") -> None:
+    """Raise ValueError if `written` could not write to this path, so that a long run does not fail at its end.
+
+    suffix: the ending that the name must have, .png for pictures and .mp4 for videos.
+    """
+    if path.suffix.lower() != suffix:
+        raise ValueError(f"got output {path}, expected a name that ends in {suffix}")
     if path.is_dir():
         raise ValueError(f"got output {path}, which is a folder; expected the name of a file")
     try:

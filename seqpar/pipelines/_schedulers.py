@@ -1,0 +1,81 @@
+"""Builds a pipeline's diffusers scheduler, or another class with the same configuration, and refuses unusable ones."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import diffusers
+import numpy as np
+
+from seqpar.sampling.steppers import why_not_driven
+
+
+def build(config: Mapping[str, Any], name: str | None = None, **changes: Any) -> Any:
+    """Return the scheduler of a configuration, or the diffusers class `name` with that configuration.
+
+    changes: settings that replace those of the configuration. Raises ValueError, with the reason, if it cannot be built
+    or if the denoising loop cannot use it.
+    """
+    chosen = name or config.get("_class_name", "DDIMScheduler")
+    known = [other for other in dir(diffusers) if other.endswith("Scheduler")]
+    if chosen not in known:
+        raise ValueError(f"got scheduler {chosen!r}, expected one of diffusers': {near(chosen, known)}")
+    kind = getattr(diffusers, chosen)
+    try:
+        scheduler = kind.from_config(config, **changes)
+    except (ImportError, TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(f"got scheduler {chosen!r}, which cannot be built: {' '.join(str(error).split())}") from error
+    if (reason := why_not_driven(scheduler)) is not None:
+        raise ValueError(f"got scheduler {chosen!r}, which {reason}; expected one like DDIMScheduler")
+    return scheduler
+
+
+def check_steps(scheduler: Any, steps: int) -> None:
+    """Raise ValueError if a number of steps is not from 1 to the number that the model was trained with."""
+    most = getattr(scheduler.config, "num_train_timesteps", steps)
+    if not 1 <= steps <= most:
+        raise ValueError(f"got {steps} steps, expected 1 to {most}")
+
+
+def near(name: str, known: Sequence[str]) -> str:
+    """Return the known names that are most like this one, or the first ones, as text for a message."""
+    lower = {other.lower(): other for other in known}
+    found = [lower[other] for other in get_close_matches(name.lower(), lower, n=5, cutoff=0.4)]
+    return ", ".join(found or [*known[:8], f"... ({len(known)} in all)"])
+
+
+def flow_settings(config: Mapping[str, Any], name: str | None) -> dict[str, Any]:
+    """Return the settings with which a diffusers class follows the schedule of a flow matching configuration.
+
+    Multistep schedulers (UniPC, DPM-Solver) know flow matching by these settings; others have their own classes.
+    """
+    kind = getattr(diffusers, name or "", None)
+    known = {} if kind is None else inspect.signature(kind.__init__).parameters
+    flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": config.get("shift", 1.0)}
+    return flow if "use_flow_sigmas" in known and "shift" in config else {}
+
+
+def flow_timing(scheduler: Any, steps: int, tokens: int) -> dict[str, Any]:
+    """Return keyword arguments of a flow matching scheduler's `set_timesteps`, those of diffusers' FluxPipeline.
+
+    Sigmas fall from 1 to 1 / steps in equal steps; `mu`, if the scheduler shifts them dynamically, is linear in the
+    number of image tokens. Raises ValueError for a scheduler that does not follow them.
+    """
+    name, config = type(scheduler).__name__, scheduler.config
+    flows = bool(config.get("use_flow_sigmas"))
+    takes = "sigmas" in inspect.signature(scheduler.set_timesteps).parameters
+    if not flows and not ("FlowMatch" in name and takes):
+        raise ValueError(
+            f"got scheduler {name!r}, expected one of flow matching that takes sigmas, like "
+            f"FlowMatchEulerDiscreteScheduler or UniPCMultistepScheduler"
+        )
+    given: dict[str, Any] = {} if flows else {"sigmas": np.linspace(1.0, 1 / steps, steps).tolist()}
+    if config.get("use_dynamic_shifting"):
+        few, many = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+        slope = (high - low) / (many - few)
+        given["mu"] = tokens * slope + (low - slope * few)
+    return given

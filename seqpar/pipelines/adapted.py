@@ -1,0 +1,230 @@
+"""Runs a pipeline folder of diffusers that has no loop here: its own loop, with a parallelized transformer.
+
+It takes the flags of the command line to the arguments of the pipeline's call, as far as the pipeline has them, and
+refuses the others. Every rank loads the whole pipeline and makes the same call.
+When it wins: for every model without a file of its own in this folder; a loop of our own is faster.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+
+from seqpar.mesh import Mesh
+from seqpar.pipelines import _schedulers
+from seqpar.pipelines._family import Order
+from seqpar.weights.checkpoint import read_json
+
+PIPELINES = ()  # those of no other file
+PROMPT = None
+FAILURES = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    ImportError,
+    TypeError,
+)  # what diffusers raises for files that do not fit
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Checked work of a pipeline with diffusers' own loop, before any weight is read.
+
+    kind: the pipeline's class. arguments: those of its call, without generator and callback. scheduler: the class name
+    of another scheduler, or None. video: whether it makes videos. why: the reason for diffusers' loop.
+    """
+
+    kind: Any
+    folder: Path
+    dtype: torch.dtype
+    arguments: Mapping[str, Any]
+    seed: int
+    scheduler: str | None
+    video: bool
+    why: str
+
+    @property
+    def steps(self) -> int:
+        """Return the number of denoising steps."""
+        return self.arguments["num_inference_steps"]
+
+    @property
+    def count(self) -> int:
+        """Return the number of pictures or videos."""
+        return len(self.arguments["prompt"])
+
+    @property
+    def counts_steps(self) -> bool:
+        """Return whether the pipeline tells of every step."""
+        return "callback_on_step_end" in inspect.signature(self.kind.__call__).parameters
+
+    def load(self, mesh: Mesh) -> Any:
+        """Return diffusers' pipeline on this rank's device; the same ValueError on every rank if it does not load."""
+        return mesh.together(partial(self._load, mesh.device))
+
+    def _load(self, device: torch.device) -> Any:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", ".*torch_dtype.*", FutureWarning
+                )  # older diffusers know this name only
+                pipe = self.kind.from_pretrained(self.folder, torch_dtype=self.dtype)
+        except FAILURES as error:
+            raise ValueError(f"got pipeline {self.folder}, which does not load: {error}") from error
+        if self.scheduler is not None:
+            pipe.scheduler = _scheduler(dict(pipe.scheduler.config), self.scheduler)
+        return pipe.to(device)
+
+    def make(self, pipe: Any, on_step: Callable[[int], None]) -> list[Any]:
+        """Return the pictures as PIL images, or the videos as arrays (frames, height, width, 3) in [0, 1]."""
+        arguments = dict(self.arguments)
+        if self.counts_steps:
+            arguments["callback_on_step_end"] = partial(_counted, on_step)
+        result = pipe(**arguments, generator=torch.Generator().manual_seed(self.seed))
+        return list(result.frames if self.video else result.images)
+
+
+def check(order: Order, path: Path | None, why: str | None = None) -> Adapted:
+    """Return the work that an order describes; ValueError for whatever does not fit. Reads configs, no weights.
+
+    why: the reason for this way if the model has a loop of its own.
+    """
+    if path is None:
+        raise ValueError(f"got model {order.model}, expected a folder or hub id of a diffusers pipeline")
+    kind = _kind(read_json(path / "model_index.json"), path)
+    given = inspect.signature(kind.__call__).parameters
+    video = "num_frames" in given
+    _check_flags(order, kind.__name__, given)
+    if video:
+        _check_exporter(kind.__name__)
+    if order.scheduler is not None:
+        _scheduler(read_json(path / "scheduler" / "scheduler_config.json"), order.scheduler)
+    embeds = bool(read_json(path / "transformer" / "config.json").get("guidance_embeds"))
+    arguments = _arguments(order, kind.__name__, given, embeds)
+    reason = why or f"seqpar has no loop of its own for {kind.__name__}"
+    return Adapted(kind, path, order.dtype, arguments, order.seed, order.scheduler, video, reason)
+
+
+def _check_flags(order: Order, name: str, given: Mapping[str, inspect.Parameter]) -> None:
+    """Raise ValueError for flags that no pipeline takes this way, and for a pipeline that needs more than a prompt."""
+    order.refuse(f"expected none: {name} takes texts", classes=order.classes)
+    order.refuse("expected none: diffusers' loop has none", eta=order.eta, guidance_channels=order.guidance_channels)
+    if "num_frames" not in given:
+        order.refuse(f"expected none: {name} makes no videos", frames=order.frames, fps=order.fps)
+    if not order.prompts:
+        raise ValueError(f"got --model {order.model} without --prompt, expected one: {name} takes texts")
+    known, plain = ("self", "prompt"), inspect.Parameter.POSITIONAL_OR_KEYWORD
+    needed = [key for key, each in given.items() if each.default is each.empty and each.kind is plain]
+    needed = [key for key in needed if key not in known]
+    if "prompt" not in given or needed:
+        takes = ", ".join(needed) or "no prompt"
+        raise ValueError(f"got a {name}, which takes {takes}, expected one that needs nothing but a prompt")
+
+
+def _scheduler(config: Mapping[str, Any], name: str) -> Any:
+    """Return a diffusers scheduler by its class name, with the configuration of another; ValueError if none fits."""
+    return _schedulers.build(config, name, **_schedulers.flow_settings(config, name))
+
+
+def _kind(index: Mapping[str, Any], path: Path) -> Any:
+    """Return the class of a folder's pipeline; ValueError if diffusers has none, or if it has no transformer."""
+    name = str(index.get("_class_name"))
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and name.endswith("Pipeline")):
+        raise ValueError(
+            f"got {path} with the pipeline {name}, expected one that diffusers {diffusers.__version__} has"
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(f"got a {name}, which needs another package; pip install transformers")
+    if not (index.get("transformer") or [None])[0]:
+        raise ValueError(f"got a {name} without a transformer, expected a pipeline that has one")
+    return kind
+
+
+def _arguments(order: Order, name: str, given: Mapping[str, Any], embeds: bool) -> dict[str, Any]:
+    """Return the arguments of the pipeline's call that the flags name.
+
+    given: the parameters of the call. embeds: whether the transformer takes the guidance scale as an input.
+    """
+    prompts = [text for text in order.prompts for _ in range(order.repeat)]
+    made: dict[str, Any] = {"prompt": prompts, "num_inference_steps": order.steps}
+    flags: dict[str, tuple[str, Any]] = {
+        "negative_prompt": ("negative_prompt", None if order.negative is None else [order.negative] * len(prompts)),
+        "guidance_scale": ("guidance", order.guidance),
+        "true_cfg_scale": ("true_guidance", order.true_guidance),
+        "num_frames": ("frames", order.frames),
+        "height": ("size", None if order.size is None else order.size[0]),
+        "width": ("size", None if order.size is None else order.size[1]),
+    }
+    for argument, (flag, value) in flags.items():
+        if argument not in given:
+            order.refuse(f"expected none: {name} takes no {argument}", **{flag: value})
+        elif value is not None:
+            made[argument] = value
+    if "true_cfg_scale" in given:
+        made |= _distilled(order, name, embeds, len(prompts))
+    if "num_frames" in given:
+        made["output_type"] = "np"
+    return made
+
+
+def _distilled(order: Order, name: str, embeds: bool, count: int) -> dict[str, Any]:
+    """Return further arguments of a pipeline with both guidances; ValueError for a flag that would have no effect."""
+    if not embeds:
+        without = f"expected --true-guidance: the transformer of this {name} takes no scale as an input"
+        order.refuse(without, guidance=order.guidance)
+    if (order.true_guidance or 1.0) <= 1:
+        order.refuse(
+            "expected --true-guidance over 1, too: without it there is one branch", negative_prompt=order.negative
+        )
+        return {}
+    return {} if order.negative is not None else {"negative_prompt": [""] * count}
+
+
+def _check_exporter(name: str) -> None:
+    """Raise ValueError if diffusers cannot write a video here, so that a long run does not fail at its end."""
+    if importlib.util.find_spec("imageio") and importlib.util.find_spec("imageio_ffmpeg"):
+        return
+    raise ValueError(
+        f"got a {name}, whose videos diffusers writes by other packages; pip install imageio imageio-ffmpeg"
+    )
+
+
+def forget_encoders(pipe: Any) -> None:
+    """Drop a pipeline's text encoders when a transformer is called first: they are used once, before it.
+
+    The pipeline can make no other picture of a text after that.
+    """
+    from seqpar.adapter.parallelize import (
+        transformers_of,  # takes seconds, which models with a loop of ours do not need
+    )
+
+    names = [name for name in pipe.components if name.startswith("text_encoder")]
+    handles = []
+
+    def forget(*_: object) -> None:
+        for handle in handles:
+            handle.remove()
+        for name in names:
+            setattr(pipe, name, None)
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    handles += [module.register_forward_pre_hook(forget) for module in transformers_of(pipe).values()]
+
+
+def _counted(on_step: Callable[[int], None], pipe: Any, index: int, timestep: Any, tensors: Any) -> dict[str, Any]:
+    """Tell of a step that diffusers' loop has made; the form is that of its callbacks."""
+    on_step(index)
+    return {}

@@ -1,0 +1,271 @@
+"""Tests of FLUX.1's own loop: pictures from a complete tiny folder, against diffusers' FluxPipeline in fp64."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar import Guidance
+from seqpar.mesh import Mesh
+from seqpar.pipelines import _flux_text, flux
+from seqpar.pipelines.flux import Files, Pipeline, generate
+from seqpar.planner.search import Wish
+from seqpar.sampling.loop import draw_noise
+from tests.support.foreign import StayDouble
+from tests.support.meshes import mesh_for
+from tests.support.pool import Pool
+
+STEPS, SEED, SIZE, TEXT = 3, 5, (28, 20), 7
+PROMPTS = ["a red cat", "the old house in the sea", "a red cat"]  # also two pictures of one prompt
+NEGATIVE = "blurry"
+CLOSE, PIXEL = 1e-10, 1e-6  # largest errors: latents are fp64, our decoder's pixels are rounded to fp32
+
+Layout = tuple[str, int, int]
+"""Strategy, sizes of the cfg and data axes."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Return a folder like FLUX.1-dev's (True: it takes the guidance scale and shifts by size) and one like schnell's.
+
+    Schedules are shifted in both.
+    """
+    from tests.support import pipelines  # loads diffusers, after TRITON_INTERPRET is set
+
+    found = {}
+    for embeds in (True, False):
+        pipe, found[embeds] = pipelines.flux(embeds), tmp_path_factory.mktemp("flux")
+        pipe.scheduler = pipelines.flow(shift=3.0, use_dynamic_shifting=embeds)
+        pipe.save_pretrained(found[embeds])
+    return found
+
+
+def theirs(folder: Path, guidance: Guidance, scheduler: Any = None) -> tuple[Tensor, Tensor]:
+    """Return diffusers' latents and pictures of the prompts, from the noise that ours start with."""
+    from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
+
+    pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float64)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.scheduler = scheduler or pipe.scheduler
+    height, width = (side // 2 for side in SIZE)
+    noise = draw_noise((len(PROMPTS), 4, height, width), torch.Generator().manual_seed(SEED)).double()
+    latents = FluxPipeline._pack_latents(noise, len(PROMPTS), 4, height, width)
+    true = {"true_cfg_scale": guidance.scale, "negative_prompt": [NEGATIVE] * len(PROMPTS)} if guidance.on else {}
+    sizes = {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": STEPS, "max_sequence_length": TEXT}
+    given: Any = {"latents": latents, "guidance_scale": guidance.embedded or 0.0, **sizes, **true}
+    with StayDouble():
+        made: Any = [pipe(PROMPTS, **given, output_type=kind) for kind in ("latent", "pt")]
+    found, images = (each.images for each in made)
+    return FluxPipeline._unpack_latents(found, *SIZE, 2), images
+
+
+def ours(
+    rank: int,
+    world: int,
+    device: torch.device,
+    folder: str,
+    layout: Layout,
+    guidance: Guidance,
+    change: Mapping[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Return our latents and pictures of the prompts; other ranks ask for other texts, which must not count."""
+    strategy, cfg, data = layout
+    files = replace(Files.locate(folder), text_tokens=TEXT)
+    mesh, wish = mesh_for(strategy, world, device, cfg, data), Wish(strategy=strategy)
+    asked = PROMPTS if rank == 0 else ["another"] * len(PROMPTS)
+    settings = {"steps": STEPS, "seed": SEED, "size": SIZE, "negative": NEGATIVE, **change}
+    with StayDouble(), Pipeline.load(files, mesh, torch.float64, wish=wish, prompts=asked) as pipeline:
+        latents = pipeline.latents(asked, guidance=guidance, **settings)
+        return latents, pipeline.decode(latents)
+
+
+DEV, SCHNELL, TRUE, BOTH = Guidance(1.0, embedded=3.5), Guidance(1.0), Guidance(4.0), Guidance(2.0, embedded=3.5)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "guidance"),
+    [
+        (1, ("ulysses", 1, 1), DEV),
+        (1, ("ulysses", 1, 1), BOTH),
+        (2, ("ulysses", 1, 1), SCHNELL),
+        (2, ("ulysses", 2, 1), BOTH),
+        (2, ("ulysses", 1, 1), TRUE),
+        (3, ("kv_first", 1, 1), DEV),
+        (3, ("ulysses", 1, 3), DEV),
+        (4, ("kv_gather", 2, 1), TRUE),
+        (4, ("usp", 1, 1), DEV),
+    ],
+    ids=str,
+)
+def test_pictures_are_those_of_diffusers(
+    ranks: Pool, folders: Mapping[bool, Path], world: int, layout: Layout, guidance: Guidance
+) -> None:
+    folder = folders[guidance.embedded is not None]
+    truth, shown = theirs(folder, guidance)
+    for latents, images in ranks.run(world, ours, str(folder), layout, guidance, {}):
+        assert (latents - truth).abs().max() < CLOSE
+        assert images.shape == (len(PROMPTS), 3, *SIZE)
+        assert (images - shown).abs().max() < PIXEL
+    assert (truth[0] - truth[2]).abs().max() > 0.05  # one prompt, two pictures
+
+
+@pytest.mark.parametrize(
+    ("guidance", "change"),
+    [
+        (Guidance(2.0, embedded=3.0), {}),
+        (Guidance(2.1, embedded=3.5), {}),
+        (BOTH, {"negative": "old"}),
+        (BOTH, {"seed": SEED + 1}),
+    ],
+    ids=["embedded", "scale", "negative", "seed"],
+)
+def test_negative_control_what_is_asked_for_counts(
+    folders: Mapping[bool, Path], guidance: Guidance, change: Mapping[str, Any]
+) -> None:
+    folder, alone = folders[True], (0, 1, torch.device("cpu"))
+    latents, _ = ours(*alone, str(folder), ("ulysses", 1, 1), guidance, change)
+    assert (latents - theirs(folder, BOTH)[0]).abs().max() > 1e-4
+
+
+def test_another_scheduler_follows_the_flow(folders: Mapping[bool, Path]) -> None:
+    from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
+
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    truth, _ = theirs(folders[True], DEV, UniPCMultistepScheduler(**flow, use_dynamic_shifting=True))
+    change = {"scheduler": "UniPCMultistepScheduler"}
+    latents, _ = ours(0, 1, torch.device("cpu"), str(folders[True]), ("ulysses", 1, 1), DEV, change)
+    assert (latents - truth).abs().max() < 1e-4  # diffusers' UniPC keeps fp32 coefficients
+
+
+def encodings(rank: int, world: int, device: torch.device, folder: str) -> tuple[int, list[int]]:
+    """Return how often this rank loaded text encoders, and how many of them were alive when other weights loaded."""
+    made: list[Any] = []
+    alive: list[int] = []
+    load, build = _flux_text.load_encoders, flux.load_vae
+
+    def counted(path: Path, dtype: torch.dtype) -> Any:
+        pipe = load(path, dtype)
+        made.append([weakref.ref(getattr(pipe, name)) for name in _flux_text.ENCODERS])
+        return pipe
+
+    def watched(*args: Any) -> Any:
+        alive.append(sum(each() is not None for pair in made for each in pair))
+        return build(*args)
+
+    gc.disable()  # the encoders must be freed by us, not by chance
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_flux_text, "load_encoders", counted)
+            patch.setattr(flux, "load_vae", watched)
+            files = replace(Files.locate(folder), text_tokens=TEXT)
+            with Pipeline.load(files, mesh_for("ulysses", world, device), prompts=PROMPTS) as pipeline:
+                for prompts in (PROMPTS, PROMPTS[:1], ["a dog"]):
+                    pipeline.latents(prompts, steps=1, guidance=DEV, size=SIZE)
+    finally:
+        gc.enable()
+    return len(made), alive
+
+
+def test_rank_0_alone_loads_encoders_and_frees_them_before_other_weights(
+    ranks: Pool, folders: Mapping[bool, Path]
+) -> None:
+    assert ranks.run(2, encodings, str(folders[True])) == [(2, [0]), (0, [0])]  # the second time for another prompt
+
+
+def encoders_lost(rank: int, world: int, device: torch.device, folder: str) -> str:
+    def fail(*_: object) -> None:
+        raise ValueError("no encoders")
+
+    files, mesh = Files.locate(folder), mesh_for("ulysses", world, device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_flux_text, "load_encoders", fail)
+        with pytest.raises(ValueError, match="no encoders") as error:
+            Pipeline.load(files, mesh, prompts=PROMPTS)
+    return str(error.value)
+
+
+def test_encoders_that_do_not_load_are_an_error_on_every_rank(ranks: Pool, folders: Mapping[bool, Path]) -> None:
+    first, second = ranks.run(2, encoders_lost, str(folders[True]))
+    assert first == second == "rank 0: no encoders"
+
+
+def test_a_pipeline_in_memory_makes_the_latents_of_its_folder(folders: Mapping[bool, Path]) -> None:
+    from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
+
+    settings: Any = {"steps": 2, "guidance": DEV, "size": SIZE}
+    files = replace(Files.locate(folders[True]), text_tokens=TEXT)
+    pipe = FluxPipeline.from_pretrained(folders[True], torch_dtype=torch.float32)
+    with Pipeline.load(files, Mesh.single()) as loaded, Pipeline.of(pipe, Mesh.single(), text_tokens=TEXT) as made:
+        found = made.latents(PROMPTS, **settings)
+        assert torch.equal(found, loaded.latents(PROMPTS, **settings))
+        assert torch.equal(made.decode(found), loaded.decode(found))
+        assert made.texts.rows(PROMPTS)["pooled_projections"].shape == (3, 32)  # encoded once, kept
+    assert pipe.text_encoder is not None
+
+
+def kept(rank: int, world: int, device: torch.device, folder: str) -> list[bool]:
+    """Return whether a kept run gives the bits of a new one, for other texts, another scale and another number."""
+    files, mesh = replace(Files.locate(folder), text_tokens=TEXT), mesh_for("ulysses", world, device)
+    first: dict[str, Any] = {"prompts": PROMPTS, "guidance": BOTH, "negative": "old"}
+    others = {"prompts": ["the sea", "a dog", "the sea"], "guidance": Guidance(3.0, embedded=2.0), "negative": "blurry"}
+    found = []
+    for change in (others, {**first, "seed": 1}, {**others, "prompts": ["a dog"]}):
+        with Pipeline.load(files, mesh, torch.float64) as pipeline, Pipeline.load(files, mesh, torch.float64) as new:
+            pipeline.latents(**first, steps=2, size=SIZE)
+            again = pipeline.latents(**{**first, **change}, steps=2, size=SIZE)
+            found.append(torch.equal(again, new.latents(**{**first, **change}, steps=2, size=SIZE)))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_kept_run_serves_other_texts_and_scales(ranks: Pool, folders: Mapping[bool, Path], world: int) -> None:
+    assert ranks.run(world, kept, str(folders[True])) == [[True] * 3] * world
+
+
+def test_generate_is_the_whole_path_in_one_call(folders: Mapping[bool, Path]) -> None:
+    images = generate(["a cat", "a dog"], folders[False], steps=1, size=(24, 16))
+    assert [image.size for image in images] == [(16, 24)] * 2
+
+
+def test_sigmas_and_shift_are_those_of_diffusers(folders: Mapping[bool, Path]) -> None:
+    """1024 x 1024 pixels of the real model are 4096 tokens, where the shift is diffusers' maximum."""
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    scheduler, given = Files.locate(folders[True]).schedule(None, 28, (256, 256))
+    assert given["mu"] == calculate_shift(4096) == pytest.approx(1.15)
+    assert len(scheduler.timesteps) == 28
+    _, given = Files.locate(folders[False]).schedule(None, 4, (256, 256))
+    assert set(given) == {"sigmas"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("DDIMScheduler", "got scheduler 'DDIMScheduler', expected one of flow matching"),
+        ("FlowMatchHeunDiscreteScheduler", "expected one of flow matching that takes sigmas"),
+    ],
+)
+def test_a_scheduler_that_follows_no_flow_is_refused(folders: Mapping[bool, Path], name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Files.locate(folders[True]).schedule(name, 4, SIZE)
+
+
+def test_texts_of_other_lengths_are_refused(folders: Mapping[bool, Path]) -> None:
+    """Padding would be attended to, because FLUX has no mask."""
+    files = replace(Files.locate(folders[False]), text_tokens=TEXT)
+    with Pipeline.load(files, Mesh.single(), prompts=PROMPTS) as pipeline:
+        prompt = pipeline.texts.rows(PROMPTS)
+        short = {**prompt, "encoder_hidden_states": prompt["encoder_hidden_states"][:, 1:]}
+        scheduler, given = files.schedule(None, 1, SIZE)
+        with pytest.raises(ValueError, match=r"a negative encoder_hidden_states of shape \(6, 32\) a row"):
+            pipeline.sampler(
+                scheduler, torch.zeros(3, 4, 14, 10), prompt, steps=1, guidance=TRUE, negative=short, schedule=given
+            )

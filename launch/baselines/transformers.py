@@ -1,0 +1,114 @@
+"""diffusers' own engine around its own transformers: compiled blocks, and its context parallelism (Ulysses, ring).
+
+Every engine is a copy of the module that shares the weights, so that one does not change another.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers.models._modeling_parallel import ContextParallelConfig
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from launch.benches.timing import graphed
+from seqpar.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A way in which diffusers splits a call over ranks: sizes of its two axes. One rank has none."""
+
+    name: str
+    ring: int
+    ulysses: int
+    anything: bool = False
+
+
+def parallels(world: int, counts: tuple[int, ...], heads: int) -> list[Parallel]:
+    """Return diffusers' ways for this many ranks. counts: tokens of each stream; uneven ones need "anything" modes."""
+    if world == 1:
+        return [Parallel("diffusers", 1, 1)]
+    uneven = any(count % world for count in counts)
+    extra = " anything" if uneven else ""
+    ulysses_extra = " anything" if uneven or heads % world else ""
+    return [
+        Parallel(f"diffusers Ulysses{ulysses_extra}", 1, world, bool(ulysses_extra)),
+        Parallel(f"diffusers ring{extra}", world, 1, uneven),
+    ]
+
+
+def device_mesh(parallel: Parallel, mesh: Mesh) -> DeviceMesh | None:
+    """Return diffusers' mesh of ranks; make it once, because it creates communicators."""
+    if mesh.world.size == 1:
+        return None
+    shape = (parallel.ring, parallel.ulysses)
+    return init_device_mesh(mesh.device.type, shape, mesh_dim_names=("ring", "ulysses"))
+
+
+def shared_copy(module: nn.Module) -> Any:
+    """Return a copy of a module with the same weights."""
+    return copy.deepcopy(module, {id(x): x for x in (*module.parameters(), *module.buffers())})
+
+
+def engine(module: nn.Module, parallel: Parallel, ranks: DeviceMesh | None, device: torch.device) -> Any:
+    """Return the module with cuDNN's attention (on GPUs), split over the ranks.
+
+    cuDNN's is the fastest backend that diffusers' context parallelism takes.
+    """
+    twin = shared_copy(module)
+    twin.set_attention_backend("_native_cudnn" if device.type == "cuda" else "native")
+    if ranks is not None:
+        if device.type != "cuda":
+            raise ValueError("got a CPU, expected GPUs: diffusers' context parallelism counts accelerators")
+        ulysses = parallel.anything and parallel.ring == 1
+        config = ContextParallelConfig(
+            ring_degree=parallel.ring,
+            ulysses_degree=parallel.ulysses,
+            mesh=ranks,
+            ulysses_anything=ulysses,
+            ring_anything=parallel.anything and not ulysses,
+        )
+        twin.enable_parallelism(config=config)
+    return twin
+
+
+def compile_blocks(module: Any) -> None:
+    """Compile the repeated blocks for fixed sizes, without inductor's own CUDA graphs."""
+    module.compile_repeated_blocks(dynamic=False, options={"triton.cudagraphs": False})
+
+
+class Graphed:
+    """A transformer's forward as one CUDA graph, as users of diffusers write it by hand.
+
+    The first call captures it; later calls copy their tensors in, replay, and copy the result out. All calls must have
+    the same shapes and the same other arguments.
+    """
+
+    def __init__(self, forward: Callable[..., tuple[Tensor, ...]]) -> None:
+        self._forward = forward
+        self._given: dict[str, Tensor] = {}
+        self._made: tuple[Tensor, ...] = ()
+        self._replay: Callable[[], None] | None = None
+
+    def __call__(self, **arguments: Any) -> tuple[Tensor, ...]:
+        """Return what the forward returns with return_dict=False."""
+        tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+        if self._replay is None:
+            self._given = {name: x.clone() for name, x in tensors.items()}
+            work = partial(self._forward, **{**arguments, **self._given})
+            work()  # compile before the graph's warm-up: compiling tunes and loads on a stream of its own
+
+            def keep() -> None:
+                self._made = work()
+
+            self._replay = graphed(keep)
+        for name, x in tensors.items():
+            self._given[name].copy_(x)
+        self._replay()
+        return tuple(x.clone() for x in self._made)

@@ -51,8 +51,16 @@ def why_not(module: nn.Module) -> str | None:
     if type(module) is not FluxTransformer2DModel:
         return f"there is no native model for {type(module).__name__}"
     found = adopt.places(module)
-    for reason in itertools.chain(_of_layers(found), _of_adapters(module), _of_hooks(module)):
-        return reason
+    return _why_not_now(module, found) or _why_not_built(module, found)
+
+
+def _why_not_now(module: nn.Module, found: Mapping[str, adopt.Place]) -> str | None:
+    """Return the first reason in what may change between calls."""
+    return next(itertools.chain(_of_layers(found), _of_adapters(module), _of_hooks(module)), None)
+
+
+def _why_not_built(module: nn.Module, found: Mapping[str, adopt.Place]) -> str | None:
+    """Return why the module's parameters do not make those of the native model, or None; this takes a while."""
     try:
         config = _config(module, found)
         with torch.device("meta"):
@@ -82,6 +90,7 @@ class Native:
         self._blocks: list[Any] = []
         self._why: str | None = None
         self._model: flux.Model | None = None
+        self._shapes: dict[str, torch.Size] = {}
         self._merged: dict[str, Tensor] = {}
         self._scale = 1.0
         self._addresses: tuple[int, ...] = ()
@@ -147,9 +156,14 @@ class Native:
             return
         self._seen, self._scale = None, scale
         with torch.inference_mode(False):  # weights outlive the caller's mode
-            self._why = why_not(self._module)
+            found = adopt.places(self._module)
+            shapes = {key: place.parameter.shape for key, place in found.items()}
+            self._why = _why_not_now(self._module, found)
+            if self._why is None and shapes != self._shapes:
+                self._why = _why_not_built(self._module, found)
             if self._why is None:
-                self._adopt(scale)
+                self._adopt(found, scale)
+                self._shapes = shapes
             else:
                 self._forget()
         self._blocks = [*_blocks(self._module)]
@@ -164,8 +178,7 @@ class Native:
         processors = tuple(type(block.attn.processor) for block in self._blocks)
         return self._watch.count(), module._cache_config is not None, compiled, processors
 
-    def _adopt(self, scale: float) -> None:
-        found = adopt.places(self._module)
+    def _adopt(self, found: Mapping[str, adopt.Place], scale: float) -> None:
         config = _config(self._module, found)
         if self._model is None or self._model.config != config:
             with torch.device("meta"):
@@ -180,7 +193,7 @@ class Native:
 
     def _forget(self) -> None:
         """Let go of the weights, so that only the module keeps them in memory."""
-        self._model, self._merged, self._addresses = None, {}, ()
+        self._model, self._merged, self._addresses, self._shapes = None, {}, (), {}
 
     def _generic(self, why: str) -> generic.Generic:
         """Return the generic body, which computes what the native model cannot, after the reason was printed."""

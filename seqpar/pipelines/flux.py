@@ -104,17 +104,22 @@ class Files:
 
         name: the class of another scheduler; it must follow FLUX's sigmas. Raises ValueError if one does not fit.
         """
-        settings = _schedulers.flow_settings(self.scheduling, name)
-        scheduler = _schedulers.build(self.scheduling, name, **settings)
-        _schedulers.check_steps(scheduler, steps)
+        scheduler, given = self.timed(name, steps, size)
+        chosen = type(scheduler).__name__
         check_eta(scheduler, eta)
-        given, chosen = _schedulers.flow_timing(scheduler, steps, self.tokens(size)), type(scheduler).__name__
         try:
             set_timesteps(scheduler, steps, given)
         except FAILURES as error:
             raise ValueError(f"got {steps} steps, which {chosen} cannot do: {error}; try more or fewer") from error
         decide(scheduler, {"eta": eta})  # raises ValueError if a step of the scheduler fails
         return scheduler, given
+
+    def timed(self, name: str | None, steps: int, size: tuple[int, int] | None) -> tuple[Any, dict[str, Any]]:
+        """Return what `schedule` returns, without timesteps and without trying the scheduler's steps."""
+        settings = _schedulers.flow_settings(self.scheduling, name)
+        scheduler = _schedulers.build(self.scheduling, name, **settings)
+        _schedulers.check_steps(scheduler, steps)
+        return scheduler, _schedulers.flow_timing(scheduler, steps, self.tokens(size))
 
     def load_of(
         self, prompts: Sequence[str], guided: bool, evaluations: int, dtype: torch.dtype, size: tuple[int, int] | None
@@ -235,7 +240,7 @@ class Pipeline:
         prompts, negative, guidance, seed, size, scheduler = mesh.share(asked)
         others = [negative or ""] if guidance.on else []
         mesh.together(lambda: self.texts.encode([*prompts, *others]))
-        stepping, given = self.files.schedule(scheduler, steps, size)
+        stepping, given = self.files.timed(scheduler, steps, size)
         height, width = self.files.latent_size(size)
         generator = torch.Generator().manual_seed(seed)
         return self.sampler(

@@ -19,7 +19,7 @@ from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.models import _layers
 from seqpar.models._label_dit import LabelDiT
-from seqpar.planner.facts import Work
+from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
 
@@ -130,14 +130,17 @@ class Model(LabelDiT):
 def work(config: Config) -> Work:
     """Return the planner's `Work`: two gated norms (4 E each) and bias + GELU (8 E) a block, widest inside the MLP."""
     width, area = config.width, config.patch_size**2
+    blocks = Blocks(
+        count=config.num_layers,
+        gemms=((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)),
+        passes=(4 * width, 4 * width, 8 * width),
+    )
     return Work(
-        layers=config.num_layers,
         width=width,
         heads=config.num_attention_heads,
         kv_heads=config.num_attention_heads,
         head_dim=config.attention_head_dim,
-        gemms=((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)),
-        passes=(4 * width, 4 * width, 8 * width),
+        blocks=(blocks,),
         prepares=False,
         once=((config.in_channels * area, width), (width, config.out_channels * area)),
         table=(6 * config.num_layers + 2) * width,

@@ -20,7 +20,7 @@ from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gated_linear import gated_linear
 from seqpar.models import _layers
 from seqpar.models._label_dit import LabelDiT
-from seqpar.planner.facts import Work
+from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
 
@@ -146,14 +146,17 @@ def work(config: Config) -> Work:
     """Return the planner's `Work`: two gated norms (4 E each) and SwiGLU (3 F) a block, widest there or at QKV."""
     width, ffn, area = config.width, config.feed_forward, config.patch_size**2
     kv_width = config.num_key_value_heads * config.attention_head_dim
+    blocks = Blocks(
+        count=config.num_layers,
+        gemms=((width, width + 2 * kv_width), (width, width), (width, 2 * ffn), (ffn, width)),
+        passes=(4 * width, 4 * width, 3 * ffn),
+    )
     return Work(
-        layers=config.num_layers,
         width=width,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=config.attention_head_dim,
-        gemms=((width, width + 2 * kv_width), (width, width), (width, 2 * ffn), (ffn, width)),
-        passes=(4 * width, 4 * width, 3 * ffn),
+        blocks=(blocks,),
         prepares=True,
         once=((config.in_channels * area, width), (width, config.out_channels * area)),
         table=(6 * config.num_layers + 2) * width,

@@ -41,9 +41,13 @@ def why_not(strategy: str, ring: int, ulysses: int, heads: int, kv_heads: int) -
     return None if reason is None else f"got strategy {strategy} with {reason}"
 
 
-def place(work: Work, layout: Layout, tokens: int, batch: int = 1) -> Place:
-    """Return the `Place` of one sequence of a layout, with `batch` rows on each rank."""
-    return Place(work, layout.ring, layout.ulysses, tokens, batch, is_direct(layout.transport))
+def place(work: Work, layout: Layout, tokens: int, batch: int = 1, others: tuple[int, ...] = ()) -> Place:
+    """Return the `Place` of one sequence of a layout, with `batch` rows on each rank.
+
+    tokens: those of the state; others: those of each other stream.
+    """
+    whole, direct = tokens + sum(others), is_direct(layout.transport)
+    return Place(work, layout.ring, layout.ulysses, whole, batch, direct, (tokens, *others))
 
 
 def is_direct(curve: str) -> bool:
@@ -52,9 +56,11 @@ def is_direct(curve: str) -> bool:
     return any(facts.in_place and curve in facts.rates.values() for facts in every)
 
 
-def layers(work: Work, layout: Layout, tokens: int, batch: int = 1) -> tuple[Layer, ...]:
+def layers(
+    work: Work, layout: Layout, tokens: int, batch: int = 1, others: tuple[int, ...] = ()
+) -> tuple[Layer, ...]:
     """Return the operations of one layer for each rank of the sequence axis."""
-    facts, at = facts_of(layout.strategy), place(work, layout, tokens, batch)
+    facts, at = facts_of(layout.strategy), place(work, layout, tokens, batch, others)
     return tuple(facts.layer(at, rank) for rank in range(layout.sequence))
 
 
@@ -94,11 +100,13 @@ class Totals:
     messages: int
 
 
-def totals(work: Work, layout: Layout, tokens: int, images: int, guidance: bool, itemsize: int) -> Totals:
+def totals(
+    work: Work, layout: Layout, tokens: int, images: int, guidance: bool, itemsize: int, others: tuple[int, ...] = ()
+) -> Totals:
     """Return the cost of a step for `images` pictures; `guidance` doubles the rows of the batch."""
     rows = images * (2 if guidance else 1)
     batch = -(-images // layout.data) * (2 if guidance and layout.cfg == 1 else 1)
-    every, cost = layers(work, layout, tokens, batch), work.step(rows, tokens)
+    every, cost = layers(work, layout, tokens, batch, others), work.step(rows, tokens, others)
     sent = work.layers * sum(busiest(every)) * batch * work.head_dim * itemsize
     messages = work.layers * max(sum(move.messages for move in layer.moves) for layer in every)
     return Totals(cost.flops, cost.elements, sent, messages)

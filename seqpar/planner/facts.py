@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from seqpar.shard import Shard
+from seqpar.shard import JointShard, Shard
 
 
 @dataclass(frozen=True)
@@ -46,40 +46,104 @@ def core(b: int, queries: int, keys: int, heads: int, dim: int, kv_heads: int | 
 # Models --------------------------------------------------------------------------------------------------------
 
 
+Gemms = tuple[tuple[int, int], ...]
+"""(inputs, outputs) of matrix products."""
+
+
+@dataclass(frozen=True)
+class Cross:
+    """Cross-attention of a block to text that every rank holds whole; it exchanges nothing.
+
+    keys: the number of text tokens. gemms: the products of a text token to keys and values; those of the queries and of
+    the output are among the block's `gemms`.
+    """
+
+    keys: int
+    gemms: Gemms
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of one kind, by their operations on one token.
+
+    count: the number of these blocks. gemms: the matrix products of a block; the fused projection to q, k and v comes
+    first. passes: elements that each elementwise kernel of a block reads and writes, without the norm and rotary
+    embedding of q and k. apart: whether each stream (text, image) has its own weights; otherwise all tokens share them.
+    modulation: products that make a block's modulation from the condition, one row for each batch row; our own loop
+    computes them before its steps, and a pipeline's call of the transformer computes them every time. beside: products,
+    or parts of them, that do not read attention's output and run while its inputs travel; a block that has any makes
+    q, k and v itself, in one product. cross: cross-attention to text, if there is any.
+    """
+
+    count: int
+    gemms: Gemms
+    passes: tuple[int, ...]
+    apart: bool = False
+    modulation: Gemms = ()
+    beside: Gemms = ()
+    cross: Cross | None = None
+
+    def products(self, tokens: int, others: tuple[int, ...] = ()) -> tuple[tuple[int, int, int], ...]:
+        """Return (rows, inputs, outputs) of a block's products for this many tokens of the state and other streams.
+
+        Products of cross-attention's text are included, those of the modulation are not.
+        """
+        streams = (tokens, *others) if self.apart else (tokens + sum(others),)
+        made = tuple((rows, *gemm) for rows in streams for gemm in self.gemms)
+        return made if self.cross is None else made + tuple((self.cross.keys, *gemm) for gemm in self.cross.gemms)
+
+
 @dataclass(frozen=True)
 class Work:
     """The operations of a model on one token.
 
-    gemms: (inputs, outputs) of the matrix products of one block; the fused projection to q, k and v comes first.
-    passes: elements that each elementwise kernel of a block reads and writes, without the norm and rotary embedding of
-    q and k. prepares: whether q and k have a norm or a rotary embedding. once: the products before the first and after
-    the last block. table: number of fp32 values in one modulation row. live: elements that are in memory at the widest
-    point of a block. masked: whether attention receives key masks; not every local attention supports them.
+    blocks: the kinds of blocks, in the order in which they run. prepares: whether q and k have a norm or a rotary
+    embedding. once: the products before the first and after the last block, on the state's tokens. table: number of
+    fp32 values in one modulation row. live: elements that are in memory at the widest point of a block. masked: whether
+    attention receives key masks; not every local attention supports them. text: the products that embed a text token,
+    once a run (in a pipeline, once a call). conditioning: the products on one row that make the condition and the final
+    modulation, as often as the blocks' `modulation`.
     """
 
-    layers: int
     width: int
     heads: int
     kv_heads: int
     head_dim: int
-    gemms: tuple[tuple[int, int], ...]
-    passes: tuple[int, ...]
+    blocks: tuple[Blocks, ...]
     prepares: bool
-    once: tuple[tuple[int, int], ...]
+    once: Gemms
     table: int
     live: int
     masked: bool = False
+    text: Gemms = ()
+    conditioning: Gemms = ()
 
-    def block(self, b: int, s: int) -> Cost:
-        """Return the cost of one block on b rows of s tokens: matrix products, attention and elementwise passes."""
-        products = [linear(b * s, *gemm) for gemm in self.gemms]
-        attention = core(b, s, s, self.heads, self.head_dim, self.kv_heads)
+    @property
+    def layers(self) -> int:
+        """Return the number of blocks of all kinds."""
+        return sum(kind.count for kind in self.blocks)
+
+    def block(self, kind: Blocks, b: int, s: int, others: tuple[int, ...] = ()) -> Cost:
+        """Return the cost of a block on b rows of s tokens of the state, and of other streams with these tokens each.
+
+        These are matrix products, attention and elementwise passes.
+        """
+        whole = s + sum(others)
+        products = [linear(b * rows, *gemm) for rows, *gemm in kind.products(s, others)]
+        attention = core(b, whole, whole, self.heads, self.head_dim, self.kv_heads)
+        if kind.cross is not None:
+            attention += core(b, s, kind.cross.keys, self.heads, self.head_dim)
         q_and_k = 2 * (self.heads + self.kv_heads) * self.head_dim * self.prepares
-        return sum(products, attention) + Cost(0, b * s * (sum(self.passes) + q_and_k))
+        return sum(products, attention) + Cost(0, b * whole * (sum(kind.passes) + q_and_k))
 
-    def step(self, b: int, s: int) -> Cost:
-        """Return the cost of all blocks and of the products before and after them."""
-        return sum((linear(b * s, *gemm) for gemm in self.once), self.block(b, s) * self.layers)
+    def step(self, b: int, s: int, others: tuple[int, ...] = ()) -> Cost:
+        """Return the cost of all blocks and of the products on the state before and after them."""
+        every = [self.block(kind, b, s, others) * kind.count for kind in self.blocks]
+        return sum([linear(b * s, *gemm) for gemm in self.once] + every, Cost(0, 0))
+
+    def modulation(self) -> tuple[tuple[int, int], ...]:
+        """Return all products on one row: those of the condition, then those of every block."""
+        return (*self.conditioning, *(gemm for kind in self.blocks for gemm in kind.modulation * kind.count))
 
 
 # Layouts -------------------------------------------------------------------------------------------------------
@@ -119,7 +183,7 @@ class Place:
 
     tokens: the length of the whole sequence. batch: rows of the batch on a rank. direct: True if a rank's kernel writes
     into the reader's memory, so that nothing is rearranged on arrival (peer memory); False if it writes messages
-    (collectives).
+    (collectives). streams: the tokens of each stream of the sequence, which are split one by one; empty for one stream.
     """
 
     work: Work
@@ -128,6 +192,7 @@ class Place:
     tokens: int
     batch: int
     direct: bool
+    streams: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -137,7 +202,7 @@ class Place:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Return the number of tokens on each rank."""
-        return Shard(self.tokens, self.ranks).sizes
+        return JointShard(tuple(Shard(tokens, self.ranks) for tokens in self.streams or (self.tokens,))).sizes
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:

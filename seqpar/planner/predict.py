@@ -7,10 +7,10 @@ overlap (docs/planner.md). The slowest rank counts: uneven tokens and heads are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from seqpar.planner.costs import attention_calls, busiest, layers, merge_bytes
-from seqpar.planner.facts import Cost, Layer, Layout, Work
+from seqpar.planner.facts import Blocks, Cost, Gemms, Layer, Layout, Work, core
 from seqpar.planner.rates import Rates, rate_at, time_at
 from seqpar.shard import Shard
 
@@ -26,7 +26,7 @@ class Load:
 
     guidance: whether there is an unconditional branch. parameters: number of the model's parameters. latent: values of
     one token's latent. labels: number of distinct labels, including the unconditional one. table: maximum bytes of the
-    modulation table.
+    modulation table. others: number of tokens of each stream besides the state (text), which `tokens` leaves out.
     """
 
     images: int
@@ -38,10 +38,16 @@ class Load:
     latent: int
     labels: int
     table: int
+    others: tuple[int, ...] = ()
 
     def rows(self, layout: Layout) -> int:
         """Return the batch rows of the rank with most images: twice its images if it computes both branches."""
         return Shard(self.images, layout.data).sizes[0] * (2 if self.guidance and layout.cfg == 1 else 1)
+
+    def mine(self, layout: Layout) -> tuple[int, tuple[int, ...]]:
+        """Return the most tokens on any rank: those of the state, and those of each other stream."""
+        first, *others = (Shard(tokens, layout.sequence).sizes[0] for tokens in (self.tokens, *self.others))
+        return first, tuple(others)
 
 
 @dataclass(frozen=True)
@@ -85,35 +91,48 @@ class Prediction:
 
 def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
     """Return the predicted time and memory of a step on this layout."""
-    b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
-    every = layers(work, layout, load.tokens, b)
+    b, (mine, others) = load.rows(layout), load.mine(layout)
+    every = layers(work, layout, load.tokens, b, load.others)
     slowest = every[0]
-    once = sum(gemm_us(rates, b * mine, *gemm, load.itemsize) for gemm in work.once)
-    block = sum(gemm_us(rates, b * mine, *gemm, load.itemsize) for gemm in _products(work, slowest))
-    attention = sum(attention_us(rates, work.head_dim, call) for call in attention_calls(work, slowest, b))
-    passes = _step_pass_us(work, load, b * mine, rates) + work.layers * _passes_us(work, load, layout, slowest, rates)
-    exchanges = _swap_us(load, layout, rates) + work.layers * _exchanges_us(work, load, layout, every, rates)
+    gemm = sum(gemm_us(rates, b * mine, *gemm, load.itemsize) for gemm in work.once)
+    attention = work.layers * sum(attention_us(rates, work.head_dim, call) for call in attention_calls(work, slowest, b))
+    passes, exchanges = _step_pass_us(work, load, b * mine, rates), _swap_us(load, layout, rates)
+    for kind in work.blocks:
+        products = _products(work, kind, slowest).products(mine, others)
+        gemm += kind.count * sum(gemm_us(rates, b * rows, *one, load.itemsize) for rows, *one in products)
+        attention += kind.count * _cross_us(work, kind, b, mine, rates)
+        passes += kind.count * _passes_us(work, kind, load, layout, slowest, rates)
+        exchanges += kind.count * _exchanges_us(work, kind, load, layout, every, rates)
     return Prediction(
         layout,
-        gemm=(once + work.layers * block) / 1e3,
-        attention=work.layers * attention / 1e3,
+        gemm=gemm / 1e3,
+        attention=attention / 1e3,
         elementwise=passes / 1e3,
         exchange=exchanges / 1e3,
         memory=memory(work, load, layout, slowest),
     )
 
 
-def _products(work: Work, layer: Layer) -> tuple[tuple[int, int], ...]:
-    """Return the matrix products of a block; q, k and v are separate products if the strategy splits them."""
-    return (*_split(work).values(), *work.gemms[1:]) if layer.split else work.gemms
+def _products(work: Work, kind: Blocks, layer: Layer) -> Blocks:
+    """Return the blocks with q, k and v as separate products if the strategy splits them and the model does not."""
+    if not layer.split or kind.beside:
+        return kind
+    return replace(kind, gemms=(*_split(work, kind.gemms).values(), *kind.gemms[1:]))
 
 
-def _split(work: Work) -> dict[str, tuple[int, int]]:
+def _split(work: Work, gemms: Gemms) -> dict[str, tuple[int, int]]:
     """Return (inputs, outputs) of the separate products of q, k and v."""
-    inputs, outputs = work.gemms[0]
+    inputs, outputs = gemms[0]
     queries = work.heads * work.head_dim
     keys = (outputs - queries) // 2
     return {"q": (inputs, queries), "k": (inputs, keys), "v": (inputs, keys)}
+
+
+def _cross_us(work: Work, kind: Blocks, b: int, mine: int, rates: Rates) -> float:
+    """Return the us of the cross-attention of one block, or 0 if it has none."""
+    if kind.cross is None:
+        return 0.0
+    return attention_us(rates, work.head_dim, core(b, mine, kind.cross.keys, work.heads, work.head_dim))
 
 
 def gemm_us(rates: Rates, rows: int, inputs: int, outputs: int, itemsize: int) -> float:
@@ -130,14 +149,14 @@ def attention_us(rates: Rates, head_dim: int, call: Cost) -> float:
 
 def memory(work: Work, load: Load, layout: Layout, layer: Layer) -> Memory:
     """Return the memory of a rank: all weights, and the modulation of the steps that fit `load.table`, at least one."""
-    b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
+    b, (mine, others) = load.rows(layout), load.mine(layout)
     step = load.labels * work.table * STATE
     kept = min(load.steps, max(1, load.table // step))
     state = 3 * b * mine * load.latent * STATE  # the tokens and the predictions of both branches
     return Memory(
         weights=load.parameters * load.itemsize,
         table=kept * step + b * work.table * STATE,
-        activations=b * mine * work.live * load.itemsize + state,
+        activations=b * (mine + sum(others)) * work.live * load.itemsize + state,
         exchange=b * layer.kept * work.head_dim * load.itemsize,
     )
 
@@ -146,10 +165,13 @@ def _pass_us(rates: Rates, read_and_written: float, kernels: int) -> float:
     return kernels * rates.kernel_us + 1e-6 * read_and_written / rates.copy
 
 
-def _passes_us(work: Work, load: Load, layout: Layout, layer: Layer, rates: Rates) -> float:
+def _passes_us(work: Work, kind: Blocks, load: Load, layout: Layout, layer: Layer, rates: Rates) -> float:
     """Return the us of the elementwise kernels of one block: the model's and those that the strategy adds."""
-    b, mine = load.rows(layout), Shard(load.tokens, layout.sequence).sizes[0]
-    total = sum(_pass_us(rates, b * mine * elements * load.itemsize, 1) for elements in work.passes)
+    b, (mine, others) = load.rows(layout), load.mine(layout)
+    streams = (mine, *others) if kind.apart else (mine + sum(others),)
+    total = sum(
+        _pass_us(rates, b * tokens * elements * load.itemsize, 1) for elements in kind.passes for tokens in streams
+    )
     for values, kernels in layer.passes:
         total += _pass_us(rates, b * values * work.head_dim * load.itemsize, kernels)
     return total + _pass_us(rates, *merge_bytes(work, layer, b, load.itemsize))
@@ -163,28 +185,37 @@ def _step_pass_us(work: Work, load: Load, rows: int, rates: Rates) -> float:
     return _pass_us(rates, rows * (3 * work.width * load.itemsize + 4 * load.latent * STATE), 2)
 
 
-def _exchanges_us(work: Work, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates) -> float:
+def _exchanges_us(
+    work: Work, kind: Blocks, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates
+) -> float:
     """Return the us of one layer's exchanges; a hidden exchange still costs at least that of an empty message."""
     value, curve = load.rows(layout) * work.head_dim * load.itemsize, rates.exchange[layout.transport]
     moved = busiest(every)
     if not every[0].behind or not sum(moved):
         return sum(time_at(curve, each * value) for each in moved)
-    return max(time_at(curve, 0), _exposed_us(work, load, layout, every, rates))
+    return max(time_at(curve, 0), _exposed_us(work, kind, load, layout, every, rates))
 
 
-def _exposed_us(work: Work, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates) -> float:
+def _exposed_us(
+    work: Work, kind: Blocks, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates
+) -> float:
     """Return by how many us an exchange ends after the last of the products that overlap it.
 
-    The exchange has one equal part for each of these products. A part starts when it has been computed and the part
-    before it has arrived; at the same time the product that overlaps it starts.
+    The exchange has one equal part for each product that `Layer.behind` names. A part starts when it has been computed
+    and the part before it has arrived; at the same time the product that overlaps it starts. In a block that makes q, k
+    and v itself, all parts start before the products `Blocks.beside`.
     """
-    rows, behind = load.rows(layout) * Shard(load.tokens, layout.sequence).sizes[0], every[0].behind
+    b, (mine, others), behind = load.rows(layout), load.mine(layout), every[0].behind
     (moved,) = busiest(every)
-    part = moved / len(behind) * load.rows(layout) * work.head_dim * load.itemsize
+    part = moved / len(behind) * b * work.head_dim * load.itemsize
     copy, computed, arrived = time_at(rates.exchange[layout.transport], part), 0.0, 0.0
+    if kind.beside:
+        products = replace(kind, gemms=kind.beside, cross=None).products(mine, others)
+        return copy * len(behind) - sum(gemm_us(rates, b * rows, *gemm, load.itemsize) for rows, *gemm in products)
     for name in behind:
         arrived = max(arrived, computed) + copy
-        computed += gemm_us(rates, rows, *_split(work)[name], load.itemsize)
+        one = replace(kind, gemms=(_split(work, kind.gemms)[name],), cross=None)
+        computed += sum(gemm_us(rates, b * rows, *gemm, load.itemsize) for rows, *gemm in one.products(mine, others))
     return arrived - computed
 
 

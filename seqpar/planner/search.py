@@ -86,7 +86,7 @@ class Ranking:
     def counts(self) -> str:
         """Return a line with the FLOPs, bytes and messages of a step of the best layout."""
         layout, load = self.best, self.load
-        cost = totals(self.work, layout, load.tokens, load.images, load.guidance, load.itemsize)
+        cost = totals(self.work, layout, load.tokens, load.images, load.guidance, load.itemsize, load.others)
         text = f"a step: {cost.flops / 1e12:.3g} TFLOP, {cost.elements * load.itemsize / 1e9:.3g} GB read and written"
         if layout.sequence > 1:
             text += f"; the busiest rank sends {cost.sent / 1e6:.3g} MB in {cost.messages} messages ({_name(layout)})"

@@ -16,7 +16,7 @@ from seqpar.local import reference
 from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit
 from seqpar.planner import costs
-from seqpar.planner.facts import Layer, Layout, Move, Work
+from seqpar.planner.facts import Blocks, Layer, Layout, Move, Work
 from seqpar.protocols import Given, Prepare
 from seqpar.shard import Shard
 from seqpar.weights.find import Blueprint, locate
@@ -66,7 +66,8 @@ def test_the_products_are_the_models_linear_layers(preset: str) -> None:
     inside = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "modulation" not in name]
     shapes = sorted((m.in_features, m.out_features) for m in inside)
     embedder = [(m.in_features, m.out_features) for m in model.get_submodule("t_embedder") if hasattr(m, "in_features")]  # pyright: ignore
-    assert shapes == sorted([*work.gemms * work.layers, *work.once, *embedder])
+    (blocks,) = work.blocks
+    assert shapes == sorted([*blocks.gemms * blocks.count, *work.once, *embedder])
     conditioning = (
         Blueprint(preset, blueprint.module, blueprint.config)
         .meta()
@@ -80,7 +81,7 @@ def test_large_dit_by_hand() -> None:
     assert large_dit.work(large_dit.PRESETS["large-dit-3b"]).step(2, 256).flops == pytest.approx(3.76e12, rel=1e-3)
     # a block has 3 E^2 + E^2 + 3 E F matrix elements with 2 FLOPs each a row; attention has 4 b s^2 E FLOPs
     products = 2 * 512 * (4 * 4096**2 + 3 * 4096 * 11008)
-    assert SEVEN_B.block(2, 256).flops == products + 4 * 2 * 256**2 * 4096
+    assert SEVEN_B.block(SEVEN_B.blocks[0], 2, 256).flops == products + 4 * 2 * 256**2 * 4096
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_one_rank_exchanges_nothing() -> None:
 
 
 def of(heads: int, kv_heads: int) -> Work:
-    return Work(1, heads * DIM, heads, kv_heads, DIM, (), (), False, (), 0, 0)
+    return Work(heads * DIM, heads, kv_heads, DIM, (Blocks(1, (), ()),), False, (), 0, 0)
 
 
 def spied(rank: int, world: int, device: torch.device, strategy: str, case: tuple[int, ...]) -> tuple[Any, int, int]:
@@ -189,7 +190,7 @@ def test_negative_control_another_layout_moves_something_else() -> None:
 
 def test_peer_memory_writes_less_locally_and_keeps_less() -> None:
     """128 tokens a rank, 4 heads, two ranks, norms and rotary; counted by hand, in values of one head."""
-    work = Work(1, 16, 4, 4, 4, (), (), True, (), 0, 0)
+    work = Work(16, 4, 4, 4, (Blocks(1, (), ()),), True, (), 0, 0)
 
     def rank(
         strategy: str, ring: int = 1, ulysses: int = 1, transport: str = "gloo", batch: int = 1, of: Work = work

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.models import _layers
-from seqpar.planner.facts import Work
+from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Encoded, Prepare, Projected, SequenceModel
 
 TEXT, TOKEN = 6, 12  # widths of the text and of the token that is denoised together with the latent
@@ -145,13 +145,11 @@ def work(config: Config) -> Work:
     """Return the cost of a token for the planner."""
     width = config.width
     return Work(
-        layers=config.num_layers,
         width=width,
         heads=config.num_attention_heads,
         kv_heads=config.num_attention_heads,
         head_dim=config.attention_head_dim,
-        gemms=((width, 3 * width), (width, width)),
-        passes=(4 * width, 3 * width),
+        blocks=(Blocks(config.num_layers, ((width, 3 * width), (width, width)), (4 * width, 3 * width), apart=True),),
         prepares=True,
         once=((16, width), (width, 16)),
         table=6 * config.num_layers * width,

@@ -12,58 +12,113 @@ from torch import Tensor
 from launch.benches.timing import over
 from seqpar.mesh import Mesh
 from seqpar.planner.costs import facts_of
-from seqpar.planner.facts import Call, Place, Work
+from seqpar.planner.facts import Blocks, Call, Place, Work
 from seqpar.planner.plan import load_local
+from seqpar.shard import Shard
 
 MATRIX_FLOPS, MEMORY_BYTES = 790e12, 4.3e12  # FLOP/s and bytes/s, measured on an H200
 
 
 @dataclass(frozen=True)
 class Share:
-    """The work of one rank in a step: `batch` rows of `tokens` tokens, and the calls of local attention in a layer."""
+    """The work of one rank in a step: `batch` rows of `tokens` tokens, and the calls of local attention in a layer.
+
+    tokens: those of the state; others: those of each other stream (text).
+    """
 
     batch: int
     tokens: int
     calls: tuple[Call, ...]
+    others: tuple[int, ...] = ()
 
 
-def share(work: Work, tokens: int, strategy: str, mesh: Mesh) -> Share:
-    """Return this rank's share of one picture with two guidance branches (each rank of a data axis has one picture)."""
-    batch, rank = 2 // mesh.cfg.size, mesh.sequence.rank
-    at = Place(work, mesh.ring.size, mesh.ulysses.size, tokens, batch, False)
-    return Share(batch, at.sizes[rank], facts_of(strategy).layer(at, rank).calls)
+def share(work: Work, tokens: int, strategy: str, mesh: Mesh, rows: int = 2, others: tuple[int, ...] = ()) -> Share:
+    """Return this rank's share of one picture with `rows` batch rows (each rank of a data axis has one picture).
+
+    rows: 2 for two guidance branches in a batch, which a cfg axis splits. others: tokens of the streams besides the
+    state.
+    """
+    batch, rank = max(1, rows // mesh.cfg.size), mesh.sequence.rank
+    mine, *rest = (Shard(count, mesh.sequence.size).sizes[rank] for count in (tokens, *others))
+    whole = tokens + sum(others)
+    at = Place(work, mesh.ring.size, mesh.ulysses.size, whole, batch, False, (tokens, *others))
+    return Share(batch, mine, facts_of(strategy).layer(at, rank).calls, tuple(rest))
 
 
-def ceiling(work: Work, mine: Share, local: str, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+@dataclass(frozen=True)
+class Alone:
+    """The operations of blocks of one kind with random data.
+
+    copies: the weights of all products of a block, more than once, so that they do not stay in the cache. inputs: the
+    input of each product. first: how many products come before attention.
+    """
+
+    count: int
+    copies: list[list[Tensor]]
+    inputs: list[Tensor]
+    first: int
+    calls: list[tuple[Tensor, Tensor, Tensor]]
+
+
+def ceiling(
+    work: Work, mine: Share, local: str, dtype: torch.dtype, device: torch.device, modulation: bool = False
+) -> Callable[[], object]:
     """Return a step of only the blocks' cuBLAS matrix products and attention, with a rank's shapes and random data.
 
-    The blocks cycle through more copies of the weights than the L2 cache holds.
+    The blocks cycle through more copies of the weights than the L2 cache holds. With `modulation` the products that
+    make the modulation are computed, too: one row for each batch row, so they read all of its weights.
     """
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device).to(dtype)
+        return torch.randn(shape, device=device, dtype=dtype)
 
-    bytes_of_block = sum(inputs * outputs for inputs, outputs in work.gemms) * dtype.itemsize
-    copies = min(work.layers, over(bytes_of_block)) if device.type == "cuda" else 1
-    *blocks, (final,) = [
-        [0.02 * random(outputs, inputs) for inputs, outputs in gemms]
-        for gemms in (*[work.gemms] * copies, work.once[-1:])
-    ]
-    rows = {inputs: random(mine.batch, mine.tokens, inputs) for inputs, _ in (*work.gemms, work.once[-1])}
-    calls = [_inputs(random, mine.batch, work.head_dim, call) for call in mine.calls]
+    kinds = [_alone(work, kind, mine, random, modulation) for kind in work.blocks]
+    ends = [(mine.tokens, *work.once[-1])]
+    if modulation:
+        ends = [*((1, *gemm) for gemm in work.conditioning), *ends]
+    rest = [(random(mine.batch, rows, inputs), 0.02 * random(outputs, inputs)) for rows, inputs, outputs in ends]
     attend = load_local(local)
 
     def step() -> Tensor:
-        for index in range(work.layers):
-            first, *others = blocks[index % copies]
-            F.linear(rows[first.shape[1]], first)
-            for q, k, v in calls:
-                attend(q, k, v)
-            for weight in others:
-                F.linear(rows[weight.shape[1]], weight)
-        return F.linear(rows[final.shape[1]], final)
+        for kind in kinds:
+            for index in range(kind.count):
+                weights = kind.copies[index % len(kind.copies)]
+                pairs = list(zip(kind.inputs, weights, strict=True))
+                for x, weight in pairs[: kind.first]:
+                    F.linear(x, weight)
+                for q, k, v in kind.calls:
+                    attend(q, k, v)
+                for x, weight in pairs[kind.first :]:
+                    F.linear(x, weight)
+        return [F.linear(x, weight) for x, weight in rest][-1]
 
     return torch.inference_mode()(step)
+
+
+def _alone(work: Work, kind: Blocks, mine: Share, random: Callable[..., Tensor], modulation: bool) -> Alone:
+    """Return the random inputs and weights of blocks of one kind."""
+    # QKV of every stream comes first, because attention needs it
+    products = sorted(kind.products(mine.tokens, mine.others), key=lambda product: product[1:] != kind.gemms[0])
+    before = [(1, *gemm) for gemm in kind.modulation] if modulation else []
+    shapes = [*before, *products]
+    made: dict[tuple[int, int], Tensor] = {}
+    for rows, inputs, _ in shapes:
+        if (rows, inputs) not in made:
+            made[rows, inputs] = random(mine.batch, rows, inputs)
+    weights = sum(inputs * outputs for _, inputs, outputs in shapes) * random(1).itemsize
+    copies = min(kind.count, over(weights)) if random(1).is_cuda else 1
+    calls = [_inputs(random, mine.batch, work.head_dim, call) for call in mine.calls]
+    if kind.cross is not None:
+        calls.append(
+            _inputs(random, mine.batch, work.head_dim, Call(mine.tokens, kind.cross.keys, work.heads, work.heads))
+        )
+    return Alone(
+        kind.count,
+        [[0.02 * random(outputs, inputs) for _, inputs, outputs in shapes] for _ in range(copies)],
+        [made[rows, inputs] for rows, inputs, _ in shapes],
+        len(before) + (1 + len(mine.others) if kind.apart else 1),
+        calls,
+    )
 
 
 def _inputs(random: Callable[..., Tensor], batch: int, dim: int, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,7 +132,10 @@ def roofline(flops: float, weights: float) -> float:
     return 1e3 * max(flops / MATRIX_FLOPS, weights / MEMORY_BYTES)
 
 
-def flops_and_weights(work: Work, tokens: int) -> tuple[float, float]:
-    """Return (FLOPs, bytes of bf16 weights) of all blocks in a step with two batch rows, attention included."""
-    weights = sum(inputs * outputs for inputs, outputs in work.gemms)
-    return work.layers * work.block(2, tokens).flops, work.layers * weights * 2.0
+def flops_and_weights(work: Work, tokens: int, rows: int = 2, others: tuple[int, ...] = ()) -> tuple[float, float]:
+    """Return (FLOPs, bytes of bf16 weights) of all blocks in a step, attention included, for `rows` batch rows."""
+    flops = sum(kind.count * work.block(kind, rows, tokens, others).flops for kind in work.blocks)
+    products = (
+        kind.count * inputs * outputs for kind in work.blocks for _, inputs, outputs in kind.products(1, others)
+    )
+    return flops, sum(products) * 2.0

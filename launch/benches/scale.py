@@ -14,20 +14,26 @@ rounds (A B A B); the slowest rank counts. Each row is a JSON line, with the rea
 from __future__ import annotations
 
 import gc
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
 
+from launch.benches import calls
 from launch.benches.ceiling import flops_and_weights, roofline
+from launch.benches.natives import natives
+from launch.benches.released import RELEASED
 from launch.benches.split import split_of
 from launch.benches.steps import Layout, fitting
 from launch.benches.timing import Sensors, append, attempt, calls_for, command, elapsed, environment, slowest, timed
 from launch.benches.ways import RUN_STEPS, Bench, Way, all_ways, data_layouts, make_bench
 from seqpar import mesh as meshes
 from seqpar.cli.planning import pick
+from seqpar.mesh import Mesh
 from seqpar.planner.plan import work_of
 from seqpar.weights.find import locate
 
@@ -65,8 +71,13 @@ class Scale:
     """Seconds that one way runs in a round."""
     digest_steps: int = 25
     """Number of steps of a run of 25 after which the bits of latents are compared; 0 compares none."""
+    call: Annotated[calls.Call, tyro.conf.arg(name="")] = field(default_factory=calls.Call)
+    """Flags of flux.1-dev, qwen-image and wan2.1-14b, which are timed by the call."""
     out: Path | None = None
     """Append JSON lines here."""
+
+
+LABELS_ONLY = ("layouts", "data", "named", "digest_steps")  # flags that mean nothing to models timed by the call
 
 
 @dataclass
@@ -85,6 +96,9 @@ def main(args: Scale) -> None:
     _, world = meshes.join()
     check(args, world)
     device = meshes.pick_device(world)
+    if args.model in RELEASED:
+        by_the_call(args, device)
+        return
     dtype = meshes.default_dtype(device)
     model = locate(args.model).build(dtype, device)
     layouts = [*fitting(args.layouts, world), *(data_layouts(world) if args.data else ())]
@@ -99,6 +113,9 @@ def main(args: Scale) -> None:
 
 def check(args: Scale, world: int) -> None:
     """Raise `ValueError` for flags that cannot be measured, before any weight is read."""
+    ignored = ["call"] if args.model not in RELEASED else list(LABELS_ONLY)
+    if given := [name for name in ignored if getattr(args, name) != getattr(Scale(), name)]:
+        raise ValueError(f"got flags ({', '.join(given)}) that --model {args.model} does not use; leave them out")
     if not args.tokens or min(args.tokens) < 1:
         raise ValueError(f"got --tokens {args.tokens}, expected counts of at least 1")
     if args.rounds < 1 or args.seconds <= 0:
@@ -106,6 +123,20 @@ def check(args: Scale, world: int) -> None:
     if not 0 <= args.digest_steps <= RUN_STEPS:
         raise ValueError(f"got --digest-steps {args.digest_steps}, expected 0 to {RUN_STEPS}")
     fitting(args.layouts, world)
+
+
+def by_the_call(args: Scale, device: torch.device) -> None:
+    """Time calls of a model that people run; --tokens makes the picture other than it usually is."""
+    mesh, flags, dtype = Mesh.from_env(cfg=1, device=device), args.call, meshes.default_dtype(device)
+    until = time.monotonic() + 60 * flags.minutes
+    for tokens in args.tokens if args.tokens != Scale.tokens else (None,):
+        model = RELEASED[args.model].sized(tokens, flags.text)
+        case = calls.Case(model, mesh, dtype, args.local)
+        rows = [*calls.ceilings(case, flags.strategy), *natives(case, flags.strategy, flags.transport)]
+        rows = [row for row in rows if any(word in row.name for word in flags.only or ("",))]
+        limits = calls.Limits(args.rounds, args.seconds, until, flags.trace)
+        calls.measure(case, rows, limits, args.out)
+        torch._dynamo.reset()
 
 
 def measure(args: Scale, bench: Bench, tokens: int) -> list[Line]:

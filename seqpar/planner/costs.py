@@ -56,9 +56,7 @@ def is_direct(curve: str) -> bool:
     return any(facts.in_place and curve in facts.rates.values() for facts in every)
 
 
-def layers(
-    work: Work, layout: Layout, tokens: int, batch: int = 1, others: tuple[int, ...] = ()
-) -> tuple[Layer, ...]:
+def layers(work: Work, layout: Layout, tokens: int, batch: int = 1, others: tuple[int, ...] = ()) -> tuple[Layer, ...]:
     """Return the operations of one layer for each rank of the sequence axis."""
     facts, at = facts_of(layout.strategy), place(work, layout, tokens, batch, others)
     return tuple(facts.layer(at, rank) for rank in range(layout.sequence))

@@ -95,7 +95,9 @@ def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
     every = layers(work, layout, load.tokens, b, load.others)
     slowest = every[0]
     gemm = sum(gemm_us(rates, b * mine, *gemm, load.itemsize) for gemm in work.once)
-    attention = work.layers * sum(attention_us(rates, work.head_dim, call) for call in attention_calls(work, slowest, b))
+    attention = work.layers * sum(
+        attention_us(rates, work.head_dim, call) for call in attention_calls(work, slowest, b)
+    )
     passes, exchanges = _step_pass_us(work, load, b * mine, rates), _swap_us(load, layout, rates)
     for kind in work.blocks:
         products = _products(work, kind, slowest).products(mine, others)
@@ -196,9 +198,7 @@ def _exchanges_us(
     return max(time_at(curve, 0), _exposed_us(work, kind, load, layout, every, rates))
 
 
-def _exposed_us(
-    work: Work, kind: Blocks, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates
-) -> float:
+def _exposed_us(work: Work, kind: Blocks, load: Load, layout: Layout, every: tuple[Layer, ...], rates: Rates) -> float:
     """Return by how many us an exchange ends after the last of the products that overlap it.
 
     The exchange has one equal part for each product that `Layer.behind` names. A part starts when it has been computed

@@ -1,0 +1,128 @@
+"""Rows of `launch/benches/calls.py` for our own models: a step of our own loop, and a pipeline's call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launch.benches.calls import Case, Row, Timed
+from launch.benches.timing import graphed
+from seqpar.distributed import DistributedDiT
+from seqpar.mesh import Mesh
+from seqpar.protocols import SequenceModel, rows
+from seqpar.streams import Split
+
+TABLE = 28  # steps of the modulation table
+TIMESTEP, GUIDANCE = 500.0, 3.5
+
+
+def natives(case: Case, strategies: Sequence[str], transport: str) -> Iterator[Row]:
+    """Yield two rows for each strategy: modulation from a table, and computed in the call."""
+    chosen = strategies if case.mesh.sequence.size > 1 else strategies[:1]
+    for strategy in chosen:
+        for inside in (False, True):
+            what = "call with modulation" if inside else "step, modulation from a table"
+            ready = partial(_native, case, strategy, transport, inside)
+            about = {"strategy": strategy, "modulation": inside}
+            yield Row("ours", f"native, {strategy}, {what}", strategy, ready, about)
+
+
+@contextmanager
+def _native(case: Case, strategy: str, transport: str, inside: bool) -> Iterator[Timed]:
+    alone = case.mesh.sequence.size == 1
+    dit = DistributedDiT(case.ours, case.mesh, strategy, case.local, "auto" if alone else transport)
+    made: dict[str, Tensor] = {}
+    prediction = torch.no_grad()(_prediction(dit, case, inside))
+
+    def step() -> None:
+        made["out"] = prediction()
+
+    def facts() -> dict[str, Any]:
+        told = {"transport": dit.transport.name, "local": dit.local.name}
+        return told | ({} if alone else {"error": _error(case, dit, made["out"], inside)})
+
+    try:
+        step()
+        dit.check_delivered()
+        yield Timed(graphed(step) if case.mesh.device.type == "cuda" else step, dit.check_delivered, facts)
+    finally:
+        dit.release()
+
+
+@dataclass(frozen=True)
+class Given:
+    """The inputs of a call, the same on every rank: the state's tokens, the prompt, the timestep and guidance scale."""
+
+    tokens_BLC: Tensor
+    prompt: dict[str, Tensor]
+    t_R: Tensor
+    guidance: dict[str, Tensor]
+
+    @staticmethod
+    def of(model: SequenceModel, case: Case) -> Given:
+        """Return random inputs."""
+        device, config, drawn = case.mesh.device, model.config, torch.Generator().manual_seed(0)
+        noise = torch.randn(1, config.in_channels, *_size(case), generator=drawn).to(device)
+        text = torch.randn(1, case.model.text, config.joint_attention_dim, generator=drawn).to(device, case.dtype)
+        pooled = torch.randn(1, config.pooled_projection_dim, generator=drawn).to(device, case.dtype)
+        prompt = dict(zip(model.PROMPT, (text, pooled), strict=True))
+        guidance = {"guidance": torch.tensor([GUIDANCE], device=device)} if model.EMBEDS_GUIDANCE else {}
+        return Given(model.patchify(noise), prompt, torch.tensor([TIMESTEP], device=device), guidance)
+
+
+def _size(case: Case) -> tuple[int, ...]:
+    """Return rows and columns of the latent."""
+    return tuple(side * case.ours.config.patch_size for side in case.model.size)
+
+
+def _prediction(dit: DistributedDiT, case: Case, inside: bool) -> Callable[[], Tensor]:
+    """Return a function that predicts this rank's tokens, with modulation from a table or computed inside.
+
+    With `inside` the text is projected in the call, too, as in a pipeline.
+    """
+    model, given = dit.model, Given.of(dit.model, case)
+    encoded = model.encode(**given.prompt)
+    streams = {"image": given.tokens_BLC, **encoded.streams}
+    split = Split.of(model, {name: x.shape[1] for name, x in streams.items()}, dit.mesh.sequence)
+    mine = {name: split.mine(name, x).contiguous() for name, x in streams.items()}
+    positions, attend = dit.positions(_size(case), split), dit.attend(1, split.tokens)
+    pooled = {name: x.repeat(TABLE, 1) for name, x in encoded.pooled.items()}
+    spread = {name: x.repeat(TABLE) for name, x in given.guidance.items()}
+    modulations = model.modulate(given.t_R.repeat(TABLE), **pooled, **spread)
+    place = torch.full((1,), TABLE // 2, device=given.t_R.device)
+
+    def from_table() -> Tensor:
+        return model.forward_tokens(mine, positions, rows(modulations, place), attend)["image"]
+
+    def in_a_call() -> Tensor:
+        now = model.encode(**given.prompt)
+        texts = {name: split.mine(name, x) for name, x in now.streams.items()}
+        conditioning = _modulated(model, given, now.pooled)
+        return model.forward_tokens({**mine, **texts}, positions, conditioning, attend)["image"]
+
+    return in_a_call if inside else from_table
+
+
+def _modulated(model: Any, given: Given, pooled: Any) -> Any:
+    """Return the modulation as a pipeline's call of the transformer computes it."""
+    if hasattr(model, "modulate_call"):
+        return model.modulate_call(given.t_R / 1000, given.guidance.get("guidance"), *pooled.values())
+    return model.modulate(given.t_R, **pooled, **given.guidance)
+
+
+def _error(case: Case, dit: DistributedDiT, out: Tensor, inside: bool) -> float:
+    """Return the largest relative error of any rank's tokens against the whole call on one rank."""
+    alone = DistributedDiT(case.ours, Mesh.single(case.mesh.device), local=dit.local.name)
+    with torch.no_grad():
+        whole = _prediction(alone, case, inside)()
+    shard = Split.of(dit.model, {"image": whole.shape[1], "text": case.model.text}, dit.mesh.sequence)
+    mine = shard.mine("image", whole)
+    error = float((out.double() - mine.double()).norm() / whole.double().norm())
+    alone.release()
+    return max(case.mesh.collect(error))

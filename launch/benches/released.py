@@ -15,6 +15,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from seqpar.models import flux
 from seqpar.planner.facts import Blocks, Cross, Work
 from seqpar.protocols import SequenceModel
 from seqpar.weights.find import locate, randomise
@@ -104,35 +105,6 @@ def _double(count: int, width: int, hidden: int) -> Blocks:
         (4 * width, 4 * width, 2 * hidden),
         apart=True,
         modulation=((width, 6 * width), (width, 6 * width)),
-    )
-
-
-def flux_work(config: Mapping[str, Any]) -> Work:
-    """Return the operations of FLUX.1: double blocks, then single blocks with attention beside the MLP."""
-    heads, dim = config["num_attention_heads"], config["attention_head_dim"]
-    width, channels = heads * dim, config["in_channels"]
-    hidden, single = 4 * width, config["num_single_layers"]
-    singles = Blocks(
-        single,
-        ((width, 3 * width), (width, hidden), (width + hidden, width)),
-        (4 * width, 2 * hidden),
-        modulation=((width, 3 * width),),
-        beside=((width, hidden), (hidden, width)),
-    )
-    embedders = 3 if config["guidance_embeds"] else 2
-    first = ((256, width),) * (embedders - 1) + ((config["pooled_projection_dim"], width),)
-    return Work(
-        width=width,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=dim,
-        blocks=(_double(config["num_layers"], width, hidden), singles),
-        prepares=True,
-        once=((channels, width), (width, channels)),
-        table=(12 * config["num_layers"] + 3 * single + 2) * width,
-        live=3 * width + 2 * hidden,
-        text=((config["joint_attention_dim"], width),),
-        conditioning=(*first, *((width, width),) * embedders, (width, 2 * width)),
     )
 
 
@@ -273,7 +245,7 @@ RELEASED: Mapping[str, Released] = {
             "flux.1-dev",
             "FluxTransformer2DModel",
             FLUX,
-            flux_work(FLUX),
+            flux.work(flux.PRESETS["flux.1-dev"]),
             squarest(4096),
             512,
             flux_inputs,

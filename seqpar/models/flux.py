@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.models import _flux_files
-from seqpar.models._flux_conditioning import Conditioned
-from seqpar.planner.facts import Work
+from seqpar.models._flux_conditioning import FREQUENCIES, Conditioned
+from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Encoded, Given, Prepare, Projected
 from seqpar.weights.checkpoint import KeyMap
 
@@ -231,26 +231,38 @@ class Model(Conditioned):
 
 
 def work(config: Config) -> Work:
-    """Return the planner's `Work`: for a token, double and single blocks have products of the same sizes.
+    """Return the planner's `Work`: a gated norm moves 4 E a token, and GELU is part of its product.
 
-    A gated norm moves 4 E, two of them in a double block and one in a single block, whose output is read and written
-    once more (2 E) because two products add up to it. passes: the mean of all blocks.
+    The output of a single block is read and written once more (2 E), because two products add up to it.
     """
-    width, area = config.width, config.patch_size**2
-    layers = config.num_layers + config.num_single_layers
-    moved = 8 * width * config.num_layers + 6 * width * config.num_single_layers
+    width, hidden, area, layers = config.width, 4 * config.width, config.patch_size**2, config.num_layers
+    double = Blocks(
+        count=layers,
+        gemms=((width, 3 * width), (width, width), (width, hidden), (hidden, width)),
+        passes=(4 * width, 4 * width),
+        apart=True,
+        modulation=((width, 6 * width),) * 2,
+    )
+    single = Blocks(
+        count=config.num_single_layers,
+        gemms=((width, 3 * width), (width, hidden), (width + hidden, width)),
+        passes=(6 * width,),
+        modulation=((width, 3 * width),),
+        beside=((width, hidden), (hidden, width)),
+    )
+    sines = ((FREQUENCIES, width), (width, width)) * (2 if config.guidance_embeds else 1)
     return Work(
-        layers=layers,
         width=width,
         heads=config.num_attention_heads,
         kv_heads=config.num_attention_heads,
         head_dim=config.attention_head_dim,
-        gemms=((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)),
-        passes=(moved // layers,),
+        blocks=(double, single),
         prepares=True,
         once=((config.in_channels * area, width), (width, config.out_channels * area)),
-        table=(12 * config.num_layers + 3 * config.num_single_layers + 2) * width,
+        table=(12 * layers + 3 * config.num_single_layers + 2) * width,
         live=12 * width,
+        text=((config.joint_attention_dim, width),),
+        conditioning=(*sines, (config.pooled_projection_dim, width), (width, width), (width, 2 * width)),
     )
 
 

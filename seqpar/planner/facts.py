@@ -129,7 +129,7 @@ class Work:
         These are matrix products, attention and elementwise passes.
         """
         whole = s + sum(others)
-        products = [linear(b * rows, *gemm) for rows, *gemm in kind.products(s, others)]
+        products = [linear(b * rows, i, o) for rows, i, o in kind.products(s, others)]
         attention = core(b, whole, whole, self.heads, self.head_dim, self.kv_heads)
         if kind.cross is not None:
             attention += core(b, s, kind.cross.keys, self.heads, self.head_dim)

@@ -101,7 +101,7 @@ def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
     passes, exchanges = _step_pass_us(work, load, b * mine, rates), _swap_us(load, layout, rates)
     for kind in work.blocks:
         products = _products(work, kind, slowest).products(mine, others)
-        gemm += kind.count * sum(gemm_us(rates, b * rows, *one, load.itemsize) for rows, *one in products)
+        gemm += kind.count * sum(gemm_us(rates, b * rows, i, o, load.itemsize) for rows, i, o in products)
         attention += kind.count * _cross_us(work, kind, b, mine, rates)
         passes += kind.count * _passes_us(work, kind, load, layout, slowest, rates)
         exchanges += kind.count * _exchanges_us(work, kind, load, layout, every, rates)
@@ -211,11 +211,11 @@ def _exposed_us(work: Work, kind: Blocks, load: Load, layout: Layout, every: tup
     copy, computed, arrived = time_at(rates.exchange[layout.transport], part), 0.0, 0.0
     if kind.beside:
         products = replace(kind, gemms=kind.beside, cross=None).products(mine, others)
-        return copy * len(behind) - sum(gemm_us(rates, b * rows, *gemm, load.itemsize) for rows, *gemm in products)
+        return copy * len(behind) - sum(gemm_us(rates, b * rows, i, o, load.itemsize) for rows, i, o in products)
     for name in behind:
         arrived = max(arrived, computed) + copy
         one = replace(kind, gemms=(_split(work, kind.gemms)[name],), cross=None)
-        computed += sum(gemm_us(rates, b * rows, *gemm, load.itemsize) for rows, *gemm in one.products(mine, others))
+        computed += sum(gemm_us(rates, b * rows, i, o, load.itemsize) for rows, i, o in one.products(mine, others))
     return arrived - computed
 
 

@@ -1,0 +1,171 @@
+"""Tests of the bench of calls: the operations of released models, their ceilings, and a line for every row."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from launch.benches import calls, released
+from launch.benches.calls import Case, Limits, measure
+from launch.benches.ceiling import ceiling, share
+from launch.benches.natives import natives
+from launch.benches.released import RELEASED, Released, qwen_work, wan_work
+from seqpar.mesh import Mesh
+from seqpar.models import flux
+from seqpar.planner.plan import work_of
+from seqpar.weights.find import Blueprint
+from tests.support.meshes import mesh as make_mesh
+from tests.support.pool import Pool
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {"num_attention_heads": 5, "attention_head_dim": 8, "num_layers": 2}
+JOINT: dict[str, Any] = {**SMALL, "axes_dims_rope": (2, 2, 4), "joint_attention_dim": 12}
+FLUX: dict[str, Any] = {**released.FLUX, **JOINT, "num_single_layers": 3, "in_channels": 16, "pooled_projection_dim": 6}
+QWEN: dict[str, Any] = {**released.QWEN, **JOINT, "in_channels": 16, "out_channels": 4}
+WAN: dict[str, Any] = {**released.WAN, **SMALL, "attention_head_dim": 12, "text_dim": 8, "freq_dim": 16, "ffn_dim": 40}
+OURS = flux.Config(
+    num_layers=2,
+    num_single_layers=3,
+    num_attention_heads=5,
+    attention_head_dim=8,
+    joint_attention_dim=12,
+    pooled_projection_dim=6,
+    guidance_embeds=True,
+    axes_dims_rope=(2, 2, 4),
+    in_channels=4,
+    out_channels=4,
+)
+
+
+def native(dtype: torch.dtype, device: torch.device) -> Any:
+    return Blueprint("tiny", flux, OURS).build(dtype, device)
+
+
+TINY = {
+    "flux": replace(
+        RELEASED["flux.1-dev"], name="flux", config=FLUX, work=work_of(OURS), size=(3, 5), text=4, native=native
+    ),
+    "qwen": replace(RELEASED["qwen-image"], name="qwen", config=QWEN, work=qwen_work(QWEN), size=(3, 4), text=4),
+    "wan": replace(RELEASED["wan2.1-14b"], name="wan", config=WAN, work=wan_work(WAN, 4), size=(2, 2, 3), text=4),
+}
+
+
+# Operations -------------------------------------------------------------------------------------------------------
+
+
+def counted(model: Released) -> int:
+    """Return the FLOPs that torch counts in a call of diffusers' model."""
+    theirs, given = model.build(torch.float32, CPU), model.arguments(torch.float32, CPU)
+    # the counter knows matrix products, but not the CPU's fused attention
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        theirs(**given, return_dict=False)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_call_has_the_flops_that_torch_counts(name: str) -> None:
+    """Modulation and the text's embedding are in a call, and `Work` counts them apart from a step."""
+    model = TINY[name]
+    work = model.work
+    rows = sum(2 * inputs * outputs for inputs, outputs in work.modulation())
+    text = sum(2 * model.text * inputs * outputs for inputs, outputs in work.text)
+    assert counted(model) == work.step(1, model.tokens, model.others).flops + rows + text
+    assert counted(model) != work.step(1, model.tokens + 1, model.others).flops + rows + text
+
+
+@pytest.mark.parametrize(
+    ("name", "tflop", "parameters"),
+    [("flux.1-dev", 74.4, 11.9), ("qwen-image", 70.6, 20.4), ("wan2.1-14b", 1678, 14.3)],
+)
+def test_released_models_by_hand(name: str, tflop: float, parameters: float) -> None:
+    model = RELEASED[name]
+    assert model.work.step(1, model.tokens, model.others).flops / 1e12 == pytest.approx(tflop, rel=1e-3)
+    shapes = [shape for kind in model.work.blocks for _, *shape in kind.products(1, model.others) * kind.count]
+    matrices = [*shapes, *model.work.modulation(), *model.work.once, *model.work.text]
+    assert sum(inputs * outputs for inputs, outputs in matrices) / 1e9 == pytest.approx(parameters, rel=5e-3)
+    if name == "flux.1-dev":
+        assert sum(inputs * outputs for inputs, outputs in model.work.modulation()) / 1e9 == pytest.approx(
+            3.25, rel=0.01
+        )
+
+
+# Ceilings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("strategy", ["ulysses", "kv_gather"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ceilings_of_all_ranks_have_the_flops_of_the_model(name: str, strategy: str, world: int) -> None:
+    """Text of cross-attention is on every rank; the first product of a step, which is not among the blocks', is not."""
+    model, counted = TINY[name], 0
+    work = model.work
+    for rank in range(world):
+        mesh = Mesh.single()
+        mesh = replace(mesh, sequence=replace(mesh.sequence, rank=rank, size=world))
+        mesh = replace(mesh, ulysses=replace(mesh.ulysses, rank=rank, size=world))
+        mine = share(work, model.tokens, strategy, mesh, 1, model.others)
+        step = ceiling(work, mine, "reference", torch.float32, CPU)
+        with FlopCounterMode(display=False) as counter:
+            step()
+        counted += counter.get_total_flops()
+    again = sum(
+        (world - 1) * kind.count * 2 * kind.cross.keys * inputs * outputs
+        for kind in work.blocks
+        if kind.cross is not None
+        for inputs, outputs in kind.cross.gemms
+    )
+    (inputs, outputs) = work.once[0]
+    assert counted - again == work.step(1, model.tokens, model.others).flops - 2 * model.tokens * inputs * outputs
+
+
+# The bench --------------------------------------------------------------------------------------------------------
+
+LIMITS = Limits(2, 1e-3, time.monotonic() + 1e6)
+
+
+def measured(rank: int, world: int, device: torch.device, name: str, out: Path) -> list[dict[str, Any]]:
+    case = Case(TINY[name], make_mesh(device, ulysses=world), torch.float32)
+    strategies = ("kv_first", "ulysses", "kv_gather")
+    rows = [*calls.ceilings(case, strategies), *natives(case, strategies, "auto")]
+    return measure(case, rows, LIMITS, out)
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_row_has_a_line(ranks: Pool, tmp_path: Path, name: str, world: int) -> None:
+    out = tmp_path / "lines.jsonl"
+    lines, *_ = ranks.run(world, measured, name, out)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == json.loads(json.dumps(lines))
+    ours = [line for line in lines if line["case"]["kind"] == "ours"]
+    assert len(ours) == (2 if world == 1 else 6)
+    if name != "flux":
+        assert {line["refused"][:7] for line in ours} == {"got wan" if name == "wan" else "got qwe"}
+        return
+    assert all(line["ms"]["median"] > 0 and line["over_ceiling"] > 0 for line in lines)
+    assert all(line["error"] < 1e-5 for line in ours if world > 1)
+    assert "TFLOP a call" in calls.table(Case(TINY[name], Mesh.single(), torch.float32), lines)
+
+
+def test_rows_are_left_out_when_the_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case(TINY["flux"], Mesh.single(), torch.float32)
+    rows = [*calls.ceilings(case, ("ulysses",)), *natives(case, ("ulysses",), "auto")]
+    lines = measure(case, rows, replace(LIMITS, until=0.0), None)
+    assert {line["refused"] for line in lines} == {"left out: --minutes are over"}
+    assert "left out" in capsys.readouterr().out
+
+
+def test_theirs_is_a_module_without_anything_left_on_the_meta_device() -> None:
+    for model in TINY.values():
+        theirs = model.build(torch.float32, CPU)
+        assert isinstance(theirs, nn.Module)
+        (out,) = theirs(**model.arguments(torch.float32, CPU), return_dict=False)
+        assert out.isfinite().all()

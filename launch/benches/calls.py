@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import seqpar.local
 from launch.benches.ceiling import Share, ceiling, roofline, share
@@ -89,6 +89,17 @@ class Case:
     def theirs(self) -> nn.Module:
         """Return diffusers' model with random weights."""
         return self.model.build(self.dtype, self.mesh.device)
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of a call of diffusers' model, the same on every rank."""
+        return self.model.arguments(self.dtype, self.mesh.device)
+
+    @cached_property
+    def truth(self) -> Tensor:
+        """Return the result of diffusers' model on one rank, as it comes."""
+        with torch.no_grad():
+            return self.theirs(**self.arguments, return_dict=False)[0]
 
     def share(self, strategy: str) -> Share:
         """Return this rank's share of a call."""

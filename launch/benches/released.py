@@ -71,10 +71,14 @@ class Released:
             model = theirs(**self.config)
         with torch.device(device):  # tables of positions are no parameters: they are taken from a model with few blocks
             small = theirs(**{name: 1 if name in LAYERS else value for name, value in self.config.items()})
-        model = model.to(dtype).to_empty(device=device)
+        model = nn.Module.to(model, dtype).to_empty(device=device)
         for name, module in list(small.named_children()):
             if not list(module.parameters()):
                 model.set_submodule(name, module)
+        kept = set(model._keep_in_fp32_modules or ())  # as `from_pretrained` keeps them
+        for key, parameter in model.named_parameters():
+            if kept & set(key.split(".")):
+                parameter.data = parameter.data.float()
         randomise(model, 0)
         return model.requires_grad_(False).eval()
 

@@ -24,8 +24,10 @@ import torch
 import tyro
 
 from launch.benches import calls
+from launch.benches.adapters import adapters
 from launch.benches.ceiling import flops_and_weights, roofline
 from launch.benches.natives import natives
+from launch.benches.peers import peers
 from launch.benches.released import RELEASED
 from launch.benches.split import split_of
 from launch.benches.steps import Layout, fitting
@@ -132,7 +134,9 @@ def by_the_call(args: Scale, device: torch.device) -> None:
     for tokens in args.tokens if args.tokens != Scale.tokens else (None,):
         model = RELEASED[args.model].sized(tokens, flags.text)
         case = calls.Case(model, mesh, dtype, args.local)
-        rows = [*calls.ceilings(case, flags.strategy), *natives(case, flags.strategy, flags.transport)]
+        ours = (case, flags.strategy, flags.transport)
+        others = peers(case) if args.peers else ()
+        rows = [*calls.ceilings(case, flags.strategy), *natives(*ours), *others, *adapters(*ours)]
         rows = [row for row in rows if any(word in row.name for word in flags.only or ("",))]
         limits = calls.Limits(args.rounds, args.seconds, until, flags.trace)
         calls.measure(case, rows, limits, args.out)

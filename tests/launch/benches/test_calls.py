@@ -15,9 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from launch.benches import calls, released
+from launch.benches.adapters import adapters
 from launch.benches.calls import Case, Limits, measure
 from launch.benches.ceiling import ceiling, share
 from launch.benches.natives import natives
+from launch.benches.peers import peers
 from launch.benches.released import RELEASED, Released, qwen_work, wan_work
 from seqpar.mesh import Mesh
 from seqpar.models import flux
@@ -135,8 +137,9 @@ LIMITS = Limits(2, 1e-3, time.monotonic() + 1e6)
 def measured(rank: int, world: int, device: torch.device, name: str, out: Path) -> list[dict[str, Any]]:
     case = Case(TINY[name], make_mesh(device, ulysses=world), torch.float32)
     strategies = ("kv_first", "ulysses", "kv_gather")
-    rows = [*calls.ceilings(case, strategies), *natives(case, strategies, "auto")]
-    return measure(case, rows, LIMITS, out)
+    rows = [*calls.ceilings(case, strategies), *natives(case, strategies, "auto"), *peers(case)]
+    rows += adapters(case, strategies[:1], "auto")
+    return measure(case, [row for row in rows if "compiled" not in row.name], LIMITS, out)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -146,12 +149,14 @@ def test_every_row_has_a_line(ranks: Pool, tmp_path: Path, name: str, world: int
     lines, *_ = ranks.run(world, measured, name, out)
     assert [json.loads(line) for line in out.read_text().splitlines()] == json.loads(json.dumps(lines))
     ours = [line for line in lines if line["case"]["kind"] == "ours"]
-    assert len(ours) == (2 if world == 1 else 6)
-    if name != "flux":
-        assert {line["refused"][:7] for line in ours} == {"got wan" if name == "wan" else "got qwe"}
-        return
-    assert all(line["ms"]["median"] > 0 and line["over_ceiling"] > 0 for line in lines)
-    assert all(line["error"] < 1e-5 for line in ours if world > 1)
+    assert len(ours) == (4 if world == 1 else 8)
+    refused = {line["case"]["way"]: line["refused"] for line in lines if line["ms"] is None}
+    if world > 1:
+        assert all("Ulysses" in way or "ring" in way for way in refused if not way.startswith("native"))
+    natives = [refused.get(line["case"]["way"], "")[:7] for line in ours if line["case"]["way"].startswith("native")]
+    assert set(natives) == {"" if name == "flux" else f"got {name[:3]}"}
+    assert all(line["ms"]["median"] > 0 and line["over_ceiling"] > 0 for line in lines if line["ms"])
+    assert all(line["error"] < 1e-5 for line in lines if "error" in line)
     assert "TFLOP a call" in calls.table(Case(TINY[name], Mesh.single(), torch.float32), lines)
 
 

@@ -1,0 +1,72 @@
+"""Rows of `launch/benches/calls.py` for diffusers' own engine around its own modules.
+
+Compiled modules are kept from the eager row to the graph's, because compiling takes a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launch.baselines.transformers import Parallel, compile_blocks, device_mesh, engine, parallels
+from launch.benches.calls import Case, Row, Timed
+from launch.benches.timing import graphed
+
+LAUNCHES = ("eager", "graph", "compiled blocks", "compiled blocks + graph")
+
+
+def peers(case: Case) -> Iterator[Row]:
+    """Yield diffusers' own engine: eager and with compiled blocks, each also in a CUDA graph."""
+    model, on_gpu = case.model, case.mesh.device.type == "cuda"
+    for parallel in parallels(case.mesh.world.size, (model.tokens, *model.others), model.work.heads):
+        made = cache(partial(_engine, case, parallel))
+        for launch in LAUNCHES:
+            if on_gpu or launch in ("eager", "compiled blocks"):
+                ready = partial(_peer, case, made, launch)
+                name = f"{parallel.name}, {launch}"
+                yield Row("peer", name, "ulysses", ready, {"engine": parallel.name, "launch": launch})
+
+
+def _engine(case: Case, parallel: Parallel, compiled: bool) -> Any:
+    """Return diffusers' module with its engine."""
+    twin = engine(case.theirs, parallel, device_mesh(parallel, case.mesh), case.mesh.device)
+    if compiled:
+        compile_blocks(twin)
+    return twin
+
+
+@contextmanager
+def _peer(case: Case, made: Callable[[bool], Any], launch: str) -> Iterator[Timed]:
+    module, keeps = made("compiled" in launch), Keeps(case, launch)
+    step = keeps(partial(module, **case.arguments, return_dict=False))
+    step()  # compile before the graph's warm-up: compiling tunes and loads on a stream of its own
+    yield Timed(graphed(step) if "graph" in launch else step, facts=keeps.facts)
+
+
+class Keeps:
+    """Keeps the last result of a call, to compare it with diffusers' on one rank when all is timed."""
+
+    def __init__(self, case: Case, launch: str) -> None:
+        self._case, self._launch = case, launch
+        self.out: Tensor | None = None
+
+    def __call__(self, work: Callable[[], Any]) -> Callable[[], object]:
+        """Return the work without gradients; its first result is kept."""
+
+        @torch.no_grad()
+        def step() -> None:
+            self.out = work()[0]
+
+        return step
+
+    def facts(self) -> dict[str, Any]:
+        """Return the largest relative error of any rank's result."""
+        assert self.out is not None
+        truth = self._case.truth
+        error = float((self.out.double() - truth.double()).norm() / truth.double().norm())
+        return {"error": max(self._case.mesh.collect(error))}

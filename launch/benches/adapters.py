@@ -37,8 +37,13 @@ def _parallelized(case: Case, strategy: str, transport: str, launch: str, native
     names = {"strategy": strategy, "local": case.local, "transport": "auto" if alone else transport}
     parallelize(module, case.mesh, native=native, **names)
     try:
+        body = module.forward.body
+        if native and "native" not in type(body).__module__:
+            raise ValueError(
+                f"got {type(module).__name__} by the generic way, expected our native model; see above why"
+            )
         if "graph" not in launch:
-            install(module, Call(module, case.mesh, module.forward.body, None))
+            install(module, Call(module, case.mesh, body, None))
         keeps = Keeps(case, launch)
         step = keeps(partial(module, **case.arguments, return_dict=False))
         for _ in range(CALLS):

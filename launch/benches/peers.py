@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from launch.baselines.transformers import Parallel, compile_blocks, device_mesh, engine, parallels
 from launch.benches.calls import Case, Row, Timed
@@ -24,7 +25,7 @@ def peers(case: Case) -> Iterator[Row]:
     """Yield diffusers' own engine: eager and with compiled blocks, each also in a CUDA graph."""
     model, on_gpu = case.model, case.mesh.device.type == "cuda"
     for parallel in parallels(case.mesh.world.size, (model.tokens, *model.others), model.work.heads):
-        made = cache(partial(_engine, case, parallel))
+        made = cache(partial(_engine, case, parallel, cache(partial(device_mesh, parallel, case.mesh))))
         for launch in LAUNCHES:
             if on_gpu or launch in ("eager", "compiled blocks"):
                 ready = partial(_peer, case, made, launch)
@@ -32,9 +33,9 @@ def peers(case: Case) -> Iterator[Row]:
                 yield Row("peer", name, "ulysses", ready, {"engine": parallel.name, "launch": launch})
 
 
-def _engine(case: Case, parallel: Parallel, compiled: bool) -> Any:
+def _engine(case: Case, parallel: Parallel, ranks: Callable[[], DeviceMesh | None], compiled: bool) -> Any:
     """Return diffusers' module with its engine."""
-    twin = engine(case.theirs, parallel, device_mesh(parallel, case.mesh), case.mesh.device)
+    twin = engine(case.theirs, parallel, ranks(), case.mesh.device)
     if compiled:
         compile_blocks(twin)
     return twin

@@ -39,9 +39,7 @@ def _parallelized(case: Case, strategy: str, transport: str, launch: str, native
     try:
         body = module.forward.body
         if native and "native" not in type(body).__module__:
-            raise ValueError(
-                f"got {type(module).__name__} by the generic way, expected our native model; see above why"
-            )
+            raise ValueError(f"got {type(module).__name__} by the generic way, expected our native model")
         if "graph" not in launch:
             install(module, Call(module, case.mesh, body, None))
         keeps = Keeps(case, launch)

@@ -28,7 +28,7 @@ import seqpar.local
 from launch.benches.ceiling import Share, ceiling, roofline, share
 from launch.benches.released import Released
 from launch.benches.split import split, traced
-from launch.benches.timing import append, attempt, calls_for, command, elapsed, environment, graphed, slowest, timed
+from launch.benches.timing import MOST_CALLS, append, attempt, command, elapsed, environment, graphed, slowest, timed
 from seqpar.mesh import Mesh
 from seqpar.planner.plan import choose_local, load_local
 from seqpar.protocols import SequenceModel, plugins
@@ -179,7 +179,7 @@ def _measured(case: Case, row: Row, limits: Limits, references: References) -> L
         if ready is None or reference is None:
             return _line(case, row) | {"refused": why}
         setup = time.monotonic() - begun
-        found, why = attempt(partial(_times, row, ready.step, reference, limits, mesh), mesh, *REFUSALS)
+        found, why = attempt(partial(_times, ready.step, reference, limits, mesh), mesh, *REFUSALS)
         if found is None:
             return _line(case, row) | {"refused": why}
         ready.after()
@@ -191,17 +191,23 @@ def _measured(case: Case, row: Row, limits: Limits, references: References) -> L
 
 
 def _times(
-    row: Row, step: Callable[[], object], reference: Callable[[], object], limits: Limits, mesh: Mesh
+    step: Callable[[], object], reference: Callable[[], object], limits: Limits, mesh: Mesh
 ) -> dict[str, list[float]]:
     """Return this rank's ms of the row and of its reference, in rounds (A B A B)."""
     works = {"ceiling": reference, "row": step}
-    calls = {name: calls_for(limits.seconds, work, mesh) for name, work in works.items()}
+    calls = {name: _calls(limits.seconds, work, mesh) for name, work in works.items()}
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(limits.rounds):
         for name, work in works.items():
             mesh.collect(None)
             times[name].append(elapsed(work, calls[name], mesh.device))
     return times
+
+
+def _calls(seconds: float, work: Callable[[], object], mesh: Mesh) -> int:
+    """Return the number of calls that take about `seconds`, the same on all ranks, at least 1."""
+    ms = max(mesh.collect(elapsed(work, 1, mesh.device)))
+    return int(min(MOST_CALLS, max(1, 1e3 * seconds / ms)))
 
 
 # Ceilings ---------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class Released:
         for name, module in list(small.named_children()):
             if not list(module.parameters()):
                 model.set_submodule(name, module)
-        kept = set(model._keep_in_fp32_modules or ())  # as `from_pretrained` keeps them
+        kept = set(theirs._keep_in_fp32_modules or ())  # as `from_pretrained` keeps them
         for key, parameter in model.named_parameters():
             if kept & set(key.split(".")):
                 parameter.data = parameter.data.float()

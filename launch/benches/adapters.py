@@ -18,7 +18,7 @@ def adapters(case: Case, strategies: Sequence[str], transport: str) -> Iterator[
     chosen = strategies if case.mesh.sequence.size > 1 else strategies[:1]
     launches = LAUNCHES if case.mesh.device.type == "cuda" else ("eager", "compiled blocks")
     for strategy in chosen:
-        for native in (False, True):
+        for native in (False, True) if case.model.native else (False,):
             for launch in launches:
                 if not (native and "compiled" in launch):  # ours is fast without
                     ready = partial(_parallelized, case, strategy, transport, launch, native)

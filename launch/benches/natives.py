@@ -23,7 +23,9 @@ TIMESTEP, GUIDANCE = 500.0, 3.5
 
 
 def natives(case: Case, strategies: Sequence[str], transport: str) -> Iterator[Row]:
-    """Yield two rows for each strategy: modulation from a table, and computed in the call."""
+    """Yield two rows for each strategy, if the model is ours: modulation from a table, and computed in the call."""
+    if case.model.native is None:
+        return
     chosen = strategies if case.mesh.sequence.size > 1 else strategies[:1]
     for strategy in chosen:
         for inside in (False, True):

@@ -149,12 +149,10 @@ def test_every_row_has_a_line(ranks: Pool, tmp_path: Path, name: str, world: int
     lines, *_ = ranks.run(world, measured, name, out)
     assert [json.loads(line) for line in out.read_text().splitlines()] == json.loads(json.dumps(lines))
     ours = [line for line in lines if line["case"]["kind"] == "ours"]
-    assert len(ours) == (4 if world == 1 else 8)
+    assert len(ours) == (1 if name != "flux" else 4 if world == 1 else 8)
     refused = {line["case"]["way"]: line["refused"] for line in lines if line["ms"] is None}
     if world > 1:
-        assert all("Ulysses" in way or "ring" in way for way in refused if not way.startswith("native"))
-    natives = [refused.get(line["case"]["way"], "")[:7] for line in ours if line["case"]["way"].startswith("native")]
-    assert set(natives) == {"" if name == "flux" else f"got {name[:3]}"}
+        assert all("Ulysses" in way or "ring" in way for way in refused)
     assert all(line["ms"]["median"] > 0 and line["over_ceiling"] > 0 for line in lines if line["ms"])
     assert all(line["error"] < 1e-5 for line in lines if "error" in line)
     assert "TFLOP a call" in calls.table(Case(TINY[name], Mesh.single(), torch.float32), lines)

@@ -6,14 +6,17 @@ Every engine is a copy of the module that shares the weights, so that one does n
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers.models._modeling_parallel import ContextParallelConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from launch.benches.timing import graphed
 from seqpar.mesh import Mesh
 
 
@@ -78,3 +81,34 @@ def engine(module: nn.Module, parallel: Parallel, ranks: DeviceMesh | None, devi
 def compile_blocks(module: Any) -> None:
     """Compile the repeated blocks for fixed sizes, without inductor's own CUDA graphs."""
     module.compile_repeated_blocks(dynamic=False, options={"triton.cudagraphs": False})
+
+
+class Graphed:
+    """A transformer's forward as one CUDA graph, as users of diffusers write it by hand.
+
+    The first call captures it; later calls copy their tensors in, replay, and copy the result out. All calls must have
+    the same shapes and the same other arguments.
+    """
+
+    def __init__(self, forward: Callable[..., tuple[Tensor, ...]]) -> None:
+        self._forward = forward
+        self._given: dict[str, Tensor] = {}
+        self._made: tuple[Tensor, ...] = ()
+        self._replay: Callable[[], None] | None = None
+
+    def __call__(self, **arguments: Any) -> tuple[Tensor, ...]:
+        """Return what the forward returns with return_dict=False."""
+        tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+        if self._replay is None:
+            self._given = {name: x.clone() for name, x in tensors.items()}
+            work = partial(self._forward, **{**arguments, **self._given})
+            work()  # compile before the graph's warm-up: compiling tunes and loads on a stream of its own
+
+            def keep() -> None:
+                self._made = work()
+
+            self._replay = graphed(keep)
+        for name, x in tensors.items():
+            self._given[name].copy_(x)
+        self._replay()
+        return tuple(x.clone() for x in self._made)

@@ -13,8 +13,6 @@ from typing import Any
 
 import diffusers
 import torch
-import transformers
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
 from seqpar.weights.find import randomise
@@ -71,6 +69,9 @@ class Sizes:
 
 def tokenizer(length: int) -> Any:
     """Return a tokenizer whose tokens are letters, for texts of up to `length` tokens with <eos> at the end."""
+    import transformers  # here, because other benches run without it
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+
     words = {letter: index for index, letter in enumerate((*SPECIAL, *printable))}
     made = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[1]))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -81,6 +82,8 @@ def tokenizer(length: int) -> Any:
 
 def pipeline(transformer: nn.Module, dtype: torch.dtype, device: torch.device, sizes: Sizes | None = None) -> Any:
     """Return diffusers' FluxPipeline around a transformer, with random weights made on the device."""
+    import transformers  # here, because other benches run without it
+
     sizes = sizes or Sizes()
     ends = {"eos_token_id": SPECIAL.index("<eos>"), "pad_token_id": 0, "bos_token_id": 1}
     torch.manual_seed(0)

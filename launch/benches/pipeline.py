@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from launch.baselines.flux_pipeline import SCHEDULER, Sizes, pipeline
-from launch.baselines.transformers import Graphed, compile_blocks, device_mesh, engine, parallels
+from launch.baselines.transformers import Graphed, compile_blocks, device_mesh, engine, parallels, shared_copy
 from launch.benches.calls import REFUSALS
 from launch.benches.released import RELEASED, Released
 from launch.benches.timing import append, attempt, command, environment, slowest
@@ -76,8 +76,9 @@ class Case:
         return pipeline(self.released.build(self.dtype, self.mesh.device), self.dtype, self.mesh.device, self.sizes)
 
     def around(self, transformer: Any) -> Any:
-        """Return diffusers' pipeline with the same parts around another transformer."""
-        made = diffusers.FluxPipeline(**{**self.pipe.components, "transformer": transformer})
+        """Return diffusers' pipeline with the same parts around another transformer; `parallelize` changes decoders."""
+        others = {"transformer": transformer, "vae": shared_copy(self.pipe.vae)}
+        made = diffusers.FluxPipeline(**{**self.pipe.components, **others})
         made.set_progress_bar_config(disable=True)
         return made
 
@@ -146,7 +147,7 @@ def measure(case: Case, rows: Sequence[Row]) -> list[Line]:
         for index in range(case.args.rounds):
             for name, maker in makers.items():
                 if not mesh.share(time.monotonic() > until):
-                    ms, latents[name] = maker(f"picture {index} of a house by the sea")
+                    ms, latents[name] = maker(f"{index} houses by the sea")
                     times[name].append(ms)
     made = [_line(case, row, lines[row.name], times[row.name], latents) for row in rows]
     if mesh.is_main:

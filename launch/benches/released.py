@@ -103,13 +103,9 @@ def squarest(tokens: int) -> tuple[int, int]:
 
 def _double(count: int, width: int, hidden: int) -> Blocks:
     """Return blocks in which text and image have their own weights and attend together."""
-    return Blocks(
-        count,
-        ((width, 3 * width), (width, width), (width, hidden), (hidden, width)),
-        (4 * width, 4 * width, 2 * hidden),
-        apart=True,
-        modulation=((width, 6 * width), (width, 6 * width)),
-    )
+    gemms = ((width, 3 * width), (width, width), (width, hidden), (hidden, width))
+    passes = (4 * width, 4 * width, 2 * hidden)
+    return Blocks(count, gemms, passes, (gemms,), ((width, 6 * width), (width, 6 * width)))
 
 
 def qwen_work(config: Mapping[str, Any]) -> Work:

@@ -236,11 +236,12 @@ def work(config: Config) -> Work:
     The output of a single block is read and written once more (2 E), because two products add up to it.
     """
     width, hidden, area, layers = config.width, 4 * config.width, config.patch_size**2, config.num_layers
+    gemms = ((width, 3 * width), (width, width), (width, hidden), (hidden, width))
     double = Blocks(
         count=layers,
-        gemms=((width, 3 * width), (width, width), (width, hidden), (hidden, width)),
+        gemms=gemms,
         passes=(4 * width, 4 * width),
-        apart=True,
+        apart=(gemms,),
         modulation=((width, 6 * width),) * 2,
     )
     single = Blocks(
@@ -263,6 +264,8 @@ def work(config: Config) -> Work:
         live=12 * width,
         text=((config.joint_attention_dim, width),),
         conditioning=(*sines, (config.pooled_projection_dim, width), (width, width), (width, 2 * width)),
+        guided=False,
+        joined=(512,),
     )
 
 

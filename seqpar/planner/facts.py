@@ -68,7 +68,8 @@ class Blocks:
 
     count: the number of these blocks. gemms: the matrix products of a block; the fused projection to q, k and v comes
     first. passes: elements that each elementwise kernel of a block reads and writes, without the norm and rotary
-    embedding of q and k. apart: whether each stream (text, image) has its own weights; otherwise all tokens share them.
+    embedding of q and k. apart: the products of each stream besides the state, if the streams (text, image) have weights
+    of their own; without any, the tokens of all streams share `gemms`.
     modulation: products that make a block's modulation from the condition, one row for each batch row; our own loop
     computes them before its steps, and a pipeline's call of the transformer computes them every time. beside: products,
     or parts of them, that do not read attention's output and run while its inputs travel; a block that has any makes
@@ -78,18 +79,22 @@ class Blocks:
     count: int
     gemms: Gemms
     passes: tuple[int, ...]
-    apart: bool = False
+    apart: tuple[Gemms, ...] = ()
     modulation: Gemms = ()
     beside: Gemms = ()
     cross: Cross | None = None
+
+    def rows(self, tokens: int, others: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the rows of each kernel of a block: the tokens of each stream, or of all streams together."""
+        return (tokens, *others) if self.apart else (tokens + sum(others),)
 
     def products(self, tokens: int, others: tuple[int, ...] = ()) -> tuple[tuple[int, int, int], ...]:
         """Return (rows, inputs, outputs) of a block's products for this many tokens of the state and other streams.
 
         Products of cross-attention's text are included, those of the modulation are not.
         """
-        streams = (tokens, *others) if self.apart else (tokens + sum(others),)
-        made = tuple((rows, *gemm) for rows in streams for gemm in self.gemms)
+        streams = zip((self.gemms, *self.apart), self.rows(tokens, others), strict=False)
+        made = tuple((rows, *gemm) for gemms, rows in streams for gemm in gemms)
         return made if self.cross is None else made + tuple((self.cross.keys, *gemm) for gemm in self.cross.gemms)
 
 
@@ -102,7 +107,8 @@ class Work:
     fp32 values in one modulation row. live: elements that are in memory at the widest point of a block. masked: whether
     attention receives key masks; not every local attention supports them. text: the products that embed a text token,
     once a run (in a pipeline, once a call). conditioning: the products on one row that make the condition and the final
-    modulation, as often as the blocks' `modulation`.
+    modulation, as often as the blocks' `modulation`. guided: whether the model's usual run has an unconditional branch.
+    joined: the tokens of each stream besides the state in the model's usual run.
     """
 
     width: int
@@ -117,6 +123,8 @@ class Work:
     masked: bool = False
     text: Gemms = ()
     conditioning: Gemms = ()
+    guided: bool = True
+    joined: tuple[int, ...] = ()
 
     @property
     def layers(self) -> int:

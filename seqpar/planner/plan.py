@@ -102,13 +102,14 @@ def make(work: Work, load: Load, dtype: torch.dtype, ranks: Mesh, wish: Wish, me
 
 
 def for_library(config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | None, wish: Wish, table: int) -> Plan:
-    """Return the plan for a library call, which is assumed to make one guided picture of the model's own size.
+    """Return the plan for a library call, which is assumed to make one picture of the model's own size.
 
     config: the config of a model whose file exports `work`. table: see `Load`.
     """
     tokens, latent = (config.sample_size // config.patch_size) ** 2, config.in_channels * config.patch_size**2
-    load = Load(1, tokens, True, STEPS, dtype.itemsize, parameters, latent, 2, table)
-    return make(work_of(config), load, dtype, mesh or Mesh.joined(), wish, mesh)
+    work = work_of(config)
+    load = Load(1, tokens, work.guided, STEPS, dtype.itemsize, parameters, latent, 1 + work.guided, table, work.joined)
+    return make(work, load, dtype, mesh or Mesh.joined(), wish, mesh)
 
 
 def work_of(config: Any) -> Work:

@@ -119,7 +119,8 @@ def _products(work: Work, kind: Blocks, layer: Layer) -> Blocks:
     """Return the blocks with q, k and v as separate products if the strategy splits them and the model does not."""
     if not layer.split or kind.beside:
         return kind
-    return replace(kind, gemms=(*_split(work, kind.gemms).values(), *kind.gemms[1:]))
+    first, *others = ((*_split(work, gemms).values(), *gemms[1:]) for gemms in (kind.gemms, *kind.apart))
+    return replace(kind, gemms=first, apart=tuple(others))
 
 
 def _split(work: Work, gemms: Gemms) -> dict[str, tuple[int, int]]:
@@ -170,10 +171,8 @@ def _pass_us(rates: Rates, read_and_written: float, kernels: int) -> float:
 def _passes_us(work: Work, kind: Blocks, load: Load, layout: Layout, layer: Layer, rates: Rates) -> float:
     """Return the us of the elementwise kernels of one block: the model's and those that the strategy adds."""
     b, (mine, others) = load.rows(layout), load.mine(layout)
-    streams = (mine, *others) if kind.apart else (mine + sum(others),)
-    total = sum(
-        _pass_us(rates, b * tokens * elements * load.itemsize, 1) for elements in kind.passes for tokens in streams
-    )
+    streams, width = kind.rows(mine, others), load.itemsize
+    total = sum(_pass_us(rates, b * tokens * elements * width, 1) for elements in kind.passes for tokens in streams)
     for values, kernels in layer.passes:
         total += _pass_us(rates, b * values * work.head_dim * load.itemsize, kernels)
     return total + _pass_us(rates, *merge_bytes(work, layer, b, load.itemsize))
@@ -210,11 +209,12 @@ def _exposed_us(work: Work, kind: Blocks, load: Load, layout: Layout, every: tup
     part = moved / len(behind) * b * work.head_dim * load.itemsize
     copy, computed, arrived = time_at(rates.exchange[layout.transport], part), 0.0, 0.0
     if kind.beside:
-        products = replace(kind, gemms=kind.beside, cross=None).products(mine, others)
+        products = replace(kind, gemms=kind.beside, apart=(), cross=None).products(mine, others)
         return copy * len(behind) - sum(gemm_us(rates, b * rows, i, o, load.itemsize) for rows, i, o in products)
     for name in behind:
         arrived = max(arrived, computed) + copy
-        one = replace(kind, gemms=(_split(work, kind.gemms)[name],), cross=None)
+        first, *rest = ((_split(work, gemms)[name],) for gemms in (kind.gemms, *kind.apart))
+        one = replace(kind, gemms=first, apart=tuple(rest), cross=None)
         computed += sum(gemm_us(rates, b * rows, i, o, load.itemsize) for rows, i, o in one.products(mine, others))
     return arrived - computed
 

@@ -143,13 +143,13 @@ class Model(SequenceModel):
 
 def work(config: Config) -> Work:
     """Return the cost of a token for the planner."""
-    width = config.width
+    width, gemms = config.width, ((config.width, 3 * config.width), (config.width, config.width))
     return Work(
         width=width,
         heads=config.num_attention_heads,
         kv_heads=config.num_attention_heads,
         head_dim=config.attention_head_dim,
-        blocks=(Blocks(config.num_layers, ((width, 3 * width), (width, width)), (4 * width, 3 * width), apart=True),),
+        blocks=(Blocks(config.num_layers, gemms, (4 * width, 3 * width), apart=(gemms,) * (1 + config.states)),),
         prepares=True,
         once=((16, width), (width, 16)),
         table=6 * config.num_layers * width,

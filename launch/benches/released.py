@@ -13,6 +13,7 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import Tensor, nn
 
 from seqpar.models import flux
@@ -75,6 +76,8 @@ class Released:
         for name, module in list(small.named_children()):
             if not list(module.parameters()):
                 model.set_submodule(name, module)
+        for name, buffer in small.named_buffers():
+            model.get_buffer(name).copy_(buffer)
         kept = set(theirs._keep_in_fp32_modules or ())  # as `from_pretrained` keeps them
         for key, parameter in model.named_parameters():
             if kept & set(key.split(".")):
@@ -154,6 +157,58 @@ def wan_work(config: Mapping[str, Any], text: int = 512) -> Work:
     )
 
 
+def sd3_work(config: Mapping[str, Any]) -> Work:
+    """Return the operations of Stable Diffusion 3.5 large: double blocks; in the last, text gives keys and values."""
+    heads, dim, layers = config["num_attention_heads"], config["attention_head_dim"], config["num_layers"]
+    width, area = heads * dim, config["patch_size"] ** 2
+    most = _double(layers - 1, width, 4 * width)
+    last = replace(most, count=1, apart=(most.gemms[:1],), modulation=((width, 6 * width), (width, 2 * width)))
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(most, last),
+        prepares=True,
+        once=((config["in_channels"] * area, width), (width, config["out_channels"] * area)),
+        table=(12 * layers - 2) * width,
+        live=11 * width,
+        text=((config["joint_attention_dim"], width),),
+        conditioning=(
+            (256, width),
+            (width, width),
+            (config["pooled_projection_dim"], width),
+            (width, width),
+            (width, 2 * width),
+        ),
+    )
+
+
+def cogvideo_work(config: Mapping[str, Any]) -> Work:
+    """Return the operations of CogVideoX: text and video share all weights but those of the modulation."""
+    heads, dim, layers = config["num_attention_heads"], config["attention_head_dim"], config["num_layers"]
+    width, area, condition = heads * dim, config["patch_size"] ** 2, config["time_embed_dim"]
+    blocks = Blocks(
+        layers,
+        ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)),
+        (4 * width, 4 * width, 8 * width),
+        modulation=((condition, 6 * width),) * 2,
+    )
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(blocks,),
+        prepares=True,
+        once=((config["in_channels"] * area, width), (width, config["out_channels"] * area)),
+        table=(12 * layers + 2) * width,
+        live=11 * width,
+        text=((config["text_embed_dim"], width),),
+        conditioning=((width, condition), (condition, condition), (condition, 2 * width)),
+    )
+
+
 # Inputs of diffusers' transformers --------------------------------------------------------------------------------
 
 
@@ -197,6 +252,33 @@ def wan_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]
     }
 
 
+def sd3_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return latents, text, pooled text and timestep as `StableDiffusion3Pipeline` passes them."""
+    sides = (side * model.config["patch_size"] for side in model.size)
+    image = random(1, model.config["in_channels"], *sides)
+    return {
+        "hidden_states": image,
+        "encoder_hidden_states": random(1, model.text, model.config["joint_attention_dim"]),
+        "pooled_projections": random(1, model.config["pooled_projection_dim"]),
+        "timestep": torch.full((1,), 500.0, device=image.device),
+    }
+
+
+def cogvideo_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return latents of a video, text, timestep and rotary rows as `CogVideoXPipeline` passes them."""
+    (frames, *sides), config = model.size, model.config
+    rows, columns = (side * config["patch_size"] for side in sides)
+    video = random(1, frames, config["in_channels"], rows, columns)
+    crops, dim = ((0, 0), tuple(sides)), config["attention_head_dim"]
+    rotary = get_3d_rotary_pos_embed(dim, crops, tuple(sides), frames, device=video.device)
+    return {
+        "hidden_states": video,
+        "encoder_hidden_states": random(1, model.text, config["text_embed_dim"]),
+        "timestep": torch.full((1,), 500, device=video.device),
+        "image_rotary_emb": rotary,
+    }
+
+
 # Models -----------------------------------------------------------------------------------------------------------
 
 JOINT: Mapping[str, Any] = {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
@@ -233,6 +315,33 @@ WAN: Mapping[str, Any] = {
 }
 
 
+SD3: Mapping[str, Any] = {
+    "sample_size": 128,
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 38,
+    "attention_head_dim": 64,
+    "num_attention_heads": 38,
+    "joint_attention_dim": 4096,
+    "caption_projection_dim": 2432,
+    "pooled_projection_dim": 2048,
+    "pos_embed_max_size": 192,
+    "qk_norm": "rms_norm",
+}
+COGVIDEO: Mapping[str, Any] = {
+    "num_attention_heads": 48,
+    "attention_head_dim": 64,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 42,
+    "text_embed_dim": 4096,
+    "time_embed_dim": 512,
+    "patch_size": 2,
+    "use_rotary_positional_embeddings": True,
+}
+
+
 def preset(name: str) -> Callable[[torch.dtype, torch.device], SequenceModel]:
     """Return a function that builds our own model of this preset."""
     return lambda dtype, device: locate(name).build(dtype, device)
@@ -252,6 +361,16 @@ RELEASED: Mapping[str, Released] = {
             native=preset("flux.1-dev"),
         ),
         Released("qwen-image", "QwenImageTransformer2DModel", QWEN, qwen_work(QWEN), squarest(4096), 128, qwen_inputs),
+        Released("sd3.5-large", "SD3Transformer2DModel", SD3, sd3_work(SD3), squarest(4096), 333, sd3_inputs),
+        Released(
+            "cogvideox-5b",
+            "CogVideoXTransformer3DModel",
+            COGVIDEO,
+            cogvideo_work(COGVIDEO),
+            (13, 30, 45),
+            226,
+            cogvideo_inputs,
+        ),
         Released("wan2.1-14b", "WanTransformer3DModel", WAN, wan_work(WAN), (21, 30, 52), 512, wan_inputs, False),
     )
 }

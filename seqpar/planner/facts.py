@@ -68,12 +68,12 @@ class Blocks:
 
     count: the number of these blocks. gemms: the matrix products of a block; the fused projection to q, k and v comes
     first. passes: elements that each elementwise kernel of a block reads and writes, without the norm and rotary
-    embedding of q and k. apart: the products of each stream besides the state, if the streams (text, image) have weights
-    of their own; without any, the tokens of all streams share `gemms`.
-    modulation: products that make a block's modulation from the condition, one row for each batch row; our own loop
-    computes them before its steps, and a pipeline's call of the transformer computes them every time. beside: products,
-    or parts of them, that do not read attention's output and run while its inputs travel; a block that has any makes
-    q, k and v itself, in one product. cross: cross-attention to text, if there is any.
+    embedding of q and k. apart: the products of each stream besides the state, if the streams (text, image) have
+    weights of their own; without any, the tokens of all streams share `gemms`. modulation: products that make a block's
+    modulation from the condition, one row for each batch row; our own loop computes them before its steps, and a
+    pipeline's call of the transformer computes them every time. beside: products, or parts of them, that do not read
+    attention's output and run while its inputs travel; a block that has any makes q, k and v itself, in one product.
+    cross: cross-attention to text, if there is any.
     """
 
     count: int

@@ -20,7 +20,7 @@ from launch.benches.calls import Case, Limits, measure
 from launch.benches.ceiling import ceiling, share
 from launch.benches.natives import natives
 from launch.benches.peers import peers
-from launch.benches.released import RELEASED, Released, qwen_work, wan_work
+from launch.benches.released import RELEASED, Released, cogvideo_work, qwen_work, sd3_work, wan_work
 from seqpar.mesh import Mesh
 from seqpar.models import flux
 from seqpar.planner.plan import work_of
@@ -34,6 +34,10 @@ JOINT: dict[str, Any] = {**SMALL, "axes_dims_rope": (2, 2, 4), "joint_attention_
 FLUX: dict[str, Any] = {**released.FLUX, **JOINT, "num_single_layers": 3, "in_channels": 16, "pooled_projection_dim": 6}
 QWEN: dict[str, Any] = {**released.QWEN, **JOINT, "in_channels": 16, "out_channels": 4}
 WAN: dict[str, Any] = {**released.WAN, **SMALL, "attention_head_dim": 12, "text_dim": 8, "freq_dim": 16, "ffn_dim": 40}
+SD3: dict[str, Any] = {**released.SD3, **SMALL, "joint_attention_dim": 12, "caption_projection_dim": 40}
+SD3 |= {"sample_size": 8, "pos_embed_max_size": 6, "pooled_projection_dim": 6}
+COGVIDEO: dict[str, Any] = {**released.COGVIDEO, **SMALL, "attention_head_dim": 16, "text_embed_dim": 8}
+COGVIDEO |= {"time_embed_dim": 8}
 OURS = flux.Config(
     num_layers=2,
     num_single_layers=3,
@@ -57,6 +61,10 @@ TINY = {
         RELEASED["flux.1-dev"], name="flux", config=FLUX, work=work_of(OURS), size=(3, 5), text=4, native=native
     ),
     "qwen": replace(RELEASED["qwen-image"], name="qwen", config=QWEN, work=qwen_work(QWEN), size=(3, 4), text=4),
+    "sd3": replace(RELEASED["sd3.5-large"], name="sd3", config=SD3, work=sd3_work(SD3), size=(3, 4), text=4),
+    "cogvideo": replace(
+        RELEASED["cogvideox-5b"], name="cog", config=COGVIDEO, work=cogvideo_work(COGVIDEO), size=(2, 2, 3), text=4
+    ),
     "wan": replace(RELEASED["wan2.1-14b"], name="wan", config=WAN, work=wan_work(WAN, 4), size=(2, 2, 3), text=4),
 }
 
@@ -86,7 +94,13 @@ def test_a_call_has_the_flops_that_torch_counts(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tflop", "parameters"),
-    [("flux.1-dev", 74.4, 11.9), ("qwen-image", 70.6, 20.4), ("wan2.1-14b", 1678, 14.3)],
+    [
+        ("flux.1-dev", 74.4, 11.9),
+        ("qwen-image", 70.6, 20.4),
+        ("wan2.1-14b", 1678, 14.3),
+        ("sd3.5-large", 31.1, 8.06),
+        ("cogvideox-5b", 332.2, 5.57),
+    ],
 )
 def test_released_models_by_hand(name: str, tflop: float, parameters: float) -> None:
     model = RELEASED[name]

@@ -123,7 +123,8 @@ class Timed:
 class Row:
     """A way of computing a call. kind: "ceiling", "ours" or "peer". case: the facts that its JSON line repeats.
 
-    strategy: that of the ceiling that the row is compared with.
+    strategy: that of the ceiling that the row is compared with. branches: 2 if the row computes both branches of
+    guidance; it is compared with two ceilings, then.
     """
 
     kind: str
@@ -131,6 +132,7 @@ class Row:
     strategy: str
     ready: Callable[[], AbstractContextManager[Timed]]
     case: Mapping[str, Any] = field(default_factory=dict)
+    branches: int = 1
 
 
 def measure(case: Case, rows: Sequence[Row], limits: Limits, out: Path | None) -> list[Line]:
@@ -298,8 +300,9 @@ def _line(
     about |= {"dtype": str(case.dtype).removeprefix("torch."), **row.case}
     made: Line = {"bench": "calls", "case": about, "gpus": case.mesh.world.size, "ms": ms}
     if ms is not None and reference is not None:
-        made |= {"ceiling_ms": reference, "over_ceiling": ms["median"] / reference["median"]}
-        made |= {"tflops": case.flops / ms["median"] / 1e9, "roofline_ms": roofline(case.flops, 0.0)}
+        flops = row.branches * case.flops
+        made |= {"ceiling_ms": reference, "over_ceiling": ms["median"] / reference["median"] / row.branches}
+        made |= {"tflops": flops / ms["median"] / 1e9, "roofline_ms": roofline(flops, 0.0)}
     return made | {"command": command(), "env": environment(device)}
 
 
@@ -313,6 +316,7 @@ def shown(line: Line) -> str:
         f"{line['ceiling_ms']['median']:.3f}  {line['tflops']:5.0f} TFLOP/s  {line['gib']:5.1f} GiB"
     )
     told += f"  error {line['error']:.1e}" if "error" in line else ""
+    told += f"  table {line['table_ms_a_step']:.2f} ms a step more" if "table_ms_a_step" in line else ""
     if "split_ms" in line:
         told += "\n  of which, ms: " + ", ".join(f"{kind} {ms:.2f}" for kind, ms in line["split_ms"].items())
         told += "".join(f"\n  {ms:8.3f} ms {count:6.1f} x  {name[:100]}" for name, count, ms in line["kernels"])

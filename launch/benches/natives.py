@@ -2,59 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from launch.benches.calls import Case, Row, Timed
-from launch.benches.timing import graphed
+from launch.benches.timing import elapsed, graphed
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
-from seqpar.protocols import SequenceModel, rows
+from seqpar.protocols import Condition, SequenceModel, rows
 from seqpar.streams import Split
 
 TABLE = 28  # steps of the modulation table
 TIMESTEP, GUIDANCE = 500.0, 3.5
 
 
+@dataclass(frozen=True)
+class How:
+    """How a row computes a call. inside: whether it computes the modulation, instead of taking it from a table.
+
+    ranks: makes the mesh; a cfg axis of two ranks computes both branches of true guidance.
+    """
+
+    strategy: str
+    transport: str
+    inside: bool
+    ranks: Callable[[], Mesh]
+
+
 def natives(case: Case, strategies: Sequence[str], transport: str) -> Iterator[Row]:
-    """Yield two rows for each strategy, if the model is ours: modulation from a table, and computed in the call."""
+    """Yield the rows of our own model, if there is one: each strategy with modulation from a table, and in the call.
+
+    On an even number of ranks there are rows of both branches of true guidance, each on half of the ranks.
+    """
     if case.model.native is None:
         return
-    chosen = strategies if case.mesh.sequence.size > 1 else strategies[:1]
-    for strategy in chosen:
-        for inside in (False, True):
-            what = "call with modulation" if inside else "step, modulation from a table"
-            ready = partial(_native, case, strategy, transport, inside)
-            about = {"strategy": strategy, "modulation": inside}
-            yield Row("ours", f"native, {strategy}, {what}", strategy, ready, about)
+    world = case.mesh.world.size
+    branches = cache(partial(Mesh.from_env, cfg=2, ulysses=world // 2, device=case.mesh.device))
+    for cfg, ranks in ((1, lambda: case.mesh), *([(2, branches)] if world % 2 == 0 else [])):
+        for strategy in strategies if world > cfg else strategies[:1]:
+            for inside in (False, True):
+                what = "call with modulation" if inside else "step, modulation from a table"
+                name = f"native, {'both branches on a cfg axis, ' if cfg == 2 else ''}{strategy}, {what}"
+                ready = partial(_native, case, How(strategy, transport, inside, ranks))
+                about = {"strategy": strategy, "modulation": inside, "cfg": cfg}
+                yield Row("ours", name, strategy, ready, about, branches=cfg)
 
 
 @contextmanager
-def _native(case: Case, strategy: str, transport: str, inside: bool) -> Iterator[Timed]:
-    alone = case.mesh.sequence.size == 1
-    dit = DistributedDiT(case.ours, case.mesh, strategy, case.local, "auto" if alone else transport)
+def _native(case: Case, how: How) -> Iterator[Timed]:
+    mesh = how.ranks()
+    alone = mesh.sequence.size * mesh.cfg.size == 1
+    dit = DistributedDiT(case.ours, mesh, how.strategy, case.local, "auto" if alone else how.transport)
     made: dict[str, Tensor] = {}
-    prediction = torch.no_grad()(_prediction(dit, case, inside))
+    prediction = torch.no_grad()(_prediction(dit, case, how.inside))
 
     def step() -> None:
-        made["out"] = prediction()
+        made["out"] = _guided(dit, prediction())
 
     def facts() -> dict[str, Any]:
-        told = {"transport": dit.transport.name, "local": dit.local.name}
-        return told | ({} if alone else {"error": _error(case, dit, made["out"], inside)})
+        told: dict[str, Any] = {"transport": dit.transport.name, "local": dit.local.name}
+        told |= {} if how.inside else {"table_ms_a_step": _table_ms(dit.model, case)}
+        return told | ({} if alone else {"error": _error(case, dit, made["out"], how.inside)})
 
     try:
         step()
         dit.check_delivered()
-        yield Timed(graphed(step) if case.mesh.device.type == "cuda" else step, dit.check_delivered, facts)
+        yield Timed(graphed(step) if mesh.device.type == "cuda" else step, dit.check_delivered, facts)
     finally:
         dit.release()
+
+
+def _guided(dit: DistributedDiT, out_BlC: Tensor) -> Tensor:
+    """Return the guided prediction of both branches, which the ranks of the cfg axis exchange, if there is one."""
+    if dit.mesh.cfg.size == 1:
+        return out_BlC
+    swap = dit.gathering("branches", dit.mesh.cfg, out_BlC)
+    swap.outbox().copy_(out_BlC[None])
+    cond, uncond = swap.deliver()
+    return torch.lerp(uncond, cond, GUIDANCE)
+
+
+@torch.no_grad()
+def _table_ms(model: SequenceModel, case: Case) -> float:
+    """Return the ms that the modulation's table takes, shared out over its steps."""
+    given = Given.of(model, case)
+    encoded = model.encode(**given.prompt)
+    return elapsed(lambda: _table(model, given, encoded.pooled), 3, case.mesh.device) / TABLE
+
+
+def _table(model: SequenceModel, given: Given, pooled: Mapping[str, Tensor]) -> Condition:
+    """Return the modulation of a run's steps."""
+    every = {name: x.repeat(TABLE, *[1] * (x.dim() - 1)) for name, x in {**pooled, **given.guidance}.items()}
+    return model.modulate(given.t_R.repeat(TABLE), **every)
 
 
 @dataclass(frozen=True)
@@ -94,9 +139,7 @@ def _prediction(dit: DistributedDiT, case: Case, inside: bool) -> Callable[[], T
     split = Split.of(model, {name: x.shape[1] for name, x in streams.items()}, dit.mesh.sequence)
     mine = {name: split.mine(name, x).contiguous() for name, x in streams.items()}
     positions, attend = dit.positions(_size(case), split), dit.attend(1, split.tokens)
-    pooled = {name: x.repeat(TABLE, 1) for name, x in encoded.pooled.items()}
-    spread = {name: x.repeat(TABLE) for name, x in given.guidance.items()}
-    modulations = model.modulate(given.t_R.repeat(TABLE), **pooled, **spread)
+    modulations = _table(model, given, encoded.pooled)
     place = torch.full((1,), TABLE // 2, device=given.t_R.device)
 
     def from_table() -> Tensor:

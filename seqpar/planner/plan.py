@@ -108,7 +108,8 @@ def for_library(config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | N
     """
     tokens, latent = (config.sample_size // config.patch_size) ** 2, config.in_channels * config.patch_size**2
     work = work_of(config)
-    load = Load(1, tokens, work.guided, STEPS, dtype.itemsize, parameters, latent, 1 + work.guided, table, work.joined)
+    guided = work.guided or (mesh is not None and mesh.cfg.size > 1)
+    load = Load(1, tokens, guided, STEPS, dtype.itemsize, parameters, latent, 1 + guided, table, work.joined)
     return make(work, load, dtype, mesh or Mesh.joined(), wish, mesh)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.planner.facts import Layout, Work
+from seqpar.planner import costs
+from seqpar.planner.facts import Blocks, Layout, Work
 from seqpar.planner.predict import predict
 from seqpar.planner.rates import H200
 from seqpar.planner.search import TIE, Wish
@@ -112,6 +113,46 @@ def test_exposed_of_kv_first_is_what_neither_product_hides(copy_us: float, expos
     first = predict(SEVEN_B, ONE, CFG_KF2, rates)
     swap_us = 1.0  # once a step
     assert first.exchange == pytest.approx((32 * exposed_us + swap_us) / 1e3)
+
+
+STREAMS = Blocks(1, ((8, 24), (8, 8)), (16,), apart=(((8, 24), (8, 8)),))
+SINGLE = Blocks(1, ((8, 24), (8, 32), (40, 8)), (16,), beside=((8, 32), (32, 8)))
+
+
+def work_of(*blocks: Blocks) -> Work:
+    return Work(8, 4, 4, 2, blocks, True, (), 0, 0)
+
+
+def test_streams_with_weights_of_their_own_have_products_and_passes_of_their_own() -> None:
+    """A kernel takes at least 1 us and no longer here, so times count kernels; rank 0 has 3 of 5 text tokens."""
+    rates = replace(H200, gemm=((1.0, 1e9), (2.0, 1e9)), weights=1e9, copy=1e9, kernel_us=1.0)
+    load, layout = replace(ONE, tokens=8, others=(5,)), of(1, 2, "kv_gather")
+    apart, shared = (predict(work_of(kind), load, layout, rates) for kind in (STREAMS, replace(STREAMS, apart=())))
+    assert apart.gemm - shared.gemm == pytest.approx(2e-3)
+    assert apart.elementwise - shared.elementwise == pytest.approx(1e-3)
+    first = predict(work_of(STREAMS), load, of(1, 2, "kv_first"), rates)
+    assert first.gemm == pytest.approx(2 * 4e-3)  # q, k and v are separate products of both streams
+    assert STREAMS.products(8, (5,)) == ((8, 8, 24), (8, 8, 8), (5, 8, 24), (5, 8, 8))
+    assert work_of(SINGLE, STREAMS).step(1, 8, (5,)).flops == 2 * 13 * 8 * (24 + 32 + 40 + 24 + 8) + 2 * 4 * 13**2 * 8
+    both = costs.layers(work_of(STREAMS), layout, 8, others=(5,))
+    assert [layer.calls[0].queries for layer in both] == [4 + 3, 4 + 2]
+    assert {layer.calls[0].keys for layer in both} == {13}
+
+
+@pytest.mark.parametrize(("copy_us", "exposed_us"), [(1.0, 1.0), (300.0, 200.0)])
+def test_keys_and_values_travel_behind_the_mlp_of_a_single_block(copy_us: float, exposed_us: float) -> None:
+    """Two copies start at once; the MLP's two products take 200 us each and hide all that they cover."""
+    work = Work(
+        4096, 32, 32, 128, (replace(SINGLE, gemms=((4096, 12288), (4096, 16384), (20480, 4096))),), True, (), 0, 0
+    )
+    work = replace(work, blocks=(replace(work.blocks[0], beside=((4096, 4096), (4096, 4096))),))
+    rate = 2e-6 * 2048 * 4096 * 4096 / 200.0
+    half = 2048 * 4096 * 2
+    load = replace(ONE, guidance=False, labels=1)
+    exchange = {"peer": ((half / 2, 1.0), (half, copy_us), (4 * half, 4 * copy_us))}
+    rates = replace(H200, gemm=((1.0, rate), (1e12, rate)), exchange=exchange)
+    assert predict(work, load, of(1, 2, "kv_first"), rates).exchange == pytest.approx(exposed_us / 1e3)
+    assert predict(work, load, of(1, 2, "kv_gather"), rates).exchange == pytest.approx(2 * copy_us / 1e3, rel=0.5)
 
 
 def test_of_kv_first_nothing_is_hidden_where_kernels_move_it() -> None:

@@ -163,7 +163,7 @@ def test_every_row_has_a_line(ranks: Pool, tmp_path: Path, name: str, world: int
     lines, *_ = ranks.run(world, measured, name, out)
     assert [json.loads(line) for line in out.read_text().splitlines()] == json.loads(json.dumps(lines))
     ours = [line for line in lines if line["case"]["kind"] == "ours"]
-    assert len(ours) == (1 if name != "flux" else 4 if world == 1 else 8)
+    assert len(ours) == (1 if name != "flux" else 4 if world == 1 else 10)
     refused = {line["case"]["way"]: line["refused"] for line in lines if line["ms"] is None}
     if world > 1:
         assert all("Ulysses" in way or "ring" in way for way in refused)

@@ -120,7 +120,7 @@ SINGLE = Blocks(1, ((8, 24), (8, 32), (40, 8)), (16,), beside=((8, 32), (32, 8))
 
 
 def work_of(*blocks: Blocks) -> Work:
-    return Work(8, 4, 4, 2, blocks, True, (), 0, 0)
+    return Work(8, 4, 4, 2, blocks, True, (), 1, 0)
 
 
 def test_streams_with_weights_of_their_own_have_products_and_passes_of_their_own() -> None:
@@ -142,10 +142,9 @@ def test_streams_with_weights_of_their_own_have_products_and_passes_of_their_own
 @pytest.mark.parametrize(("copy_us", "exposed_us"), [(1.0, 1.0), (300.0, 200.0)])
 def test_keys_and_values_travel_behind_the_mlp_of_a_single_block(copy_us: float, exposed_us: float) -> None:
     """Two copies start at once; the MLP's two products take 200 us each and hide all that they cover."""
-    work = Work(
-        4096, 32, 32, 128, (replace(SINGLE, gemms=((4096, 12288), (4096, 16384), (20480, 4096))),), True, (), 0, 0
-    )
-    work = replace(work, blocks=(replace(work.blocks[0], beside=((4096, 4096), (4096, 4096))),))
+    gemms = ((4096, 12288), (4096, 16384), (20480, 4096))
+    kind = replace(SINGLE, gemms=gemms, beside=((4096, 4096), (4096, 4096)))
+    work = Work(4096, 32, 32, 128, (kind,), True, (), 1, 0)
     rate = 2e-6 * 2048 * 4096 * 4096 / 200.0
     half = 2048 * 4096 * 2
     load = replace(ONE, guidance=False, labels=1)

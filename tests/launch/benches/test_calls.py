@@ -20,7 +20,8 @@ from launch.benches.calls import Case, Limits, measure
 from launch.benches.ceiling import ceiling, share
 from launch.benches.natives import natives
 from launch.benches.peers import peers
-from launch.benches.released import RELEASED, Released, cogvideo_work, qwen_work, sd3_work, wan_work
+from launch.benches.released import RELEASED, Released
+from launch.benches.works import cogvideo_work, qwen_work, sd3_work, wan_work
 from seqpar.mesh import Mesh
 from seqpar.models import flux
 from seqpar.planner.plan import work_of

@@ -200,10 +200,9 @@ def own(case: Case) -> Iterator[Row]:
 
 @contextmanager
 def _own(case: Case) -> Iterator[Callable[[str], tuple[dict[str, float], Tensor]]]:
-    from seqpar.pipelines._flux_text import Texts
-
     from seqpar.distributed import DistributedDiT
     from seqpar.pipelines import flux
+    from seqpar.pipelines._flux_text import Texts
     from seqpar.sampling.guidance import Guidance
     from seqpar.weights.find import from_diffusers
 

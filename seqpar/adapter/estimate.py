@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpar.planner.facts import Work
+from seqpar.planner.facts import Blocks, Work
 from seqpar.planner.plan import STEPS
 from seqpar.planner.predict import TABLE_BYTES, Load
 
@@ -40,14 +40,13 @@ def work_of(module: nn.Module) -> Work:
     layers = max(1, round(every / max(1, sum(a * b for a, b in mine))))
     config: Any = getattr(module, "config", {})
     latent = int(config.get("in_channels") or 16)
+    gemms = ((width, inner + 2 * kv_heads * head_dim), *mine)
     return Work(
-        layers=layers,
         width=width,
         heads=attention.heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        gemms=((width, inner + 2 * kv_heads * head_dim), *mine),
-        passes=(4 * width, 4 * width, 8 * width),
+        blocks=(Blocks(layers, gemms, (4 * width, 4 * width, 8 * width)),),
         prepares=True,
         once=((latent, width), (width, latent)),
         table=6 * width,

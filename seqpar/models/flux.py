@@ -238,11 +238,7 @@ def work(config: Config) -> Work:
     width, hidden, area, layers = config.width, 4 * config.width, config.patch_size**2, config.num_layers
     gemms = ((width, 3 * width), (width, width), (width, hidden), (hidden, width))
     double = Blocks(
-        count=layers,
-        gemms=gemms,
-        passes=(4 * width, 4 * width),
-        apart=(gemms,),
-        modulation=((width, 6 * width),) * 2,
+        count=layers, gemms=gemms, passes=(4 * width, 4 * width), apart=(gemms,), modulation=((width, 6 * width),) * 2
     )
     single = Blocks(
         count=config.num_single_layers,

@@ -48,12 +48,18 @@ class SplitAttention:
         """
         now = self._ranks.now
         if now is None or k.shape[1] != q.shape[1]:
+            if now is not None and not self.joint.streams and "text" in now.lengths:
+                raise ValueError(
+                    f"got cross-attention at {self._where} in a plan that splits text, expected whole text; leave the "
+                    f"text out of the plan, or write it as `seqpar.adapter.cuts.Cuts`, whose attention is explicit"
+                )
             return _local(q, k, v, mask, scale)
         streams, tokens = self._tokens(now, q.shape[1])
         bias = self._bias(now, mask, streams, tokens, q.dtype)
         default = q.shape[-1] ** -0.5
         if scale is not None and not isclose(scale, default, rel_tol=1e-12):
             q = q * (scale / default)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return self._ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
 
     def _tokens(self, now: Forward, here: int) -> tuple[tuple[str, ...], JointShard]:
@@ -67,9 +73,10 @@ class SplitAttention:
             if tokens.sizes[axis.rank] == here:
                 return streams, tokens
         told = ", ".join(f"{total} of {name}" for name, total in now.lengths.items()) or "none"
-        raise ValueError(
-            f"got attention at {self._where} with {here} tokens on rank {axis.rank} of {axis.size}, expected this "
-            f"rank's share of {' and '.join(self.joint.streams) or 'its streams'} (cut so far: {told}); check the plan"
+        expected = " and ".join(self.joint.streams) or "one or all of the streams"
+        raise ValueError(  # the message is the same on every rank: it has no number of this rank's tokens
+            f"got attention at {self._where} to other tokens than each rank's share of {expected}, of which "
+            f"{told} were cut before it; check the plan's cuts and the streams of its attention"
         )
 
     def _bias(
@@ -128,7 +135,6 @@ def dispatched(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,
     _parallel_config: SplitAttention | None = None,
 ) -> Tensor:
     """Return attention for diffusers' dispatcher, (B, l, H, D); a call without our config is local."""
@@ -168,7 +174,8 @@ class Around(TorchFunctionMode):
     ) -> Any:
         """See `TorchFunctionMode`."""
         if func is F.scaled_dot_product_attention:
-            return called(self._attention, *args, **(kwargs or {}))
+            known = {name: value for name, value in (kwargs or {}).items() if name != "enable_gqa"}  # shapes tell it
+            return called(self._attention, *args, **known)
         return func(*args, **(kwargs or {}))
 
 
@@ -181,7 +188,6 @@ def called(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,
 ) -> Tensor:
     """Return attention with the parameters of `scaled_dot_product_attention`, whose tensors are (B, H, l, D)."""
     _refuse(dropout_p, is_causal)

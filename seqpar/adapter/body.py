@@ -27,6 +27,10 @@ class Body(Protocol):
         """
         ...
 
+    def why_eager(self) -> str | None:
+        """Return the reason why no call can be captured as a CUDA graph (it copies from or to the host), or None."""
+        ...
+
     def state(self) -> Hashable:
         """Return a key that stays equal while a captured call is valid: weights, adapters and exchanges unchanged."""
         ...

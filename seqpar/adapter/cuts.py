@@ -71,6 +71,10 @@ class Joint:
     processor: Callable[[], Any] | None = None
 
 
+def _no_reason(module: nn.Module) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Cuts:
     """The plan of one transformer class.
@@ -83,6 +87,7 @@ class Cuts:
     transformer's own forward gets None in its place, unless the argument is in `kept`.
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why a transformer of this class cannot be split, or None.
+    why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
     """
 
     places: Mapping[str, Place]
@@ -90,7 +95,8 @@ class Cuts:
     masks: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
-    why_not: Callable[[nn.Module], str | None] = lambda module: None
+    why_not: Callable[[nn.Module], str | None] = _no_reason
+    why_eager: Callable[[nn.Module], str | None] = _no_reason
 
 
 def of(module: nn.Module, given: Cuts | Mapping[str, Any] | None = None) -> Cuts:
@@ -131,11 +137,14 @@ gather the last layer's output. Leave out streams that are read by cross-attenti
 
 
 def submodules(module: nn.Module, path: str) -> list[nn.Module]:
-    """Return the submodules that a path names ("blocks.*.attn", "layers.-1"); ValueError if there is none."""
+    """Return the submodules that a path names ("blocks.*.attn", "layers.-1"); ValueError if there is none.
+
+    A path that ends with "?" may name none ("blocks.*.attn2?", where only some sizes of a model have a second one).
+    """
     found = [module]
-    for step in path.split(".") if path else ():
+    for step in path.removesuffix("?").split(".") if path else ():
         found = [child for parent in found for child in _children(parent, step)]
-    if not found:
+    if not found and not path.endswith("?"):
         known = ", ".join(name for name, _ in module.named_children())
         raise ValueError(
             f"got a plan with the submodule {path!r}, which {type(module).__name__} does not have, expected paths "

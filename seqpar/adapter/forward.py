@@ -62,8 +62,12 @@ class Ranks:
         return self.mesh.sequence
 
     def begin(self) -> Forward:
-        """Start a forward; exchanges are freed first if there are too many of them, on every rank alike."""
-        if len(self._attends) > MOST:
+        """Start a forward; exchanges are freed first if there are too many of them, on every rank alike.
+
+        Not while a CUDA graph is captured: it uses those of the call before it.
+        """
+        capturing = self.mesh.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if len(self._attends) > MOST and not capturing:
             self.release()
         self.now = Forward()
         return self.now
@@ -101,8 +105,8 @@ class Ranks:
         sizes = Shard(self.total(gather.stream, use), self.axis.size).sizes
         if x.shape[gather.dim] != sizes[self.axis.rank]:
             raise ValueError(
-                f"got {x.shape[gather.dim]} tokens of {gather.stream} to gather at {use}, expected this rank's "
-                f"{sizes[self.axis.rank]}; check the plan's cuts"
+                f"got a gather at {use} of other tokens than each rank's share of the {sum(sizes)} of {gather.stream}, "
+                f"expected these; check the plan's cuts"
             )
         if self.axis.size == 1:
             return x

@@ -73,6 +73,10 @@ class Generic:
         finally:
             self._ranks.now = None
 
+    def why_eager(self) -> str | None:
+        """See `seqpar.adapter.body.Body`."""
+        return self._cuts.why_eager(self._module)
+
     def state(self) -> Hashable:
         """See `seqpar.adapter.body.Body`."""
         return self._ranks.releases, self._module.training, self._watch.count()

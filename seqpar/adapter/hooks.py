@@ -21,6 +21,7 @@ from seqpar.adapter.attention import BACKEND, Around, SplitAttention
 from seqpar.adapter.cuts import Cut, Cuts, Cutting, Joint, Place, parameters, submodules
 from seqpar.adapter.forward import Ranks
 
+OWN = "seqpar_own"  # the attribute of our processors that holds the module's own
 Which = int | tuple[int | None, ...]
 """A cut by its number in a `Cutter`, or one for each element of a tuple; compilers trace plain numbers."""
 
@@ -113,8 +114,8 @@ class PlaceHook(ModelHook):
         return made[0] if alone else tuple(made)
 
 
-def carrying(processor: Any, attention: SplitAttention, kinds: dict[type, type]) -> Any:
-    """Return a copy of a processor that computes its attention by `attention`.
+def carrying(own: Any, attention: SplitAttention, kinds: dict[type, type], processor: Any) -> Any:
+    """Return a copy of a processor that computes its attention by `attention`; own: that of the attention module.
 
     A copy, because one processor may serve several modules, which need not join the ranks alike. A processor that
     knows no dispatcher gets a class that derives from its own and runs it inside of `Around`, with the same parameters,
@@ -122,6 +123,7 @@ def carrying(processor: Any, attention: SplitAttention, kinds: dict[type, type])
     that compiled blocks share their code.
     """
     made, kind = copy(processor), type(processor)
+    vars(made)[OWN] = own  # not by setattr: a processor that is a module would count the other as its part
     if hasattr(processor, "_parallel_config"):
         made._parallel_config, made._attention_backend = attention, BACKEND
         return made
@@ -139,12 +141,11 @@ def carrying(processor: Any, attention: SplitAttention, kinds: dict[type, type])
 
 @dataclass
 class Seat:
-    """An attention module with its own processor, and the one that it has in its place."""
+    """An attention module, and the processor that it has in place of its own."""
 
     module: Any
     attention: SplitAttention
-    own: Any
-    ours: Any
+    ours: Any = None
 
 
 class Installed:
@@ -159,7 +160,7 @@ class Installed:
         for path, joint in cuts.attention.items():
             if joint not in split:
                 split[joint] = SplitAttention(ranks, joint, path)
-            self._seats += [Seat(one, split[joint], None, None) for one in submodules(module, path)]
+            self._seats += [Seat(one, split[joint]) for one in submodules(module, path)]
         self.refresh()
 
     def _places(self) -> list[tuple[nn.Module, str]]:
@@ -169,7 +170,7 @@ class Installed:
     def _hook(self) -> None:
         """Hook the places, anew where a layer was replaced, as adapters do by layers around it."""
         places = self._places()
-        if [one for one, _ in places] == [one for one, _ in self._hooked]:
+        if places == self._hooked:
             return
         self._unhook()
         shared = {path: Cutter(self._ranks, place, path) for path, place in self._cuts.places.items() if path}
@@ -188,9 +189,9 @@ class Installed:
         self._hook()
         for seat in self._seats:
             if seat.module.processor is not seat.ours:
-                seat.own = seat.module.processor
+                own = getattr(seat.module.processor, OWN, seat.module.processor)
                 replaced = seat.attention.joint.processor
-                seat.ours = carrying(replaced() if replaced else seat.own, seat.attention, self._kinds)
+                seat.ours = carrying(own, seat.attention, self._kinds, replaced() if replaced else own)
                 seat.module.processor = seat.ours
             elif getattr(seat.ours, "_attention_backend", BACKEND) is not BACKEND:
                 raise ValueError(
@@ -202,6 +203,5 @@ class Installed:
         """Take off hooks and attention; modules get their own processors back."""
         self._unhook()
         for seat in self._seats:
-            if seat.module.processor is seat.ours:
-                seat.module.processor = seat.own
+            seat.module.processor = getattr(seat.module.processor, OWN, seat.module.processor)
         self._seats = []

@@ -58,7 +58,12 @@ def _qwen_image() -> Cuts:
         "proj_out": OUT,
     }
     joint = {"transformer_blocks.*.attn": Joint(("text", "image"), masked=True)}
-    return Cuts(places, joint, masks={"encoder_hidden_states_mask": "text"})
+    return Cuts(places, joint, masks={"encoder_hidden_states_mask": "text"}, why_eager=_indexes_images)
+
+
+def _indexes_images(module: Any) -> str | None:
+    """Return why an edit model runs eagerly: it has another timestep for reference images."""
+    return "it copies which tokens are of reference images from the host" if module.config.zero_cond_t else None
 
 
 def _wan() -> Cuts:
@@ -78,7 +83,7 @@ def _sd3() -> Cuts:
         "context_embedder": Place(outputs={0: TEXT}),
         "proj_out": OUT,
     }
-    return Cuts(places, {"transformer_blocks.*.attn": IMAGE_TEXT, "transformer_blocks.*.attn2": ALONE})
+    return Cuts(places, {"transformer_blocks.*.attn": IMAGE_TEXT, "transformer_blocks.*.attn2?": ALONE})
 
 
 def _cogvideox() -> Cuts:
@@ -133,7 +138,12 @@ def _lumina2() -> Cuts:
         "layers.0": Place(inputs={"hidden_states": joint}),
         "norm_out": Place(gathers={0: Gather(joint.stream)}),
     }
-    return Cuts(places, {"noise_refiner.*.attn": ALONE, "layers.*.attn": Joint((joint.stream,))})
+    both = {"noise_refiner.*.attn": ALONE, "layers.*.attn": Joint((joint.stream,))}
+    return Cuts(places, both, why_eager=_reads_lengths)
+
+
+def _reads_lengths(module: Any) -> str:
+    return "it reads the lengths of the texts on the host"
 
 
 def _z_image() -> Cuts:

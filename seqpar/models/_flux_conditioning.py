@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,6 +17,25 @@ from seqpar.models import _layers
 from seqpar.protocols import Condition, SequenceModel, state_dtype
 
 FREQUENCIES = 256  # width of the sinusoids of timestep and guidance
+
+Spread = Callable[[Sequence[int], Callable[[int], Tensor]], Sequence[Tensor]]
+"""Given the widths of some results (R, width) and a function that computes the one of an index, returns all of them.
+
+Every rank has the same inputs, so ranks may compute some results each and gather them."""
+
+
+def alone(widths: Sequence[int], make: Callable[[int], Tensor]) -> list[Tensor]:
+    """Compute all results here; see `Spread`."""
+    return [make(index) for index in range(len(widths))]
+
+
+def shares(widths: Sequence[int], parts: int) -> list[slice]:
+    """Return neighbouring results for each of some ranks, so that their widths add up to about the same."""
+    ends, total = [sum(widths[: index + 1]) for index in range(len(widths))], sum(widths)
+    # a result belongs to the part in which its middle lies
+    middles = [(end - width / 2) / total * parts for end, width in zip(ends, widths, strict=True)]
+    starts = [sum(middle < part for middle in middles) for part in range(parts + 1)]
+    return [slice(start, end) for start, end in pairwise(starts)]
 
 
 class Conditioned(SequenceModel):
@@ -54,18 +74,22 @@ class Conditioned(SequenceModel):
         c_RE = self._condition(t_R.to(narrow) / 1000, pooled.get("guidance"), pooled["pooled_projections"], wide)
         return self._table([*map(_layers.through(c_RE, wide), self._modulations())])
 
-    def modulate_call(self, timestep_R: Tensor, guidance_R: Tensor | None, pooled_RP: Tensor) -> Condition:
+    def modulate_call(
+        self, timestep_R: Tensor, guidance_R: Tensor | None, pooled_RP: Tensor, spread: Spread = alone
+    ) -> Condition:
         """Return what `modulate` returns for one call of diffusers' transformer, in few kernels, inside its graph.
 
         timestep_R: diffusers' timestep, from 0 to 1. The condition has the dtype of the weights, as in diffusers; its
         products with the weights of the blocks are kept in fp32 on GPUs. There is one product for each layer, which
-        reads its weights once, and one addition of all biases.
+        reads its weights once, and one addition of all biases. spread: see `Spread`; on N ranks that share the
+        products, each reads an Nth of these weights (a quarter of the model), with the same bits.
         """
         layers = self._modulations()
         c_RE = self._condition(timestep_R, guidance_R, pooled_RP, self.dtype)
-        table = self._table([_layers.product(c_RE, layer.weight) for layer in layers])
+        widths = [len(layer.weight) for layer in layers]
+        table = self._table(spread(widths, lambda index: _layers.product(c_RE, layers[index].weight)))
         biases = self._table([layer.bias[None] for layer in layers])
-        return {name: rows.add_(biases[name]) for name, rows in table.items()}
+        return {name: rows + biases[name] for name, rows in table.items()}
 
     def _condition(
         self, timestep_R: Tensor, guidance_R: Tensor | None, pooled_RP: Tensor, dtype: torch.dtype

@@ -56,6 +56,9 @@ class Config:
     sample_size: int = 128
 
     def __post_init__(self) -> None:
+        if min(self.num_layers, self.num_single_layers) < 1:
+            layers = f"{self.num_layers} double and {self.num_single_layers} single blocks"
+            raise ValueError(f"got {layers}, expected at least one of each")
         axes, dim = self.axes_dims_rope, self.attention_head_dim
         if len(axes) != 3 or sum(axes) != dim or any(part % 2 for part in axes):
             raise ValueError(f"got axes_dims_rope {axes}, expected three even numbers with sum {dim}, the head dim")
@@ -120,7 +123,7 @@ class Part(Attention):
             return x_BlE, x_BlE
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
         x, h = gate_norm_modulate(x_BlE, gate, self.proj(out_BlHD.flatten(2)), shift_mlp, scale_mlp, NORM)
-        return gate_norm_modulate(x, gate_mlp, self.fc2(self.mlp(h)), *after)
+        return _bounded(*gate_norm_modulate(x, gate_mlp, self.fc2(self.mlp(h)), *after))
 
 
 class Double(nn.Module):
@@ -199,7 +202,7 @@ class Model(Conditioned):
         for index, (block, modulation) in enumerate(zip(blocks, modulations, strict=True), start=1):
             branch, gate = block(h, block.prepare(rows_lD), attend), modulation[:, 2]
             if index < len(blocks):
-                x, h = gate_norm_modulate(x, gate, branch, *_start(modulations[index]))
+                x, h = _bounded(*gate_norm_modulate(x, gate, branch, *_start(modulations[index])))
             else:  # only the image is predicted
                 after = shift, scale, NORM
                 _, h = gate_norm_modulate(x[:, text:], gate, branch[:, text:], *after, keep=False)
@@ -228,9 +231,14 @@ class Model(Conditioned):
 
 
 def work(config: Config) -> Work:
-    """Return the planner's `Work`: a double block and a single block have products of the same sizes for a token."""
+    """Return the planner's `Work`: for a token, double and single blocks have products of the same sizes.
+
+    A gated norm moves 4 E, two of them in a double block and one in a single block, whose output is read and written
+    once more (2 E) because two products add up to it. passes: the mean of all blocks.
+    """
     width, area = config.width, config.patch_size**2
     layers = config.num_layers + config.num_single_layers
+    moved = 8 * width * config.num_layers + 6 * width * config.num_single_layers
     return Work(
         layers=layers,
         width=width,
@@ -238,7 +246,7 @@ def work(config: Config) -> Work:
         kv_heads=config.num_attention_heads,
         head_dim=config.attention_head_dim,
         gemms=((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)),
-        passes=(4 * width * (2 * config.num_layers + config.num_single_layers) // layers,),
+        passes=(moved // layers,),
         prepares=True,
         once=((config.in_channels * area, width), (width, config.out_channels * area)),
         table=(12 * config.num_layers + 3 * config.num_single_layers + 2) * width,
@@ -266,3 +274,11 @@ KEY_MAPS = {"diffusers": _diffusers_keys}
 def _start(modulation_BNE: Tensor) -> After:
     """Return shift, scale and norm of the input of a block."""
     return modulation_BNE[:, 0], modulation_BNE[:, 1], NORM
+
+
+def _bounded(x_BlE: Tensor, h_BlE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the stream and its normalised form; as in diffusers, an fp16 stream is kept finite."""
+    if x_BlE.dtype == torch.float16:
+        largest = torch.finfo(torch.float16).max
+        x_BlE = x_BlE.clamp(-largest, largest)
+    return x_BlE, h_BlE

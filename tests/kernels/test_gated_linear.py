@@ -178,9 +178,13 @@ def test_linear_gelu_of_another_shape_is_a_product_and_a_kernel() -> None:
     assert torch.equal(gelu.linear_gelu(x, weight, bias), gelu.bias_gelu(F.linear(x, weight), bias))
 
 
+SHAPES = sorted((inner, width) for _, width, inner in gelu.EPILOGUE)
+
+
 @gpu
-def test_gpu_the_gelu_epilogue_is_as_close_to_fp64_as_product_and_kernel() -> None:
-    x, weight, bias = feed_forward(2048)
+@pytest.mark.parametrize(("inner", "width"), SHAPES)
+def test_gpu_the_gelu_epilogue_is_as_close_to_fp64_as_product_and_kernel(inner: int, width: int) -> None:
+    x, weight, bias = feed_forward(2048, inner, width)
     want = gelu.linear_reference(x.double(), weight.double(), bias.double())
     got, two = gelu.linear_gelu(x, weight, bias), gelu.launch(F.linear(x, weight), bias)
     assert rms(got, want) <= 1.25 * rms(two, want)
@@ -188,9 +192,12 @@ def test_gpu_the_gelu_epilogue_is_as_close_to_fp64_as_product_and_kernel() -> No
 
 @gpu
 @pytest.mark.parametrize("rows", [1, 85, 512, 1024, 1025, 2048, 4096, 8191])
-def test_gpu_a_row_of_the_gelu_epilogue_does_not_depend_on_the_number_of_rows(rows: int) -> None:
+@pytest.mark.parametrize(("inner", "width"), SHAPES)
+def test_gpu_a_row_of_the_gelu_epilogue_does_not_depend_on_the_number_of_rows(
+    inner: int, width: int, rows: int
+) -> None:
     """A shape may be in `gelu.EPILOGUE` only if this holds."""
-    x, weight, bias = feed_forward(8192)
+    x, weight, bias = feed_forward(8192, inner, width)
     whole = gelu.linear_epilogue(x, weight, bias)
     for start in (0, 8192 - rows):
         some = slice(start, start + rows)

@@ -6,7 +6,7 @@ so that only the order of sums differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -17,13 +17,17 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar import DistributedDiT
+from seqpar.local import reference
 from seqpar.mesh import Mesh
 from seqpar.models import flux
+from seqpar.models._flux_conditioning import shares
+from seqpar.shard import JointShard, Shard
 from seqpar.weights.find import from_diffusers, locate
 from tests.support.foreign import StayDouble
-from tests.support.meshes import LAYOUTS, TRANSPORTS, mesh_for, random
+from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
 from tests.support.pool import Pool
 from tests.test_distributed import local
 
@@ -45,7 +49,8 @@ Mistake = Literal["none", "rotary off by one", "text shard lost", "branches swap
 
 def theirs(dtype: torch.dtype = torch.float64, guidance: bool = True, **sizes: Any) -> Any:
     """Return diffusers' module with random weights, the same in every process; no gate, norm or bias is trivial."""
-    model = FluxTransformer2DModel(guidance_embeds=guidance, **{**SIZES, **sizes}).double().requires_grad_(False)
+    model: Any = FluxTransformer2DModel(guidance_embeds=guidance, **{**SIZES, **sizes})
+    model = model.double().requires_grad_(False)
     for seed, (name, weight) in enumerate(model.named_parameters()):
         size = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.5
         weight.copy_(random(tuple(weight.shape), seed) * size + (weight.dim() == 1 and ".norm_" in name))
@@ -193,6 +198,8 @@ def test_a_call_computes_the_rows_of_the_table() -> None:
         t, guidance, pooled = given["timestep"], given["guidance"], given["pooled_projections"]
         table = model.modulate(t, pooled_projections=pooled, guidance=guidance)
         call = model.modulate_call(t / 1000, guidance, pooled)
+        shared = model.modulate_call(t / 1000, guidance, pooled, spread=in_shares)
+        assert all(torch.equal(shared[name], rows) for name, rows in call.items())
         assert table.keys() == call.keys()
         for name, rows in table.items():
             assert rows.shape == call[name].shape
@@ -200,6 +207,34 @@ def test_a_call_computes_the_rows_of_the_table() -> None:
             assert error(call[name], rows) < most
         with pytest.raises(ValueError, match="got no guidance scale, expected one for each row"):
             model.modulate(t, pooled_projections=pooled)
+
+
+def in_shares(widths: Sequence[int], make: Callable[[int], Tensor]) -> list[Tensor]:
+    """Compute results as three ranks would, each its own, and gather them."""
+    found = shares(widths, 3)
+    sizes = [sum(widths[share]) for share in found]
+    assert max(sizes) - min(sizes) <= max(widths)
+    gathered = [torch.cat([make(index) for index in range(share.start, share.stop)], dim=1) for share in found]
+    return list(torch.cat(gathered, dim=1).split(list(widths), dim=1))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
+def test_ranks_share_the_modulation_evenly(parts: int) -> None:
+    widths = [18432] * 38 + [9216] * 38 + [6144]  # FLUX.1's
+    found = shares(widths, parts)
+    assert [index for share in found for index in range(share.start, share.stop)] == list(range(len(widths)))
+    assert max(sum(widths[share]) for share in found) <= sum(widths) / parts + max(widths)
+    assert shares([4, 4], 4) == [slice(0, 0), slice(0, 1), slice(1, 1), slice(1, 2)]
+
+
+def test_in_fp16_a_stream_that_overflows_stays_finite() -> None:
+    model: Any = from_diffusers(theirs(torch.float16)).build(torch.float16, torch.device("cpu"))
+    for block in model.single:
+        block.out.bias.fill_(6e4)
+        block.modulation.bias[2 * 80 :].fill_(2.0)
+    given = inputs(TEXTS[0], True, torch.float16)
+    got = DistributedDiT(model, Mesh.single(), local="reference")(**given).sample
+    assert got.isfinite().all()
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------
@@ -233,6 +268,26 @@ def test_every_parameter_is_rows_of_diffusers_parameters() -> None:
     assert sorted(used) == sorted(state)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_planner_counts_the_flops_that_torch_counts(rows: int) -> None:
+    """The planner counts embedding and final layer for every token; the model runs them for the image only."""
+    blueprint = from_diffusers(theirs())
+    model: Any = blueprint.build(torch.float64, torch.device("cpu"))
+    given, text = {name: x[:rows] for name, x in inputs(5, True, torch.float64).items()}, 5
+    pooled, guidance = given["pooled_projections"], given["guidance"]
+    conditioning = model.modulate(given["timestep"], pooled_projections=pooled, guidance=guidance)
+    streams = {"text": random((rows, text, 80), 4), "image": model.patchify(given["hidden_states"])}
+    positions = model.stream_positions(SIZE, {"text": text, "image": AREA})
+    attend = build("ulysses", Mesh.single(), JointShard((Shard(text, 1), Shard(AREA, 1))), reference.attend)
+    with FlopCounterMode(display=False) as counter:
+        model.forward_tokens(streams, positions, conditioning, attend)
+    work = flux.work(blueprint.config)
+    ends = sum(2 * rows * text * inside * outside for inside, outside in work.once)
+    in_place = 3 * 2 * rows * (text + AREA) * 80 * 80  # torch does not count addmm_, of which a single block has one
+    assert counter.get_total_flops() + in_place == work.step(rows, text + AREA).flops - ends
+    assert work.table == sum(table[0].numel() for table in conditioning.values())
+
+
 def test_presets_are_the_published_sizes() -> None:
     assert set(flux.PRESETS) == {"flux.1-dev", "flux.1-schnell"}
     with torch.device("meta"):
@@ -247,6 +302,7 @@ def test_presets_are_the_published_sizes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"num_single_layers": 0}, "got 19 double and 0 single blocks, expected at least one of each"),
         ({"patch_size": 2}, "got a FLUX.1 config with patch_size=2, expected 1"),
         ({"in_channels": 63}, "got a FLUX.1 config with 63 and 63 channels, expected multiples of 4"),
         ({"axes_dims_rope": (16, 56)}, r"got axes_dims_rope \(16, 56\), expected three even numbers with sum 128"),

@@ -55,6 +55,10 @@ MISUSES = [  # kind of exchange, number of correct calls before, the call that i
     ("key_values", 0, "deliver"),
     ("key_values", 1, "outboxes"),
     ("key_values", 1, "start_keys"),  # the exchange was made without overlap
+    ("key_values", 0, "start"),
+    ("overlap", 1, "start"),  # the exchange was made with overlap
+    ("heads", 0, "to_heads.start"),
+    ("heads", 2, "to_heads.start"),
     ("key_values", 2, "deliver"),
     ("overlap", 1, "start_values"),
     ("overlap", 1, "deliver"),

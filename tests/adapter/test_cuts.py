@@ -1,0 +1,174 @@
+"""Tests of plans (`Cuts`): ours and diffusers' form, and the errors for what cannot be split, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from torch import Tensor, nn
+
+from seqpar.adapter import cuts as plans
+from seqpar.adapter.cuts import Cut, Cuts, Gather, Joint, Place
+from seqpar.adapter.masks import key_rows
+from seqpar.adapter.table import PLANS
+from tests.adapter.test_generic import CPU, TOLERANCE, Outputs, body_of, called, error
+from tests.support.models.diffusers_tiny import MODELS
+from tests.support.pool import Pool
+
+
+def raised(work: Callable[[], object]) -> str:
+    """Return the message of the ValueError that `work` raises."""
+    try:
+        work()
+    except ValueError as found:
+        return str(found)
+    return "nothing was raised"
+
+
+def with_plan(rank: int, world: int, device: torch.device, name: str, cuts: Any) -> str | Outputs:
+    """Return the outputs of a transformer that is split by a caller's plan, or the message of its ValueError."""
+    tiny = MODELS[name]
+    try:
+        body = body_of(tiny.build().to(device), world, device, "kv_gather", cuts=cuts)
+        return called(body, tiny.arguments(device))
+    except ValueError as found:
+        return str(found)
+
+
+FORGOTTEN = {
+    "text": (
+        {"pos_embed": Place(outputs={0: Cut("image")})},
+        "to other tokens than each rank's share of image and text",
+    ),
+    "gather": ({"context_embedder": Place(outputs={0: Cut("text")})}, "before any cut of it"),
+}
+
+
+@pytest.mark.parametrize("forgotten", ["text", "gather"])
+def test_a_plan_without_a_cut_is_refused_on_every_rank(ranks: Pool, forgotten: str) -> None:
+    places, told = FORGOTTEN[forgotten]
+    out = Place(gathers={0: Gather("image")})
+    joint = {"transformer_blocks.*.attn": Joint(("image", "text"))} if forgotten == "text" else {}
+    for message in ranks.run(2, with_plan, "sd3", Cuts({**places, "proj_out": out}, joint)):
+        assert told in message
+
+
+# Plans ---------------------------------------------------------------------------------------------------------
+
+SD3_IN_DIFFUSERS_FORM = {
+    "transformer_blocks.0": {
+        "hidden_states": ContextParallelInput(split_dim=1, expected_dims=3),
+        "encoder_hidden_states": ContextParallelInput(split_dim=1, expected_dims=3),
+    },
+    "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+}
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2", "qwen", "wan", "wan2.2", "sd3"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_plan_in_diffusers_form_is_taken(ranks: Pool, world: int, name: str) -> None:
+    cuts = SD3_IN_DIFFUSERS_FORM if name == "sd3" else MODELS[name].build()._cp_plan
+    truth = MODELS[name].whole()
+    for got in ranks.run(world, with_plan, name, cuts):
+        assert not isinstance(got, str), got
+        assert error(got, truth) < TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "told"), [("qwen_masked", "their order"), ("ltx", "in a plan that splits text")])
+def test_diffusers_form_is_refused_where_it_says_too_little(ranks: Pool, name: str, told: str) -> None:
+    for message in ranks.run(2, with_plan, name, MODELS[name].build()._cp_plan):
+        assert told in message
+
+
+class Unknown(nn.Module):
+    """A transformer that nobody has written a plan for."""
+
+
+def test_a_transformer_without_a_plan_is_refused_with_the_way_to_write_one() -> None:
+    message = raised(lambda: plans.of(Unknown()))
+    assert message.startswith("got a Unknown, which has no plan")
+    example = message[message.index("    from seqpar") : message.index("Cut every tensor")]
+    made: dict[str, Any] = {}
+    exec("\n".join(line[4:] for line in example.splitlines()), made)
+    assert isinstance(made["plan"], Cuts)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "told"),
+    [
+        (Cuts({"blocks.0": Place()}, {}), "which SD3Transformer2DModel does not have"),
+        (Cuts({"pos_embed": Place(inputs={"tokens": Cut("image")})}, {}), "expected one of the inputs of PatchEmbed"),
+        (Cuts({}, {}, masks={"mask": "text"}), "got a plan with the input 'mask' of the transformer"),
+        ({"proj_out": 3}, "expected ContextParallelOutput"),
+        ({"pos_embed": {0: 3}}, "expected a ContextParallelInput"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(cuts: Any, told: str) -> None:
+    assert told in raised(lambda: plans.of(MODELS["sd3"].build(), cuts))
+
+
+def test_a_subclass_has_the_plan_of_its_class() -> None:
+    module = MODELS["flux"].build()
+    module.__class__ = type("Mine", (type(module),), {})
+    assert plans.of(module) is plans.of(MODELS["flux"].build())
+
+
+# What is refused -----------------------------------------------------------------------------------------------
+
+
+def test_hunyuan_video_that_replaces_tokens_is_refused() -> None:
+    tiny = MODELS["hunyuan"]
+    module = replace(tiny, config={**tiny.config, "image_condition_type": "token_replace"}).build()
+    assert "image_condition_type token_replace" in raised(lambda: plans.of(module))
+
+
+def refusals(rank: int, world: int, device: torch.device) -> list[str]:
+    """Return the messages of calls that a split transformer cannot compute, and the outputs of a right one."""
+    tiny, cases = MODELS["flux2"], []
+    module = tiny.build().to(device)
+    body = body_of(module, world, device, "ulysses")
+    arguments = tiny.arguments(device)
+    cases.append(raised(lambda: body({**arguments, "kv_cache_mode": "extract"})))
+    cases.append(raised(lambda: body({**arguments, **few(arguments)})))
+    cases.append(raised(lambda: body({**arguments, "img_ids": arguments["img_ids"][:, :-1]})))
+    module.set_attention_backend("native")
+    cases.append(raised(lambda: body(arguments)))
+    return cases
+
+
+def few(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a text of two tokens."""
+    return {name: arguments[name][:, :2] for name in ("encoder_hidden_states", "txt_ids")}
+
+
+def test_calls_that_cannot_be_split_are_refused_on_every_rank(ranks: Pool) -> None:
+    for cached, short, uneven, backend in ranks.run(3, refusals):
+        assert cached.startswith("got kv_cache_mode for Flux2Transformer2DModel on several ranks, expected None")
+        assert "got 2 tokens of text for 3 ranks" in short
+        assert "with 14 tokens of image, expected 15" in uneven
+        assert backend.startswith("got attention backend")
+
+
+def test_a_cache_between_steps_is_refused() -> None:
+    tiny = MODELS["flux"]
+    module = tiny.build()
+    body = body_of(module, 1, CPU, "ulysses")
+    module.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    assert "with a cache between steps" in raised(lambda: body(tiny.arguments()))
+
+
+@pytest.mark.parametrize(
+    ("mask", "told"),
+    [(torch.zeros(2, 1, 1, 5), "expected bool"), (torch.ones(2, 5, 5, dtype=torch.bool), "expected one row of keys")],
+)
+def test_masks_that_cannot_be_split_are_refused(mask: Tensor, told: str) -> None:
+    assert told in raised(lambda: key_rows(mask))
+
+
+def test_every_model_of_the_table_is_tested() -> None:
+    assert set(PLANS) <= {tiny.kind for tiny in MODELS.values()}

@@ -170,7 +170,7 @@ class Installed:
     def _hook(self) -> None:
         """Hook the places, anew where a layer was replaced, as adapters do by layers around it."""
         places = self._places()
-        if [one for one, _ in places] == [one for one, _ in self._hooked]:
+        if places == self._hooked:
             return
         self._unhook()
         shared = {path: Cutter(self._ranks, place, path) for path, place in self._cuts.places.items() if path}

@@ -108,6 +108,10 @@ class Native:
         self._ranks.abandon()
         return (self._predict(self._model, _checked(self._model, arguments)),)
 
+    def why_eager(self) -> str | None:
+        """See `seqpar.adapter.body.Body`."""
+        return None if self._other is None else self._other.why_eager()
+
     def state(self) -> Hashable:
         """See `seqpar.adapter.body.Body`; this also brings merged weights up to date, at the scale of the last call."""
         self._refresh(self._scale)

@@ -13,7 +13,6 @@ from typing import Any
 
 import diffusers
 import torch
-from torch import nn
 
 from seqpar.weights.find import randomise
 
@@ -80,18 +79,19 @@ def tokenizer(length: int) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=length, **names)
 
 
-def pipeline(transformer: nn.Module, dtype: torch.dtype, device: torch.device, sizes: Sizes | None = None) -> Any:
+def pipeline(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: Sizes | None = None) -> Any:
     """Return diffusers' FluxPipeline around a transformer, with random weights made on the device."""
     import transformers  # here, because other benches run without it
 
     sizes = sizes or Sizes()
-    ends = {"eos_token_id": SPECIAL.index("<eos>"), "pad_token_id": 0, "bos_token_id": 1}
+    ends: dict[str, Any] = {"eos_token_id": SPECIAL.index("<eos>"), "pad_token_id": 0, "bos_token_id": 1}
     torch.manual_seed(0)
     with torch.device(device):  # positions and other buffers are made, too
-        clip = transformers.CLIPTextModel(transformers.CLIPTextConfig(**sizes.clip, **ends))
+        clip = transformers.CLIPTextModel(transformers.CLIPTextConfig(**{**sizes.clip, **ends}))
         t5 = transformers.T5EncoderModel(transformers.T5Config(**sizes.t5))
         vae = diffusers.AutoencoderKL(**sizes.vae)
-    parts = [part.to(dtype).eval().requires_grad_(False) for part in (clip, t5, vae)]
+    made_parts: tuple[Any, ...] = (clip, t5, vae)
+    parts = [part.to(dtype).eval().requires_grad_(False) for part in made_parts]
     for seed, part in enumerate(parts, start=1):
         randomise(part, seed)
     made = diffusers.FluxPipeline(

@@ -16,7 +16,7 @@ from diffusers.models._modeling_parallel import ContextParallelConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from launch.benches.timing import graphed
+from launch.baselines.graphs import graphed
 from seqpar.mesh import Mesh
 
 

@@ -34,8 +34,8 @@ def _parallelized(case: Case, strategy: str, transport: str, launch: str, native
     module, alone = shared_copy(case.theirs), case.mesh.sequence.size == 1
     if "compiled" in launch:
         compile_blocks(module)
-    names = {"strategy": strategy, "local": case.local, "transport": "auto" if alone else transport}
-    parallelize(module, case.mesh, native=native, **names)
+    moves = "auto" if alone else transport
+    parallelize(module, case.mesh, strategy=strategy, local=case.local, transport=moves, native=native)
     try:
         body = module.forward.body
         if native and "native" not in type(body).__module__:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from launch.baselines.graphs import graphed
 from seqpar.mesh import Mesh
 
 T = TypeVar("T")
@@ -24,27 +25,6 @@ K = TypeVar("K")
 COPY_BYTES = 1 << 31  # far more than the caches hold
 ROUND_MS = 10.0  # time that a kernel runs in a round; slower ways get the same number of calls
 MOST_CALLS = 1000  # in a round
-
-
-def graphed(work: Callable[[], object], calls: int = 1) -> Callable[[], None]:
-    """A function that replays `calls` calls of `work` as one CUDA graph; the replay keeps what `work` uses alive."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # The outer `with` restores the current stream if a capture fails.
-    # thread_local: NCCL's watchdog may query its events during the capture.
-    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(calls):
-            work()
-
-    def replay(kept: object = work) -> None:
-        graph.replay()
-
-    return replay
 
 
 def timed(work: Callable[[], object], repeat: int) -> float:

@@ -38,10 +38,10 @@ def shown(plan: Plan) -> tuple[Any, ...]:
 
 def launched(rank: int, world: int, device: torch.device, folder: str) -> list[tuple[Any, ...]]:
     """Return the launcher's plan for one guided picture, and the library's plan for the same model."""
-    args = Args(model="builtin", classes=("0",), dtype="fp32", out=Path(folder) / "x.png")
+    args = Args(model="builtin", classes=("0",), guidance=4.0, dtype="fp32", out=Path(folder) / "x.png")
     ranks = Mesh.joined(device)
-    job = check(args, ranks, Guidance(4.0))
-    launcher = shared_plan(job.load, job.files.blueprint, ranks, wish_of(args), job.dtype)
+    job = check(args, ranks)
+    launcher = shared_plan(job.load, job.blueprint, ranks, wish_of(args), job.dtype)
     read = DistributedDiT.from_pretrained(Files.locate("builtin").blueprint)
     passed = DistributedDiT.from_pretrained(Files.locate("builtin").blueprint, plan=launcher)
     wrapped = DistributedDiT(passed.model)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from string import printable
 from typing import Any
 
-import diffusers
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from seqpar.weights.find import randomise
 
@@ -82,6 +83,7 @@ def tokenizer(length: int) -> Any:
 def pipeline(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: Sizes | None = None) -> Any:
     """Return diffusers' FluxPipeline around a transformer, with random weights made on the device."""
     import transformers  # here, because other benches run without it
+    from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 
     sizes = sizes or Sizes()
     ends: dict[str, Any] = {"eos_token_id": SPECIAL.index("<eos>"), "pad_token_id": 0, "bos_token_id": 1}
@@ -89,13 +91,13 @@ def pipeline(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: 
     with torch.device(device):  # positions and other buffers are made, too
         clip = transformers.CLIPTextModel(transformers.CLIPTextConfig(**{**sizes.clip, **ends}))
         t5 = transformers.T5EncoderModel(transformers.T5Config(**sizes.t5))
-        vae = diffusers.AutoencoderKL(**sizes.vae)
+        vae = AutoencoderKL(**sizes.vae)
     made_parts: tuple[Any, ...] = (clip, t5, vae)
     parts = [part.to(dtype).eval().requires_grad_(False) for part in made_parts]
     for seed, part in enumerate(parts, start=1):
         randomise(part, seed)
-    made = diffusers.FluxPipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**SCHEDULER),
+    made = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
         vae=parts[2],
         text_encoder=parts[0],
         tokenizer=tokenizer(sizes.clip["max_position_embeddings"]),

@@ -78,7 +78,7 @@ class Case:
     def around(self, transformer: Any) -> Any:
         """Return diffusers' pipeline with the same parts around another transformer; `parallelize` changes decoders."""
         others = {"transformer": transformer, "vae": shared_copy(self.pipe.vae)}
-        made = diffusers.FluxPipeline(**{**self.pipe.components, **others})
+        made = type(self.pipe)(**{**self.pipe.components, **others})
         made.set_progress_bar_config(disable=True)
         return made
 

@@ -24,7 +24,7 @@ from tests.support import pipelines
 from tests.support.calls import Recorder, Toy
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
-from tests.support.models.diffusers_tiny import MODELS
+from tests.support.diffusers_tiny import MODELS
 from tests.support.pool import Pool
 
 

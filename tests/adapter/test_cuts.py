@@ -17,7 +17,7 @@ from seqpar.adapter.cuts import Cut, Cuts, Gather, Joint, Place
 from seqpar.adapter.masks import key_rows
 from seqpar.adapter.table import PLANS
 from tests.adapter.test_generic import CPU, TOLERANCE, Outputs, body_of, called, error
-from tests.support.models.diffusers_tiny import MODELS
+from tests.support.diffusers_tiny import MODELS
 from tests.support.pool import Pool
 
 

@@ -10,7 +10,7 @@ import torch
 
 from seqpar.adapter import cuts, estimate
 from seqpar.planner.facts import Work
-from tests.support.models.diffusers_tiny import MODELS
+from tests.support.diffusers_tiny import MODELS
 
 THEIRS: Any = diffusers
 WAN_14B = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40}

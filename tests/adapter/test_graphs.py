@@ -19,7 +19,7 @@ from tests.support.calls import Captures, Recorder, Toy
 from tests.support.foreign import StayDouble
 from tests.support.meshes import TRANSPORTS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
-from tests.support.models.diffusers_tiny import MODELS
+from tests.support.diffusers_tiny import MODELS
 from tests.support.pool import Pool
 from tests.transports.test_new_transport import NAME, added
 

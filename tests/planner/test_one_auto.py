@@ -15,10 +15,12 @@ from seqpar.cli.plan import wish_of
 from seqpar.cli.planning import shared_plan
 from seqpar.mesh import Mesh
 from seqpar.models import dit
+from seqpar.pipelines._family import Job
 from seqpar.pipelines.class_labels import Files
 from seqpar.planner import plan as planning
 from seqpar.planner.costs import facts_of
 from seqpar.planner.plan import Plan, make, work_of
+from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish
 from seqpar.sampling.guidance import Guidance
 from tests.support.meshes import mesh as make_mesh
@@ -41,6 +43,8 @@ def launched(rank: int, world: int, device: torch.device, folder: str) -> list[t
     args = Args(model="builtin", classes=("0",), guidance=4.0, dtype="fp32", out=Path(folder) / "x.png")
     ranks = Mesh.joined(device)
     job = check(args, ranks)
+    assert isinstance(job, Job)
+    assert isinstance(job.load, Load)
     launcher = shared_plan(job.load, job.blueprint, ranks, wish_of(args), job.dtype)
     read = DistributedDiT.from_pretrained(Files.locate("builtin").blueprint)
     passed = DistributedDiT.from_pretrained(Files.locate("builtin").blueprint, plan=launcher)

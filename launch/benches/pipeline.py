@@ -19,7 +19,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from torch import Tensor
 

@@ -22,9 +22,9 @@ from seqpar.adapter.promises import Promise
 from seqpar.mesh import Mesh
 from tests.support import pipelines
 from tests.support.calls import Recorder, Toy
+from tests.support.diffusers_tiny import MODELS
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
-from tests.support.diffusers_tiny import MODELS
 from tests.support.pool import Pool
 
 

@@ -23,9 +23,9 @@ from seqpar.adapter import generic
 from seqpar.adapter.cuts import Cut
 from seqpar.adapter.forward import Ranks
 from seqpar.planner.plan import Choice
+from tests.support.diffusers_tiny import MODELS, flat, random
 from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, TRANSPORTS, counted_calls, mesh_for
-from tests.support.diffusers_tiny import MODELS, flat, random
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for fp32

@@ -32,7 +32,7 @@ from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Wish
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler, draw_noise
-from seqpar.sampling.request import set_timesteps
+from seqpar.sampling.request import Settings, set_timesteps
 from seqpar.sampling.schedules import FAILURES
 from seqpar.sampling.steppers import check_eta, decide
 from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
@@ -235,25 +235,17 @@ class Pipeline:
         does not; a scale over 1 adds the branch of the negative prompt (None stands for an empty text). Prompts that
         are not encoded yet take the encoders' memory for the time of this call. scheduler: the class name of another.
         """
-        mesh = self.dit.mesh
         asked = list(prompts), negative, guidance, seed, size, scheduler
-        prompts, negative, guidance, seed, size, scheduler = mesh.share(asked)
+        prompts, negative, guidance, seed, size, scheduler = self.dit.mesh.share(asked)
         others = [negative or ""] if guidance.on else []
-        mesh.together(lambda: self.texts.encode([*prompts, *others]))
+        self.dit.mesh.together(lambda: self.texts.encode([*prompts, *others]))
         stepping, given = self.files.timed(scheduler, steps, size)
-        height, width = self.files.latent_size(size)
-        generator = torch.Generator().manual_seed(seed)
-        return self.sampler(
-            stepping,
-            draw_noise((len(prompts), self.dit.config.in_channels, height, width), generator),
-            self.texts.rows(prompts),
-            steps=steps,
-            guidance=guidance,
-            negative=self.texts.rows(others * len(prompts)) if others else None,
-            schedule=given,
-            generator=generator,
-            on_step=on_step,
-        )
+        settings: Settings = {"steps": steps, "guidance": guidance, "schedule": given}
+        settings["generator"] = generator = torch.Generator().manual_seed(seed)
+        if others:
+            settings["negative"] = self.texts.rows(others * len(prompts))
+        noise = draw_noise((len(prompts), self.dit.config.in_channels, *self.files.latent_size(size)), generator)
+        return self.sampler(stepping, noise, self.texts.rows(prompts), on_step=on_step, **settings)
 
     def decode(self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None) -> Tensor:
         """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents; on_image: see the decoder."""

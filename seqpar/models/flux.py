@@ -231,38 +231,40 @@ class Model(Conditioned):
 
 
 def work(config: Config) -> Work:
-    """Return the planner's `Work`: a gated norm moves 4 E a token, and GELU is part of its product.
-
-    The output of a single block is read and written once more (2 E), because two products add up to it.
-    """
-    width, hidden, area, layers = config.width, 4 * config.width, config.patch_size**2, config.num_layers
-    gemms = ((width, 3 * width), (width, width), (width, hidden), (hidden, width))
-    double = Blocks(
-        count=layers, gemms=gemms, passes=(4 * width, 4 * width), apart=(gemms,), modulation=((width, 6 * width),) * 2
-    )
-    single = Blocks(
-        count=config.num_single_layers,
-        gemms=((width, 3 * width), (width, hidden), (width + hidden, width)),
-        passes=(6 * width,),
-        modulation=((width, 3 * width),),
-        beside=((width, hidden), (hidden, width)),
-    )
+    """Return the planner's `Work`: a gated norm moves 4 E a token, and GELU is part of its product."""
+    width, area = config.width, config.patch_size**2
     sines = ((FREQUENCIES, width), (width, width)) * (2 if config.guidance_embeds else 1)
     return Work(
         width=width,
         heads=config.num_attention_heads,
         kv_heads=config.num_attention_heads,
         head_dim=config.attention_head_dim,
-        blocks=(double, single),
+        blocks=_blocks(width, config.num_layers, config.num_single_layers),
         prepares=True,
         once=((config.in_channels * area, width), (width, config.out_channels * area)),
-        table=(12 * layers + 3 * config.num_single_layers + 2) * width,
+        table=(12 * config.num_layers + 3 * config.num_single_layers + 2) * width,
         live=12 * width,
         text=((config.joint_attention_dim, width),),
         conditioning=(*sines, (config.pooled_projection_dim, width), (width, width), (width, 2 * width)),
         guided=False,
         joined=(512,),
     )
+
+
+def _blocks(width: int, doubles: int, singles: int) -> tuple[Blocks, Blocks]:
+    """Return double and single blocks; the output of a single block takes 2 E more, because two products add up."""
+    hidden = 4 * width
+    gemms = ((width, 3 * width), (width, width), (width, hidden), (hidden, width))
+    modulation = ((width, 6 * width),) * 2
+    double = Blocks(doubles, gemms, passes=(4 * width, 4 * width), apart=(gemms,), modulation=modulation)
+    single = Blocks(
+        count=singles,
+        gemms=((width, 3 * width), (width, hidden), (width + hidden, width)),
+        passes=(6 * width,),
+        modulation=((width, 3 * width),),
+        beside=((width, hidden), (hidden, width)),
+    )
+    return double, single
 
 
 PRESETS: dict[str, Config] = {"flux.1-dev": Config(guidance_embeds=True), "flux.1-schnell": Config()}

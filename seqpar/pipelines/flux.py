@@ -244,7 +244,9 @@ class Pipeline:
         settings["generator"] = generator = torch.Generator().manual_seed(seed)
         if others:
             settings["negative"] = self.texts.rows(others * len(prompts))
-        noise = draw_noise((len(prompts), self.dit.config.in_channels, *self.files.latent_size(size)), generator)
+        shape = len(prompts), self.dit.config.in_channels, *self.files.latent_size(size)
+        narrow = self.dit.dtype if self.dit.dtype.itemsize < 4 else torch.float32
+        noise = draw_noise(shape, generator, narrow)  # in the dtype in which FluxPipeline draws it
         return self.sampler(stepping, noise, self.texts.rows(prompts), on_step=on_step, **settings)
 
     def decode(self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None) -> Tensor:

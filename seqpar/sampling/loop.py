@@ -11,6 +11,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
+from seqpar.protocols import state_dtype
 from seqpar.sampling.request import Course, Request, Settings, course, rank_0s
 from seqpar.sampling.run import Run, why_not_captured
 from seqpar.sampling.steppers import decide
@@ -107,9 +108,12 @@ def why_no_graph(dit: DistributedDiT, scheduler: Any) -> str | None:
     return why_not_captured(dit, decide(scheduler))
 
 
-def draw_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return fp32 noise, drawn on the CPU for all images at once: the same bits for any number and kind of ranks."""
-    return randn_tensor(shape, generator=generator, device=torch.device("cpu"), dtype=torch.float32)
+def draw_noise(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return noise in fp32, drawn on the CPU for all images at once: the same bits for any number and kind of ranks.
+
+    dtype: in which it is drawn. Some versions of torch draw other numbers in bf16 than in fp32 from the same seed.
+    """
+    return randn_tensor(shape, generator=generator, device=torch.device("cpu"), dtype=dtype).to(state_dtype(dtype))
 
 
 def digest(latents: Tensor) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from seqpar.mesh import Mesh
 from seqpar.planner.costs import facts_of
 from seqpar.planner.facts import Blocks, Call, Place, Work
 from seqpar.planner.plan import load_local
+from seqpar.protocols import Core
 from seqpar.shard import Shard
 
 MATRIX_FLOPS, MEMORY_BYTES = 790e12, 4.3e12  # FLOP/s and bytes/s, measured on an H200
@@ -82,17 +83,21 @@ def ceiling(
     def step() -> Tensor:
         for kind in kinds:
             for index in range(kind.count):
-                weights = kind.copies[index % len(kind.copies)]
-                pairs = list(zip(kind.inputs, weights, strict=True))
-                for x, weight in pairs[: kind.first]:
-                    F.linear(x, weight)
-                for q, k, v in kind.calls:
-                    attend(q, k, v)
-                for x, weight in pairs[kind.first :]:
-                    F.linear(x, weight)
+                _block(kind, kind.copies[index % len(kind.copies)], attend)
         return [F.linear(x, weight) for x, weight in rest][-1]
 
     return torch.inference_mode()(step)
+
+
+def _block(kind: Alone, weights: Sequence[Tensor], attend: Core) -> None:
+    """Compute the products before attention, attention, and the products after it."""
+    pairs = list(zip(kind.inputs, weights, strict=True))
+    for x, weight in pairs[: kind.first]:
+        F.linear(x, weight)
+    for q, k, v in kind.calls:
+        attend(q, k, v)
+    for x, weight in pairs[kind.first :]:
+        F.linear(x, weight)
 
 
 def _alone(work: Work, kind: Blocks, mine: Share, random: Callable[..., Tensor], modulation: bool) -> Alone:

@@ -240,13 +240,12 @@ class Pipeline:
         others = [negative or ""] if guidance.on else []
         self.dit.mesh.together(lambda: self.texts.encode([*prompts, *others]))
         stepping, given = self.files.timed(scheduler, steps, size)
-        settings: Settings = {"steps": steps, "guidance": guidance, "schedule": given}
-        settings["generator"] = generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
+        settings: Settings = {"steps": steps, "guidance": guidance, "schedule": given, "generator": generator}
         if others:
             settings["negative"] = self.texts.rows(others * len(prompts))
         shape = len(prompts), self.dit.config.in_channels, *self.files.latent_size(size)
-        narrow = self.dit.dtype if self.dit.dtype.itemsize < 4 else torch.float32
-        noise = draw_noise(shape, generator, narrow)  # in the dtype in which FluxPipeline draws it
+        noise = draw_noise(shape, generator, _drawn_in(self.dit.dtype))
         return self.sampler(stepping, noise, self.texts.rows(prompts), on_step=on_step, **settings)
 
     def decode(self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None) -> Tensor:
@@ -254,6 +253,11 @@ class Pipeline:
         if self.vae is None:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
         return decode(self.vae, latents_NCHW, self.dit.mesh, on_image)
+
+
+def _drawn_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which FluxPipeline draws the noise of a model of this dtype."""
+    return dtype if dtype.itemsize < torch.float32.itemsize else torch.float32
 
 
 def _placed(

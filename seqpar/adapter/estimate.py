@@ -8,6 +8,7 @@ When it wins: it needs no description of each family; a model of this package de
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,14 @@ def load_of(module: nn.Module, dtype: torch.dtype, guided: bool) -> Load:
     config: Any = getattr(module, "config", {})
     latent = int(config.get("in_channels") or 16)
     return Load(1, _tokens(config), guided, STEPS, dtype.itemsize, count, latent, 2, TABLE_BYTES)
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Return the dtype of most weights; some models keep a few of them in fp32."""
+    counts: Counter[torch.dtype] = Counter()
+    for x in module.parameters():
+        counts[x.dtype] += x.numel() * x.is_floating_point()
+    return max(counts, key=counts.__getitem__)
 
 
 def is_guided(module: nn.Module) -> bool:

@@ -152,7 +152,7 @@ def _checked(module: nn.Module, plan: Cuts | Mapping[str, Any] | None) -> Cuts:
 
 def _planned(module: nn.Module, mesh: Mesh | None, wish: Wish) -> Plan:
     """Return the planner's plan for one picture of the transformer's family."""
-    dtype = next(x.dtype for x in module.parameters() if x.is_floating_point())
+    dtype = estimate.dtype_of(module)
     guided = estimate.is_guided(module) if mesh is None else mesh.cfg.size > 1
     load = estimate.load_of(module, dtype, guided)
     return make(estimate.work_of(module), load, dtype, mesh or Mesh.joined(), wish, mesh)

@@ -55,6 +55,13 @@ def test_guidance_that_is_an_input_needs_no_second_branch() -> None:
     assert guided == {"flux": False, "flux2": False, "qwen": True, "wan": True, "sd3": True}
 
 
+def test_a_few_weights_in_fp32_do_not_decide_the_dtype() -> None:
+    module = MODELS["wan"].build().to(torch.bfloat16)
+    module.scale_shift_table.data = module.scale_shift_table.data.float()
+    assert next(module.parameters()).dtype == torch.float32
+    assert estimate.dtype_of(module) == torch.bfloat16
+
+
 def test_what_has_no_attention_is_refused() -> None:
     module = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
     with pytest.raises(ValueError, match="without a list of blocks whose attention has heads, to_q and to_k"):

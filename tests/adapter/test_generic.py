@@ -24,13 +24,13 @@ from seqpar.adapter.cuts import Cut
 from seqpar.adapter.forward import Ranks
 from seqpar.planner.plan import Choice
 from tests.support.diffusers_tiny import MODELS, flat, random
-from tests.support.foreign import StayDouble
+from tests.support.foreign import StayDouble, bound
 from tests.support.meshes import LAYOUTS, TRANSPORTS, counted_calls, mesh_for
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for fp32
 
-TOLERANCE = 1e-12
+TOLERANCE = bound(1e-12)
 VISIBLE = 1e-3
 CPU = torch.device("cpu")
 CASES = [(1, "ulysses"), (2, "ulysses"), (3, "kv_gather"), (4, "usp")]

@@ -17,7 +17,7 @@ from seqpar.mesh import Mesh
 from tests.adapter.test_pipelines import CASES, TOLERANCE, InDouble
 from tests.support.calls import Captures, Recorder, Toy
 from tests.support.diffusers_tiny import MODELS
-from tests.support.foreign import StayDouble
+from tests.support.foreign import StayDouble, bound
 from tests.support.meshes import TRANSPORTS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
@@ -224,7 +224,7 @@ def test_replays_alternate_with_late_ranks(ranks: Pool, transport: str, world: i
     expected = [tiny.whole(arguments=shortened(tiny, step))[0] for step in range(6)]
     for results, replays in ranks.run(world, alternating, strategy, transport):
         assert replays == [2, 2]
-        assert all((got - wanted).abs().max() < 1e-12 for got, wanted in zip(results, expected, strict=True))
+        assert all((got - wanted).abs().max() < bound(1e-12) for got, wanted in zip(results, expected, strict=True))
 
 
 def on_gpus(rank: int, world: int, device: torch.device) -> list[Tensor]:

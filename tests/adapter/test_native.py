@@ -20,11 +20,11 @@ from seqpar.mesh import Mesh
 from seqpar.models import flux
 from seqpar.planner.plan import Plan, for_library
 from seqpar.planner.search import Wish
-from tests.support.foreign import StayDouble
+from tests.support.foreign import StayDouble, bound
 from tests.support.meshes import LAYOUTS, mesh_for, random
 from tests.support.pool import Pool
 
-TOLERANCE = 1e-12
+TOLERANCE = bound(1e-12)
 SMALL = {
     "num_layers": 2,
     "num_single_layers": 2,

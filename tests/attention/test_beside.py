@@ -92,8 +92,15 @@ def begun(rank: int, world: int, device: torch.device, strategy: str, transport:
     start, times = time.perf_counter(), []
     note: Callable[[], None] = lambda: times.append(time.perf_counter() - start)  # noqa: E731
     attend((stream,), None, beside=None if mistake else note)
+    settle(device)
     note()
     return times * (2 if mistake else 1)
+
+
+def settle(device: torch.device) -> None:
+    """Wait for a GPU, which computes what the host has only queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def warm(attend: Any, transport: str) -> None:
@@ -134,6 +141,7 @@ def sent(rank: int, world: int, device: torch.device, strategy: str, transport: 
     if not early:
         work()
     attend((stream,), None, beside=work if early else None)
+    settle(device)
     return time.perf_counter() - start
 
 

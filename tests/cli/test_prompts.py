@@ -105,6 +105,7 @@ def test_several_prompts_are_numbered_files_and_guidance_is_true(
         size="24x32",
         steps=2,
         seed=3,
+        dtype="fp32",
         out=tmp_path / "x.png",
     )
     (out, bars), (other, silent) = ranks.run(2, shown, args)
@@ -139,6 +140,7 @@ def test_any_other_pipeline_runs_by_its_own_loop(ranks: Pool, folders: Callable[
         size="24x32",
         steps=2,
         seed=3,
+        dtype="fp32",
         out=tmp_path / "x.png",
     )
     (out, bars), (other, silent) = ranks.run(2, shown, args)

@@ -32,13 +32,13 @@ class Toy(nn.Module):
         return_dict: bool = True,
     ) -> Transformer2DModelOutput | tuple[Tensor]:
         """Return (B, L, 4): every argument has its part in every row."""
-        out = hidden_states @ self.weight * timestep[:, None, None]
+        out = hidden_states @ self.weight.to(hidden_states.device) * timestep[:, None, None]
         if encoder_hidden_states is not None:
             out = out + encoder_hidden_states.mean(1, keepdim=True)
         if txt_ids is not None:
             out = out + txt_ids.sum()
         if img_shapes is not None:
-            out = out + torch.tensor([sum(shape) for shape in img_shapes])[:, None, None]
+            out = out + out.new_tensor([sum(shape) for shape in img_shapes])[:, None, None]
         for value in (attention_kwargs or {}).values():
             out = out * (value["scale"] if isinstance(value, dict) else value)
         return Transformer2DModelOutput(sample=out) if return_dict else (out,)
@@ -62,6 +62,7 @@ class Recorder:
         """Return a view of the shared buffer."""
         (out,) = type(self.module).forward(self.module, **arguments, return_dict=False)
         self.calls.append(len(out))
+        self.buffer = self.buffer.to(out.device)
         return (self.buffer[: out.numel()].view(out.shape).copy_(out),)
 
     def why_eager(self) -> str | None:

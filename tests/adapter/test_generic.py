@@ -76,10 +76,9 @@ def test_a_split_transformer_equals_the_whole_one(ranks: Pool, world: int, strat
         assert error(got, truth) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen_masked", "sd3_dual"])
+@pytest.mark.parametrize(("world", "name"), [(2, "sd3_dual"), (3, "flux"), (4, "qwen_masked")])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("strategy", LAYOUTS)
-@pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_split_transformer_is_right_by_every_strategy_and_transport(
     ranks: Pool, world: int, strategy: str, transport: str, name: str
 ) -> None:

@@ -20,11 +20,11 @@ from seqpar.mesh import Mesh
 from seqpar.models import flux
 from seqpar.planner.plan import Plan, for_library
 from seqpar.planner.search import Wish
-from tests.support.foreign import StayDouble, bound
+from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, mesh_for, random
 from tests.support.pool import Pool
 
-TOLERANCE = bound(1e-12)
+TOLERANCE = 1e-12
 SMALL = {
     "num_layers": 2,
     "num_single_layers": 2,
@@ -112,9 +112,8 @@ def on_ranks(rank: int, world: int, device: torch.device, strategy: str, case: s
     return error(first, truth)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("world", "case"), [(1, "schnell"), (2, "fill"), (3, "dev"), (4, "dev")])
 @pytest.mark.parametrize("strategy", LAYOUTS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_the_native_body_equals_diffusers(ranks: Pool, world: int, strategy: str, case: str) -> None:
     for difference in ranks.run(world, on_ranks, strategy, case):
         assert difference < TOLERANCE

@@ -187,3 +187,36 @@ def test_theirs_is_a_module_without_anything_left_on_the_meta_device() -> None:
         assert isinstance(theirs, nn.Module)
         (out,) = theirs(**model.arguments(torch.float32, CPU), return_dict=False)
         assert out.isfinite().all()
+
+
+# a row of README's first table -> (model, GPUs, run, diffusers' row, ours); the runs of the committed file, in order
+README_ROWS = (
+    ("flux.1-dev", 1, 1, "diffusers, compiled blocks + graph", "native, kv_first, step"),
+    ("flux.1-dev", 2, 2, "diffusers Ulysses, compiled blocks + graph", "native, kv_first, step"),
+    ("flux.1-dev", 2, 2, "diffusers Ulysses, compiled blocks + graph", "adapter, native, kv_first, graph"),
+    ("qwen-image", 2, 1, "diffusers Ulysses, compiled blocks + graph", "generic, ulysses, compiled blocks + graph"),
+    ("sd3.5-large", 2, 0, "diffusers, graph", "generic, ulysses, graph"),
+)
+
+
+def test_the_first_table_of_the_readme_is_made_of_committed_lines() -> None:
+    root = Path(__file__).parents[3]
+    text = (root / "docs/benchmarks/2026-11-22-h200-flux.jsonl").read_text()
+    lines = [line for line in map(json.loads, text.splitlines()) if line["bench"] == "calls"]
+
+    def ms(model: str, gpus: int, run: int, way: str) -> tuple[float, float]:
+        found = [
+            x for x in lines if (x["case"]["model"], x["gpus"]) == (model, gpus) and x["case"]["way"].startswith(way)
+        ]
+        return found[run]["ms"]["median"], found[run]["over_ceiling"]
+
+    (shown,) = [b for b in (root / "README.md").read_text().split("\n\n") if b.startswith("| work | H200s ")]
+    for row, (model, gpus, run, theirs, ours) in zip(shown.splitlines()[2:], README_ROWS, strict=True):
+        _, count, peer, mine, ratio, ceiling = (cell.strip() for cell in row.strip("|").split("|"))
+        runs = [line for line in lines if line["case"]["way"].startswith(theirs) and line["case"]["model"] == model]
+        best = [x["ms"]["median"] for x in runs if x["gpus"] == (1 if "one GPU" in peer else gpus)]
+        got, over = ms(model, gpus, run, ours) if ours.startswith("native") else ms(model, gpus, 0, ours)
+        assert int(count) == gpus
+        assert (float(mine), float(ceiling)) == (round(got, 1), round(over, 2))
+        assert float(peer.split()[0]) in [round(x, 1) for x in best]
+        assert ratio == f"{float(peer.split()[0]) / got:.2f} x"

@@ -22,6 +22,7 @@ from seqpar.adapter.cuts import Cut, Cuts, Cutting, Joint, Place, parameters, su
 from seqpar.adapter.forward import Ranks
 
 OWN = "seqpar_own"  # the attribute of our processors that holds the module's own
+CARRIED = frozenset((OWN, "_parallel_config", "_attention_backend", "seqpar_attention"))
 Which = int | tuple[int | None, ...]
 """A cut by its number in a `Cutter`, or one for each element of a tuple; compilers trace plain numbers."""
 
@@ -139,6 +140,22 @@ def carrying(own: Any, attention: SplitAttention, kinds: dict[type, type], proce
     return made
 
 
+def refuse_backend(processor: Any) -> None:
+    """Raise ValueError if a user has set an attention backend, which a parallelized transformer does not use."""
+    named = getattr(processor, "__dict__", {}).get("_attention_backend")
+    if named is not None and named is not BACKEND:
+        raise ValueError(
+            f"got attention backend {getattr(named, 'value', named)} for a parallelized transformer, expected none; "
+            f"call its reset_attention_backend(), and name the attention with local= of parallelize"
+        )
+
+
+def refuse_backends(module: nn.Module) -> None:
+    """Raise ValueError if an attention backend is set in any of a transformer's processors."""
+    for one in module.modules():
+        refuse_backend(getattr(one, "processor", None))
+
+
 @dataclass
 class Seat:
     """An attention module, and the processor that it has in place of its own."""
@@ -185,23 +202,26 @@ class Installed:
         self._hooked = []
 
     def refresh(self) -> None:
-        """Put hooks and attention on what is new since the last call; ValueError if our processors were changed."""
+        """Put hooks and attention on what is new since the last call; ValueError if an attention backend was set."""
         self._hook()
         for seat in self._seats:
-            if seat.module.processor is not seat.ours:
-                own = getattr(seat.module.processor, OWN, seat.module.processor)
+            processor = seat.module.processor
+            refuse_backend(processor)
+            if processor is not seat.ours:
+                own = getattr(processor, OWN, processor)
                 replaced = seat.attention.joint.processor
                 seat.ours = carrying(own, seat.attention, self._kinds, replaced() if replaced else own)
                 seat.module.processor = seat.ours
-            elif getattr(seat.ours, "_attention_backend", BACKEND) is not BACKEND:
-                raise ValueError(
-                    f"got attention backend {seat.ours._attention_backend} for a transformer whose attention runs over "
-                    f"several ranks, expected none; name one with local= of parallelize"
-                )
+            elif hasattr(processor, "_parallel_config") and processor._attention_backend is not BACKEND:
+                processor._attention_backend = BACKEND  # `reset_attention_backend` has removed it
 
     def remove(self) -> None:
-        """Take off hooks and attention; modules get their own processors back."""
+        """Take off hooks and attention; modules get their own processors back, with settings that were changed."""
         self._unhook()
         for seat in self._seats:
-            seat.module.processor = getattr(seat.module.processor, OWN, seat.module.processor)
+            processor = seat.module.processor
+            own = getattr(processor, OWN, processor)
+            if own is not processor and seat.attention.joint.processor is None:
+                vars(own).update({name: value for name, value in vars(processor).items() if name not in CARRIED})
+            seat.module.processor = own
         self._seats = []

@@ -19,7 +19,7 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxTransformer2DModel
 from torch import Tensor, nn
 
-from seqpar.adapter import adapters, adopt, generic
+from seqpar.adapter import adapters, adopt, generic, hooks
 from seqpar.adapter.cuts import Cuts, Gather
 from seqpar.adapter.forward import Ranks
 from seqpar.mesh import Mesh
@@ -119,6 +119,11 @@ class Native:
         scale = self._scale if self._merged else None
         return self._why, self._ranks.releases, self._addresses, scale, other
 
+    def told(self) -> Mapping[str, str]:
+        """See `seqpar.adapter.body.Body`."""
+        how = "by the native model" if self._why is None else f"by its own modules, because {self._why}"
+        return {"computation": how, **self._watch.told()}
+
     def check_delivered(self) -> None:
         """See `seqpar.adapter.body.Body`."""
         self._ranks.check()
@@ -159,6 +164,7 @@ class Native:
         if (self._signs(), scale) == (self._seen, self._scale):
             return
         self._seen, self._scale = None, scale
+        hooks.refuse_backends(self._module)
         with torch.inference_mode(False):  # weights outlive the caller's mode
             found = adopt.places(self._module)
             shapes = {key: place.parameter.shape for key, place in found.items()}
@@ -179,8 +185,7 @@ class Native:
         """Return what tells that the module changed, in well under a millisecond."""
         module: Any = self._module
         compiled = tuple(block._compiled_call_impl is not None for block in self._blocks)
-        processors = tuple(type(block.attn.processor) for block in self._blocks)
-        return self._watch.count(), module._cache_config is not None, compiled, processors
+        return self._watch.count(), module._cache_config is not None, compiled
 
     def _adopt(self, found: Mapping[str, adopt.Place], scale: float) -> None:
         config = _config(self._module, found)
@@ -259,8 +264,12 @@ def _of_layers(found: Mapping[str, adopt.Place]) -> Iterator[str]:
             yield f"{key} is a {type(weight).__name__}, as in a quantised model"
         if weight.device.type == "meta":
             yield f"{key} is not in memory between the layers' own calls, as with sequential offload"
-        if (weight.dtype, weight.device) != (first.dtype, first.device):
-            yield f"{key} is {weight.dtype} on {weight.device}, and other weights {first.dtype} on {first.device}"
+        # without numbers of devices, because ranks compare their reasons
+        here, there = weight.device.type, first.device.type
+        if (weight.dtype, here) != (first.dtype, there):
+            yield f"{key} is {weight.dtype} on {here}, and other weights {first.dtype} on {there}"
+        if weight.device != first.device:
+            yield f"{key} is on another device than other weights"
         if not weight.is_floating_point() or weight.itemsize < 2:
             yield f"{key} is {weight.dtype}"
 

@@ -23,7 +23,9 @@ from seqpar.adapter.body import Body
 from seqpar.adapter.call import Call
 from seqpar.adapter.cuts import Cuts
 from seqpar.adapter.graphs import Capture, CudaCapture
+from seqpar.adapter.hooks import refuse_backends
 from seqpar.distributed import settled
+from seqpar.inputs import agree
 from seqpar.mesh import Mesh
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Wish
@@ -177,12 +179,19 @@ def _with_host_group(mesh: Mesh) -> Mesh:
 
 def _body(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, wished: bool) -> Body:
     """Return what computes a transformer: the native model if it is wished and can, or the transformer's modules."""
-    reason = native_body.why_not(module) if wished else None
-    if wished and reason is None:
+    reason = mesh.together(lambda: _reason(module, wished))
+    agree(mesh, {"computation": f"by its own modules, because {reason}" if reason else "by the native model"})
+    if reason is None:
         return native_body.build(module, mesh, plan, cuts)
-    if reason is not None and mesh.is_main and native_body.knows(module):
+    if wished and mesh.is_main and native_body.knows(module):
         print(f"seqpar: the transformer's own modules compute, because {reason}", flush=True)
     return generic.build(module, mesh, plan, cuts)
+
+
+def _reason(module: nn.Module, wished: bool) -> str | None:
+    """Return why a transformer's own modules compute, or None; ValueError if neither they nor a native model can."""
+    refuse_backends(module)
+    return native_body.why_not(module) if wished else "native is False"
 
 
 def _capture(mesh: Mesh, body: Body) -> Capture | None:

@@ -6,10 +6,11 @@ import json
 import os
 import secrets
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -18,6 +19,10 @@ from torch import Tensor
 
 SHOWN = 128  # pixels; smaller pictures are enlarged so that they can be seen
 GAP = 8
+# Rows are filtered as always, but matches are only sought in runs of equal bytes. A picture of 1024 x 1024 pixels, one CPU
+# core, Pillow 13.0 (zlib-ng): noise takes 0.09 s instead of 0.33 s for the same 3.15 MB, a smooth picture with slight
+# noise 0.09 s instead of 0.60 s and 1.31 instead of 1.35 MB; compress_level=1 alone takes 0.10 s and 1.60 MB for that one.
+FAST = {"compress_level": 1, "compress_type": zlib.Z_RLE}
 INK, PAPER = (30, 30, 30), (255, 255, 255)
 
 
@@ -55,7 +60,12 @@ def save(sheet: Image.Image, path: Path, parameters: Mapping[str, Any]) -> None:
     info.add_text("seqpar", json.dumps(parameters))
     info.add_text("Software", "seqpar")
     with written(path) as temporary, open(temporary, "xb") as file:  # mkstemp would ignore the umask
-        sheet.save(file, "png", pnginfo=info)
+        write_png(sheet, file, info)
+
+
+def write_png(image: Image.Image, file: IO[bytes], info: PngInfo | None = None) -> None:
+    """Write a lossless PNG in a fraction of the time of Pillow's defaults, at about the same size; see `FAST`."""
+    image.save(file, "png", pnginfo=info, **FAST)
 
 
 @contextmanager

@@ -27,8 +27,9 @@ INK, PAPER = (30, 30, 30), (255, 255, 255)
 
 
 def to_pil(images_N3HW: Tensor) -> list[Image.Image]:
-    """Convert values in [0, 1] to pictures."""
-    arrays = (images_N3HW * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    """Convert values in [0, 1] to pictures; their device rounds and reorders them, and bytes are copied to the host."""
+    bytes_NHW3 = (images_N3HW * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+    arrays = bytes_NHW3.cpu().numpy()
     return [Image.fromarray(array) for array in arrays]
 
 

@@ -81,9 +81,7 @@ def test_the_strategy_of_two_ranks_is_the_fastest_measured_or_ties_with_it(
 @pytest.mark.parametrize(
     ("world", "measured"), [(2, {"kv_first": 65.4, "ulysses": 67.5, "kv_gather": 68.3}), (4, {"kv_first": 36.1})]
 )
-def test_flux_hides_keys_and_values_behind_the_mlp_of_its_single_blocks(
-    world: int, measured: dict[str, float]
-) -> None:
+def test_flux_hides_keys_and_values_behind_the_mlp_of_its_single_blocks(world: int, measured: dict[str, float]) -> None:
     """Without work beside attention, and with q, k and v made by the block itself, nothing is hidden."""
     work = flux.work(flux.PRESETS["flux.1-dev"])
     load = replace(ONE, guidance=False, labels=1, others=work.joined)

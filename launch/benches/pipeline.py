@@ -72,7 +72,7 @@ class Case:
 
     @property
     def chosen(self) -> Mesh | None:
-        """Return the mesh of our rows; None leaves it to the planner, because a mesh's axes restrict what it chooses."""
+        """Return the mesh of our rows; None leaves it to the planner, whose choice a mesh's axes restrict."""
         return None if self.args.strategy == "auto" else self.mesh
 
     @cached_property
@@ -222,7 +222,10 @@ def _own(case: Case) -> Iterator[Callable[[str], tuple[dict[str, float], Tensor]
     scheduling = {"_class_name": "FlowMatchEulerDiscreteScheduler", **SCHEDULER}
     blueprint = from_diffusers(pipe.transformer)
     files = flux.Files(blueprint, None, pipe.vae.config, scheduling, case.released.text)
-    dit = DistributedDiT(blueprint.build(case.dtype, mesh.device), case.chosen, args.strategy, transport=args.transport)
+    model = blueprint.build(case.dtype, mesh.device)
+    dit = DistributedDiT(model, case.chosen, args.strategy, transport=args.transport)
+    if mesh.is_main:
+        print(f"own loop: {dit.plan}, transport {dit.transport}", flush=True)
     texts = Texts(pipe, blueprint.config, case.released.text, mesh, case.dtype)
 
     def picture(prompt: str) -> tuple[dict[str, float], Tensor]:

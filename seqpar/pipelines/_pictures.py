@@ -19,9 +19,9 @@ from torch import Tensor
 
 SHOWN = 128  # pixels; smaller pictures are enlarged so that they can be seen
 GAP = 8
-# Rows are filtered as always, but matches are only sought in runs of equal bytes. A picture of 1024 x 1024 pixels, one CPU
-# core, Pillow 13.0 (zlib-ng): noise takes 0.09 s instead of 0.33 s for the same 3.15 MB, a smooth picture with slight
-# noise 0.09 s instead of 0.60 s and 1.31 instead of 1.35 MB; compress_level=1 alone takes 0.10 s and 1.60 MB for that one.
+# Rows are filtered as always, but only runs of equal bytes are sought. A picture of 1024 x 1024 pixels, one CPU core,
+# Pillow 13.0 with zlib-ng: noise takes 0.09 s instead of 0.33 s for the same 3.15 MB, a smooth picture with slight
+# noise 0.09 s instead of 0.60 s for 1.31 MB instead of 1.35; with compress_level=1 alone that one takes 1.60 MB.
 FAST = {"compress_level": 1, "compress_type": zlib.Z_RLE}
 INK, PAPER = (30, 30, 30), (255, 255, 255)
 

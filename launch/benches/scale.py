@@ -137,9 +137,8 @@ def by_the_call(args: Scale, device: torch.device) -> None:
         ours = (case, flags.strategy, flags.transport)
         others = peers(case) if args.peers else ()
         rows = [*calls.ceilings(case, flags.strategy), *natives(*ours), *others, *adapters(*ours)]
-        rows = [row for row in rows if any(word in row.name for word in flags.only or ("",))]
         limits = calls.Limits(args.rounds, args.seconds, until, flags.trace)
-        calls.measure(case, rows, limits, args.out)
+        calls.measure(case, calls.asked(rows, flags.only), limits, args.out)
         torch._dynamo.reset()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from launch.baselines.transformers import Parallel, compile_blocks, device_mesh, engine, parallels
+from launch.baselines.transformers import Parallel, cached, compile_blocks, device_mesh, engine, parallels
 from launch.benches.calls import Case, Row, Timed
 from launch.benches.timing import graphed
 
@@ -38,6 +38,18 @@ def peers(case: Case) -> Iterator[Row]:
             launch = LAUNCHES[-1] if on_gpu else "compiled blocks"
             name, about = f"{parallel.name}, both branches, {launch}", {"engine": parallel.name, "launch": launch}
             yield Row("peer", name, "ulysses", partial(_peer, case, made, launch, 2), about | {"cfg": 1}, branches=2)
+
+
+def cache_dit(case: Case) -> Iterator[Row]:
+    """Yield cache-dit's Ulysses (without caching) with compiled blocks in a CUDA graph, where the package is installed.
+
+    It comes last, because cache-dit changes diffusers' table of attention backends.
+    """
+    if case.mesh.device.type == "cuda" and case.mesh.world.size > 1:
+        launch = LAUNCHES[-1]
+        made = cache(lambda compiled: cached(case.theirs, case.mesh.world.size))
+        about = {"engine": "cache-dit Ulysses", "launch": launch}
+        yield Row("peer", f"cache-dit Ulysses, {launch}", "ulysses", partial(_peer, case, made, launch), about)
 
 
 def _engine(case: Case, parallel: Parallel, ranks: Callable[[], DeviceMesh | None], compiled: bool) -> Any:

@@ -78,6 +78,20 @@ def engine(module: nn.Module, parallel: Parallel, ranks: DeviceMesh | None, devi
     return twin
 
 
+def cached(module: nn.Module, world: int) -> Any:
+    """Return the module with cache-dit's Ulysses over all ranks, cuDNN's attention, compiled blocks, and no cache.
+
+    Raises ImportError without the package.
+    """
+    import cache_dit  # pyright: ignore[reportMissingImports] # optional: no other bench needs it
+
+    twin = shared_copy(module)
+    config = cache_dit.ParallelismConfig(ulysses_size=world, attention_backend="_sdpa_cudnn")
+    cache_dit.enable_cache(twin, parallelism_config=config)
+    compile_blocks(twin)
+    return twin
+
+
 def compile_blocks(module: Any) -> None:
     """Compile the repeated blocks for fixed sizes, without inductor's own CUDA graphs."""
     module.compile_repeated_blocks(dynamic=False, options={"triton.cudagraphs": False})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from launch.baselines.transformers import Parallel, compile_blocks, device_mesh, engine, parallels
+from launch.baselines.transformers import Parallel, cached, compile_blocks, device_mesh, engine, parallels
 from launch.benches.calls import Case, Row, Timed
 from launch.benches.timing import graphed
 
@@ -22,7 +22,10 @@ LAUNCHES = ("eager", "graph", "compiled blocks", "compiled blocks + graph")
 
 
 def peers(case: Case) -> Iterator[Row]:
-    """Yield diffusers' own engine: eager and with compiled blocks, each also in a CUDA graph."""
+    """Yield diffusers' own engine: eager and with compiled blocks, each also in a CUDA graph.
+
+    On an even number of ranks the fastest also computes both branches of true guidance, one call after the other.
+    """
     model, on_gpu = case.model, case.mesh.device.type == "cuda"
     for parallel in parallels(case.mesh.world.size, (model.tokens, *model.others), model.work.heads):
         made = cache(partial(_engine, case, parallel, cache(partial(device_mesh, parallel, case.mesh))))
@@ -31,6 +34,22 @@ def peers(case: Case) -> Iterator[Row]:
                 ready = partial(_peer, case, made, launch)
                 name = f"{parallel.name}, {launch}"
                 yield Row("peer", name, "ulysses", ready, {"engine": parallel.name, "launch": launch})
+        if model.native and case.mesh.world.size % 2 == 0 and parallel.ulysses > 1:
+            launch = LAUNCHES[-1] if on_gpu else "compiled blocks"
+            name, about = f"{parallel.name}, both branches, {launch}", {"engine": parallel.name, "launch": launch}
+            yield Row("peer", name, "ulysses", partial(_peer, case, made, launch, 2), about | {"cfg": 1}, branches=2)
+
+
+def cache_dit(case: Case) -> Iterator[Row]:
+    """Yield cache-dit's Ulysses (without caching) with compiled blocks in a CUDA graph, where the package is installed.
+
+    It comes last, because cache-dit changes diffusers' table of attention backends.
+    """
+    if case.mesh.device.type == "cuda" and case.mesh.world.size > 1:
+        launch = LAUNCHES[-1]
+        made = cache(lambda compiled: cached(case.theirs, case.mesh.world.size))
+        about = {"engine": "cache-dit Ulysses", "launch": launch}
+        yield Row("peer", f"cache-dit Ulysses, {launch}", "ulysses", partial(_peer, case, made, launch), about)
 
 
 def _engine(case: Case, parallel: Parallel, ranks: Callable[[], DeviceMesh | None], compiled: bool) -> Any:
@@ -42,11 +61,17 @@ def _engine(case: Case, parallel: Parallel, ranks: Callable[[], DeviceMesh | Non
 
 
 @contextmanager
-def _peer(case: Case, made: Callable[[bool], Any], launch: str) -> Iterator[Timed]:
+def _peer(case: Case, made: Callable[[bool], Any], launch: str, branches: int = 1) -> Iterator[Timed]:
     module, keeps = made("compiled" in launch), Keeps(case, launch)
     step = keeps(partial(module, **case.arguments, return_dict=False))
     step()  # compile before the graph's warm-up: compiling tunes and loads on a stream of its own
-    yield Timed(graphed(step) if "graph" in launch else step, facts=keeps.facts)
+    call = graphed(step) if "graph" in launch else step
+
+    def every() -> None:
+        for _ in range(branches):
+            call()
+
+    yield Timed(every, facts=keeps.facts)
 
 
 class Keeps:

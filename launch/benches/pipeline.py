@@ -4,7 +4,8 @@
 
 All parts have their released sizes and random weights (`launch/baselines/flux_pipeline.py`), so no checkpoint is
 needed. Every row makes a first picture (compilation, captures), and then pictures in turn with the other rows
-(A B C A B C). Encoders and decoder stay on the GPU in all rows. The slowest rank counts.
+(A B C A B C). Encoders and decoder stay on the GPU in all rows. The slowest rank counts. Our rows write the PNG as our
+command does, diffusers' rows as users of diffusers do, by `image.save`; each line names its writer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,11 @@ class Case:
     dtype: torch.dtype
     sizes: Sizes = field(default_factory=Sizes)
 
+    @property
+    def chosen(self) -> Mesh | None:
+        """Return the mesh of our rows; None leaves it to the planner, whose choice a mesh's axes restrict."""
+        return None if self.args.strategy == "auto" else self.mesh
+
     @cached_property
     def pipe(self) -> Any:
         """Return diffusers' pipeline; rows share its encoders and decoder."""
@@ -89,6 +95,11 @@ class Row:
     kind: str
     name: str
     ready: Callable[[], AbstractContextManager[Callable[[str], tuple[dict[str, float], Tensor]]]]
+
+    @property
+    def writer(self) -> str:
+        """Return what writes the PNG."""
+        return "image.save" if self.kind == "peer" else "seqpar"
 
 
 class Clock:
@@ -166,6 +177,7 @@ def _line(case: Case, row: Row, made: Line, times: Sequence[dict[str, float]], l
     """Return the JSON line of a row: ms of the whole picture, and of each part."""
     args, mesh = case.args, case.mesh
     about = {"model": args.model, "steps": args.steps, "size": args.size, "kind": row.kind, "way": row.name}
+    about |= {"strategy": args.strategy, "png": row.writer}
     line: Line = {"bench": "pipeline", "case": about, "gpus": mesh.world.size, "ms": None, **made}
     if times:
         parts = {part: [ms[part] for ms in times] for part in PARTS} | {"all": [sum(ms.values()) for ms in times]}
@@ -185,7 +197,7 @@ def shown(line: Line) -> str:
         return f"{name:<48} {line.get('refused', 'left out: --minutes are over')}"
     parts = ", ".join(f"{part} {1e-3 * each['median']:.3f}" for part, each in line["parts_ms"].items())
     told = f"{name:<48} {1e-3 * ms['median']:7.3f} s ({1e-3 * ms['min']:.3f} - {1e-3 * ms['max']:.3f}): {parts}"
-    told += f"; {line['ms_a_step']:.1f} ms a step; first picture after {line['first_s']:.1f} s"
+    told += f" by {line['case']['png']}; {line['ms_a_step']:.1f} ms a step; first picture after {line['first_s']:.1f} s"
     return told + (f"; latents differ by {line['difference']:.1e}" if "difference" in line else "")
 
 
@@ -202,6 +214,7 @@ def _own(case: Case) -> Iterator[Callable[[str], tuple[dict[str, float], Tensor]
     from seqpar.distributed import DistributedDiT
     from seqpar.pipelines import flux
     from seqpar.pipelines._flux_text import Texts
+    from seqpar.pipelines._pictures import write_png
     from seqpar.sampling.guidance import Guidance
     from seqpar.weights.find import from_diffusers
 
@@ -209,7 +222,10 @@ def _own(case: Case) -> Iterator[Callable[[str], tuple[dict[str, float], Tensor]
     scheduling = {"_class_name": "FlowMatchEulerDiscreteScheduler", **SCHEDULER}
     blueprint = from_diffusers(pipe.transformer)
     files = flux.Files(blueprint, None, pipe.vae.config, scheduling, case.released.text)
-    dit = DistributedDiT(blueprint.build(case.dtype, mesh.device), mesh, args.strategy, transport=args.transport)
+    model = blueprint.build(case.dtype, mesh.device)
+    dit = DistributedDiT(model, case.chosen, args.strategy, transport=args.transport)
+    if mesh.is_main:
+        print(f"own loop: {dit.plan}, transport {dit.transport}", flush=True)
     texts = Texts(pipe, blueprint.config, case.released.text, mesh, case.dtype)
 
     def picture(prompt: str) -> tuple[dict[str, float], Tensor]:
@@ -219,10 +235,10 @@ def _own(case: Case) -> Iterator[Callable[[str], tuple[dict[str, float], Tensor]
         embedded = Guidance(1.0, embedded=GUIDANCE) if blueprint.config.guidance_embeds else Guidance(1.0)
         latents = maker.latents([prompt], steps=args.steps, guidance=embedded, size=(args.size, args.size))
         clock.ends("steps")
-        images = maker.decode(latents)
+        images = flux.to_pil(maker.decode(latents))
         clock.ends("decode")
         if mesh.is_main:
-            flux.to_pil(images)[0].save(io.BytesIO(), format="PNG")
+            write_png(images[0], io.BytesIO())
         clock.ends("png")
         return clock.ms, latents
 
@@ -239,12 +255,13 @@ def adapters(case: Case) -> Iterator[Row]:
 @contextmanager
 def _adapter(case: Case, native: bool) -> Iterator[Callable[[str], tuple[dict[str, float], Tensor]]]:
     from seqpar.adapter.parallelize import parallelize, release
+    from seqpar.pipelines._pictures import write_png
 
     # weights of its own, because ours join those of diffusers in place, and other rows' graphs read them
     pipe = case.around(deepcopy(case.pipe.transformer))
-    parallelize(pipe, case.mesh, strategy=case.args.strategy, transport=case.args.transport, native=native)
+    parallelize(pipe, case.chosen, strategy=case.args.strategy, transport=case.args.transport, native=native)
     try:
-        yield partial(_their_picture, case, pipe)
+        yield partial(_their_picture, case, pipe, write_png)
     finally:
         release(pipe)
 
@@ -265,11 +282,13 @@ def _theirs(case: Case, parallel: Any, launch: str) -> Iterator[Callable[[str], 
         compile_blocks(twin)
     if "graph" in launch:
         twin.forward = Graphed(twin.forward)
-    yield partial(_their_picture, case, case.around(twin))
+    yield partial(_their_picture, case, case.around(twin), lambda image, file: image.save(file, format="PNG"))
 
 
 @torch.no_grad()
-def _their_picture(case: Case, pipe: Any, prompt: str) -> tuple[dict[str, float], Tensor]:
+def _their_picture(
+    case: Case, pipe: Any, write: Callable[[Any, IO[bytes]], object], prompt: str
+) -> tuple[dict[str, float], Tensor]:
     """Make a picture with diffusers' pipeline; return ms by part, and its latents as (N, C, h, w)."""
     args, device, clock = case.args, case.mesh.device, Clock(case.mesh)
     text, pooled, _ = pipe.encode_prompt(prompt, None, device=device, max_sequence_length=case.released.text)
@@ -291,6 +310,6 @@ def _their_picture(case: Case, pipe: Any, prompt: str) -> tuple[dict[str, float]
     (image,) = pipe.image_processor.postprocess(decoded, output_type="pil")
     clock.ends("decode")
     if case.mesh.is_main:
-        image.save(io.BytesIO(), format="PNG")
+        write(image, io.BytesIO())
     clock.ends("png")
     return clock.ms, latents

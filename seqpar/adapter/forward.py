@@ -110,14 +110,17 @@ class Ranks:
             )
         if self.axis.size == 1:
             return x
-        first = x.movedim(gather.dim, 0)
-        key = (use, sizes, first.shape[1:], x.dtype)
+        return self.rows(x.movedim(gather.dim, 0), sizes, use).movedim(0, gather.dim).contiguous()
+
+    def rows(self, mine: Tensor, sizes: tuple[int, ...], use: str) -> Tensor:
+        """Return the rows of all ranks, of which each has `sizes`; the next call of this use overwrites them."""
+        key = (use, sizes, mine.shape[1:], mine.dtype)
         if key not in self._gathers:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._gathers[key] = self._moves.gather(self.axis, sizes, tuple(first.shape[1:]), x)
+                self._gathers[key] = self._moves.gather(self.axis, sizes, tuple(mine.shape[1:]), mine)
         exchange = self._gathers[key]
-        exchange.outbox().copy_(first)
-        return exchange.deliver().movedim(0, gather.dim).contiguous()
+        exchange.outbox().copy_(mine)
+        return exchange.deliver()
 
     def attend(self, tokens: JointShard, like: Tensor, masked: bool) -> Attend:
         """Return the planned strategy's attention for a split of tokens; it is built once and owns its buffers.

@@ -12,7 +12,8 @@ why.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from seqpar.adapter.cuts import Cuts, Gather
 from seqpar.adapter.forward import Ranks
 from seqpar.mesh import Mesh
 from seqpar.models import flux
+from seqpar.models._flux_conditioning import alone, shares
 from seqpar.planner.plan import Plan
 from seqpar.shard import JointShard
 from seqpar.streams import Split
@@ -147,7 +149,8 @@ class Native:
         assert isinstance(split.tokens, JointShard)
         rows = flux.rotary(torch.cat((given["txt_ids"], given["img_ids"])), model.config)
         positions = dict(zip(model.STREAMS, rows.split([split.lengths[name] for name in model.STREAMS]), strict=True))
-        condition = model.modulate_call(given["timestep"], given.get("guidance"), encoded.pooled["pooled_projections"])
+        pooled = encoded.pooled["pooled_projections"]
+        condition = model.modulate_call(given["timestep"], given.get("guidance"), pooled, spread=self._spread)
         out = model.forward_tokens(
             {name: split.mine(name, x) for name, x in whole.items()},
             {name: split.mine(name, x, dim=0) for name, x in positions.items()},
@@ -156,6 +159,22 @@ class Native:
         )
         now.lengths.update(split.lengths)
         return self._ranks.gather(out["image"], Gather("image"), "output")
+
+    def _spread(self, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
+        """Compute a share of the modulation's products here and gather the others'; see `Spread`.
+
+        Each of N ranks reads an Nth of these weights, a quarter of the model. Of the 2.0 ms that FLUX.1-dev's take on
+        an H200, two ranks save 1.0 and four 1.5; 4.2 MB of fp32 results are gathered in about 0.02 ms.
+        """
+        axis = self._mesh.sequence
+        if axis.size == 1:
+            return alone(widths, make)
+        unit, parts = math.gcd(*widths), shares(widths, axis.size)
+        made = [make(index) for index in range(len(widths))[parts[axis.rank]]]
+        like = made[0] if made else make(0)[:, :0]
+        mine_lRC = torch.cat(made or [like], dim=1).unflatten(1, (-1, unit)).movedim(1, 0)
+        sizes = tuple(sum(widths[part]) // unit for part in parts)
+        return self._ranks.rows(mine_lRC, sizes, "modulation").movedim(0, 1).flatten(1).split(list(widths), dim=1)
 
     # Weights ---------------------------------------------------------------------------------------------------
 

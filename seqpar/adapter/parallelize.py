@@ -59,7 +59,8 @@ def parallelize(
     found = transformers_of(pipe_or_transformer)
     ranks = mesh or Mesh.joined()
     cuts = ranks.together(lambda: {name: _checked(module, plan) for name, module in found.items()})
-    layout = _planned(next(iter(found.values())), mesh, Wish(strategy=strategy, local=local, transport=transport))
+    wish = Wish(strategy=strategy, local=local, transport=transport)
+    layout = _planned(next(iter(found.values())), mesh, wish, native)
     mesh = _with_host_group(settled(layout, mesh))
     _move(pipe_or_transformer, found, mesh)
     bodies = {name: _body(module, mesh, layout, cuts[name], native) for name, module in found.items()}
@@ -152,12 +153,14 @@ def _checked(module: nn.Module, plan: Cuts | Mapping[str, Any] | None) -> Cuts:
     return plans.of(module, plan)
 
 
-def _planned(module: nn.Module, mesh: Mesh | None, wish: Wish) -> Plan:
-    """Return the planner's plan for one picture of the transformer's family."""
+def _planned(module: nn.Module, mesh: Mesh | None, wish: Wish, native: bool) -> Plan:
+    """Return the planner's plan for one picture of the transformer's family, computed natively if it can be."""
     dtype = estimate.dtype_of(module)
     guided = estimate.is_guided(module) if mesh is None else mesh.cfg.size > 1
-    load = estimate.load_of(module, dtype, guided)
-    return make(estimate.work_of(module), load, dtype, mesh or Mesh.joined(), wish, mesh)
+    ours = native and native_body.why_not(module) is None
+    work = estimate.native_work(module) if ours else estimate.work_of(module)
+    load = estimate.load_of(module, dtype, guided, work.joined)
+    return make(work, load, dtype, mesh or Mesh.joined(), wish, mesh)
 
 
 def _move(pipe_or_transformer: Any, found: Mapping[str, nn.Module], mesh: Mesh) -> None:

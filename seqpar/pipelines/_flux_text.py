@@ -82,7 +82,9 @@ class Texts:
             return self._stand_in
         pipe = load_encoders(self._source, self._dtype) if isinstance(self._source, Path) else self._source
         for name in ENCODERS:
-            getattr(pipe, name).to(self._mesh.device)
+            encoder = getattr(pipe, name)
+            if encoder.device != self._mesh.device:  # to() visits hundreds of weights, also when all are in place
+                encoder.to(self._mesh.device)
 
         def encode(text: str) -> tuple[Tensor, Tensor]:
             with torch.no_grad():

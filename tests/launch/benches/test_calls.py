@@ -165,6 +165,10 @@ def test_every_row_has_a_line(ranks: Pool, tmp_path: Path, name: str, world: int
     assert [json.loads(line) for line in out.read_text().splitlines()] == json.loads(json.dumps(lines))
     ours = [line for line in lines if line["case"]["kind"] == "ours"]
     assert len(ours) == (1 if name != "flux" else 4 if world == 1 else 10)
+    # a branch on each rank: no strategy exchanges anything
+    both = [line["case"] for line in ours if "both branches" in line["case"]["way"]]
+    assert len(both) == (2 if (name, world) == ("flux", 2) else 0)
+    assert not any("strategy" in about or "kv_first" in about["way"] for about in both)
     refused = {line["case"]["way"]: line["refused"] for line in lines if line["ms"] is None}
     if world > 1:
         assert all("Ulysses" in way or "ring" in way for way in refused)
@@ -176,9 +180,11 @@ def test_every_row_has_a_line(ranks: Pool, tmp_path: Path, name: str, world: int
 def test_rows_are_left_out_when_the_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
     case = Case(TINY["flux"], Mesh.single(), torch.float32)
     rows = [*calls.ceilings(case, ("ulysses",)), *natives(case, ("ulysses",), "auto")]
-    lines = measure(case, rows, replace(LIMITS, until=0.0), None)
+    chosen = calls.asked(rows, ("native", "ceiling without", "step"))
+    assert [row.kind for row in chosen] == ["ours", "ours", "ceiling"]
+    lines = measure(case, chosen, replace(LIMITS, until=0.0), None)
     assert {line["refused"] for line in lines} == {"left out: --minutes are over"}
-    assert "left out" in capsys.readouterr().out
+    assert "3 of 3 rows left out, because --minutes were over" in capsys.readouterr().out
 
 
 def test_theirs_is_a_module_without_anything_left_on_the_meta_device() -> None:

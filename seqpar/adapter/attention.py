@@ -48,6 +48,7 @@ class SplitAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         """Return attention's output (B, l, H, D); q (B, l, H, D), k and v (B, l, G, D), and a mask for all keys."""
+        q, k, v = map(_cast, (q, k, v))
         if torch.compiler.is_compiling():
             return ops.attention(q, k, v, None if self.joint.masked else mask, scale, self._numbers[self.reads])
         return self.compute(q, k, v, mask, scale, self.reads)
@@ -167,6 +168,13 @@ class Reading:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         """Compute it; see `seqpar.adapter.ops`."""
         return self._attention.compute(q, k, v, mask, scale, True)
+
+
+def _cast(x: Tensor) -> Tensor:
+    """Return a tensor in the dtype of the caller's autocast, as torch's own attention does; fp64 stays."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

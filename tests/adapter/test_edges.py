@@ -39,13 +39,14 @@ class Block(nn.Module):
         return x + self.second(x, encoder_hidden_states=encoder_hidden_states)
 
 
-class Reader(nn.Module):
-    """A transformer with a plan in diffusers' form, which splits its own tokens and leaves the text whole."""
+PLAN = {
+    "blocks.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},
+    "out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+}
 
-    PLAN = {
-        "blocks.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},
-        "out": ContextParallelOutput(gather_dim=1, expected_dims=3),
-    }
+
+class Reader(nn.Module):
+    """A transformer for which `PLAN`, in diffusers' form, splits its own tokens and leaves the text whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ def reading(rank: int, world: int, device: torch.device, texts: tuple[int, ...])
     torch.manual_seed(1)
     module: Any = Reader().double().to(device).requires_grad_(False)
     found, state = [], random((2, 9, 20), 1, device)
-    body = body_of(module, world, device, "kv_gather", cuts=Reader.PLAN)
+    body = body_of(module, world, device, "kv_gather", cuts=PLAN)
     for length in texts:
         given = {"hidden_states": state, "encoder_hidden_states": random((2, length, 20), length, device)}
         truth, made = module(**given), []

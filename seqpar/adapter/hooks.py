@@ -21,6 +21,7 @@ from seqpar.adapter.attention import BACKEND, Around, SplitAttention
 from seqpar.adapter.cuts import Cut, Cuts, Cutting, Joint, Place, parameters, submodules
 from seqpar.adapter.forward import Ranks
 
+READS = "seqpar reads others"  # the name of the hook that looks at what an attention module is given
 OWN = "seqpar_own"  # the attribute of our processors that holds the module's own
 CARRIED = frozenset((OWN, "_parallel_config", "_attention_backend", "seqpar_attention"))
 Which = int | tuple[int | None, ...]
@@ -115,6 +116,28 @@ class PlaceHook(ModelHook):
         return made[0] if alone else tuple(made)
 
 
+class ReadsHook(ModelHook):
+    """Tells a split attention whether its module is given tokens besides its own.
+
+    A module that is given its own tokens twice (as Lumina 2's are) reads no others.
+    """
+
+    def __init__(self, attention: SplitAttention, names: Sequence[str]) -> None:
+        super().__init__()
+        self._attention = attention
+        self._places = {name: index for index, name in enumerate(names)}
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Look at the inputs."""
+        own, other = (self._given(name, args, kwargs) for name in ("hidden_states", "encoder_hidden_states"))
+        self._attention.reads = other is not None and other is not own
+        return args, kwargs
+
+    def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        index = self._places.get(name, len(args))
+        return kwargs.get(name, args[index] if index < len(args) else None)
+
+
 def carrying(own: Any, attention: SplitAttention, kinds: dict[type, type], processor: Any) -> Any:
     """Return a copy of a processor that computes its attention by `attention`; own: that of the attention module.
 
@@ -186,19 +209,23 @@ class Installed:
 
     def _hook(self) -> None:
         """Hook the places, anew where a layer was replaced, as adapters do by layers around it."""
-        places = self._places()
-        if places == self._hooked:
+        places, seats = self._places(), [seat for seat in self._seats if not seat.attention.joint.streams]
+        wanted = [*((one, f"seqpar {path}") for one, path in places), *((seat.module, READS) for seat in seats)]
+        if wanted == self._hooked:
             return
         self._unhook()
         shared = {path: Cutter(self._ranks, place, path) for path, place in self._cuts.places.items() if path}
-        for one, path in places:
-            hook = PlaceHook(shared[path], parameters(one) if self._cuts.places[path].inputs else [])
-            HookRegistry.check_if_exists_or_initialize(one).register_hook(hook, f"seqpar {path}")
-            self._hooked.append((one, path))
+        hooks: list[ModelHook] = [
+            PlaceHook(shared[path], parameters(one) if self._cuts.places[path].inputs else []) for one, path in places
+        ]
+        hooks += [ReadsHook(seat.attention, parameters(seat.module)) for seat in seats]
+        for (module, name), hook in zip(wanted, hooks, strict=True):
+            HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
+            self._hooked.append((module, name))
 
     def _unhook(self) -> None:
-        for module, path in self._hooked:
-            HookRegistry.check_if_exists_or_initialize(module).remove_hook(f"seqpar {path}", recurse=False)
+        for module, name in self._hooked:
+            HookRegistry.check_if_exists_or_initialize(module).remove_hook(name, recurse=False)
         self._hooked = []
 
     def refresh(self) -> None:

@@ -102,8 +102,11 @@ class Native:
     @torch.no_grad()
     def __call__(self, arguments: Mapping[str, Any], /) -> tuple[Tensor, ...]:
         """See `seqpar.adapter.body.Body`."""
-        self._refresh((arguments.get("joint_attention_kwargs") or {}).get("scale", 1.0))
+        scale = (arguments.get("joint_attention_kwargs") or {}).get("scale")
+        self._refresh(1.0 if scale is None else scale)
         why = self._why or why_not_call(arguments)
+        if why is None and self._model is not None:
+            why = flux.why_not_autocast(self._mesh.device, self._model.dtype)
         if why is not None:
             return self._generic(why)(arguments)
         assert self._model is not None

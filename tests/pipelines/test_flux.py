@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import seqpar
 from seqpar import Guidance
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _flux_text, flux
@@ -79,12 +80,12 @@ def ours(
     guidance: Guidance,
     change: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Return our latents and pictures of the prompts; other ranks ask for other texts, which must not count."""
+    """Return our latents and pictures of the prompts; other ranks ask for others, which must not count."""
     strategy, cfg, data = layout
     files = replace(Files.locate(folder), text_tokens=TEXT)
     mesh, wish = mesh_for(strategy, world, device, cfg, data), Wish(strategy=strategy)
     asked = PROMPTS if rank == 0 else ["another"] * len(PROMPTS)
-    settings = {"steps": STEPS, "seed": SEED, "size": SIZE, "negative": NEGATIVE, **change}
+    settings = {"steps": STEPS + rank, "seed": SEED + rank, "size": SIZE, "negative": NEGATIVE, **change}
     with StayDouble(), Pipeline.load(files, mesh, torch.float64, wish=wish, prompts=asked) as pipeline:
         latents = pipeline.latents(asked, guidance=guidance, **settings)
         return latents, pipeline.decode(latents)
@@ -233,9 +234,42 @@ def test_a_kept_run_serves_other_texts_and_scales(ranks: Pool, folders: Mapping[
     assert ranks.run(world, kept, str(folders[True])) == [[True] * 3] * world
 
 
-def test_generate_is_the_whole_path_in_one_call(folders: Mapping[bool, Path]) -> None:
-    images = generate(["a cat", "a dog"], folders[False], steps=1, size=(24, 16))
-    assert [image.size for image in images] == [(16, 24)] * 2
+def generated(rank: int, world: int, device: torch.device, folder: str) -> list[Any]:
+    """Return the pictures of one call whose other ranks ask for a second branch and another size, as tensors."""
+    asked: Any = {"size": (24, 16 + 8 * rank), "guidance": Guidance(3.0) if rank else None, "steps": 1 + rank}
+    images = generate(["a cat", "a dog"], folder, mesh=mesh_for("ulysses", world, device), **asked)
+    return [torch.tensor(list(image.getdata())) for image in images]
+
+
+def test_generate_is_the_whole_path_in_one_call(ranks: Pool, folders: Mapping[bool, Path]) -> None:
+    truth = generated(0, 1, torch.device("cpu"), str(folders[False]))
+    assert [len(image) for image in truth] == [16 * 24] * 2
+    for images in ranks.run(2, generated, str(folders[False])):
+        assert all((x - y).abs().max() <= 1 for x, y in zip(images, truth, strict=True))
+
+
+def one_decoder(rank: int, world: int, device: torch.device) -> float:
+    """Return the difference between our pictures before and while a diffusers pipeline shares its decoder's input."""
+    from tests.support import pipelines
+
+    pipe, mesh = pipelines.flux(), mesh_for("ulysses", world, device)
+    latents = torch.randn(3, 4, 6, 4, dtype=torch.float64)
+    with Pipeline.of(pipe, mesh, text_tokens=TEXT) as ours:
+        before = ours.decode(latents)
+        seqpar.parallelize(pipe, mesh)
+        after = ours.decode(latents)
+        seqpar.release(pipe)
+    return (before - after).abs().max().item()
+
+
+def test_our_loop_decodes_beside_a_pipeline_that_shares_its_decoder(ranks: Pool) -> None:
+    """Of three pictures, two ranks decode two and one: a decoder that waited for all ranks would hang."""
+    assert ranks.run(2, one_decoder) == [0.0, 0.0]
+
+
+def test_the_planner_counts_text_as_a_stream_of_its_own(folders: Mapping[bool, Path]) -> None:
+    load = Files.locate(folders[True]).load_of(["a cat"], False, 1, torch.float32, SIZE)
+    assert (load.tokens, load.others) == (7 * 5, (_flux_text.TOKENS,))
 
 
 def test_sigmas_and_shift_are_those_of_diffusers(folders: Mapping[bool, Path]) -> None:

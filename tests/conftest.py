@@ -27,7 +27,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["kernels/*.
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     """Return the pool of ranks of all tests: gloo on the CPU, NCCL with one rank a GPU."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # what tests compute is small: threads would cost more time in waiting for each other
     pool = Pool(DEVICE)
     yield pool
     pool.close()

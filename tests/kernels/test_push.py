@@ -42,9 +42,20 @@ def output(case: dict[str, int], strides: str, dtype: torch.dtype) -> Tensor:
     return torch.randn(tokens, batch, heads + more, dim, device=DEVICE).to(dtype)[:, :, more:].transpose(0, 1)
 
 
-@pytest.mark.parametrize("strides", ["contiguous", "slab", "heads apart"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+STRIDES = ["contiguous", "slab", "heads apart"]
+
+
+# each number of parts with each dtype, strides take turns
+@pytest.mark.parametrize(
+    ("parts", "dtype", "strides"),
+    [
+        (parts, dtype, STRIDES[(parts + index + more) % 3])
+        for parts in (1, 2, 3, 4)
+        for index, dtype in enumerate(DTYPES)
+        for more in (0, 1)
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_push_writes_every_token_and_nothing_else(
     case: dict[str, int], parts: int, dtype: torch.dtype, strides: str

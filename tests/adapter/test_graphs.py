@@ -237,12 +237,12 @@ def test_replays_alternate_with_late_ranks(ranks: Pool, transport: str, world: i
 
 def on_gpus(rank: int, world: int, device: torch.device) -> list[Tensor]:
     """Return the results of eager calls and of replays, of two kinds of calls that alternate."""
-    tiny, results = MODELS["flux"], []
+    tiny = MODELS["flux"]
     module = tiny.build().to(device)
     seqpar.parallelize(module, make_mesh(device, cfg=1), local="reference")
     with StayDouble():
-        for step in (0, 1, 0, 1, 0, 1):
-            results.append(module(**shortened(tiny, step, device), return_dict=False)[0])
+        calls = (shortened(tiny, step, device) for step in (0, 1, 0, 1, 0, 1))
+        results = [module(**given, return_dict=False)[0] for given in calls]
     call: Any = module.forward
     assert isinstance(call.graphs._capture, CudaCapture)
     assert len(call.graphs) == 2

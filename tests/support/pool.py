@@ -1,8 +1,8 @@
 """A pool of ranks that is spawned once per test run, because spawning ranks takes seconds.
 
-On CPUs ranks are forked from a server that has already imported torch and diffusers. Each call runs one function as `fn(rank, world,
-device, *args)` on the first `world` ranks, in a process group made for that world and kept while the world stays the
-same. Results come back in rank order; the first error of a rank is raised here with its traceback.
+On CPUs ranks are forked from a server that has already imported torch and diffusers. Each call runs one function as
+`fn(rank, world, device, *args)` on the first `world` ranks, in a process group made for that world and kept while the
+world stays the same. Results come back in rank order; the first error of a rank is raised here with its traceback.
 """
 
 from __future__ import annotations

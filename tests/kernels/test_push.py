@@ -45,15 +45,10 @@ def output(case: dict[str, int], strides: str, dtype: torch.dtype) -> Tensor:
 STRIDES = ["contiguous", "slab", "heads apart"]
 
 
-# each number of parts with each dtype, strides take turns
+# each number of parts with each dtype; strides take turns
 @pytest.mark.parametrize(
     ("parts", "dtype", "strides"),
-    [
-        (parts, dtype, STRIDES[(parts + index + more) % 3])
-        for parts in (1, 2, 3, 4)
-        for index, dtype in enumerate(DTYPES)
-        for more in (0, 1)
-    ],
+    [(parts, dtype, STRIDES[(parts + index) % 3]) for parts in (1, 2, 3, 4) for index, dtype in enumerate(DTYPES)],
     ids=str,
 )
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -63,7 +58,7 @@ def test_push_writes_every_token_and_nothing_else(
     out = output(case, strides, dtype)
     into, memory = views(case, parts, dtype, pad=3)
     expected, truth = views(case, parts, dtype, pad=3)
-    for first in range(parts):
+    for first in {0, parts - 1}:
         memory.fill_(float("nan"))
         push.launch(out, Destinations(into, first))
         push.reference(out, Destinations(expected, first))

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,20 @@ from seqpar.pipelines import _flux_text, flux
 from seqpar.pipelines.flux import Files, Pipeline, generate
 from seqpar.planner.search import Wish
 from seqpar.sampling.loop import draw_noise
-from tests.support.foreign import StayDouble, bound
+from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 
 STEPS, SEED, SIZE, TEXT = 3, 5, (28, 20), 7
 PROMPTS = ["a red cat", "the old house in the sea", "a red cat"]  # also two pictures of one prompt
 NEGATIVE = "blurry"
-CLOSE, PIXEL = (
-    bound(1e-10, 2e-4),
-    bound(1e-6, 2e-4),
-)  # largest errors: latents are fp64, our decoder's pixels are rounded to fp32
+UNIPC: Any = {
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "flow_shift": 3.0,
+    "use_dynamic_shifting": True,
+}
+CLOSE, PIXEL = 1e-10, 1e-6  # largest errors: latents are fp64, our decoder's pixels are rounded to fp32
 
 Layout = tuple[str, int, int]
 """Strategy, sizes of the cfg and data axes."""
@@ -52,22 +56,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return found
 
 
-def theirs(folder: Path, guidance: Guidance, scheduler: Any = None) -> tuple[Tensor, Tensor]:
-    """Return diffusers' latents and pictures of the prompts, from the noise that ours start with."""
+@cache
+def theirs(folder: Path, guidance: Guidance, device: str = "cpu", unipc: bool = False) -> tuple[Tensor, Tensor]:
+    """Return diffusers' latents and pictures of the prompts, from the noise that ours start with, in host memory."""
     from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
+    from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
     pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float64)
     pipe.set_progress_bar_config(disable=True)
-    pipe.scheduler = scheduler or pipe.scheduler
+    pipe.to(device)
+    pipe.scheduler = UniPCMultistepScheduler(**UNIPC) if unipc else pipe.scheduler
     height, width = (side // 2 for side in SIZE)
     noise = draw_noise((len(PROMPTS), 4, height, width), torch.Generator().manual_seed(SEED)).double()
     latents = FluxPipeline._pack_latents(noise, len(PROMPTS), 4, height, width)
     true = {"true_cfg_scale": guidance.scale, "negative_prompt": [NEGATIVE] * len(PROMPTS)} if guidance.on else {}
     sizes = {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": STEPS, "max_sequence_length": TEXT}
-    given: Any = {"latents": latents, "guidance_scale": guidance.embedded or 0.0, **sizes, **true}
+    given: Any = {"latents": latents.to(device), "guidance_scale": guidance.embedded or 0.0, **sizes, **true}
     with StayDouble():
         made: Any = [pipe(PROMPTS, **given, output_type=kind) for kind in ("latent", "pt")]
-    found, images = (each.images for each in made)
+    found, images = (each.images.cpu() for each in made)
     return FluxPipeline._unpack_latents(found, *SIZE, 2), images
 
 
@@ -113,7 +120,7 @@ def test_pictures_are_those_of_diffusers(
     ranks: Pool, folders: Mapping[bool, Path], world: int, layout: Layout, guidance: Guidance
 ) -> None:
     folder = folders[guidance.embedded is not None]
-    truth, shown = theirs(folder, guidance)
+    truth, shown = theirs(folder, guidance, ranks.device)
     for latents, images in ranks.run(world, ours, str(folder), layout, guidance, {}):
         assert (latents - truth).abs().max() < CLOSE
         assert images.shape == (len(PROMPTS), 3, *SIZE)
@@ -140,10 +147,7 @@ def test_negative_control_what_is_asked_for_counts(
 
 
 def test_another_scheduler_follows_the_flow(folders: Mapping[bool, Path]) -> None:
-    from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
-
-    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
-    truth, _ = theirs(folders[True], DEV, UniPCMultistepScheduler(**flow, use_dynamic_shifting=True))
+    truth, _ = theirs(folders[True], DEV, unipc=True)
     change = {"scheduler": "UniPCMultistepScheduler"}
     latents, _ = ours(0, 1, torch.device("cpu"), str(folders[True]), ("ulysses", 1, 1), DEV, change)
     assert (latents - truth).abs().max() < 1e-4  # diffusers' UniPC keeps fp32 coefficients
@@ -221,11 +225,12 @@ def kept(rank: int, world: int, device: torch.device, folder: str) -> list[bool]
     first: dict[str, Any] = {"prompts": PROMPTS, "guidance": BOTH, "negative": "old"}
     others = {"prompts": ["the sea", "a dog", "the sea"], "guidance": Guidance(3.0, embedded=2.0), "negative": "blurry"}
     found = []
-    for change in (others, {**first, "seed": 1}, {**others, "prompts": ["a dog"]}):
-        with Pipeline.load(files, mesh, torch.float64) as pipeline, Pipeline.load(files, mesh, torch.float64) as new:
+    with Pipeline.load(files, mesh, torch.float64) as pipeline:
+        for change in (others, {**first, "seed": 1}, {**others, "prompts": ["a dog"]}):
             pipeline.latents(**first, steps=2, size=SIZE)
             again = pipeline.latents(**{**first, **change}, steps=2, size=SIZE)
-            found.append(torch.equal(again, new.latents(**{**first, **change}, steps=2, size=SIZE)))
+            with Pipeline.load(files, mesh, torch.float64) as new:
+                found.append(torch.equal(again, new.latents(**{**first, **change}, steps=2, size=SIZE)))
     return found
 
 

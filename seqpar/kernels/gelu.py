@@ -67,7 +67,7 @@ def bias_gelu(x_BlF: Tensor, bias_F: Tensor | None, *, exact: bool = False, reus
     """Return GELU of x + bias as a contiguous tensor; computed in fp32 (fp64 for fp64).
 
     exact: x Phi(x), the formula with the error function, otherwise the one with tanh. reuse: x is contiguous and not
-    needed afterwards, so the result may be written over it: half as many cache lines, which matters while they are in L2.
+    needed afterwards, so the result may be written over it, into half as many lines of the L2 cache.
     """
     if fused(x_BlF, bias_F):
         return launch(x_BlF, bias_F, exact=exact, reuse=reuse)

@@ -65,9 +65,17 @@ def test_swiglu_is_as_close_to_fp64_as_plain_torch(case: Case, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_gelu_is_as_close_to_fp64_as_plain_torch(case: Case, dtype: torch.dtype, biased: bool) -> None:
+    """Both formulas are, and the result may take the place of the input."""
     x, extra = data(case, dtype), bias(case, dtype) if biased else None
-    want = gelu.reference(x.double(), None if extra is None else extra.double())
-    check(gelu.launch(x, extra), want, F.gelu(x if extra is None else x + extra, approximate="tanh"))
+    for exact, formula in ((False, "tanh"), (True, "none")):
+        want = gelu.reference(x.double(), None if extra is None else extra.double(), exact=exact)
+        got = gelu.launch(x, extra, exact=exact)
+        check(got, want, F.gelu(x if extra is None else x + extra, approximate=formula))
+        over = x.clone()
+        assert gelu.launch(over, extra, exact=exact, reuse=True) is over
+        assert torch.equal(over, got)
+    with pytest.raises(ValueError, match=r"with reuse, expected a contiguous tensor"):
+        gelu.launch(x.transpose(0, 1), extra, reuse=True)
 
 
 def test_activations_far_out_are_their_limits() -> None:
@@ -76,8 +84,12 @@ def test_activations_far_out_are_their_limits() -> None:
     for got, want in (
         (swiglu.launch(torch.cat((far, ones), -1)), swiglu.reference(torch.cat((far, ones), -1).double())),
         (gelu.launch(far, None), gelu.reference(far.double(), None)),
+        (gelu.launch(far, None, exact=True), gelu.reference(far.double(), None, exact=True)),
+        (gelu.launch(far.half(), None, exact=True), gelu.reference(far.double(), None, exact=True)),
     ):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5 if got.dtype == torch.float32 else 1e-3, atol=1e-6)
+    broken = torch.full((1, 1, 8), float("nan"), device=DEVICE, dtype=torch.float16)
+    assert bool(gelu.launch(broken, None, exact=True).isnan().all())  # bounds must not hide it
 
 
 def test_references_are_the_formulas() -> None:
@@ -85,6 +97,9 @@ def test_references_are_the_formulas() -> None:
     torch.testing.assert_close(swiglu.reference(torch.cat((x, up), -1)), x / (1 + (-x).exp()) * up)
     cubic = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
     torch.testing.assert_close(gelu.reference(x - up, up), 0.5 * x * (1 + torch.tanh(cubic)))
+    exact = gelu.reference(x - up, up, exact=True)
+    torch.testing.assert_close(exact, 0.5 * x * (1 + torch.erf(x / 2**0.5)))
+    assert float((exact - gelu.reference(x, None)).abs().max()) > 1e-5  # a negative control: the formulas differ
 
 
 def test_halves_swapped_are_noticed() -> None:
@@ -126,6 +141,7 @@ def test_public_functions_launch_the_kernels_unless_gradients_are_asked_for() ->
     x = data(swiglu.CASES[3], torch.bfloat16, 2)
     assert torch.equal(swiglu.swiglu(x), swiglu.launch(x))
     assert torch.equal(gelu.bias_gelu(x, None), gelu.launch(x, None))
+    assert torch.equal(gelu.bias_gelu(x.clone(), None, exact=True, reuse=True), gelu.launch(x, None, exact=True))
     x = x.clone().requires_grad_()
     assert swiglu.swiglu(x).requires_grad
     assert gelu.bias_gelu(x, None).requires_grad

@@ -1,0 +1,150 @@
+"""LayerNorm of a residual sum, as transformers with norms after their branches need it: LayerNorm(x + y).
+
+When it wins: always on a GPU. The kernel is bound by memory: it reads both inputs and writes the result once (6 bytes
+for each element of a bf16 stream, 4 without y), where plain torch rounds and writes the sum in between. The result can
+be written into a part of a larger tensor, so that a stream and its skip connection lie side by side for the product
+that reads both, and nothing is concatenated. It computes in fp32 (fp64 for fp64) and rounds once. A row's bits do not
+depend on the number of rows. Source: post-norm as in "Attention Is All You Need" (arXiv 1706.03762).
+"""
+
+# pyright: reportPossiblyUnboundVariable=false
+# (kernels branch only on values that are known at compile time)
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.kernels._triton import contiguous_rows, fused, jit, tl
+from seqpar.protocols import state_dtype
+
+
+class Affine(NamedTuple):
+    """Weight and bias (E,) of a LayerNorm, and the eps that is added to the variance."""
+
+    weight_E: Tensor
+    bias_E: Tensor
+    eps: float = 1e-5
+
+
+class Tile(NamedTuple):
+    """Rows of a program, one after the other, and its warps. A row's bits depend on the number of warps only."""
+
+    rows: int
+    warps: int
+
+
+# shapes that tests check and a bench measures: batch rows, tokens, width, padding of a token's stride
+CASES: tuple[dict[str, int], ...] = (
+    {"batch": 1, "tokens": 1, "width": 384, "pad": 0},
+    {"batch": 3, "tokens": 5, "width": 1160, "pad": 8},  # a multiple of 8, not of 16
+    {"batch": 2, "tokens": 3, "width": 1536, "pad": 1536},
+    {"batch": 2, "tokens": 1105, "width": 1536, "pad": 0},
+    {"batch": 2, "tokens": 1105, "width": 1536, "pad": 1536},  # UniDiffuser-v1, beside a skip connection
+    {"batch": 2, "tokens": 4096, "width": 3072, "pad": 0},
+)
+
+
+def post_norm(x_BlE: Tensor, y_BlE: Tensor | None, norm: Affine, out_BlE: Tensor | None = None) -> Tensor:
+    """Return LayerNorm(x + y) in x's dtype, (B, l, E); y of None means LayerNorm(x).
+
+    Inputs may have any strides with a contiguous last dim. The result is a new contiguous tensor, or `out_BlE`, which
+    may be a part of a larger tensor and must not overlap the inputs.
+    """
+    chosen = launch if fused(x_BlE, y_BlE, norm.weight_E, norm.bias_E) else reference
+    return chosen(x_BlE, y_BlE, norm, out_BlE)
+
+
+def reference(x_BlE: Tensor, y_BlE: Tensor | None, norm: Affine, out_BlE: Tensor | None = None) -> Tensor:
+    """Compute `post_norm` in plain torch."""
+    wide = x_BlE.to(state_dtype(x_BlE.dtype))
+    wide = wide if y_BlE is None else wide + y_BlE
+    weight, bias = norm.weight_E.to(wide.dtype), norm.bias_E.to(wide.dtype)
+    made = F.layer_norm(wide, wide.shape[-1:], weight, bias, norm.eps).to(x_BlE.dtype)
+    return made if out_BlE is None else out_BlE.copy_(made)
+
+
+def tile(width: int) -> Tile:
+    """Return the tile for a width, whatever the number of rows: a thread has at most 24 elements of a row."""
+    warps = 1
+    while warps < 16 and width > 32 * warps * 24:
+        warps *= 2
+    return Tile(1, warps)
+
+
+def launch(
+    x_BlE: Tensor, y_BlE: Tensor | None, norm: Affine, out_BlE: Tensor | None = None, *, tiled: Tile | None = None
+) -> Tensor:
+    """Run the kernel of `post_norm`."""
+    batch, tokens, width = x_BlE.shape
+    out = torch.empty_like(x_BlE, memory_format=torch.contiguous_format) if out_BlE is None else out_BlE
+    if out.shape != x_BlE.shape or (y_BlE is not None and y_BlE.shape != x_BlE.shape):
+        shapes = [tuple(z.shape) for z in (y_BlE, out) if z is not None]
+        raise ValueError(f"got a branch and an output of shapes {shapes}, expected {tuple(x_BlE.shape)}")
+    contiguous_rows(x_BlE, y_BlE, out, norm.weight_E, norm.bias_E)
+    rows, warps = tiled or tile(width)
+    unit, strides = _strides(x_BlE, y_BlE, out)
+    block = 1 << (width - 1).bit_length()
+    if out.numel():
+        constants = {"E": width, "BLOCK": block, "ROWS": rows, "UNIT": unit, "num_warps": warps}
+        tensors = x_BlE, y_BlE, norm.weight_E, norm.bias_E, out
+        grid = (-(-tokens // rows), batch)
+        post_norm_kernel[grid](*tensors, tokens, norm.eps, *strides, **constants, enable_fp_fusion=True)
+    return out
+
+
+def _strides(*streams: Tensor | None) -> tuple[int, list[int]]:
+    """Return a unit, and in this unit the batch and token strides of each stream (0 for None).
+
+    The unit is 8 elements if 8 divides all strides, otherwise 1; with 8 the compiler knows that rows are aligned to 16
+    bytes.
+    """
+    strides = [stride for x in streams for stride in ((0, 0) if x is None else x.stride()[:2])]
+    unit = 1 if any(stride % 8 for stride in strides) else 8
+    return unit, [stride // unit for stride in strides]
+
+
+@jit
+def post_norm_kernel(
+    x,
+    y,
+    weight,
+    bias,
+    out,
+    tokens,
+    eps,
+    x_batch,
+    x_token,
+    y_batch,
+    y_token,
+    out_batch,
+    out_token,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    # a program keeps a whole row in registers: threads exchange only the two sums
+    batch = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * ROWS
+    col = tl.arange(0, BLOCK)
+    inside = col < E
+    for index in range(ROWS):
+        # past the end the last row is computed again, with the same bits; a mask that varies by row would cost more
+        token = tl.minimum(first + index, tokens - 1).to(tl.int64)
+        at = x + (batch * x_batch + token * x_token) * UNIT
+        row = tl.load(at + col, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+        if y is not None:
+            at = y + (batch * y_batch + token * y_token) * UNIT
+            row += tl.load(at + col, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+        row = tl.where(inside, row - tl.sum(row, 0) / E, 0.0)
+        # the variance is a sum of squared differences from the mean: a difference of two large sums would cancel
+        row *= tl.rsqrt(tl.sum(row * row, 0) / E + eps)
+        # all programs read these vectors, so they should stay in L1; read late, they need no registers before the sums
+        row *= tl.load(weight + col, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+        row += tl.load(bias + col, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+        at = out + (batch * out_batch + token * out_token) * UNIT
+        tl.store(at + col, row.to(out.dtype.element_ty), inside)

@@ -1,4 +1,4 @@
-"""`seqpar fidelity`: compare every way of computing pictures that these processes have, and fail if one is too wrong."""
+"""`seqpar fidelity`: compare every way in which these processes can compute pictures, and fail if one is too wrong."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Runs every way of computing a request beside one rank in full precision, and judges the errors.
 
-The reference is this package's model on one rank in fp32 (fp64 if asked) without TF32, with attention by its formula and
-no CUDA graph. The same in a narrower data type is the "plain" run of that type. A way holds if, at every step,
+The reference is this package's model on one rank in fp32 (or fp64) without TF32, with attention by its formula and no
+CUDA graph. The same in a narrower data type is the "plain" run of that type. A way holds if
 
-- its prediction on the reference's inputs is at most 1.25 times as wrong as the plain run's;
-- the state of its own run is at most twice as wrong as the plain run's (rounding grows by chance in a run, so that two
-  equally precise runs differ: 0.8 to 1.3 times were seen);
+- its predictions on the reference's inputs are at most 1.25 times as wrong as the plain run's, over all steps (and no
+  single step by more than errors scatter, see `compare.first_over`);
+- the states of its own run are at most twice as wrong as the plain run's (rounding grows by chance in a run, so that
+  two equally precise runs differ: 0.8 to 1.3 times were seen);
 - every rank finds so, and all ranks have the same bits;
 - its bits are those of the same layout by another transport, and in exact mode, if its strategy only moves data, those
   of one rank.
@@ -163,7 +164,7 @@ def _bench(
     subject: Subject, dtype: torch.dtype, truth: Trajectory, picture: Tensor, lpips: Any, ranks: Mesh
 ) -> Bench | str:
     """Return the bench of one data type; the reason, where one rank alone cannot compute the request in it."""
-    dit = plain_engine(deepcopy(subject.pipeline.dit.model).to(dtype), Mesh.single(ranks.device))
+    dit = plain_engine(_cast(subject.pipeline.dit.model, dtype), Mesh.single(ranks.device))
     pipeline = replace(subject.pipeline, dit=dit, vae=_cast(subject.pipeline.vae, dtype))
     name = _name(dtype)
     try:
@@ -252,8 +253,15 @@ def _latents(dit: DistributedDiT, made: Trajectory) -> Tensor:
     return made.inputs[-1][dit.model.STATE[0]]
 
 
-def _cast(vae: Any, dtype: torch.dtype) -> Any:
-    return None if vae is None else deepcopy(vae).to(dtype)
+def _cast(module: Any, dtype: torch.dtype) -> Any:
+    """Return a copy with all floating-point tensors in this data type, None for None.
+
+    Tensor by tensor, because diffusers warns about parts of some models that `to` should not cast.
+    """
+    made = deepcopy(module)
+    for x in (*made.parameters(), *made.buffers()) if made is not None else ():
+        x.data = x.data.to(dtype) if x.is_floating_point() else x.data
+    return made
 
 
 def _psnr(row: Row) -> float:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-TIMES = 16.0  # a power of two, so that the planted weights are the same numbers in every data type
+TIMES = 8.0  # a power of two, so that the planted weights are the same numbers in every data type
 SHARE = 128  # one channel of this many, and at least one
 
 
 @torch.no_grad()
 def plant(model: nn.Module, seed: int = 0) -> int:
-    """Multiply a few rows of every matrix of the model's blocks, in place, and return how many rows there are.
+    """Multiply a few rows of every linear layer but the last, in place, and return the number of rows.
 
     A row makes one channel of a layer's output; its bias is multiplied, too. The rows depend on the seed alone.
     """

@@ -106,8 +106,8 @@ def _entry(place: Place, error: Error) -> dict[str, Any]:
 def difference(pictures: Sequence[Pictures]) -> Image.Image:
     """Return a sheet with a line for each data type: the reference, the way that differs most, and the difference.
 
-    Of several pictures the one that differs most is shown. Differences are amplified, to half of full brightness for the
-    largest; the factor is in the caption.
+    Of several pictures the one that differs most is shown. Differences are amplified, so that the largest has about
+    half of full brightness; the factor is in the caption.
     """
     strips = [_strip(each) for each in pictures]
     width = max(strip.width for strip in strips)

@@ -17,7 +17,7 @@ from seqpar.fidelity import outliers
 from seqpar.fidelity.judging import Judged, Subject, judge
 from seqpar.fidelity.pictures import load_lpips, why_no_lpips
 from seqpar.fidelity.report import failures, table, write
-from seqpar.fidelity.ways import Way, ways
+from seqpar.fidelity.ways import Meshes, Way, ways
 from seqpar.mesh import Mesh
 from seqpar.pipelines._family import Job
 from seqpar.planner.plan import work_of
@@ -36,13 +36,11 @@ def run_fidelity(args: FidelityArgs) -> None:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined()
     job, dtypes = ranks.together(lambda: (checked(args, ranks), _dtypes(args, ranks.device)))
-    wish = wish_of(as_sample(args))
-    tried, notes = ways(
-        args.counts or range(1, ranks.world.size + 1), ranks, wish, work_of(job.blueprint.config), job.load
-    )
+    wish, meshes, counts = wish_of(as_sample(args)), Meshes(ranks), args.counts or range(1, ranks.world.size + 1)
+    tried, notes = ways(counts, meshes, wish, work_of(job.blueprint.config), job.load)
     lines = _head(args, job, ranks, tried, [*_notes(args, job, dtypes), *notes])
     _say(ranks, "\n".join(lines))
-    judged = _judged(args, job, ranks, tried, dtypes, wish)
+    judged = _judged(args, job, meshes, tried, dtypes, wish)
     rows = [row for each in judged for row in each.rows]
     failed = failures(rows)
     if not rows or not any(row.way is not None for row in rows):
@@ -92,20 +90,22 @@ def _dtypes(args: FidelityArgs, device: torch.device) -> tuple[torch.dtype, ...]
 
 
 def _judged(
-    args: FidelityArgs, job: Job, ranks: Mesh, tried: tuple[Way, ...], dtypes: tuple[torch.dtype, ...], wish: Wish
+    args: FidelityArgs, job: Job, meshes: Meshes, tried: tuple[Way, ...], dtypes: tuple[torch.dtype, ...], wish: Wish
 ) -> list[Judged]:
     """Judge the weights as they are and, unless the flags say otherwise, with planted outliers."""
-    alone, dtype = Mesh.single(ranks.device), _reference(args, ranks.device)
+    ranks, dtype = meshes.ranks, _reference(args, meshes.ranks.device)
+    alone = Mesh.single(ranks.device)
     plan = plan_of(job.blueprint.config, job.blueprint.meta(), torch.bfloat16 if args.exact else dtype, alone, Wish())
     pipeline: Any = ranks.together(lambda: job.pipeline.load(**{**job.loading, "dtype": dtype}, mesh=alone, plan=plan))
     request = pipeline.request(**job.settings)
-    lpips = None if args.lpips is None or why_no_lpips(args.lpips) else ranks.together(lambda: load_lpips(args.lpips))
+    file = None if why_no_lpips(args.lpips) else args.lpips
+    lpips = None if file is None else ranks.together(lambda: load_lpips(file))
     name = "random" if job.blueprint.checkpoint is None else "trained"
-    found = [judge(Subject(name, pipeline, request), tried, dtypes, ranks, wish, lpips)]
+    found = [judge(Subject(name, pipeline, request), tried, dtypes, meshes, wish, lpips)]
     if args.outliers:
         model: SequenceModel = pipeline.dit.model
         outliers.plant(model)
-        found.append(judge(Subject(f"{name}, outliers", pipeline, request), tried, dtypes, ranks, wish, lpips))
+        found.append(judge(Subject(f"{name}, outliers", pipeline, request), tried, dtypes, meshes, wish, lpips))
     return found
 
 

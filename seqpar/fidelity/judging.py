@@ -28,7 +28,7 @@ from seqpar.distributed import DistributedDiT, plan_of
 from seqpar.fidelity.compare import Bound, Error, Place, bound, first_over, first_unequal, worst
 from seqpar.fidelity.pictures import Likeness, likeness
 from seqpar.fidelity.trajectory import Trajectory, on_own_inputs, on_same_inputs, record, shared
-from seqpar.fidelity.ways import Way
+from seqpar.fidelity.ways import Meshes, Way
 from seqpar.mesh import Mesh
 from seqpar.planner.costs import facts_of
 from seqpar.planner.plan import Choice
@@ -118,13 +118,14 @@ class Bench:
 
 
 def judge(
-    subject: Subject, ways: Sequence[Way], dtypes: Sequence[torch.dtype], ranks: Mesh, wish: Wish, lpips: Any = None
+    subject: Subject, ways: Sequence[Way], dtypes: Sequence[torch.dtype], meshes: Meshes, wish: Wish, lpips: Any = None
 ) -> Judged:
     """Return the judged rows of a subject. Every process must call this at the same time.
 
-    ways: as `seqpar.fidelity.ways.ways` returns them. lpips: a network of `load_lpips`, or None.
+    ways: as `seqpar.fidelity.ways.ways` returns them, with its meshes. wish: names the local attention. lpips: a
+    network of `load_lpips`, or None.
     """
-    alone = Mesh.single(ranks.device)
+    ranks, alone = meshes.ranks, Mesh.single(meshes.ranks.device)
     with full_precision():
         dit = plain_engine(subject.pipeline.dit.model, alone)
         truth = shared(ranks, record(dit, subject.request, graph=False))
@@ -135,7 +136,7 @@ def judge(
         if isinstance(made, str):
             notes.append(made)
             continue
-        mine, worst_pictures = _rows(made, ways, ranks, wish)
+        mine, worst_pictures = _rows(made, ways, meshes, wish)
         rows += [made.plain, *mine]
         pictures += worst_pictures
     return Judged(tuple(rows), tuple(pictures), tuple(notes))
@@ -179,11 +180,11 @@ def _bench(
     return Bench(subject, dtype, pipeline, truth, picture, bounds, loose, row, lpips)
 
 
-def _rows(bench: Bench, ways: Sequence[Way], ranks: Mesh, wish: Wish) -> tuple[list[Row], list[Pictures]]:
+def _rows(bench: Bench, ways: Sequence[Way], meshes: Meshes, wish: Wish) -> tuple[list[Row], list[Pictures]]:
     """Return a row for each way, and the pictures of the way that differs most (on rank 0)."""
     rows, most = list[Row](), list[Pictures]()
     for way in ways:
-        measured, got = _measured(bench, way, ranks, wish)
+        measured, got = _measured(bench, way, meshes, wish)
         row = _row(bench, way, measured, got)
         row = replace(row, findings=(*row.findings, *_unequal(row, rows)))
         rows.append(row)
@@ -192,9 +193,9 @@ def _rows(bench: Bench, ways: Sequence[Way], ranks: Mesh, wish: Wish) -> tuple[l
     return rows, [replace(each, row=row) for each in most for row in rows if row.way == each.row.way]
 
 
-def _measured(bench: Bench, way: Way, ranks: Mesh, wish: Wish) -> tuple[list[Measured], Tensor | None]:
+def _measured(bench: Bench, way: Way, meshes: Meshes, wish: Wish) -> tuple[list[Measured], Tensor | None]:
     """Compute a way on its ranks; return what each of them measured on every process, and rank 0's pictures."""
-    mesh, mine, got = Mesh.of_first(way.ranks, way.layout.sizes, ranks.device), None, None
+    ranks, mesh, mine, got = meshes.ranks, meshes.of(way.ranks, way.layout.sizes), None, None
     if mesh is not None:
         try:
             mine, got = _computed(bench, way, mesh, wish)

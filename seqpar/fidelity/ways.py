@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from seqpar.mesh import Mesh
+from seqpar.mesh import AXES, Mesh
 from seqpar.planner.facts import Layout, Work
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish, allowed
@@ -38,8 +38,26 @@ class Way:
         return f"{self.ranks} rank(s), {self.layout}, {self.strategy}, {self.transport}"
 
 
+class Meshes:
+    """Makes the mesh of each layout once, because process groups take time and memory.
+
+    ranks: the mesh of all processes (`Mesh.joined`).
+    """
+
+    def __init__(self, ranks: Mesh) -> None:
+        self.ranks = ranks
+        self._made: dict[tuple[int, ...], Mesh | None] = {}
+
+    def of(self, count: int, sizes: Mapping[str, int]) -> Mesh | None:
+        """Return the mesh of the first `count` processes; see `Mesh.of_first`."""
+        key = (count, *(sizes[name] for name in AXES))
+        if key not in self._made:
+            self._made[key] = Mesh.of_first(count, sizes, self.ranks.device)
+        return self._made[key]
+
+
 def ways(
-    counts: Sequence[int], ranks: Mesh, wish: Wish, work: Work, load: Load
+    counts: Sequence[int], meshes: Meshes, wish: Wish, work: Work, load: Load
 ) -> tuple[tuple[Way, ...], tuple[str, ...]]:
     """Return all ways that the wish allows, fewest ranks first, and the reasons why others are left out.
 
@@ -48,7 +66,7 @@ def ways(
     found, notes = list[Way](), list[str]()
     for count in sorted({1, *counts}):
         wanted = wish if count > 1 else replace(wish, axes={}, strategy="auto")
-        names, reasons = _transports(count, ranks, wish.transport)
+        names, reasons = _transports(count, meshes, wish.transport)
         notes += [reason for reason in reasons if reason not in notes]
         mine = [Way(count, layout) for name in names for layout in allowed(count, wanted, work, load, name)]
         if not mine:
@@ -57,10 +75,10 @@ def ways(
     return tuple(found), tuple(notes)
 
 
-def _transports(count: int, ranks: Mesh, asked: str) -> tuple[list[str], list[str]]:
+def _transports(count: int, meshes: Meshes, asked: str) -> tuple[list[str], list[str]]:
     """Return the transports that work between the first `count` processes, and why the others do not."""
     names, reasons = [asked] if asked != "auto" else list(_folder.names()), list[str]()
-    mesh = Mesh.of_first(count, {"data": 1, "cfg": 1, "ring": 1, "ulysses": count}, ranks.device)
+    ranks, mesh = meshes.ranks, meshes.of(count, {"data": 1, "cfg": 1, "ring": 1, "ulysses": count})
     working = list[str]()
     for name in names if count > 1 else _folder.unasked(ranks.device.type)[-1:]:
         reason = ranks.share(None if mesh is None else _folder.load(name).why_not_tried(mesh.world, ranks.device))

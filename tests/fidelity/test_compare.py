@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from seqpar.fidelity.compare import Bound, Error, Place, bound, digest, error, first_over, first_unequal
-from seqpar.fidelity.pictures import likeness, psnr, ssim, why_no_lpips
+from seqpar.fidelity.pictures import likeness, load_lpips, psnr, ssim, why_no_lpips
 
 NAN = math.nan
 
@@ -100,3 +103,30 @@ def test_without_a_file_or_its_package_lpips_is_left_out_for_a_reason(monkeypatc
     assert "--lpips" in (why_no_lpips(None) or "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert why_no_lpips(Path("alexnet.pth")) == "the package lpips and torchvision is not installed"
+
+
+class Stub(nn.Module):
+    """The package's network, cut down: slices keep torchvision's indices, and the distance is a mean difference."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        assert options == {"net": "alex", "pnet_rand": True, "verbose": False}  # downloads nothing
+        self.net = nn.ModuleDict({"slice1": nn.ModuleDict({"0": nn.Linear(2, 3)})})
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        assert x.shape[2:] == (84, 72)  # enlarged for AlexNet's pools
+        return (x - y).abs().mean(dim=(1, 2, 3), keepdim=True)
+
+
+def test_lpips_takes_torchvisions_tensors_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lpips", SimpleNamespace(LPIPS=Stub))
+    path, weight, bias = tmp_path / "alexnet.pth", torch.rand(3, 2), torch.rand(3)
+    torch.save({"features.0.weight": weight, "features.0.bias": bias, "classifier.1.bias": bias}, path)
+    network = load_lpips(path)
+    assert [x.tolist() for x in network.net.parameters()] == [weight.tolist(), bias.tolist()]
+    zeros = torch.zeros(2, 3, 14, 12)
+    assert likeness(zeros + 0.25, zeros, lambda x, y: Stub.forward(network, x, y)).lpips == pytest.approx(0.5)
+    for content, message in (({"features.0.weight": bias}, "expected an AlexNet"), (Path("x"), "does not load")):
+        torch.save(content, path)
+        with pytest.raises(ValueError, match=message):
+            load_lpips(path)

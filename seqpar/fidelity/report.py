@@ -130,12 +130,12 @@ def _strip(pictures: Pictures) -> Image.Image:
     row, font = pictures.row, ImageFont.load_default(size=13)
     psnr = "" if row.like is None else f", PSNR {row.like.psnr:.1f} dB"
     caption = f"{row.subject}, {str(row.dtype).removeprefix('torch.')}, {row.way}{psnr}"
-    texts = (f"{caption} | reference, this, difference x {factor:g}",)
-    width = max(sum(image.width + GAP for image in images), int(font.getlength(texts[0])) + GAP) + GAP
+    text = f"{caption}: the reference, this way, the difference x {factor:g}"
+    width = max(sum(image.width + GAP for image in images), int(font.getlength(text)) + GAP) + GAP
     strip = Image.new("RGB", (width, images[0].height + LINE + 2 * GAP), PAPER)
     for place, image in enumerate(images):
         strip.paste(image, (GAP + place * (image.width + GAP), GAP))
-    ImageDraw.Draw(strip).text((GAP, images[0].height + GAP + LINE / 2), texts[0], INK, font, anchor="lm")
+    ImageDraw.Draw(strip).text((GAP, images[0].height + GAP + LINE / 2), text, INK, font, anchor="lm")
     return strip
 
 

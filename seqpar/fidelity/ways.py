@@ -35,7 +35,10 @@ class Way:
         return self.layout.transport if self.exchanges else "-"
 
     def __str__(self) -> str:
-        return f"{self.ranks} rank(s), {self.layout}, {self.strategy}, {self.transport}"
+        if self.ranks == 1:
+            return "one rank"
+        names = (name for name in (str(self.layout), self.strategy, self.transport) if name != "-")
+        return f"{self.ranks} ranks, {', '.join(names)}"
 
 
 class Meshes:

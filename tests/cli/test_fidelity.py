@@ -60,9 +60,7 @@ def test_a_fault_ends_in_an_error_that_names_it_and_the_table_is_written(ranks: 
     flags = {"strategy": "ulysses", "mesh": "cfg=1", "transport": "collective", "outliers": False, "dtype": "bf16"}
     args = FidelityArgs(classes=("cat",), steps=2, counts=(2,), out=tmp_path, **flags)
     for shown, ended in ranks.run(2, printed, args, True):
-        assert ended.startswith(
-            "got trained, bfloat16, 2 rank(s), ulysses 2, ulysses, collective: prediction of step 1"
-        )
+        assert ended.startswith("got trained, bfloat16, 2 ranks, ulysses 2, ulysses, collective: prediction of step 1")
         assert "FAILS" in shown or not shown
     assert "verdict   2 finding(s)" in (tmp_path / "table.md").read_text()
 

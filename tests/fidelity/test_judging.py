@@ -175,7 +175,7 @@ def test_transports_of_one_layout_have_equal_bits_or_it_is_a_finding(ranks: Pool
         assert [row[2] for row in rows] == ["collective", "peer"]
         found = [finding for row in rows for finding in row[3]]
         assert (found == []) is (fault is None)
-        assert all("other bits than 2 rank(s), ulysses 2, ulysses, collective" in finding for finding in found)
+        assert all("other bits than 2 ranks, ulysses 2, ulysses, collective" in finding for finding in found)
 
 
 def test_no_correct_way_is_an_alarm(ranks: Pool) -> None:

@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 from seqpar.cli.args import FidelityArgs
-from seqpar.cli.fidelity import run_fidelity
+from seqpar.cli.fidelity import RANDOM, _notes, checked, run_fidelity
+from seqpar.mesh import Mesh
 from tests.fidelity.test_judging import lost_shard
 from tests.support.pool import Pool
 
@@ -31,7 +32,7 @@ def printed(rank: int, world: int, device: torch.device, args: FidelityArgs, bro
 
 
 def test_a_table_and_a_picture_are_written_beside_each_other(ranks: Pool, tmp_path: Path) -> None:
-    args = FidelityArgs(classes=("cat",), steps=2, mesh="cfg=1", transport="collective", out=tmp_path / "new")
+    args = FidelityArgs(classes=("cat",), steps=2, transport="collective", out=tmp_path / "new")
     (first, ended), (second, _) = ranks.run(2, printed, args)
     assert ended == second == ""
     table = (tmp_path / "new" / "table.md").read_text()
@@ -43,6 +44,7 @@ def test_a_table_and_a_picture_are_written_beside_each_other(ranks: Pool, tmp_pa
         "note      no LPIPS: no file",
         "| trained, outliers | bfloat16 | 2 ",
         "| kv_gather | collective |",
+        "| cfg 2 ",
         "verdict   every way holds",
     ):
         assert shown in table
@@ -65,12 +67,10 @@ def test_a_fault_ends_in_an_error_that_names_it_and_the_table_is_written(ranks: 
     assert "verdict   2 finding(s)" in (tmp_path / "table.md").read_text()
 
 
-def test_random_weights_are_said_to_show_little_and_wrong_flags_are_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    args = FidelityArgs("dit-s/8", ("1",), steps=1, size="128", dtype="fp32", outliers=False, out=tmp_path)
-    run_fidelity(args)
-    assert "WARNING: these weights are random" in capsys.readouterr().out
+def test_random_weights_are_said_to_show_little_and_wrong_flags_are_refused(tmp_path: Path) -> None:
+    args, alone = FidelityArgs("dit-s/8", ("1",), size="128", out=tmp_path), Mesh.single()
+    assert RANDOM in _notes(args, checked(args, alone), ())
+    assert RANDOM not in _notes(args, checked(FidelityArgs(out=tmp_path), alone), ())
     for wrong, message in (
         ({"counts": (2,)}, "expected numbers of ranks from 1 to 1"),
         ({"model": "flux.1-dev", "prompt": ("x",), "classes": (), "size": None}, "cannot be compared yet"),

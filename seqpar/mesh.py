@@ -7,7 +7,7 @@ neighbours on the `ulysses` axis are neighbours on the machine, because that axi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import prod
@@ -77,6 +77,26 @@ class Mesh:
         axes = _groups(rank, torch.arange(world).view(sizes))
         return Mesh(**axes, world=Axis("world", rank, world, dist.group.WORLD), device=device)
 
+    @staticmethod
+    def of_first(ranks: int, sizes: Mapping[str, int], device: torch.device) -> Mesh | None:
+        """Return a mesh of the first `ranks` processes, or None on every other process.
+
+        sizes: axis name -> size. Every process must call this at the same time, because torch makes process groups
+        together. Raises ValueError if the product of the sizes is not `ranks`, or if there are fewer processes.
+        """
+        rank, world = join(device)
+        if not 1 <= ranks <= world:
+            raise ValueError(f"got a mesh of {ranks} ranks for {world} process(es), expected 1 to {world}")
+        counts = fill(ranks, *(sizes[name] for name in AXES), guidance=False)
+        if ranks == 1:
+            return Mesh.single(device) if rank == 0 else None
+        axes = _groups(rank, torch.arange(ranks).view(counts))
+        group = dist.group.WORLD if ranks == world else dist.new_group(list(range(ranks)))
+        if rank >= ranks:
+            return None
+        assert isinstance(group, dist.ProcessGroup)
+        return Mesh(**axes, world=Axis("world", rank, ranks, group), device=device)
+
     @property
     def sizes(self) -> dict[str, int]:
         """Return axis name -> size."""
@@ -95,7 +115,7 @@ class Mesh:
         if self.world.size == 1:
             return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.world.group)
         return box[0]
 
     def together(self, work: Callable[[], T]) -> T:
@@ -121,7 +141,7 @@ class Mesh:
         if self.world.size == 1:
             return [value]
         values: list[Any] = [None] * self.world.size
-        dist.all_gather_object(values, value, group=dist.group.WORLD)
+        dist.all_gather_object(values, value, group=self.world.group)
         return values
 
 
@@ -188,16 +208,20 @@ def fill(
 
 
 def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
-    """Return this rank's axes by name; every rank creates every group in the same order, because torch requires it."""
+    """Return this rank's axes by name, none if the rank is not among `ranks_DCRU`.
+
+    Every process creates every group in the same order, because torch requires it.
+    """
     axes, made = {}, {}
     for name, dims in [*((name, (dim,)) for dim, name in enumerate(AXES)), ("sequence", (2, 3))]:
         others = [dim for dim in range(4) if dim not in dims]
         lines = ranks_DCRU.permute(*others, *dims).flatten(0, len(others) - 1).flatten(1).tolist()
-        mine = next(line for line in lines if rank in line)
         key = tuple(map(tuple, lines))
         if key not in made:  # sequence often has the same ranks as ulysses, and then shares its communicator
-            made[key] = dist.new_subgroups_by_enumeration(lines)[0] if len(mine) > 1 else None
-        group = made[key]
+            made[key] = dist.new_subgroups_by_enumeration(lines)[0] if len(lines[0]) > 1 else None
+        group, mine = made[key], next((line for line in lines if rank in line), None)
+        if mine is None:
+            continue
         assert group is None or isinstance(group, dist.ProcessGroup)
         axes[name] = Axis(name, mine.index(rank), len(mine), group)
     return axes

@@ -1,8 +1,9 @@
-"""The `seqpar` command: `seqpar sample` makes pictures, `seqpar plan` predicts what every layout would take.
+"""The `seqpar` command: `sample` makes pictures, `plan` predicts what every layout would take, `fidelity` compares.
 
     seqpar sample --gpus 4 --classes cat rocket 7 --guidance 4 --out pictures.png
     seqpar sample --gpus 2 --model black-forest-labs/FLUX.1-dev --prompt "a red fox in the snow" --steps 28
     seqpar plan --gpus 1 2 4 8 --model large-dit-7b --size 1024 --classes 207
+    seqpar fidelity --gpus 2 --model builtin
 
 Everything is checked before weights load; a mistake is one message and a non-zero exit.
 """
@@ -16,12 +17,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from seqpar.cli.args import Args, PlanArgs
+from seqpar.cli.args import Args, FidelityArgs, PlanArgs
 from seqpar.cli.exits import guarded
 from seqpar.cli.ranks import start, wanted
 
 Sample = Annotated[Args, tyro.conf.subcommand("sample")]
 Plan = Annotated[PlanArgs, tyro.conf.subcommand("plan")]
+Fidelity = Annotated[FidelityArgs, tyro.conf.subcommand("fidelity")]
 
 
 def main() -> None:
@@ -36,8 +38,8 @@ def sample() -> None:
 
 def command(words: Sequence[str], rank: int = 0) -> None:
     """Parse the words and do what they say, in this process or in ranks that it starts. Rank 0 prints the help."""
-    commands: Any = Sample | Plan
-    args: Args | PlanArgs = tyro.cli(
+    commands: Any = Sample | Plan | Fidelity
+    args: Args | PlanArgs | FidelityArgs = tyro.cli(
         commands, prog="seqpar", description=__doc__, args=words, console_outputs=rank == 0
     )
     # imported after the flags are parsed, because diffusers takes seconds to load, which --help does not need
@@ -56,5 +58,9 @@ def command(words: Sequence[str], rank: int = 0) -> None:
         )
     if world is None and count > 1:
         start(words, count)
+    elif isinstance(args, FidelityArgs):
+        from seqpar.cli.fidelity import run_fidelity
+
+        run_fidelity(args)
     else:
         run(args)

@@ -23,6 +23,7 @@ from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Wish
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler, draw_noise
+from seqpar.sampling.request import Request, Settings
 from seqpar.sampling.schedules import FAILURES
 from seqpar.sampling.steppers import check_eta, decide
 from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
@@ -204,6 +205,22 @@ class Pipeline:
 
         scheduler: the name of a diffusers class, a scheduler (which is not changed), or None for the model's own.
         """
+        made = self.request(classes, steps=steps, guidance=guidance, seed=seed, size=size, eta=eta, scheduler=scheduler)
+        settings: Settings = {"steps": steps, "guidance": guidance, "eta": eta, "generator": made.generator}
+        return self.sampler(made.scheduler, made.noise, made.prompt, on_step=on_step, **settings)
+
+    def request(
+        self,
+        classes: Sequence[str | int],
+        *,
+        steps: int,
+        guidance: Guidance,
+        seed: int = 0,
+        size: tuple[int, int] | None = None,
+        eta: float | None = None,
+        scheduler: Any = None,
+    ) -> Request:
+        """Return the inputs of the run that `latents` makes of these arguments, from those of rank 0."""
         classes, size, seed = self.dit.mesh.share((list(classes), size, seed))
         if scheduler is None or isinstance(scheduler, str):
             scheduler = self.files.scheduler(self.dit.mesh.share(scheduler))
@@ -212,9 +229,7 @@ class Pipeline:
         self.dit.check_size(height, width)
         generator = torch.Generator().manual_seed(seed)
         noise = draw_noise((len(classes), self.dit.config.in_channels, height, width), generator)
-        return self.sampler(
-            scheduler, noise, prompt, steps=steps, guidance=guidance, eta=eta, generator=generator, on_step=on_step
-        )
+        return Request(scheduler, noise, prompt, steps, guidance, eta, generator)
 
     def decode(self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None) -> Tensor:
         """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents; on_image: see the decoder."""

@@ -126,6 +126,27 @@ class Run:
         outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count if step is None else step))
         return {name: self._parted(name, out) for name, out in outputs.items()}
 
+    def inputs(self) -> dict[str, Tensor]:
+        """Return the model's next input of each stream (after the last step the latents), complete on every rank."""
+        return {name: state.gather() for name, state in self._states.items()}
+
+    def predict_on(self, index: int, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the guided prediction of each stream for whole model inputs (`inputs`), complete on every rank.
+
+        index: the evaluation whose timestep and prompt are used. The state and the next step stay as they are. Every
+        rank must call this at the same time.
+        """
+        kept, upcoming = {name: state.tokens.clone() for name, state in self._states.items()}, self._index
+        for name, state in self._states.items():
+            state.tokens.copy_(state.slice(inputs[name]))
+        self._index = index
+        self._load()
+        made = self.predict(torch.full_like(self._count, index))
+        for name, state in self._states.items():
+            state.tokens.copy_(kept[name])
+        self._index = upcoming
+        return {name: self._states[name].gather(x) for name, x in made.items()}
+
     def latents(self) -> Tensor:
         """Return the current latents of the state's first stream, complete on every rank."""
         return self.all_latents()[self._dit.model.STATE[0]]

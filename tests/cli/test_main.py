@@ -19,7 +19,8 @@ def test_help_explains_every_flag_and_there_are_few(
     shown = capsys.readouterr().out
     if flags is None:
         assert "seqpar sample --gpus 4" in shown
-        assert "plan    Print the predicted time" in shown
+        assert "plan      Print the predicted time" in shown
+        assert "fidelity  Compare every way" in shown
         return
     fields = flags.__dataclass_fields__
     assert len(fields) <= 25  # 20 that say what to do; --transport, --exact; --gpus, --ranks, --dry-run

@@ -1,0 +1,80 @@
+"""`seqpar fidelity` from flags to its table and picture."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from seqpar.cli.args import FidelityArgs
+from seqpar.cli.fidelity import RANDOM, _notes, checked, run_fidelity
+from seqpar.mesh import Mesh
+from tests.fidelity.test_judging import lost_shard
+from tests.support.pool import Pool
+
+
+def printed(rank: int, world: int, device: torch.device, args: FidelityArgs, broken: bool = False) -> tuple[str, str]:
+    """Return what rank prints, and the error with which it ends."""
+    shown, ended = io.StringIO(), ""
+    with redirect_stdout(shown), pytest.MonkeyPatch.context() as patch:
+        if broken:
+            lost_shard(patch, rank)
+        try:
+            run_fidelity(args)
+        except ValueError as error:
+            ended = str(error)
+    return shown.getvalue(), ended
+
+
+def test_a_table_and_a_picture_are_written_beside_each_other(ranks: Pool, tmp_path: Path) -> None:
+    args = FidelityArgs(classes=("cat",), steps=2, transport="collective", out=tmp_path / "new")
+    (first, ended), (second, _) = ranks.run(2, printed, args)
+    assert ended == second == ""
+    table = (tmp_path / "new" / "table.md").read_text()
+    assert [line for line in first.splitlines() if line.startswith("| ")] == [
+        line for line in table.splitlines() if line.startswith("| ")
+    ]
+    for shown in (
+        "reference one rank, float",
+        "note      no LPIPS: no file",
+        "| trained, outliers | bfloat16 | 2 ",
+        "| kv_gather | collective |",
+        "| cfg 2 ",
+        "verdict   every way holds",
+    ):
+        assert shown in table
+    assert "random" not in table
+    data = json.loads((tmp_path / "new" / "errors.json").read_text())
+    kinds = {(row["weights"], row["dtype"]) for row in data["rows"]}
+    assert {("trained", "float32"), ("trained", "bfloat16"), ("trained, outliers", "bfloat16")} <= kinds
+    assert {len(row["same_inputs"]) for row in data["rows"]} == {2}
+    with Image.open(tmp_path / "new" / "difference.png") as sheet:
+        assert sheet.width >= 3 * 128
+        assert sheet.height >= len(kinds) * 128
+
+
+def test_a_fault_ends_in_an_error_that_names_it_and_the_table_is_written(ranks: Pool, tmp_path: Path) -> None:
+    flags = {"strategy": "ulysses", "mesh": "cfg=1", "transport": "collective", "outliers": False, "dtype": "bf16"}
+    args = FidelityArgs(classes=("cat",), steps=2, counts=(2,), out=tmp_path, **flags)
+    for shown, ended in ranks.run(2, printed, args, True):
+        assert ended.startswith("got trained, bfloat16, 2 ranks, ulysses 2, ulysses, collective: prediction of step 1")
+        assert "FAILS" in shown or not shown
+    assert "verdict   2 finding(s)" in (tmp_path / "table.md").read_text()
+
+
+def test_random_weights_are_said_to_show_little_and_wrong_flags_are_refused(tmp_path: Path) -> None:
+    args, alone = FidelityArgs("dit-s/8", ("1",), size="128", out=tmp_path), Mesh.single()
+    assert RANDOM in _notes(args, checked(args, alone), ())
+    assert RANDOM not in _notes(args, checked(FidelityArgs(out=tmp_path), alone), ())
+    for wrong, message in (
+        ({"counts": (2,)}, "expected numbers of ranks from 1 to 1"),
+        ({"model": "flux.1-dev", "prompt": ("x",), "classes": (), "size": None}, "cannot be compared yet"),
+        ({"lpips": tmp_path / "none.pth"}, "expected a file with the weights"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_fidelity(FidelityArgs(**{**vars(args), **wrong}))

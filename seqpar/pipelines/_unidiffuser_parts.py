@@ -8,9 +8,7 @@ latent and its CLIP image embedding. All of this runs on rank 0 alone, by the cl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,44 +19,9 @@ from torch import Tensor
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _texts
 from seqpar.pipelines._texts import Encode
-from seqpar.weights.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_json
+from seqpar.pipelines._unidiffuser_files import PREFIX, Places, caption_decoder
 
 FAILURES = (OSError, ValueError, RuntimeError, ImportError)  # of loaders of transformers and diffusers
-PREFIX = "encode_prefix."
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where the parts of a UniDiffuser are: folders, as diffusers and transformers save them.
-
-    decoder: the caption decoder with the layer that makes prompts narrower.
-    """
-
-    unet: Path
-    vae: Path
-    scheduler: Path
-    text_encoder: Path
-    clip_tokenizer: Path
-    decoder: Path
-    text_tokenizer: Path
-    image_encoder: Path
-    image_processor: Path
-
-    @staticmethod
-    def of(folder: Path) -> Places:
-        """Return the places in a diffusers folder; another layout of the same parts gets its own function here."""
-        processors = (folder / name for name in ("clip_image_processor", "image_processor"))
-        return Places(
-            unet=folder / "unet",
-            vae=folder / "vae",
-            scheduler=folder / "scheduler",
-            text_encoder=folder / "text_encoder",
-            clip_tokenizer=folder / "clip_tokenizer",
-            decoder=folder / "text_decoder",
-            text_tokenizer=folder / "text_tokenizer",
-            image_encoder=folder / "image_encoder",
-            image_processor=next((path for path in processors if path.is_dir()), folder / "image_processor"),
-        )
 
 
 class Texts(_texts.Texts):
@@ -74,27 +37,6 @@ class Texts(_texts.Texts):
         super().__init__(shapes, ready, mesh, dtype, frees=isinstance(source, Places))
 
 
-def check_encoders(places: Places, config: Any) -> None:
-    """Raise ValueError if text encoder, tokenizer or caption decoder are missing, or do not fit the U-ViT.
-
-    config: the U-ViT's `Config`. Reads configs and headers, no weights.
-    """
-    _texts.check_encoder(places.text_encoder)
-    _texts.check_tokenizer(places.clip_tokenizer)
-    told = read_json(places.text_encoder / "config.json")
-    tokens, width = told.get("max_position_embeddings"), told.get("hidden_size")
-    if tokens != config.text_tokens:
-        raise ValueError(f"got a text encoder of {tokens} tokens, expected the model's {config.text_tokens}")
-    shapes = _caption_decoder(places).shapes
-    key = next((key for key in shapes if key.endswith(f"{PREFIX}weight")), None)
-    got = (width, width) if key is None else shapes[key][::-1]
-    if got != (width, config.text_width):
-        raise ValueError(
-            f"got a caption decoder that makes {got[0]} values {got[1]}, expected the text encoder's {width} and the "
-            f"model's {config.text_width}"
-        )
-
-
 def load_encoders(places: Places, dtype: torch.dtype) -> tuple[Any, Any, Callable[[Tensor], Tensor]]:
     """Return CLIP's tokenizer and text encoder, and the layer that makes its output narrower; ValueError if it fails.
 
@@ -108,7 +50,7 @@ def load_encoders(places: Places, dtype: torch.dtype) -> tuple[Any, Any, Callabl
         encoder = transformers.CLIPTextModel.from_pretrained(places.text_encoder, dtype=dtype)
     except FAILURES as error:
         raise ValueError(f"got a text encoder in {places.text_encoder} that does not load: {error}") from error
-    decoder = _caption_decoder(places)
+    decoder = caption_decoder(places)
     keys = sorted(key for key in decoder.shapes if PREFIX in key)  # bias, weight; none if the widths are equal
     bias, weight = (decoder.read(key).to(dtype) for key in keys) if keys else (None, None)
 
@@ -174,10 +116,6 @@ def _ready(source: Places | Any, tokens: int, device: torch.device, dtype: torch
         return (narrower(hidden)[0],)
 
     return encode
-
-
-def _caption_decoder(places: Places) -> Checkpoint:
-    return open_checkpoint(find_checkpoint(places.decoder))
 
 
 def _captioner(places: Places) -> tuple[Any, Any]:

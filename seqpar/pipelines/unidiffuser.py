@@ -1,4 +1,4 @@
-"""Makes pictures from prompts with UniDiffuser: CLIP encodes, our loop denoises with the U-ViT, the autoencoder decodes.
+"""Makes pictures from prompts with UniDiffuser: CLIP encodes, our loop denoises with the U-ViT, and the VAE decodes.
 
 One model knows pictures and texts, so the same loop also makes pictures without a prompt, captions of pictures, texts,
 and pairs of both (`Files.mode`). Pictures are denoised as two streams: the latent and a CLIP image embedding, which is
@@ -23,123 +23,24 @@ from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
-from seqpar.models.uvit import Config, Mode, Model
-from seqpar.pipelines import _family, _schedulers, _texts
-from seqpar.pipelines._family import NO_VAE_FACTOR, Job, Order
+from seqpar.models.uvit import Mode, Model
+from seqpar.pipelines._family import Job, Order
 from seqpar.pipelines._loaded import Loaded, drawn_in, placed
 from seqpar.pipelines._pictures import to_pil
-from seqpar.pipelines._unidiffuser_parts import Places, Texts, captions, check_encoders, image_streams
+from seqpar.pipelines._unidiffuser_files import Files, Places
+from seqpar.pipelines._unidiffuser_parts import Texts, captions, image_streams
 from seqpar.planner.plan import Plan, make, work_of
-from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Wish
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Settings, set_timesteps
-from seqpar.sampling.schedules import FAILURES
-from seqpar.sampling.steppers import check_eta, decide
-from seqpar.vae.decoder import check_vae, load_vae, vae_factor
-from seqpar.weights.checkpoint import read_json
-from seqpar.weights.find import Blueprint, from_diffusers, locate, resolve
+from seqpar.vae.decoder import load_vae
+from seqpar.weights.find import from_diffusers
 
 PIPELINES = ("UniDiffuserPipeline",)
 PROMPT = Model.PROMPT
 GUIDANCE = 8.0  # of diffusers; the original's scale s is this one minus 1
 DATA_TYPE = 1  # of version 1's two kinds of training data the one with good pictures, as both implementations take
-PARTS = ("text_encoder", "clip_tokenizer", "text_decoder")
-# the scheduler of diffusers' UniDiffuser, for models without a pipeline folder
-DEFAULT = {
-    "_class_name": "DPMSolverMultistepScheduler",
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-    "solver_order": 3,
-}
-
-
-@dataclass(frozen=True)
-class Files:
-    """The checked parts of a UniDiffuser, before any weights are loaded.
-
-    blueprint: the U-ViT, whose config names the mode. places: where the other parts are, or None for a preset. vae: the
-    config of the decoder, or None. scheduling: the scheduler's config.
-    """
-
-    blueprint: Blueprint
-    places: Places | None
-    vae: Any
-    scheduling: Mapping[str, Any]
-
-    @staticmethod
-    def locate(name: str | Path, mode: Mode = "text2img") -> Files:
-        """Find and check the files of a diffusers folder or hub id, or take a preset (random weights, no encoders).
-
-        mode: what is made of what; see `seqpar.models.uvit.Config`. Raises ValueError if a file does not fit; reads
-        only configs and the headers of weight files.
-        """
-        path = resolve(name)
-        places = None if path is None else _places(path)
-        blueprint = locate(name if places is None else places.unet)
-        if not isinstance(blueprint.config, Config):
-            raise ValueError(f"got {blueprint.name}, which is no UniDiffuser, expected one")
-        blueprint = replace(blueprint, config=replace(blueprint.config, mode=mode))
-        if places is None:
-            return Files(blueprint, None, None, DEFAULT)
-        vae, channels = check_vae(places.vae), blueprint.config.in_channels
-        if vae.latent_channels != channels:
-            raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
-        check_encoders(places, blueprint.config)
-        return Files(blueprint, places, vae, read_json(places.scheduler / "scheduler_config.json"))
-
-    @property
-    def factor(self) -> int:
-        """Return the number of pixels along each side of a latent pixel."""
-        return NO_VAE_FACTOR if self.vae is None else vae_factor(self.vae)
-
-    def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
-        """Return (height, width) of the latent of a picture; None stands for the trained size (512 x 512 pixels)."""
-        return _family.latent_size(pixels, self.factor, self.blueprint.config)
-
-    def schedule(self, name: str | None, steps: int, eta: float | None = None) -> Any:
-        """Return the scheduler with its timesteps set; ValueError if steps or eta do not fit it.
-
-        name: the class of another scheduler, which takes the folder's configuration.
-        """
-        scheduler = self.scheduler(name)
-        _schedulers.check_steps(scheduler, steps)
-        check_eta(scheduler, eta)
-        try:
-            set_timesteps(scheduler, steps, {})
-        except FAILURES as error:
-            told = f"which {type(scheduler).__name__} cannot do: {error}; try more or fewer"
-            raise ValueError(f"got {steps} steps, {told}") from error
-        decide(scheduler, {"eta": eta})  # raises ValueError if a step of the scheduler fails
-        return scheduler
-
-    def scheduler(self, name: str | None) -> Any:
-        """Return the folder's scheduler, or the diffusers class `name` with the same configuration."""
-        return _schedulers.build(self.scheduling, name)
-
-    def smallest(self, dtype: torch.dtype) -> Callable[[bool], Load]:
-        """Return a function that returns the `Load` of one picture, with two branches or one."""
-        return lambda guided: self.load_of(1, guided, 1, dtype, None)
-
-    def load_of(
-        self, images: int, guided: bool, evaluations: int, dtype: torch.dtype, size: tuple[int, int] | None
-    ) -> Load:
-        """Return the planner's `Load`; guided: whether there are two branches."""
-        config, (height, width) = self.blueprint.config, self.latent_size(size)
-        return Load(
-            images=images,
-            tokens=height * width // config.patch_size**2,
-            guidance=guided,
-            steps=evaluations,
-            itemsize=dtype.itemsize,
-            parameters=sum(x.numel() for x in self.blueprint.meta().parameters()),
-            latent=config.in_channels * config.patch_size**2,
-            labels=1 + guided,  # the prompt is a stream, so modulation depends on the branch alone
-            table=TABLE_BYTES,
-            others=work_of(config).joined,
-        )
 
 
 @dataclass(frozen=True)
@@ -274,7 +175,7 @@ class Pipeline(Loaded):
             drawn = self._fresh(others, generator, evaluations)
         negative = self._fresh(others, generator, evaluations) if asked.guidance.on else {}
         settings: Settings = {"steps": asked.steps, "guidance": asked.guidance, "eta": asked.eta}
-        settings |= {"generator": generator, "drawn": drawn, "negative_drawn": negative}
+        settings["drawn"], settings["negative_drawn"], settings["generator"] = drawn, negative, generator
         self.sampler(scheduler, start, _prompt(model.PROMPT, asked.count), on_step=on_step, **settings)
         return self.sampler.streams()
 
@@ -324,14 +225,6 @@ class Pipeline(Loaded):
             {name: self._tokens(self._draw(x, generator)) for name, x in shapes.items()} for _ in range(evaluations)
         ]
         return {name: torch.stack([step[name] for step in steps]) for name in shapes}
-
-
-def _places(path: Path) -> Places:
-    """Return where the parts are in a diffusers folder."""
-    if not (path / "model_index.json").is_file():
-        raise ValueError(f"got {path} without model_index.json, expected a pipeline's folder with its text encoder")
-    _texts.check_named(path, read_json(path / "model_index.json"), PARTS)
-    return Places.of(path)
 
 
 def _evaluations(scheduler: Any, steps: int) -> int:

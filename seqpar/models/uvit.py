@@ -124,6 +124,7 @@ class Model(SequenceModel):
     """
 
     STREAMS = ("time", "text", "clip", "image")
+    PROMPT = ("other_timestep", "data_type")  # an instance has those of its mode and version
     config: Config
 
     def __init__(self, config: Config) -> None:

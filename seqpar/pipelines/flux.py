@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,23 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.distributed import DistributedDiT, settled
-from seqpar.inputs import from_rank_0
+from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _family, _flux_text, _schedulers, adapted
 from seqpar.pipelines._family import NO_VAE_FACTOR, Job, Order
 from seqpar.pipelines._flux_text import TOKENS, Texts
+from seqpar.pipelines._loaded import Loaded, drawn_in, placed
 from seqpar.pipelines._pictures import to_pil
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Wish
 from seqpar.sampling.guidance import Guidance
-from seqpar.sampling.loop import Sampler, draw_noise
+from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Settings, set_timesteps
 from seqpar.sampling.schedules import FAILURES
 from seqpar.sampling.steppers import check_eta, decide
-from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
+from seqpar.vae.decoder import check_vae, load_vae, vae_factor
 from seqpar.weights.checkpoint import read_json
 from seqpar.weights.find import Blueprint, from_diffusers, locate, resolve
 
@@ -121,6 +120,10 @@ class Files:
         _schedulers.check_steps(scheduler, steps)
         return scheduler, _schedulers.flow_timing(scheduler, steps, self.tokens(size))
 
+    def smallest(self, dtype: torch.dtype) -> Callable[[bool], Load]:
+        """Return a function that returns the `Load` of one picture, with two branches or one."""
+        return lambda guided: self.load_of(("",), guided, 1, dtype, None)
+
     def load_of(
         self, prompts: Sequence[str], guided: bool, evaluations: int, dtype: torch.dtype, size: tuple[int, int] | None
     ) -> Load:
@@ -141,32 +144,10 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """A loaded pipeline on a mesh. `vae` is diffusers' AutoencoderKL; without one, pictures are previews of latents.
+class Pipeline(Loaded):
+    """A loaded pipeline of FLUX.1 on a mesh; see `Loaded`."""
 
-    It keeps the last run's CUDA graph for the next compatible call: use it in a `with` block, or call `release` before
-    the process group ends.
-    """
-
-    dit: DistributedDiT
-    files: Files
-    vae: Any
     texts: Texts
-
-    def __enter__(self) -> Pipeline:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Free the buffers and the CUDA graph that are kept between calls."""
-        self.sampler.release()
-
-    @cached_property
-    def sampler(self) -> Sampler:
-        """Return the reusable sampler of this pipeline."""
-        return Sampler(self.dit)
 
     @staticmethod
     def load(
@@ -186,7 +167,7 @@ class Pipeline:
         the encoders are gone before the transformer's weights load; later calls of `latents` may name others.
         on_prompt(index): called on rank 0 when a prompt is encoded.
         """
-        plan, mesh = _placed(files, mesh, dtype, wish, plan)
+        plan, mesh = placed(files.blueprint.config, files.smallest(dtype), dtype, mesh, wish, plan)
         texts = Texts(files.folder, files.blueprint.config, files.text_tokens, mesh, dtype)
 
         def read() -> tuple[Any, Any]:
@@ -213,7 +194,7 @@ class Pipeline:
         dtype, scheduling = pipe.transformer.dtype, {**pipe.scheduler.config}
         scheduling["_class_name"] = type(pipe.scheduler).__name__
         files = Files(from_diffusers(pipe.transformer), None, pipe.vae.config, scheduling, text_tokens)
-        plan, mesh = _placed(files, mesh, dtype, wish, plan)
+        plan, mesh = placed(files.blueprint.config, files.smallest(dtype), dtype, mesh, wish, plan)
         texts = Texts(pipe, files.blueprint.config, text_tokens, mesh, dtype)
         model = files.blueprint.build(dtype, mesh.device)
         return Pipeline(DistributedDiT(model, mesh, plan=plan), files, pipe.vae.to(mesh.device), texts)
@@ -246,30 +227,8 @@ class Pipeline:
         if others:
             settings["negative"] = self.texts.rows(others * len(prompts))
         shape = len(prompts), self.dit.config.in_channels, *self.files.latent_size(size)
-        noise = draw_noise(shape, generator, _drawn_in(self.dit.dtype))
+        noise = draw_noise(shape, generator, drawn_in(self.dit.dtype))
         return self.sampler(stepping, noise, self.texts.rows(prompts), on_step=on_step, **settings)
-
-    def decode(self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None) -> Tensor:
-        """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents; on_image: see the decoder."""
-        if self.vae is None:
-            return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
-        return decode(self.vae, latents_NCHW, self.dit.mesh, on_image)
-
-
-def _drawn_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which FluxPipeline draws the noise of a model of this dtype."""
-    return dtype if dtype.itemsize < torch.float32.itemsize else torch.float32
-
-
-def _placed(
-    files: Files, mesh: Mesh | None, dtype: torch.dtype, wish: Wish | None, plan: Plan | None
-) -> tuple[Plan, Mesh]:
-    """Return the caller's plan or a new one, and its mesh."""
-    if plan is None:
-        ranks = mesh or Mesh.joined()
-        load = files.load_of(("",), ranks.cfg.size > 1, 1, dtype, None)
-        plan = make(work_of(files.blueprint.config), load, dtype, ranks, wish or Wish(), mesh)
-    return plan, settled(plan, mesh)
 
 
 def generate(

@@ -87,6 +87,12 @@ class Sampler:
         check_finite(run.first_bad(), run.timesteps)
         return latents
 
+    def streams(self) -> dict[str, Tensor]:
+        """Return every stream of the state after the last call, complete on every rank; all ranks must call this."""
+        if self._run is None:
+            raise ValueError("got a sampler without a run, expected one that was called")
+        return self._run.all_latents()
+
     def _ready(self, course: Course) -> Run:
         """Return the kept run, restarted, if it can serve this course on every rank; otherwise a new run."""
         kind = (course.kind, self.dit.state)

@@ -31,6 +31,7 @@ class Settings(TypedDict, total=False):
     schedule: Mapping[str, Any]
     negative: Prompt | None
     drawn: Mapping[str, Tensor]
+    negative_drawn: Mapping[str, Tensor]
     segments: Mapping[int, DistributedDiT]
 
 
@@ -47,7 +48,8 @@ class Request:
     (image-to-image passes a picture with the noise of that step).
     schedule: keyword arguments of the scheduler's `set_timesteps` (FLUX: sigmas and mu); where they hold sigmas or
     timesteps, these replace the number of steps, as in diffusers' pipelines.
-    drawn: streams of the model whose tokens change at every evaluation, (S, N, L, C).
+    drawn: streams of the model whose tokens change at every evaluation, (S, N, L, C). negative_drawn: those of them
+    that are others in the unconditional branch (UniDiffuser: text that is noise), of the same shapes.
     segments: first evaluation -> the model that takes over there; it has the same streams and its own weights.
     """
 
@@ -63,6 +65,7 @@ class Request:
     schedule: Mapping[str, Any] = field(default_factory=dict)
     negative: Prompt | None = None
     drawn: Mapping[str, Tensor] = field(default_factory=dict)
+    negative_drawn: Mapping[str, Tensor] = field(default_factory=dict)
     segments: Mapping[int, DistributedDiT] = field(default_factory=dict)
 
     def latents(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -91,6 +94,7 @@ def rank_0s(mesh: Mesh, request: Request) -> Request:
         prompt=named("prompt"),
         negative=None if request.negative is None else named("negative"),
         drawn=named("drawn"),
+        negative_drawn=named("negative_drawn"),
         guidance=guidance,
         eta=eta,
         generator=generator,
@@ -101,7 +105,9 @@ def _tensors_of_rank_0(mesh: Mesh, request: Request) -> dict[str, Tensor]:
     """Return rank 0's noise, prompts and drawn streams, named by kind and stream ("prompt class_labels")."""
     noise = request.noise
     named = {f"noise {name}": x for name, x in noise.items()} if isinstance(noise, Mapping) else {"noise": noise}
-    for kind, part in (("prompt", request.prompt), ("negative", request.negative or {}), ("drawn", request.drawn)):
+    parts = {"prompt": request.prompt, "negative": request.negative or {}}
+    parts |= {"drawn": request.drawn, "negative_drawn": request.negative_drawn}
+    for kind, part in parts.items():
         named |= {f"{kind} {name}": x for name, x in part.items()}
     # other ranks may have passed tensors, so all must be told before any rank raises
     refused = {name: f"{type(x).__name__}, which is no tensor" for name, x in named.items() if not torch.is_tensor(x)}
@@ -166,6 +172,7 @@ class Course:
         same = (
             tuple((name, tuple(x.shape)) for name, x in noise.items()),
             tuple((name, tuple(x.shape)) for name, x in request.drawn.items()),
+            tuple(sorted(request.negative_drawn)),
             len(self.timesteps_S),
             guidance.on,
             guidance.channels,

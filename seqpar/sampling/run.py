@@ -292,7 +292,9 @@ class Run:
             prompt, rows = distinct(prompt)
         rows = rows.view(branches, self._images)[:, mine]
         rows = rows if mesh.cfg.size == 1 else rows[mesh.cfg.rank : mesh.cfg.rank + 1]
-        drawn = {name: x[:, mine].to(device).repeat(1, len(rows), 1, 1) for name, x in request.drawn.items()}
+        both = [request.drawn, {**request.drawn, **request.negative_drawn}][:branches]
+        both = both if mesh.cfg.size == 1 else both[mesh.cfg.rank : mesh.cfg.rank + 1]
+        drawn = {name: torch.cat([each[name][:, mine].to(device) for each in both], dim=1) for name in request.drawn}
         scales = self._course.embedded_S
         scales = None if scales is None else scales.to(device, self.tokens.dtype)
         return Conditions(self.timesteps.to(device), scales, prompt, rows.flatten(), drawn)
@@ -333,9 +335,10 @@ def _check(dit: DistributedDiT, course: Course, whole: Mapping[str, Tensor]) -> 
     """Raise ValueError if this mesh or model cannot run the request."""
     model, mesh, config, request = dit.model, dit.mesh, dit.config, course.request
     noise = whole[model.STATE[0]]
-    if noise.dim() not in (4, 5) or noise.shape[1] != config.in_channels:
-        raise ValueError(f"got noise of shape {tuple(noise.shape)}, expected (N, {config.in_channels}, H, W)")
-    dit.check_size(*noise.shape[2:])
+    if noise.dim() > 3 or model.STATE[0] == "image":  # other streams are tokens, which `stream_positions` checks
+        if noise.dim() not in (4, 5) or noise.shape[1] != config.in_channels:
+            raise ValueError(f"got noise of shape {tuple(noise.shape)}, expected (N, {config.in_channels}, H, W)")
+        dit.check_size(*noise.shape[2:])
     check_layout(mesh.data.size, mesh.cfg.size, len(noise), request.guidance, config.in_channels)
     if request.guidance.embedded is not None and not model.EMBEDS_GUIDANCE:
         raise ValueError("got embedded guidance, expected a model that takes the scale as an input")
@@ -346,7 +349,17 @@ def _check(dit: DistributedDiT, course: Course, whole: Mapping[str, Tensor]) -> 
     for name, x in (*prompt.items(), *negative.items(), *whole.items()):
         if len(x) != len(noise):
             raise ValueError(f"got {name} of shape {tuple(x.shape)}, expected ({len(noise)},), one an image")
+    _check_drawn(request, len(course.timesteps_S), len(noise))
+
+
+def _check_drawn(request: Request, evaluations: int, images: int) -> None:
+    """Raise ValueError if streams that change at every evaluation have other shapes than the run."""
     for name, x in request.drawn.items():
-        if x.dim() != 4 or x.shape[:2] != (len(course.timesteps_S), len(noise)):
-            wanted = f"({len(course.timesteps_S)}, {len(noise)}, tokens, width)"
+        if x.dim() != 4 or x.shape[:2] != (evaluations, images):
+            wanted = f"({evaluations}, {images}, tokens, width)"
             raise ValueError(f"got drawn {name} of shape {tuple(x.shape)}, expected {wanted}")
+    for name, x in request.negative_drawn.items():
+        like = request.drawn.get(name)
+        if like is None or x.shape != like.shape:
+            wanted = f"{tuple(like.shape)} as drawn" if like is not None else f"one of drawn: {sorted(request.drawn)}"
+            raise ValueError(f"got negative_drawn {name} of shape {tuple(x.shape)}, expected {wanted}")

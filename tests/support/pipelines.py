@@ -60,11 +60,11 @@ def t5(seed: int, kind: str = "T5") -> Any:
     return random_weights(getattr(ENCODERS, f"{kind}EncoderModel")(config), seed)
 
 
-def decoder(seed: int) -> Any:
+def decoder(seed: int, shift: float | None = 0.1) -> Any:
     """Return an image autoencoder with 4 latent channels, 2 x 2 pixels each."""
     stages = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
     sizes = {"block_out_channels": (8, 8), "latent_channels": 4, "norm_num_groups": 4, "sample_size": 16}
-    vae = THEIRS.AutoencoderKL(**stages, **sizes, scaling_factor=0.4, shift_factor=0.1)
+    vae = THEIRS.AutoencoderKL(**stages, **sizes, scaling_factor=0.4, shift_factor=shift)
     return random_weights(vae, seed)
 
 
@@ -192,6 +192,55 @@ def qwen_image() -> Any:
     )
     parts = {"vae": random_weights(vae, 1), "text_encoder": None, "tokenizer": None}
     return quiet(THEIRS.QwenImagePipeline(**parts, transformer=random_weights(transformer, 5), scheduler=flow()))
+
+
+def unidiffuser(version_1: bool = True) -> Any:
+    """Return a UniDiffuser pipeline of either version, with every part that a downloaded one has."""
+    from diffusers.pipelines.deprecated.unidiffuser import UniDiffuserModel, UniDiffuserTextDecoder
+
+    unet = UniDiffuserModel(
+        text_dim=6,
+        clip_img_dim=5,
+        num_text_tokens=16,
+        num_attention_heads=HEADS,
+        attention_head_dim=HEAD_DIM,
+        in_channels=4,
+        out_channels=4,
+        num_layers=5,
+        sample_size=8,
+        patch_size=2,
+        activation_fn="gelu",
+        use_data_type_embedding=version_1,
+    )
+    count = len(WORDS) + len(SPECIAL)
+    captions = UniDiffuserTextDecoder(
+        prefix_length=16,
+        prefix_inner_dim=WIDTH,
+        prefix_hidden_dim=6,
+        vocab_size=count,
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=4,
+    )
+    head: Any = captions.transformer.lm_head  # safetensors writes no tensor twice, as tied weights would be
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 4, "num_hidden_layers": 2}
+    vision = ENCODERS.CLIPVisionConfig(**sizes, projection_dim=5, image_size=8, patch_size=4)
+    return quiet(
+        THEIRS.UniDiffuserPipeline(
+            vae=decoder(1, None),
+            text_encoder=clip(2),
+            image_encoder=random_weights(ENCODERS.CLIPVisionModelWithProjection(vision), 3),
+            clip_image_processor=ENCODERS.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size=8),
+            clip_tokenizer=tokenizer(16),
+            text_decoder=random_weights(captions, 4),
+            text_tokenizer=tokenizer(16),
+            unet=random_weights(unet, 5),
+            scheduler=THEIRS.DPMSolverMultistepScheduler(
+                beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", solver_order=3
+            ),
+        )
+    )
 
 
 def wide(encoder: Any) -> Any:

@@ -1,0 +1,77 @@
+"""What the pipelines of text-to-image models share once their weights are loaded: mesh, sampler and decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.distributed import DistributedDiT, settled
+from seqpar.inputs import from_rank_0
+from seqpar.mesh import Mesh
+from seqpar.planner.plan import Plan, make, work_of
+from seqpar.planner.predict import Load
+from seqpar.planner.search import Wish
+from seqpar.sampling.loop import Sampler
+from seqpar.vae.decoder import decode, preview
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A loaded pipeline on a mesh. `vae` is diffusers' AutoencoderKL; without one, pictures are previews of latents.
+
+    It keeps the last run's CUDA graph for the next compatible call: use it in a `with` block, or call `release` before
+    the process group ends.
+    """
+
+    dit: DistributedDiT
+    files: Any
+    vae: Any
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Free the buffers and the CUDA graph that are kept between calls."""
+        self.sampler.release()
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """Return the reusable sampler of this pipeline."""
+        return Sampler(self.dit)
+
+    def decode(self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None) -> Tensor:
+        """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents; on_image: see the decoder."""
+        if self.vae is None:
+            return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
+        return decode(self.vae, latents_NCHW, self.dit.mesh, on_image)
+
+
+def placed(
+    config: Any,
+    load_of: Callable[[bool], Load],
+    dtype: torch.dtype,
+    mesh: Mesh | None,
+    wish: Wish | None,
+    plan: Plan | None,
+) -> tuple[Plan, Mesh]:
+    """Return the caller's plan or a new one, and its mesh.
+
+    config: the model's. load_of(guided): the load of one picture with one branch, or with two.
+    """
+    if plan is None:
+        ranks = mesh or Mesh.joined()
+        plan = make(work_of(config), load_of(ranks.cfg.size > 1), dtype, ranks, wish or Wish(), mesh)
+    return plan, settled(plan, mesh)
+
+
+def drawn_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which diffusers' pipelines draw the noise of a model of this dtype."""
+    return dtype if dtype.itemsize < torch.float32.itemsize else torch.float32

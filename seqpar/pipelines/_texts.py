@@ -1,0 +1,114 @@
+"""Prompts as tensors: rank 0 encodes each distinct text once, frees the encoders, and keeps what it made.
+
+The denoising loop gives rank 0's tensors to all ranks, as it does with every input. Each prompt is encoded alone, so
+that its tensors do not depend on others.
+When it wins: always; encoders run once a picture, and the memory of all other ranks never holds them.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.mesh import Mesh
+from seqpar.weights.checkpoint import find_checkpoint, open_checkpoint
+
+Encode = Callable[[str], tuple[Tensor, ...]]
+
+
+class Texts:
+    """The prompts of one model as tensors; it keeps those of the last call, so that they are encoded once.
+
+    shapes: name -> shape of each tensor of a prompt. ready: returns a function that encodes one prompt and holds the
+    encoders; None for a model with random weights, for which random numbers stand in for encoded prompts. frees:
+    whether nothing else holds these encoders, so that their memory is given back after each call.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        ready: Callable[[], Encode] | None,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        *,
+        frees: bool,
+    ) -> None:
+        self.shapes = dict(shapes)
+        self._ready, self._mesh, self._dtype, self._frees = ready, mesh, dtype, frees
+        self._known: dict[str, tuple[Tensor, ...]] = {}
+
+    def encode(self, prompts: Sequence[str], on_prompt: Callable[[int], None] = lambda index: None) -> None:
+        """Encode these prompts on rank 0, and forget all others; other ranks return at once.
+
+        on_prompt(index): called when a prompt is encoded. Raises ValueError on rank 0 if the encoders do not load.
+        """
+        if not self._mesh.is_main:
+            return
+        wanted = list(dict.fromkeys(prompts))
+        missing = [text for text in wanted if text not in self._known]
+        made = {text: self._known[text] for text in wanted if text in self._known}
+        if missing:
+            encoder = self._stand_in if self._ready is None else self._ready()
+            for index, text in enumerate(missing):
+                with torch.no_grad():
+                    made[text] = tuple(x.to(self._mesh.device, self._dtype) for x in encoder(text))
+                on_prompt(index)
+            del encoder
+            if self._frees:
+                _free(self._mesh.device)
+        self._known = made
+
+    def rows(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Return the tensors by name, with a row for each prompt.
+
+        Only rank 0's values count; other ranks return tensors of the same shapes. The prompts must be encoded.
+        """
+        if self._mesh.is_main:
+            texts = (torch.stack(each) for each in zip(*(self._known[text] for text in prompts), strict=True))
+        else:
+            shapes = ((len(prompts), *shape) for shape in self.shapes.values())
+            texts = (torch.zeros(shape, dtype=self._dtype, device=self._mesh.device) for shape in shapes)
+        return dict(zip(self.shapes, texts, strict=True))
+
+    def _stand_in(self, text: str) -> tuple[Tensor, ...]:
+        """Return random numbers that depend on the prompt."""
+        generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
+        return tuple(torch.randn(shape, generator=generator) for shape in self.shapes.values())
+
+
+def check_named(folder: Path, index: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise ValueError if a pipeline's model_index.json lacks one of these parts, or transformers is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(
+            "got a model with text encoders, which need the package transformers; pip install transformers"
+        )
+    for name in names:
+        if not (index.get(name) or [None])[0]:
+            raise ValueError(f"got pipeline {folder} without {name}, expected one: prompts need it")
+
+
+def check_encoder(folder: Path) -> None:
+    """Raise ValueError if the weights of an encoder of transformers are missing or truncated; reads headers."""
+    stems = ("model", "pytorch_model")
+    found = next((stem for stem in stems if next(folder.glob(f"{stem}.*"), None)), stems[0])
+    open_checkpoint(find_checkpoint(folder, found))
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise ValueError if this is not the folder of a tokenizer."""
+    if not (folder / "tokenizer_config.json").is_file():
+        raise ValueError(f"got {folder} without tokenizer_config.json, expected a tokenizer's folder")
+
+
+def _free(device: torch.device) -> None:
+    """Give the memory of dropped encoders back to the device, because the transformer's weights need it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,187 @@
+"""Finds the parts of a UniDiffuser and checks them before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seqpar.models.uvit import Config, Mode
+from seqpar.pipelines import _family, _schedulers, _texts
+from seqpar.pipelines._family import NO_VAE_FACTOR
+from seqpar.planner.plan import work_of
+from seqpar.planner.predict import TABLE_BYTES, Load
+from seqpar.sampling.request import set_timesteps
+from seqpar.sampling.schedules import FAILURES
+from seqpar.sampling.steppers import check_eta, decide
+from seqpar.vae.decoder import check_vae, vae_factor
+from seqpar.weights.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_json
+from seqpar.weights.find import Blueprint, locate, resolve
+
+PREFIX = "encode_prefix."  # of the caption decoder's layer that makes prompts narrower
+PARTS = ("text_encoder", "clip_tokenizer", "text_decoder")
+# the scheduler of diffusers' UniDiffuser, for models without a pipeline folder
+DEFAULT = {
+    "_class_name": "DPMSolverMultistepScheduler",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "solver_order": 3,
+}
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the parts of a UniDiffuser are: folders, as diffusers and transformers save them.
+
+    decoder: the caption decoder with the layer that makes prompts narrower.
+    """
+
+    unet: Path
+    vae: Path
+    scheduler: Path
+    text_encoder: Path
+    clip_tokenizer: Path
+    decoder: Path
+    text_tokenizer: Path
+    image_encoder: Path
+    image_processor: Path
+
+    @staticmethod
+    def of(folder: Path) -> Places:
+        """Return the places in a diffusers folder; another layout of the same parts gets its own function here."""
+        processors = (folder / name for name in ("clip_image_processor", "image_processor"))
+        return Places(
+            unet=folder / "unet",
+            vae=folder / "vae",
+            scheduler=folder / "scheduler",
+            text_encoder=folder / "text_encoder",
+            clip_tokenizer=folder / "clip_tokenizer",
+            decoder=folder / "text_decoder",
+            text_tokenizer=folder / "text_tokenizer",
+            image_encoder=folder / "image_encoder",
+            image_processor=next((path for path in processors if path.is_dir()), folder / "image_processor"),
+        )
+
+
+@dataclass(frozen=True)
+class Files:
+    """The checked parts of a UniDiffuser, before any weights are loaded.
+
+    blueprint: the U-ViT, whose config names the mode. places: where the other parts are, or None for a preset. vae: the
+    config of the decoder, or None. scheduling: the scheduler's config.
+    """
+
+    blueprint: Blueprint
+    places: Places | None
+    vae: Any
+    scheduling: Mapping[str, Any]
+
+    @staticmethod
+    def locate(name: str | Path, mode: Mode = "text2img") -> Files:
+        """Find and check the files of a diffusers folder or hub id, or take a preset (random weights, no encoders).
+
+        mode: what is made of what; see `seqpar.models.uvit.Config`. Raises ValueError if a file does not fit; reads
+        only configs and the headers of weight files.
+        """
+        path = resolve(name)
+        places = None if path is None else places_of(path)
+        blueprint = locate(name if places is None else places.unet)
+        if not isinstance(blueprint.config, Config):
+            raise ValueError(f"got {blueprint.name}, which is no UniDiffuser, expected one")
+        blueprint = replace(blueprint, config=replace(blueprint.config, mode=mode))
+        if places is None:
+            return Files(blueprint, None, None, DEFAULT)
+        vae, channels = check_vae(places.vae), blueprint.config.in_channels
+        if vae.latent_channels != channels:
+            raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
+        check_encoders(places, blueprint.config)
+        return Files(blueprint, places, vae, read_json(places.scheduler / "scheduler_config.json"))
+
+    @property
+    def factor(self) -> int:
+        """Return the number of pixels along each side of a latent pixel."""
+        return NO_VAE_FACTOR if self.vae is None else vae_factor(self.vae)
+
+    def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
+        """Return (height, width) of the latent of a picture; None stands for the trained size (512 x 512 pixels)."""
+        return _family.latent_size(pixels, self.factor, self.blueprint.config)
+
+    def schedule(self, name: str | None, steps: int, eta: float | None = None) -> Any:
+        """Return the scheduler with its timesteps set; ValueError if steps or eta do not fit it.
+
+        name: the class of another scheduler, which takes the folder's configuration.
+        """
+        scheduler = self.scheduler(name)
+        _schedulers.check_steps(scheduler, steps)
+        check_eta(scheduler, eta)
+        try:
+            set_timesteps(scheduler, steps, {})
+        except FAILURES as error:
+            told = f"which {type(scheduler).__name__} cannot do: {error}; try more or fewer"
+            raise ValueError(f"got {steps} steps, {told}") from error
+        decide(scheduler, {"eta": eta})  # raises ValueError if a step of the scheduler fails
+        return scheduler
+
+    def scheduler(self, name: str | None) -> Any:
+        """Return the folder's scheduler, or the diffusers class `name` with the same configuration."""
+        return _schedulers.build(self.scheduling, name)
+
+    def smallest(self, dtype: torch.dtype) -> Callable[[bool], Load]:
+        """Return a function that returns the `Load` of one picture, with two branches or one."""
+        return lambda guided: self.load_of(1, guided, 1, dtype, None)
+
+    def load_of(
+        self, images: int, guided: bool, evaluations: int, dtype: torch.dtype, size: tuple[int, int] | None
+    ) -> Load:
+        """Return the planner's `Load`; guided: whether there are two branches."""
+        config, (height, width) = self.blueprint.config, self.latent_size(size)
+        return Load(
+            images=images,
+            tokens=height * width // config.patch_size**2,
+            guidance=guided,
+            steps=evaluations,
+            itemsize=dtype.itemsize,
+            parameters=sum(x.numel() for x in self.blueprint.meta().parameters()),
+            latent=config.in_channels * config.patch_size**2,
+            labels=1 + guided,  # the prompt is a stream, so modulation depends on the branch alone
+            table=TABLE_BYTES,
+            others=work_of(config).joined,
+        )
+
+
+def places_of(path: Path) -> Places:
+    """Return where the parts are in a diffusers folder."""
+    if not (path / "model_index.json").is_file():
+        raise ValueError(f"got {path} without model_index.json, expected a pipeline's folder with its text encoder")
+    _texts.check_named(path, read_json(path / "model_index.json"), PARTS)
+    return Places.of(path)
+
+
+def check_encoders(places: Places, config: Any) -> None:
+    """Raise ValueError if text encoder, tokenizer or caption decoder are missing, or do not fit the U-ViT.
+
+    config: the U-ViT's `Config`. Reads configs and headers, no weights.
+    """
+    _texts.check_encoder(places.text_encoder)
+    _texts.check_tokenizer(places.clip_tokenizer)
+    told = read_json(places.text_encoder / "config.json")
+    tokens, width = told.get("max_position_embeddings"), told.get("hidden_size")
+    if tokens != config.text_tokens:
+        raise ValueError(f"got a text encoder of {tokens} tokens, expected the model's {config.text_tokens}")
+    shapes = caption_decoder(places).shapes
+    key = next((key for key in shapes if key.endswith(f"{PREFIX}weight")), None)
+    got = (width, width) if key is None else shapes[key][::-1]
+    if got != (width, config.text_width):
+        raise ValueError(
+            f"got a caption decoder that makes {got[0]} values {got[1]}, expected the text encoder's {width} and the "
+            f"model's {config.text_width}"
+        )
+
+
+def caption_decoder(places: Places) -> Checkpoint:
+    """Open the checkpoint of the caption decoder."""
+    return open_checkpoint(find_checkpoint(places.decoder))

@@ -1,0 +1,142 @@
+"""The parts of UniDiffuser around its U-ViT: prompts to text tokens and back, and pictures to image tokens.
+
+A prompt becomes CLIP's last hidden states, which the caption decoder's first layer makes narrower (768 to 64). The rest
+of the caption decoder, a small GPT-2, turns text tokens that were denoised into a caption. A given picture becomes its
+latent and its CLIP image embedding. All of this runs on rank 0 alone, by the classes of diffusers and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from seqpar.mesh import Mesh
+from seqpar.pipelines import _texts
+from seqpar.pipelines._texts import Encode
+from seqpar.pipelines._unidiffuser_files import PREFIX, Places, caption_decoder
+
+FAILURES = (OSError, ValueError, RuntimeError, ImportError)  # of loaders of transformers and diffusers
+
+
+class Texts(_texts.Texts):
+    """UniDiffuser's prompts as text tokens; see `seqpar.pipelines._texts.Texts`.
+
+    source: the places of the encoders, which are loaded for the time of a call; diffusers' UniDiffuserPipeline in
+    memory; or None for a model with random weights. config: the U-ViT's `Config`.
+    """
+
+    def __init__(self, source: Places | Any | None, config: Any, mesh: Mesh, dtype: torch.dtype) -> None:
+        ready = None if source is None else partial(_ready, source, config.text_tokens, mesh.device, dtype)
+        shapes = {"text": (config.text_tokens, config.text_width)}
+        super().__init__(shapes, ready, mesh, dtype, frees=isinstance(source, Places))
+
+
+def load_encoders(places: Places, dtype: torch.dtype) -> tuple[Any, Any, Callable[[Tensor], Tensor]]:
+    """Return CLIP's tokenizer and text encoder, and the layer that makes its output narrower; ValueError if it fails.
+
+    Of the caption decoder only this layer is read.
+    """
+    import transformers  # seconds to import, and other models do not need it
+
+    tokenizers: Any = transformers.AutoTokenizer
+    try:
+        tokenizer = tokenizers.from_pretrained(places.clip_tokenizer)
+        encoder = transformers.CLIPTextModel.from_pretrained(places.text_encoder, dtype=dtype)
+    except FAILURES as error:
+        raise ValueError(f"got a text encoder in {places.text_encoder} that does not load: {error}") from error
+    decoder = caption_decoder(places)
+    keys = sorted(key for key in decoder.shapes if PREFIX in key)  # bias, weight; none if the widths are equal
+    bias, weight = (decoder.read(key).to(dtype) for key in keys) if keys else (None, None)
+
+    def narrower(hidden: Tensor) -> Tensor:
+        if weight is None or bias is None:
+            return hidden
+        return F.linear(hidden, weight.to(hidden.device), bias.to(hidden.device))
+
+    return tokenizer, encoder, narrower
+
+
+def captions(source: Places | Any, text_NLC: Tensor) -> list[str]:
+    """Return the caption of each row of text tokens, by the caption decoder's beam search; ValueError if none loads.
+
+    source: as for `Texts`. It runs on the device and in the dtype of the tokens.
+    """
+    decoder, tokenizer = (
+        _captioner(source) if isinstance(source, Places) else (source.text_decoder, source.text_tokenizer)
+    )
+    decoder = decoder.to(text_NLC.device)
+    tokens, lengths = decoder.generate_captions(
+        text_NLC.to(decoder.dtype), tokenizer.eos_token_id, device=text_NLC.device
+    )
+    pairs = zip(tokens.tolist(), lengths.tolist(), strict=True)
+    return [tokenizer.decode(row[:length], skip_special_tokens=True) for row, length in pairs]
+
+
+def image_streams(
+    source: Places | Any, vae: Any, pictures: Sequence[Image.Image], generator: torch.Generator
+) -> Mapping[str, Tensor]:
+    """Return {"image": latents (N, C, h, w), "clip": embeddings (N, 1, width)} of pictures of one size.
+
+    source: as for `Texts`. generator: draws the sample of the autoencoder's distribution, as in diffusers' pipeline.
+    """
+    from diffusers.image_processor import VaeImageProcessor
+
+    encoder, processor = (
+        _seer(source, vae.dtype) if isinstance(source, Places) else (source.image_encoder, source.clip_image_processor)
+    )
+    device, encoder = vae.device, encoder.to(vae.device)
+    pixels = VaeImageProcessor(vae_scale_factor=2 ** (len(vae.config.block_out_channels) - 1)).preprocess([*pictures])
+    with torch.no_grad():
+        latents = vae.encode(pixels.to(device, vae.dtype)).latent_dist.sample(generator=generator)
+        seen = processor.preprocess([*pictures], return_tensors="pt").to(device=device, dtype=vae.dtype)
+        embedded = encoder(**seen).image_embeds
+    return {"image": latents * vae.config.scaling_factor, "clip": embedded[:, None]}
+
+
+def _ready(source: Places | Any, tokens: int, device: torch.device, dtype: torch.dtype) -> Encode:
+    """Return a function that encodes one prompt; it holds the encoders."""
+    if isinstance(source, Places):
+        tokenizer, encoder, narrower = load_encoders(source, dtype)
+    else:
+        tokenizer, encoder, narrower = source.clip_tokenizer, source.text_encoder, source.text_decoder.encode
+        source.text_decoder.to(device)
+    encoder = encoder.to(device)
+    masked = getattr(encoder.config, "use_attention_mask", False)
+
+    def encode(text: str) -> tuple[Tensor, ...]:
+        given = tokenizer(text, padding="max_length", max_length=tokens, truncation=True, return_tensors="pt")
+        mask = given.attention_mask.to(device) if masked else None
+        hidden = encoder(given.input_ids.to(device), attention_mask=mask)[0]
+        return (narrower(hidden)[0],)
+
+    return encode
+
+
+def _captioner(places: Places) -> tuple[Any, Any]:
+    """Return the caption decoder and its tokenizer."""
+    import transformers
+    from diffusers.pipelines.deprecated.unidiffuser.modeling_text_decoder import UniDiffuserTextDecoder
+
+    tokenizers: Any = transformers.AutoTokenizer
+    try:
+        decoder = UniDiffuserTextDecoder.from_pretrained(places.decoder)
+        return decoder, tokenizers.from_pretrained(places.text_tokenizer)
+    except FAILURES as error:
+        raise ValueError(f"got a caption decoder in {places.decoder} that does not load: {error}") from error
+
+
+def _seer(places: Places, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return CLIP's image encoder and the function that prepares pictures for it."""
+    import transformers
+
+    try:
+        encoder = transformers.CLIPVisionModelWithProjection.from_pretrained(places.image_encoder, dtype=dtype)
+        return encoder, transformers.CLIPImageProcessor.from_pretrained(places.image_processor)
+    except FAILURES as error:
+        raise ValueError(f"got an image encoder in {places.image_encoder} that does not load: {error}") from error

@@ -1,0 +1,316 @@
+"""Makes pictures from prompts with UniDiffuser: CLIP encodes, our loop denoises with the U-ViT, and the VAE decodes.
+
+One model knows pictures and texts, so the same loop also makes pictures without a prompt, captions of pictures, texts,
+and pairs of both (`Files.mode`). Pictures are denoised as two streams: the latent and a CLIP image embedding, which is
+one token. In the unconditional branch of guidance the other modality is noise that is new at every evaluation; it is
+drawn before the loop, in the order of diffusers' pipeline, and sent from rank 0 to all ranks.
+When it wins: the state stays sharded from the noise to the last step, both branches are one batch or each has ranks of
+its own on the `cfg` axis, and a step is one CUDA graph; diffusers' pipeline calls its model twice a step.
+Source: UniDiffuser (arXiv 2303.06555).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from seqpar.distributed import DistributedDiT
+from seqpar.mesh import Mesh
+from seqpar.models.uvit import Mode, Model
+from seqpar.pipelines._family import Job, Order
+from seqpar.pipelines._loaded import Loaded, drawn_in, placed
+from seqpar.pipelines._pictures import to_pil
+from seqpar.pipelines._unidiffuser_files import Files, Places
+from seqpar.pipelines._unidiffuser_parts import Texts, captions, image_streams
+from seqpar.planner.plan import Plan, make, work_of
+from seqpar.planner.search import Wish
+from seqpar.sampling.guidance import Guidance
+from seqpar.sampling.loop import draw_noise
+from seqpar.sampling.request import Settings, set_timesteps
+from seqpar.vae.decoder import load_vae
+from seqpar.weights.find import from_diffusers
+
+PIPELINES = ("UniDiffuserPipeline",)
+PROMPT = Model.PROMPT
+GUIDANCE = 8.0  # of diffusers; the original's scale s is this one minus 1
+DATA_TYPE = 1  # of version 1's two kinds of training data the one with good pictures, as both implementations take
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run makes, besides the texts and pictures that are given.
+
+    count: number of pictures or texts. guidance: diffusers' scale, which is the original's plus 1. size: (height,
+    width) of the picture in pixels, None for 512 x 512. scheduler: the class name of another.
+    """
+
+    count: int
+    steps: int
+    guidance: Guidance
+    seed: int = 0
+    size: tuple[int, int] | None = None
+    eta: float | None = None
+    scheduler: str | None = None
+
+
+@dataclass(frozen=True)
+class Pipeline(Loaded):
+    """A loaded UniDiffuser on a mesh; see `Loaded`.
+
+    source: the places of the parts around the U-ViT, diffusers' pipeline in memory, or None for a preset.
+    """
+
+    texts: Texts
+    source: Places | Any | None
+
+    @staticmethod
+    def load(
+        files: Files,
+        mesh: Mesh | None = None,
+        dtype: torch.dtype = torch.float32,
+        *,
+        wish: Wish | None = None,
+        plan: Plan | None = None,
+        prompts: Sequence[str] = (),
+        on_prompt: Callable[[int], None] = lambda index: None,
+    ) -> Pipeline:
+        """Load the weights of U-ViT and decoder; every rank must call this at the same time.
+
+        wish: the caller's choice of strategy, local attention and transport; the planner chooses the rest for one
+        picture with one branch. plan: a plan that was made before. prompts: texts that rank 0 encodes first, so that
+        the encoder is gone before other weights load; later calls of `latents` may name others. on_prompt(index):
+        called on rank 0 when a prompt is encoded.
+        """
+        plan, mesh = placed(files.blueprint.config, files.smallest(dtype), dtype, mesh, wish, plan)
+        texts = Texts(files.places, files.blueprint.config, mesh, dtype)
+
+        def read() -> tuple[Any, Any]:
+            texts.encode(prompts, on_prompt)
+            model = files.blueprint.build(dtype, mesh.device)
+            return model, load_vae(files.places.vae, dtype, mesh.device) if files.places else None
+
+        model, vae = mesh.together(read)
+        return Pipeline(DistributedDiT(model, mesh, plan=plan), files, vae, texts, files.places)
+
+    @staticmethod
+    def of(
+        pipe: Any,
+        mesh: Mesh | None = None,
+        *,
+        wish: Wish | None = None,
+        plan: Plan | None = None,
+        mode: Mode = "text2img",
+    ) -> Pipeline:
+        """Return a pipeline of the parts of diffusers' UniDiffuserPipeline in memory; its encoders stay with it.
+
+        The U-ViT's weights are copied. See `load` for the other arguments; dtype is that of the U-ViT.
+        """
+        dtype, scheduling = pipe.unet.dtype, {**pipe.scheduler.config}
+        scheduling["_class_name"] = type(pipe.scheduler).__name__
+        blueprint = from_diffusers(pipe.unet)
+        blueprint = replace(blueprint, config=replace(blueprint.config, mode=mode))
+        files = Files(blueprint, None, pipe.vae.config, scheduling)
+        plan, mesh = placed(blueprint.config, files.smallest(dtype), dtype, mesh, wish, plan)
+        texts, model = Texts(pipe, blueprint.config, mesh, dtype), blueprint.build(dtype, mesh.device)
+        return Pipeline(DistributedDiT(model, mesh, plan=plan), files, pipe.vae.to(mesh.device), texts, pipe)
+
+    def latents(
+        self,
+        prompts: Sequence[str],
+        *,
+        steps: int,
+        guidance: Guidance,
+        seed: int = 0,
+        size: tuple[int, int] | None = None,
+        eta: float | None = None,
+        scheduler: str | None = None,
+        on_step: Callable[[int], None] = lambda index: None,
+    ) -> Tensor:
+        """Return sampled latents (N, C, h, w) for N prompts, equal on every rank, from rank 0's arguments.
+
+        See `Asked` for the arguments. Prompts that are not encoded yet take the encoder's memory for the time of this
+        call. Raises ValueError in a mode without prompts.
+        """
+        if self.dit.config.mode != "text2img":
+            raise ValueError(f"got prompts in mode {self.dit.config.mode}, expected text2img; see `streams`")
+        prompts = self.dit.mesh.share(list(prompts))
+        self.dit.mesh.together(lambda: self.texts.encode(prompts))
+        asked = Asked(len(prompts), steps, guidance, seed, size, eta, scheduler)
+        return self.streams(asked, given=self.texts.rows(prompts), on_step=on_step)["image"]
+
+    def streams(
+        self,
+        asked: Asked,
+        *,
+        given: Mapping[str, Tensor] | None = None,
+        noise: Mapping[str, Tensor] | None = None,
+        on_step: Callable[[int], None] = lambda index: None,
+    ) -> dict[str, Tensor]:
+        """Return the streams that the mode denoises, equal on every rank, from rank 0's arguments.
+
+        They are {"image": (N, C, h, w), "clip": (N, 1, width)} in modes text2img and image, {"text": (N, 77, width)} in
+        img2text and text, and all three in joint, which takes no guidance. given: the other streams, in the same
+        shapes; in modes image and text they are noise that is new at every evaluation, unless they are given.
+        noise: for the denoised streams; None draws it.
+        """
+        asked, model = self.dit.mesh.share(asked), self.dit.model
+        scheduler = self.files.scheduler(asked.scheduler)
+        generator, shapes = torch.Generator().manual_seed(asked.seed), self._shapes(asked)
+        start = noise or {name: self._draw(shapes[name], generator) for name in model.STATE}
+        others = {name: shape for name, shape in shapes.items() if name not in model.STATE}
+        evaluations = _evaluations(scheduler, asked.steps)
+        if given:
+            _check_given(given, others)
+            drawn = {name: self._tokens(x).expand(evaluations, -1, -1, -1) for name, x in given.items()}
+        elif "other_timestep" in model.PROMPT:
+            raise ValueError(f"got mode {self.dit.config.mode} without {', '.join(others)}, expected them as `given`")
+        else:
+            drawn = self._fresh(others, generator, evaluations)
+        negative = self._fresh(others, generator, evaluations) if asked.guidance.on else {}
+        settings: Settings = {"steps": asked.steps, "guidance": asked.guidance, "eta": asked.eta}
+        settings["drawn"], settings["negative_drawn"], settings["generator"] = drawn, negative, generator
+        self.sampler(scheduler, start, _prompt(model.PROMPT, asked.count), on_step=on_step, **settings)
+        return self.sampler.streams()
+
+    def captions(self, text_NLC: Tensor) -> list[str]:
+        """Return the caption of each row of rank 0's text tokens, on every rank; ValueError for a preset."""
+        mesh, source = self.dit.mesh, self.source
+        if source is None:
+            raise ValueError("got a model without a caption decoder, expected a pipeline's folder")
+        return mesh.share(mesh.together(lambda: captions(source, text_NLC) if mesh.is_main else None)) or []
+
+    def image_streams(self, pictures: Sequence[Image.Image], seed: int = 0) -> dict[str, Tensor]:
+        """Return the streams of rank 0's pictures (of one size), for `streams` in mode img2text, on every rank.
+
+        seed: of the sample that is drawn from the autoencoder's distribution.
+        """
+        mesh, source, vae = self.dit.mesh, self.source, self.vae
+        if source is None:
+            raise ValueError("got a model without image encoders, expected a pipeline's folder")
+        drawn = torch.Generator().manual_seed(seed)
+        made = mesh.together(lambda: image_streams(source, vae, pictures, drawn) if mesh.is_main else {})
+        return mesh.share({name: x.cpu() for name, x in made.items()})
+
+    def _shapes(self, asked: Asked) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each stream, in the order in which noise is drawn."""
+        config, count = self.dit.config, asked.count
+        return {
+            "image": (count, config.in_channels, *self.files.latent_size(asked.size)),
+            "clip": (count, 1, config.clip_width),
+            "text": (count, config.text_tokens, config.text_width),
+        }
+
+    def _draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return draw_noise(shape, generator, drawn_in(self.dit.dtype))
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """Return a stream as tokens (N, L, C)."""
+        return x if x.dim() == 3 else self.dit.model.patchify(x)
+
+    def _fresh(
+        self, shapes: Mapping[str, tuple[int, ...]], generator: torch.Generator, evaluations: int
+    ) -> dict[str, Tensor]:
+        """Return noise that is new at every evaluation, (S, N, L, C) each.
+
+        It is drawn evaluation by evaluation, because diffusers' pipeline draws it within its loop.
+        """
+        steps = [
+            {name: self._tokens(self._draw(x, generator)) for name, x in shapes.items()} for _ in range(evaluations)
+        ]
+        return {name: torch.stack([step[name] for step in steps]) for name in shapes}
+
+
+def _evaluations(scheduler: Any, steps: int) -> int:
+    """Return how often a scheduler, which is not changed, calls the model."""
+    timed = copy.deepcopy(scheduler)
+    set_timesteps(timed, steps, {})
+    return len(timed.timesteps)
+
+
+def _check_given(given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    got = {name: tuple(x.shape) for name, x in given.items()}
+    if got != dict(shapes):
+        raise ValueError(f"got the given streams {got}, expected {dict(shapes)}")
+
+
+def _prompt(names: Sequence[str], count: int) -> dict[str, Tensor]:
+    """Return the prompt of `count` rows; a given modality is no noise, so its timestep is 0."""
+    values = {"other_timestep": 0, "data_type": DATA_TYPE}
+    return {name: torch.full((count,), values[name]) for name in names}
+
+
+def generate(
+    prompts: Sequence[str],
+    model: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    steps: int = 50,
+    guidance: float = GUIDANCE,
+    size: tuple[int, int] | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> list[Image.Image]:
+    """Return a picture of each prompt on every rank, from rank 0's arguments; this one call does everything."""
+    ranks = mesh or Mesh.joined()
+    asked = (list(prompts), model, steps, guidance, size, seed, dtype)
+    prompts, model, steps, guidance, size, seed, dtype = ranks.share(asked)
+    files = ranks.together(lambda: Files.locate(model))
+    wanted, scheduler = Guidance(guidance), ranks.together(lambda: files.schedule(None, steps))
+    load = files.load_of(len(prompts), wanted.on, len(scheduler.timesteps), dtype, size)
+    plan = make(work_of(files.blueprint.config), load, dtype, ranks, Wish(), mesh)
+    with Pipeline.load(files, mesh, dtype, plan=plan, prompts=prompts) as pipeline:
+        made = pipeline.latents(prompts, steps=steps, guidance=wanted, seed=seed, size=size)
+        return to_pil(pipeline.decode(made))
+
+
+def check(order: Order, path: Path | None) -> Job:
+    """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
+    guidance = _guidance(order)
+    files = Files.locate(order.model if path is None else path)
+    prompts = [text for text in order.prompts for _ in range(order.repeat)]
+    scheduler = files.schedule(order.scheduler, order.steps, order.eta)
+    height, width = files.latent_size(order.size)
+    settings = {"steps": order.steps, "seed": order.seed, "size": order.size, "eta": order.eta}
+    return Job(
+        pipeline=Pipeline,
+        blueprint=files.blueprint,
+        loading={"files": files, "dtype": order.dtype, "prompts": prompts},
+        settings={"prompts": prompts, "guidance": guidance, "scheduler": order.scheduler, **settings},
+        load=files.load_of(len(prompts), guidance.on, len(scheduler.timesteps), order.dtype, order.size),
+        guidance=guidance,
+        scheduler=scheduler,
+        dtype=order.dtype,
+        pixels=(height * files.factor, width * files.factor),
+        captions=prompts,
+        named={"prompts": order.prompts},
+        notes=[("text", _told(files))],
+    )
+
+
+def _told(files: Files) -> str:
+    tokens = f"{files.blueprint.config.text_tokens} tokens"
+    if files.places is None:
+        return f"{tokens} of random numbers: no text encoder comes with this model"
+    return f"{tokens} a prompt, encoded on rank 0 before other weights load"
+
+
+def _guidance(order: Order) -> Guidance:
+    """Return the guidance that is asked for; ValueError for flags that UniDiffuser does not take, and missing ones."""
+    order.refuse("expected none: this model makes pictures of texts (--prompt)", classes=order.classes)
+    order.refuse("expected none: this model makes no videos", frames=order.frames, fps=order.fps)
+    order.refuse("expected none: the unconditional branch takes noise as its text", negative_prompt=order.negative)
+    order.refuse("expected none: --guidance is classifier-free here", true_guidance=order.true_guidance)
+    if not order.prompts:
+        raise ValueError(f"got --model {order.model} without --prompt, expected one: it makes pictures of texts")
+    guidance = Guidance(GUIDANCE if order.guidance is None else order.guidance, order.guidance_channels)
+    if order.guidance_channels is not None and not guidance.on:
+        off = f"with --guidance {guidance.scale:g}, expected guidance over 1: without it there is nothing to guide"
+        raise ValueError(f"got --guidance-channels {order.guidance_channels} {off}")
+    return guidance

@@ -1,0 +1,341 @@
+"""Tests of UniDiffuser's own loop: a complete tiny folder against diffusers' UniDiffuserPipeline in fp64.
+
+diffusers draws the noise of its unconditional branch within its loop; both draw it in fp32 here, from one seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from seqpar import Guidance
+from seqpar.cli.args import Args
+from seqpar.cli.sample import run
+from seqpar.mesh import Mesh
+from seqpar.models import uvit
+from seqpar.pipelines import unidiffuser
+from seqpar.pipelines.unidiffuser import Asked, Files, Pipeline
+from seqpar.planner.search import Wish
+from seqpar.sampling import run as runs
+from seqpar.sampling.loop import draw_noise
+from seqpar.sampling.request import Request
+from tests.support.foreign import StayDouble, bound
+from tests.support.meshes import mesh_for
+from tests.support.pool import Pool
+
+STEPS, SEED = 5, 7  # steps of orders 1, 2 and 3
+PROMPTS = ["a red cat", "the old house in the sea"]
+CLOSE, PIXEL = bound(1e-9, 2e-4), bound(1e-6, 2e-4)  # of latents in fp64, and of pixels, which are rounded to fp32
+ON = Guidance(8.0)
+ALONE = (0, 1, torch.device("cpu"))
+
+Layout = tuple[str, int, int]
+"""Strategy, sizes of the cfg and data axes."""
+
+
+@cache
+def pipe(version_1: bool) -> Any:
+    """Return diffusers' pipeline of a version; every process has the same weights."""
+    from tests.support import pipelines  # loads diffusers, after TRITON_INTERPRET is set
+
+    return pipelines.unidiffuser(version_1)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Return a folder of each version; version 0's caption decoder is a .bin file, as the published ones are."""
+    found = {version_1: tmp_path_factory.mktemp("unidiffuser") for version_1 in (True, False)}
+    for version_1, folder in found.items():
+        pipe(version_1).save_pretrained(folder)
+    (file,) = (found[False] / "text_decoder").glob("*.safetensors")
+    torch.save(pipe(False).text_decoder.state_dict(), file.with_suffix(".bin"))
+    file.unlink()
+    return found
+
+
+@contextmanager
+def drawing_as_ours() -> Iterator[None]:
+    """Let diffusers' pipeline draw noise in fp32, and keep what is fp64 in fp64."""
+    from diffusers.pipelines.deprecated.unidiffuser import pipeline_unidiffuser
+
+    def drawn(shape: tuple[int, ...], generator: Any = None, device: Any = None, dtype: Any = None) -> Tensor:
+        return draw_noise(shape, generator).to(dtype)
+
+    with pytest.MonkeyPatch.context() as patch, StayDouble():
+        patch.setattr(pipeline_unidiffuser, "randn_tensor", drawn)
+        yield
+
+
+@cache
+def theirs(version_1: bool, count: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return diffusers' latents and pictures of the first prompts."""
+    settings = {"num_inference_steps": STEPS, "guidance_scale": scale}
+    with drawing_as_ours():
+        made = [
+            pipe(version_1)(
+                prompt=PROMPTS[:count], generator=torch.Generator().manual_seed(SEED), output_type=kind, **settings
+            )
+            for kind in ("latent", "pt")
+        ]
+    latents, images = (each.images for each in made)
+    return latents, images
+
+
+def ours(
+    rank: int, world: int, device: torch.device, folder: str, layout: Layout, count: int, change: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return our latents and pictures; other ranks ask for other texts and seeds, which must not count."""
+    strategy, cfg, data = layout
+    mesh, wish = mesh_for(strategy, world, device, cfg, data), Wish(strategy=strategy)
+    asked = PROMPTS[:count] if rank == 0 else ["another"] * count
+    settings = {"steps": STEPS, "guidance": ON, "seed": SEED + rank, **change}
+    with StayDouble(), Pipeline.load(Files.locate(folder), mesh, torch.float64, wish=wish, prompts=asked) as pipeline:
+        latents = pipeline.latents(asked, **settings)
+        return latents, pipeline.decode(latents)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "version_1", "count", "scale"),
+    [
+        (1, ("ulysses", 1, 1), False, 1, 8.0),
+        (1, ("ulysses", 1, 1), True, 2, 8.0),
+        (1, ("ulysses", 1, 1), True, 1, 1.0),
+        (2, ("ulysses", 1, 1), True, 2, 8.0),
+        (2, ("ulysses", 2, 1), False, 1, 8.0),
+        (3, ("kv_first", 1, 1), True, 1, 8.0),
+        (3, ("ring", 1, 1), False, 2, 8.0),
+        (4, ("kv_gather", 2, 1), True, 1, 8.0),
+        (4, ("usp", 1, 1), False, 1, 1.0),
+        (4, ("ulysses", 2, 2), True, 2, 8.0),
+    ],
+    ids=str,
+)
+def test_pictures_are_those_of_diffusers(
+    ranks: Pool, folders: Mapping[bool, Path], world: int, layout: Layout, version_1: bool, count: int, scale: float
+) -> None:
+    truth, shown = theirs(version_1, count, scale)
+    for latents, images in ranks.run(
+        world, ours, str(folders[version_1]), layout, count, {"guidance": Guidance(scale)}
+    ):
+        assert (latents.cpu() - truth).abs().max() < CLOSE
+        assert images.shape == (count, 3, 16, 16)
+        assert (images.cpu() - shown).abs().max() < PIXEL
+
+
+# Negative controls -----------------------------------------------------------------------------------------------
+
+
+def own_noise(rank: int, world: int, device: torch.device, folder: str, shared: bool) -> Tensor:
+    """Return latents of ranks that draw other noise for the unconditional branch; shared: whether rank 0's is sent."""
+    fresh = Pipeline._fresh
+
+    def other(self: Pipeline, shapes: Any, generator: torch.Generator, evaluations: int) -> dict[str, Tensor]:
+        return fresh(self, shapes, torch.Generator().manual_seed(rank) if rank else generator, evaluations)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pipeline, "_fresh", other)
+        if not shared:
+            patch.setattr("seqpar.sampling.loop.rank_0s", lambda mesh, request: request)
+        return ours(rank, world, device, folder, ("ulysses", 1, 1), 1, {"seed": SEED})[0]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_noise_that_differs_between_ranks_counts_only_where_rank_0s_is_not_sent(
+    ranks: Pool, folders: Mapping[bool, Path], shared: bool
+) -> None:
+    truth, _ = theirs(True, 1, 8.0)
+    for latents in ranks.run(2, own_noise, str(folders[True]), shared):
+        assert bool((latents.cpu() - truth).abs().max() < CLOSE) == shared
+
+
+@pytest.mark.parametrize("wrong", ["guidance", "seed", "noise kept", "noise timestep", "data type", "text timestep"])
+def test_negative_control_a_mistake_is_seen(
+    folders: Mapping[bool, Path], monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    change = {"guidance": {"guidance": Guidance(7.0)}, "seed": {"seed": SEED + 1}}.get(wrong, {})
+    fresh = Pipeline._fresh
+    values = {"data type": {"data_type": 0}, "text timestep": {"other_timestep": 1}}.get(wrong, {})
+    prompt = unidiffuser._prompt
+
+    def kept(self: Pipeline, *given: Any) -> dict[str, Tensor]:
+        return {name: x[:1].expand_as(x) for name, x in fresh(self, *given).items()}
+
+    def other(names: Any, count: int) -> dict[str, Tensor]:
+        return prompt(names, count) | {name: torch.full((count,), value) for name, value in values.items()}
+
+    monkeypatch.setattr(unidiffuser, "_prompt", other)
+    if wrong == "noise kept":
+        monkeypatch.setattr(Pipeline, "_fresh", kept)
+    if wrong == "noise timestep":
+        monkeypatch.setattr(uvit, "NOISE", 999)
+    latents, _ = ours(*ALONE, str(folders[True]), ("ulysses", 1, 1), 1, change)
+    assert (latents - theirs(True, 1, 8.0)[0]).abs().max() > 1e-4
+
+
+# Other modes -----------------------------------------------------------------------------------------------------
+
+
+def picture() -> Image.Image:
+    rows = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
+    return Image.fromarray(rows)
+
+
+def in_mode(rank: int, world: int, device: torch.device, mode: uvit.Mode, folder: str) -> tuple[Any, list[str]]:
+    """Return the streams that a mode denoises and the captions, from the noise of `their_mode`."""
+    from tests.support import pipelines
+
+    pipelines.unidiffuser  # noqa: B018 (loads diffusers)
+    mesh, guidance = mesh_for("ulysses", world, device), ON if mode == "img2text" else Guidance(1.0)
+    files = Files.locate(folder, mode)
+    with StayDouble(), Pipeline.load(files, mesh, torch.float64, wish=Wish(strategy="ulysses")) as pipeline:
+        noise, given = start(mode), {}
+        if mode == "img2text":
+            given = pipeline.image_streams([picture()], seed=SEED)
+        if mode in ("image", "text"):
+            given = {name: x for name, x in start("joint").items() if name not in noise}
+        streams = pipeline.streams(Asked(1, STEPS, guidance, SEED), given=given, noise=noise)
+        return streams, pipeline.captions(streams["text"]) if "text" in streams else []
+
+
+def start(mode: uvit.Mode) -> dict[str, Tensor]:
+    """Return the noise of the streams that a mode denoises; text as the caption decoder's first layer makes it."""
+    drawn, shapes = torch.Generator().manual_seed(SEED + 1), {"image": (1, 4, 8, 8), "clip": (1, 1, 5)}
+    made = {name: draw_noise(shape, drawn).double() for name, shape in shapes.items()}
+    made["text"] = pipe(True).text_decoder.encode(draw_noise((1, 16, 32), drawn).double())
+    return {name: made[name] for name in uvit._STATES[mode]}
+
+
+def their_mode(mode: uvit.Mode) -> tuple[Tensor | None, list[str]]:
+    """Return diffusers' picture latents and captions in a mode."""
+    made, drawn = pipe(True), torch.Generator().manual_seed(SEED + 1)
+    given: dict[str, Any] = {
+        "vae_latents": draw_noise((1, 4, 8, 8), drawn).double(),
+        "clip_latents": draw_noise((1, 1, 5), drawn).double(),
+        "prompt_latents": draw_noise((1, 16, 32), drawn).double(),
+    }
+    named = {"image": "img"}.get(mode, mode)
+    made.mode = named
+    scale = 8.0 if mode == "img2text" else 1.0
+    if mode == "img2text":
+        given = {"image": picture(), "prompt_latents": given["prompt_latents"]}
+    settings = {"num_inference_steps": STEPS, "guidance_scale": scale, "output_type": "latent"}
+    try:
+        with drawing_as_ours():
+            out = made(**given, **settings, generator=torch.Generator().manual_seed(SEED))
+    finally:
+        made.mode = None
+    return out.images, out.text or []
+
+
+@pytest.mark.parametrize("mode", ["joint", "image", "text", "img2text"])
+def test_other_modes_make_what_diffusers_makes(ranks: Pool, folders: Mapping[bool, Path], mode: uvit.Mode) -> None:
+    images, texts = their_mode(mode)
+    for streams, captions in ranks.run(2, in_mode, mode, str(folders[True])):
+        assert captions == texts
+        assert ("image" in streams) == (images is not None)
+        if images is not None:
+            assert (streams["image"].cpu() - images).abs().max() < CLOSE
+    assert len(texts) == (mode != "image")
+
+
+def test_modes_say_what_they_lack(folders: Mapping[bool, Path]) -> None:
+    with Pipeline.load(Files.locate(folders[False], "img2text")) as pipeline:
+        with pytest.raises(ValueError, match="got mode img2text without image, clip, expected them as `given`"):
+            pipeline.streams(Asked(1, 2, ON))
+        with pytest.raises(ValueError, match="got prompts in mode img2text, expected text2img"):
+            pipeline.latents(PROMPTS, steps=2, guidance=ON)
+        with pytest.raises(ValueError, match=r"got the given streams \{'clip': \(1, 1, 5\)\}, expected"):
+            pipeline.streams(Asked(1, 2, ON), given={"clip": torch.zeros(1, 1, 5)})
+    with (
+        Pipeline.load(Files.locate(folders[False], "joint")) as pipeline,
+        pytest.raises(ValueError, match="got guidance in mode joint, expected text2img or img2text"),
+    ):
+        pipeline.streams(Asked(1, 2, ON))
+
+
+# Runs ------------------------------------------------------------------------------------------------------------
+
+
+def kept(rank: int, world: int, device: torch.device, folder: str) -> list[bool]:
+    """Return whether a kept run gives the bits of a new one, for other texts, seeds, scales and another number."""
+    files, mesh = Files.locate(folder), mesh_for("ulysses", world, device)
+    first: dict[str, Any] = {"prompts": PROMPTS, "guidance": ON}
+    found = []
+    for change in ({"prompts": ["a", "the"], "seed": 1}, {"guidance": Guidance(3.0)}, {"prompts": ["a dog"]}):
+        with Pipeline.load(files, mesh, torch.float64) as pipeline, Pipeline.load(files, mesh, torch.float64) as new:
+            pipeline.latents(**first, steps=3)
+            again = pipeline.latents(**{**first, **change}, steps=3)
+            found.append(torch.equal(again, new.latents(**{**first, **change}, steps=3)))
+    return found
+
+
+def test_a_kept_run_serves_other_texts_seeds_and_scales(ranks: Pool, folders: Mapping[bool, Path]) -> None:
+    assert ranks.run(2, kept, str(folders[True])) == [[True] * 3] * 2
+
+
+def test_a_pipeline_in_memory_makes_the_latents_of_its_folder(folders: Mapping[bool, Path]) -> None:
+    settings: Any = {"steps": 2, "guidance": ON}
+    with (
+        Pipeline.load(Files.locate(folders[False]), Mesh.single(), torch.float64) as loaded,
+        Pipeline.of(pipe(False), Mesh.single()) as made,
+    ):
+        found = made.latents(PROMPTS, **settings)
+        assert torch.equal(found, loaded.latents(PROMPTS, **settings))
+        assert made.captions(torch.ones(1, 16, 6)) == loaded.captions(torch.ones(1, 16, 6))
+
+
+def from_command_line(rank: int, world: int, device: torch.device, args: Args) -> None:
+    run(args)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_command_line_writes_the_picture(
+    ranks: Pool, folders: Mapping[bool, Path], tmp_path: Path, world: int
+) -> None:
+    args = Args(str(folders[True]), prompt=(PROMPTS[0],), steps=STEPS, seed=SEED, dtype="fp64", out=tmp_path / "x.png")
+    ranks.run(world, from_command_line, args)
+    with Image.open(tmp_path / "x.png") as found:
+        pixels = np.asarray(found.convert("RGB"), dtype=np.float64) / 255
+    _, shown = theirs(True, 1, 8.0)
+    assert np.abs(pixels - shown[0].permute(1, 2, 0).numpy()).max() < 0.6 / 255
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "without --prompt, expected one: it makes pictures of texts"),
+        ({"classes": ("1",)}, "got --classes 1 with --model"),
+        ({"negative_prompt": "b"}, "expected none: the unconditional branch takes noise as its text"),
+        ({"true_guidance": 2.0}, "expected none: --guidance is classifier-free here"),
+        ({"size": "14"}, "got size 14x14, expected multiples of 4 (patch 2 x decoder 2)"),
+        ({"guidance": 1.0, "mesh": "cfg=2"}, "got cfg=2 with guidance 1.0, expected guidance > 1"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_sentence(
+    folders: Mapping[bool, Path], tmp_path: Path, flags: dict[str, Any], message: str
+) -> None:
+    prompt = {"prompt": ("a",)} if flags else {}
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is compared)
+        run(Args(str(folders[True]), **prompt, **flags, out=tmp_path / "x.png"))
+    assert message in str(error.value)
+
+
+def test_drawn_streams_of_the_unconditional_branch_are_checked() -> None:
+    drawn = {"text": torch.zeros(2, 1, 3, 4)}
+    for wrong, message in (
+        ({"clip": torch.zeros(2, 1, 3, 4)}, r"expected one of drawn: \['text'\]"),
+        ({"text": torch.zeros(2, 1, 2, 4)}, r"expected \(2, 1, 3, 4\) as drawn"),
+    ):
+        request = Request(None, torch.zeros(1), {}, 2, ON, drawn=drawn, negative_drawn=wrong)
+        with pytest.raises(ValueError, match=message):
+            runs._check_drawn(request, 2, 1)

@@ -171,9 +171,9 @@ FAULTS = (
     ),
     Fault(
         "DDIM's last step ends at the first training timestep",
-        "seqpar/sampling/steppers.py",
-        "if t >= stride else scheduler.final_alpha_cumprod)",
-        "if t >= stride else scheduler.alphas_cumprod[0])",
+        "seqpar/sampling/ddim.py",
+        "if end >= 0 else scheduler.final_alpha_cumprod)",
+        "if end >= 0 else scheduler.alphas_cumprod[0])",
         "tests/sampling/test_schedulers.py::test_ddim_coefficients_are_diffusers[False-7-0.0-epsilon]",
         "the last coefficients differ from diffusers'",
     ),

@@ -43,8 +43,6 @@ class Flags:
     respacing: str | None = None
     """Timesteps of DDIM and DDPM as in the original DiT's code, in place of --steps: 250, ddim25, or a number for each
     of several equal sections, as 10,20,30."""
-    clip_denoised: bool = False
-    """Clip each predicted picture to -1 ... 1 (DDIM and DDPM), as the original DiT's clip_denoised does."""
     scheduler: str | None = None
     """Class name of any diffusers scheduler; the model's own scheduler by default. DDPMScheduler takes the variances
     that a DiT predicts."""

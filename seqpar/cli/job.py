@@ -28,8 +28,7 @@ def check(args: Args, mesh: Mesh) -> Job | Adapted:
     family, path = family_of(args.model)
     order = order_of(args, mesh)
     if "class_labels" not in (family.PROMPT or ()):
-        reason = "expected none: these are samplers of models of classes"
-        order.refuse(reason, respacing=order.respacing, clip_denoised=order.clip_denoised or None)
+        order.refuse("expected none: it is for models that make pictures of classes", respacing=order.respacing)
     job: Job | Adapted = family.check(order, path)
     if args.dry_run is None:
         video = isinstance(job, Adapted) and job.video
@@ -55,7 +54,7 @@ def order_of(args: Args, mesh: Mesh) -> Order:
     # a plan for a number of GPUs takes a GPU's data type, also on a machine without one
     device = torch.device("cuda") if args.dry_run else mesh.device
     same = ("model", "classes", "repeat", "steps", "guidance", "true_guidance", "guidance_channels", "eta")
-    more = ("respacing", "clip_denoised", "scheduler", "seed", "frames", "fps")
+    more = ("respacing", "scheduler", "seed", "frames", "fps")
     return Order(
         **{name: getattr(args, name) for name in (*same, *more)},
         dtype=DTYPES.get(args.dtype, default_dtype(device)),

@@ -48,7 +48,6 @@ class Order:
     guidance_channels: int | None = None
     eta: float | None = None
     respacing: str | None = None
-    clip_denoised: bool = False
     scheduler: str | None = None
     seed: int = 0
     size: tuple[int, int] | None = None

@@ -24,7 +24,6 @@ from seqpar.planner.search import Wish
 from seqpar.sampling.ddpm import check_variances
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler, draw_noise
-from seqpar.sampling.original import clip_denoised
 from seqpar.sampling.steppers import check_eta, decide
 from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
 from seqpar.weights.checkpoint import read_json
@@ -127,23 +126,13 @@ class Files:
         config = read_json(self.folder / "scheduler" / "scheduler_config.json") if self.folder else DDIM_DEFAULT
         return _schedulers.build(config, name, **_schedulers.variance_settings(config, name, self.blueprint.config))
 
-    def schedule(
-        self,
-        name: str | None,
-        steps: int,
-        eta: float | None = None,
-        respacing: str | None = None,
-        clipped: bool = False,
-    ) -> Any:
+    def schedule(self, name: str | None, steps: int, eta: float | None = None, respacing: str | None = None) -> Any:
         """Return `scheduler(name)` with its timesteps set; ValueError if a setting does not fit it.
 
-        eta: None stands for the scheduler's own default. respacing, clipped: `respacing` and `clip_denoised` of
-        `Request`.
+        eta: None stands for the scheduler's own default. respacing: see `Request`.
         """
         scheduler = self.scheduler(name)
         check_eta(scheduler, eta)
-        if clipped:
-            clip_denoised(scheduler)
         _schedulers.set_steps(scheduler, steps, respacing)
         if decide(scheduler, {"eta": eta}).learned:  # raises ValueError if a step of the scheduler fails
             check_variances(self.blueprint.config)
@@ -268,9 +257,9 @@ def check(order: Order, path: Path | None) -> Job:
     files = Files.locate(order.model if path is None else path)
     classes = order.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
     pictures = [number for number in files.class_ids(classes) for _ in range(order.repeat)]
-    scheduler = files.schedule(order.scheduler, order.steps, order.eta, order.respacing, order.clip_denoised)
+    scheduler = files.schedule(order.scheduler, order.steps, order.eta, order.respacing)
     height, width = files.latent_size(order.size)
-    settings = {name: getattr(order, name) for name in ("steps", "seed", "eta", "size", "respacing", "clip_denoised")}
+    settings = {name: getattr(order, name) for name in ("steps", "seed", "eta", "size", "respacing")}
     return Job(
         pipeline=Pipeline,
         blueprint=files.blueprint,

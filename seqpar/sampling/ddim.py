@@ -72,12 +72,12 @@ def ddim_coefficients(scheduler: Any, eta: float, clipped: bool = False, begin: 
 
     For state x and model output m: x0 = c0 x + c1 m, e = c2 x + c3 m, next x = c4 x0 + c5 e + c6 noise.
     clipped: e = c2 x + c3 x0 instead, from the clipped x0 (diffusers' use_clipped_model_output).
-    A step ends one stride earlier, as in diffusers, or at the next timestep where timesteps are custom (`respace`).
+    A step ends one stride earlier, as in diffusers, or at the next timestep of a respaced schedule (`respace`).
     """
     rows, timesteps = [], scheduler.timesteps.tolist()
     stride = scheduler.config.num_train_timesteps // scheduler.num_inference_steps
-    custom = getattr(scheduler, "custom_timesteps", False)
-    ends = [*timesteps[1:], -1] if custom else [t - stride for t in timesteps]
+    respaced = getattr(scheduler, "respaced", None) is scheduler.timesteps
+    ends = [*timesteps[1:], -1] if respaced else [t - stride for t in timesteps]
     for t, end in list(zip(timesteps, ends, strict=True))[begin:]:
         now = float(scheduler.alphas_cumprod[t])
         before = float(scheduler.alphas_cumprod[end] if end >= 0 else scheduler.final_alpha_cumprod)

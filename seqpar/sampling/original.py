@@ -7,6 +7,7 @@ The original code (facebookresearch/DiT, after OpenAI's improved-diffusion) choo
 from __future__ import annotations
 
 import functools
+from collections import deque
 from itertools import accumulate, repeat
 from typing import Any
 
@@ -60,9 +61,8 @@ def respace(scheduler: Any, respacing: str) -> None:
     if isinstance(scheduler, DDPMScheduler):
         scheduler.set_timesteps(timesteps=timesteps)
         return
-    scheduler.timesteps = torch.tensor(timesteps)
+    scheduler.respaced = scheduler.timesteps = torch.tensor(timesteps)  # until timesteps are set in another way
     scheduler.num_inference_steps = len(timesteps)
-    scheduler.custom_timesteps = True  # diffusers' DDPM has this attribute with this meaning
 
 
 def clip_denoised(scheduler: Any) -> None:
@@ -90,24 +90,19 @@ def pass_variances(pipe: Any, generator: torch.Generator | None = None) -> None:
     generator: draws the noise of the steps, for which the pipeline uses no generator.
     Raises ValueError for another scheduler, and for a model without variances.
     """
-    scheduler, outputs = pipe.scheduler, list[Tensor]()
+    scheduler, outputs = pipe.scheduler, deque[Tensor](maxlen=1)
     if not learns_range(scheduler):
         raise ValueError(
             f"got a pipeline with {type(scheduler).__name__}, expected DDPMScheduler with variance_type 'learned_range'"
         )
     check_variances(pipe.transformer.config)
-
-    def keep(module: Any, args: Any, output: Any) -> None:
-        outputs[:] = [output[0]]
-
     step = scheduler.step
 
     @functools.wraps(step)
     def with_variances(model_output: Tensor, timestep: Any, sample: Tensor, **options: Any) -> Any:
-        width = sample.shape[1]
-        if model_output.shape[1] == width:
-            model_output = torch.cat((model_output, outputs[0][:, width:]), dim=1)
+        if model_output.shape[1] == sample.shape[1]:
+            model_output = torch.cat((model_output, outputs[0][:, sample.shape[1] :]), dim=1)
         return step(model_output, timestep, sample, **{"generator": generator, **options})
 
-    pipe.transformer.register_forward_hook(keep)
+    pipe.transformer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     scheduler.step = with_variances

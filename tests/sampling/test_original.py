@@ -5,6 +5,7 @@ The truth is the papers' arithmetic (tests/support/original.py) on diffusers' mo
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from seqpar import DistributedDiT, Guidance, sample
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import Files
 from seqpar.sampling import ddpm
+from seqpar.sampling.ddim import ddim_coefficients
 from seqpar.sampling.loop import Sampler, draw_noise
-from seqpar.sampling.original import pass_variances, spaced
+from seqpar.sampling.original import pass_variances, respace, spaced
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import begin
 from seqpar.sampling.steppers import DDIM, DDPM
@@ -75,6 +77,16 @@ def test_respaced_ddim_has_an_integer_stride() -> None:
     for text in ("ddim300", "1001", "501,1", "ddim", "x", "", "10,,3", "0", "-5", "2.5", "ddim25,3"):
         with pytest.raises(ValueError, match=r"got respacing .*, expected "):
             spaced(text, 1000)
+
+
+def test_respacing_ends_when_timesteps_are_set_again() -> None:
+    scheduler, fresh = DDIMScheduler(**LINEAR), DDIMScheduler(**LINEAR)
+    respace(scheduler, "7")
+    ends = ddim_coefficients(copy.deepcopy(scheduler), 0.0)[:, 4]
+    assert torch.equal(ends[:-1], scheduler.alphas_cumprod[scheduler.timesteps[1:]].double() ** 0.5)
+    for each in (scheduler, fresh):
+        each.set_timesteps(7)
+    assert torch.equal(ddim_coefficients(scheduler, 0.0), ddim_coefficients(fresh, 0.0))
 
 
 @pytest.mark.parametrize("clip", [False, True])

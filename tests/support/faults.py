@@ -170,6 +170,14 @@ FAULTS = (
         "the fourth channel differs from diffusers' by hand",
     ),
     Fault(
+        "DDPM takes the variances of the unconditional branch",
+        "seqpar/kernels/ddpm.py",
+        "cond_nlM[..., width : 2 * width].double()",
+        "(cond_nlM if uncond_nlM is None else uncond_nlM)[..., width : 2 * width].double()",
+        "tests/sampling/test_original.py::test_every_step_is_the_originals[ddpm-10,5,3-False]",
+        "each step differs from the original's",
+    ),
+    Fault(
         "DDIM's last step ends at the first training timestep",
         "seqpar/sampling/ddim.py",
         "if end >= 0 else scheduler.final_alpha_cumprod)",

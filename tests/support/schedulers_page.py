@@ -70,8 +70,8 @@ The authors of DiT and Large-DiT sample with DDPM in 250 steps, with the varianc
 3 of 4 channels and no clipping: `--scheduler DDPMScheduler --respacing 250 --guidance-channels 3`. `--respacing` takes
 the texts of their `space_timesteps`: "250" runs from the first to the last training timestep, which is not a spacing of
 diffusers' DDIM; "ddim25" (with `--scheduler DDIMScheduler`) takes every 40th. A step ends at the next timestep of the
-schedule. In Python, `sample(..., respacing="250", clip_denoised=True)` also clips each predicted x0 to -1 ... 1 and, with
-DDIM, recomputes the noise from it. DDPM takes the model's variances if the model predicts them and its
+schedule. In Python, `sample(..., respacing="250", clip_denoised=True)` also clips each predicted x0 to -1 ... 1, and
+DDIM then recomputes the noise from it. DDPM takes the model's variances if the model predicts them and its
 scheduler_config.json names no other variance_type; in Python, pass `DDPMScheduler(variance_type="learned_range", ...)`.
 diffusers' own `DiTPipeline` cuts the variances off, so that such a scheduler fails there;
 `seqpar.sampling.original.pass_variances(pipe)` makes it work.

@@ -137,18 +137,20 @@ TRACED = [
     "HeunDiscreteScheduler",
     "FlowMatchEulerDiscreteScheduler",
     "EulerAncestralDiscreteScheduler",
+    "DDPMScheduler",
 ]
+LEARNED = {"DDPMScheduler": {"variance_type": "learned_range"}}
 
 
 def traced_runs(rank: int, world: int, device: torch.device, name: str, graph: bool) -> list[Tensor]:
     """Return the latents of two runs; the second reuses the buffers and the graph of the first."""
     sharded, labels = DistributedDiT(model(BF16, device), mesh_for("ulysses", world, device), "ulysses"), [3, 4]
     noise = draw_noise((2, 4, 34, 30), torch.Generator().manual_seed(0))
-    kind = getattr(diffusers, name)
+    own = getattr(diffusers, name)(**LEARNED.get(name, {}))
     with Sampler(sharded, graph=graph) as sampler:
         return [
             sampler(
-                kind(),
+                own,
                 noise,
                 {"class_labels": torch.tensor(labels)},
                 steps=25,
@@ -162,7 +164,7 @@ def traced_runs(rank: int, world: int, device: torch.device, name: str, graph: b
 @pytest.mark.parametrize("name", TRACED)
 @pytest.mark.parametrize("world", [1, 2])
 def test_gpu_traced_schedulers_have_the_eager_bits_in_a_graph(ranks: Pool, world: int, name: str) -> None:
-    """The step counter on the device selects the history's slots and the guidance scale."""
+    """The step counter on the device selects the history's slots (DDPM: the noise) and the guidance scale."""
     for eager, graphed in zip(
         ranks.run(world, traced_runs, name, False), ranks.run(world, traced_runs, name, True), strict=True
     ):

@@ -40,8 +40,12 @@ class Flags:
     eta: float | None = None
     """Noise of DDIM and of schedulers like it: 0 is deterministic, 1 is DDPM; the scheduler's own value by default
     (DDIM: 0, TCD: 0.3)."""
+    respacing: str | None = None
+    """Timesteps of DDIM and DDPM as in the original DiT's code, in place of --steps: 250, ddim25, or a number for each
+    of several equal sections, as 10,20,30."""
     scheduler: str | None = None
-    """Class name of any diffusers scheduler; the model's own scheduler by default."""
+    """Class name of any diffusers scheduler; the model's own scheduler by default. DDPMScheduler takes the variances
+    that a DiT predicts."""
     seed: int = 0
     """Seed of the noise: one seed gives the same pictures on any number of ranks."""
     frames: int | None = None

@@ -26,7 +26,10 @@ def check(args: Args, mesh: Mesh) -> Job | Adapted:
     _check_ranges(args)
     _check_names(args)
     family, path = family_of(args.model)
-    job: Job | Adapted = family.check(order_of(args, mesh), path)
+    order = order_of(args, mesh)
+    if "class_labels" not in (family.PROMPT or ()):
+        order.refuse("expected none: it is for models that make pictures of classes", respacing=order.respacing)
+    job: Job | Adapted = family.check(order, path)
     if args.dry_run is None:
         video = isinstance(job, Adapted) and job.video
         check_writable(output(args, video), ".mp4" if video else ".png")
@@ -51,7 +54,7 @@ def order_of(args: Args, mesh: Mesh) -> Order:
     # a plan for a number of GPUs takes a GPU's data type, also on a machine without one
     device = torch.device("cuda") if args.dry_run else mesh.device
     same = ("model", "classes", "repeat", "steps", "guidance", "true_guidance", "guidance_channels", "eta")
-    more = ("scheduler", "seed", "frames", "fps")
+    more = ("respacing", "scheduler", "seed", "frames", "fps")
     return Order(
         **{name: getattr(args, name) for name in (*same, *more)},
         dtype=DTYPES.get(args.dtype, default_dtype(device)),

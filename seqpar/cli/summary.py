@@ -69,11 +69,12 @@ def _why_strategy(args: Args, mesh: Mesh) -> str:
 
 def _work(args: Args, job: Job, decision: Decision) -> str:
     """Pictures, tokens, data type, steps and guidance."""
+    steps = args.steps if args.respacing is None else job.evaluations
     text = (
         f"{job.load.images} pictures, {job.load.tokens} tokens, {str(job.dtype).removeprefix('torch.')}, "
-        f"{args.steps} steps of {type(job.scheduler).__name__} {decision}, {scales(job.guidance)}"
+        f"{steps} steps of {type(job.scheduler).__name__} {decision}, {scales(job.guidance)}"
     )
-    if job.evaluations != args.steps:
+    if job.evaluations != steps:
         text += f"; the scheduler calls the model {job.evaluations} times"
     return text
 

@@ -47,6 +47,7 @@ class Order:
     true_guidance: float | None = None
     guidance_channels: int | None = None
     eta: float | None = None
+    respacing: str | None = None
     scheduler: str | None = None
     seed: int = 0
     size: tuple[int, int] | None = None

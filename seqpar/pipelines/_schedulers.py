@@ -10,6 +10,8 @@ from typing import Any
 import diffusers
 import numpy as np
 
+from seqpar.sampling.original import respace
+from seqpar.sampling.schedules import FAILURES
 from seqpar.sampling.steppers import why_not_driven
 
 
@@ -38,6 +40,28 @@ def check_steps(scheduler: Any, steps: int) -> None:
     most = getattr(scheduler.config, "num_train_timesteps", steps)
     if not 1 <= steps <= most:
         raise ValueError(f"got {steps} steps, expected 1 to {most}")
+
+
+def set_steps(scheduler: Any, steps: int, respacing: str | None = None) -> None:
+    """Set a scheduler's timesteps by their number, or by a text of the original DiT; ValueError if it cannot do it."""
+    if respacing is not None:
+        respace(scheduler, respacing)
+        return
+    check_steps(scheduler, steps)
+    try:
+        scheduler.set_timesteps(steps)
+    except FAILURES as error:
+        name = type(scheduler).__name__
+        raise ValueError(f"got {steps} steps, which {name} cannot do: {error}; try more or fewer") from error
+
+
+def variance_settings(config: Mapping[str, Any], name: str | None, model: Any) -> dict[str, Any]:
+    """Return the settings with which DDPM takes the variances that a model predicts, if it predicts them.
+
+    A configuration that names its variance_type is followed. model: a config with in_channels and out_channels.
+    """
+    ddpm = (name or config.get("_class_name")) == "DDPMScheduler" and "variance_type" not in config
+    return {"variance_type": "learned_range"} if ddpm and model.out_channels == 2 * model.in_channels else {}
 
 
 def near(name: str, known: Sequence[str]) -> str:

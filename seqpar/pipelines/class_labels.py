@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 from PIL import Image
@@ -21,10 +21,10 @@ from seqpar.pipelines._pictures import to_pil
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Wish
+from seqpar.sampling.ddpm import check_variances
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler, draw_noise
-from seqpar.sampling.request import Request, Settings
-from seqpar.sampling.schedules import FAILURES
+from seqpar.sampling.request import Request
 from seqpar.sampling.steppers import check_eta, decide
 from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
 from seqpar.weights.checkpoint import read_json
@@ -120,26 +120,34 @@ class Files:
     def scheduler(self, name: str | None = None) -> Any:
         """Return the folder's scheduler, or the diffusers class `name` with the same configuration.
 
+        DDPM takes the variances that the model predicts, as the authors of DiT and Large-DiT sample, if the model
+        predicts them and the configuration names no other variance_type.
         Raises ValueError, with the reason, if it cannot be built or the denoising loop cannot use it.
         """
         config = read_json(self.folder / "scheduler" / "scheduler_config.json") if self.folder else DDIM_DEFAULT
-        return _schedulers.build(config, name)
+        return _schedulers.build(config, name, **_schedulers.variance_settings(config, name, self.blueprint.config))
 
-    def schedule(self, name: str | None, steps: int, eta: float | None = None) -> Any:
-        """Return `scheduler(name)` with its timesteps set; ValueError if steps or eta do not fit it.
+    def schedule(self, name: str | None, steps: int, eta: float | None = None, respacing: str | None = None) -> Any:
+        """Return `scheduler(name)` with its timesteps set; ValueError if a setting does not fit it.
 
-        eta: None stands for the scheduler's own default.
+        eta: None stands for the scheduler's own default. respacing: see `Request`.
         """
         scheduler = self.scheduler(name)
-        chosen = type(scheduler).__name__
-        _schedulers.check_steps(scheduler, steps)
         check_eta(scheduler, eta)
-        try:
-            scheduler.set_timesteps(steps)
-        except FAILURES as error:
-            raise ValueError(f"got {steps} steps, which {chosen} cannot do: {error}; try more or fewer") from error
-        decide(scheduler, {"eta": eta})  # raises ValueError if a step of the scheduler fails
+        _schedulers.set_steps(scheduler, steps, respacing)
+        if decide(scheduler, {"eta": eta}).learned:  # raises ValueError if a step of the scheduler fails
+            check_variances(self.blueprint.config)
         return scheduler
+
+
+class Sampling(TypedDict, total=False):
+    """The settings of `Pipeline.latents` that are those of `Request`, with the same meaning."""
+
+    steps: Required[int]
+    guidance: Required[Guidance]
+    eta: float | None
+    respacing: str | None
+    clip_denoised: bool
 
 
 @dataclass(frozen=True)
@@ -193,32 +201,30 @@ class Pipeline:
         self,
         classes: Sequence[str | int],
         *,
-        steps: int,
-        guidance: Guidance,
         seed: int = 0,
         size: tuple[int, int] | None = None,
-        eta: float | None = None,
         scheduler: Any = None,
         on_step: Callable[[int], None] = lambda index: None,
+        **settings: Unpack[Sampling],
     ) -> Tensor:
         """Return sampled latents (N, C, h, w) for N classes, equal on every rank, from rank 0's arguments.
 
         scheduler: the name of a diffusers class, a scheduler (which is not changed), or None for the model's own.
+        settings: steps, guidance, eta, respacing and clip_denoised; see `Request`.
         """
-        made = self.request(classes, steps=steps, guidance=guidance, seed=seed, size=size, eta=eta, scheduler=scheduler)
-        settings: Settings = {"steps": steps, "guidance": guidance, "eta": eta, "generator": made.generator}
-        return self.sampler(made.scheduler, made.noise, made.prompt, on_step=on_step, **settings)
+        made = self.request(classes, seed=seed, size=size, scheduler=scheduler, **settings)
+        return self.sampler(
+            made.scheduler, made.noise, made.prompt, generator=made.generator, on_step=on_step, **settings
+        )
 
     def request(
         self,
         classes: Sequence[str | int],
         *,
-        steps: int,
-        guidance: Guidance,
         seed: int = 0,
         size: tuple[int, int] | None = None,
-        eta: float | None = None,
         scheduler: Any = None,
+        **settings: Unpack[Sampling],
     ) -> Request:
         """Return the inputs of the run that `latents` makes of these arguments, from those of rank 0."""
         classes, size, seed = self.dit.mesh.share((list(classes), size, seed))
@@ -229,7 +235,7 @@ class Pipeline:
         self.dit.check_size(height, width)
         generator = torch.Generator().manual_seed(seed)
         noise = draw_noise((len(classes), self.dit.config.in_channels, height, width), generator)
-        return Request(scheduler, noise, prompt, steps, guidance, eta, generator)
+        return Request(scheduler, noise, prompt, generator=generator, **settings)
 
     def decode(self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None) -> Tensor:
         """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents; on_image: see the decoder."""
@@ -267,9 +273,9 @@ def check(order: Order, path: Path | None) -> Job:
     files = Files.locate(order.model if path is None else path)
     classes = order.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
     pictures = [number for number in files.class_ids(classes) for _ in range(order.repeat)]
-    scheduler = files.schedule(order.scheduler, order.steps, order.eta)
+    scheduler = files.schedule(order.scheduler, order.steps, order.eta, order.respacing)
     height, width = files.latent_size(order.size)
-    settings = {"steps": order.steps, "seed": order.seed, "eta": order.eta, "size": order.size}
+    settings = {name: getattr(order, name) for name in ("steps", "seed", "eta", "size", "respacing")}
     return Job(
         pipeline=Pipeline,
         blueprint=files.blueprint,

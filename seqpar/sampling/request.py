@@ -14,8 +14,10 @@ from torch import Tensor
 from seqpar.distributed import DistributedDiT
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
+from seqpar.sampling.ddim import clip
 from seqpar.sampling.guidance import Guidance
-from seqpar.sampling.steppers import Decision, check_eta, clip, decide
+from seqpar.sampling.original import clip_denoised, respace
+from seqpar.sampling.steppers import Decision, check_eta, decide
 from seqpar.streams import Prompt
 
 
@@ -27,6 +29,8 @@ class Settings(TypedDict, total=False):
     eta: float | None
     generator: torch.Generator | None
     use_clipped_model_output: bool
+    respacing: str | None
+    clip_denoised: bool
     begin: int
     schedule: Mapping[str, Any]
     negative: Prompt | None
@@ -46,6 +50,9 @@ class Request:
     generator: a CPU generator for noise within the run; None uses seed 0. use_clipped_model_output: see diffusers'
     DDIM. begin: index of the first evaluation of the model; if it is not 0, the state is used as given, without scaling
     (image-to-image passes a picture with the noise of that step).
+    respacing: timesteps by a text of the original DiT, such as "250" or "ddim25", which replace the number of steps
+    (DDIM and DDPM; `seqpar.sampling.original.spaced`). clip_denoised: clip each predicted x0 to +-1, as the original
+    code does (DDIM and DDPM).
     schedule: keyword arguments of the scheduler's `set_timesteps` (FLUX: sigmas and mu); where they hold sigmas or
     timesteps, these replace the number of steps, as in diffusers' pipelines.
     drawn: streams of the model whose tokens change at every evaluation, (S, N, L, C). negative_drawn: those of them
@@ -62,6 +69,8 @@ class Request:
     generator: torch.Generator | None = None
     use_clipped_model_output: bool = False
     begin: int = 0
+    respacing: str | None = None
+    clip_denoised: bool = False
     schedule: Mapping[str, Any] = field(default_factory=dict)
     negative: Prompt | None = None
     drawn: Mapping[str, Tensor] = field(default_factory=dict)
@@ -126,6 +135,8 @@ def _form(request: Request) -> dict[str, object]:
         "begin": request.begin,
         "schedule": sorted(request.schedule.items()),
         "use_clipped_model_output": request.use_clipped_model_output,
+        "respacing": request.respacing,
+        "clip_denoised": request.clip_denoised,
         "segments": sorted(request.segments),
         "negative": request.negative is None,
         "generator": "cpu" if request.generator is None else request.generator.device.type,
@@ -181,6 +192,8 @@ class Course:
             tuple((first, dit.state) for first, dit in request.segments.items()),
         )
         if schedule is None:
+            if decision.learned:
+                return *same, "learned variances"
             options = decision.options
             return *same, options.get("eta", 0.0) > 0, clip(self.scheduler), options.get("use_clipped_model_output")
         sizes = schedule.states_SP.shape[1], schedule.outputs_SQ.shape[1], bool((schedule.inputs_S == 1).all())
@@ -191,11 +204,17 @@ def course(request: Request) -> Course:
     """Return the request with its schedule; ValueError for settings that do not fit the scheduler."""
     scheduler = copy.deepcopy(request.scheduler)
     check_eta(scheduler, request.eta)
-    set_timesteps(scheduler, request.steps, request.schedule)
+    if request.clip_denoised:
+        clip_denoised(scheduler)
+    if request.respacing is None:
+        set_timesteps(scheduler, request.steps, request.schedule)
+    else:
+        respace(scheduler, request.respacing)
     evaluations = len(scheduler.timesteps)
     if not 0 <= request.begin < evaluations:
         raise ValueError(f"got begin {request.begin}, expected 0 to {evaluations - 1}")
-    options = {"eta": request.eta, "use_clipped_model_output": request.use_clipped_model_output or None}
+    clipped = request.use_clipped_model_output or request.clip_denoised
+    options = {"eta": request.eta, "use_clipped_model_output": clipped or None}
     timesteps = torch.as_tensor(scheduler.timesteps)[request.begin :]
     if any(not 0 < first < len(timesteps) for first in request.segments):
         raise ValueError(f"got segments from {sorted(request.segments)}, expected 1 to {len(timesteps) - 1}")

@@ -6,7 +6,6 @@ tokens (see `seqpar.sampling.steppers`), nothing in a step waits for the host, s
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 
 import torch
@@ -14,12 +13,13 @@ from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
 from seqpar.kernels.ddim import guide
+from seqpar.sampling.ddpm import check_variances
 from seqpar.sampling.graph import StepGraph
 from seqpar.sampling.guidance import check_layout
 from seqpar.sampling.request import Course, Request, course, rank_0s
 from seqpar.sampling.segment import Conditions, Segment
 from seqpar.sampling.state import State
-from seqpar.sampling.steppers import DDIM, Decision, Replicated, Stepper, Traced, ddim_update, traced_steps
+from seqpar.sampling.steppers import DDIM, DDPM, Decision, Replicated, Stepper, Traced, make_stepper, restart_stepper
 from seqpar.shard import Shard
 from seqpar.streams import check_lengths, completed, distinct, stacked
 
@@ -50,10 +50,11 @@ class Run:
         self._count = torch.zeros((), dtype=torch.int64, device=dit.device)
         self._bad = torch.full_like(self._count, len(course.timesteps_S))
         self._batched = request.guidance.on and dit.mesh.cfg.size == 1
-        self._guidance_S = course.guidance_S.to(dit.device, self.tokens.dtype)
+        self._guidance_S = guidance_S = course.guidance_S.to(dit.device, self.tokens.dtype)
         self._segments = self._made_segments(whole)
         self._steppers: dict[str, Stepper] = {
-            name: self._stepper(state, starts[name]) for name, state in self._states.items()
+            name: make_stepper(course.decision, course.scheduler, state, starts[name], guidance_S, course.generator)
+            for name, state in self._states.items()
         }
         self._starts = {name: state.tokens.clone() for name, state in self._states.items()}
         self._index = 0
@@ -160,8 +161,8 @@ class Run:
         return found
 
     def place(self, latents: Tensor) -> None:
-        """Set these whole latents as the model's next input. Raises ValueError for schedulers other than DDIM."""
-        if not all(isinstance(stepper, DDIM) for stepper in self._steppers.values()):
+        """Set these whole latents as the model's next input; ValueError if steps depend on more than their input."""
+        if not all(isinstance(stepper, (DDIM, DDPM)) for stepper in self._steppers.values()):
             raise ValueError(
                 "got a scheduler with a state of its own, expected DDIM, whose step depends on its input alone"
             )
@@ -198,7 +199,9 @@ class Run:
             return False
         for name, state in self._states.items():
             state.tokens.copy_(state.slice(whole[name] * course.start_scale))
-            self._restart_stepper(self._steppers[name], state, whole[name])
+            restart_stepper(
+                self._steppers[name], course.decision, course.scheduler, state, self._guidance_S, course.generator
+            )
             self._starts[name].copy_(state.tokens)
         self._count.zero_()
         self._bad.fill_(len(course.timesteps_S))
@@ -229,6 +232,9 @@ class Run:
         """Select the segment of the next step and load its modulation."""
         self._segment = next(segment for segment in self._segments if self._index in segment.steps)
         self._segment.load(self._index)
+        for each in self._steppers.values():
+            if isinstance(each, DDPM):
+                each.load(self._index)
 
     def _parted(self, name: str, out: Tensor) -> Branches:
         if not self._course.request.guidance.on:
@@ -238,8 +244,9 @@ class Run:
             return cond, uncond
         # rank 0 of the cfg axis computes the conditional branch, rank 1 the unconditional one
         tokens, mesh = self._states[name].tokens, self._dit.mesh
-        swap = self._dit.gathering(f"branches of {name}", mesh.cfg, tokens)
-        swap.outbox().copy_(out[..., : tokens.shape[-1]].to(tokens.dtype)[None])
+        used = out[..., : tokens.shape[-1] * (2 if self._course.decision.learned else 1)]
+        swap = self._dit.gathering(f"branches of {name}", mesh.cfg, tokens.new_empty(used.shape))
+        swap.outbox().copy_(used.to(tokens.dtype)[None])
         cond, uncond = swap.deliver()
         return cond, uncond
 
@@ -263,7 +270,11 @@ class Run:
         total, squares = sums
         variance = squares - total.square() / (state.shard.total * guided.shape[-1])
         factor = (variance[0] / variance[1]).sqrt().to(guided.dtype)[:, None, None]
-        return share * (factor * guided) + (1 - share) * guided, None
+        rescaled = share * (factor * guided) + (1 - share) * guided
+        if self._course.decision.learned:  # the conditional branch's variances follow the prediction
+            width = guided.shape[-1]
+            rescaled = torch.cat((rescaled, cond[..., width : 2 * width].to(rescaled.dtype)), dim=-1)
+        return rescaled, None
 
     # Beginning ----------------------------------------------------------------------------------------------------
 
@@ -299,26 +310,6 @@ class Run:
         scales = None if scales is None else scales.to(device, self.tokens.dtype)
         return Conditions(self.timesteps.to(device), scales, prompt, rows.flatten(), drawn)
 
-    def _stepper(self, state: State, start: Tensor) -> Stepper:
-        course, decision, shape = self._course, self._course.decision, tuple(start.shape)
-        if not decision.local:
-            scheduler = copy.deepcopy(course.scheduler)  # each stream needs the scheduler's history of its own
-            return Replicated(scheduler, decision, state, start, self._guidance_S, course.generator)
-        if decision.schedule is None:
-            update = ddim_update(state, course.scheduler, decision, self._guidance_S, shape, course.generator)
-            return DDIM(state, update)
-        steps = traced_steps(state, decision.schedule, self._guidance_S, shape, course.generator)
-        return Traced(state, decision.schedule, steps)
-
-    def _restart_stepper(self, stepper: Stepper, state: State, whole: Tensor) -> None:
-        course, schedule, shape = self._course, self._course.decision.schedule, tuple(whole.shape)
-        if isinstance(stepper, DDIM):
-            stepper.restart(
-                ddim_update(state, course.scheduler, course.decision, self._guidance_S, shape, course.generator)
-            )
-        elif isinstance(stepper, Traced) and schedule is not None:
-            stepper.restart(schedule, traced_steps(state, schedule, self._guidance_S, shape, course.generator))
-
 
 def why_not_captured(dit: DistributedDiT, decision: Decision) -> str | None:
     """Return why steps of this decision cannot be a CUDA graph, or None if they can."""
@@ -339,6 +330,10 @@ def _check(dit: DistributedDiT, course: Course, whole: Mapping[str, Tensor]) -> 
         if noise.dim() not in (4, 5) or noise.shape[1] != config.in_channels:
             raise ValueError(f"got noise of shape {tuple(noise.shape)}, expected (N, {config.in_channels}, H, W)")
         dit.check_size(*noise.shape[2:])
+    if course.decision.learned:
+        check_variances(config)
+        if len(whole) > 1:
+            raise ValueError(f"got variance_type 'learned_range' with {len(whole)} streams of the state, expected one")
     check_layout(mesh.data.size, mesh.cfg.size, len(noise), request.guidance, config.in_channels)
     if request.guidance.embedded is not None and not model.EMBEDS_GUIDANCE:
         raise ValueError("got embedded guidance, expected a model that takes the scale as an input")

@@ -15,7 +15,7 @@ from seqpar.transports.collective.point_to_point import gather
 class State:
     """This rank's images and tokens of one stream.
 
-    tokens: the model's input, (n, l, C*p*p) fp32 (fp64 for an fp64 model).
+    tokens: the model's input, (n, l, C*p*p) fp32 (fp64 for an fp64 model). shape: that of the whole latent.
     """
 
     tokens: Tensor
@@ -23,6 +23,7 @@ class State:
     def __init__(self, model: SequenceModel, mesh: Mesh, whole: Tensor, channels: int | None) -> None:
         """Split the whole latent (or tokens), which every rank has. channels: number of guided ones, None for all."""
         self._model, self._mesh, self._size = model, mesh, tuple(whole.shape[2:]) if whole.dim() > 3 else None
+        self.shape = tuple(whole.shape)
         patch = prod(model.patch)
         count = whole.shape[1] if self._size is None else prod(self._size) // patch
         width = whole.shape[2] if self._size is None else whole.shape[1] * patch

@@ -1,24 +1,26 @@
 """Steps a stream of the state by a diffusers scheduler, in one of three ways that `decide` chooses from.
 
-DDIM has a kernel of its own, with clipping. Any other linear scheduler steps on local tokens, too, by the coefficients
-that `seqpar.sampling.schedules` traces. All others gather the prediction (of the latent's size), step the whole latents
-identically on every rank and split them again; they win only where a scheduler is not linear.
+DDIM, and DDPM with the model's variances, have kernels of their own, with clipping. Any other linear scheduler steps on
+local tokens, too, by the coefficients that `seqpar.sampling.schedules` traces. All others gather the prediction (of the
+latent's size), step the whole latents identically on every rank and split them again; they win only where a scheduler
+is not linear.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from diffusers.schedulers.scheduling_ddim import DDIMScheduler
-from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from seqpar.kernels.ddim import Update, guide, guided_step
+from seqpar.kernels.ddim import guide
 from seqpar.kernels.multistep import History, Steps, guided_multistep
+from seqpar.sampling.ddim import DDIM, ddim_coefficients, ddim_update, steps_locally
+from seqpar.sampling.ddpm import DDPM, ddpm_coefficients, learns_range
 from seqpar.sampling.schedules import FAILURES, NotLinearError, Schedule, check_whole, mixed_noise, step_options, trace
 from seqpar.sampling.state import State
 
@@ -39,14 +41,16 @@ class Stepper(Protocol):
 class Decision:
     """The way in which a scheduler steps.
 
-    schedule: traced coefficients. whole: the reason why the whole latents are stepped. DDIM has neither, because it has
-    a kernel of its own. options: the keyword arguments of the scheduler's step. begin: index of the first evaluation.
+    schedule: traced coefficients. whole: the reason why the whole latents are stepped. DDIM and DDPM have neither if
+    their own kernels step. learned: whether this is DDPM with the model's variances, the second half of its output.
+    options: the keyword arguments of the scheduler's step. begin: index of the first evaluation.
     """
 
     schedule: Schedule | None = None
     whole: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     begin: int = 0
+    learned: bool = False
 
     @property
     def local(self) -> bool:
@@ -57,7 +61,7 @@ class Decision:
         if self.whole is not None:
             return f"on the gathered prediction: {self.whole}"
         if self.schedule is None:
-            return "on local tokens"
+            return "with the model's variances on local tokens" if self.learned else "on local tokens"
         states, outputs = self.schedule.states_SP.shape[1], self.schedule.outputs_SQ.shape[1]
         return f"on local tokens (from the last {states} state(s) and {outputs} output(s))"
 
@@ -72,6 +76,9 @@ def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int 
     if steps_locally(scheduler):
         ddim_coefficients(scheduler, given.get("eta", 0.0), bool(given.get("use_clipped_model_output")), begin)
         return Decision(None, None, given, begin)
+    if learns_range(scheduler):
+        ddpm_coefficients(scheduler, begin)
+        return Decision(None, None, given, begin, learned=True)
     name, drawn = type(scheduler).__name__, given | step_options(scheduler, generator=torch.Generator())
     try:
         try:
@@ -87,24 +94,6 @@ def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int 
 def _why(scheduler: Any, found: str) -> str:
     known = [name for name in ("thresholding", "clip_sample", "clip_denoised") if scheduler.config.get(name)]
     return f"because of its {' and '.join(known)}" if known else found
-
-
-class DDIM:
-    """DDIM (arXiv 2010.02502, formulas 12 and 16) on tokens."""
-
-    def __init__(self, state: State, update: Update) -> None:
-        self._state, self._update = state, update
-
-    def __call__(self, cond: Tensor, uncond: Tensor | None, index: int, step: Tensor, bad: Tensor, /) -> None:
-        """Step the state; see `Stepper`. `step` selects the coefficients on the device."""
-        guided_step(self._state.tokens, cond, uncond, self._update, step, bad)
-
-    def restart(self, update: Update) -> None:
-        """Copy another run's coefficients and noise into the buffers that a captured step reads."""
-        self._update.coefficients_S7.copy_(update.coefficients_S7)
-        self._update.guidance_S.copy_(update.guidance_S)
-        if self._update.noise_SnlC is not None and update.noise_SnlC is not None:
-            self._update.noise_SnlC.copy_(update.noise_SnlC)
 
 
 class Traced:
@@ -198,22 +187,33 @@ class Replicated:
         self._state.tokens.copy_(self._state.slice(seen))
 
 
-def ddim_update(
-    state: State,
-    scheduler: Any,
-    decision: Decision,
-    guidance_S: Tensor,
-    shape: tuple[int, ...],
-    generator: torch.Generator,
-) -> Update:
-    """Return all steps of a run by a diffusers DDIM scheduler; shape: the shape of the whole latents."""
-    like = state.tokens
-    eta, clipped = decision.options.get("eta", 0.0), bool(decision.options.get("use_clipped_model_output"))
-    table = ddim_coefficients(scheduler, eta, clipped, decision.begin).to(like.device, like.dtype)
-    # drawn whole before the loop and then split, so that any number of ranks has the same noise
-    noise = [state.slice(randn_tensor(shape, generator=generator)) for _ in range(len(table) if eta > 0 else 0)]
-    drawn = torch.stack(noise) if noise else None
-    return Update(table, guidance_S, state.guided_width, clip(scheduler), drawn, clipped)
+def make_stepper(
+    decision: Decision, scheduler: Any, state: State, start: Tensor, guidance_S: Tensor, generator: torch.Generator
+) -> Stepper:
+    """Return the stepper of one stream of the state. start: the whole latents before the first step."""
+    shape, schedule = state.shape, decision.schedule
+    if not decision.local:
+        own = copy.deepcopy(scheduler)  # each stream needs the scheduler's history of its own
+        return Replicated(own, decision, state, start, guidance_S, generator)
+    if decision.learned:
+        return DDPM(state, scheduler, decision.begin, guidance_S, generator)
+    if schedule is None:
+        update = ddim_update(state, scheduler, decision.options, decision.begin, guidance_S, shape, generator)
+        return DDIM(state, update)
+    return Traced(state, schedule, traced_steps(state, schedule, guidance_S, shape, generator))
+
+
+def restart_stepper(
+    stepper: Stepper, decision: Decision, scheduler: Any, state: State, guidance_S: Tensor, generator: torch.Generator
+) -> None:
+    """Copy a run's schedule and noise into the buffers of a stepper of the same kind; the state is new already."""
+    begin, shape, schedule = decision.begin, state.shape, decision.schedule
+    if isinstance(stepper, DDIM):
+        stepper.restart(ddim_update(state, scheduler, decision.options, begin, guidance_S, shape, generator))
+    elif isinstance(stepper, DDPM):
+        stepper.restart(scheduler, begin, guidance_S, generator)
+    elif isinstance(stepper, Traced) and schedule is not None:
+        stepper.restart(schedule, traced_steps(state, schedule, guidance_S, shape, generator))
 
 
 def traced_steps(
@@ -229,59 +229,17 @@ def traced_steps(
     return Steps(table, guidance_S, state.guided_width, noise)
 
 
-def clip(scheduler: Any) -> float | None:
-    """Return the range to which the predicted x0 is clipped, or None if it is not."""
-    return scheduler.config.clip_sample_range if scheduler.config.clip_sample else None
-
-
-def ddim_coefficients(scheduler: Any, eta: float, clipped: bool = False, begin: int = 0) -> Tensor:
-    """Return DDIM's coefficients c, (S, 7) fp64.
-
-    For state x and model output m: x0 = c0 x + c1 m, e = c2 x + c3 m, next x = c4 x0 + c5 e + c6 noise.
-    clipped: e = c2 x + c3 x0 instead, from the clipped x0 (diffusers' use_clipped_model_output).
-    """
-    rows = []
-    stride = scheduler.config.num_train_timesteps // scheduler.num_inference_steps
-    for t in scheduler.timesteps[begin:].tolist():
-        now = float(scheduler.alphas_cumprod[t])
-        before = float(scheduler.alphas_cumprod[t - stride] if t >= stride else scheduler.final_alpha_cumprod)
-        sigma = eta * ((1 - before) / (1 - now) * (1 - now / before)) ** 0.5
-        a, b = now**0.5, (1 - now) ** 0.5
-        x0_x, x0_m, e_x, e_m = _prediction(scheduler.config.prediction_type, a, b)
-        e_x, e_m = (1 / b, -a / b) if clipped else (e_x, e_m)
-        rows.append((x0_x, x0_m, e_x, e_m, before**0.5, max(0.0, 1 - before - sigma**2) ** 0.5, sigma))
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def _prediction(kind: str, a: float, b: float) -> tuple[float, float, float, float]:
-    """Return the weights (x0/x, x0/m, e/x, e/m) that give x0 and noise e from state x = a x0 + b e and output m."""
-    if kind == "epsilon":
-        if a == 0:
-            raise ValueError(
-                "got prediction_type 'epsilon' with zero terminal SNR, expected 'v_prediction' or 'sample': the noise "
-                "in a state of pure noise does not determine the picture"
-            )
-        return 1 / a, -b / a, 0.0, 1.0
-    if kind == "sample":
-        return 0.0, 1.0, 1 / b, -a / b
-    if kind == "v_prediction":
-        return a, -b, b, a
-    raise ValueError(f"got a scheduler with prediction_type {kind!r}, expected epsilon, sample or v_prediction")
-
-
-def steps_locally(scheduler: Any) -> bool:
-    """Return whether this is DDIM without dynamic thresholding, which has a kernel of its own."""
-    return type(scheduler) is DDIMScheduler and not scheduler.config["thresholding"]
-
-
 def why_not_driven(scheduler: Any) -> str | None:
     """Return why the denoising loop cannot use a scheduler, or None if it can."""
     parameters = inspect.signature(scheduler.step).parameters.values() if hasattr(scheduler, "step") else ()
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     if required != STEP:
         return f"steps with ({', '.join(required)}), not with ({', '.join(STEP)})"
-    if str(getattr(scheduler.config, "variance_type", "")).startswith("learned"):
-        return "needs the model's variances (variance_type learned), which the loop does not pass on"
+    if str(getattr(scheduler.config, "variance_type", "")).startswith("learned") and not learns_range(scheduler):
+        return (
+            "needs the model's variances (variance_type learned), which the loop passes on to DDPMScheduler with "
+            "learned_range and without thresholding alone"
+        )
     return None
 
 

@@ -30,6 +30,8 @@ from seqpar.weights.find import Blueprint
         ({"scheduler": "PNDMScheduler", "steps": 3}, "got 3 steps, which PNDMScheduler cannot do"),
         ({"steps": 1001}, "got 1001 steps, expected 1 to 1000"),
         ({"repeat": 0}, "--repeat 0"),
+        ({"respacing": "ddim300"}, "got respacing 'ddim300', expected a number that an integer stride"),
+        ({"respacing": "25", "scheduler": "LCMScheduler"}, "got respacing '25' with LCMScheduler, expected DDIM"),
     ],
     ids=str,
 )

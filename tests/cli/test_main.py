@@ -23,7 +23,7 @@ def test_help_explains_every_flag_and_there_are_few(
         assert "fidelity  Compare every way" in shown
         return
     fields = flags.__dataclass_fields__
-    assert len(fields) <= 25  # 20 that say what to do; --transport, --exact; --gpus, --ranks, --dry-run
+    assert len(fields) <= 26  # 21 that say what to do; --transport, --exact; --gpus, --ranks, --dry-run
     assert all(f"--{name.replace('_', '-')}" in shown for name in fields)
 
 

@@ -182,6 +182,11 @@ def refused(folder: Path, out: Path, flags: dict[str, Any]) -> str:
         ("flux", {"prompt": ("a",), "negative_prompt": "b"}, "got --negative-prompt b with"),
         ("flux", {"prompt": ("a",), "frames": 5}, "expected none: this model makes no videos"),
         ("flux", {"prompt": ("a",), "guidance_channels": 3}, "expected --true-guidance over 1, too"),
+        (
+            "flux",
+            {"prompt": ("a",), "respacing": "25"},
+            "expected none: it is for models that make pictures of classes",
+        ),
         ("flux", {"prompt": ("a",), "steps": 1001}, "got 1001 steps, expected 1 to 1000"),
         ("flux", {"prompt": ("a",), "mesh": "cfg=2"}, "got cfg=2 with guidance 1.0, expected guidance > 1"),
         (

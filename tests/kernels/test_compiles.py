@@ -18,6 +18,7 @@ NARROW = {
     "merge": {4},  # log-sum-exps, one for each row of a head
     "outboxes": {8},  # the table of places
     "ddim": {2, 4, 8},  # latent-sized; its scalars too
+    "ddpm": {2, 4, 8},  # the same
     "multistep": {2, 4, 8},  # the same
     "push": {8},  # the table of places
 }

@@ -211,12 +211,14 @@ def test_flow_matching_makes_pictures() -> None:
     assert (got - x).abs().max() < 1e-5 * x.abs().max()
 
 
-def test_learned_variances_are_refused(copy: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("learned", "variance_type learned"), ("learned_range", "a model of 4 output channels, expected 8")],
+)
+def test_variances_of_a_model_without_them_are_refused(copy: Path, kind: str, message: str) -> None:
     path = copy / "scheduler" / "scheduler_config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"_class_name": "DDPMScheduler", "variance_type": "learned_range"})
-    )
-    with pytest.raises(ValueError, match=r"variance_type learned"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"_class_name": "DDPMScheduler", "variance_type": kind}))
+    with pytest.raises(ValueError, match=message):
         Files.locate(copy).schedule(None, 4)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.mesh import Mesh
-from seqpar.sampling.steppers import ddim_coefficients, steps_locally
+from seqpar.sampling.ddim import ddim_coefficients, steps_locally
 from tests.conftest import DEVICE
 from tests.sampling.test_sampling import LABELS, STEPS, by_hand, noise, scheduler
 from tests.support.meshes import random

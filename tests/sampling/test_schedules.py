@@ -18,7 +18,6 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance
 from seqpar.mesh import Mesh
-from seqpar.sampling import run as runs
 from seqpar.sampling import steppers
 from seqpar.sampling.loop import Sampler, draw_noise, why_no_graph
 from seqpar.sampling.request import Course, Request, course
@@ -293,7 +292,7 @@ WRONG: dict[str, Callable[[Schedule], Schedule]] = {
 @pytest.mark.parametrize("how", WRONG)
 def test_negative_control_wrong_coefficients_are_noticed(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(
-        runs, "traced_steps", lambda state, schedule, *rest: traced_steps(state, WRONG[how](schedule), *rest)
+        steppers, "traced_steps", lambda state, schedule, *rest: traced_steps(state, WRONG[how](schedule), *rest)
     )
     assert off(alone.__wrapped__("DPM++ 2M"), diffusers_own("DPM++ 2M")) > 1e-4  # calls past the cache
 

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from launch.benches.kernels import Case, cases
 from launch.benches.tiles import candidates
-from seqpar.kernels import adaln, ddim, flags, gelu, multistep, post_norm, prepare, push, swiglu
+from seqpar.kernels import adaln, ddim, ddpm, flags, gelu, multistep, post_norm, prepare, push, swiglu
 from seqpar.kernels.adaln import Norm
 from seqpar.kernels.push import Destinations
 from seqpar.local import sdpa
@@ -127,7 +127,7 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {f"model, {name}": modelled(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")}
     made["model, unidiffuser-v1"] = joint("unidiffuser-v1")
     made |= {f"multistep, {p} and {q}": multistepped(p, q) for p, q in ((1, 1), (1, 2), (2, 2), (3, 3))}
-    return made | {"ddim": update, "flags": lambda: flags.launch(four_ranks(), True, True)}
+    return made | {"ddim": update, "ddpm": learned, "flags": lambda: flags.launch(four_ranks(), True, True)}
 
 
 def launch_of(case: Case, tile: Any) -> Callable[[], object]:
@@ -228,6 +228,14 @@ def update() -> None:
     step, outputs = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
     how = ddim.Update(torch.zeros(25, 7), torch.zeros(25), clip=1.0)
     ddim.launch(torch.zeros(1, 16, 16), outputs, outputs, how, step, step.clone())
+
+
+def learned() -> None:
+    """Launch a DDPM step with the model's variances."""
+    step, outputs = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
+    table, noise = torch.zeros(250, 7, dtype=torch.float64), torch.zeros(250, 1, 16, 16)
+    how = ddpm.Steps(table, torch.zeros(250), noise, step.clone(), 12)
+    ddpm.launch(torch.zeros(1, 16, 16), outputs, outputs, how, step, step.clone())
 
 
 def multistepped(states: int, outputs: int) -> Callable[[], object]:

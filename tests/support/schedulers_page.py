@@ -61,9 +61,20 @@ installed diffusers does.
   is traced where its steps are linear in at most {MOST} states and {MOST} outputs.
 - **refused**: the scheduler cannot be built with these settings, or cannot be driven by the denoising loop.
 
-DDIM has a kernel of its own, which also clips. A scheduler of another noise process than the model's is not refused:
-a checkpoint does not always say what it was trained with, and such a run makes no meaningful picture. Some classes need
-a package that diffusers does not install; their rows name it, and say what the class does where it is installed.
+DDIM, and DDPM with the variances that the model predicts, have kernels of their own, which also clip. A scheduler of
+another noise process than the model's is not refused: a checkpoint does not always say what it was trained with, and
+such a run makes no meaningful picture. Some classes need a package that diffusers does not install; their rows name it,
+and say what the class does where it is installed.
+
+The authors of DiT and Large-DiT sample with DDPM in 250 steps, with the variances that the model predicts, guidance on
+3 of 4 channels and no clipping: `--scheduler DDPMScheduler --respacing 250 --guidance-channels 3`. `--respacing` takes
+the texts of their `space_timesteps`: "250" runs from the first to the last training timestep, which is not a spacing of
+diffusers' DDIM; "ddim25" (with `--scheduler DDIMScheduler`) takes every 40th. A step ends at the next timestep of the
+schedule. In Python, `sample(..., respacing="250", clip_denoised=True)` also clips each predicted x0 to -1 ... 1, and
+DDIM then recomputes the noise from it. DDPM takes the model's variances if the model predicts them and its
+scheduler_config.json names no other variance_type; in Python, pass `DDPMScheduler(variance_type="learned_range", ...)`.
+diffusers' own `DiTPipeline` cuts the variances off, so that such a scheduler fails there;
+`seqpar.sampling.original.pass_variances(pipe)` makes it work.
 
 | scheduler | settings | stepped | history, or reason |
 |---|---|---|---|

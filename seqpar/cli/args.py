@@ -19,7 +19,10 @@ class Flags:
     """What to make and how: `sample` and `plan` share these flags, so a command can be planned before it is run."""
 
     model: str = "builtin"
-    """"builtin", a diffusers folder, an original .pt file, a hub id, or a preset with random weights (dit-xl/2)."""
+    """"builtin", a diffusers or ppdiffusers folder, original files (docs/formats), a hub id, or a preset with random
+    weights (dit-xl/2)."""
+    heads: int | None = None
+    """Number of attention heads, for original files of a size that was never released: no file says it."""
     classes: tuple[str, ...] = ()
     """Names or numbers of classes, for models that take those; the first 12 classes if none are given."""
     prompt: tuple[str, ...] = ()
@@ -88,3 +91,16 @@ class PlanArgs(Flags):
     gpus: tuple[int, ...] = ()
     """Numbers of GPUs to plan for, as 1 2 4 8: GPUs like this machine's, or H200s if it has none; by default this
     machine with all its GPUs."""
+
+
+@dataclass(frozen=True)
+class ConvertArgs:
+    """Write the weights of a published checkpoint as safetensors in diffusers' layout."""
+
+    source: tyro.conf.Positional[str]
+    """Original files, a diffusers or ppdiffusers folder, or a hub id (docs/formats)."""
+    target: tyro.conf.Positional[Path]
+    """Folder to write; it must not exist."""
+    heads: int | None = None
+    """Number of attention heads, for original files of a size that was never released: no file says it."""
+    dtype: Annotated[Literal["same", "fp32", "bf16", "fp16"], tyro.conf.arg(help="Data type to write")] = "same"

@@ -71,12 +71,15 @@ def is_diffusers(config: Mapping[str, Any] | None) -> bool:
 def original_heads(kind: str, width: int, layers: int, said: Mapping[str, Any], published: Iterable[Any]) -> int:
     """Return the number of heads of an original checkpoint, which its shapes do not tell.
 
-    said: "heads" is the user's word, "args" are the arguments of the training script. published: the configs that the
-    authors released; a checkpoint with the width and number of layers of one of them has its heads. Raises ValueError
-    if nothing says the number, or if it does not fit.
+    said: "heads" is the user's word; "args", the arguments of the training script, may have num_heads. published: the
+    configs that the authors released; a checkpoint with the width and number of layers of one of them has its heads.
+    Raises ValueError if nothing says the number, or if it does not fit.
     """
     known = {(config.width, config.num_layers): config.num_attention_heads for config in published}
-    heads = said.get("heads") or known.get((width, layers))
+    told = said.get("args", {}).get("num_heads")
+    if isinstance(told, int):
+        confirm(kind, {"heads": said.get("heads")}, {"heads": told})
+    heads = said.get("heads") or (told if isinstance(told, int) else known.get((width, layers)))
     if heads is None:
         raise ValueError(
             f"got a {kind} of width {width} with {layers} layers, expected its number of heads from you, because no "

@@ -1,9 +1,9 @@
 """Large-DiT: a class-conditional DiT with LLaMA blocks (RMSNorm, QK-LayerNorm, rotary, SwiGLU); 600M, 3B, 7B.
 
 The names are approximate: 3B has 4.24 B parameters, 7B has 7.29 B. It loads the original `.pth` files of Alpha-VLLM's
-LLaMA2-Accessory and ppdiffusers' folders. Three details are easy to get wrong. Block norms are RMSNorm in the original, but
-LayerNorm under the same keys in Paddle's inference model (`block_norm`). QK-norm is a LayerNorm over all heads, before
-the head split. Rotary angles follow the raster index of a token.
+LLaMA2-Accessory and ppdiffusers' folders. Three details are easy to get wrong. Block norms are RMSNorm in the original,
+but LayerNorm under the same keys in Paddle's inference model (`block_norm`). QK-norm is a LayerNorm over all heads,
+before the head split. Rotary angles follow the raster index of a token.
 Letters: see `seqpar.protocols`; F = feed-forward width.
 """
 

@@ -5,7 +5,7 @@ When it wins: with several images, which the ranks decode in parallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,15 @@ def load_vae(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     vae, checkpoint, keys = _opened(path)
     load(vae, checkpoint, keys, dtype, device)
     return vae.eval()
+
+
+def decoder_tensors(path: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+    """Return diffusers' config of a decoder, and its weights under diffusers' names, one at a time."""
+    model, checkpoint, keys = _opened(path)
+    config = {key: value for key, value in model.config.items() if not key.startswith("_")}
+    sources = keys.sources.items()
+    made = ((key, source.combine(*map(checkpoint.read, source.keys)).clone()) for key, source in sources)
+    return {"_class_name": "AutoencoderKL", **config}, made
 
 
 def _opened(path: Path) -> tuple[Any, Checkpoint, KeyMap]:

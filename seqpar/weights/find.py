@@ -65,7 +65,7 @@ class Blueprint:
 
 
 def locate(name: str | Path, heads: int | None = None) -> Blueprint:
-    """Return the blueprint for a preset, a folder or file of one of the layouts of `seqpar.weights.layout`, or a hub id.
+    """Return the blueprint for a preset, a folder or file of a layout of `seqpar.weights.layout`, or a hub id.
 
     heads: the number of heads, for original files of sizes that were never released; nothing in such a file says it.
     Raises ValueError if nothing has this name or its files do not fit, before any weight is read.

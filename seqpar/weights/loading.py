@@ -1,4 +1,4 @@
-"""Loads checkpoints: every tensor is read, converted and placed once by one rank of a host, which gives it to the others.
+"""Loads checkpoints: one rank of a host reads, converts and places each tensor, and gives it to the others.
 
 Each rank reads its share of the parameters from the mapped file and places them on its own device. When all ranks have
 done so without an error, each parameter is broadcast from its reader, GPU to GPU. A host so reads, converts and maps

@@ -95,7 +95,8 @@ class Job:
 def family_of(name: str, heads: int | None = None) -> tuple[ModuleType, Path | None]:
     """Return the family that runs a model, and the model's path (None for a preset); a hub id is downloaded.
 
-    heads: see `seqpar.weights.find.locate`. Raises ValueError if nothing has this name or no model of seqpar fits its files.
+    heads: see `seqpar.weights.find.locate`. Raises ValueError if nothing has this name or no model of seqpar fits its
+    files.
     """
     path = BUILTIN if name == "builtin" else resolve(name)
     modules = [plugin(seqpar.pipelines, each, "family") for each in plugins(seqpar.pipelines)]

@@ -57,7 +57,8 @@ class Files:
         """Find and check the files of a model.
 
         name: "builtin", a diffusers pipeline folder or hub id, or any name that `seqpar.weights.find.locate` accepts,
-        which then has no decoder. heads: see there. Raises ValueError if a file does not fit; reads only the headers of weight files.
+        which then has no decoder. heads: see there. Raises ValueError if a file does not fit; reads only the headers of
+        weight files.
         """
         path = BUILTIN if str(name) == "builtin" else resolve(name)
         blueprint = locate(name if path is None else path, heads)

@@ -93,7 +93,7 @@ class DistributedDiT(nn.Module):
         wish = Wish(strategy=strategy, local=local, transport=transport)
         plan = plan_of(blueprint.config, blueprint.meta(), dtype, mesh, wish) if plan is None else alone(plan, wish)
         mesh = settled(plan, mesh)
-        model = blueprint.build(dtype, mesh.device, mesh=mesh)
+        model = blueprint.build(dtype, mesh.device, 0, mesh)
         return cls(model, mesh, plan=plan)
 
     @property

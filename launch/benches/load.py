@@ -17,12 +17,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -86,7 +87,8 @@ def write(folder: Path, width: int, layers: int) -> int:
     told = config(width, layers)
     (folder / "config.json").write_text(json.dumps(told))
     with torch.device("meta"):
-        shapes = {key: x.shape for key, x in DiTTransformer2DModel.from_config(told).state_dict().items()}
+        model: Any = DiTTransformer2DModel.from_config(told)
+    shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
     header, end = {}, 0
     for key, shape in shapes.items():
         header[key] = {"dtype": "F32", "shape": [*shape], "data_offsets": [end, end + 4 * shape.numel()]}
@@ -96,17 +98,17 @@ def write(folder: Path, width: int, layers: int) -> int:
     with open(folder / FILE, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for numbers in blocks(shapes.values()):
-            file.write(numbers)
+            numbers.tofile(file)
     return end
 
 
-def blocks(shapes: Any) -> Iterator[memoryview]:
-    """The bytes of random tensors of these shapes; equal shapes have equal bytes."""
+def blocks(shapes: Iterable[torch.Size]) -> Iterator[np.ndarray]:
+    """Random numbers of these shapes; equal shapes have equal numbers."""
     made: dict[torch.Size, Tensor] = {}
     for shape in shapes:
         if shape not in made:
             made[shape] = torch.randn(shape, generator=torch.Generator().manual_seed(len(made))) * 0.02
-        yield memoryview(made[shape].numpy()).cast("B")
+        yield made[shape].numpy()
 
 
 def measured(args: Load, way: str, folder: Path, size: int) -> dict[str, Any]:

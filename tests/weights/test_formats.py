@@ -197,8 +197,9 @@ def small_vae() -> Any:
     levels: dict[str, Any] = {
         "down_block_types": ["DownEncoderBlock2D"] * 3,
         "up_block_types": ["UpDecoderBlock2D"] * 3,
+        "block_out_channels": (32, 64, 64),
     }
-    return AutoencoderKL(block_out_channels=(32, 64, 64), layers_per_block=2, **levels).eval().requires_grad_(False)
+    return AutoencoderKL(layers_per_block=2, **levels).eval().requires_grad_(False)
 
 
 def assert_same_decoder(ours: Any, theirs: Any) -> None:

@@ -19,20 +19,17 @@ from tests.support.tiny import diffusers_dit
 def built(rank: int, world: int, device: torch.device, folder: str) -> tuple[list[str], dict[str, Tensor]]:
     """Return the keys that this rank read for parameters, and the parameters that it got."""
     blueprint, read = locate(folder), list[str]()
-    checkpoint = blueprint.checkpoint
+    checkpoint, keys = blueprint.checkpoint, blueprint.keys
     assert checkpoint is not None
-    assert blueprint.keys is not None
+    assert keys is not None
 
     def counted(key: str) -> Tensor:
         read.append(key)
         return checkpoint.read(key)
 
-    blueprint = replace(
-        blueprint, checkpoint=replace(checkpoint, read=counted), keys=replace(blueprint.keys, repeats={})
-    )
-    # repeats are compared, which reads them; here only the parameters are counted, and copies are ignored
-    copies = frozenset(checkpoint.shapes) - {key for source in blueprint.keys.sources.values() for key in source.keys}
-    blueprint = replace(blueprint, keys=replace(blueprint.keys, ignored=copies))
+    # repeats are compared, which reads them; here the reading of parameters is counted alone
+    keys = replace(keys, repeats={}, ignored=keys.ignored | frozenset(keys.repeats))
+    blueprint = replace(blueprint, checkpoint=replace(checkpoint, read=counted), keys=keys)
     model = blueprint.build(torch.bfloat16, device, mesh=Mesh.joined(device))
     assert not any(parameter.is_meta or parameter.requires_grad for parameter in model.parameters())
     return read, {name: parameter.data for name, parameter in model.named_parameters()}

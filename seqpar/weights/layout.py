@@ -2,7 +2,7 @@
 
 - a diffusers or ppdiffusers pipeline folder (model_index.json), or the folder of one transformer (config.json);
 - LLaMA2-Accessory's folder of `consolidated[_ema].XX-of-NN` files, or one of these files;
-- UniDiffuser's original folder: U-ViT, caption decoder and autoencoder, told apart by their keys, whatever their names;
+- UniDiffuser's original folder, or its U-ViT: the U-ViT, caption decoder and autoencoder are known by their keys;
 - any other file with weights.
 """
 
@@ -41,7 +41,7 @@ def layout_of(path: Path) -> Layout | None:
     Raises ValueError if two files of UniDiffuser's folder are the same part.
     """
     if path.is_file():
-        return Layout("consolidated" if is_part(path) else "file", {"transformer": path})
+        return _layout_of_file(path)
     if (path / PIPELINE).is_file():
         return Layout("pipeline", {part.name: part for part in path.iterdir() if (part / CONFIG).is_file()})
     if (path / CONFIG).is_file():
@@ -52,6 +52,15 @@ def layout_of(path: Path) -> Layout | None:
         return Layout("consolidated", {"transformer": path})
     found = _unidiffuser(path)
     return Layout("unidiffuser", found) if "unet" in found else None
+
+
+def _layout_of_file(path: Path) -> Layout:
+    """Return the layout of a file; a U-ViT of UniDiffuser has its decoders beside it."""
+    if is_part(path):
+        return Layout("consolidated", {"transformer": path})
+    if path.suffix in LOOSE and _part(open_checkpoint(path).shapes) == "unet":
+        return Layout("unidiffuser", _unidiffuser(path.parent, path))
+    return Layout("file", {"transformer": path})
 
 
 def open_model(path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
@@ -66,7 +75,7 @@ def open_model(path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
         return open_folder(part)
     if layout.kind == "model":
         return open_folder(path)
-    return open_checkpoint(layout.parts.get("unet", path)), None
+    return open_checkpoint(layout.parts.get("unet", path)), None  # a file, or UniDiffuser's parts
 
 
 def open_folder(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
@@ -75,14 +84,22 @@ def open_folder(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
     return open_checkpoint(find_checkpoint(folder)), config
 
 
-def _unidiffuser(folder: Path) -> dict[str, Path]:
-    """Return the parts of UniDiffuser's original folder that are there, by the keys in its files."""
-    found: dict[str, Path] = {}
+def _unidiffuser(folder: Path, unet: Path | None = None) -> dict[str, Path]:
+    """Return the parts of UniDiffuser's original folder that are there, by the keys in its files.
+
+    unet: the U-ViT that is meant, where the folder has several (v0 and v1).
+    """
+    found: dict[str, Path] = {} if unet is None else {"unet": unet}
     for file in sorted(path for path in folder.iterdir() if path.suffix in LOOSE and path.is_file()):
-        shapes = open_checkpoint(file).shapes
-        part = next((part for part, marks in MARKS.items() if all(mark in shapes for mark in marks)), None)
+        part = _part(open_checkpoint(file).shapes)
+        if part is None or (part == "unet" and unet is not None):
+            continue
         if part in found:
             raise ValueError(f"got {found[part].name} and {file.name} in {folder}, expected one {part}; name the file")
-        if part is not None:
-            found[part] = file
+        found[part] = file
     return found
+
+
+def _part(shapes: Mapping[str, object]) -> str | None:
+    """Return the part of UniDiffuser that has these keys, or None."""
+    return next((part for part, marks in MARKS.items() if all(mark in shapes for mark in marks)), None)

@@ -55,7 +55,7 @@ def test_the_check_refuses_before_weights_load_and_leaves_no_folder(
 def test_heads_of_original_files_are_named_by_a_flag(tmp_path: Path) -> None:
     torch.save(original_state_dict(diffusers_dit()), tmp_path / "dit.pt")
     args = Args(model=str(tmp_path / "dit.pt"), out=tmp_path / "x.png")
-    with pytest.raises(ValueError, match="expected its number of heads from you.*--heads"):
+    with pytest.raises(ValueError, match=r"expected its number of heads from you.*--heads"):
         check(args, Mesh.single())
     job = check(replace(args, heads=6), Mesh.single())
     assert isinstance(job, Job)

@@ -240,6 +240,14 @@ def test_unidiffusers_folder_is_known_by_its_keys(tmp_path: Path) -> None:
         "vae": "c.pth",
     }
     assert list(open_checkpoint(layout.parts["text_decoder"]).shapes) == ["encode_prefix.weight"]
+    torch.save({key: torch.ones(1) for key in unet}, tmp_path / "v0.pth")
+    with pytest.raises(ValueError, match=r"a\.pth and v0\.pth in .*, expected one unet; name the file"):
+        layout_of(tmp_path)
+    named = layout_of(tmp_path / "v0.pth")
+    assert named is not None
+    assert {**named.parts, "unet": "v0"} == {**layout.parts, "unet": "v0"}
+    assert named.parts["unet"].name == "v0.pth"
+    (tmp_path / "v0.pth").unlink()
     torch.save({"encode_prefix.weight": torch.ones(2)}, tmp_path / "e.pth")
     with pytest.raises(ValueError, match=r"b\.pth and e\.pth in .*, expected one text_decoder"):
         layout_of(tmp_path)

@@ -48,7 +48,8 @@ def _write(folder: Path, path: Path, layout: Layout, blueprint: Blueprint, dtype
     for name, place in layout.parts.items():
         if name == "vae":
             config, tensors = decoder_tensors(place)
-            lines.append(f"vae: {write_folder(folder / 'vae', config, tensors)} bytes")
+            cast = ((key, tensor.to(DTYPES.get(dtype, tensor.dtype))) for key, tensor in tensors)
+            lines.append(f"vae: {write_folder(folder / 'vae', config, cast)} bytes")
         elif name != part and place.is_dir() and not any(place.glob("*.pdparams")):
             shutil.copytree(place, folder / name)
         elif name != part:

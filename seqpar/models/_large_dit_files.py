@@ -86,6 +86,8 @@ def _from_config(found: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
     if heads is None or dim is None or heads * dim != found["width"]:
         expected = f"a product of {found['width']}, the width of the tensors"
         raise ValueError(f"got a Large-DiT config with {heads} heads of width {dim}, expected {expected}")
+    if not isinstance(eps := config.get("norm_eps", 1e-5), (int, float)) or not 0 < eps < 1:
+        raise ValueError(f"got a Large-DiT config with norm_eps={eps!r}, expected a small number over 0")
     confirm("Large-DiT", config, {key: value for key, value in found.items() if key != "num_key_value_heads"})
     made = _heads(found, heads)
     confirm("Large-DiT", {"n_kv_heads": config.get("n_kv_heads")}, {"n_kv_heads": made["num_key_value_heads"]})

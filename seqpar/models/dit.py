@@ -171,6 +171,10 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "only_cross_attention": (False,),
     "use_linear_projection": (False,),
     "double_self_attention": (False,),
+    "attention_bias": (True, False),
+    # ours: diffusers computes with the first value whatever a config says
+    "freq_shift": (1.0, 0.0),
+    "pos_scaling": ("interpolate", "none"),
 }
 _SIZES_READ = (
     "num_attention_heads",
@@ -182,8 +186,7 @@ _SIZES_READ = (
     "sample_size",
     "num_embeds_ada_norm",
 )
-# freq_shift and pos_scaling are ours: diffusers computes with 1 and "interpolate" whatever a config says
-_READ = {*_SIZES_READ, "attention_bias", "norm_eps", "norm_num_groups", "freq_shift", "pos_scaling"}
+_READ = {*_SIZES_READ, "norm_eps", "norm_num_groups"}
 
 
 def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
@@ -206,6 +209,8 @@ def _from_diffusers(config: Mapping[str, Any]) -> Config:
         if not key.startswith("_") and value is not None and key not in _IMPLEMENTED and key not in _READ:
             raise ValueError(f"got a DiT config with an unknown field {key}={value!r}, expected one of diffusers'")
     whole_numbers("DiT", config, _SIZES_READ)
+    if not isinstance(eps := config.get("norm_eps", 1e-5), (int, float)) or not 0 < eps < 1:
+        raise ValueError(f"got a DiT config with norm_eps={eps!r}, expected a small number over 0")
     known = {f.name for f in fields(Config)}
     read = {key: value for key, value in config.items() if key in known and value is not None}
     read.setdefault("out_channels", config.get("in_channels", Config.in_channels))

@@ -90,7 +90,7 @@ def resolve(name: str | Path) -> Path | None:
     path = Path(name)
     if not path.exists():
         path = _download(str(name))
-    if layout_of(path) is None:
+    if path.is_dir() and layout_of(path) is None:
         raise ValueError(
             f"got model {name}, which is not a diffusers folder (no model_index.json or config.json), and has no files "
             f"of Large-DiT (consolidated.00-of-01.pth) or UniDiffuser (uvit_v1.pth)"

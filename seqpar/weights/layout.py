@@ -65,6 +65,8 @@ def _layout_of_file(path: Path) -> Layout:
 
 def open_model(path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
     """Open the checkpoint of the model that a path stands for, with its config.json, or None if it has none."""
+    if path.is_file() and not is_part(path):
+        return open_checkpoint(path), None
     layout = layout_of(path)
     if layout is None:
         raise ValueError(f"got {path}, expected a folder or file of one of the layouts in seqpar/weights/layout.py")
@@ -75,7 +77,7 @@ def open_model(path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
         return open_folder(part)
     if layout.kind == "model":
         return open_folder(path)
-    return open_checkpoint(layout.parts.get("unet", path)), None  # a file, or UniDiffuser's parts
+    return open_checkpoint(layout.parts["unet"]), None
 
 
 def open_folder(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:

@@ -225,9 +225,8 @@ def test_the_original_autoencoder_is_diffusers(tmp_path: Path) -> None:
 
 def test_unidiffusers_folder_is_known_by_its_keys(tmp_path: Path) -> None:
     """The names of the files do not matter; prefixes of wrappers are taken off."""
-    torch.save(
-        {"patch_embed.proj.weight": torch.ones(1), "mid_block.attn.qkv.weight": torch.ones(1)}, tmp_path / "a.pth"
-    )
+    unet = ("patch_embed.proj.weight", "mid_block.attn.qkv.weight")
+    torch.save({key: torch.ones(1) for key in unet}, tmp_path / "a.pth")
     torch.save({"module.encode_prefix.weight": torch.ones(2)}, tmp_path / "b.pth")
     torch.save(original_decoder(small_vae()), tmp_path / "c.pth")
     torch.save({"clip": torch.ones(1)}, tmp_path / "d.pth")

@@ -35,8 +35,15 @@ def built(rank: int, world: int, device: torch.device, folder: str) -> tuple[lis
     return read, {name: parameter.data for name, parameter in model.named_parameters()}
 
 
+def refused(rank: int, world: int, device: torch.device, folder: str) -> str:
+    with pytest.raises(ValueError, match="differs from") as error:
+        locate(folder).build(torch.float32, device, mesh=Mesh.joined(device))
+    return str(error.value)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_tensor_is_read_by_one_rank_and_given_to_all(ranks: Pool, tmp_path: Path, world: int) -> None:
+    """An error of one rank is the error of all: one rank compares a copy of the embedders, before any broadcast."""
     diffusers_dit().save_pretrained(tmp_path)  # pyright: ignore
     truth_read, truth = built(0, 1, torch.device("cpu"), str(tmp_path))
     got = ranks.run(world, built, str(tmp_path))
@@ -47,20 +54,10 @@ def test_each_tensor_is_read_by_one_rank_and_given_to_all(ranks: Pool, tmp_path:
     for _, parameters in got:
         assert parameters.keys() == truth.keys()
         assert all(torch.equal(parameters[name], truth[name]) for name in truth)
-
-
-def refused(rank: int, world: int, device: torch.device, folder: str) -> str:
-    with pytest.raises(ValueError, match="differs from") as error:
-        locate(folder).build(torch.float32, device, mesh=Mesh.joined(device))
-    return str(error.value)
-
-
-def test_an_error_of_the_rank_that_reads_is_the_error_of_all(ranks: Pool, tmp_path: Path) -> None:
-    """The copies of the embedders are compared by one rank each, before anything is broadcast."""
     theirs = diffusers_dit()
     theirs.transformer_blocks[2].norm1.emb.timestep_embedder.linear_1.bias += 1  # pyright: ignore
     theirs.save_pretrained(tmp_path)  # pyright: ignore
-    one, *others = ranks.run(3, refused, str(tmp_path))
+    one, *others = ranks.run(world, refused, str(tmp_path))
     assert "transformer_blocks.2.norm1.emb.timestep_embedder.linear_1.bias differs" in one
     assert set(others) == {one}
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -117,23 +117,12 @@ def measured(args: Load, way: str, folder: Path, size: int) -> dict[str, Any]:
         with open(folder / FILE, "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.gpus}"]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [*start, "-m", "launch.benches.load", way, str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=LIMIT_S,
-    )
-    if done.returncode:
-        raise ValueError(f"got exit code {done.returncode} from {way}, expected 0; it said:\n{done.stderr[-4000:]}")
+    start(way, folder, args.gpus)
     ranks = [json.loads((folder / f"{way}-{rank}.json").read_text()) for rank in range(args.gpus)]
     grown = sum(rank["peak"] - rank["before"] for rank in ranks)
     return {
         "bench": "load",
-        "case": {"way": way, "cold": args.cold, "file_bytes": size, **asdict(args), "folder": None, "out": None},
+        "case": {"way": way, "cold": args.cold, "file_bytes": size, "width": args.width, "layers": args.layers},
         "gpus": args.gpus,
         "seconds": max(rank["seconds"] for rank in ranks),
         "host_bytes": grown,
@@ -143,6 +132,22 @@ def measured(args: Load, way: str, folder: Path, size: int) -> dict[str, Any]:
         "command": command(),
         "env": environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     }
+
+
+def start(way: str, folder: Path, ranks: int) -> None:
+    """Run all ranks of a contender until they have left their measurements in the folder."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [*words, "-m", "launch.benches.load", way, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=LIMIT_S,
+    )
+    if done.returncode:
+        raise ValueError(f"got exit code {done.returncode} from {way}, expected 0; it said:\n{done.stderr[-4000:]}")
 
 
 def table(lines: list[dict[str, Any]]) -> str:

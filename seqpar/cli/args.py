@@ -21,8 +21,6 @@ class Flags:
     model: str = "builtin"
     """"builtin", a diffusers or ppdiffusers folder, original files (docs/formats), a hub id, or a preset with random
     weights (dit-xl/2)."""
-    heads: int | None = None
-    """Number of attention heads, for original files of a size that was never released: no file says it."""
     classes: tuple[str, ...] = ()
     """Names or numbers of classes, for models that take those; the first 12 classes if none are given."""
     prompt: tuple[str, ...] = ()
@@ -69,6 +67,8 @@ class Flags:
     out: Path = Path("seqpar.png")
     """File of the picture (.png, its metadata holds every parameter) or of the video (.mp4). Several pictures of
     prompts get numbers: seqpar-1.png, seqpar-2.png."""
+    heads: int | None = None
+    """Number of attention heads, for original files of a size that was never released: no file says it."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from seqpar.mesh import Mesh
+from seqpar.weights import loading
 from seqpar.weights.find import locate
 from seqpar.weights.loading import shares
 from tests.support.pool import Pool
@@ -73,3 +74,17 @@ def test_the_shares_of_ranks_are_runs_of_about_equal_size(tmp_path: Path) -> Non
     sizes = {name: parameter.numel() for name, parameter in blueprint.meta().named_parameters()}
     parts = [sum(sizes[name] for name, part in found.items() if part == one) for one in range(4)]
     assert max(parts) - min(parts) <= 2 * max(sizes.values())
+
+
+@pytest.mark.gpu
+def test_gpu_tensors_come_whole_through_small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks end inside of rows; a transposed matrix, a scalar and an empty tensor are copied, too."""
+    monkeypatch.setattr(loading, "CHUNK", 1000)
+    staging = loading.Staging(torch.device("cuda"))
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(70, 90, generator=generator)
+    for tensor in (matrix, matrix.bfloat16(), matrix.T, matrix[:, ::2], torch.tensor(3.0), torch.empty(0, 4)):
+        copied = staging.copy(tensor)
+        assert copied.is_cuda
+        assert copied.dtype == tensor.dtype
+        assert torch.equal(copied.cpu(), tensor)

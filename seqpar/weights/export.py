@@ -45,6 +45,9 @@ def tensors_of(blueprint: Blueprint, dtype: torch.dtype | None) -> Iterator[tupl
         copied = kept[twin]
         assert copied is not None
         yield key, copied.clone()
+    if shapes is not checkpoint.shapes:  # what diffusers' class has and never reads; it would warn of its absence
+        for key in sorted(target.ignored & shapes.keys()):
+            yield key, torch.zeros(shapes[key], dtype=dtype)
 
 
 def folder_config(blueprint: Blueprint) -> tuple[str, dict[str, Any]]:

@@ -97,12 +97,19 @@ def shares(checkpoint: Checkpoint, keys: KeyMap, parts: int) -> dict[str, int]:
 
 
 def _check_repeats(checkpoint: Checkpoint, repeats: Iterable[tuple[str, str]]) -> None:
-    for key, twin in repeats:
-        if not torch.equal(checkpoint.read(key), checkpoint.read(twin)):
-            raise ValueError(
-                f"{checkpoint.name}: {key} differs from {twin}, expected equal tensors; such a model "
-                f"conditions each block differently, which is not implemented"
-            )
+    """Raise ValueError if a key differs from the one whose values it must have; several threads compare."""
+
+    def same(pair: tuple[str, str]) -> bool:
+        return torch.equal(checkpoint.read(pair[0]), checkpoint.read(pair[1]))
+
+    pairs = list(repeats)
+    with ThreadPoolExecutor(READERS) as pool:
+        for (key, twin), equal in zip(pairs, pool.map(same, pairs), strict=True):
+            if not equal:
+                raise ValueError(
+                    f"{checkpoint.name}: {key} differs from {twin}, expected equal tensors; such a model "
+                    f"conditions each block differently, which is not implemented"
+                )
 
 
 def _placed(

@@ -17,6 +17,7 @@ from filelock import FileLock
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import seqpar.models
 from seqpar.mesh import Mesh
@@ -36,6 +37,19 @@ DOWNLOADED = [
 INIT_STD = 0.02  # standard deviation of the random weights of presets
 
 
+class WithoutValues(TorchFunctionMode):
+    """Skips the random initial values of modules: the meta device has none, and torch imports its compiler for them."""
+
+    SKIPPED = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.xavier_uniform_)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the tensor as it is from functions that set initial values, and what other functions return."""
+        kwargs = kwargs or {}
+        if func in self.SKIPPED:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class Blueprint:
     """A model that can be built: its module, its config and its checkpoint (None means random weights)."""
@@ -48,7 +62,7 @@ class Blueprint:
 
     def meta(self) -> SequenceModel:
         """Return the model on the meta device, without memory for its weights."""
-        with torch.device("meta"):
+        with torch.device("meta"), WithoutValues():
             return self.module.Model(self.config)
 
     def build(self, dtype: torch.dtype, device: torch.device, seed: int = 0, mesh: Mesh | None = None) -> SequenceModel:

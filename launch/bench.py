@@ -9,6 +9,7 @@ python launch/bench.py kernels                                           # kerne
 python launch/bench.py tiles                                             # the fastest tile of each kernel
 python launch/bench.py ladder --model large-dit-7b --tokens 256          # from the plain eager model to the CUDA graph
 python launch/bench.py start                                             # seconds from start to the first picture
+python launch/bench.py load --gpus 2                                     # loading a 7B checkpoint on N ranks, memory
 python launch/bench.py numerics --models builtin large-dit-7b            # error of each step beside plain bf16's
 python launch/bench.py schedules                                         # a step under each scheduler beside DDIM
 python launch/bench.py record --trees ../other                           # digests and ms a step of two versions
@@ -31,6 +32,7 @@ from launch.benches import (
     exchange,
     kernels,
     ladder,
+    load,
     measure,
     numerics,
     pipeline,
@@ -53,6 +55,7 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     tiles.Tiles: tiles.main,
     ladder.Ladder: ladder.main,
     start.Start: start.main,
+    load.Load: load.main,
     numerics.Numerics: numerics.main,
     measure.Rates: measure.main,
     record.Record: record.main,

@@ -80,18 +80,20 @@ class DistributedDiT(nn.Module):
         transport: str = "auto",
         *,
         plan: Plan | None = None,
+        heads: int | None = None,
     ) -> DistributedDiT:
-        """Load a diffusers folder (pipeline or transformer), an original `.pt`, a hub id or a preset (random weights).
+        """Load a diffusers folder (pipeline or transformer), original files, a hub id or a preset (random weights).
 
-        The other arguments are those of the class. Raises the same ValueError on every rank, before any weights are
+        heads: the number of heads, where original files do not say it; see `seqpar.weights.find.locate`. The other
+        arguments are those of the class. Raises the same ValueError on every rank, before any weights are
         loaded, if something does not fit.
         """
         ranks = mesh or Mesh.joined()
-        blueprint = path if isinstance(path, Blueprint) else ranks.together(lambda: locate(path))
+        blueprint = path if isinstance(path, Blueprint) else ranks.together(lambda: locate(path, heads))
         wish = Wish(strategy=strategy, local=local, transport=transport)
         plan = plan_of(blueprint.config, blueprint.meta(), dtype, mesh, wish) if plan is None else alone(plan, wish)
         mesh = settled(plan, mesh)
-        model = mesh.together(lambda: blueprint.build(dtype, mesh.device))
+        model = blueprint.build(dtype, mesh.device, 0, mesh)
         return cls(model, mesh, plan=plan)
 
     @property

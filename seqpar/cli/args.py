@@ -19,7 +19,8 @@ class Flags:
     """What to make and how: `sample` and `plan` share these flags, so a command can be planned before it is run."""
 
     model: str = "builtin"
-    """"builtin", a diffusers folder, an original .pt file, a hub id, or a preset with random weights (dit-xl/2)."""
+    """"builtin", a diffusers or ppdiffusers folder, original files (docs/formats), a hub id, or a preset with random
+    weights (dit-xl/2)."""
     classes: tuple[str, ...] = ()
     """Names or numbers of classes, for models that take those; the first 12 classes if none are given."""
     prompt: tuple[str, ...] = ()
@@ -70,6 +71,8 @@ class Flags:
     out: Path = Path("seqpar.png")
     """File of the picture (.png, its metadata holds every parameter) or of the video (.mp4). Several pictures of
     prompts get numbers: seqpar-1.png, seqpar-2.png."""
+    heads: int | None = None
+    """Number of attention heads, for original files of a size that was never released: no file says it."""
 
 
 @dataclass(frozen=True)
@@ -117,3 +120,16 @@ class FidelityArgs(Flags):
     """Compare a second time with outliers planted in the weights, where a narrow data type shows."""
     lpips: Path | None = None
     """File with the weights of torchvision's AlexNet, to compute LPIPS, too (needs the packages lpips, torchvision)."""
+
+
+@dataclass(frozen=True)
+class ConvertArgs:
+    """Write the weights of a published checkpoint as safetensors in diffusers' layout."""
+
+    source: tyro.conf.Positional[str]
+    """Original files, a diffusers or ppdiffusers folder, or a hub id (docs/formats)."""
+    target: tyro.conf.Positional[Path]
+    """Folder to write; it must not exist."""
+    heads: int | None = None
+    """Number of attention heads, for original files of a size that was never released: no file says it."""
+    dtype: Annotated[Literal["same", "fp32", "bf16", "fp16"], tyro.conf.arg(help="Data type to write")] = "same"

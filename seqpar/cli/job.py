@@ -25,7 +25,7 @@ def check(args: Args, mesh: Mesh) -> Job | Adapted:
     """The job that the flags describe; `ValueError` for any flag that is wrong. Reads headers of files, no weights."""
     _check_ranges(args)
     _check_names(args)
-    family, path = family_of(args.model)
+    family, path = family_of(args.model, args.heads)
     order = order_of(args, mesh)
     if "class_labels" not in (family.PROMPT or ()):
         order.refuse("expected none: it is for models that make pictures of classes", respacing=order.respacing)
@@ -34,6 +34,7 @@ def check(args: Args, mesh: Mesh) -> Job | Adapted:
         video = isinstance(job, Adapted) and job.video
         check_writable(output(args, video), ".mp4" if video else ".png")
     aim, axes = parse_mesh(args.mesh)
+    _check_heads(args, job)
     if isinstance(job, Adapted):
         if args.dry_run is not None or aim != "latency":
             flag = "a plan" if args.dry_run is not None else f"--mesh {args.mesh}"
@@ -54,7 +55,7 @@ def order_of(args: Args, mesh: Mesh) -> Order:
     # a plan for a number of GPUs takes a GPU's data type, also on a machine without one
     device = torch.device("cuda") if args.dry_run else mesh.device
     same = ("model", "classes", "repeat", "steps", "guidance", "true_guidance", "guidance_channels", "eta")
-    more = ("respacing", "scheduler", "seed", "frames", "fps")
+    more = ("respacing", "scheduler", "seed", "frames", "fps", "heads")
     return Order(
         **{name: getattr(args, name) for name in (*same, *more)},
         dtype=DTYPES.get(args.dtype, default_dtype(device)),
@@ -82,9 +83,20 @@ def scales(guidance: Guidance) -> str:
     return f"guidance {guidance.embedded:g} as an input{beside}"
 
 
+def _check_heads(args: Args, job: Job | Adapted) -> None:
+    """Raise where the files say the number of heads themselves, and another one."""
+    if args.heads is None:
+        return
+    known = None if isinstance(job, Adapted) else job.blueprint.config.num_attention_heads
+    if args.heads != known:
+        raise ValueError(f"got --heads {args.heads} with --model {args.model}, expected none: its files say the number")
+
+
 def _check_ranges(args: Args) -> None:
     if any(count < 1 for count in args.dry_run or ()):
         raise ValueError(f"got --dry-run {args.dry_run}, expected numbers of processes, from 1")
+    if args.heads is not None and args.heads < 1:
+        raise ValueError(f"got --heads {args.heads}, expected at least 1")
     if args.steps < 1 or args.repeat < 1:
         raise ValueError(f"got --steps {args.steps} --repeat {args.repeat}, expected at least 1 of each")
     if not 0 <= args.seed < 2**63:

@@ -1,9 +1,10 @@
-"""The `seqpar` command: `sample` makes pictures, `plan` predicts what every layout would take, `fidelity` compares.
+"""The `seqpar` command: `sample` makes pictures, `plan` predicts layouts, `fidelity` compares, `convert` converts.
 
     seqpar sample --gpus 4 --classes cat rocket 7 --guidance 4 --out pictures.png
     seqpar sample --gpus 2 --model black-forest-labs/FLUX.1-dev --prompt "a red fox in the snow" --steps 28
     seqpar plan --gpus 1 2 4 8 --model large-dit-7b --size 1024 --classes 207
     seqpar fidelity --gpus 2 --model builtin
+    seqpar convert DiT-XL-2-256x256.pt dit-xl
 
 Everything is checked before weights load; a mistake is one message and a non-zero exit.
 """
@@ -17,13 +18,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from seqpar.cli.args import Args, FidelityArgs, PlanArgs
+from seqpar.cli.args import Args, ConvertArgs, FidelityArgs, PlanArgs
 from seqpar.cli.exits import guarded
 from seqpar.cli.ranks import start, wanted
 
 Sample = Annotated[Args, tyro.conf.subcommand("sample")]
 Plan = Annotated[PlanArgs, tyro.conf.subcommand("plan")]
 Fidelity = Annotated[FidelityArgs, tyro.conf.subcommand("fidelity")]
+Convert = Annotated[ConvertArgs, tyro.conf.subcommand("convert")]
 
 
 def main() -> None:
@@ -38,14 +40,18 @@ def sample() -> None:
 
 def command(words: Sequence[str], rank: int = 0) -> None:
     """Parse the words and do what they say, in this process or in ranks that it starts. Rank 0 prints the help."""
-    commands: Any = Sample | Plan | Fidelity
-    args: Args | PlanArgs | FidelityArgs = tyro.cli(
+    commands: Any = Sample | Plan | Fidelity | Convert
+    args: Args | PlanArgs | FidelityArgs | ConvertArgs = tyro.cli(
         commands, prog="seqpar", description=__doc__, args=words, console_outputs=rank == 0
     )
     # imported after the flags are parsed, because diffusers takes seconds to load, which --help does not need
+    from seqpar.cli.convert import run_convert
     from seqpar.cli.plan import as_dry_run
     from seqpar.cli.sample import run
 
+    if isinstance(args, ConvertArgs):
+        run_convert(args)
+        return
     if isinstance(args, PlanArgs):
         run(as_dry_run(args))
         return

@@ -5,7 +5,7 @@ A model adds its block, its positions and `forward_tokens`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -61,3 +61,50 @@ class LabelDiT(SequenceModel):
     def null_prompt(self, prompt: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the label that means "no class"."""
         return {name: torch.full_like(label, self.config.num_classes) for name, label in prompt.items()}
+
+
+def is_diffusers(config: Mapping[str, Any] | None) -> bool:
+    """Return whether this is a config.json, rather than what is known beside an original file (`Checkpoint.about`)."""
+    return config is not None and "_class_name" in config
+
+
+def original_heads(kind: str, width: int, layers: int, said: Mapping[str, Any], published: Iterable[Any]) -> int:
+    """Return the number of heads of an original checkpoint, which its shapes do not tell.
+
+    said: "heads" is the user's word; "args", the arguments of the training script, may have num_heads. published: the
+    configs that the authors released; a checkpoint with the width and number of layers of one of them has its heads.
+    Raises ValueError if nothing says the number, or if it does not fit.
+    """
+    known = {(config.width, config.num_layers): config.num_attention_heads for config in published}
+    told = said.get("args", {}).get("num_heads")
+    if isinstance(told, int):
+        confirm(kind, {"heads": said.get("heads")}, {"heads": told})
+    heads = said.get("heads") or (told if isinstance(told, int) else known.get((width, layers)))
+    if heads is None:
+        raise ValueError(
+            f"got a {kind} of width {width} with {layers} layers, expected its number of heads from you, because no "
+            f"file says it and no released model has this size; name it by --heads (or heads= in Python)"
+        )
+    if heads < 1 or width % heads or width // heads % 2:
+        raise ValueError(f"got {heads} heads for a {kind} of width {width}, expected heads of equal, even width")
+    return heads
+
+
+def confirm(kind: str, said: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise ValueError if the arguments of training (or a config) state another size than the tensors have.
+
+    said, found: name -> value; names that only one of them has are not compared.
+    """
+    for name in said.keys() & found.keys():
+        if said[name] is not None and said[name] != found[name]:
+            raise ValueError(
+                f"got a {kind} whose files say {name}={said[name]!r}, but whose tensors have {found[name]!r}"
+            )
+
+
+def whole_numbers(kind: str, config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise ValueError if one of these fields of a config is there and is no number from 1."""
+    for name in names:
+        value = config.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"got a {kind} config with {name}={value!r}, expected a whole number from 1")

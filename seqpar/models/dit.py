@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.models import _layers
-from seqpar.models._label_dit import LabelDiT
+from seqpar.models._label_dit import LabelDiT, confirm, is_diffusers, original_heads, whole_numbers
 from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
@@ -171,8 +171,12 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "only_cross_attention": (False,),
     "use_linear_projection": (False,),
     "double_self_attention": (False,),
+    "attention_bias": (True, False),
+    # ours: diffusers computes with the first value whatever a config says
+    "freq_shift": (1.0, 0.0),
+    "pos_scaling": ("interpolate", "none"),
 }
-_READ = {
+_SIZES_READ = (
     "num_attention_heads",
     "attention_head_dim",
     "num_layers",
@@ -181,19 +185,17 @@ _READ = {
     "out_channels",
     "sample_size",
     "num_embeds_ada_norm",
-    "attention_bias",
-    "norm_eps",
-    "norm_num_groups",
-}
+)
+_READ = {*_SIZES_READ, "norm_eps", "norm_num_groups"}
 
 
 def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
     """Return (config, key map name) for a DiT checkpoint, else None; `ValueError` for a variant not implemented."""
-    if config is not None:
+    if config is not None and is_diffusers(config):
         names = ("DiTTransformer2DModel", "Transformer2DModel")
-        return (_from_diffusers(config), "diffusers") if config.get("_class_name") in names else None
+        return (_from_diffusers(config), "diffusers") if config["_class_name"] in names else None
     if any(key.startswith("blocks.0.attn.") for key in shapes):
-        return _from_shapes(shapes), "original"
+        return _from_shapes(shapes, config or {}), "original"
     return None
 
 
@@ -206,29 +208,31 @@ def _from_diffusers(config: Mapping[str, Any]) -> Config:
             )
         if not key.startswith("_") and value is not None and key not in _IMPLEMENTED and key not in _READ:
             raise ValueError(f"got a DiT config with an unknown field {key}={value!r}, expected one of diffusers'")
+    whole_numbers("DiT", config, _SIZES_READ)
+    if not isinstance(eps := config.get("norm_eps", 1e-5), (int, float)) or not 0 < eps < 1:
+        raise ValueError(f"got a DiT config with norm_eps={eps!r}, expected a small number over 0")
     known = {f.name for f in fields(Config)}
     read = {key: value for key, value in config.items() if key in known and value is not None}
     read.setdefault("out_channels", config.get("in_channels", Config.in_channels))
-    return replace(
-        Config(**read),
-        num_classes=config.get("num_embeds_ada_norm", 1000),
-        freq_shift=1.0,
-        mlp_norm_eps=config.get("norm_eps", 1e-5),
-        pos_scaling="interpolate",
-    )
+    theirs = {"freq_shift": 1.0, "pos_scaling": "interpolate", "mlp_norm_eps": config.get("norm_eps", 1e-5)}
+    return replace(Config(**theirs | read), num_classes=config.get("num_embeds_ada_norm", 1000))
 
 
-def _from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> Config:
-    """An original checkpoint has no config: heads are 64 wide in S, B and L, 72 in XL."""
+def _from_shapes(shapes: Mapping[str, tuple[int, ...]], said: Mapping[str, Any]) -> Config:
+    """Return the sizes of an original checkpoint; its shapes tell all but the heads."""
     width, channels, patch, _ = shape_of(shapes, "x_embedder.proj.weight", 4)
-    head_dim = 72 if width % 64 or width == 1152 else 64
-    if width % head_dim:
-        raise ValueError(f"got a DiT of width {width}, expected a multiple of 64 or 72: heads follow from the width")
+    layers = count_layers(shapes, "blocks")
+    args = said.get("args", {})
+    named = PRESETS.get(str(args.get("model")).lower())
+    if named is not None:
+        confirm("DiT", {"width": named.width, "layers": named.num_layers}, {"width": width, "layers": layers})
+        confirm("DiT", {"heads": said.get("heads")}, {"heads": named.num_attention_heads})
+    heads = original_heads("DiT", width, layers, said, PRESETS.values())
     tokens = shape_of(shapes, "pos_embed", 3)[1] if "pos_embed" in shapes else (32 // patch) ** 2
-    return Config(
-        num_attention_heads=width // head_dim,
-        attention_head_dim=head_dim,
-        num_layers=count_layers(shapes, "blocks"),
+    found = Config(
+        num_attention_heads=heads,
+        attention_head_dim=width // heads,
+        num_layers=layers,
         patch_size=patch,
         in_channels=channels,
         out_channels=shape_of(shapes, "final_layer.linear.weight", 2)[0] // patch**2,
@@ -236,6 +240,8 @@ def _from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> Config:
         num_classes=shape_of(shapes, "y_embedder.embedding_table.weight", 2)[0] - 1,
         attention_bias=any(key.endswith(".attn.qkv.bias") for key in shapes),
     )
+    confirm("DiT", args, {"num_classes": found.num_classes, "image_size": found.sample_size * 8})
+    return found
 
 
 def _pairs(ours: str, *theirs: str, bias: bool = True) -> dict[str, Source]:
@@ -303,3 +309,19 @@ def _diffusers_keys(config: Config) -> KeyMap:
 
 
 KEY_MAPS = {"original": _original_keys, "diffusers": _diffusers_keys}
+
+
+def folder_config(config: Config) -> tuple[str, dict[str, Any]]:
+    """Return the key map and the config.json of a folder that `seqpar convert` writes for diffusers.
+
+    The two fields of our own keep the original's arithmetic when we load the folder; diffusers computes by its own.
+    """
+    same = (*_SIZES_READ[:-1], "attention_bias")
+    ours = {"freq_shift": config.freq_shift, "pos_scaling": config.pos_scaling}
+    return "diffusers", {
+        "_class_name": "DiTTransformer2DModel",
+        **{name: getattr(config, name) for name in same},
+        "num_embeds_ada_norm": config.num_classes,
+        "norm_eps": config.mlp_norm_eps,
+        **(ours if ours != {"freq_shift": 1.0, "pos_scaling": "interpolate"} else {}),
+    }

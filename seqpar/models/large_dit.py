@@ -1,9 +1,9 @@
 """Large-DiT: a class-conditional DiT with LLaMA blocks (RMSNorm, QK-LayerNorm, rotary, SwiGLU); 600M, 3B, 7B.
 
-The names are approximate: 3B has 4.24 B parameters, 7B has 7.29 B. It loads the original `.pth` state dicts of
-Alpha-VLLM's LLaMA2-Accessory. Three details are easy to get wrong. Block norms are RMSNorm in the original, but
-LayerNorm under the same keys in Paddle's inference model (`block_norm`). QK-norm is a LayerNorm over all heads, before
-the head split. Rotary angles follow the raster index of a token.
+The names are approximate: 3B has 4.24 B parameters, 7B has 7.29 B. It loads the original `.pth` files of Alpha-VLLM's
+LLaMA2-Accessory and ppdiffusers' folders. Three details are easy to get wrong. Block norms are RMSNorm in the original,
+but LayerNorm under the same keys in Paddle's inference model (`block_norm`). QK-norm is a LayerNorm over all heads,
+before the head split. Rotary angles follow the raster index of a token.
 Letters: see `seqpar.protocols`; F = feed-forward width.
 """
 
@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gated_linear import gated_linear
-from seqpar.models import _layers
+from seqpar.models import _large_dit_files, _layers
 from seqpar.models._label_dit import LabelDiT
 from seqpar.planner.facts import Blocks, Work
-from seqpar.protocols import Attend, Condition, Prepare, Projected
-from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
+from seqpar.protocols import Attend, Condition, Given, Prepare, Projected, Stream
+from seqpar.weights.checkpoint import KeyMap
 
 CONDITION = 1024  # width of timestep and label embeddings, unless the model is narrower
 FINAL_NORM = Norm("layer", 1e-6)
@@ -31,7 +32,10 @@ QK_EPS = 1e-5
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and variants of a Large-DiT; the defaults are those of the released ImageNet 3B model."""
+    """Sizes and variants of a Large-DiT; the defaults are those of the released ImageNet 3B model.
+
+    qk_norm_groups: QK-norm is over the heads of one group; a model trained on N model-parallel ranks has N groups.
+    """
 
     width: int = 3072
     num_layers: int = 32
@@ -46,6 +50,7 @@ class Config:
     qk_norm: bool = True
     norm_eps: float = 1e-5
     block_norm: Literal["rms", "layer"] = "rms"
+    qk_norm_groups: int = 1
 
     @property
     def attention_head_dim(self) -> int:
@@ -76,13 +81,29 @@ class Block(nn.Module):
         self.w13 = nn.Linear(width, 2 * config.feed_forward, bias=False)
         self.w2 = nn.Linear(config.feed_forward, width, bias=False)
         self.norm = (config.block_norm, config.norm_eps)
+        self.groups = config.qk_norm_groups
 
     def prepare(self, cos_lD2: Tensor, sin_lD2: Tensor) -> Prepare:
         """Return the preparation of q and k: LayerNorm over the whole width, then rotary on neighbouring pairs."""
-        if self.q_norm is None or self.k_norm is None:
+        if self.q_norm is None or self.k_norm is None or self.groups > 1:
             return Prepare(cos_lD2=cos_lD2, sin_lD2=sin_lD2)
         q, k = self.q_norm, self.k_norm
         return Prepare("layer", False, QK_EPS, q.weight, q.bias, k.weight, k.bias, cos_lD2, sin_lD2)
+
+    def stream(self, h_BlE: Tensor, rotary: tuple[Tensor, Tensor]) -> Stream:
+        """Return the tokens on their way to attention; norms over groups of heads are applied here, by torch."""
+        (heads, kv_heads, _), prepare = self.heads, self.prepare(*rotary)
+        if self.groups == 1 or self.q_norm is None or self.k_norm is None:
+            return Projected(h_BlE, self.qkv.weight, None, heads, kv_heads, prepare)
+        q, k, v = self.qkv(h_BlE).split([count * self.head_dim for count in self.heads], dim=-1)
+        q, k = self._grouped(q, self.q_norm), self._grouped(k, self.k_norm)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        return Given(q, k, v, prepare)
+
+    def _grouped(self, x_BlE: Tensor, norm: nn.LayerNorm) -> Tensor:
+        """Return LayerNorm over each group of heads."""
+        x = x_BlE.unflatten(-1, (self.groups, -1))
+        return torch.addcmul(norm.bias, F.layer_norm(x, x.shape[-1:], eps=QK_EPS).flatten(-2), norm.weight)
 
     def start(self, modulation_B6E: Tensor) -> tuple[Tensor, Tensor, Norm]:
         """Return the shift, scale and norm that come before attention."""
@@ -101,8 +122,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the stream x and its normalised, modulated form h after this block; see `seqpar.models.dit.Block`."""
         _, _, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
-        heads, kv_heads, _ = self.heads
-        (out,) = attend((Projected(h_BlE, self.qkv.weight, None, heads, kv_heads, self.prepare(*rotary)),))
+        (out,) = attend((self.stream(h_BlE, rotary),))
         inside = shift_mlp, scale_mlp, Norm(*self.norm, self.ffn_norm.weight)
         x, h = gate_norm_modulate(x_BlE, gate, self.wo(out.flatten(2)), *inside)
         h = gated_linear(h, self.w13.weight, attend.tokens)
@@ -174,70 +194,18 @@ PRESETS: dict[str, Config] = {
 
 
 def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
-    """Return (config, key map name) for the original state dict, else None.
-
-    All sizes follow from the shapes; the number of heads is 32 in every released model.
-    """
-    ours = any(key.startswith("layers.0.feed_forward.w") for key in shapes)
-    if config is not None or not ours or "cap_embedder.1.weight" in shapes:
-        return None  # a caption embedder belongs to the text-to-image variant, which is another model
-    width, inputs = shape_of(shapes, "x_embedder.weight", 2)
-    channels, heads = 4, 32
-    patch = round((inputs / channels) ** 0.5)
-    if width % heads or channels * patch**2 != inputs:
-        expected = f"a multiple of {heads} rows, {channels} x patch x patch columns"
-        raise ValueError(f"got a Large-DiT with x_embedder.weight of shape {(width, inputs)}, expected {expected}")
-    found = Config(
-        width=width,
-        num_layers=count_layers(shapes, "layers"),
-        num_attention_heads=heads,
-        num_key_value_heads=shape_of(shapes, "layers.0.attention.wk.weight", 2)[0] // (width // heads),
-        feed_forward=shape_of(shapes, "layers.0.feed_forward.w1.weight", 2)[0],
-        patch_size=patch,
-        in_channels=channels,
-        out_channels=shape_of(shapes, "final_layer.linear.weight", 2)[0] // patch**2,
-        num_classes=shape_of(shapes, "y_embedder.embedding_table.weight", 2)[0] - 1,
-        qk_norm=any(".attention.q_norm." in key or ".attention.k_norm." in key for key in shapes),
-    )
-    return found, "original"
+    """Return (config, key map name) for the original files or ppdiffusers' folder, else None."""
+    found = _large_dit_files.sizes(shapes, config or {}, PRESETS)
+    return None if found is None else (Config(**found), "original")
 
 
 def _original_keys(config: Config) -> KeyMap:
-    order = _layers.output_order(config.out_channels, config.patch_size)
-    pairs = {
-        "x_embedder": "x_embedder",
-        "t_embedder.0": "t_embedder.mlp.0",
-        "t_embedder.2": "t_embedder.mlp.2",
-        "final_modulation": "final_layer.adaLN_modulation.1",
-    }
-    for i in range(config.num_layers):
-        pairs[f"blocks.{i}.modulation"] = f"layers.{i}.adaLN_modulation.1"
-        norms = ("q_norm", "k_norm") if config.qk_norm else ()
-        pairs |= {f"blocks.{i}.{norm}": f"layers.{i}.attention.{norm}" for norm in norms}
-    both = [(f"{a}.{kind}", f"{b}.{kind}") for a, b in pairs.items() for kind in ("weight", "bias")]
-    sources = {ours: Source((theirs,)) for ours, theirs in both}
-    sources["y_embedder.weight"] = Source(("y_embedder.embedding_table.weight",))
-    for kind in ("weight", "bias"):
-        sources[f"final.{kind}"] = Source((f"final_layer.linear.{kind}",), lambda rows: rows[order.to(rows.device)])
-    for i in range(config.num_layers):
-        sources |= _block_keys(f"blocks.{i}", f"layers.{i}")
-    return KeyMap(sources)
-
-
-def _block_keys(ours: str, theirs: str) -> dict[str, Source]:
-    """Return the sources of a block's matrices; q, k and v become one matrix, and so do w1 and w3."""
-    joined = {
-        "qkv": ("attention.wq", "attention.wk", "attention.wv"),
-        "wo": ("attention.wo",),
-        "w13": ("feed_forward.w1", "feed_forward.w3"),
-        "w2": ("feed_forward.w2",),
-        "attention_norm": ("attention_norm",),
-        "ffn_norm": ("ffn_norm",),
-    }
-    return {
-        f"{ours}.{name}.weight": Source(tuple(f"{theirs}.{key}.weight" for key in keys), lambda *x: torch.cat(x))
-        for name, keys in joined.items()
-    }
+    return _large_dit_files.key_map(config.num_layers, config.qk_norm, config.out_channels, config.patch_size)
 
 
 KEY_MAPS = {"original": _original_keys}
+
+
+def folder_config(config: Config) -> tuple[str, dict[str, Any]]:
+    """Return the key map and the config.json of a folder that `seqpar convert` writes."""
+    return "original", _large_dit_files.config_of(config)

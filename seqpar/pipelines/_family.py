@@ -53,6 +53,7 @@ class Order:
     size: tuple[int, int] | None = None
     frames: int | None = None
     fps: int | None = None
+    heads: int | None = None
 
     def refuse(self, reason: str, **flags: object) -> None:
         """Raise ValueError for the first of these flags (by their names) that is given; reason: why it cannot be."""
@@ -92,16 +93,17 @@ class Job:
         return self.load.steps
 
 
-def family_of(name: str) -> tuple[ModuleType, Path | None]:
+def family_of(name: str, heads: int | None = None) -> tuple[ModuleType, Path | None]:
     """Return the family that runs a model, and the model's path (None for a preset); a hub id is downloaded.
 
-    Raises ValueError if nothing has this name or no model of seqpar fits its files.
+    heads: see `seqpar.weights.find.locate`. Raises ValueError if nothing has this name or no model of seqpar fits its
+    files.
     """
     path = BUILTIN if name == "builtin" else resolve(name)
     modules = [plugin(seqpar.pipelines, each, "family") for each in plugins(seqpar.pipelines)]
     index = None if path is None else path / "model_index.json"
     if index is None or not index.is_file():
-        blueprint = locate(name if path is None else path)
+        blueprint = locate(name if path is None else path, heads)
         for module in modules:
             if module.PROMPT == blueprint.module.Model.PROMPT:
                 return module, path

@@ -54,14 +54,15 @@ class Files:
     labels: Mapping[int, tuple[str, ...]]
 
     @staticmethod
-    def locate(name: str | Path) -> Files:
+    def locate(name: str | Path, heads: int | None = None) -> Files:
         """Find and check the files of a model.
 
         name: "builtin", a diffusers pipeline folder or hub id, or any name that `seqpar.weights.find.locate` accepts,
-        which then has no decoder. Raises ValueError if a file does not fit; reads only the headers of weight files.
+        which then has no decoder. heads: see there. Raises ValueError if a file does not fit; reads only the headers of
+        weight files.
         """
         path = BUILTIN if str(name) == "builtin" else resolve(name)
-        blueprint = locate(name if path is None else path)
+        blueprint = locate(name if path is None else path, heads)
         if path is None or not (path / "model_index.json").is_file():
             return Files(blueprint, None, None, {})
         index, channels = read_json(path / "model_index.json"), blueprint.config.in_channels
@@ -270,7 +271,7 @@ def generate(
 def check(order: Order, path: Path | None) -> Job:
     """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
     guidance = _guidance(order)
-    files = Files.locate(order.model if path is None else path)
+    files = Files.locate(order.model if path is None else path, order.heads)
     classes = order.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
     pictures = [number for number in files.class_ids(classes) for _ in range(order.repeat)]
     scheduler = files.schedule(order.scheduler, order.steps, order.eta, order.respacing)

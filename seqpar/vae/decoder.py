@@ -5,8 +5,7 @@ When it wins: with several images, which the ranks decode in parallel.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from functools import update_wrapper
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,12 @@ from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
-from seqpar.weights.checkpoint import find_checkpoint, open_checkpoint, read_json
+from seqpar.weights import vae_keys
+from seqpar.weights.checkpoint import Checkpoint, KeyMap, check, find_checkpoint, open_checkpoint, read_json
+from seqpar.weights.loading import load
 
-# names of attention layers in old files that are not sharded, which diffusers still loads
-_LEGACY = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+# what diffusers raises for a config that describes no decoder
+FAILURES = (ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, RuntimeError)
 
 
 def decode(vae: Any, latents_NCHW: Tensor, mesh: Mesh, on_image: Callable[[int], None] = lambda index: None) -> Tensor:
@@ -74,8 +75,8 @@ class Shared:
     def __call__(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what the decoder makes of rank 0's latents."""
         users = [*self._users.values()]
-        for _, check in users:
-            check()
+        for _, before in users:
+            before()
         shared = from_rank_0(users[0][0], {"latents": z})["latents"] if users else z
         return self.alone(shared, *args, **kwargs)
 
@@ -117,47 +118,47 @@ def vae_factor(config: Any) -> int:
     return 2 ** (len(config.block_out_channels) - 1)
 
 
-def check_vae(folder: Path) -> Any:
-    """Check the file of the decoder in a diffusers folder against its config, and return the config.
+def check_vae(path: Path) -> Any:
+    """Check the weights of a decoder against its config, and return the config.
 
-    This reads only the file's header. Raises ValueError if a key is missing, unknown or of another shape.
+    path: a folder of diffusers or ppdiffusers, or an original latent-diffusion file, whose shapes are its config. This
+    reads only the file's header. Raises ValueError if a key is missing, unknown or of another shape.
     """
-    config = read_json(folder / "config.json")
-    name = config.get("_class_name", "AutoencoderKL")
-    if name != "AutoencoderKL":
-        raise ValueError(f"got decoder {folder} of class {name}, expected AutoencoderKL")
+    return _opened(path)[0].config
+
+
+def load_vae(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load the decoder that `check_vae` accepted; the same file is checked and loaded."""
+    vae, checkpoint, keys = _opened(path)
+    load(vae, checkpoint, keys, dtype, device)
+    return vae.eval()
+
+
+def decoder_tensors(path: Path) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+    """Return diffusers' config of a decoder, and its weights under diffusers' names, one at a time."""
+    model, checkpoint, keys = _opened(path)
+    config = {key: value for key, value in model.config.items() if not key.startswith("_")}
+    sources = keys.sources.items()
+    made = ((key, source.combine(*map(checkpoint.read, source.keys)).clone()) for key, source in sources)
+    return {"_class_name": "AutoencoderKL", **config}, made
+
+
+def _opened(path: Path) -> tuple[Any, Checkpoint, KeyMap]:
+    """Return the decoder on the meta device, its checkpoint and the key map between the two, which fit together."""
+    if path.is_dir():
+        told, config = path / "config.json", read_json(path / "config.json")
+        name = config.get("_class_name", "AutoencoderKL")
+        if name != "AutoencoderKL":
+            raise ValueError(f"got decoder {path} of class {name}, expected AutoencoderKL")
+        checkpoint = open_checkpoint(find_checkpoint(path))
+    else:
+        told, checkpoint = path, open_checkpoint(path)
+        config = vae_keys.config_of(checkpoint.shapes)
     try:
         with torch.device("meta"):
             model: Any = AutoencoderKL.from_config(config)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, RuntimeError) as error:
-        raise ValueError(f"got {folder / 'config.json'}, which describes no AutoencoderKL: {error}") from error
-    checkpoint = open_checkpoint(find_checkpoint(folder))
-    expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    rename = str if checkpoint.name.endswith(".index.json") else _modern
-    _compare(checkpoint.name, {rename(key): shape for key, shape in checkpoint.shapes.items()}, expected)
-    return model.config
-
-
-def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load the decoder that `check_vae` accepted; ValueError if diffusers still cannot load it."""
-    try:
-        vae: Any = AutoencoderKL.from_pretrained(folder, torch_dtype=dtype, low_cpu_mem_usage=False)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"got decoder {folder}, which does not load: {error}") from error
-    return vae.to(device).eval()
-
-
-def _compare(name: str, got: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
-    for what, keys in (("lacks", expected.keys() - got.keys()), ("has the unknown", got.keys() - expected.keys())):
-        if keys:
-            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            raise ValueError(f"got decoder {name}, which {what} {min(keys)}{more}: it does not fit its config.json")
-    for key, shape in expected.items():
-        if got[key] != shape:
-            raise ValueError(f"got decoder {name} with {key} of shape {got[key]}, expected {shape} as its config says")
-
-
-def _modern(key: str) -> str:
-    """Return the current diffusers name of a key, which differs for attention layers in old files."""
-    match = re.fullmatch(r"(.*\.attentions\.\d+\.)(query|key|value|proj_attn)(\.\w+)", key)
-    return f"{match[1]}{_LEGACY[match[2]]}{match[3]}" if match else key
+    except FAILURES as error:
+        raise ValueError(f"got {told}, which describes no AutoencoderKL: {error}") from error
+    keys = vae_keys.key_map(model.state_dict(), checkpoint.shapes)
+    check(model, checkpoint, keys)
+    return model, checkpoint, keys

@@ -1,13 +1,12 @@
-"""Reads checkpoints: it checks every key and shape before it loads the first weight, then loads one tensor at a time.
+"""Checkpoints: what is in a file, how it maps to a model, and whether the two fit.
 
 A model's `KeyMap` states which keys of a file make each of its parameters. The checks run on meta tensors, so that a
-wrong file is refused after reading its header, not gigabytes of weights.
+wrong file is refused after reading its header, not gigabytes of weights. `seqpar/weights/loading.py` reads the weights.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from seqpar.weights import paddle, pickles
+
 SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+# of diffusers, then of ppdiffusers
+NAMES = (
+    *(f"diffusion_pytorch_model{suffix}" for suffix in SUFFIXES),
+    *("model_state.pdparams", "model_state.pdparams.index.json"),
+    *("diffusion_paddle_model.safetensors", "diffusion_paddle_model.safetensors.index.json"),
+)
+INDEX = ".index.json"
+WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # other dtypes hold no weights
+JSON_BYTES = 1 << 26  # far more than any config or index has
 
 
 @dataclass(frozen=True)
@@ -43,63 +53,68 @@ class KeyMap:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The shapes of all tensors by key, and a function that reads one tensor; `name` is used in messages."""
+    """The shapes and dtypes of all tensors by key, and a function that reads one tensor; `name` is used in messages.
+
+    about: what is known beside the tensors of an original file. "args": arguments of the training script (name ->
+    number or text). "shards": the number of model-parallel files that were merged.
+    """
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
-def from_state_dict(name: str, state: Mapping[str, Tensor]) -> Checkpoint:
+def from_state_dict(name: str, state: Mapping[str, Tensor], about: Mapping[str, Any] | None = None) -> Checkpoint:
     """Return a checkpoint for a state dict in memory."""
-    return Checkpoint(name, {key: tuple(tensor.shape) for key, tensor in state.items()}, state.__getitem__)
+    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    return Checkpoint(name, shapes, state.__getitem__, {key: x.dtype for key, x in state.items()}, about or {})
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a .safetensors, .bin, .pt or .pth file, or the index of a sharded checkpoint.
+    """Open a .safetensors, .bin, .pt, .pth or .pdparams file, or the index of a sharded checkpoint.
 
     Raises ValueError if the file is missing or truncated, or if it holds anything other than tensors.
     """
     if not path.is_file():
         raise ValueError(f"got checkpoint {path}, expected a file; there is none")
-    if path.name.endswith(".index.json"):
+    if path.name.endswith(INDEX):
         return _sharded(path)
-    return _safetensors(path) if path.suffix == ".safetensors" else _pickled(path)
+    if path.suffix == ".safetensors":
+        return _safetensors(path)
+    if path.suffix == ".pdparams":
+        return from_state_dict(str(path), paddle.read_state(path))
+    state, args = pickles.read_state(path)
+    return from_state_dict(str(path), state, {"args": args} if args else None)
 
 
-def find_checkpoint(folder: Path, stem: str = "diffusion_pytorch_model") -> Path:
-    """Return the checkpoint file of a diffusers model folder; `ValueError` lists the names that were tried."""
-    names = [stem + suffix for suffix in SUFFIXES]
-    found = next((folder / name for name in names if (folder / name).is_file()), None)
-    if found is None:
+def find_checkpoint(folder: Path, stem: str | None = None) -> Path:
+    """Return the checkpoint file of a model folder of diffusers or ppdiffusers, or the one with another stem.
+
+    Raises ValueError, with the names that were tried, if there is none, and if a file and an index of the same kind
+    stand side by side, because loaders differ in which of the two they take.
+    """
+    names = NAMES if stem is None else tuple(stem + suffix for suffix in SUFFIXES)
+    found = [folder / name for name in names if (folder / name).is_file()]
+    if not found:
         raise ValueError(f"got {folder} without weights, expected one of {', '.join(names)}")
-    return found
+    if found[0].with_name(found[0].name + INDEX) in found:
+        raise ValueError(f"got both {found[0].name} and its index in {folder}, expected one of them; remove the other")
+    return found[0]
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; `ValueError` if the file is missing or holds no JSON object."""
     try:
+        if not path.is_file() or path.stat().st_size > JSON_BYTES:
+            raise ValueError(f"there is no file of at most {JSON_BYTES} bytes")
         value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"got {path}, expected a readable JSON file: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"got {path} holding a {type(value).__name__}, expected a JSON object")
     return value
-
-
-def load(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap, dtype: torch.dtype, device: torch.device) -> None:
-    """Check all keys and shapes, then load the parameters of `model` (built on the meta device) one at a time."""
-    check(model, checkpoint, keys)
-    for key, twin in keys.repeats.items():
-        if not torch.equal(checkpoint.read(key), checkpoint.read(twin)):
-            raise ValueError(
-                f"{checkpoint.name}: {key} differs from {twin}, expected equal tensors; such a model "
-                f"conditions each block differently, which is not implemented"
-            )
-    for name, source in keys.sources.items():
-        tensor = source.combine(*(checkpoint.read(key) for key in source.keys))
-        tensor = tensor.to(device=device, dtype=dtype, copy=True).contiguous()
-        model.load_state_dict({name: tensor}, strict=False, assign=True)
 
 
 def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
@@ -111,6 +126,10 @@ def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
             f"{checkpoint.name}: wrong keys. Missing {len(missing)}: {_some(missing)}. "
             f"Unknown {len(unknown)}: {_some(unknown)}"
         )
+    for key in sorted(used):
+        if checkpoint.dtypes.get(key, torch.float32) not in WEIGHTS:
+            dtype = str(checkpoint.dtypes[key]).removeprefix("torch.")
+            raise ValueError(f"{checkpoint.name}: got {key} of type {dtype}, expected floating-point weights")
     for name, parameter in model.named_parameters():
         source = keys.sources[name]
         shapes = [checkpoint.shapes[key] for key in source.keys]
@@ -138,9 +157,13 @@ def shape_of(shapes: Mapping[str, tuple[int, ...]], key: str, dims: int) -> tupl
 
 
 def count_layers(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
-    """Return one more than the highest number N in keys of the form `prefix.N.name`, or 0 if there is none."""
-    found = (re.match(rf"{re.escape(prefix)}\.(\d+)\.", key) for key in shapes)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    """Return the number of layers in keys of the form `prefix.N.name`; ValueError if a number below is missing."""
+    found = (re.match(rf"{re.escape(prefix)}\.(\d{{1,9}})\.", key) for key in shapes)
+    numbers = {int(match[1]) for match in found if match}
+    lost = next((number for number in range(len(numbers)) if number not in numbers), None)
+    if lost is not None:
+        raise ValueError(f"got a checkpoint with {prefix}.{max(numbers)} that lacks all of {prefix}.{lost}")
+    return len(numbers)
 
 
 def _some(keys: Iterable[str], most: int = 4) -> str:
@@ -151,33 +174,41 @@ def _some(keys: Iterable[str], most: int = 4) -> str:
 def _safetensors(path: Path) -> Checkpoint:
     try:
         file = safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        shapes = {key: tuple(part.get_shape()) for key, part in slices.items()}
+        # an empty slice has the dtype, and reads nothing
+        dtypes = {key: part[:0].dtype if shapes[key] else file.get_tensor(key).dtype for key, part in slices.items()}
+    except (SafetensorError, OSError, RuntimeError, AttributeError) as error:
         raise ValueError(f"got checkpoint {path}, which is truncated or not a safetensors file: {error}") from error
-    shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
-    return Checkpoint(str(path), shapes, file.get_tensor)
+    opened = Checkpoint(str(path), shapes, file.get_tensor, dtypes)
+    paddles = path.name.startswith("diffusion_paddle_model") and (file.metadata() or {}).get("format") != "pt"
+    return _from_paddle(opened) if paddles else opened
 
 
-def _pickled(path: Path) -> Checkpoint:
-    try:
-        try:
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            state = torch.load(path, map_location="cpu", weights_only=True)  # not a zip archive
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"got checkpoint {path}, which is truncated or holds no weights: {error}") from error
-    state = state.get("ema", state) if isinstance(state, dict) else state  # a training checkpoint
-    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise ValueError(f"got checkpoint {path}, expected a state dict (key -> tensor)")
-    return from_state_dict(str(path), state)
+def _from_paddle(opened: Checkpoint) -> Checkpoint:
+    """Return a checkpoint that Paddle wrote with all tensors in torch's layout."""
+
+    def meta(key: str) -> Tensor:
+        return paddle.torch_layout(key, torch.empty(opened.shapes[key], dtype=opened.dtypes[key], device="meta"))
+
+    shapes = {key: tuple(meta(key).shape) for key in opened.shapes}
+    dtypes = {key: meta(key).dtype for key in opened.shapes}
+    return Checkpoint(opened.name, shapes, lambda key: paddle.torch_layout(key, opened.read(key)), dtypes)
 
 
 def _sharded(index: Path) -> Checkpoint:
-    places: Mapping[str, str] = read_json(index).get("weight_map", {})
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(_beside(name) for name in places.values()):
+        raise ValueError(f"got index {index}, expected a weight_map of keys to names of weight files beside it")
     files = {name: open_checkpoint(index.parent / name) for name in sorted(set(places.values()))}
     lost = [key for key, name in places.items() if key not in files[name].shapes]
-    if lost or not places:
+    if lost:
         raise ValueError(f"got index {index} whose files lack {_some(lost)}, expected all keys of weight_map")
     shapes = {key: files[name].shapes[key] for key, name in places.items()}
-    return Checkpoint(str(index), shapes, lambda key: files[places[key]].read(key))
+    dtypes = {key: files[name].dtypes[key] for key, name in places.items()}
+    return Checkpoint(str(index), shapes, lambda key: files[places[key]].read(key), dtypes)
+
+
+def _beside(name: object) -> bool:
+    """Return whether this is the name of a weight file in the same folder."""
+    return isinstance(name, str) and Path(name).name == name and not name.endswith(".json")

@@ -17,28 +17,37 @@ from filelock import FileLock
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import seqpar.models
+from seqpar.mesh import Mesh
 from seqpar.protocols import SequenceModel, plugins
-from seqpar.weights.checkpoint import (
-    Checkpoint,
-    KeyMap,
-    check,
-    find_checkpoint,
-    from_state_dict,
-    load,
-    open_checkpoint,
-    read_json,
-)
+from seqpar.weights.checkpoint import Checkpoint, KeyMap, check, from_state_dict
+from seqpar.weights.layout import layout_of, open_model
+from seqpar.weights.loading import load
 
 # a pipeline's parts, without files of other formats at the top of many repositories
 DOWNLOADED = [
     *("model_index.json", "config.json", "diffusion_pytorch_model*"),
-    *("transformer/*", "transformer_2/*", "vae/*", "scheduler/*"),
+    *("transformer/*", "transformer_2/*", "unet/*", "vae/*", "scheduler/*"),
     *("text_encoder/*", "text_encoder_2/*", "text_encoder_3/*", "tokenizer/*", "tokenizer_2/*", "tokenizer_3/*"),
+    *("text_decoder/*", "text_tokenizer/*", "clip_tokenizer/*"),
     *("image_encoder/*", "image_processor/*", "feature_extractor/*", "processor/*", "connectors/*"),
 ]
 INIT_STD = 0.02  # standard deviation of the random weights of presets
+
+
+class WithoutValues(TorchFunctionMode):
+    """Skips the random initial values of modules: the meta device has none, and torch imports its compiler for them."""
+
+    SKIPPED = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.xavier_uniform_)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the tensor as it is from functions that set initial values, and what other functions return."""
+        kwargs = kwargs or {}
+        if func in self.SKIPPED:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -53,47 +62,53 @@ class Blueprint:
 
     def meta(self) -> SequenceModel:
         """Return the model on the meta device, without memory for its weights."""
-        with torch.device("meta"):
+        with torch.device("meta"), WithoutValues():
             return self.module.Model(self.config)
 
-    def build(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> SequenceModel:
-        """Return the model with its weights; random weights are equal on all ranks of one device type."""
+    def build(self, dtype: torch.dtype, device: torch.device, seed: int = 0, mesh: Mesh | None = None) -> SequenceModel:
+        """Return the model with its weights; random weights are equal on all ranks of one device type.
+
+        mesh: the ranks that build the same model at the same time, which share the reading of its file. Raises the same
+        ValueError on all of them.
+        """
         model = self.meta()
         if self.checkpoint is None or self.keys is None:
             randomise(model.to(dtype).to_empty(device=device), seed)
         else:
-            load(model, self.checkpoint, self.keys, dtype, device)
+            load(model, self.checkpoint, self.keys, dtype, device, mesh)
         return model.requires_grad_(False).eval()
 
 
-def locate(name: str | Path) -> Blueprint:
-    """Return the blueprint for a preset, a diffusers folder, an original `.pt` file or a hub id.
+def locate(name: str | Path, heads: int | None = None) -> Blueprint:
+    """Return the blueprint for a preset, a folder or file of a layout of `seqpar.weights.layout`, or a hub id.
 
+    heads: the number of heads, for original files of sizes that were never released; nothing in such a file says it.
     Raises ValueError if nothing has this name or its files do not fit, before any weight is read.
     """
     path = resolve(name)
-    if path is None:
-        preset = str(name).lower()
-        return Blueprint(preset, *_presets()[preset])
-    if path.is_file():
-        return _blueprint(open_checkpoint(path), None)
-    folder = path / "transformer" if (path / "model_index.json").exists() else path
-    config = read_json(folder / "config.json")
-    return _blueprint(open_checkpoint(find_checkpoint(folder)), config)
+    if path is not None:
+        return _blueprint(*open_model(path), heads)
+    preset = str(name).lower()
+    module, config = _presets()[preset]
+    _check_heads(preset, config, heads)
+    return Blueprint(preset, module, config)
 
 
 def resolve(name: str | Path) -> Path | None:
-    """Return the path of the file or diffusers folder that a name stands for, or None for a preset.
+    """Return the path of the file or folder that a name stands for, or None for a preset.
 
-    A hub id is downloaded. Raises ValueError if nothing has this name, or if the folder is not a diffusers folder.
+    A hub id is downloaded. Raises ValueError if nothing has this name, or if the folder is not one of a model.
     """
     if str(name).lower() in _presets():
         return None
     path = Path(name)
     if not path.exists():
         path = _download(str(name))
-    if path.is_dir() and not any((path / file).is_file() for file in ("model_index.json", "config.json")):
-        raise ValueError(f"got model {name}, which is not a diffusers folder (no model_index.json or config.json)")
+    if path.is_dir() and layout_of(path) is None:
+        raise ValueError(
+            f"got model {name}, which is not a diffusers folder (no model_index.json or config.json), and has no files "
+            f"of Large-DiT (consolidated.00-of-01.pth) or UniDiffuser (uvit_v1.pth)"
+        )
     return path
 
 
@@ -117,10 +132,15 @@ def randomise(model: nn.Module, seed: int) -> None:
             nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
 
-def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Blueprint:
+def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None, heads: int | None = None) -> Blueprint:
+    said = config
+    if config is None:  # an original file: what is known beside it
+        said = {**checkpoint.about, **({} if heads is None else {"heads": heads})} or None
     for module in _modules():
-        found = module.recognise(checkpoint.shapes, config)
+        found = module.recognise(checkpoint.shapes, said)
         if found is not None:
+            _check_heads(checkpoint.name, found[0], heads)
+            _check_layers(checkpoint, found[0])
             keys: KeyMap = module.KEY_MAPS[found[1]](found[0])
             blueprint = Blueprint(checkpoint.name, module, found[0], checkpoint, keys)
             check(blueprint.meta(), checkpoint, keys)
@@ -128,6 +148,21 @@ def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Blue
     what = f"a {config.get('_class_name')}" if config else f"keys like {', '.join(list(checkpoint.shapes)[:3])}"
     known = ", ".join(plugins(seqpar.models))
     raise ValueError(f"got {checkpoint.name} with {what}, which no model of seqpar recognises ({known})")
+
+
+def _check_heads(name: str, config: Any, heads: int | None) -> None:
+    """Raise ValueError if the user's number of heads is not the model's."""
+    if heads is not None and config.num_attention_heads != heads:
+        known = f"the {config.num_attention_heads} that its files or its preset say"
+        raise ValueError(f"got {heads} heads for {name}, expected {known}; leave the number out")
+
+
+def _check_layers(checkpoint: Checkpoint, config: Any) -> None:
+    """Raise ValueError if a config names more layers than there are tensors, before a model of them is built."""
+    for name in ("num_layers", "num_single_layers"):
+        if (layers := getattr(config, name, 0)) > len(checkpoint.shapes):
+            held = f"{len(checkpoint.shapes)} tensors"
+            raise ValueError(f"got {checkpoint.name} with {name}={layers}, expected no more layers than its {held}")
 
 
 def _modules() -> list[ModuleType]:

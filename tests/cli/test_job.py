@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import tyro
 
 from seqpar.cli.args import Args
 from seqpar.cli.job import check, parse_size
 from seqpar.mesh import Mesh
+from seqpar.pipelines._family import Job
 from seqpar.planner.plan import parse_mesh
 from seqpar.weights.find import Blueprint
+from tests.support.tiny import diffusers_dit, original_state_dict
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,8 @@ from seqpar.weights.find import Blueprint
         ({"repeat": 0}, "--repeat 0"),
         ({"respacing": "ddim300"}, "got respacing 'ddim300', expected a number that an integer stride"),
         ({"respacing": "25", "scheduler": "LCMScheduler"}, "got respacing '25' with LCMScheduler, expected DDIM"),
+        ({"heads": 0}, "got --heads 0, expected at least 1"),
+        ({"heads": 3, "model": "dit-s/8"}, "got 3 heads for dit-s/8, expected the 6 that"),
     ],
     ids=str,
 )
@@ -46,6 +52,16 @@ def test_the_check_refuses_before_weights_load_and_leaves_no_folder(
     with pytest.raises(ValueError, match=message):
         check(args, Mesh.single())
     assert not list(tmp_path.iterdir())
+
+
+def test_heads_of_original_files_are_named_by_a_flag(tmp_path: Path) -> None:
+    torch.save(original_state_dict(diffusers_dit()), tmp_path / "dit.pt")
+    args = Args(model=str(tmp_path / "dit.pt"), out=tmp_path / "x.png")
+    with pytest.raises(ValueError, match=r"expected its number of heads from you.*--heads"):
+        check(args, Mesh.single())
+    job = check(replace(args, heads=6), Mesh.single())
+    assert isinstance(job, Job)
+    assert job.blueprint.config.num_attention_heads == 6
 
 
 def test_local_is_short_for_local_attention() -> None:

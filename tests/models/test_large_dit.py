@@ -20,7 +20,7 @@ from tests.support.pool import Pool
 from tests.test_distributed import local
 
 CLOSE = 1e-10
-TINY = large_dit.Config(64, 3, 32, 32, 48, num_classes=10)  # 32 heads of width 2: checkpoints imply 32 heads
+TINY = large_dit.Config(64, 3, 32, 32, 48, num_classes=10)  # 32 heads of width 2
 VARIANTS = {
     "released": TINY,
     "paddle": replace(TINY, block_norm="layer"),
@@ -93,7 +93,7 @@ def test_negative_control_another_variant_is_noticed(change: dict) -> None:
 
 def test_the_original_file_is_recognised_by_its_shapes(tmp_path: Path) -> None:
     torch.save(plain(TINY).state_dict(), tmp_path / "consolidated_ema.00-of-01.pth")
-    blueprint = locate(tmp_path / "consolidated_ema.00-of-01.pth")
+    blueprint = locate(tmp_path / "consolidated_ema.00-of-01.pth", heads=32)
     assert blueprint.config == TINY
     assert blueprint.module is large_dit
 

@@ -42,6 +42,7 @@ LARGE_DIT_COMMON = {
     "qk_norm": True,
     "norm_eps": 1e-5,
     "block_norm": "rms",
+    "qk_norm_groups": 1,
 }
 
 

@@ -1,25 +1,42 @@
-"""Tests that wrong, truncated or missing checkpoints are refused by name with the reason before weights load."""
+"""Tests that all layouts of diffusers load, and that spoiled files are refused by name before weights load.
+
+Each row of the tables is a way to spoil a good file, and what the message must say.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import pathlib
+import pickle
 import re
+import zipfile
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from seqpar import DistributedDiT
 from seqpar.mesh import Mesh
+from seqpar.weights import paddle, pickles
 from seqpar.weights.find import locate
 from tests.models.test_dit import call
 from tests.models.test_large_dit import TINY, plain
 from tests.support.meshes import random
+from tests.support.published import save_consolidated
 from tests.support.tiny import diffusers_dit, original_state_dict
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
+WEIGHTS, INDEX = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"
+HEADS = {"dit": 3, "large-dit": 32}
+Spoil = Callable[[Path], object]
 
 
 @pytest.fixture
@@ -41,7 +58,10 @@ def test_every_diffusers_file_layout_loads(tmp_path: Path, shards: int, safe: bo
     assert (call(ours, x) - call(theirs, x)).abs().max() < 1e-11
 
 
-def edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+# Folders of diffusers --------------------------------------------------------------------------------------------
+
+
+def edit(change: Callable[[dict[str, Tensor]], object]) -> Spoil:
     def apply(folder: Path) -> None:
         tensors = load_file(folder / WEIGHTS)
         change(tensors)
@@ -50,57 +70,240 @@ def edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path]
     return apply
 
 
-def truncate(folder: Path) -> None:
-    data = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
+def config(**change: object) -> Spoil:
+    def apply(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+    return apply
 
 
-def narrow(tensors: dict[str, torch.Tensor]) -> None:
+def index(change: Callable[[dict[str, Any]], object]) -> Spoil:
+    """Write the model in shards, and change their index."""
+
+    def apply(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        diffusers_dit().save_pretrained(folder, max_shard_size="100KB")  # pyright: ignore
+        content = json.loads((folder / INDEX).read_text())
+        (folder / INDEX).write_text(json.dumps(change(content) or content))
+
+    return apply
+
+
+def moved(content: dict[str, Any], name: object) -> None:
+    content["weight_map"]["proj_out_2.bias"] = name
+
+
+def halve(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def narrow(tensors: dict[str, Tensor]) -> None:
     tensors["proj_out_1.weight"] = tensors["proj_out_1.weight"][:, :-1].contiguous()
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (truncate, r"truncated or not a safetensors file"),
-        (lambda folder: (folder / WEIGHTS).unlink(), r"without weights, expected one of diffusion_pytorch_model"),
-        (lambda folder: (folder / "config.json").unlink(), r"is not a diffusers folder \(no model_index\.json or"),
-        (edit(lambda t: t.pop("proj_out_2.bias")), r"Missing 1: proj_out_2\.bias"),
-        (edit(lambda t: t.update(lora=torch.ones(1))), r"Unknown 1: lora"),
-        (edit(narrow), r"proj_out_1\.weight of shape \(48, 23\), expected \(48, 24\) for final_modulation\.weight"),
-        (
-            lambda folder: (folder / "config.json").write_text('{"_class_name": "SD3Transformer2DModel"}'),
-            r"SD3Transformer2DModel, which no model of seqpar recognises",
+FOLDERS: dict[str, tuple[Spoil, str]] = {
+    "truncated": (lambda f: halve(f / WEIGHTS), r"truncated or not a safetensors file"),
+    "lying header": (
+        lambda f: (f / WEIGHTS).write_bytes((10**12).to_bytes(8, "little") + b"{}"),
+        r"truncated or not a safetensors file",
+    ),
+    "no file": (lambda f: (f / WEIGHTS).unlink(), r"without weights, expected one of diffusion_.*pdparams"),
+    "no config": (lambda f: (f / "config.json").unlink(), r"is not a diffusers folder \(no model_index\.json or"),
+    "config is a pipe": (
+        lambda f: (
+            (f / "config.json").unlink(),
+            (f / "model_index.json").write_text("{}"),
+            os.mkfifo(f / "config.json"),
         ),
-    ],
-    ids=["truncated", "no-file", "no-config", "missing-key", "unknown-key", "wrong-shape", "other-class"],
-)
-def test_a_bad_folder_is_refused_before_weights_load(folder: Path, spoil: Callable[[Path], None], message: str) -> None:
+        r"config\.json, expected a readable JSON file",
+    ),
+    "deep config": (
+        lambda f: (f / "config.json").write_text("[" * 10**5),
+        r"config\.json, expected a readable JSON file",
+    ),
+    "missing key": (edit(lambda t: t.pop("proj_out_2.bias")), r"Missing 1: proj_out_2\.bias"),
+    "unknown key": (edit(lambda t: t.update(lora=torch.ones(1))), r"Unknown 1: lora"),
+    "renamed key": (
+        edit(lambda t: t.update({"proj_out_2.Bias": t.pop("proj_out_2.bias")})),
+        r"Missing 1: proj_out_2\.bias\. Unknown 1: proj_out_2\.Bias",
+    ),
+    "wrong shape": (
+        edit(narrow),
+        r"proj_out_1\.weight of shape \(48, 23\), expected \(48, 24\) for final_modulation\.weight",
+    ),
+    "integers": (
+        edit(lambda t: t.update({"proj_out_2.bias": t["proj_out_2.bias"].to(torch.int8)})),
+        r"got proj_out_2\.bias of type int8, expected floating-point weights",
+    ),
+    "complex": (
+        edit(lambda t: t.update({"proj_out_2.bias": t["proj_out_2.bias"].to(torch.complex64)})),
+        r"got proj_out_2\.bias of type complex64",
+    ),
+    "other class": (
+        config(_class_name="SD3Transformer2DModel"),
+        r"SD3Transformer2DModel, which no model of seqpar recognises",
+    ),
+    "too many layers": (config(num_layers=10**12), r"num_layers=1000000000000, expected no more layers than its"),
+    "negative layers": (config(num_layers=-3), r"num_layers=-3, expected a whole number from 1"),
+    "layers in words": (config(num_layers="three"), r"num_layers='three', expected a whole number from 1"),
+    "epsilon in words": (config(norm_eps="small"), r"norm_eps='small', expected a small number over 0"),
+    "heads are true": (config(num_attention_heads=True), r"num_attention_heads=True, expected a whole number"),
+    "file and index": (
+        lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": "b.safetensors"}})),
+        r"got both diffusion_pytorch_model\.safetensors and its index",
+    ),
+    "index lacks a key": (
+        index(lambda i: moved(i, sorted(i["weight_map"].values())[0])),
+        r"whose files lack proj_out_2",
+    ),
+    "index leads out": (index(lambda i: moved(i, "../../secret.safetensors")), r"names of weight files beside it"),
+    "index is absolute": (index(lambda i: moved(i, "/etc/passwd")), r"names of weight files beside it"),
+    "index names itself": (index(lambda i: moved(i, INDEX)), r"names of weight files beside it"),
+    "index of numbers": (index(lambda i: moved(i, 3)), r"names of weight files beside it"),
+    "index is a list": (index(lambda i: [1]), r"index\.json holding a list, expected a JSON object"),
+    "no such shard": (index(lambda i: moved(i, "gone.safetensors")), r"gone\.safetensors, expected a file"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_bad_folder_is_refused_before_weights_load(folder: Path, case: str) -> None:
+    spoil, message = FOLDERS[case]
     spoil(folder)
     with pytest.raises(ValueError, match=message):
         locate(folder)
 
 
-def test_a_bad_pt_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "dit.pt"
-    torch.save(original_state_dict(diffusers_dit()), path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="truncated or holds no weights"):
-        locate(path)
-    torch.save(["not", "weights"], path)
-    with pytest.raises(ValueError, match="expected a state dict"):
-        locate(path)
+# Pickled files ---------------------------------------------------------------------------------------------------
 
 
-def wide_dit() -> dict[str, torch.Tensor]:
-    """Return a state dict in the original format, with a published width, because the heads follow from it."""
-    return original_state_dict(diffusers_dit(num_attention_heads=1, attention_head_dim=64, num_layers=2))
+class Evil:
+    """Pickled as a call of a function of the system; the call would leave a file."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.proof}",)
 
 
-ORIGINALS: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
-    "dit": wide_dit,
-    "large-dit": lambda: plain(TINY).state_dict(),
+@cache
+def state() -> dict[str, Tensor]:
+    return {"a.weight": torch.ones(20, 30), "a.bias": torch.ones(2)}
+
+
+def compressed(path: Path) -> None:
+    """Write the archive again with compressed records: a small file can then become a large one."""
+    torch.save(state(), path)
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+
+
+def flipped(path: Path) -> None:
+    torch.save(state(), path)
+    data = bytearray(path.read_bytes())
+    data[bytes(data).index(b"_rebuild_tensor_v2")] ^= 1
+    path.write_bytes(data)
+
+
+def saved(make: Callable[[Path], object]) -> Spoil:
+    return lambda path: torch.save(make(path), path)
+
+
+def truncated(path: Path) -> None:
+    torch.save(state(), path)
+    halve(path)
+
+
+PICKLES: dict[str, tuple[Spoil, str]] = {
+    "evil": (
+        saved(lambda p: {"a": torch.ones(2), "b": Evil(p / "..")}),
+        r"asks for posix\.system, .*nothing of it was run",
+    ),
+    "evil arguments": (
+        saved(lambda p: {"ema": state(), "args": argparse.Namespace(x=Evil(p))}),
+        r"asks for posix\.system",
+    ),
+    "evil, no archive": (
+        lambda p: p.write_bytes(pickle.dumps({"a": Evil(p)}, protocol=2)),
+        r"truncated or holds no weights|asks for",
+    ),
+    "a path": (
+        saved(lambda p: {"ema": state(), "args": argparse.Namespace(x=pathlib.PurePosixPath("x"))}),
+        r"asks for pathlib\.PurePosixPath",
+    ),
+    "a module": (saved(lambda p: torch.nn.Linear(2, 2)), r"asks for torch\.nn\.modules\.linear\.Linear"),
+    "truncated": (truncated, r"is truncated or holds no weights"),
+    "empty": (lambda p: p.write_bytes(b""), r"is truncated or holds no weights"),
+    "a text": (lambda p: p.write_bytes(b"root:x:0:0:root:/root:/bin/sh\n" * 9), r"is truncated or holds no weights"),
+    "compressed": (compressed, r"has the compressed record .*data\.pkl"),
+    "flipped": (flipped, r"asks for torch\._utils\."),
+    "a list": (saved(lambda p: ["not", "weights"]), r"expected a state dict \(key -> tensor\), found list"),
+    "nothing": (saved(lambda p: {}), r"expected a state dict \(key -> tensor\), found an empty dict"),
+    "numbers as keys": (saved(lambda p: {1: torch.ones(2)}), r"found a Tensor under 1"),
+    "no tensor": (saved(lambda p: state() | {"step": 7}), r"found a int under 'step'"),
+    "sparse": (saved(lambda p: {"a": torch.eye(2).to_sparse()}), r"found a tensor under 'a' that is sparse"),
+    "meta": (saved(lambda p: {"a": torch.ones(2, device="meta")}), r"found a tensor under 'a' that is .* on a device"),
+    "a huge view": (saved(lambda p: {"a": torch.ones(1).expand(10**7, 10**7)}), r"'a' that is .*larger than its bytes"),
+}
+
+
+@pytest.mark.parametrize("case", PICKLES)
+def test_a_bad_pickled_file_is_refused_and_not_run(tmp_path: Path, case: str) -> None:
+    spoil, message = PICKLES[case]
+    (tmp_path / "in").mkdir()
+    spoil(tmp_path / "in" / "odd.pt")
+    with pytest.raises(ValueError, match=rf"got checkpoint .*odd\.pt, .*{message}") as error:
+        pickles.read_state(tmp_path / "in" / "odd.pt")
+    assert "weights_only" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def paddled(change: Callable[[bytes], bytes], value: object = None) -> Spoil:
+    found = {"a.weight": np.ones((2, 3), np.float32)} if value is None else value
+    return lambda path: path.write_bytes(change(pickle.dumps(found, protocol=4)))
+
+
+class Evaluated:
+    """Pickled as Paddle pickles a LoDTensor: a call of eval."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, ("data", {"data": np.ones(2)})
+
+
+PADDLES: dict[str, tuple[Spoil, str]] = {
+    "evil": (paddled(bytes, {"a": Evil(Path("proof"))}), r"a call of 'posix system', .*nothing of it was run"),
+    "eval": (paddled(bytes, {"a": Evaluated()}), r"a call of 'builtins eval'"),
+    "objects": (paddled(bytes, {"a": np.array([object()])}), r"opcode \d+ at byte \d+ is none that arrays need"),
+    "truncated": (paddled(lambda data: data[:-9]), r"is truncated or is no dict of arrays: it ends at byte"),
+    "empty": (paddled(lambda data: b""), r"is no dict of arrays"),
+    "short": (paddled(lambda data: data.replace(b"K\x03\x86", b"K\x04\x86")), r"shape \(2, 4\) and 24 bytes"),
+    "complex": (paddled(bytes, {"a": np.ones(2, np.complex64)}), r"an array of type <c8, expected one of f8"),
+    "big-endian": (paddled(bytes, {"a": np.ones(2, ">f4")}), r"an array of type >f4"),
+    "a text": (paddled(bytes, {"a": "x"}), r"found no array at 'a'"),
+    "a list": (paddled(bytes, [1]), r"is none that arrays need|expected a dict"),
+    "cut arrays": (paddled(bytes, {"UnpackBigParamInfor@@": {}}), r"expected a dict of whole arrays"),
+}
+
+
+@pytest.mark.parametrize("case", PADDLES)
+def test_a_bad_paddle_file_is_refused_and_not_run(tmp_path: Path, case: str) -> None:
+    spoil, message = PADDLES[case]
+    spoil(tmp_path / "odd.pdparams")
+    with pytest.raises(ValueError, match=rf"got checkpoint .*odd\.pdparams, .*{message}"):
+        paddle.read_state(tmp_path / "odd.pdparams")
+    assert [path.name for path in tmp_path.iterdir()] == ["odd.pdparams"]
+
+
+# Original files --------------------------------------------------------------------------------------------------
+
+ORIGINALS: dict[str, Callable[[], dict[str, Tensor]]] = {
+    "dit": lambda: original_state_dict(diffusers_dit(num_layers=2)),
+    "large-dit": lambda: plain(replace(TINY, num_layers=1)).state_dict(),
 }
 SIGNATURES = {"blocks.0.attn.qkv.weight", "y_embedder.embedding_table.weight"}  # the keys by which a DiT is recognised
 
@@ -110,25 +313,27 @@ def test_an_original_file_that_lacks_any_key_is_refused_by_the_name_of_the_key(t
     state = ORIGINALS[name]()
     path = tmp_path / "whole.pt"
     torch.save(state, path)
-    locate(path)
+    locate(path, HEADS[name])
     for lost in sorted(state.keys() - {"pos_embed"} - (SIGNATURES if name == "dit" else set())):
         torch.save({key: tensor for key, tensor in state.items() if key != lost}, path)
         with pytest.raises(ValueError, match=re.escape(lost)):
-            locate(path)
+            locate(path, HEADS[name])
 
 
 @pytest.mark.parametrize(
     ("name", "key", "shape", "message"),
     [
         ("dit", "x_embedder.proj.weight", (64, 16), r"x_embedder\.proj\.weight of shape \(64, 16\), expected 4 dims"),
-        ("dit", "x_embedder.proj.weight", (24, 4, 2, 2), r"a DiT of width 24, expected a multiple of 64 or 72"),
+        ("dit", "x_embedder.proj.weight", (25, 4, 2, 2), r"3 heads for a DiT of width 25, expected heads of equal"),
         ("dit", "final_layer.linear.weight", (32,), r"final_layer\.linear\.weight of shape \(32,\), expected 2 dims"),
         ("dit", "pos_embed", (16, 64), r"pos_embed of shape \(16, 64\), expected 3 dims"),
-        ("dit", "blocks.1.mlp.fc1.weight", (255, 64), r"blocks\.1\.mlp\.fc1\.weight of shape \(255, 64\)"),
+        ("dit", "blocks.1.mlp.fc1.weight", (255, 24), r"blocks\.1\.mlp\.fc1\.weight of shape \(255, 24\)"),
         ("dit", "y_embedder.embedding_table.weight", (0, 64), r"embedding_table\.weight of shape \(0, 64\)"),
-        ("large-dit", "x_embedder.weight", (64, 15), r"x_embedder\.weight of shape \(64, 15\), expected a multiple"),
-        ("large-dit", "x_embedder.weight", (63, 16), r"x_embedder\.weight of shape \(63, 16\), expected a multiple"),
+        ("dit", "blocks.3000000.attn.qkv.weight", (2, 2), r"with blocks\.3000000 that lacks all of blocks\.2"),
+        ("large-dit", "x_embedder.weight", (64, 15), r"x_embedder\.weight of shape \(64, 15\), expected 4 x patch"),
+        ("large-dit", "x_embedder.weight", (63, 16), r"32 heads for a Large-DiT of width 63"),
         ("large-dit", "layers.0.attention.wk.weight", (64,), r"attention\.wk\.weight of shape \(64,\), expected 2"),
+        ("large-dit", "layers.0.attention.wk.weight", (63, 64), r"queries are 64 and keys 63 wide"),
     ],
 )
 def test_an_original_file_of_odd_shapes_is_refused(
@@ -136,14 +341,79 @@ def test_an_original_file_of_odd_shapes_is_refused(
 ) -> None:
     torch.save(ORIGINALS[name]() | {key: torch.zeros(shape)}, tmp_path / "odd.pt")
     with pytest.raises(ValueError, match=message):
-        locate(tmp_path / "odd.pt")
+        locate(tmp_path / "odd.pt", HEADS[name])
 
 
-def test_a_shard_that_lacks_keys_is_refused(tmp_path: Path) -> None:
-    diffusers_dit().save_pretrained(tmp_path, max_shard_size="100KB")  # pyright: ignore
-    index = next(tmp_path.glob("*.index.json"))
-    content = json.loads(index.read_text())
-    content["weight_map"]["absent"] = next(iter(content["weight_map"].values()))
-    index.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="whose files lack absent"):
-        locate(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "heads", "message"),
+    [
+        ("dit", None, r"a DiT of width 24 with 2 layers, expected its number of heads from you.*--heads"),
+        ("large-dit", None, r"a Large-DiT of width 64 with 1 layers, expected its number of heads from you"),
+        ("dit", 5, r"got 5 heads for a DiT of width 24, expected heads of equal, even width"),
+    ],
+)
+def test_heads_are_asked_for_and_never_guessed(tmp_path: Path, name: str, heads: int | None, message: str) -> None:
+    torch.save(ORIGINALS[name](), tmp_path / "ours.pt")
+    with pytest.raises(ValueError, match=message):
+        locate(tmp_path / "ours.pt", heads)
+
+
+def test_heads_that_files_say_cannot_be_changed(folder: Path, tmp_path: Path) -> None:
+    assert locate(folder, 3).config.num_attention_heads == 3
+    for model in (folder, "dit-s/2"):
+        with pytest.raises(ValueError, match=r"got 4 heads for .*, expected the \d that its files or its preset say"):
+            locate(model, 4)
+    xl = {"args": argparse.Namespace(model="DiT-XL/2"), "ema": ORIGINALS["dit"]()}
+    torch.save(xl, tmp_path / "xl.pt")
+    with pytest.raises(ValueError, match=r"whose files say (width=1152|layers=28), but whose tensors have (24|2)"):
+        locate(tmp_path / "xl.pt")
+
+
+# Parts of model-parallel ranks -----------------------------------------------------------------------------------
+
+
+def change(rank: int, edit: Callable[[dict[str, Tensor]], object]) -> Spoil:
+    def apply(folder: Path) -> None:
+        path = folder / f"consolidated_ema.{rank:02d}-of-02.pth"
+        part = torch.load(path)
+        edit(part)
+        torch.save(part, path)
+
+    return apply
+
+
+PARTS: dict[str, tuple[Spoil, str]] = {
+    "a part is missing": (
+        lambda f: (f / "consolidated_ema.00-of-02.pth").unlink(),
+        r"got the parts consolidated_ema\.01-of-02\.pth, expected all of 00 to 01 of 2",
+    ),
+    "two splits": (
+        lambda f: save_consolidated(f, plain(TINY).state_dict(), 1),
+        r"got the parts consolidated_ema\.00-of-01\.pth, .*expected all",
+    ),
+    "a key is missing": (change(1, lambda p: p.pop("x_embedder.bias")), r"the same keys in both: one lacks x_embedder"),
+    "another shape": (
+        change(1, lambda p: p.update({"x_embedder.weight": torch.zeros(32, 4)})),
+        r"x_embedder\.weight of shape \(32, 4\) and torch\.float32, expected one that fits",
+    ),
+    "an unknown key": (
+        lambda f: [change(rank, lambda p: p.update(lora=torch.ones(1)))(f) for rank in (0, 1)],
+        r"with lora, expected a key of Large-DiT: how this one is split is not known",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path, case: str) -> None:
+    save_consolidated(tmp_path, plain(TINY).state_dict(), 2)
+    spoil, message = PARTS[case]
+    spoil(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        locate(tmp_path, 32)
+
+
+def test_norms_that_differ_between_parts_are_refused_when_they_are_read(tmp_path: Path) -> None:
+    save_consolidated(tmp_path, plain(TINY).state_dict(), 2)
+    change(1, lambda p: p.update({"layers.1.ffn_norm.weight": torch.zeros(64).double()}))(tmp_path)
+    with pytest.raises(ValueError, match=r"01-of-02\.pth: layers\.1\.ffn_norm\.weight differs from that in"):
+        locate(tmp_path, 32).build(torch.float32, torch.device("cpu"))

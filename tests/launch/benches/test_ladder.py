@@ -62,7 +62,7 @@ def test_every_rung_of_the_original_dit_is_the_plain_model(rung: Rung, tmp_path:
     """The original DiT, which presets use, has another sinusoid and epsilon than diffusers' DiT."""
     theirs = with_original_arithmetic(diffusers_dit(num_attention_heads=1, attention_head_dim=64))
     torch.save({"ema": original_state_dict(theirs)}, tmp_path / "dit.pt")
-    model = locate(tmp_path / "dit.pt").build(torch.float64, CPU)
+    model = locate(tmp_path / "dit.pt", heads=1).build(torch.float64, CPU)
     assert isinstance(model, LabelDiT)
     x, t, y = inputs((8, 8))
     truth = predict(theirs, x, t, y)

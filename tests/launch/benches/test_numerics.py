@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,8 @@ def test_the_line_holds_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_models_without_a_plain_twin_and_schedulers_with_memory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.save(original_state_dict(diffusers_dit(num_attention_heads=1, attention_head_dim=64)), tmp_path / "dit.pt")
+    state = original_state_dict(diffusers_dit(num_attention_heads=1, attention_head_dim=64))
+    torch.save({"model": state, "args": Namespace(num_heads=1)}, tmp_path / "dit.pt")
     with pytest.raises(ValueError, match=r"got model .*dit\.pt, expected builtin, a diffusers pipeline folder"):
         numerics.locate(str(tmp_path / "dit.pt"), STEPS)
     schedule = Files.schedule

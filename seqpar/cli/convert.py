@@ -1,0 +1,91 @@
+"""`seqpar convert`: any published checkpoint as a folder of safetensors files, which diffusers loads where it can."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import diffusers
+
+from seqpar.cli.args import ConvertArgs
+from seqpar.cli.job import DTYPES
+from seqpar.vae.decoder import decoder_tensors
+from seqpar.weights.checkpoint import read_json
+from seqpar.weights.export import folder_config, known_to_diffusers, tensors_of, write_folder
+from seqpar.weights.find import Blueprint, locate, resolve
+from seqpar.weights.layout import CONFIG, PARTS, PIPELINE, Layout, layout_of
+
+
+def run_convert(args: ConvertArgs) -> None:
+    """Check, convert into a folder beside the target, and rename it, so that it appears whole or not at all."""
+    if args.target.exists():
+        raise ValueError(f"got target {args.target}, which exists, expected a new folder; remove it or name another")
+    path = resolve(args.source)
+    layout = None if path is None else layout_of(path)
+    if path is None or layout is None:
+        raise ValueError(f"got {args.source}, a preset with random weights, expected a checkpoint to convert")
+    blueprint = locate(path, args.heads)
+    folder_config(blueprint)  # raises for a model that needs no conversion
+    unfinished = args.target.with_name(args.target.name + ".part")
+    unfinished.mkdir(parents=True)
+    try:
+        for line in _write(unfinished, path, layout, blueprint, args.dtype):
+            print(line, flush=True)
+        unfinished.rename(args.target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"{args.target}: written", flush=True)
+
+
+def _write(folder: Path, path: Path, layout: Layout, blueprint: Blueprint, dtype: str) -> list[str]:
+    """Write all parts; return a line about each."""
+    if layout.kind not in ("pipeline", "unidiffuser"):
+        shutil.rmtree(folder)
+        return [_write_model(folder, blueprint, dtype)]
+    part = next(name for name in PARTS if name in layout.parts)
+    lines = [_write_model(folder / part, blueprint, dtype)]
+    for name, place in layout.parts.items():
+        if name == "vae":
+            config, tensors = decoder_tensors(place)
+            cast = ((key, tensor.to(DTYPES.get(dtype, tensor.dtype))) for key, tensor in tensors)
+            lines.append(f"vae: {write_folder(folder / 'vae', config, cast)} bytes")
+        elif name != part and place.is_dir() and not any(place.glob("*.pdparams")):
+            shutil.copytree(place, folder / name)
+        elif name != part:
+            lines.append(f"{name}: not converted")
+    if layout.kind == "pipeline":
+        _copy_json(path, folder)
+    return lines
+
+
+def _write_model(folder: Path, blueprint: Blueprint, dtype: str) -> str:
+    """Write the model's folder; return a line about it, which says what computes it how."""
+    config = folder_config(blueprint)[1]
+    size = write_folder(folder, config, tensors_of(blueprint, DTYPES.get(dtype)))
+    kind = config["_class_name"]
+    if not hasattr(diffusers, kind):
+        return f"{kind}: {size} bytes; diffusers has no such class, seqpar loads the folder"
+    if known_to_diffusers(config) != config:
+        return (
+            f"{kind}: {size} bytes; diffusers' arithmetic differs from the original's (timestep frequencies), seqpar "
+            f"keeps the original's"
+        )
+    return f"{kind}: {size} bytes"
+
+
+def _copy_json(path: Path, folder: Path) -> None:
+    """Copy the index, with the parts that diffusers has as diffusers', and the folders of configs alone."""
+    index = read_json(path / PIPELINE)
+    for name, place in index.items():
+        if isinstance(place, list) and place[:1] == ["ppdiffusers"] and hasattr(diffusers, str(place[1])):
+            index[name] = ["diffusers", place[1]]
+    if (path / PARTS[0] / CONFIG).is_file() and read_json(path / PARTS[0] / CONFIG).get(
+        "_class_name"
+    ) == "Transformer2DModel":
+        index[PARTS[0]] = ["diffusers", "DiTTransformer2DModel"]
+    index = {name: value for name, value in index.items() if name != "_ppdiffusers_version"}
+    (folder / PIPELINE).write_text(json.dumps(index, indent=2))
+    for place in path.iterdir():
+        if place.is_dir() and not (folder / place.name).exists():
+            shutil.copytree(place, folder / place.name, ignore=shutil.ignore_patterns("*.pdparams"))

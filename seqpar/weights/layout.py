@@ -1,0 +1,107 @@
+"""Which files a path stands for, recognised by what is in them.
+
+- a diffusers or ppdiffusers pipeline folder (model_index.json), or the folder of one transformer (config.json);
+- LLaMA2-Accessory's folder of `consolidated[_ema].XX-of-NN` files, or one of these files;
+- UniDiffuser's original folder, or its U-ViT: the U-ViT, caption decoder and autoencoder are known by their keys;
+- any other file with weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from seqpar.weights.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_json
+from seqpar.weights.consolidated import is_part, open_consolidated, parts_in
+
+PIPELINE, CONFIG = "model_index.json", "config.json"
+PARTS = ("transformer", "unet")  # the folder of the model that is sampled; UniDiffuser's is named unet
+# keys by which the parts of UniDiffuser's original folder are known, without the prefixes of wrappers
+MARKS = {
+    "unet": ("patch_embed.proj.weight", "mid_block.attn.qkv.weight"),
+    "text_decoder": ("encode_prefix.weight",),
+    "vae": ("decoder.conv_in.weight", "post_quant_conv.weight"),
+}
+LOOSE = (".pth", ".pt", ".safetensors")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a path stands for. parts: name of a part -> its file or folder; a single model is the part "transformer"."""
+
+    kind: str
+    parts: Mapping[str, Path] = field(default_factory=dict)
+
+
+def layout_of(path: Path) -> Layout | None:
+    """Return the layout of a file or folder: "pipeline", "model", "consolidated", "unidiffuser" or "file", or None.
+
+    Raises ValueError if two files of UniDiffuser's folder are the same part.
+    """
+    if path.is_file():
+        return _layout_of_file(path)
+    if (path / PIPELINE).is_file():
+        return Layout("pipeline", {part.name: part for part in path.iterdir() if (part / CONFIG).is_file()})
+    if (path / CONFIG).is_file():
+        return Layout("model", {"transformer": path})
+    if not path.is_dir():
+        return None
+    if parts_in(path):
+        return Layout("consolidated", {"transformer": path})
+    found = _unidiffuser(path)
+    return Layout("unidiffuser", found) if "unet" in found else None
+
+
+def _layout_of_file(path: Path) -> Layout:
+    """Return the layout of a file; a U-ViT of UniDiffuser has its decoders beside it."""
+    if is_part(path):
+        return Layout("consolidated", {"transformer": path})
+    if path.suffix in LOOSE and _part(open_checkpoint(path).shapes) == "unet":
+        return Layout("unidiffuser", _unidiffuser(path.parent, path))
+    return Layout("file", {"transformer": path})
+
+
+def open_model(path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
+    """Open the checkpoint of the model that a path stands for, with its config.json, or None if it has none."""
+    if path.is_file() and not is_part(path):
+        return open_checkpoint(path), None
+    layout = layout_of(path)
+    if layout is None:
+        raise ValueError(f"got {path}, expected a folder or file of one of the layouts in seqpar/weights/layout.py")
+    if layout.kind == "consolidated":
+        return open_consolidated(path), None
+    if layout.kind == "pipeline":
+        part = next((layout.parts[name] for name in PARTS if name in layout.parts), path / PARTS[0])
+        return open_folder(part)
+    if layout.kind == "model":
+        return open_folder(path)
+    return open_checkpoint(layout.parts["unet"]), None
+
+
+def open_folder(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
+    """Open the checkpoint in a folder with a config.json."""
+    config = read_json(folder / CONFIG)
+    return open_checkpoint(find_checkpoint(folder)), config
+
+
+def _unidiffuser(folder: Path, unet: Path | None = None) -> dict[str, Path]:
+    """Return the parts of UniDiffuser's original folder that are there, by the keys in its files.
+
+    unet: the U-ViT that is meant, where the folder has several (v0 and v1).
+    """
+    found: dict[str, Path] = {} if unet is None else {"unet": unet}
+    for file in sorted(path for path in folder.iterdir() if path.suffix in LOOSE and path.is_file()):
+        part = _part(open_checkpoint(file).shapes)
+        if part is None or (part == "unet" and unet is not None):
+            continue
+        if part in found:
+            raise ValueError(f"got {found[part].name} and {file.name} in {folder}, expected one {part}; name the file")
+        found[part] = file
+    return found
+
+
+def _part(shapes: Mapping[str, object]) -> str | None:
+    """Return the part of UniDiffuser that has these keys, or None."""
+    return next((part for part, marks in MARKS.items() if all(mark in shapes for mark in marks)), None)

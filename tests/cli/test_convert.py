@@ -1,0 +1,98 @@
+"""Tests that `seqpar convert` writes folders that diffusers loads, and that we load with the same arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
+from safetensors.torch import load_file
+
+from seqpar.cli.main import command
+from seqpar.models.large_dit import Config
+from seqpar.weights import export
+from seqpar.weights.checkpoint import Source
+from seqpar.weights.export import taken_apart
+from tests.models.test_large_dit import inputs, plain
+from tests.support.published import save_consolidated, save_pdparams, save_pipeline_index
+from tests.support.tiny import original_state_dict, with_original_arithmetic
+from tests.weights.test_formats import assert_same_decoder, dit, loaded, paddle_dit, prediction, small_vae
+
+
+def test_an_original_dit_becomes_a_folder_of_diffusers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """diffusers' class computes other timestep frequencies; with the original's it reproduces the original."""
+    theirs = with_original_arithmetic(dit())
+    torch.save({"ema": original_state_dict(theirs)}, tmp_path / "dit.pt")
+    monkeypatch.setattr(export, "SHARD_BYTES", 100_000)  # several files
+    command(["convert", str(tmp_path / "dit.pt"), str(tmp_path / "new"), "--heads", "4"])
+    assert "diffusers' arithmetic differs from the original's" in capsys.readouterr().out
+    assert len(list((tmp_path / "new").glob("*-of-*.safetensors"))) > 1
+    truth = prediction(theirs)
+    assert (prediction(loaded(tmp_path / "new")) - truth).abs().max() < 1e-11
+    again = DiTTransformer2DModel.from_pretrained(tmp_path / "new", torch_dtype=torch.float64)
+    assert (prediction(again) - truth).abs().max() > 1e-3  # pyright: ignore[reportArgumentType]
+    again = with_original_arithmetic(again).double()  # pyright: ignore[reportArgumentType]
+    assert (prediction(again) - truth).abs().max() < 1e-6  # diffusers rounds its positions to fp32
+
+
+def test_a_ppdiffusers_pipeline_becomes_one_of_diffusers(tmp_path: Path) -> None:
+    theirs, vae = dit(), small_vae()
+    paddle_dit(tmp_path / "old" / "transformer", theirs)
+    (tmp_path / "old" / "vae").mkdir()
+    (tmp_path / "old" / "vae" / "config.json").write_text(json.dumps({**vae.config, "_class_name": "AutoencoderKL"}))
+    save_pdparams(tmp_path / "old" / "vae" / "model_state.pdparams", vae)
+    parts = {"transformer": ["ppdiffusers", "Transformer2DModel"], "vae": ["ppdiffusers", "AutoencoderKL"]}
+    save_pipeline_index(tmp_path / "old", parts, "_ppdiffusers_version")
+    command(["convert", str(tmp_path / "old"), str(tmp_path / "new")])
+    again = DiTPipeline.from_pretrained(tmp_path / "new", torch_dtype=torch.float64)
+    assert (prediction(again.transformer) - prediction(theirs)).abs().max() < 1e-6
+    assert_same_decoder(again.vae.float(), vae)
+    assert not list((tmp_path / "new").rglob("*.pdparams"))
+
+
+def test_large_dit_becomes_a_folder_that_says_its_heads(tmp_path: Path) -> None:
+    """Parts of two ranks: QK-norm stays over the heads of one rank. diffusers has no such class."""
+    config = Config(64, 3, 16, 16, 48, num_classes=10)
+    save_consolidated(tmp_path, plain(config).state_dict(), 2)
+    command(["convert", str(tmp_path), str(tmp_path / "new"), "--heads", "16", "--dtype", "fp32"])
+    x, t, y = inputs((6, 10))
+    dit = loaded(tmp_path / "new")
+    assert (dit.config.num_attention_heads, dit.config.qk_norm_groups) == (16, 2)
+    truth = loaded(tmp_path, 16)(x, timestep=t, class_labels=y).sample
+    assert (dit(x, timestep=t, class_labels=y).sample - truth).abs().max() < 1e-4 * truth.abs().max()
+    assert {x.dtype for x in load_file(tmp_path / "new" / "diffusion_pytorch_model.safetensors").values()} == {
+        torch.float32
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["convert", "dit-s/2", "new"], "a preset with random weights, expected a checkpoint"),
+        (["convert", "SOURCE", "SOURCE"], "which exists, expected a new folder"),
+        (["convert", "SOURCE", "new"], "expected its number of heads from you"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(original_state_dict(dit()), tmp_path / "dit.pt")
+    with pytest.raises(ValueError, match=message):
+        command([str(tmp_path / "dit.pt") if word == "SOURCE" else word for word in words])
+    assert [path.name for path in tmp_path.iterdir()] == ["dit.pt"]
+
+
+def test_a_map_that_loses_numbers_cannot_be_run_backwards() -> None:
+    halved = Source(("a",), lambda x: x[::2])
+    with pytest.raises(ValueError, match="whose numbers are not each in the model once"):
+        taken_apart(torch.ones(2), halved, {"a": (4,)})
+    turned = Source(("a", "b"), lambda x, y: torch.cat((x.T, y)).flip(0))
+    made = {"a": torch.randn(3, 2), "b": torch.randn(1, 3)}
+    back = taken_apart(turned.combine(*made.values()), turned, {"a": (3, 2), "b": (1, 3)})
+    assert all(torch.equal(back[key], made[key]) for key in made)

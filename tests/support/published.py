@@ -1,0 +1,118 @@
+"""Writes small checkpoints as their authors publish them, independently of the code that reads them.
+
+The names and layouts follow the publishers' own modules: which layers are tensor-parallel, which weights are linear,
+how the decoder's levels are counted.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+# fairscale's layers in LLaMA2-Accessory's model
+COLUMN_PARALLEL = ("wq", "wk", "wv", "w1", "w3", "x_embedder", "t_embedder.mlp.0", "adaLN_modulation.1", "linear")
+ROW_PARALLEL = ("wo", "w2", "t_embedder.mlp.2")
+PER_RANK = ("q_norm", "k_norm")  # made for the heads of one rank
+
+
+def rank_parts(state: Mapping[str, Tensor], ranks: int) -> list[dict[str, Tensor]]:
+    """Return what each of `ranks` model-parallel ranks saves of a Large-DiT's state dict."""
+    parts = [dict[str, Tensor]() for _ in range(ranks)]
+    for key, tensor in state.items():
+        layer, kind = key.rsplit(".", 1)
+        if layer.endswith((*COLUMN_PARALLEL, *PER_RANK)):
+            pieces = tensor.chunk(ranks, 0)
+        elif layer.endswith("embedding_table") or (layer.endswith(ROW_PARALLEL) and kind == "weight"):
+            pieces = tensor.chunk(ranks, 1)
+        else:
+            pieces = [tensor] * ranks
+        for part, piece in zip(parts, pieces, strict=True):
+            part[key] = piece.clone()
+    return parts
+
+
+def save_consolidated(folder: Path, state: Mapping[str, Tensor], ranks: int, name: str = "consolidated_ema") -> None:
+    """Write one file a model-parallel rank, as LLaMA2-Accessory does."""
+    for rank, part in enumerate(rank_parts(state, ranks)):
+        torch.save(part, folder / f"{name}.{rank:02d}-of-{ranks:02d}.pth")
+
+
+def save_pdparams(path: Path, model: nn.Module, protocol: int = 4, pairs: bool = False) -> None:
+    """Write the weights of a module as `paddle.save` does: arrays, those of linear layers transposed.
+
+    pairs: whether each array comes with Paddle's name for it, as `paddle.save` writes parameters that are no state
+    dict's. bfloat16 becomes uint16.
+    """
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    saved: dict[str, Any] = {}
+    for index, (key, tensor) in enumerate(model.state_dict().items()):
+        array = _array(tensor.T.contiguous() if key in linear else tensor)
+        saved[key] = (f"param_{index}.w_0", array) if pairs else array
+    saved["StructuredToParameterName@@"] = {key: f"param_{index}.w_0" for index, key in enumerate(saved)}
+    path.write_bytes(pickle.dumps(saved, protocol=protocol))
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return tensor.numpy()
+
+
+def original_decoder(vae: Any) -> dict[str, Tensor]:
+    """Return the weights of diffusers' AutoencoderKL under the names of the latent-diffusion code."""
+    found: dict[str, Tensor] = {}
+
+    def put(name: str, layer: nn.Module) -> None:
+        found.update({f"{name}.{kind}": tensor for kind, tensor in layer.state_dict().items()})
+
+    def block(name: str, theirs: Any) -> None:
+        for layer in ("norm1", "conv1", "norm2", "conv2"):
+            put(f"{name}.{layer}", getattr(theirs, layer))
+        if theirs.conv_shortcut is not None:
+            put(f"{name}.nin_shortcut", theirs.conv_shortcut)
+
+    def half(name: str, theirs: Any) -> None:
+        put(f"{name}.conv_in", theirs.conv_in)
+        for index, resnet in enumerate(theirs.mid_block.resnets, start=1):
+            block(f"{name}.mid.block_{index}", resnet)
+        attention = theirs.mid_block.attentions[0]
+        layers = {"norm": attention.group_norm, "proj_out": attention.to_out[0]}
+        for layer, module in {**layers, "q": attention.to_q, "k": attention.to_k, "v": attention.to_v}.items():
+            put(f"{name}.mid.attn_1.{layer}", module)
+            if layer != "norm":  # 1 x 1 convolutions there
+                found[f"{name}.mid.attn_1.{layer}.weight"] = module.weight[:, :, None, None]
+        put(f"{name}.norm_out", theirs.conv_norm_out)
+        put(f"{name}.conv_out", theirs.conv_out)
+
+    half("encoder", vae.encoder)
+    half("decoder", vae.decoder)
+    for level, down in enumerate(vae.encoder.down_blocks):
+        for index, resnet in enumerate(down.resnets):
+            block(f"encoder.down.{level}.block.{index}", resnet)
+        if down.downsamplers:
+            put(f"encoder.down.{level}.downsample.conv", down.downsamplers[0].conv)
+    for level, up in enumerate(reversed(vae.decoder.up_blocks)):
+        for index, resnet in enumerate(up.resnets):
+            block(f"decoder.up.{level}.block.{index}", resnet)
+        if up.upsamplers:
+            put(f"decoder.up.{level}.upsample.conv", up.upsamplers[0].conv)
+    put("quant_conv", vae.quant_conv)
+    put("post_quant_conv", vae.post_quant_conv)
+    return found
+
+
+def save_pipeline_index(folder: Path, parts: Mapping[str, Sequence[str]], version: str) -> None:
+    """Write a DiTPipeline's model_index.json and its DDIM scheduler. version: the key of the library's version."""
+    scheduler = [next(iter(parts.values()))[0], "DDIMScheduler"]
+    index = {"_class_name": "DiTPipeline", version: "0.24.1", **parts, "scheduler": scheduler}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    betas = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "clip_sample": False}
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": "DDIMScheduler", **betas}))

@@ -1,0 +1,90 @@
+"""Tests that the ranks of a host read each tensor once and all get the model, or all the same error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.mesh import Mesh
+from seqpar.weights import loading
+from seqpar.weights.find import locate
+from seqpar.weights.loading import shares
+from tests.support.pool import Pool
+from tests.support.tiny import diffusers_dit
+
+
+def built(rank: int, world: int, device: torch.device, folder: str) -> tuple[list[str], dict[str, Tensor]]:
+    """Return the keys that this rank read for parameters, and the parameters that it got."""
+    blueprint, read = locate(folder), list[str]()
+    checkpoint, keys = blueprint.checkpoint, blueprint.keys
+    assert checkpoint is not None
+    assert keys is not None
+
+    def counted(key: str) -> Tensor:
+        read.append(key)
+        return checkpoint.read(key)
+
+    # repeats are compared, which reads them; here the reading of parameters is counted alone
+    keys = replace(keys, repeats={}, ignored=keys.ignored | frozenset(keys.repeats))
+    blueprint = replace(blueprint, checkpoint=replace(checkpoint, read=counted), keys=keys)
+    model = blueprint.build(torch.bfloat16, device, mesh=Mesh.joined(device))
+    assert not any(parameter.is_meta or parameter.requires_grad for parameter in model.parameters())
+    return read, {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def refused(rank: int, world: int, device: torch.device, folder: str) -> str:
+    with pytest.raises(ValueError, match="differs from") as error:
+        locate(folder).build(torch.float32, device, mesh=Mesh.joined(device))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_tensor_is_read_by_one_rank_and_given_to_all(ranks: Pool, tmp_path: Path, world: int) -> None:
+    """An error of one rank is the error of all: one rank compares a copy of the embedders, before any broadcast."""
+    diffusers_dit().save_pretrained(tmp_path)  # pyright: ignore
+    truth_read, truth = built(0, 1, torch.device("cpu"), str(tmp_path))
+    got = ranks.run(world, built, str(tmp_path))
+    keys = [key for read, _ in got for key in read]
+    assert sorted(keys) == sorted(truth_read)
+    assert len(set(keys)) == len(keys)
+    assert min(len(read) for read, _ in got) > 0
+    for _, parameters in got:
+        assert parameters.keys() == truth.keys()
+        assert all(torch.equal(parameters[name], truth[name]) for name in truth)
+    theirs = diffusers_dit()
+    theirs.transformer_blocks[2].norm1.emb.timestep_embedder.linear_1.bias += 1  # pyright: ignore
+    theirs.save_pretrained(tmp_path)  # pyright: ignore
+    one, *others = ranks.run(world, refused, str(tmp_path))
+    assert "transformer_blocks.2.norm1.emb.timestep_embedder.linear_1.bias differs" in one
+    assert set(others) == {one}
+
+
+def test_the_shares_of_ranks_are_runs_of_about_equal_size(tmp_path: Path) -> None:
+    diffusers_dit().save_pretrained(tmp_path)  # pyright: ignore
+    blueprint = locate(tmp_path)
+    assert blueprint.checkpoint is not None
+    assert blueprint.keys is not None
+    found = shares(blueprint.checkpoint, blueprint.keys, 4)
+    assert [*found] == [*blueprint.keys.sources]
+    assert [*found.values()] == sorted(found.values())
+    sizes = {name: parameter.numel() for name, parameter in blueprint.meta().named_parameters()}
+    parts = [sum(sizes[name] for name, part in found.items() if part == one) for one in range(4)]
+    assert max(parts) - min(parts) <= 2 * max(sizes.values())
+
+
+@pytest.mark.gpu
+def test_gpu_tensors_come_whole_through_small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks end inside of rows; a transposed matrix, a scalar and an empty tensor are copied, too."""
+    monkeypatch.setattr(loading, "CHUNK", 1000)
+    staging = loading.Staging(torch.device("cuda"))
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(70, 90, generator=generator)
+    for tensor in (matrix, matrix.bfloat16(), matrix.T, matrix[:, ::2], torch.tensor(3.0), torch.empty(0, 4)):
+        copied = staging.copy(tensor)
+        assert copied.is_cuda
+        assert copied.dtype == tensor.dtype
+        assert torch.equal(copied.cpu(), tensor)

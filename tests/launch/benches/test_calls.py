@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from dataclasses import replace
@@ -154,7 +155,11 @@ def measured(rank: int, world: int, device: torch.device, name: str, out: Path) 
     strategies = ("kv_first", "ulysses", "kv_gather")
     rows = [*calls.ceilings(case, strategies), *natives(case, strategies, "auto"), *peers(case)]
     rows += adapters(case, strategies[:1], "auto")
-    return measure(case, [row for row in rows if "compiled" not in row.name], LIMITS, out)
+    gc.freeze()  # each row ends in a garbage collection, which is faster without the objects of torch and diffusers
+    try:
+        return measure(case, [row for row in rows if "compiled" not in row.name], LIMITS, out)
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize(("world", "name"), [(1, "flux"), *((2, name) for name in TINY)])
@@ -163,16 +168,20 @@ def test_every_row_has_a_line(ranks: Pool, tmp_path: Path, name: str, world: int
     lines, *_ = ranks.run(world, measured, name, out)
     assert [json.loads(line) for line in out.read_text().splitlines()] == json.loads(json.dumps(lines))
     ours = [line for line in lines if line["case"]["kind"] == "ours"]
-    assert len(ours) == (1 if name != "flux" else 4 if world == 1 else 10)
+    launches = 2 if ranks.device == "cuda" else 1  # of diffusers' modules: eager, and in a graph
+    natives = {1: 2, 2: 8}[world] if name == "flux" else 0
+    assert len(ours) == natives + (2 if name == "flux" else 1) * launches
     # a branch on each rank: no strategy exchanges anything
     both = [line["case"] for line in ours if "both branches" in line["case"]["way"]]
     assert len(both) == (2 if (name, world) == ("flux", 2) else 0)
     assert not any("strategy" in about or "kv_first" in about["way"] for about in both)
     refused = {line["case"]["way"]: line["refused"] for line in lines if line["ms"] is None}
-    if world > 1:
-        assert all("Ulysses" in way or "ring" in way for way in refused)
+    assert all(world > 1 and ("Ulysses" in way or "ring" in way) for way in refused), refused
+    if ranks.device == "cuda" and name in ("flux", "qwen", "wan"):  # diffusers has no plan to split the others
+        assert all("ring" in way for way in refused), refused
     assert all(line["ms"]["median"] > 0 and line["over_ceiling"] > 0 for line in lines if line["ms"])
-    assert all(line["error"] < 1e-5 for line in lines if "error" in line)
+    close = 1e-5 if ranks.device == "cpu" else 1e-4  # fp32; other rows and sums of products in another order
+    assert all(line["error"] < close for line in lines if "error" in line)
     assert "TFLOP a call" in calls.table(Case(TINY[name], Mesh.single(), torch.float32), lines)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from diffusers.models._modeling_parallel import ContextParallelConfig
-from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -69,10 +69,23 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def default_kept() -> Iterator[None]:
-    """Restore the attention backend of all models that name none, which choosing one for a model changes, too."""
-    with attention_backend(_AttentionBackendRegistry.get_active_backend()[0]):
+def backends_kept() -> Iterator[None]:
+    """Restore diffusers' attention backends, which cache-dit replaces, and the default one.
+
+    Choosing a model's backend also makes it the default of all models that name none. Added backends stay.
+    """
+    known = _AttentionBackendRegistry
+    default, tables = known.get_active_backend()[0], (known._backends, known._constraints, known._supported_arg_names)
+    before, split = [dict(table) for table in tables], set(known._supports_context_parallel)
+    names = {backend.value for backend in known._backends}
+    try:
         yield
+    finally:
+        for table, kept in zip(tables, before, strict=True):
+            table.update(kept)
+        known._supports_context_parallel -= names - split
+        known._supports_context_parallel |= split
+        known.set_active_backend(default)
 
 
 @contextmanager
@@ -97,7 +110,7 @@ def engine(
 ) -> Any:
     """Return the module with the attention of `backend_for`, split over the ranks."""
     twin = shared_copy(module)
-    with default_kept():
+    with backends_kept():
         twin.set_attention_backend(backend_for(device, dtype))
     if ranks is not None:
         if device.type != "cuda":
@@ -117,8 +130,8 @@ def engine(
 def cached(module: nn.Module, world: int) -> Any:
     """Return the module with cache-dit's Ulysses over all ranks, cuDNN's attention, compiled blocks, and no cache.
 
-    It replaces methods of diffusers' classes and the default attention backend: wrap its use in `classes_kept` and
-    `default_kept`. Raises ImportError without the package.
+    It replaces methods and attention backends of diffusers: wrap its use in `classes_kept` and `backends_kept`.
+    Raises ImportError without the package.
     """
     import cache_dit  # pyright: ignore[reportMissingImports] # optional: no other bench needs it
 

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from launch.baselines.transformers import (
     Parallel,
     backend_for,
+    backends_kept,
     cached,
     classes_kept,
     compile_blocks,
-    default_kept,
     device_mesh,
     engine,
     parallels,
@@ -57,7 +57,7 @@ def peers(case: Case) -> Iterator[Row]:
 def cache_dit(case: Case) -> Iterator[Row]:
     """Yield cache-dit's Ulysses (without caching) with compiled blocks in a CUDA graph, where the package is installed.
 
-    Without --only it comes last: cache-dit's additions to diffusers' table of attention backends stay.
+    It may come anywhere among the rows: what cache-dit replaces in diffusers is restored when its row ends.
     """
     if case.mesh.device.type == "cuda" and case.mesh.world.size > 1:
         launch = LAUNCHES[-1]
@@ -67,9 +67,13 @@ def cache_dit(case: Case) -> Iterator[Row]:
 
 @contextmanager
 def with_cache_dit(case: Case, launch: str) -> Iterator[Timed]:
-    """Set cache-dit's row up; diffusers' classes, which it changes, are as before when the row ends."""
-    case.truth.shape  # noqa: B018 (computed now, because diffusers' own call would fail while its classes are changed)
-    with classes_kept(), default_kept(), _peer(case, lambda _: cached(case.theirs, case.mesh.world.size), launch) as it:
+    """Set cache-dit's row up; methods and backends of diffusers that it replaces are restored when the row ends."""
+    case.truth.shape  # noqa: B018 (computed now, because diffusers' own call would fail while its methods are replaced)
+    with (
+        classes_kept(),
+        backends_kept(),
+        _peer(case, lambda _: cached(case.theirs, case.mesh.world.size), launch) as it,
+    ):
         yield it
 
 

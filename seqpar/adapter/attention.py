@@ -44,13 +44,14 @@ class SplitAttention:
         self._ranks, self.joint, self._where = ranks, joint, where
         self.reads = False
         self._reading = Reading(self)
-        self._numbers = ops.NUMBERS.add(self), ops.NUMBERS.add(self._reading)
+        self._number, self._reading_number = ops.NUMBERS.add(self), ops.NUMBERS.add(self._reading)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         """Return attention's output (B, l, H, D); q (B, l, H, D), k and v (B, l, G, D), and a mask for all keys."""
-        q, k, v = map(_cast, (q, k, v))
+        q, k, v = _cast(q), _cast(k), _cast(v)
         if torch.compiler.is_compiling():
-            return ops.attention(q, k, v, None if self.joint.masked else mask, scale, self._numbers[self.reads])
+            number = self._reading_number if self.reads else self._number  # a bool is no index for torch.compile
+            return ops.attention(q, k, v, None if self.joint.masked else mask, scale, number)
         return self.compute(q, k, v, mask, scale, self.reads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -67,8 +67,7 @@ def parallelize(
     made = _with_host_group(settled(layout, mesh))
     _move(pipe_or_transformer, found, made)
     bodies = {name: _body(module, made, layout, cuts[name], native) for name, module in found.items()}
-    lease = Lease(made, _made_groups(made, mesh))
-    _install_all(pipe_or_transformer, found, bodies, lease, layout)
+    _install_all(pipe_or_transformer, found, bodies, Lease(made, _made_groups(made, mesh)), layout)
     return pipe_or_transformer
 
 

@@ -161,6 +161,8 @@ class Pipeline(Loaded):
         noise: for the denoised streams; None draws it.
         """
         asked, model = self.dit.mesh.share(asked), self.dit.model
+        if asked.guidance.on and "other_timestep" not in model.PROMPT:
+            raise ValueError(f"got guidance in mode {self.dit.config.mode}, expected text2img or img2text; use scale 1")
         scheduler = self.files.scheduler(asked.scheduler)
         generator, shapes = torch.Generator().manual_seed(asked.seed), self._shapes(asked)
         start = noise or {name: self._draw(shapes[name], generator) for name in model.STATE}

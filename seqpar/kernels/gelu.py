@@ -66,8 +66,8 @@ def linear_reference(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor
 def bias_gelu(x_BlF: Tensor, bias_F: Tensor | None, *, exact: bool = False, reuse: bool = False) -> Tensor:
     """Return GELU of x + bias as a contiguous tensor; computed in fp32 (fp64 for fp64).
 
-    exact: x Phi(x) with the error function, otherwise the tanh formula. reuse: x is contiguous and not needed
-    afterwards, so the result may be written over it: half as many cache lines, which matters while they are in L2.
+    exact: x Phi(x), the formula with the error function, otherwise the one with tanh. reuse: x is contiguous and not
+    needed afterwards, so the result may be written over it, into half as many lines of the L2 cache.
     """
     if fused(x_BlF, bias_F):
         return launch(x_BlF, bias_F, exact=exact, reuse=reuse)
@@ -118,6 +118,31 @@ def launch(
 
 
 @jit
+def normal_gelu(value):
+    """Return x Phi(x) within 1e-6, relative to the value or to 1; with erf it would take about twice the instructions.
+
+    Phi(x) = 1/2 + x P(x^2) for |x| < 5.1. P was fitted by iteratively reweighted least squares to the smallest largest
+    error of the result; it is a polynomial in w from -1 to 1, in which the sums of Horner's rule do not cancel.
+    """
+    x = tl.maximum(value, -5.1, propagate_nan=tl.PropagateNan.ALL)  # below, the result is 0 within the error
+    inner = tl.minimum(x, 5.1, propagate_nan=tl.PropagateNan.ALL)
+    w = inner * inner * 0.0768935025 - 1.0  # 2 / 5.1^2
+    p = -0.00195683469 + 0.000654207426 * w
+    p = 0.00240439433 + p * w
+    p = -0.00322961481 + p * w
+    p = 0.00685995258 + p * w
+    p = -0.0120242648 + p * w
+    p = 0.0174654778 + p * w
+    p = -0.0240164641 + p * w
+    p = 0.0317160264 + p * w
+    p = -0.0402186587 + p * w
+    p = 0.0507829562 + p * w
+    p = -0.0690032616 + p * w
+    p = 0.138605282 + p * w
+    return x * (0.5 + inner * p)
+
+
+@jit
 def gelu_kernel(
     x,
     bias,
@@ -140,8 +165,10 @@ def gelu_kernel(
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         value += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    if EXACT:
+    if EXACT and x.dtype.element_ty == tl.float32:
         result = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))  # 1 / sqrt(2)
+    elif EXACT:
+        result = normal_gelu(value)
     else:
         # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)) needs no tanh, cancels nothing, and has the limit 0 if exp overflows
         twice_u = 1.5957691216057308 * (value + 0.044715 * value * value * value)  # 2 sqrt(2 / pi)

@@ -57,11 +57,16 @@ def test_kernels_for_hopper_read_and_write_16_bytes_at_a_time_and_spill_nothing(
 
 
 def test_models_launch_few_kernels(compiled: dict[str, list[Facts]]) -> None:
-    """A block launches QK-norm and rotary, two gated norms and SwiGLU (GELU is cuBLAS's); one norm precedes all."""
+    """A block launches QK-norm and rotary, two gated norms and SwiGLU (GELU is cuBLAS's); one norm precedes all.
+
+    A block of a U-ViT launches two norms around GELU, and one norm more after a skip; two norms precede the outputs.
+    """
+    uvit = ["post_norm_kernel", "gelu_kernel", "post_norm_kernel"]
     for name, block in {
         "large-dit-7b": ["adaln_kernel", "prepare_kernel", "adaln_kernel", "swiglu_kernel", "adaln_kernel"],
         "large-dit-3b": ["adaln_kernel", "prepare_kernel", "adaln_kernel", "swiglu_kernel", "adaln_kernel"],
         "dit-xl/2": ["adaln_kernel", "adaln_kernel", "adaln_kernel"],
+        "unidiffuser-v1": [*uvit, *uvit, "post_norm_kernel", *uvit, "post_norm_kernel", "post_norm_kernel"],
     }.items():
         assert [kernel["name"] for kernel in compiled[f"model, {name}"]] == block
 

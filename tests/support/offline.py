@@ -24,17 +24,17 @@ from triton.runtime.jit import JITFunction
 
 from launch.benches.kernels import Case, cases
 from launch.benches.tiles import candidates
-from seqpar.kernels import adaln, ddim, flags, gelu, multistep, prepare, push, swiglu
+from seqpar.kernels import adaln, ddim, flags, gelu, multistep, post_norm, prepare, push, swiglu
 from seqpar.kernels.adaln import Norm
 from seqpar.kernels.push import Destinations
 from seqpar.local import sdpa
 from seqpar.mesh import Mesh
-from seqpar.models import dit, large_dit
+from seqpar.models import dit, large_dit, uvit
 from seqpar.outboxes import Outbox, Outboxes
 from seqpar.planner.costs import strategies
 from seqpar.planner.plan import load_strategy, load_transport
-from seqpar.protocols import Prepare
-from seqpar.shard import Shard
+from seqpar.protocols import Attend, Prepare
+from seqpar.shard import JointShard, Shard, Tokens
 from seqpar.transports import _folder
 
 BF16 = torch.bfloat16
@@ -125,6 +125,7 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {f"outboxes, {part} alone": outboxes(32, 128, parts=part) for part in "qkv"}
     made |= {"outboxes, meets": outboxes(32, 128, meets=True), "push, meets": pushed(8, 128, meets=True)}
     made |= {f"model, {name}": modelled(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")}
+    made["model, unidiffuser-v1"] = joint("unidiffuser-v1")
     made |= {f"multistep, {p} and {q}": multistepped(p, q) for p, q in ((1, 1), (1, 2), (2, 2), (3, 3))}
     return made | {"ddim": update, "flags": lambda: flags.launch(four_ranks(), True, True)}
 
@@ -170,28 +171,56 @@ def modelled(name: str) -> Callable[[], object]:
     """Return a prediction by one block of a model at its real width, on 64 tokens with the real strides."""
 
     def launch() -> None:
-        file: Any = dit if name in dit.PRESETS else large_dit
-        with torch.device("meta"):
-            model = file.Model(replace(file.PRESETS[name], num_layers=1)).to(BF16)
-        model = model.to_empty(device="cpu")
-        build, transport = load_strategy(next(iter(strategies()))).build, load_transport(_folder.names()[0])
-        attend = build(Mesh.single(), Shard(64, 1), sdpa.attend, transport)
-        kernels: Any = (adaln, gelu, prepare, swiglu)
-        kept, capability = [kernel.fused for kernel in kernels], torch.cuda.get_device_capability
-        try:
-            torch.cuda.get_device_capability = lambda device: (9, 0)
-            for kernel in kernels:
-                kernel.fused = lambda *given: True
-            with torch.inference_mode():
-                rows = model.modulate(torch.zeros(2), class_labels=torch.zeros(2, dtype=torch.int64))
-                positions = {"image": model.positions(16, 16)}
-                model.forward_tokens({"image": torch.zeros(2, 64, 16)}, positions, rows, attend)
-        finally:
-            torch.cuda.get_device_capability = capability
-            for kernel, fused in zip(kernels, kept, strict=True):
-                kernel.fused = fused
+        model = empty(dit if name in dit.PRESETS else large_dit, name, num_layers=1)
+        rows = model.modulate(torch.zeros(2), class_labels=torch.zeros(2, dtype=torch.int64))
+        positions = {"image": model.positions(16, 16)}
+        model.forward_tokens({"image": torch.zeros(2, 64, 16)}, positions, rows, attention(Shard(64, 1)))
 
-    return launch
+    return lambda: as_on_gpus(launch)
+
+
+def joint(name: str) -> Callable[[], object]:
+    """Return a prediction by three blocks of a U-ViT at its real width, on an image of 64 tokens."""
+
+    def launch() -> None:
+        model = empty(uvit, name, num_layers=2, sample_size=16)
+        prompt = {"other_timestep": torch.zeros(2), "data_type": torch.zeros(2, dtype=torch.int64)}
+        encoded, lengths = model.encode(**{part: prompt[part] for part in model.PROMPT}), model.config.lengths
+        streams = {"text": torch.zeros(2, 77, 64), "clip": torch.zeros(2, 1, 512), "image": torch.zeros(2, 64, 16)}
+        attend = attention(JointShard(tuple(Shard(length, 1) for length in lengths.values())))
+        table = model.modulate(torch.zeros(2), **encoded.pooled)
+        model.forward_tokens({**streams, **encoded.streams}, model.stream_positions((16, 16), lengths), table, attend)
+
+    return lambda: as_on_gpus(launch)
+
+
+def empty(file: Any, preset: str, **sizes: int) -> Any:
+    """Return a preset's model with other sizes, in bf16; its weights are never read."""
+    with torch.device("meta"):
+        model = file.Model(replace(file.PRESETS[preset], **sizes)).to(BF16)
+    return model.to_empty(device="cpu")
+
+
+def attention(tokens: Tokens) -> Attend:
+    """Return the attention of one rank, which launches no kernel of ours."""
+    build, transport = load_strategy(next(iter(strategies()))).build, load_transport(_folder.names()[0])
+    return build(Mesh.single(), tokens, sdpa.attend, transport)
+
+
+def as_on_gpus(launch: Callable[[], None]) -> None:
+    """Run a model on CPU tensors with the choices that it makes on a Hopper GPU."""
+    kernels: Any = (adaln, gelu, post_norm, prepare, swiglu)
+    kept, capability = [kernel.fused for kernel in kernels], torch.cuda.get_device_capability
+    try:
+        torch.cuda.get_device_capability = lambda device: (9, 0)
+        for kernel in kernels:
+            kernel.fused = lambda *given: True
+        with torch.inference_mode():
+            launch()
+    finally:
+        torch.cuda.get_device_capability = capability
+        for kernel, fused in zip(kernels, kept, strict=True):
+            kernel.fused = fused
 
 
 def update() -> None:

@@ -63,43 +63,38 @@ class Sizes:
 
 def pipeline(sizes: Sizes, device: torch.device) -> Any:
     """Return diffusers' UniDiffuserPipeline in fp32, with random weights made on the device."""
+    from diffusers.pipelines.deprecated.unidiffuser.pipeline_unidiffuser import UniDiffuserPipeline
+
+    torch.manual_seed(0)
+    with torch.device(device):  # positions and other buffers are made, too
+        parts = _parts(sizes)
+    for seed, part in enumerate(parts.values()):
+        randomise(part.eval().requires_grad_(False), seed)
+    tokens = sizes.clip["max_position_embeddings"]
+    parts |= {"clip_tokenizer": tokenizer(tokens), "text_tokenizer": tokenizer(tokens), "clip_image_processor": None}
+    parts["scheduler"] = DPMSolverMultistepScheduler(**SCHEDULER)
+    return quiet(UniDiffuserPipeline(**parts))
+
+
+def _parts(sizes: Sizes) -> dict[str, Any]:
+    """Return the pipeline's modules."""
     import transformers  # here, because other benches run without it
     from diffusers.pipelines.deprecated.unidiffuser.modeling_text_decoder import UniDiffuserTextDecoder
     from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UniDiffuserModel
-    from diffusers.pipelines.deprecated.unidiffuser.pipeline_unidiffuser import UniDiffuserPipeline
 
     width, tokens = sizes.clip["hidden_size"], sizes.clip["max_position_embeddings"]
     ends: dict[str, Any] = {"eos_token_id": SPECIAL.index("<eos>"), "pad_token_id": 0, "bos_token_id": 1}
-    captions: dict[str, Any] = {
-        "prefix_length": tokens,
-        "prefix_inner_dim": width,
-        "prefix_hidden_dim": sizes.uvit["text_dim"],
+    captions: dict[str, Any] = {"prefix_length": tokens, "prefix_inner_dim": width}
+    captions |= {"prefix_hidden_dim": sizes.uvit["text_dim"], "n_embd": width, "n_layer": 1, "n_head": 1}
+    seen: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**seen, num_hidden_layers=1, projection_dim=sizes.uvit["clip_img_dim"])
+    return {
+        "vae": AutoencoderKL(**sizes.vae),
+        "text_encoder": transformers.CLIPTextModel(transformers.CLIPTextConfig(**{**sizes.clip, **ends})),
+        "image_encoder": transformers.CLIPVisionModelWithProjection(vision),
+        "text_decoder": UniDiffuserTextDecoder(**captions),
+        "unet": UniDiffuserModel(**sizes.uvit),
     }
-    seen: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-    }
-    torch.manual_seed(0)
-    with torch.device(device):  # positions and other buffers are made, too
-        vision = transformers.CLIPVisionConfig(**seen, projection_dim=sizes.uvit["clip_img_dim"])
-        parts: dict[str, Any] = {
-            "vae": AutoencoderKL(**sizes.vae),
-            "text_encoder": transformers.CLIPTextModel(transformers.CLIPTextConfig(**{**sizes.clip, **ends})),
-            "image_encoder": transformers.CLIPVisionModelWithProjection(vision),
-            "text_decoder": UniDiffuserTextDecoder(**captions, n_embd=width, n_layer=1, n_head=1),
-            "unet": UniDiffuserModel(**sizes.uvit),
-        }
-    for seed, part in enumerate(parts.values()):
-        randomise(part.eval().requires_grad_(False), seed)
-    words: dict[str, Any] = {
-        "clip_tokenizer": tokenizer(tokens),
-        "text_tokenizer": tokenizer(tokens),
-        "clip_image_processor": None,
-    }
-    parts |= {"scheduler": DPMSolverMultistepScheduler(**SCHEDULER), **words}
-    return quiet(UniDiffuserPipeline(**parts))
 
 
 def in_dtype(pipe: Any, dtype: torch.dtype) -> Any:

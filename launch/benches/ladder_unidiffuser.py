@@ -292,16 +292,9 @@ def _timed(case: Case, world: Mesh, ways: Mapping[str, Way]) -> dict[str, dict[s
 
 def pictures(case: Case, world: Mesh, engines: list[Engine]) -> list[Line]:
     """Return a line for each way to make a picture: ms of the whole, and by part."""
-    makers: dict[str, Picture] = {}
-    if world.world.size == 1:
-        merged_pipe, half = merged(case.half), case.half
-        makers["diffusers, fp32"] = partial(_theirs, case, world, case.wide)
-        makers["diffusers, half precision"] = partial(_theirs, case, world, half)
-        makers["diffusers, branches merged"] = partial(_theirs, case, world, merged_pipe)
-        if case.device.type == "cuda":
-            replayed = merged(half, Graphed(partial(half.unet.forward)))
-            makers["diffusers, branches merged, graph"] = partial(_theirs, case, world, replayed)
-    makers |= {engine.name: engine.picture for engine in engines}
+    makers = (_their_makers(case, world) if world.world.size == 1 else {}) | {
+        each.name: each.picture for each in engines
+    }
     first = {name: _seconds(partial(maker, "a first picture")) for name, maker in makers.items()}
     times: dict[str, list[dict[str, float]]] = {name: [] for name in makers}
     latents: dict[str, Tensor] = {}
@@ -313,14 +306,21 @@ def pictures(case: Case, world: Mesh, engines: list[Engine]) -> list[Line]:
                 latents.setdefault(name, made)  # all ways have made the picture of the first round
     for engine in engines:
         engine.maker.release()
-    if world.world.size > 1:
-        latents = {"": _theirs(case, world, merged(case.half), _prompt(0))[1], **latents}
     truth = next(iter(latents.values()))
+    if world.world.size > 1:
+        truth = _theirs(case, world, merged(case.half), _prompt(0))[1]
     return [
         _picture_line(case, world, name, times[name], {"first_s": first[name], "difference": _far(x, truth)})
         for name, x in latents.items()
-        if name
     ]
+
+
+def _their_makers(case: Case, world: Mesh) -> dict[str, Picture]:
+    """Return diffusers' pipelines."""
+    pipes = {"fp32": case.wide, "half precision": case.half, "branches merged": merged(case.half)}
+    if case.device.type == "cuda":
+        pipes["branches merged, graph"] = merged(case.half, Graphed(case.half.unet.forward))
+    return {f"diffusers, {name}": partial(_theirs, case, world, pipe) for name, pipe in pipes.items()}
 
 
 def _prompt(index: int) -> str:

@@ -8,6 +8,7 @@ torchrun --nproc_per_node=4 launch/bench.py exchange                     # our t
 python launch/bench.py kernels                                           # kernels beside copy bandwidth; GEMMs
 python launch/bench.py tiles                                             # the fastest tile of each kernel
 python launch/bench.py ladder --model large-dit-7b --tokens 256          # from the plain eager model to the CUDA graph
+torchrun --nproc_per_node=2 launch/bench.py ladder-uni-diffuser          # UniDiffuser: a step, and a picture by part
 python launch/bench.py start                                             # seconds from start to the first picture
 python launch/bench.py load --gpus 2                                     # loading a 7B checkpoint on N ranks, memory
 python launch/bench.py numerics --models builtin large-dit-7b            # error of each step beside plain bf16's
@@ -32,6 +33,7 @@ from launch.benches import (
     exchange,
     kernels,
     ladder,
+    ladder_unidiffuser,
     load,
     measure,
     numerics,
@@ -54,6 +56,7 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     kernels.Kernels: kernels.main,
     tiles.Tiles: tiles.main,
     ladder.Ladder: ladder.main,
+    ladder_unidiffuser.LadderUniDiffuser: ladder_unidiffuser.main,
     start.Start: start.main,
     load.Load: load.main,
     numerics.Numerics: numerics.main,

@@ -105,8 +105,9 @@ def _ready(source: Places | Any, tokens: int, device: torch.device, dtype: torch
         tokenizer, encoder, narrower = load_encoders(source, dtype)
     else:
         tokenizer, encoder, narrower = source.clip_tokenizer, source.text_encoder, source.text_decoder.encode
-        source.text_decoder.to(device)
-    encoder = encoder.to(device)
+        if source.text_decoder.device != device:  # to() visits all weights, also when they are in place
+            source.text_decoder.to(device)
+    encoder = encoder if encoder.device == device else encoder.to(device)
     masked = getattr(encoder.config, "use_attention_mask", False)
 
     def encode(text: str) -> tuple[Tensor, ...]:

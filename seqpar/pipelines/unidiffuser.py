@@ -161,18 +161,14 @@ class Pipeline(Loaded):
         noise: for the denoised streams; None draws it.
         """
         asked, model = self.dit.mesh.share(asked), self.dit.model
+        if asked.guidance.on and "other_timestep" not in model.PROMPT:
+            raise ValueError(f"got guidance in mode {self.dit.config.mode}, expected text2img or img2text; use scale 1")
         scheduler = self.files.scheduler(asked.scheduler)
         generator, shapes = torch.Generator().manual_seed(asked.seed), self._shapes(asked)
         start = noise or {name: self._draw(shapes[name], generator) for name in model.STATE}
         others = {name: shape for name, shape in shapes.items() if name not in model.STATE}
         evaluations = _evaluations(scheduler, asked.steps)
-        if given:
-            _check_given(given, others)
-            drawn = {name: self._tokens(x).expand(evaluations, -1, -1, -1) for name, x in given.items()}
-        elif "other_timestep" in model.PROMPT:
-            raise ValueError(f"got mode {self.dit.config.mode} without {', '.join(others)}, expected them as `given`")
-        else:
-            drawn = self._fresh(others, generator, evaluations)
+        drawn = self._others(given or {}, others, generator, evaluations)
         negative = self._fresh(others, generator, evaluations) if asked.guidance.on else {}
         settings: Settings = {"steps": asked.steps, "guidance": asked.guidance, "eta": asked.eta}
         settings["drawn"], settings["negative_drawn"], settings["generator"] = drawn, negative, generator
@@ -214,6 +210,23 @@ class Pipeline(Loaded):
         """Return a stream as tokens (N, L, C)."""
         return x if x.dim() == 3 else self.dit.model.patchify(x)
 
+    def _others(
+        self,
+        given: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        generator: torch.Generator,
+        evaluations: int,
+    ) -> dict[str, Tensor]:
+        """Return the streams that are not denoised, (S, N, L, C) each: as given, or noise where the mode takes it."""
+        if given:
+            got = {name: tuple(x.shape) for name, x in given.items()}
+            if got != dict(shapes):
+                raise ValueError(f"got the given streams {got}, expected {dict(shapes)}")
+            return {name: self._tokens(x).expand(evaluations, -1, -1, -1) for name, x in given.items()}
+        if "other_timestep" in self.dit.model.PROMPT:
+            raise ValueError(f"got mode {self.dit.config.mode} without {', '.join(shapes)}, expected them as `given`")
+        return self._fresh(shapes, generator, evaluations)
+
     def _fresh(
         self, shapes: Mapping[str, tuple[int, ...]], generator: torch.Generator, evaluations: int
     ) -> dict[str, Tensor]:
@@ -232,12 +245,6 @@ def _evaluations(scheduler: Any, steps: int) -> int:
     timed = copy.deepcopy(scheduler)
     set_timesteps(timed, steps, {})
     return len(timed.timesteps)
-
-
-def _check_given(given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    got = {name: tuple(x.shape) for name, x in given.items()}
-    if got != dict(shapes):
-        raise ValueError(f"got the given streams {got}, expected {dict(shapes)}")
 
 
 def _prompt(names: Sequence[str], count: int) -> dict[str, Tensor]:

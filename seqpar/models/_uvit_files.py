@@ -74,6 +74,16 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "out_channels": given.get("out_channels") or found["in_channels"]}
 
 
+def config_of(config: Any) -> dict[str, Any]:
+    """Return diffusers' config.json of a U-ViT with this `Config`."""
+    return {
+        "_class_name": "UniDiffuserModel",
+        **{theirs: getattr(config, ours) for theirs, ours in _COPIED.items()},
+        "out_channels": config.out_channels,
+        **{name: values[0] for name, values in _IMPLEMENTED.items()},
+    }
+
+
 def is_original(shapes: Shapes) -> bool:
     """Return whether keys are those of an original UniDiffuser; other U-ViTs have no CLIP-image token."""
     return "in_blocks.0.attn.qkv.weight" in shapes and "clip_img_embed.weight" in shapes

@@ -265,8 +265,8 @@ PRESETS: dict[str, Config] = {"unidiffuser-v0": Config(), "unidiffuser-v1": Conf
 
 def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
     """Return (config, key map name) for a U-ViT of UniDiffuser, else None; `ValueError` for another variant."""
-    if config is not None:
-        mine = config.get("_class_name") == "UniDiffuserModel"
+    if config is not None and "_class_name" in config:
+        mine = config["_class_name"] == "UniDiffuserModel"
         return (Config(**_uvit_files.sizes(config)), "diffusers") if mine else None
     if _uvit_files.is_original(shapes):
         return Config(**_uvit_files.sizes_of_original(shapes)), "original"
@@ -282,3 +282,8 @@ def _original_keys(config: Config) -> KeyMap:
 
 
 KEY_MAPS = {"original": _original_keys, "diffusers": _diffusers_keys}
+
+
+def folder_config(config: Config) -> tuple[str, dict[str, Any]]:
+    """Return the key map and the config.json of a folder that `seqpar convert` writes for diffusers."""
+    return "diffusers", _uvit_files.config_of(config)

@@ -16,10 +16,12 @@ import pytest
 import torch
 from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UniDiffuserModel
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar import DistributedDiT, Guidance
+from seqpar.cli.main import command
 from seqpar.local import reference
 from seqpar.mesh import Mesh
 from seqpar.models import uvit
@@ -243,6 +245,11 @@ def test_original_files_and_diffusers_folders_load(tmp_path: Path) -> None:
     assert (found.config.num_attention_heads, found.config.sample_size, found.config.data_type) == (2, 8, True)
     with pytest.raises(ValueError, match=r"got a UniDiffuser of width 96 with 16 image tokens, expected a multiple"):
         uvit.recognise({name: tuple(96 if n == 128 else n for n in x.shape) for name, x in state.items()}, None)
+    command(["convert", str(tmp_path / "uvit_v1.pth"), str(tmp_path / "new")])
+    again: Any = UniDiffuserModel.from_pretrained(tmp_path / "new" / "unet")  # a missing or unknown key would warn
+    assert again.state_dict().keys() == load_file(next((tmp_path / "new" / "unet").glob("*.safetensors"))).keys()
+    kept, made = (x.build(torch.float64, torch.device("cpu")) for x in (found, from_diffusers(again)))
+    assert all(torch.equal(x.float(), y.float()) for x, y in zip(kept.parameters(), made.parameters(), strict=True))
     model = theirs(3, 4, True)
     model.save_pretrained(tmp_path / "unet")
     loaded, memory = (

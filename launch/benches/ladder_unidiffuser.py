@@ -26,7 +26,7 @@ from torch import Tensor
 from launch.baselines.transformers import Graphed
 from launch.baselines.unidiffuser_pipeline import SCHEDULER, Sizes, branches, in_dtype, merged, pipeline
 from launch.benches.ceiling import ceiling, flops_and_weights, roofline, share
-from launch.benches.pipeline import Clock
+from launch.benches.pictures import Clock
 from launch.benches.split import split_of
 from launch.benches.timing import append, command, elapsed, environment, graphed, slowest
 from seqpar import mesh as meshes

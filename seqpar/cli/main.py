@@ -45,28 +45,33 @@ def command(words: Sequence[str], rank: int = 0) -> None:
         commands, prog="seqpar", description=__doc__, args=words, console_outputs=rank == 0
     )
     # imported after the flags are parsed, because diffusers takes seconds to load, which --help does not need
-    from seqpar.cli.convert import run_convert
-    from seqpar.cli.plan import as_dry_run
-    from seqpar.cli.sample import run
-
     if isinstance(args, ConvertArgs):
+        from seqpar.cli.convert import run_convert
+
         run_convert(args)
-        return
-    if isinstance(args, PlanArgs):
+    elif isinstance(args, PlanArgs):
+        from seqpar.cli.plan import as_dry_run
+        from seqpar.cli.sample import run
+
         run(as_dry_run(args))
-        return
-    count = wanted(args.gpus, args.ranks)
-    asked = args.gpus is not None or args.ranks is not None
-    world = os.environ.get("WORLD_SIZE")  # set in each rank, by torchrun or by `start`
-    if world is not None and asked and int(world) != count:
-        raise ValueError(
-            f"got {count} ranks by flag and WORLD_SIZE={world} from torchrun, expected one of them; leave one out"
-        )
-    if world is None and count > 1:
-        start(words, count)
+    elif _is_start(args):
+        start(words, wanted(args.gpus, args.ranks))
     elif isinstance(args, FidelityArgs):
         from seqpar.cli.fidelity import run_fidelity
 
         run_fidelity(args)
     else:
+        from seqpar.cli.sample import run
+
         run(args)
+
+
+def _is_start(args: Args | FidelityArgs) -> bool:
+    """Return whether this process starts the ranks; ValueError if flags and torchrun both name their number."""
+    count, world = wanted(args.gpus, args.ranks), os.environ.get("WORLD_SIZE")  # set in each rank
+    asked = args.gpus is not None or args.ranks is not None
+    if world is not None and asked and int(world) != count:
+        raise ValueError(
+            f"got {count} ranks by flag and WORLD_SIZE={world} from torchrun, expected one of them; leave one out"
+        )
+    return world is None and count > 1

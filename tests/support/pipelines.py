@@ -196,7 +196,8 @@ def qwen_image() -> Any:
 
 def unidiffuser(version_1: bool = True) -> Any:
     """Return a UniDiffuser pipeline of either version, with every part that a downloaded one has."""
-    from diffusers.pipelines.deprecated.unidiffuser import UniDiffuserModel, UniDiffuserTextDecoder
+    from diffusers.pipelines.deprecated.unidiffuser.modeling_text_decoder import UniDiffuserTextDecoder
+    from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UniDiffuserModel
 
     unet = UniDiffuserModel(
         text_dim=6,

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -279,11 +280,11 @@ def kept(rank: int, world: int, device: torch.device, folder: str) -> list[tuple
     found = []
     for change in (others, {"scheduler": "DEISMultistepScheduler"}, {"prompts": ["a dog"]}):
         with pytest.MonkeyPatch.context() as patch, Pipeline.load(files, mesh, torch.float64) as pipeline:
-            traced: list[Any] = []
-            patch.setattr(loop, "decide", lambda *given: (traced.append(given), decide(*given))[1])
+            counted = Mock(side_effect=decide)
+            patch.setattr(loop, "decide", counted)
             pipeline.latents(**first, steps=3)
             again = pipeline.latents(**{**first, **change}, steps=3)
-            count = len(traced)
+            count = counted.call_count
             with Pipeline.load(files, mesh, torch.float64) as new:
                 found.append((torch.equal(again, new.latents(**{**first, **change}, steps=3)), count))
     return found

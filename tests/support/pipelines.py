@@ -196,9 +196,9 @@ def qwen_image() -> Any:
 
 def unidiffuser(version_1: bool = True) -> Any:
     """Return a UniDiffuser pipeline of either version, with every part that a downloaded one has."""
-    from diffusers.pipelines.deprecated.unidiffuser import UniDiffuserModel, UniDiffuserTextDecoder
+    from diffusers.pipelines.deprecated.unidiffuser.modeling_text_decoder import UniDiffuserTextDecoder
 
-    unet = UniDiffuserModel(
+    unet = THEIRS.UniDiffuserModel(
         text_dim=6,
         clip_img_dim=5,
         num_text_tokens=16,

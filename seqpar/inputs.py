@@ -124,6 +124,6 @@ def _difference(every: list[dict[str, str]]) -> str:
     name = next(name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name))
     got, wanted = other.get(name, "nothing"), first.get(name, "nothing")
     return (
-        f"got {name} {got} on rank {rank}, expected {wanted} as on rank 0: values may differ between ranks (rank 0's "
-        f"are used), but names, shapes, dtypes and numbers of steps may not"
+        f"got {name} {got} on rank {rank}, expected {wanted} as on rank 0: only values of tensors may differ between "
+        f"ranks (rank 0's are used)"
     )

@@ -17,6 +17,10 @@ DEVICE = os.environ.get("SEQPAR_TEST_DEVICE") or ("cuda" if torch.cuda.is_availa
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # runs kernels on the CPU; Triton reads it when a kernel is defined
 
+# what tests compute is small: threads would spend more time waiting for each other, here and in processes of tests
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # rates measured on this machine must not influence the tests
 os.environ["SEQPAR_CACHE"] = os.path.join(tempfile.gettempdir(), "seqpar-tests-without-rates")
 
@@ -27,7 +31,6 @@ collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["kernels/*.
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     """Return the pool of ranks of all tests: gloo on the CPU, NCCL with one rank a GPU."""
-    torch.set_num_threads(2)
     pool = Pool(DEVICE)
     yield pool
     pool.close()

@@ -14,7 +14,7 @@ from seqpar.sampling.run import begin
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
 from tests.attention.test_strategies import counted_calls
-from tests.support.meshes import LAYOUTS, mesh_for, random
+from tests.support.meshes import LAYOUTS, WORLDS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
@@ -47,8 +47,7 @@ def forward(
 
 
 @pytest.mark.parametrize(("batch", "size"), [(1, (8, 8)), (2, (8, 8)), (3, (6, 6)), (2, (10, 6))], ids=str)
-@pytest.mark.parametrize("strategy", LAYOUTS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world", "strategy"), WORLDS)
 def test_sharded_dit_equals_diffusers(
     ranks: Pool, world: int, strategy: str, batch: int, size: tuple[int, int]
 ) -> None:

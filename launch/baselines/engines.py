@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from launch.baselines.plain import moved
 from launch.baselines.plain_large_dit import PlainAttention, PlainLargeDiT, attend
 from launch.baselines.plain_ulysses import ulysses
+from launch.baselines.transformers import backend_for
 from seqpar.mesh import Mesh
 from seqpar.protocols import Core
 from seqpar.shard import Shard
@@ -95,9 +96,9 @@ def _diffusers(mesh: Mesh, shape: tuple[int, int], device_mesh: DeviceMesh, toke
     )
     parallel = ParallelConfig(context_parallel_config=config)
     parallel.setup(mesh.world.rank, world, mesh.device, mesh=device_mesh)
-    backend = "_native_cudnn" if mesh.device.type == "cuda" else "native"
 
     def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        backend = backend_for(q.device, q.dtype)
         return dispatch_attention_fn(q, k, v, backend=backend, parallel_config=parallel)  # pyright: ignore[reportArgumentType]
 
     name += " anything" if anything else ""

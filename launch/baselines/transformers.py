@@ -6,13 +6,16 @@ Every engine is a copy of the module that shares the weights, so that one does n
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from diffusers.models._modeling_parallel import ContextParallelConfig
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -56,13 +59,59 @@ def shared_copy(module: nn.Module) -> Any:
     return copy.deepcopy(module, {id(x): x for x in (*module.parameters(), *module.buffers())})
 
 
-def engine(module: nn.Module, parallel: Parallel, ranks: DeviceMesh | None, device: torch.device) -> Any:
-    """Return the module with cuDNN's attention (on GPUs), split over the ranks.
+def backend_for(device: torch.device, dtype: torch.dtype) -> str:
+    """Return diffusers' attention backend for its engine: the fastest that its context parallelism takes.
 
-    cuDNN's is the fastest backend that diffusers' context parallelism takes.
+    That is cuDNN's for 16-bit numbers on GPUs, and torch's own choice elsewhere: diffusers' context parallelism hands
+    cuDNN any dtype unchecked, which reads fp32 as something else.
     """
+    return "_native_cudnn" if device.type == "cuda" and dtype.itemsize == 2 else "native"
+
+
+@contextmanager
+def backends_kept() -> Iterator[None]:
+    """Restore diffusers' attention backends, which cache-dit replaces, and the default one.
+
+    Choosing a model's backend also makes it the default of all models that name none. Added backends stay.
+    """
+    known = _AttentionBackendRegistry
+    default, tables = known.get_active_backend()[0], (known._backends, known._constraints, known._supported_arg_names)
+    before, split = [dict(table) for table in tables], set(known._supports_context_parallel)
+    names = {backend.value for backend in known._backends}
+    try:
+        yield
+    finally:
+        for table, kept in zip(tables, before, strict=True):
+            table.update(kept)
+        known._supports_context_parallel -= names - split
+        known._supports_context_parallel |= split
+        known.set_active_backend(default)
+
+
+@contextmanager
+def classes_kept() -> Iterator[None]:
+    """Restore methods and attributes of diffusers' modules and attention processors, which cache-dit replaces."""
+    loaded = [module for name, module in list(sys.modules.items()) if name.startswith("diffusers.models") and module]
+    classes = {x for module in loaded for x in vars(module).values() if isinstance(x, type)}
+    computing = [x for x in classes if x.__module__.startswith("diffusers.") and {"forward", "__call__"} & {*vars(x)}]
+    before = {kind: dict(vars(kind)) for kind in computing}
+    try:
+        yield
+    finally:
+        for kind, kept in before.items():
+            for name in vars(kind).keys() - kept.keys():
+                delattr(kind, name)
+            for name in [name for name, value in kept.items() if vars(kind)[name] is not value]:
+                setattr(kind, name, kept[name])
+
+
+def engine(
+    module: nn.Module, parallel: Parallel, ranks: DeviceMesh | None, device: torch.device, dtype: torch.dtype
+) -> Any:
+    """Return the module with the attention of `backend_for`, split over the ranks."""
     twin = shared_copy(module)
-    twin.set_attention_backend("_native_cudnn" if device.type == "cuda" else "native")
+    with backends_kept():
+        twin.set_attention_backend(backend_for(device, dtype))
     if ranks is not None:
         if device.type != "cuda":
             raise ValueError("got a CPU, expected GPUs: diffusers' context parallelism counts accelerators")
@@ -75,6 +124,21 @@ def engine(module: nn.Module, parallel: Parallel, ranks: DeviceMesh | None, devi
             ring_anything=parallel.anything and not ulysses,
         )
         twin.enable_parallelism(config=config)
+    return twin
+
+
+def cached(module: nn.Module, world: int) -> Any:
+    """Return the module with cache-dit's Ulysses over all ranks, cuDNN's attention, compiled blocks, and no cache.
+
+    It replaces methods and attention backends of diffusers: wrap its use in `classes_kept` and `backends_kept`.
+    Raises ImportError without the package.
+    """
+    import cache_dit  # pyright: ignore[reportMissingImports] # optional: no other bench needs it
+
+    twin = shared_copy(module)
+    config = cache_dit.ParallelismConfig(ulysses_size=world, attention_backend="_sdpa_cudnn")
+    cache_dit.enable_cache(twin, parallelism_config=config)
+    compile_blocks(twin)
     return twin
 
 

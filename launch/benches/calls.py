@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -36,6 +36,7 @@ from seqpar.protocols import SequenceModel, plugins
 GIB = 1 << 30
 # what engines, compilers and torch raise for a case that they cannot run
 REFUSALS = (ValueError, RuntimeError, AssertionError, TypeError, AttributeError, ImportError, KeyError, IndexError)
+LATE = "left out: --minutes are over"
 TRACED_STEPS = 3
 TRACED_KERNELS = 25
 Line = dict[str, Any]
@@ -50,7 +51,8 @@ class Call:
     transport: str = "auto"
     """Transport of our rows."""
     only: tuple[str, ...] = ()
-    """Time only rows whose name contains one of these words (ceiling, native, generic, diffusers, graph ...)."""
+    """Time only rows whose name contains one of these words (ceiling, native, generic, diffusers, graph ...), those of
+    the first word first."""
     text: int | None = None
     """Number of text tokens, if not the model's usual one."""
     minutes: float = 9.0
@@ -135,6 +137,13 @@ class Row:
     branches: int = 1
 
 
+def asked(rows: Iterable[Row], words: Sequence[str]) -> list[Row]:
+    """Return the rows whose name contains one of the words, in the order of the words, each row once; all without."""
+    found = {row.name: row for row in rows}
+    names = [name for word in words or ("",) for name in found if word in name]
+    return [found[name] for name in dict.fromkeys(names)]
+
+
 def measure(case: Case, rows: Sequence[Row], limits: Limits, out: Path | None) -> list[Line]:
     """Time the rows one after the other, append a line for each, and print a table last."""
     lines: list[Line] = []
@@ -171,7 +180,7 @@ def _measured(case: Case, row: Row, limits: Limits, references: References) -> L
     """Set a row up, time it in turn with its reference, and return its line."""
     mesh = case.mesh
     if mesh.share(time.monotonic() > limits.until):
-        return _line(case, row) | {"refused": "left out: --minutes are over"}
+        return _line(case, row) | {"refused": LATE}
     begun = time.monotonic()
     with ExitStack() as stack:
         reference, why = attempt(lambda: references.of(row.strategy), mesh, *REFUSALS)
@@ -310,7 +319,7 @@ def shown(line: Line) -> str:
     """Return one line of the table, and the kernels of a row that was traced."""
     name, ms = line["case"]["way"], line["ms"]
     if ms is None:
-        return f"{name:<58} not possible: {line['refused']}"
+        return f"{name:<58} {'' if line['refused'] == LATE else 'not possible: '}{line['refused']}"
     told = (
         f"{name:<58} {ms['median']:9.3f} ms ({ms['min']:.3f} - {ms['max']:.3f})  {line['over_ceiling']:.3f} x ceiling "
         f"{line['ceiling_ms']['median']:.3f}  {line['tflops']:5.0f} TFLOP/s  {line['gib']:5.1f} GiB"
@@ -328,4 +337,6 @@ def table(case: Case, lines: Sequence[Line]) -> str:
     model, world = case.model, case.mesh.world.size
     text = f"{model.tokens} tokens{' + ' + str(model.text) + ' text'}"
     head = f"{model.name}, {text}, {world} x {case.mesh.device.type}, {case.flops * world / 1e12:.1f} TFLOP a call"
+    left = [line["case"]["way"] for line in lines if line.get("refused") == LATE]
+    head += f"; {len(left)} of {len(lines)} rows left out, because --minutes were over" if left else ""
     return "\n".join([head, *(shown({k: v for k, v in line.items() if k != "split_ms"}) for line in lines)])

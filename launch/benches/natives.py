@@ -48,9 +48,10 @@ def natives(case: Case, strategies: Sequence[str], transport: str) -> Iterator[R
         for strategy in strategies if world > cfg else strategies[:1]:
             for inside in (False, True):
                 what = "call with modulation" if inside else "step, modulation from a table"
-                name = f"native, {'both branches on a cfg axis, ' if cfg == 2 else ''}{strategy}, {what}"
+                how = [strategy] if world > cfg else []  # a sequence of one rank exchanges nothing
+                name = ", ".join(["native", *(["both branches on a cfg axis"] if cfg == 2 else []), *how, what])
                 ready = partial(_native, case, How(strategy, transport, inside, ranks))
-                about = {"strategy": strategy, "modulation": inside, "cfg": cfg}
+                about = {"modulation": inside, "cfg": cfg} | ({"strategy": strategy} if world > cfg else {})
                 yield Row("ours", name, strategy, ready, about, branches=cfg)
 
 

@@ -27,7 +27,7 @@ from launch.benches import calls
 from launch.benches.adapters import adapters
 from launch.benches.ceiling import flops_and_weights, roofline
 from launch.benches.natives import natives
-from launch.benches.peers import peers
+from launch.benches.peers import cache_dit, peers
 from launch.benches.released import RELEASED
 from launch.benches.split import split_of
 from launch.benches.steps import Layout, fitting
@@ -135,11 +135,10 @@ def by_the_call(args: Scale, device: torch.device) -> None:
         model = RELEASED[args.model].sized(tokens, flags.text)
         case = calls.Case(model, mesh, dtype, args.local)
         ours = (case, flags.strategy, flags.transport)
-        others = peers(case) if args.peers else ()
-        rows = [*calls.ceilings(case, flags.strategy), *natives(*ours), *others, *adapters(*ours)]
-        rows = [row for row in rows if any(word in row.name for word in flags.only or ("",))]
+        others, last = (peers(case), cache_dit(case)) if args.peers else ((), ())
+        rows = [*calls.ceilings(case, flags.strategy), *natives(*ours), *others, *adapters(*ours), *last]
         limits = calls.Limits(args.rounds, args.seconds, until, flags.trace)
-        calls.measure(case, rows, limits, args.out)
+        calls.measure(case, calls.asked(rows, flags.only), limits, args.out)
         torch._dynamo.reset()
 
 

@@ -1,9 +1,10 @@
-"""Notices changes of a module's weights and adapters (LoRA and its kin), and computes the weights with adapters merged.
+"""Notices changes of a module's weights, adapters (LoRA and its kin) and attention processors, and merges adapters.
 
 peft wraps linear layers in a diffusers module by layers that hold low-rank factors, scales and flags. It, diffusers and
-a user's own code change them in many places, so nothing announces a change: `Watch` compares what a call depends on
-with what it saw before. That takes some hundred microseconds of the host for a FLUX.1, and about a millisecond with an
-adapter on every linear layer; the GPU computes meanwhile. peft is imported only by those who use it.
+a user's own code change them and the processors in many places, so nothing announces a change: `Watch` compares what a
+call depends on with what it saw before. That takes some hundred microseconds of the host for a FLUX.1 (20 to 50 of them
+for its processors), and about a millisecond with an adapter on every linear layer; the GPU computes meanwhile. peft is
+imported only by those who use it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import copy
 import hashlib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -21,8 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqpar.adapter import processors
+
 _settings = attrgetter("_disable_adapters", "_active_adapter", "merged_adapters")
 _versions = attrgetter("_version")
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -69,10 +74,17 @@ class _Seen:
     hooks: list[Mapping[int, Any]] = field(default_factory=list)
     named: list[dict[str, Any]] = field(default_factory=list)
     hooked: list[bool] = field(default_factory=list)
+    seats: list[dict[str, Any]] = field(default_factory=list)
+    processors: list[Any] = field(default_factory=list)
+    seated: list[Any] = field(default_factory=list)
+    attributes: list[object] = field(default_factory=list)
+    kept: list[object] = field(default_factory=list)
 
 
 class Watch:
-    """Counts the changes of a module: layers, hooks, addresses of weights, and adapters with their scales and values.
+    """Counts the changes of a module: layers, hooks, addresses of weights, adapters and attention processors.
+
+    Adapters are compared with their scales and values, processors with their attributes, such as an IP-adapter's scale.
 
     In-place changes of weights that no adapter wraps are not changes: a computation on the same addresses reads them.
     Writing to a parameter's `.data` leaves no trace; peft does so when it fuses, which its flags tell.
@@ -80,6 +92,7 @@ class Watch:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._seen, self._count = module, None, 0
+        self._told: tuple[int, dict[str, str]] = -1, {}
 
     def count(self) -> int:
         """Return a number that is larger than at the last call if and only if something changed since then."""
@@ -88,12 +101,20 @@ class Watch:
             self._seen, self._count = self._look(), self._count + 1
         return self._count
 
+    def told(self) -> dict[str, str]:
+        """Return `told` of the module at the last `count`; it is computed once for each."""
+        if self._told[0] != self._count:
+            self._told = self._count, told(self._module)
+        return self._told[1]
+
     def _unchanged(self, seen: _Seen) -> bool:
         return (
             _children(seen) == seen.children
             and self._config() == seen.config
             and _addresses(seen) == seen.addresses
             and _hooked(seen) == seen.hooked
+            and _seated(seen) == seen.seated
+            and list(map(processors.attributes, seen.processors)) == seen.attributes
             and list(map(_settings, seen.layers)) == seen.settings
             and list(map(_versions, seen.adapted)) == seen.versions
             and _close(list(chain.from_iterable(map(dict.values, seen.scales))), seen.scaling)
@@ -120,6 +141,10 @@ class Watch:
         )
         seen.named = [vars(module) for module in own[1:]]
         seen.hooked = _hooked(seen)
+        seats = [module for module in own if hasattr(module, "processor")]
+        seen.seats, seen.processors = [vars(module) for module in seats], [module.processor for module in seats]
+        seen.seated, seen.attributes = _seated(seen), list(map(processors.attributes, seen.processors))
+        seen.kept = [[*getattr(one, "__dict__", {}).values()] for one in seen.processors]  # their addresses stay theirs
         seen.children, seen.addresses = _children(seen), _addresses(seen)
         seen.settings = [copy.deepcopy(_settings(layer)) for layer in found]
         seen.versions = [x._version for x in seen.adapted]
@@ -140,6 +165,11 @@ def _addresses(seen: _Seen) -> list[int]:
 def _hooked(seen: _Seen) -> list[bool]:
     """Return which submodules have hooks of torch, or a forward that diffusers or accelerate has replaced."""
     return [*map(bool, seen.hooks), *("forward" in names for names in seen.named)]
+
+
+def _seated(seen: _Seen) -> list[Any]:
+    """Return the processors of attention modules; those that are modules themselves are among the children."""
+    return [names.get("processor") for names in seen.seats]
 
 
 def _close(these: list[float], those: list[float]) -> bool:
@@ -210,21 +240,55 @@ def _is_plain_lora(layer: Any) -> bool:
     return plain and not any(name in layer.lora_variant for name in active(layer))
 
 
-def told(module: nn.Module) -> str:
-    """Return the module's adapters as a text that is equal on all ranks that made the same calls.
+# The same on all ranks -----------------------------------------------------------------------------------------
 
-    It names the active adapters and has a digest of every layer's adapters, scales and flags.
+
+def told(module: nn.Module) -> dict[str, str]:
+    """Return what must be equal on all ranks: the module's adapters and attention processors, as texts by their names.
+
+    The texts are equal on ranks that made the same calls. This waits for the device.
     """
-    found: dict[str, object] = {}
-    names: dict[str, None] = {}
-    for name, own in module.named_modules():
-        if is_adapter(own):
-            made: Any = own
-            scaling: Mapping[str, float] = getattr(made, "scaling", {})
-            scales = {key: float(f"{value:.6g}") for key, value in scaling.items()}
-            found[name] = (scales, made.active_adapters, made.disable_adapters, made.merged_adapters)
-            names |= dict.fromkeys(made.active_adapters)
-    if not found:
-        return "no adapters"
-    digest = hashlib.blake2b(repr(found).encode(), digest_size=4).hexdigest()
-    return f"adapters {', '.join(names) or 'none active'} on {len(found)} layers ({digest})"
+    adapted = dict(layers(module))
+    seated: dict[str, Any] = {name: one for name, one in without_adapters(module) if hasattr(one, "processor")}
+    return {
+        "adapters": _counted({name: _applied(layer) for name, layer in adapted.items()}),
+        "scales of adapters": _counted({name: _scales(layer) for name, layer in adapted.items()}),
+        "values of adapters": _digest(_sums(adapted.values())),
+        "attention processors": _counted({name: type(one.processor).__name__ for name, one in seated.items()}),
+        "settings of attention processors": _counted(
+            {name: processors.settings(one.processor) for name, one in seated.items()}
+        ),
+    }
+
+
+def _applied(layer: Any) -> str:
+    """Return the names of the adapters that a layer applies."""
+    if layer.disable_adapters:
+        return "disabled"
+    return f"{'fused ' if layer.merged else ''}{' + '.join(layer.merged_adapters or active(layer)) or 'none active'}"
+
+
+def _scales(layer: Any) -> str:
+    scaling: Mapping[str, float] = getattr(layer, "scaling", {})
+    return " + ".join(f"{name} {value:.6g}" for name, value in scaling.items())
+
+
+def _sums(adapted: Iterable[nn.Module]) -> list[int]:
+    """Return a sum of the bits of each tensor of adapters, in integers, whose sum is the same in any order.
+
+    The first factors of LoRA are left out: they may be random as long as the second ones are zero.
+    """
+    every = [pair for layer in adapted for pair in layer.named_parameters()]
+    found = [x.detach() for name, x in every if "base_layer" not in name and "lora_A" not in name]
+    sums = [x.contiguous().view(_INTEGERS[x.itemsize]).sum(dtype=torch.int64) for x in found]
+    return torch.stack([x.to(sums[0].device) for x in sums]).tolist() if sums else []
+
+
+def _counted(found: Mapping[str, str]) -> str:
+    """Return place -> text as one text: how often the most frequent ones are there, and a digest of all."""
+    most = Counter(text for text in found.values() if text).most_common(3)
+    return f"{', '.join(f'{times} x {text}' for text, times in most)} ({_digest(found)})" if most else "none"
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=4).hexdigest()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isclose
+from operator import eq
 from typing import Any
 
 import torch
@@ -27,34 +28,49 @@ from seqpar.shard import JointShard, Shard
 
 IDENTITY = Prepare()
 
+Joined = tuple[tuple[str, ...], JointShard]
+"""The streams that an attention joins, and their split."""
+
 
 class SplitAttention:
-    """Attention of some streams of this rank to those of all ranks, for every module that joins the same streams."""
+    """Attention of some streams of this rank to those of all ranks, for every module that joins the same streams.
+
+    reads: whether the module that runs now was given tokens to attend to besides its own. It matters where a plan does
+    not name the streams: ranks whose numbers of tokens differ could not tell from them alone, and alike, which
+    attention exchanges something.
+    """
 
     def __init__(self, ranks: Ranks, joint: Joint, where: str) -> None:
         self._ranks, self.joint, self._where = ranks, joint, where
-        self.number = ops.NUMBERS.add(self)
+        self.reads = False
+        self._reading = Reading(self)
+        self._number, self._reading_number = ops.NUMBERS.add(self), ops.NUMBERS.add(self._reading)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         """Return attention's output (B, l, H, D); q (B, l, H, D), k and v (B, l, G, D), and a mask for all keys."""
+        q, k, v = _cast(q), _cast(k), _cast(v)
         if torch.compiler.is_compiling():
-            return ops.attention(q, k, v, None if self.joint.masked else mask, scale, self.number)
-        return self.attend(q, k, v, mask, scale)
+            number = self._reading_number if self.reads else self._number  # a bool is no index for torch.compile
+            return ops.attention(q, k, v, None if self.joint.masked else mask, scale, number)
+        return self.compute(q, k, v, mask, scale, self.reads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        """Compute it: over all ranks if there are as many keys as queries, else locally, to whole keys.
+        """Compute attention of a module's own tokens; see `seqpar.adapter.ops`."""
+        return self.compute(q, k, v, mask, scale, False)
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, reads: bool) -> Tensor:
+        """Compute it over all ranks, or locally to keys that are whole on every rank; all ranks decide alike.
 
         Outside of a body's call, where nothing is split, it is local, too.
         """
         now = self._ranks.now
-        if now is None or k.shape[1] != q.shape[1]:
-            if now is not None and not self.joint.streams and "text" in now.lengths:
-                raise ValueError(
-                    f"got cross-attention at {self._where} in a plan that splits text, expected whole text; leave the "
-                    f"text out of the plan, or write it as `seqpar.adapter.cuts.Cuts`, whose attention is explicit"
-                )
+        if now is None:
             return _local(q, k, v, mask, scale)
-        streams, tokens = self._tokens(now, q.shape[1])
+        choose = self._named if self.joint.streams else self._inferred
+        joined = choose(now, q.shape[1], k.shape[1], reads)
+        if joined is None:
+            return _local(q, k, v, mask, scale)
+        streams, tokens = joined
         bias = self._bias(now, mask, streams, tokens, q.dtype)
         default = q.shape[-1] ** -0.5
         if scale is not None and not isclose(scale, default, rel_tol=1e-12):
@@ -62,21 +78,64 @@ class SplitAttention:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return self._ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
 
-    def _tokens(self, now: Forward, here: int) -> tuple[tuple[str, ...], JointShard]:
-        """Return the streams that are joined, and their split; `here` is the number of tokens on this rank."""
-        axis, named = self._ranks.axis, tuple(name for name in now.lengths if not name.isdecimal())
-        candidates = [self.joint.streams] if self.joint.streams else [named, *((name,) for name in named)]
-        for streams in candidates:
-            if not streams or not now.lengths.keys() >= set(streams):
-                continue
-            tokens = JointShard(tuple(Shard(now.lengths[name], axis.size) for name in streams))
-            if tokens.sizes[axis.rank] == here:
-                return streams, tokens
+    def _split(self, now: Forward, streams: Sequence[str]) -> JointShard:
+        return JointShard(tuple(Shard(now.lengths[name], self._ranks.axis.size) for name in streams))
+
+    def _named(self, now: Forward, queries: int, keys: int, reads: bool) -> Joined | None:
+        """Return the plan's streams, or None for attention of some of them to keys that are whole on every rank.
+
+        queries, keys: their numbers on this rank. An attention besides the joint one (FLUX's of an image to another
+        picture) has the queries of one stream, and other numbers of keys. Where a rank has as many keys as another has
+        queries, the one could not tell it from a wrong plan, so that both raise the same error.
+        """
+        rank, streams = self._ranks.axis.rank, self.joint.streams
+        if now.lengths.keys() >= set(streams):
+            tokens = self._split(now, streams)
+            if tokens.sizes[rank] == queries:
+                return (streams, tokens) if queries == keys else None
+        alone = [self._split(now, (name,)).sizes for name in now.lengths]
+        if queries == keys or any(sizes[rank] == queries and keys in sizes for sizes in alone):
+            raise self._unknown(now)
+        return None
+
+    def _inferred(self, now: Forward, queries: int, keys: int, reads: bool) -> Joined | None:
+        """Return the streams that a plan in diffusers' form joins here, or None for keys that are whole.
+
+        A module that is given no other tokens attends to its own, which are split. One that is given some joins them if
+        the plan splits text, and reads them whole otherwise.
+        """
+        rank, named = self._ranks.axis.rank, tuple(name for name in now.lengths if not name.isdecimal())
+        choices = dict.fromkeys((named, *((name,) for name in named))) if named else ()
+        every = [(streams, self._split(now, streams)) for streams in choices]
+        found = next((one for one in every if one[1].sizes[rank] == queries), None)
+        if found is None:
+            raise self._unknown(now)
+        streams, sizes = found[0], found[1].sizes
+        if any(sizes != other.sizes and any(map(eq, sizes, other.sizes)) for _, other in every):
+            raise self._unclear("attention", "of streams of which some, but not all, ranks have as many tokens")
+        if reads and "text" not in named:
+            if keys in sizes:
+                raise self._unclear("cross-attention", "to as many tokens as a rank has of its own")
+            return None
+        if reads and streams != named:
+            raise self._unclear("cross-attention", "in a plan that splits text")
+        if queries != keys:
+            raise self._unclear("attention", "to other tokens than its own")
+        return found
+
+    def _unknown(self, now: Forward) -> ValueError:
+        """Return an error that is the same on every rank: it has no number of this rank's tokens."""
         told = ", ".join(f"{total} of {name}" for name, total in now.lengths.items()) or "none"
         expected = " and ".join(self.joint.streams) or "one or all of the streams"
-        raise ValueError(  # the message is the same on every rank: it has no number of this rank's tokens
+        return ValueError(
             f"got attention at {self._where} to other tokens than each rank's share of {expected}, of which "
             f"{told} were cut before it; check the plan's cuts and the streams of its attention"
+        )
+
+    def _unclear(self, kind: str, what: str) -> ValueError:
+        return ValueError(
+            f"got {kind} at {self._where} {what}, expected a plan that says what it joins; write it as "
+            f"`seqpar.adapter.cuts.Cuts`, whose attention is explicit, and leave text out that is read whole"
         )
 
     def _bias(
@@ -99,6 +158,24 @@ class SplitAttention:
         if place not in now.converted:  # the mask is kept too, so that its address stays its own
             now.converted[place] = mask, masks.from_whole(mask, tokens, dtype)
         return now.converted[place][1]
+
+
+class Reading:
+    """What a compiled block calls for the attention of a module that was given tokens besides its own."""
+
+    def __init__(self, attention: SplitAttention) -> None:
+        self._attention = attention
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        """Compute it; see `seqpar.adapter.ops`."""
+        return self._attention.compute(q, k, v, mask, scale, True)
+
+
+def _cast(x: Tensor) -> Tensor:
+    """Return a tensor in the dtype of the caller's autocast, as torch's own attention does; fp64 stays."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -32,7 +32,18 @@ class Body(Protocol):
         ...
 
     def state(self) -> Hashable:
-        """Return a key that stays equal while a captured call is valid: weights, adapters and exchanges unchanged."""
+        """Return a key that stays equal while a captured call is valid.
+
+        Weights, adapters, attention processors and exchanges are then unchanged. Raises ValueError if the module as it
+        is now cannot be computed; another rank may find nothing wrong.
+        """
+        ...
+
+    def told(self) -> Mapping[str, str]:
+        """Return what must be equal on all ranks, as it was at the last `state`, as texts by their names.
+
+        It says what computes, and has the texts of `seqpar.adapter.adapters.told`.
+        """
         ...
 
     def check_delivered(self) -> None:

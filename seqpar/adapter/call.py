@@ -8,7 +8,7 @@ When it wins: it is how an unmodified pipeline runs on several GPUs, and in a gr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -35,7 +35,8 @@ class Call:
 
     module: the transformer; its own `forward` gives the names of the arguments. body: computes calls.
     capture: captures calls as CUDA graphs; None runs them eagerly.
-    Raises the same ValueError on every rank if the forms of their arguments differ.
+    Raises the same ValueError on every rank if the forms of their arguments differ, or their adapters, attention
+    processors, or what computes.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, body: Body, capture: Capture | None) -> None:
@@ -46,6 +47,7 @@ class Call:
         self._signature = inspect.signature(self.__wrapped__)
         self._module, self._output = module, output_class(module)
         self._state: Hashable = None
+        self._told: Mapping[str, str] = {}
         self._generation = 0
         self._known: dict[Hashable, Form] = {}
         self._pending: Ticket | None = None
@@ -90,16 +92,30 @@ class Call:
         """Return rank 0's arguments on this rank's device."""
         form = form_of(arguments).each(plain)
         gradients = sorted(path for path, x in form.tensors.items() if x.requires_grad)
-        state = self.body.state()
-        self._refuse_offload(state != self._state)
-        shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **form.shown}
+        state = self._looked()
+        shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **self._told, **form.shown}
         if agree(self.mesh, {**shapes(form.tensors), **shown}, vote=state != self._state):
+            self.mesh.together(lambda: _raised(state))
             self._generation += 1  # addresses of weights may change on one rank only; all must capture again
         self._state = state
         if gradients:
             raise ValueError(f"got {gradients[0]} that requires gradients, expected none: parallelize is for inference")
         device = self.mesh.device
         return form.holding(broadcast(self.mesh, form.tensors)).each(lambda x: x.to(device))
+
+    def _looked(self) -> Hashable:
+        """Return the body's state, or the ValueError with which this rank, and maybe no other, refuses the call.
+
+        An error is raised only after ranks have compared their calls, because the others wait there.
+        """
+        try:
+            state = self.body.state()
+            self._refuse_offload(state != self._state)
+        except ValueError as error:
+            return error
+        if self.mesh.world.size > 1:
+            self._told = self.body.told()
+        return state
 
     def _refuse_offload(self, changed: bool) -> None:
         """Raise ValueError if weights travel between host and GPU, whose addresses graphs and exchanges rely on.
@@ -175,6 +191,12 @@ class Call:
     def _computed(self, form: Form) -> Form:
         """Run a body on this rank's rows."""
         return self.graphs.run(self.body, form, self._generation)
+
+
+def _raised(state: Hashable) -> None:
+    """Raise the error that was found in place of a state."""
+    if isinstance(state, ValueError):
+        raise state
 
 
 def _room(like: Tensor) -> Tensor:

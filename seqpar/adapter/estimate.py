@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqpar.models import flux
 from seqpar.planner.facts import Blocks, Work
 from seqpar.planner.plan import STEPS
 from seqpar.planner.predict import TABLE_BYTES, Load
@@ -47,7 +48,7 @@ def work_of(module: nn.Module) -> Work:
         heads=attention.heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        blocks=(Blocks(layers, gemms, (4 * width, 4 * width, 8 * width)),),
+        blocks=(Blocks(layers, gemms, (4 * width, 4 * width, 8 * width), given=True),),
         prepares=True,
         once=((latent, width), (width, latent)),
         table=6 * width,
@@ -55,12 +56,22 @@ def work_of(module: nn.Module) -> Work:
     )
 
 
-def load_of(module: nn.Module, dtype: torch.dtype, guided: bool) -> Load:
-    """Return the run for which a layout is chosen: one picture, or video, of the family's size."""
+def native_work(module: Any) -> Work:
+    """Return what the native model of a transformer says about itself: its projections and MLP can hide transfers."""
+    known = flux.recognise({}, {**module.config, "_class_name": type(module).__name__})
+    assert known is not None
+    return flux.work(known[0])
+
+
+def load_of(module: nn.Module, dtype: torch.dtype, guided: bool, others: tuple[int, ...] = ()) -> Load:
+    """Return the run for which a layout is chosen: one picture, or video, of the family's size.
+
+    others: tokens of the streams besides the state, for a `Work` that knows of them.
+    """
     count = sum(x.numel() for x in module.parameters())
     config: Any = getattr(module, "config", {})
     latent = int(config.get("in_channels") or 16)
-    return Load(1, _tokens(config), guided, STEPS, dtype.itemsize, count, latent, 2, TABLE_BYTES)
+    return Load(1, _tokens(config), guided, STEPS, dtype.itemsize, count, latent, 2, TABLE_BYTES, others)
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:

@@ -22,7 +22,7 @@ from seqpar.protocols import Attend, plugin
 from seqpar.shard import JointShard, Shard
 from seqpar.transports import _contract
 
-MOST = 16  # splits whose exchanges are kept; prompts of ever new lengths must not fill the memory
+MOST = 16  # kinds of attention, and of gathers, whose exchanges are kept: new shapes must not fill the memory
 
 
 @dataclass
@@ -44,11 +44,12 @@ class Ranks:
     def __init__(self, mesh: Mesh, plan: Plan) -> None:
         self.mesh, self.plan = mesh, plan
         self.now: Forward | None = None
-        self.releases = 0
+        self._releases = 0
         self._moves = load_transport(plan.transport.name)
         self._attends: dict[tuple[JointShard, bool], Attend] = {}
         self._told: set[str] = set()
         self._gathers: dict[Hashable, _contract.Gather] = {}
+        self._shapes: set[Hashable] = set()
 
     def __deepcopy__(self, memo: object) -> Ranks:
         raise ValueError(
@@ -61,14 +62,19 @@ class Ranks:
         """Return the sequence axis."""
         return self.mesh.sequence
 
-    def begin(self) -> Forward:
-        """Start a forward; exchanges are freed first if there are too many of them, on every rank alike.
+    @property
+    def releases(self) -> int:
+        """Return how often exchanges were freed; if too many are kept, on every rank alike, all are freed first.
 
-        Not while a CUDA graph is captured: it uses those of the call before it.
+        It is part of a body's state, which is read before each call. Graphs that read the exchanges are then not
+        replayed any more, because the state changes with them. All are freed at once, as each change costs all graphs.
         """
-        capturing = self.mesh.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if len(self._attends) > MOST and not capturing:
+        if max(len(self._shapes), len(self._gathers)) > MOST:
             self.release()
+        return self._releases
+
+    def begin(self) -> Forward:
+        """Start a forward. It frees nothing: a graph that was found valid may be replayed after it."""
         self.now = Forward()
         return self.now
 
@@ -110,21 +116,25 @@ class Ranks:
             )
         if self.axis.size == 1:
             return x
-        first = x.movedim(gather.dim, 0)
-        key = (use, sizes, first.shape[1:], x.dtype)
+        return self.rows(x.movedim(gather.dim, 0), sizes, use).movedim(0, gather.dim).contiguous()
+
+    def rows(self, mine: Tensor, sizes: tuple[int, ...], use: str) -> Tensor:
+        """Return the rows of all ranks, of which each has `sizes`; the next call of this use overwrites them."""
+        key = (use, sizes, mine.shape[1:], mine.dtype)
         if key not in self._gathers:
             with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._gathers[key] = self._moves.gather(self.axis, sizes, tuple(first.shape[1:]), x)
+                self._gathers[key] = self._moves.gather(self.axis, sizes, tuple(mine.shape[1:]), mine)
         exchange = self._gathers[key]
-        exchange.outbox().copy_(first)
-        return exchange.deliver().movedim(0, gather.dim).contiguous()
+        exchange.outbox().copy_(mine)
+        return exchange.deliver()
 
     def attend(self, tokens: JointShard, like: Tensor, masked: bool) -> Attend:
         """Return the planned strategy's attention for a split of tokens; it is built once and owns its buffers.
 
-        like: its queries. masked: whether it gets key masks; where the planned local attention takes none, another one
-        computes those calls.
+        like: its queries, or a tensor of their batch and dtype if nothing is masked. masked: whether it gets key masks;
+        where the planned local attention takes none, another one computes those calls.
         """
+        self._shapes.add((tokens, masked, len(like), like.dtype))  # an attention has buffers for each of these
         if (tokens, masked) not in self._attends:
             local = self._local(like, masked)
             build = load_strategy(self.plan.strategy.name).build
@@ -154,5 +164,6 @@ class Ranks:
         """Free all exchanges, on all ranks at the same time."""
         self._attends.clear()
         self._gathers.clear()
-        self.releases += 1
+        self._shapes.clear()
+        self._releases += 1
         self._moves.release()

@@ -55,9 +55,7 @@ class Generic:
     def __call__(self, arguments: Mapping[str, Any], /) -> tuple[Tensor, ...]:
         """See `seqpar.adapter.body.Body`."""
         self._refuse(arguments)
-        if self._installed is None:
-            self._installed = Installed(self._module, self._cuts, self._ranks)
-        self._installed.refresh()
+        self._follow()
         self._ranks.abandon()
         now = self._ranks.begin()
         try:
@@ -78,8 +76,13 @@ class Generic:
         return self._cuts.why_eager(self._module)
 
     def state(self) -> Hashable:
-        """See `seqpar.adapter.body.Body`."""
+        """See `seqpar.adapter.body.Body`; this also follows processors and layers that were replaced."""
+        self._follow()
         return self._ranks.releases, self._module.training, self._watch.count()
+
+    def told(self) -> Mapping[str, str]:
+        """See `seqpar.adapter.body.Body`."""
+        return {"computation": "by its own modules", **self._watch.told()}
 
     def check_delivered(self) -> None:
         """See `seqpar.adapter.body.Body`."""
@@ -91,6 +94,12 @@ class Generic:
             self._installed.remove()
             self._installed = None
         self._ranks.release()
+
+    def _follow(self) -> None:
+        """Put hooks and attention on the module, also where it changed; ValueError if an attention backend was set."""
+        if self._installed is None:
+            self._installed = Installed(self._module, self._cuts, self._ranks)
+        self._installed.refresh()
 
     def _refuse(self, arguments: Mapping[str, Any]) -> None:
         name = type(self._module).__name__

@@ -21,7 +21,9 @@ from seqpar.adapter.attention import BACKEND, Around, SplitAttention
 from seqpar.adapter.cuts import Cut, Cuts, Cutting, Joint, Place, parameters, submodules
 from seqpar.adapter.forward import Ranks
 
+READS = "seqpar reads others"  # the name of the hook that looks at what an attention module is given
 OWN = "seqpar_own"  # the attribute of our processors that holds the module's own
+CARRIED = frozenset((OWN, "_parallel_config", "_attention_backend", "seqpar_attention"))
 Which = int | tuple[int | None, ...]
 """A cut by its number in a `Cutter`, or one for each element of a tuple; compilers trace plain numbers."""
 
@@ -114,6 +116,28 @@ class PlaceHook(ModelHook):
         return made[0] if alone else tuple(made)
 
 
+class ReadsHook(ModelHook):
+    """Tells a split attention whether its module is given tokens besides its own.
+
+    A module that is given its own tokens twice (as Lumina 2's are) reads no others.
+    """
+
+    def __init__(self, attention: SplitAttention, names: Sequence[str]) -> None:
+        super().__init__()
+        self._attention = attention
+        self._places = {name: index for index, name in enumerate(names)}
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Look at the inputs."""
+        own, other = (self._given(name, args, kwargs) for name in ("hidden_states", "encoder_hidden_states"))
+        self._attention.reads = other is not None and other is not own
+        return args, kwargs
+
+    def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        index = self._places.get(name, len(args))
+        return kwargs.get(name, args[index] if index < len(args) else None)
+
+
 def carrying(own: Any, attention: SplitAttention, kinds: dict[type, type], processor: Any) -> Any:
     """Return a copy of a processor that computes its attention by `attention`; own: that of the attention module.
 
@@ -137,6 +161,22 @@ def carrying(own: Any, attention: SplitAttention, kinds: dict[type, type], proce
         kinds[kind] = type(f"Split{kind.__name__}", (kind,), {"__call__": call})
     made.__class__, made.seqpar_attention = kinds[kind], attention
     return made
+
+
+def refuse_backend(processor: Any) -> None:
+    """Raise ValueError if a user has set an attention backend, which a parallelized transformer does not use."""
+    named = getattr(processor, "__dict__", {}).get("_attention_backend")
+    if named is not None and named is not BACKEND:
+        raise ValueError(
+            f"got attention backend {getattr(named, 'value', named)} for a parallelized transformer, expected none; "
+            f"call its reset_attention_backend(), and name the attention with local= of parallelize"
+        )
+
+
+def refuse_backends(module: nn.Module) -> None:
+    """Raise ValueError if an attention backend is set in any of a transformer's processors."""
+    for one in module.modules():
+        refuse_backend(getattr(one, "processor", None))
 
 
 @dataclass
@@ -169,39 +209,46 @@ class Installed:
 
     def _hook(self) -> None:
         """Hook the places, anew where a layer was replaced, as adapters do by layers around it."""
-        places = self._places()
-        if places == self._hooked:
+        places, seats = self._places(), [seat for seat in self._seats if not seat.attention.joint.streams]
+        wanted = [*((one, f"seqpar {path}") for one, path in places), *((seat.module, READS) for seat in seats)]
+        if wanted == self._hooked:
             return
         self._unhook()
         shared = {path: Cutter(self._ranks, place, path) for path, place in self._cuts.places.items() if path}
-        for one, path in places:
-            hook = PlaceHook(shared[path], parameters(one) if self._cuts.places[path].inputs else [])
-            HookRegistry.check_if_exists_or_initialize(one).register_hook(hook, f"seqpar {path}")
-            self._hooked.append((one, path))
+        hooks: list[ModelHook] = [
+            PlaceHook(shared[path], parameters(one) if self._cuts.places[path].inputs else []) for one, path in places
+        ]
+        hooks += [ReadsHook(seat.attention, parameters(seat.module)) for seat in seats]
+        for (module, name), hook in zip(wanted, hooks, strict=True):
+            HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
+            self._hooked.append((module, name))
 
     def _unhook(self) -> None:
-        for module, path in self._hooked:
-            HookRegistry.check_if_exists_or_initialize(module).remove_hook(f"seqpar {path}", recurse=False)
+        for module, name in self._hooked:
+            HookRegistry.check_if_exists_or_initialize(module).remove_hook(name, recurse=False)
         self._hooked = []
 
     def refresh(self) -> None:
-        """Put hooks and attention on what is new since the last call; ValueError if our processors were changed."""
+        """Put hooks and attention on what is new since the last call; ValueError if an attention backend was set."""
         self._hook()
         for seat in self._seats:
-            if seat.module.processor is not seat.ours:
-                own = getattr(seat.module.processor, OWN, seat.module.processor)
+            processor = seat.module.processor
+            refuse_backend(processor)
+            if processor is not seat.ours:
+                own = getattr(processor, OWN, processor)
                 replaced = seat.attention.joint.processor
                 seat.ours = carrying(own, seat.attention, self._kinds, replaced() if replaced else own)
                 seat.module.processor = seat.ours
-            elif getattr(seat.ours, "_attention_backend", BACKEND) is not BACKEND:
-                raise ValueError(
-                    f"got attention backend {seat.ours._attention_backend} for a transformer whose attention runs over "
-                    f"several ranks, expected none; name one with local= of parallelize"
-                )
+            elif hasattr(processor, "_parallel_config") and processor._attention_backend is not BACKEND:
+                processor._attention_backend = BACKEND  # `reset_attention_backend` has removed it
 
     def remove(self) -> None:
-        """Take off hooks and attention; modules get their own processors back."""
+        """Take off hooks and attention; modules get their own processors back, with settings that were changed."""
         self._unhook()
         for seat in self._seats:
-            seat.module.processor = getattr(seat.module.processor, OWN, seat.module.processor)
+            processor = seat.module.processor
+            own = getattr(processor, OWN, processor)
+            if own is not processor and seat.attention.joint.processor is None:
+                vars(own).update({name: value for name, value in vars(processor).items() if name not in CARRIED})
+            seat.module.processor = own
         self._seats = []

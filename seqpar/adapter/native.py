@@ -12,18 +12,20 @@ why.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxTransformer2DModel
 from torch import Tensor, nn
 
-from seqpar.adapter import adapters, adopt, generic
+from seqpar.adapter import adapters, adopt, generic, hooks
 from seqpar.adapter.cuts import Cuts, Gather
 from seqpar.adapter.forward import Ranks
 from seqpar.mesh import Mesh
 from seqpar.models import flux
+from seqpar.models._flux_conditioning import alone, shares
 from seqpar.planner.plan import Plan
 from seqpar.shard import JointShard
 from seqpar.streams import Split
@@ -100,8 +102,11 @@ class Native:
     @torch.no_grad()
     def __call__(self, arguments: Mapping[str, Any], /) -> tuple[Tensor, ...]:
         """See `seqpar.adapter.body.Body`."""
-        self._refresh((arguments.get("joint_attention_kwargs") or {}).get("scale", 1.0))
+        scale = (arguments.get("joint_attention_kwargs") or {}).get("scale")
+        self._refresh(1.0 if scale is None else scale)
         why = self._why or why_not_call(arguments)
+        if why is None and self._model is not None:
+            why = flux.why_not_autocast(self._mesh.device, self._model.dtype)
         if why is not None:
             return self._generic(why)(arguments)
         assert self._model is not None
@@ -118,6 +123,11 @@ class Native:
         other = None if self._other is None else self._other.state()
         scale = self._scale if self._merged else None
         return self._why, self._ranks.releases, self._addresses, scale, other
+
+    def told(self) -> Mapping[str, str]:
+        """See `seqpar.adapter.body.Body`."""
+        how = "by the native model" if self._why is None else f"by its own modules, because {self._why}"
+        return {"computation": how, **self._watch.told()}
 
     def check_delivered(self) -> None:
         """See `seqpar.adapter.body.Body`."""
@@ -142,7 +152,8 @@ class Native:
         assert isinstance(split.tokens, JointShard)
         rows = flux.rotary(torch.cat((given["txt_ids"], given["img_ids"])), model.config)
         positions = dict(zip(model.STREAMS, rows.split([split.lengths[name] for name in model.STREAMS]), strict=True))
-        condition = model.modulate_call(given["timestep"], given.get("guidance"), encoded.pooled["pooled_projections"])
+        pooled = encoded.pooled["pooled_projections"]
+        condition = model.modulate_call(given["timestep"], given.get("guidance"), pooled, spread=self._spread)
         out = model.forward_tokens(
             {name: split.mine(name, x) for name, x in whole.items()},
             {name: split.mine(name, x, dim=0) for name, x in positions.items()},
@@ -152,6 +163,22 @@ class Native:
         now.lengths.update(split.lengths)
         return self._ranks.gather(out["image"], Gather("image"), "output")
 
+    def _spread(self, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
+        """Compute a share of the modulation's products here and gather the others'; see `Spread`.
+
+        Each of N ranks reads an Nth of these weights, a quarter of the model. Of the 2.0 ms that FLUX.1-dev's take on
+        an H200, two ranks save 1.0 and four 1.5; 4.2 MB of fp32 results are gathered in about 0.02 ms.
+        """
+        axis = self._mesh.sequence
+        if axis.size == 1:
+            return alone(widths, make)
+        unit, parts = math.gcd(*widths), shares(widths, axis.size)
+        made = [make(index) for index in range(len(widths))[parts[axis.rank]]]
+        like = made[0] if made else make(0)[:, :0]
+        mine_lRC = torch.cat(made or [like], dim=1).unflatten(1, (-1, unit)).movedim(1, 0)
+        sizes = tuple(sum(widths[part]) // unit for part in parts)
+        return self._ranks.rows(mine_lRC, sizes, "modulation").movedim(0, 1).flatten(1).split(list(widths), dim=1)
+
     # Weights ---------------------------------------------------------------------------------------------------
 
     def _refresh(self, scale: float) -> None:
@@ -159,6 +186,7 @@ class Native:
         if (self._signs(), scale) == (self._seen, self._scale):
             return
         self._seen, self._scale = None, scale
+        hooks.refuse_backends(self._module)
         with torch.inference_mode(False):  # weights outlive the caller's mode
             found = adopt.places(self._module)
             shapes = {key: place.parameter.shape for key, place in found.items()}
@@ -179,8 +207,7 @@ class Native:
         """Return what tells that the module changed, in well under a millisecond."""
         module: Any = self._module
         compiled = tuple(block._compiled_call_impl is not None for block in self._blocks)
-        processors = tuple(type(block.attn.processor) for block in self._blocks)
-        return self._watch.count(), module._cache_config is not None, compiled, processors
+        return self._watch.count(), module._cache_config is not None, compiled
 
     def _adopt(self, found: Mapping[str, adopt.Place], scale: float) -> None:
         config = _config(self._module, found)
@@ -259,8 +286,12 @@ def _of_layers(found: Mapping[str, adopt.Place]) -> Iterator[str]:
             yield f"{key} is a {type(weight).__name__}, as in a quantised model"
         if weight.device.type == "meta":
             yield f"{key} is not in memory between the layers' own calls, as with sequential offload"
-        if (weight.dtype, weight.device) != (first.dtype, first.device):
-            yield f"{key} is {weight.dtype} on {weight.device}, and other weights {first.dtype} on {first.device}"
+        # without numbers of devices, because ranks compare their reasons
+        here, there = weight.device.type, first.device.type
+        if (weight.dtype, here) != (first.dtype, there):
+            yield f"{key} is {weight.dtype} on {here}, and other weights {first.dtype} on {there}"
+        if weight.device != first.device:
+            yield f"{key} is on another device than other weights"
         if not weight.is_floating_point() or weight.itemsize < 2:
             yield f"{key} is {weight.dtype}"
 

@@ -8,11 +8,12 @@ sharded from step to step and is faster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -23,14 +24,18 @@ from seqpar.adapter.body import Body
 from seqpar.adapter.call import Call
 from seqpar.adapter.cuts import Cuts
 from seqpar.adapter.graphs import Capture, CudaCapture
+from seqpar.adapter.hooks import refuse_backends
 from seqpar.distributed import settled
-from seqpar.mesh import Mesh
+from seqpar.inputs import agree
+from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Wish
 from seqpar.vae.decoder import share_input
 
 PipeT = TypeVar("PipeT")
 NAMES = ("transformer", "transformer_2")  # a pipeline's transformers; Wan 2.2 has one for early and one for late steps
+BEFORE = "_seqpar_before"  # where a parallelized transformer keeps what its release puts back
+BACKENDS = "cpu:gloo,cuda:nccl"  # of the process group that is made where torch's default one has only NCCL
 INSTALLED = ("forward", "__reduce_ex__", "cache_context", "enable_cache")  # attributes of a parallelized transformer
 
 
@@ -57,16 +62,18 @@ def parallelize(
     found = transformers_of(pipe_or_transformer)
     ranks = mesh or Mesh.joined()
     cuts = ranks.together(lambda: {name: _checked(module, plan) for name, module in found.items()})
-    layout = _planned(next(iter(found.values())), mesh, Wish(strategy=strategy, local=local, transport=transport))
-    mesh = _with_host_group(settled(layout, mesh))
-    _move(pipe_or_transformer, found, mesh)
-    bodies = {name: _body(module, mesh, layout, cuts[name], native) for name, module in found.items()}
-    _install_all(pipe_or_transformer, found, bodies, mesh, layout)
+    wish = Wish(strategy=strategy, local=local, transport=transport)
+    layout = _planned(next(iter(found.values())), mesh, wish, native)
+    made = _with_host_group(settled(layout, mesh))
+    _move(pipe_or_transformer, found, made)
+    bodies = {name: _body(module, made, layout, cuts[name], native) for name, module in found.items()}
+    _install_all(pipe_or_transformer, found, bodies, Lease(made, _made_groups(made, mesh)), layout)
     return pipe_or_transformer
 
 
 def release(pipe_or_transformer: Any) -> None:
     """Undo `parallelize`: free graphs and exchanges and restore the transformer, on all ranks at the same time."""
+    found: list[tuple[nn.Module, Any]] = []
     for module in transformers_of(pipe_or_transformer).values():
         call: Any = vars(module).get("forward")
         if not isinstance(call, Call):
@@ -75,12 +82,14 @@ def release(pipe_or_transformer: Any) -> None:
                 f"expected the result of parallelize; remove such hooks first"
             )
         call.check_delivered()
+        found.append((module, call))
+    for module, call in found:
         call.release()
+        before: Before = vars(module).pop(BEFORE)
         for name in INSTALLED:
             vars(module).pop(name, None)
-    vae = getattr(pipe_or_transformer, "vae", None)
-    if vae is not None:
-        vars(vae).pop("decode", None)
+        vars(module).update(before.attributes)
+        before.lease.leave()
 
 
 def transformers_of(pipe_or_transformer: Any) -> dict[str, nn.Module]:
@@ -97,17 +106,65 @@ def transformers_of(pipe_or_transformer: Any) -> dict[str, nn.Module]:
     return modules
 
 
+class Lease:
+    """What a call of `parallelize` has made for its transformers, which the release of the last one frees.
+
+    mesh: the mesh of the calls. groups: the process groups that were made for it; not those of a caller's mesh.
+    """
+
+    def __init__(self, mesh: Mesh, groups: Sequence[dist.ProcessGroup]) -> None:
+        self.mesh, self._groups = mesh, groups
+        self._ends: list[Callable[[], None]] = []
+        self._users = 0
+
+    def join(self, module: nn.Module) -> Before:
+        """Count a transformer, and return what its release puts back."""
+        self._users += 1
+        return Before({name: x for name, x in vars(module).items() if name in INSTALLED}, self)
+
+    def at_end(self, end: Callable[[], None]) -> None:
+        """Remember what is called when the last transformer is released."""
+        self._ends.append(end)
+
+    def leave(self) -> None:
+        """Count a transformer's release; every rank must call this at the same time."""
+        self._users -= 1
+        if self._users:
+            return
+        for end in self._ends:
+            end()
+        if self._groups and self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)  # nothing of a group may run when it ends
+        for group in self._groups if dist.is_initialized() else ():
+            dist.destroy_process_group(group)
+
+
+@dataclass(frozen=True)
+class Before:
+    """A transformer before `parallelize`: the attributes that were set on the object itself, and its call's lease."""
+
+    attributes: Mapping[str, Any]
+    lease: Lease
+
+
 def _install_all(
-    pipe_or_transformer: Any, found: Mapping[str, nn.Module], bodies: Mapping[str, Body], mesh: Mesh, plan: Plan
+    pipe_or_transformer: Any, found: Mapping[str, nn.Module], bodies: Mapping[str, Body], lease: Lease, plan: Plan
 ) -> None:
     """Put calls into the places of all transformers, which nothing can fail any more, and say so on rank 0."""
+    mesh = lease.mesh
     calls = {name: Call(found[name], mesh, body, _capture(mesh, body)) for name, body in bodies.items()}
     for name, call in calls.items():
+        vars(found[name])[BEFORE] = lease.join(found[name])
         install(found[name], call)
         if mesh.is_main:
             print(_summary(found[name], call.body, mesh, plan), flush=True)
     if hasattr(getattr(pipe_or_transformer, "vae", None), "decode"):
-        _share_decoder(pipe_or_transformer.vae, mesh, list(calls.values()))
+
+        def check() -> None:
+            for call in calls.values():
+                call.check_delivered()
+
+        lease.at_end(share_input(pipe_or_transformer.vae, mesh, check))
 
 
 def install(module: nn.Module, call: Call) -> None:
@@ -150,12 +207,14 @@ def _checked(module: nn.Module, plan: Cuts | Mapping[str, Any] | None) -> Cuts:
     return plans.of(module, plan)
 
 
-def _planned(module: nn.Module, mesh: Mesh | None, wish: Wish) -> Plan:
-    """Return the planner's plan for one picture of the transformer's family."""
+def _planned(module: nn.Module, mesh: Mesh | None, wish: Wish, native: bool) -> Plan:
+    """Return the planner's plan for one picture of the transformer's family, computed natively if it can be."""
     dtype = estimate.dtype_of(module)
     guided = estimate.is_guided(module) if mesh is None else mesh.cfg.size > 1
-    load = estimate.load_of(module, dtype, guided)
-    return make(estimate.work_of(module), load, dtype, mesh or Mesh.joined(), wish, mesh)
+    ours = native and native_body.why_not(module) is None
+    work = estimate.native_work(module) if ours else estimate.work_of(module)
+    load = estimate.load_of(module, dtype, guided, work.joined)
+    return make(work, load, dtype, mesh or Mesh.joined(), wish, mesh)
 
 
 def _move(pipe_or_transformer: Any, found: Mapping[str, nn.Module], mesh: Mesh) -> None:
@@ -169,20 +228,44 @@ def _with_host_group(mesh: Mesh) -> Mesh:
 
     Without it, the comparison that each call begins with would wait for the GPU.
     """
-    if mesh.world.size == 1 or mesh.device.type == "cpu" or "cpu:" in dist.get_backend_config(mesh.world.group):
+    if not _lacks_host(mesh):
         return mesh
-    group: Any = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    group: Any = dist.new_group(backend=BACKENDS)
     return replace(mesh, world=replace(mesh.world, group=group))
+
+
+def _lacks_host(mesh: Mesh) -> bool:
+    if mesh.world.size == 1 or mesh.device.type == "cpu":
+        return False
+    return "cpu:" not in dist.get_backend_config(mesh.world.group)
+
+
+def _made_groups(mesh: Mesh, given: Mesh | None) -> list[dist.ProcessGroup]:
+    """Return the process groups of a mesh that `parallelize` has made: not torch's default one, nor a caller's."""
+    kept = [dist.group.WORLD, *((axis.group for axis in _axes(given)) if given else ())]
+    found = {id(axis.group): axis.group for axis in _axes(mesh) if axis.group is not None}
+    return [group for group in found.values() if not any(group is other for other in kept)]
+
+
+def _axes(mesh: Mesh) -> tuple[Axis, ...]:
+    return mesh.data, mesh.cfg, mesh.ring, mesh.ulysses, mesh.sequence, mesh.world
 
 
 def _body(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, wished: bool) -> Body:
     """Return what computes a transformer: the native model if it is wished and can, or the transformer's modules."""
-    reason = native_body.why_not(module) if wished else None
-    if wished and reason is None:
+    reason = mesh.together(lambda: _reason(module, wished))
+    agree(mesh, {"computation": f"by its own modules, because {reason}" if reason else "by the native model"})
+    if reason is None:
         return native_body.build(module, mesh, plan, cuts)
-    if reason is not None and mesh.is_main and native_body.knows(module):
+    if wished and mesh.is_main and native_body.knows(module):
         print(f"seqpar: the transformer's own modules compute, because {reason}", flush=True)
     return generic.build(module, mesh, plan, cuts)
+
+
+def _reason(module: nn.Module, wished: bool) -> str | None:
+    """Return why a transformer's own modules compute, or None; ValueError if neither they nor a native model can."""
+    refuse_backends(module)
+    return native_body.why_not(module) if wished else "native is False"
 
 
 def _capture(mesh: Mesh, body: Body) -> Capture | None:
@@ -199,17 +282,3 @@ def _summary(module: nn.Module, body: Body, mesh: Mesh, plan: Plan) -> str:
     by = type(body).__module__.rpartition(".")[2]
     how = f"{plan.strategy.name} by {plan.transport.name}, " if mesh.sequence.size > 1 else ""
     return f"seqpar: {type(module).__name__} runs on {mesh} ({by}; {how}attention {plan.local.name})"
-
-
-def _share_decoder(vae: Any, mesh: Mesh, calls: list[Call]) -> None:
-    """Make a pipeline decode rank 0's latents on every rank, after it was checked that all exchanges arrived."""
-    share_input(vae, mesh)
-    decode = vae.decode
-
-    @wraps(decode)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        for call in calls:
-            call.check_delivered()
-        return decode(*args, **kwargs)
-
-    vae.decode = checked

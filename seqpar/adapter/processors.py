@@ -1,16 +1,51 @@
-"""Attention processors for models of diffusers whose own cannot be split.
+"""Attention processors: what one is set to, and ours for models of diffusers whose own cannot be split.
 
-Mochi's processor picks the valid text tokens of each batch row by their values, which waits for the device and gives
-every rank another number of keys. The one here masks them instead, for all rows at once.
+diffusers keeps settings in processors, such as the scale of an IP-adapter and the attention backend, and changes them
+in place. Mochi's processor picks the valid text tokens of each batch row by their values, which waits for the device
+and gives every rank another number of keys. The one here masks them instead, for all rows at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from torch import Tensor
+from torch import Tensor, nn
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module; parameters and submodules are not settings
+
+
+def attributes(processor: Any, other: Callable[[object], object] = id) -> tuple[tuple[str, object], ...]:
+    """Return (name, value) of a processor's attributes; values can be compared, also with later ones.
+
+    other: replaces objects that are neither plain values nor containers, such as tensors; by default their addresses.
+    """
+    found = getattr(processor, "__dict__", {}).items()
+    if isinstance(processor, nn.Module):
+        found = [(name, value) for name, value in found if name not in _OF_MODULES]
+    return tuple([(name, _frozen(value, other)) for name, value in found])
+
+
+def settings(processor: Any) -> str:
+    """Return a processor's public attributes with plain values as a text, which is equal on all ranks."""
+    found = attributes(processor, lambda value: ...)
+    return ", ".join(f"{name} {value}" for name, value in found if name[0] != "_" and value is not ...)
+
+
+def _frozen(value: Any, other: Callable[[object], object]) -> object:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple([_frozen(each, other) for each in value])
+    if isinstance(value, (set, frozenset)):
+        return frozenset(_frozen(each, other) for each in value)
+    if isinstance(value, dict):
+        return tuple([(_frozen(key, other), _frozen(each, other)) for key, each in value.items()])
+    return other(value)
 
 
 class MochiProcessor:

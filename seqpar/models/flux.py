@@ -194,6 +194,10 @@ class Model(Conditioned):
         self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
     ) -> dict[str, Tensor]:
         """Return {"image": predictions}; see `SequenceModel.forward_tokens`. The text comes from `encode`."""
+        if (reason := why_not_autocast(streams["image"].device, self.dtype)) is not None:
+            raise ValueError(
+                f"got a FLUX.1 to run under autocast, expected none: {reason}; convert the weights instead"
+            )
         image = self.x_embedder(streams["image"].to(self.x_embedder.weight.dtype))
         x, h = self._double((streams["text"], image), positions, conditioning, attend)
         modulations, (scale, shift) = conditioning["single"].unbind(1), conditioning["final"].unbind(1)
@@ -282,6 +286,14 @@ def _diffusers_keys(config: Config) -> KeyMap:
 
 
 KEY_MAPS = {"diffusers": _diffusers_keys}
+
+
+def why_not_autocast(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why a model with weights of this dtype cannot compute under the caller's autocast, or None if it can."""
+    wanted = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    if dtype in (wanted, torch.float64):  # autocast leaves fp64 as it is
+        return None
+    return f"autocast asks for {wanted}, and the native model computes in the dtype of its weights, {dtype}"
 
 
 def _start(modulation_BNE: Tensor) -> After:

@@ -131,7 +131,7 @@ class Files:
         config = self.blueprint.config
         return Load(
             images=len(prompts),
-            tokens=self.tokens(size) + self.text_tokens,
+            tokens=self.tokens(size),
             guidance=guided,
             steps=evaluations,
             itemsize=dtype.itemsize,
@@ -139,6 +139,7 @@ class Files:
             latent=config.in_channels * config.patch_size**2,
             labels=len(set(prompts)) + guided,
             table=TABLE_BYTES,
+            others=(self.text_tokens,),
         )
 
 
@@ -216,8 +217,8 @@ class Pipeline(Loaded):
         does not; a scale over 1 adds the branch of the negative prompt (None stands for an empty text). Prompts that
         are not encoded yet take the encoders' memory for the time of this call. scheduler: the class name of another.
         """
-        asked = list(prompts), negative, guidance, seed, size, scheduler
-        prompts, negative, guidance, seed, size, scheduler = self.dit.mesh.share(asked)
+        asked = list(prompts), steps, guidance, negative, seed, size, scheduler
+        prompts, steps, guidance, negative, seed, size, scheduler = self.dit.mesh.share(asked)
         others = [negative or ""] if guidance.on else []
         self.dit.mesh.together(lambda: self.texts.encode([*prompts, *others]))
         stepping, given = self.files.timed(scheduler, steps, size)
@@ -246,7 +247,8 @@ def generate(
     guidance: see `Pipeline.latents`; None takes the default of the model, without a negative prompt.
     """
     ranks = mesh or Mesh.joined()
-    prompts, model, steps, size, seed, dtype = ranks.share((list(prompts), model, steps, size, seed, dtype))
+    asked = list(prompts), model, steps, guidance, size, seed, dtype
+    prompts, model, steps, guidance, size, seed, dtype = ranks.share(asked)
     files = ranks.together(lambda: Files.locate(model))
     wanted = guidance or embedded(files, None)
     scheduler, _ = ranks.together(lambda: files.schedule(None, steps, size))

@@ -72,7 +72,8 @@ class Blocks:
     weights of their own; without any, the tokens of all streams share `gemms`. modulation: products that make a block's
     modulation from the condition, one row for each batch row; our own loop computes them before its steps, and a
     pipeline's call of the transformer computes them every time. beside: products, or parts of them, that do not read
-    attention's output and run while its inputs travel; a block that has any makes q, k and v itself, in one product.
+    attention's output and run while its inputs travel. given: whether a block makes q, k and v itself before it calls
+    attention, so that no strategy can send keys while another projection runs; a block with work beside attention does.
     cross: cross-attention to text, if there is any.
     """
 
@@ -83,6 +84,7 @@ class Blocks:
     modulation: Gemms = ()
     beside: Gemms = ()
     cross: Cross | None = None
+    given: bool = False
 
     def rows(self, tokens: int, others: tuple[int, ...]) -> tuple[int, ...]:
         """Return the rows of each kernel of a block: the tokens of each stream, or of all streams together."""

@@ -117,7 +117,7 @@ def predict(work: Work, load: Load, layout: Layout, rates: Rates) -> Prediction:
 
 def _products(work: Work, kind: Blocks, layer: Layer) -> Blocks:
     """Return the blocks with q, k and v as separate products if the strategy splits them and the model does not."""
-    if not layer.split or kind.beside:
+    if not layer.split or kind.beside or kind.given:
         return kind
     first, *others = ((*_split(work, gemms).values(), *gemms[1:]) for gemms in (kind.gemms, *kind.apart))
     return replace(kind, gemms=first, apart=tuple(others))
@@ -202,13 +202,13 @@ def _exposed_us(work: Work, kind: Blocks, load: Load, layout: Layout, every: tup
 
     The exchange has one equal part for each product that `Layer.behind` names. A part starts when it has been computed
     and the part before it has arrived; at the same time the product that overlaps it starts. In a block that makes q, k
-    and v itself, all parts start before the products `Blocks.beside`.
+    and v itself, all parts start before the products `Blocks.beside`; without any of these, nothing hides them.
     """
     b, (mine, others), behind = load.rows(layout), load.mine(layout), every[0].behind
     (moved,) = busiest(every)
     part = moved / len(behind) * b * work.head_dim * load.itemsize
     copy, computed, arrived = time_at(rates.exchange[layout.transport], part), 0.0, 0.0
-    if kind.beside:
+    if kind.beside or kind.given:
         products = replace(kind, gemms=kind.beside, apart=(), cross=None).products(mine, others)
         return copy * len(behind) - sum(gemm_us(rates, b * rows, i, o, load.itemsize) for rows, i, o in products)
     for name in behind:

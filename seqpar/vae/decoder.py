@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -35,30 +35,72 @@ def decode(vae: Any, latents_NCHW: Tensor, mesh: Mesh, on_image: Callable[[int],
     mine = latents_NCHW[shard.slice(mesh.world.rank)].to(mesh.device, vae.dtype)
     factor = vae_factor(vae.config)
     shape = (3, latents_NCHW.shape[2] * factor, latents_NCHW.shape[3] * factor)
-    images = torch.empty(len(mine), *shape, device=mesh.device)
+    images, alone = torch.empty(len(mine), *shape, device=mesh.device), _own_decode(vae)
     shift = getattr(vae.config, "shift_factor", None) or 0.0
     with torch.inference_mode():
         for index, (image, latent) in enumerate(zip(images, mine, strict=True)):
-            decoded = vae.decode(latent[None] / vae.config.scaling_factor + shift).sample[0]
+            decoded = alone(latent[None] / vae.config.scaling_factor + shift).sample[0]
             image.copy_((decoded.float() / 2 + 0.5).clamp(0, 1))
             on_image(index)
     return gather(images, mesh.world, shard.sizes) if mesh.world.size > 1 else images
 
 
-def share_input(vae: Any, mesh: Mesh) -> None:
-    """Change a decoder in place, so that `vae.decode` decodes rank 0's latents on every rank.
+def share_input(vae: Any, mesh: Mesh, check: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    """Change a decoder in place, so that `vae.decode` decodes rank 0's latents on every rank; return what ends that.
 
     A diffusers pipeline steps its own latents on every rank. If noise or generators differ between ranks, these latents
     differ, although the transformer (`DistributedDiT`) uses rank 0's. From now on every rank must call `vae.decode` at
-    the same time.
+    the same time. check: called before each decoding. Pipelines may share a decoder: its own `decode` is put back when
+    the last of them ends it.
     """
-    alone = vae.decode
+    shared = vars(vae).get("decode")
+    if not isinstance(shared, Shared):
+        shared = vae.decode = Shared(vae)
+    return shared.join(mesh, check)
 
-    @wraps(alone)
-    def decode_rank_0s(z: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return alone(from_rank_0(mesh, {"latents": z})["latents"], *args, **kwargs)
 
-    vae.decode = decode_rank_0s
+class Shared:
+    """The `decode` of a decoder whose input is shared among ranks.
+
+    alone: the decoder's own, which decodes this rank's latents.
+    """
+
+    def __init__(self, vae: Any) -> None:
+        self.alone: Callable[..., Any] = vae.decode
+        self._vae, self._before = vae, {name: x for name, x in vars(vae).items() if name == "decode"}
+        self._users: dict[object, tuple[Mesh, Callable[[], None]]] = {}
+        update_wrapper(self, self.alone)
+
+    def __call__(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what the decoder makes of rank 0's latents."""
+        users = [*self._users.values()]
+        for _, check in users:
+            check()
+        shared = from_rank_0(users[0][0], {"latents": z})["latents"] if users else z
+        return self.alone(shared, *args, **kwargs)
+
+    def __deepcopy__(self, memo: object) -> Shared:
+        """Return this one: its process groups cannot be copied."""
+        return self
+
+    def join(self, mesh: Mesh, check: Callable[[], None]) -> Callable[[], None]:
+        """Add a user; return what takes it away again."""
+        key = object()
+        self._users[key] = mesh, check
+
+        def end() -> None:
+            self._users.pop(key, None)
+            if not self._users and vars(self._vae).get("decode") is self:
+                del self._vae.decode
+                vars(self._vae).update(self._before)
+
+        return end
+
+
+def _own_decode(vae: Any) -> Callable[..., Any]:
+    """Return a decoder's own `decode`, which a rank may call alone, also while its input is shared elsewhere."""
+    found = vae.decode
+    return found.alone if isinstance(found, Shared) else found
 
 
 def preview(latents_NCHW: Tensor, factor: int) -> Tensor:

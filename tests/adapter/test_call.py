@@ -22,7 +22,7 @@ from seqpar.adapter.promises import Promise
 from seqpar.mesh import Mesh
 from tests.support import pipelines
 from tests.support.calls import Recorder, Toy
-from tests.support.diffusers_tiny import MODELS
+from tests.support.diffusers_tiny import MODELS, moved
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
 from tests.support.pool import Pool
@@ -40,8 +40,9 @@ def arguments(rows: int, seed: int) -> dict[str, Any]:
     }
 
 
-def truth(given: dict[str, Any]) -> Tensor:
-    return Toy()(**given, return_dict=False)[0]
+def truth(given: dict[str, Any], device: torch.device | str = "cpu") -> Tensor:
+    """Return what the unchanged module computes on a device, in host memory."""
+    return Toy()(**moved(given, device), return_dict=False)[0].cpu()
 
 
 def toy(mesh: Mesh) -> tuple[Call, Recorder]:
@@ -76,7 +77,8 @@ def test_rows_are_split_and_rank_0s_arguments_count(
     answers = ranks.run(world, by_rows, rows, axes)
     assert [mine for _, mine in answers] == computed
     for results, _ in answers:
-        assert all(torch.equal(x, truth(arguments(rows, 10 * step))) for step, x in enumerate(results))
+        wanted = (truth(arguments(rows, 10 * step), ranks.device) for step in range(2))
+        assert all(torch.equal(x, other) for x, other in zip(results, wanted, strict=True))
 
 
 def guided(rank: int, world: int, device: torch.device, how: str) -> tuple[list[Tensor], list[int]]:
@@ -118,7 +120,7 @@ def test_branches_are_computed_at_the_same_time_where_nothing_is_read(ranks: Poo
         assert counted == counts
         expected = []
         for step in range(3):
-            cond, uncond = truth(arguments(2, 100 * step)), truth(arguments(2, 100 * step + 50))
+            cond, uncond = (truth(arguments(2, 100 * step + more), ranks.device) for more in (0, 50))
             expected += {
                 "guided": [uncond, cond],
                 "sliced": [uncond, cond[:, :2]],
@@ -148,9 +150,9 @@ def promised(rank: int, world: int, device: torch.device) -> list[Any]:
 
 def test_a_promise_is_a_tensor_that_is_computed_when_it_is_read(ranks: Pool) -> None:
     for known, plain, copied, told in ranks.run(2, promised):
-        assert known == (True, (1, 3, 4), torch.float64, "cpu", 1)
+        assert known == (True, (1, 3, 4), torch.float64, ranks.device, 1)
         assert plain == (Tensor, Tensor, Tensor, 2)
-        assert torch.equal(copied, truth(arguments(1, 1)))
+        assert torch.equal(copied, truth(arguments(1, 1), ranks.device))
         assert told == "got a result that was not read before release(), expected it to be read earlier"
 
 

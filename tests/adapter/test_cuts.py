@@ -17,7 +17,7 @@ from seqpar.adapter.cuts import Cut, Cuts, Gather, Joint, Place
 from seqpar.adapter.masks import key_rows
 from seqpar.adapter.table import PLANS
 from tests.adapter.test_generic import CPU, TOLERANCE, Outputs, body_of, called, error
-from tests.support.diffusers_tiny import MODELS
+from tests.support.diffusers_tiny import MODELS, truth
 from tests.support.pool import Pool
 
 
@@ -73,10 +73,9 @@ SD3_IN_DIFFUSERS_FORM = {
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_plan_in_diffusers_form_is_taken(ranks: Pool, world: int, name: str) -> None:
     cuts = SD3_IN_DIFFUSERS_FORM if name == "sd3" else MODELS[name].build()._cp_plan
-    truth = MODELS[name].whole()
     for got in ranks.run(world, with_plan, name, cuts):
         assert not isinstance(got, str), got
-        assert error(got, truth) < TOLERANCE
+        assert error(got, truth(name, ranks.device)) < TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "told"), [("qwen_masked", "their order"), ("ltx", "in a plan that splits text")])

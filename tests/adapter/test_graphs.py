@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from seqpar.adapter.call import Call
 from seqpar.adapter.graphs import CudaCapture, Graphs
 from seqpar.adapter.signature import form_of
 from seqpar.mesh import Mesh
-from tests.adapter.test_pipelines import CASES, TOLERANCE, InDouble
+from tests.adapter.test_pipelines import CASES, TOLERANCE, InDouble, true_picture
 from tests.support.calls import Captures, Recorder, Toy
-from tests.support.diffusers_tiny import MODELS
-from tests.support.foreign import StayDouble, bound
+from tests.support.diffusers_tiny import MODELS, Inputs, Tiny, moved
+from tests.support.foreign import StayDouble
 from tests.support.meshes import TRANSPORTS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
@@ -155,7 +156,7 @@ def guided(rank: int, world: int, device: torch.device) -> int:
     module, captures = Toy(), Captures()
     call = Call(module, make_mesh(device, cfg=2), Recorder(module), captures)
     for step in range(5):
-        given = arguments(step)
+        given = moved(arguments(step), device)
         results = [call(**{**given, "timestep": given["timestep"] + i}, return_dict=False)[0] for i in (0, 1)]
         for i, got in enumerate(results):
             truth = module(**{**given, "timestep": given["timestep"] + i}, return_dict=False)[0]
@@ -189,7 +190,7 @@ def captured_pipeline(rank: int, world: int, device: torch.device, name: str, cf
 
 @pytest.mark.parametrize("name", ["flux, true guidance", "sd3"])
 def test_replays_of_a_split_transformer_make_diffusers_picture(ranks: Pool, name: str) -> None:
-    truth = CASES[name].truth()
+    truth = true_picture(name, ranks.device)
     for pictures, replays in ranks.run(2, captured_pipeline, name, 1) + ranks.run(4, captured_pipeline, name, 2):
         assert (pictures - truth).abs().max() < TOLERANCE
         assert replays >= 3
@@ -205,37 +206,43 @@ def alternating(
         module = seqpar.parallelize(tiny.build(), mesh, strategy=strategy, transport=transport, native=False)
         call: Any = module.forward
         call.body, call.graphs = InDouble(call.body), Graphs(mesh, captures)
-        results = [module(**shortened(tiny, step), return_dict=False)[0] for step in range(6)]
+        results = [module(**shortened(tiny, step, device), return_dict=False)[0] for step in range(6)]
         seqpar.release(module)
     return results, [each.replays for each in captures.made]
 
 
-def shortened(tiny: Any, step: int) -> dict[str, Any]:
+def shortened(tiny: Tiny, step: int, device: torch.device | str) -> Inputs:
     """Return arguments whose text has 7 or 5 tokens, each step with another timestep."""
-    given = tiny.arguments()
+    given = tiny.arguments(device)
     text = {name: given[name][..., : 7 - 2 * (step % 2), :] for name in ("encoder_hidden_states", "txt_ids")}
     return {**given, **text, "timestep": given["timestep"] + 0.05 * step}
+
+
+@cache
+def wholes(device: str) -> list[Tensor]:
+    """Return the results of the whole transformer for the calls of `alternating`, in host memory."""
+    tiny = MODELS["flux"]
+    module = tiny.build().to(device)
+    return [tiny.whole(module, shortened(tiny, step, device))[0].cpu() for step in range(6)]
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "ulysses"), (3, "kv_gather"), (4, "usp")])
 @pytest.mark.parametrize("transport", [*TRANSPORTS, NAME])
 def test_replays_alternate_with_late_ranks(ranks: Pool, transport: str, world: int, strategy: str) -> None:
-    tiny = MODELS["flux"]
-    expected = [tiny.whole(arguments=shortened(tiny, step))[0] for step in range(6)]
+    expected = wholes(ranks.device)
     for results, replays in ranks.run(world, alternating, strategy, transport):
         assert replays == [2, 2]
-        assert all((got - wanted).abs().max() < bound(1e-12) for got, wanted in zip(results, expected, strict=True))
+        assert all((got - wanted).abs().max() < 1e-12 for got, wanted in zip(results, expected, strict=True))
 
 
 def on_gpus(rank: int, world: int, device: torch.device) -> list[Tensor]:
     """Return the results of eager calls and of replays, of two kinds of calls that alternate."""
-    tiny, results = MODELS["flux"], []
+    tiny = MODELS["flux"]
     module = tiny.build().to(device)
     seqpar.parallelize(module, make_mesh(device, cfg=1), local="reference")
     with StayDouble():
-        for step in (0, 1, 0, 1, 0, 1):
-            given = {name: x.to(device) for name, x in shortened(tiny, step).items()}
-            results.append(module(**given, return_dict=False)[0])
+        calls = (shortened(tiny, step, device) for step in (0, 1, 0, 1, 0, 1))
+        results = [module(**given, return_dict=False)[0] for given in calls]
     call: Any = module.forward
     assert isinstance(call.graphs._capture, CudaCapture)
     assert len(call.graphs) == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ from torch import Tensor
 import seqpar
 from seqpar.adapter.parallelize import transformers_of
 from tests.support import pipelines
-from tests.support.foreign import StayDouble, bound
+from tests.support.diffusers_tiny import moved
+from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
 from tests.support.pool import Pool
 
-TOLERANCE = bound(1e-10, 2e-4)
+TOLERANCE = 1e-10
 VISIBLE = 1e-4
 SIZE = {"height": 20, "width": 12}  # 15 tokens for FLUX
 
@@ -44,15 +46,15 @@ class Case:
         common = {"num_inference_steps": 3, "output_type": "pt", "generator": generator, **SIZE}
         prompt = {} if self.prompt is None else {"prompt": self.prompt}
         with StayDouble():
-            result = pipe(**prompt, **{**common, **self.arguments})
+            result = pipe(**prompt, **{**common, **moved(dict(self.arguments), pipe.device)})
         pictures = result[0] if isinstance(result, tuple) else result[next(iter(result))]
         return torch.as_tensor(pictures)
 
-    def truth(self) -> Tensor:
-        """Return the pictures of the unchanged pipeline."""
-        pipe = self.pipe()
+    def truth(self, device: str = "cpu") -> Tensor:
+        """Return the pictures of the unchanged pipeline, which one process computes on a device, in host memory."""
+        pipe = self.pipe().to(device)
         self.change(pipe)
-        return self.pictures(pipe)
+        return self.pictures(pipe).cpu()
 
 
 class InDouble:
@@ -144,6 +146,12 @@ OPTIONS = {
 EVERY = CASES | OPTIONS
 
 
+@cache
+def true_picture(name: str, device: str) -> Tensor:
+    """Return the truth of a case, computed on "cpu" or "cuda"."""
+    return EVERY[name].truth(device)
+
+
 def sharded(rank: int, world: int, device: torch.device, name: str, cfg: int) -> Tensor:
     """Return this rank's pictures of the second of two calls, after `parallelize`."""
     case, pipe = EVERY[name], EVERY[name].pipe()
@@ -159,7 +167,7 @@ def sharded(rank: int, world: int, device: torch.device, name: str, cfg: int) ->
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("world", "cfg"), [(1, 1), (2, 2), (3, 1), (4, 2)])
 def test_a_pipeline_makes_diffusers_picture(ranks: Pool, world: int, cfg: int, name: str) -> None:
-    truth = EVERY[name].truth()
+    truth = true_picture(name, ranks.device)
     for pictures in ranks.run(world, sharded, name, cfg):
         assert (pictures - truth).abs().max() < TOLERANCE
 
@@ -167,7 +175,7 @@ def test_a_pipeline_makes_diffusers_picture(ranks: Pool, world: int, cfg: int, n
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("world", "cfg"), [(2, 2)])
 def test_options_of_pipelines_work(ranks: Pool, world: int, cfg: int, name: str) -> None:
-    truth = EVERY[name].truth()
+    truth = true_picture(name, ranks.device)
     for pictures in ranks.run(world, sharded, name, cfg):
         assert (pictures - truth).abs().max() < TOLERANCE
 
@@ -190,15 +198,15 @@ def planned(rank: int, world: int, device: torch.device, name: str, options: dic
     ],
 )
 def test_the_planner_decides_on_what_is_not_given(ranks: Pool, name: str, options: dict[str, Any], mesh: str) -> None:
-    truth = EVERY[name].truth()
+    truth = true_picture(name, ranks.device)
     for pictures, made in ranks.run(2, planned, name, options):
         assert made == mesh
         assert (pictures - truth).abs().max() < TOLERANCE
 
 
-def test_negative_control_options_and_seeds_are_visible() -> None:
+def test_negative_control_options_and_seeds_are_visible(ranks: Pool) -> None:
     def far(name: str, other: str) -> bool:
-        return bool((EVERY[name].truth() - EVERY[other].truth()).abs().max() > VISIBLE)
+        return bool((true_picture(name, ranks.device) - true_picture(other, ranks.device)).abs().max() > VISIBLE)
 
     assert far("flux", "flux, true guidance")
     assert far("flux, true guidance", "a callback changes latents")

@@ -16,7 +16,7 @@ from seqpar.protocols import Given, Prepare, Stream
 from seqpar.shard import JointShard, Shard
 from tests.attention import test_new_strategy
 from tests.attention.test_new_strategy import NEW
-from tests.attention.test_streams import Case, as_given, mine_of, whole_stream
+from tests.attention.test_streams import Case, as_given, mine_of, moved_to, whole_stream
 from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
 from tests.support.pool import Pool
 
@@ -28,10 +28,12 @@ CASES = (
 )
 
 
-def streams_of(case: Case, rank: int, world: int) -> tuple[JointShard, list[Stream]]:
+def streams_of(case: Case, rank: int, world: int, device: torch.device) -> tuple[JointShard, list[Stream]]:
+    """Return the shards of both streams, and a rank's tokens of them on its device."""
     shards = tuple(Shard(tokens, world) for tokens in case.tokens)
     wholes = [whole_stream(case, index) for index in range(2)]
-    mine = [mine_of(x, shard.slice(rank), x, "none") for x, shard in zip(wholes, shards, strict=True)]
+    parts = [mine_of(x, shard.slice(rank), x, "none") for x, shard in zip(wholes, shards, strict=True)]
+    mine = [moved_to(part, device) for part in parts]
     return JointShard(shards), [as_given(x) if given else x for x, given in zip(mine, case.given, strict=True)]
 
 
@@ -39,21 +41,21 @@ def attended(rank: int, world: int, device: torch.device, strategy: str, transpo
     """Return for each case how often the work ran in two calls, and whether the output has the same bits as without."""
     found = []
     for case in CASES:
-        tokens, streams = streams_of(case, rank, world)
+        tokens, streams = streams_of(case, rank, world, device)
         attend = build(strategy, mesh_for(strategy, world, device), tokens, reference.attend, transport)
         ran, same = [], []
         alone = [out.clone() for out in attend(streams)]
         for _ in range(2):  # buffers and slots are used again, in turn with calls without such work
-            with_work = [out.clone() for out in attend(streams, None, beside=lambda ran=ran: ran.append(busy()))]
+            with_work = [out.clone() for out in attend(streams, None, beside=lambda ran=ran: ran.append(busy(device)))]
             again = [out.clone() for out in attend(streams)]
             same += [torch.equal(x, y) for other in (with_work, again) for x, y in zip(other, alone, strict=True)]
         found.append((len(ran), all(same)))
     return found
 
 
-def busy() -> Tensor:
+def busy(device: torch.device) -> Tensor:
     """Return memory with other contents than the exchanges of the tests have."""
-    return torch.full((50, 50), float("nan")) @ torch.ones(50, 50)
+    return torch.full((50, 50), float("nan"), device=device) @ torch.ones(50, 50, device=device)
 
 
 @pytest.mark.parametrize("strategy", LAYOUTS)
@@ -87,6 +89,7 @@ def begun(rank: int, world: int, device: torch.device, strategy: str, transport:
     stream = Given(x, x, x, Prepare())
     attend((stream,))  # makes the buffers
     warm(attend, transport)
+    settle(device)
     mesh.collect(rank)
     time.sleep(2 * LATE_S * (rank == world - 1))
     start, times = time.perf_counter(), []
@@ -135,6 +138,7 @@ def sent(rank: int, world: int, device: torch.device, strategy: str, transport: 
     stream = Given(x, x, x, Prepare())
     attend((stream,))
     warm(attend, transport)
+    settle(device)
     mesh.collect(rank)
     start = time.perf_counter()
     work: Callable[[], None] = lambda: time.sleep(LATE_S if rank == 0 else 0.0)  # noqa: E731
@@ -164,7 +168,7 @@ class WorkError(Exception):
 
 
 def failed(rank: int, world: int, device: torch.device, strategy: str, transport: str) -> bool:
-    tokens, streams = streams_of(CASES[0], rank, world)
+    tokens, streams = streams_of(CASES[0], rank, world, device)
     attend = build(strategy, mesh_for(strategy, world, device), tokens, reference.attend, transport)
     before = [out.clone() for out in attend(streams)]
 

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,27 @@ import pytest
 import torch
 from torch import Tensor
 
+import seqpar
 from seqpar import Guidance
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _flux_text, flux
 from seqpar.pipelines.flux import Files, Pipeline, generate
 from seqpar.planner.search import Wish
 from seqpar.sampling.loop import draw_noise
-from tests.support.foreign import StayDouble, bound
+from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 
 STEPS, SEED, SIZE, TEXT = 3, 5, (28, 20), 7
 PROMPTS = ["a red cat", "the old house in the sea", "a red cat"]  # also two pictures of one prompt
 NEGATIVE = "blurry"
-CLOSE, PIXEL = (
-    bound(1e-10, 2e-4),
-    bound(1e-6, 2e-4),
-)  # largest errors: latents are fp64, our decoder's pixels are rounded to fp32
+UNIPC: Any = {
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "flow_shift": 3.0,
+    "use_dynamic_shifting": True,
+}
+CLOSE, PIXEL = 1e-10, 1e-6  # largest errors: latents are fp64, our decoder's pixels are rounded to fp32
 
 Layout = tuple[str, int, int]
 """Strategy, sizes of the cfg and data axes."""
@@ -51,22 +56,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return found
 
 
-def theirs(folder: Path, guidance: Guidance, scheduler: Any = None) -> tuple[Tensor, Tensor]:
-    """Return diffusers' latents and pictures of the prompts, from the noise that ours start with."""
+@cache
+def theirs(folder: Path, guidance: Guidance, device: str = "cpu", unipc: bool = False) -> tuple[Tensor, Tensor]:
+    """Return diffusers' latents and pictures of the prompts, from the noise that ours start with, in host memory."""
     from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
+    from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
     pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float64)
     pipe.set_progress_bar_config(disable=True)
-    pipe.scheduler = scheduler or pipe.scheduler
+    pipe.to(device)
+    pipe.scheduler = UniPCMultistepScheduler(**UNIPC) if unipc else pipe.scheduler
     height, width = (side // 2 for side in SIZE)
     noise = draw_noise((len(PROMPTS), 4, height, width), torch.Generator().manual_seed(SEED)).double()
     latents = FluxPipeline._pack_latents(noise, len(PROMPTS), 4, height, width)
     true = {"true_cfg_scale": guidance.scale, "negative_prompt": [NEGATIVE] * len(PROMPTS)} if guidance.on else {}
     sizes = {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": STEPS, "max_sequence_length": TEXT}
-    given: Any = {"latents": latents, "guidance_scale": guidance.embedded or 0.0, **sizes, **true}
+    given: Any = {"latents": latents.to(device), "guidance_scale": guidance.embedded or 0.0, **sizes, **true}
     with StayDouble():
         made: Any = [pipe(PROMPTS, **given, output_type=kind) for kind in ("latent", "pt")]
-    found, images = (each.images for each in made)
+    found, images = (each.images.cpu() for each in made)
     return FluxPipeline._unpack_latents(found, *SIZE, 2), images
 
 
@@ -79,12 +87,12 @@ def ours(
     guidance: Guidance,
     change: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Return our latents and pictures of the prompts; other ranks ask for other texts, which must not count."""
+    """Return our latents and pictures of the prompts; other ranks ask for others, which must not count."""
     strategy, cfg, data = layout
     files = replace(Files.locate(folder), text_tokens=TEXT)
     mesh, wish = mesh_for(strategy, world, device, cfg, data), Wish(strategy=strategy)
     asked = PROMPTS if rank == 0 else ["another"] * len(PROMPTS)
-    settings = {"steps": STEPS, "seed": SEED, "size": SIZE, "negative": NEGATIVE, **change}
+    settings = {"steps": STEPS + rank, "seed": SEED + rank, "size": SIZE, "negative": NEGATIVE, **change}
     with StayDouble(), Pipeline.load(files, mesh, torch.float64, wish=wish, prompts=asked) as pipeline:
         latents = pipeline.latents(asked, guidance=guidance, **settings)
         return latents, pipeline.decode(latents)
@@ -112,7 +120,7 @@ def test_pictures_are_those_of_diffusers(
     ranks: Pool, folders: Mapping[bool, Path], world: int, layout: Layout, guidance: Guidance
 ) -> None:
     folder = folders[guidance.embedded is not None]
-    truth, shown = theirs(folder, guidance)
+    truth, shown = theirs(folder, guidance, ranks.device)
     for latents, images in ranks.run(world, ours, str(folder), layout, guidance, {}):
         assert (latents - truth).abs().max() < CLOSE
         assert images.shape == (len(PROMPTS), 3, *SIZE)
@@ -139,10 +147,7 @@ def test_negative_control_what_is_asked_for_counts(
 
 
 def test_another_scheduler_follows_the_flow(folders: Mapping[bool, Path]) -> None:
-    from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
-
-    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
-    truth, _ = theirs(folders[True], DEV, UniPCMultistepScheduler(**flow, use_dynamic_shifting=True))
+    truth, _ = theirs(folders[True], DEV, unipc=True)
     change = {"scheduler": "UniPCMultistepScheduler"}
     latents, _ = ours(0, 1, torch.device("cpu"), str(folders[True]), ("ulysses", 1, 1), DEV, change)
     assert (latents - truth).abs().max() < 1e-4  # diffusers' UniPC keeps fp32 coefficients
@@ -220,11 +225,12 @@ def kept(rank: int, world: int, device: torch.device, folder: str) -> list[bool]
     first: dict[str, Any] = {"prompts": PROMPTS, "guidance": BOTH, "negative": "old"}
     others = {"prompts": ["the sea", "a dog", "the sea"], "guidance": Guidance(3.0, embedded=2.0), "negative": "blurry"}
     found = []
-    for change in (others, {**first, "seed": 1}, {**others, "prompts": ["a dog"]}):
-        with Pipeline.load(files, mesh, torch.float64) as pipeline, Pipeline.load(files, mesh, torch.float64) as new:
+    with Pipeline.load(files, mesh, torch.float64) as pipeline:
+        for change in (others, {**first, "seed": 1}, {**others, "prompts": ["a dog"]}):
             pipeline.latents(**first, steps=2, size=SIZE)
             again = pipeline.latents(**{**first, **change}, steps=2, size=SIZE)
-            found.append(torch.equal(again, new.latents(**{**first, **change}, steps=2, size=SIZE)))
+            with Pipeline.load(files, mesh, torch.float64) as new:
+                found.append(torch.equal(again, new.latents(**{**first, **change}, steps=2, size=SIZE)))
     return found
 
 
@@ -233,9 +239,42 @@ def test_a_kept_run_serves_other_texts_and_scales(ranks: Pool, folders: Mapping[
     assert ranks.run(world, kept, str(folders[True])) == [[True] * 3] * world
 
 
-def test_generate_is_the_whole_path_in_one_call(folders: Mapping[bool, Path]) -> None:
-    images = generate(["a cat", "a dog"], folders[False], steps=1, size=(24, 16))
-    assert [image.size for image in images] == [(16, 24)] * 2
+def generated(rank: int, world: int, device: torch.device, folder: str) -> list[Any]:
+    """Return the pictures of one call whose other ranks ask for a second branch and another size, as tensors."""
+    asked: Any = {"size": (24, 16 + 8 * rank), "guidance": Guidance(3.0) if rank else None, "steps": 1 + rank}
+    images = generate(["a cat", "a dog"], folder, mesh=mesh_for("ulysses", world, device), **asked)
+    return [torch.tensor(list(image.getdata())) for image in images]
+
+
+def test_generate_is_the_whole_path_in_one_call(ranks: Pool, folders: Mapping[bool, Path]) -> None:
+    truth = generated(0, 1, torch.device("cpu"), str(folders[False]))
+    assert [len(image) for image in truth] == [16 * 24] * 2
+    for images in ranks.run(2, generated, str(folders[False])):
+        assert all((x - y).abs().max() <= 1 for x, y in zip(images, truth, strict=True))
+
+
+def one_decoder(rank: int, world: int, device: torch.device) -> float:
+    """Return the difference between our pictures before and while a diffusers pipeline shares its decoder's input."""
+    from tests.support import pipelines
+
+    pipe, mesh = pipelines.flux(), mesh_for("ulysses", world, device)
+    latents = torch.randn(3, 4, 6, 4, dtype=torch.float64)
+    with Pipeline.of(pipe, mesh, text_tokens=TEXT) as ours:
+        before = ours.decode(latents)
+        seqpar.parallelize(pipe, mesh)
+        after = ours.decode(latents)
+        seqpar.release(pipe)
+    return (before - after).abs().max().item()
+
+
+def test_our_loop_decodes_beside_a_pipeline_that_shares_its_decoder(ranks: Pool) -> None:
+    """Of three pictures, two ranks decode two and one: a decoder that waited for all ranks would hang."""
+    assert ranks.run(2, one_decoder) == [0.0, 0.0]
+
+
+def test_the_planner_counts_text_as_a_stream_of_its_own(folders: Mapping[bool, Path]) -> None:
+    load = Files.locate(folders[True]).load_of(["a cat"], False, 1, torch.float32, SIZE)
+    assert (load.tokens, load.others) == (7 * 5, (_flux_text.TOKENS,))
 
 
 def test_sigmas_and_shift_are_those_of_diffusers(folders: Mapping[bool, Path]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from seqpar.models import flux
 from seqpar.planner import costs
 from seqpar.planner.facts import Blocks, Layout, Work
 from seqpar.planner.predict import predict
@@ -74,6 +75,24 @@ def test_the_strategy_of_two_ranks_is_the_fastest_measured_or_ties_with_it(
     load = replace(ONE, tokens=tokens, guidance=guidance, labels=1 + guidance)
     found = planned(load, world=2, wish=Wish(axes={"cfg": 1}), work=work)
     assert measured[found.best.strategy] <= (1 + TIE) * min(measured.values())
+
+
+# ms a step of FLUX.1-dev, 4096 + 512 tokens, by the `peer` transport: docs/benchmarks/2026-11-22-h200-flux.md
+@pytest.mark.parametrize(
+    ("world", "measured"), [(2, {"kv_first": 65.4, "ulysses": 67.5, "kv_gather": 68.3}), (4, {"kv_first": 36.1})]
+)
+def test_flux_hides_keys_and_values_behind_the_mlp_of_its_single_blocks(world: int, measured: dict[str, float]) -> None:
+    """Without work beside attention, and with q, k and v made by the block itself, nothing is hidden."""
+    work = flux.work(flux.PRESETS["flux.1-dev"])
+    load = replace(ONE, guidance=False, labels=1, others=work.joined)
+    found = planned(load, world=world, work=work)
+    assert found.best.strategy == "kv_first"
+    for strategy, ms in measured.items():
+        assert predict(work, load, of(1, world, strategy), H200).ms == pytest.approx(ms, rel=0.09), strategy
+    given = replace(work, blocks=tuple(replace(kind, beside=(), given=True) for kind in work.blocks))
+    exchanged = {name: predict(given, load, of(1, world, name), H200).exchange for name in ("kv_gather", "kv_first")}
+    assert exchanged["kv_first"] >= exchanged["kv_gather"]
+    assert planned(load, world=world, work=given).best.strategy != "kv_first"
 
 
 @pytest.mark.parametrize("tokens", [256, 4096, 16384])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import diffusers
@@ -44,19 +45,33 @@ class Tiny:
 
     def arguments(self, device: torch.device | str = "cpu") -> Inputs:
         """Return the arguments of a call, the same on every rank."""
-        return {name: moved(value, device) for name, value in self.inputs(self.batch).items()}
+        return moved(self.inputs(self.batch), device)
 
-    def whole(self, module: Any = None, arguments: Inputs | None = None) -> tuple[Tensor, ...]:
-        """Return the outputs of the unchanged transformer in one process."""
-        module, arguments = module or self.build(), arguments or self.arguments()
+    def whole(
+        self, module: Any = None, arguments: Inputs | None = None, device: torch.device | str = "cpu"
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs of the unchanged transformer, which one process computes on a device.
+
+        It must be the ranks' kind of device: a GPU rounds the fp32 frequencies of timesteps in another way than a CPU.
+        """
+        module = module or self.build().to(device)
+        arguments = self.arguments(device) if arguments is None else arguments
         with StayDouble(), torch.no_grad():
             return flat(module(**arguments, return_dict=False))
 
 
+@cache
+def truth(name: str, device: str) -> tuple[Tensor, ...]:
+    """Return the outputs of an unchanged transformer of `MODELS`, computed on "cpu" or "cuda", in host memory."""
+    return tuple(x.cpu() for x in MODELS[name].whole(device=device))
+
+
 def moved(value: Any, device: torch.device | str) -> Any:
-    """Return tensors in nested lists and tuples on a device, and other values unchanged."""
+    """Return tensors in nested lists, tuples and dictionaries on a device, and other values unchanged."""
     if isinstance(value, Tensor):
         return value.to(device)
+    if isinstance(value, dict):
+        return {name: moved(one, device) for name, one in value.items()}
     return type(value)(moved(one, device) for one in value) if isinstance(value, (list, tuple)) else value
 
 

@@ -1,8 +1,8 @@
 """A pool of ranks that is spawned once per test run, because spawning ranks takes seconds.
 
-On CPUs ranks are forked from a server that has already imported torch. Each call runs one function as `fn(rank, world,
-device, *args)` on the first `world` ranks, in a process group made for that world and kept while the world stays the
-same. Results come back in rank order; the first error of a rank is raised here with its traceback.
+On CPUs ranks are forked from a server that has already imported torch and diffusers. Each call runs one function as
+`fn(rank, world, device, *args)` on the first `world` ranks, in a process group made for that world and kept while the
+world stays the same. Results come back in rank order; the first error of a rank is raised here with its traceback.
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 60  # of one call: a rank that waits longer for the others fails
+# what the server of CPU ranks imports, once for all of them
+PRELOADED = [
+    "torch",
+    "seqpar.distributed",
+    "seqpar.sampling.loop",
+    "diffusers.pipelines.flux.pipeline_flux",
+    "accelerate",
+    "peft",
+]
 
 
 class RankError(AssertionError):
@@ -36,7 +45,7 @@ class Pool:
         # a process cannot use CUDA if its parent initialised it before the fork, as importing diffusers may do
         self._context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
         if device != "cuda":
-            self._context.set_forkserver_preload(["torch", "seqpar.distributed", "seqpar.sampling.loop"])
+            self._context.set_forkserver_preload(PRELOADED)
         self._ranks: list[tuple[Any, Connection]] = []
         self._world, self._groups = 0, 0
         self._stores: tempfile.TemporaryDirectory[str] | None = None

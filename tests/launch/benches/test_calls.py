@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from diffusers.models import attention_dispatch
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,7 +25,7 @@ from launch.benches.adapters import adapters
 from launch.benches.calls import Case, Limits, measure
 from launch.benches.ceiling import ceiling, share
 from launch.benches.natives import natives
-from launch.benches.peers import peers
+from launch.benches.peers import peers, with_cache_dit
 from launch.benches.released import RELEASED, Released
 from launch.benches.works import cogvideo_work, qwen_work, sd3_work, wan_work
 from seqpar.mesh import Mesh
@@ -154,31 +160,78 @@ def measured(rank: int, world: int, device: torch.device, name: str, out: Path) 
     strategies = ("kv_first", "ulysses", "kv_gather")
     rows = [*calls.ceilings(case, strategies), *natives(case, strategies, "auto"), *peers(case)]
     rows += adapters(case, strategies[:1], "auto")
-    return measure(case, [row for row in rows if "compiled" not in row.name], LIMITS, out)
+    gc.freeze()  # each row ends in a garbage collection, which is faster without the objects of torch and diffusers
+    try:
+        return measure(case, [row for row in rows if "compiled" not in row.name], LIMITS, out)
+    finally:
+        gc.unfreeze()
 
 
-@pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "name"), [(1, "flux"), *((2, name) for name in TINY)])
 def test_every_row_has_a_line(ranks: Pool, tmp_path: Path, name: str, world: int) -> None:
     out = tmp_path / "lines.jsonl"
     lines, *_ = ranks.run(world, measured, name, out)
     assert [json.loads(line) for line in out.read_text().splitlines()] == json.loads(json.dumps(lines))
     ours = [line for line in lines if line["case"]["kind"] == "ours"]
-    assert len(ours) == (1 if name != "flux" else 4 if world == 1 else 10)
+    launches = 2 if ranks.device == "cuda" else 1  # of diffusers' modules: eager, and in a graph
+    natives = {1: 2, 2: 8}[world] if name == "flux" else 0
+    assert len(ours) == natives + (2 if name == "flux" else 1) * launches
+    # a branch on each rank: no strategy exchanges anything
+    both = [line["case"] for line in ours if "both branches" in line["case"]["way"]]
+    assert len(both) == (2 if (name, world) == ("flux", 2) else 0)
+    assert not any("strategy" in about or "kv_first" in about["way"] for about in both)
     refused = {line["case"]["way"]: line["refused"] for line in lines if line["ms"] is None}
-    if world > 1:
-        assert all("Ulysses" in way or "ring" in way for way in refused)
+    assert all(world > 1 and ("Ulysses" in way or "ring" in way) for way in refused), refused
     assert all(line["ms"]["median"] > 0 and line["over_ceiling"] > 0 for line in lines if line["ms"])
-    assert all(line["error"] < 1e-5 for line in lines if "error" in line)
+    close = 1e-5 if ranks.device == "cpu" else 1e-4  # fp32; other rows and sums of products in another order
+    # diffusers' engine may be wrong for a model whose heads do not divide; that of FLUX is not
+    checked = lines if name == "flux" else ours
+    assert all(line["error"] < close for line in checked if "error" in line)
     assert "TFLOP a call" in calls.table(Case(TINY[name], Mesh.single(), torch.float32), lines)
+
+
+def test_what_cache_dit_replaces_in_diffusers_is_restored_when_its_row_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for cache-dit replaces what the package replaces; its added backend stays for its next row."""
+    case, registry = Case(TINY["wan"], Mesh.single(), torch.float32), attention_dispatch._AttentionBackendRegistry
+    native, added = attention_dispatch.AttentionBackendName.NATIVE, attention_dispatch.AttentionBackendName.FLEX
+    monkeypatch.setattr(registry, "_backends", {k: v for k, v in registry._backends.items() if k != added})
+    before, call = dict(registry._backends), WanAttnProcessor.__call__
+    other = partial(before[native])
+
+    def replaced(self: Any, *given: Any, **named: Any) -> Tensor:
+        return call(self, *given, **named) * self._cp_config.scale
+
+    def enable_cache(twin: nn.Module, parallelism_config: Any) -> None:
+        registry.set_active_backend(added)
+        registry._backends |= {native: other, added: other}
+        registry._supports_context_parallel.discard(native.value)
+        WanAttnProcessor.__call__, WanAttnProcessor._new = replaced, None  # pyright: ignore
+        for module in twin.modules():
+            if isinstance(getattr(module, "processor", None), WanAttnProcessor):
+                module.processor._cp_config = SimpleNamespace(scale=1.0)  # pyright: ignore
+
+    fake = SimpleNamespace(ParallelismConfig=SimpleNamespace, enable_cache=enable_cache)
+    monkeypatch.setitem(sys.modules, "cache_dit", fake)
+    monkeypatch.setattr("launch.baselines.transformers.compile_blocks", lambda twin: None)
+    for _ in range(2):
+        row = calls.Row("peer", "cache-dit", "ulysses", partial(with_cache_dit, case, "eager"))
+        (line,) = measure(case, [row], LIMITS, None)
+        assert line["error"] == 0
+        assert WanAttnProcessor.__call__ is call
+        assert not hasattr(WanAttnProcessor, "_new")
+        assert registry._backends == {**before, added: other}
+        assert (registry._active_backend, native.value in registry._supports_context_parallel) == (native, True)
+    assert case.theirs(**case.arguments, return_dict=False)[0].equal(case.truth)
 
 
 def test_rows_are_left_out_when_the_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
     case = Case(TINY["flux"], Mesh.single(), torch.float32)
     rows = [*calls.ceilings(case, ("ulysses",)), *natives(case, ("ulysses",), "auto")]
-    lines = measure(case, rows, replace(LIMITS, until=0.0), None)
+    chosen = calls.asked(rows, ("native", "ceiling without", "step"))
+    assert [row.kind for row in chosen] == ["ours", "ours", "ceiling"]
+    lines = measure(case, chosen, replace(LIMITS, until=0.0), None)
     assert {line["refused"] for line in lines} == {"left out: --minutes are over"}
-    assert "left out" in capsys.readouterr().out
+    assert "3 of 3 rows left out, because --minutes were over" in capsys.readouterr().out
 
 
 def test_theirs_is_a_module_without_anything_left_on_the_meta_device() -> None:

@@ -12,7 +12,8 @@ import torch
 
 from launch.baselines.flux_pipeline import VAE, Sizes
 from launch.benches import pipeline
-from launch.benches.pipeline import PARTS, Case, Pipeline, adapters, measure, own, theirs
+from launch.benches.pictures import Case, Pipeline, adapters, own, theirs
+from launch.benches.pipeline import PARTS, measure
 from tests.launch.benches.test_calls import TINY
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
@@ -34,9 +35,10 @@ ARGS = Pipeline(steps=2, size=64, rounds=2)
 
 
 def measured(rank: int, world: int, device: torch.device, out: Path) -> list[dict[str, Any]]:
+    """Measure all rows; diffusers' are not compiled, because that takes a minute on GPUs and nothing here needs it."""
     released = replace(TINY["flux"], size=(4, 4), text=8)
     case = Case(replace(ARGS, out=out), released, make_mesh(device, ulysses=world), torch.float32, SIZES)
-    return measure(case, [*own(case), *adapters(case), *theirs(case)])
+    return measure(case, [*own(case), *adapters(case), *theirs(case, ("graph", "eager") if world == 1 else ("eager",))])
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -46,13 +48,16 @@ def test_every_row_makes_the_picture_of_diffusers(ranks: Pool, tmp_path: Path, w
     assert [json.loads(line) for line in out.read_text().splitlines()] == json.loads(json.dumps(lines))
     assert all(pipeline.shown(line) for line in lines)
     done = [line for line in lines if line["ms"]]
-    if world == 1:  # diffusers' context parallelism needs GPUs
-        assert len(done) == len(lines)
+    if (world, ranks.device) != (2, "cpu"):  # diffusers' context parallelism needs GPUs
+        assert done == lines
         assert all(line["difference"] < 1e-4 for line in done)
     assert {line["case"]["way"] for line in done} >= {"own loop", "adapter, native", "adapter, generic"}
     for line in done:
         assert set(line["parts_ms"]) == set(PARTS)
-        assert sum(part["min"] for part in line["parts_ms"].values()) <= line["ms"]["max"]
+        # medians and slowest ranks do not add up, but no part is longer than the whole, nor the whole than all parts
+        parts = line["parts_ms"].values()
+        assert all(part[kind] <= line["ms"][kind] for part in parts for kind in ("min", "median", "max"))
+        assert line["ms"]["max"] <= sum(part["max"] for part in parts) * (1 + 1e-9)
 
 
 def test_nothing_is_started_after_its_time() -> None:

@@ -33,7 +33,7 @@ from seqpar import mesh as meshes
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines import unidiffuser
-from seqpar.pipelines._pictures import to_pil
+from seqpar.pipelines._pictures import to_pil, write_png
 from seqpar.pipelines._unidiffuser_parts import Texts
 from seqpar.planner.plan import work_of
 from seqpar.sampling.guidance import Guidance
@@ -201,7 +201,7 @@ class Engine:
         images = made.decode(latents)
         clock.ends("decode")
         if self.mesh.is_main:
-            to_pil(images)[0].save(io.BytesIO(), format="PNG")
+            write_png(to_pil(images)[0], io.BytesIO())
         clock.ends("png")
         return clock.ms, latents
 

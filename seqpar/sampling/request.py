@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Required, TypedDict
@@ -200,8 +200,11 @@ class Course:
         return *same, sizes, bool(schedule.draws)
 
 
-def course(request: Request) -> Course:
-    """Return the request with its schedule; ValueError for settings that do not fit the scheduler."""
+def course(request: Request, decided: Callable[[Any, Mapping[str, Any], int], Decision] = decide) -> Course:
+    """Return the request with its schedule; ValueError for settings that do not fit the scheduler.
+
+    decided: `decide`, or a function that keeps its answers.
+    """
     scheduler = copy.deepcopy(request.scheduler)
     check_eta(scheduler, request.eta)
     if request.clip_denoised:
@@ -218,7 +221,7 @@ def course(request: Request) -> Course:
     timesteps = torch.as_tensor(scheduler.timesteps)[request.begin :]
     if any(not 0 < first < len(timesteps) for first in request.segments):
         raise ValueError(f"got segments from {sorted(request.segments)}, expected 1 to {len(timesteps) - 1}")
-    decision = decide(scheduler, options, request.begin)
+    decision = decided(scheduler, options, request.begin)
     guidance, count = request.guidance, len(timesteps)
     return Course(request, scheduler, decision, timesteps, guidance.vector(count), guidance.embedded_vector(count))
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,11 +26,13 @@ from seqpar.models import uvit
 from seqpar.pipelines import unidiffuser
 from seqpar.pipelines.unidiffuser import Asked, Files, Pipeline
 from seqpar.planner.search import Wish
+from seqpar.sampling import loop
 from seqpar.sampling import run as runs
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Request
+from seqpar.sampling.steppers import decide
 from tests.support.foreign import StayDouble, bound
-from tests.support.meshes import mesh_for
+from tests.support.meshes import TRANSPORTS, mesh_for
 from tests.support.pool import Pool
 
 STEPS, SEED = 5, 7  # steps of orders 1, 2 and 3
@@ -98,7 +101,8 @@ def ours(
 ) -> tuple[Tensor, Tensor]:
     """Return our latents and pictures; other ranks ask for other texts and seeds, which must not count."""
     strategy, cfg, data = layout
-    mesh, wish = mesh_for(strategy, world, device, cfg, data), Wish(strategy=strategy)
+    transport = TRANSPORTS[(world // 2 + cfg + 1) % len(TRANSPORTS)]
+    mesh, wish = mesh_for(strategy, world, device, cfg, data), Wish(strategy=strategy, transport=transport)
     asked = PROMPTS[:count] if rank == 0 else ["another"] * count
     settings = {"steps": STEPS, "guidance": ON, "seed": SEED + rank, **change}
     with StayDouble(), Pipeline.load(Files.locate(folder), mesh, torch.float64, wish=wish, prompts=asked) as pipeline:
@@ -268,21 +272,26 @@ def test_modes_say_what_they_lack(folders: Mapping[bool, Path]) -> None:
 # Runs ------------------------------------------------------------------------------------------------------------
 
 
-def kept(rank: int, world: int, device: torch.device, folder: str) -> list[bool]:
-    """Return whether a kept run gives the bits of a new one, for other texts, seeds, scales and another number."""
+def kept(rank: int, world: int, device: torch.device, folder: str) -> list[tuple[bool, int]]:
+    """Return whether a kept run gives the bits of a new one, and how often its scheduler was traced in two calls."""
     files, mesh = Files.locate(folder), mesh_for("ulysses", world, device)
     first: dict[str, Any] = {"prompts": PROMPTS, "guidance": ON}
+    others = {"prompts": ["a", "the"], "seed": 1, "guidance": Guidance(3.0)}
     found = []
-    for change in ({"prompts": ["a", "the"], "seed": 1}, {"guidance": Guidance(3.0)}, {"prompts": ["a dog"]}):
-        with Pipeline.load(files, mesh, torch.float64) as pipeline, Pipeline.load(files, mesh, torch.float64) as new:
+    for change in (others, {"scheduler": "DEISMultistepScheduler"}, {"prompts": ["a dog"]}):
+        with pytest.MonkeyPatch.context() as patch, Pipeline.load(files, mesh, torch.float64) as pipeline:
+            counted = Mock(side_effect=decide)
+            patch.setattr(loop, "decide", counted)
             pipeline.latents(**first, steps=3)
             again = pipeline.latents(**{**first, **change}, steps=3)
-            found.append(torch.equal(again, new.latents(**{**first, **change}, steps=3)))
+            count = counted.call_count
+            with Pipeline.load(files, mesh, torch.float64) as new:
+                found.append((torch.equal(again, new.latents(**{**first, **change}, steps=3)), count))
     return found
 
 
 def test_a_kept_run_serves_other_texts_seeds_and_scales(ranks: Pool, folders: Mapping[bool, Path]) -> None:
-    assert ranks.run(2, kept, str(folders[True])) == [[True] * 3] * 2
+    assert ranks.run(2, kept, str(folders[True])) == [[(True, 1), (True, 2), (True, 1)]] * 2
 
 
 def test_a_pipeline_in_memory_makes_the_latents_of_its_folder(folders: Mapping[bool, Path]) -> None:

@@ -197,9 +197,8 @@ def qwen_image() -> Any:
 def unidiffuser(version_1: bool = True) -> Any:
     """Return a UniDiffuser pipeline of either version, with every part that a downloaded one has."""
     from diffusers.pipelines.deprecated.unidiffuser.modeling_text_decoder import UniDiffuserTextDecoder
-    from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UniDiffuserModel
 
-    unet = UniDiffuserModel(
+    unet = THEIRS.UniDiffuserModel(
         text_dim=6,
         clip_img_dim=5,
         num_text_tokens=16,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from seqpar import exact
 from seqpar.distributed import DistributedDiT, plan_of
-from seqpar.fidelity.compare import Bound, Error, Place, bound, first_over, first_unequal, worst
+from seqpar.fidelity.compare import FLOORS, Bound, Error, Place, bound, first_over, first_unequal, worst
 from seqpar.fidelity.pictures import Likeness, likeness
 from seqpar.fidelity.trajectory import Trajectory, on_own_inputs, on_same_inputs, record, shared
 from seqpar.fidelity.ways import Meshes, Way
@@ -229,9 +229,14 @@ def _row(bench: Bench, way: Way, measured: Sequence[Measured], got: Tensor | Non
     findings = [str(finding) for finding in found if finding is not None]
     if len({each.bits for each in measured}) > 1:
         findings.append("ranks have different bits of what all of them should have whole")
-    ratio = max((error.rms / bench.plain.same[place].rms for place, error in same.items() if error.rms), default=0.0)
+    ratio = max((_ratio(error, bench.plain.same[place], bench.dtype) for place, error in same.items()), default=0.0)
     like = None if got is None else likeness(got, bench.picture, bench.lpips)
     return replace(row, same=same, own=own, ratio=ratio, like=like, findings=tuple(findings))
+
+
+def _ratio(error: Error, plain: Error, dtype: torch.dtype) -> float:
+    """Return an error in units of one rank's; where one rank has none, in units of the smallest that counts."""
+    return error.rms / (plain.rms or FLOORS.get(dtype, 1.0)) if error.rms else 0.0
 
 
 def _unequal(row: Row, others: Sequence[Row]) -> list[str]:

@@ -41,6 +41,7 @@ def test_every_rung_makes_the_picture_of_diffusers(ranks: Pool, tmp_path: Path, 
         assert line["difference"] < 1e-3
     ways = [line["case"]["way"] for line in pictures]
     if world == 1:
-        assert ways == ["diffusers, fp32", "diffusers, half precision", "diffusers, branches merged", OURS]
+        theirs = [way for way in ways if "graph" not in way or way == OURS]  # one more on GPUs
+        assert theirs == ["diffusers, fp32", "diffusers, half precision", "diffusers, branches merged", OURS]
     else:
         assert ways == [f"{OURS}, cfg=2", f"{OURS}, ulysses=2"]

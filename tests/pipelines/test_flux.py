@@ -244,7 +244,7 @@ def generated(rank: int, world: int, device: torch.device, folder: str) -> list[
     """Return the pictures of one call whose other ranks ask for a second branch and another size, as tensors."""
     asked: Any = {"size": (24, 16 + 8 * rank), "guidance": Guidance(3.0) if rank else None, "steps": 1 + rank}
     images = generate(["a cat", "a dog"], folder, mesh=mesh_for("ulysses", world, device), **asked)
-    return [torch.from_numpy(np.array(image)).int() for image in images]
+    return [torch.from_numpy(np.array(image)).int().flatten(0, 1) for image in images]
 
 
 def test_generate_is_the_whole_path_in_one_call(ranks: Pool, folders: Mapping[bool, Path]) -> None:

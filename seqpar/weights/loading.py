@@ -116,6 +116,8 @@ class Pool:
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, ranks: int) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._checkpoint, self._device = checkpoint, device
         self._local = threading.local()
         # a thread without a core of its own only takes turns; on the CPU an operation has its own threads

@@ -21,7 +21,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -33,13 +32,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from launch.benches.progress import Clock, disk, status
 from launch.benches.timing import append, command, environment
 
 ROOT = Path(__file__).parents[2]
 WAYS = ("seqpar", "diffusers direct", "diffusers")
 FILE = "diffusion_pytorch_model.safetensors"
 GRACE_S = 15  # beyond the limit, for the interpreter's start and for printing where the threads stand
-BEAT_S = 5  # between the lines of a rank that loads
 SAMPLES = 256  # of the file's pages, asked whether they are in the page cache
 
 
@@ -168,7 +167,7 @@ def start(way: str, folder: Path, ranks: int, limit_s: float) -> str | None:
     They are a process group of their own, because ranks outlive a killed launcher.
     """
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    words += ["-m", "launch.benches.load", way, str(folder), str(limit_s)]
+    words += ["-m", "launch.benches.load", way, str(folder), str(time.time() + limit_s)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     said = folder / f"{way}.err"
     with said.open("w") as file:
@@ -204,46 +203,14 @@ def row(line: dict[str, Any]) -> str:
 # One rank of one contender ---------------------------------------------------------------------------------------
 
 
-class Clock:
-    """Prints when each phase ends, and every few seconds that this rank still loads; `phases`: name -> seconds."""
-
-    def __init__(self, who: str) -> None:
-        self._who, self._began, self._last = who, time.perf_counter(), time.perf_counter()
-        self._disk = disk()
-        self._over = threading.Event()
-        self.phases: dict[str, float] = {}
-        threading.Thread(target=self._beat, daemon=True).start()
-
-    def mark(self, phase: str) -> None:
-        """Note that a phase has ended."""
-        now = time.perf_counter()
-        self.phases[phase], self._last = now - self._last, now
-        self._say(f"{phase} took {self.phases[phase]:.2f} s")
-
-    def stop(self) -> float:
-        """Return the seconds since the start; print no more."""
-        self._over.set()
-        return time.perf_counter() - self._began
-
-    def _beat(self) -> None:
-        while not self._over.wait(BEAT_S):
-            self._say(f"loading, the last phase that ended: {next(reversed(self.phases), 'none')}")
-
-    def _say(self, text: str) -> None:
-        fetched, seconds = (disk() - self._disk) / 1e9, time.perf_counter() - self._began
-        resident = status("VmRSS") / 1e9
-        print(
-            f"{self._who}: {seconds:6.2f} s  {text}  ({fetched:.2f} GB from disk, {resident:.2f} GB resident)",
-            flush=True,
-        )
-
-
 def loaders() -> dict[str, Callable[[str, Any, Clock], nn.Module]]:
     """Contender -> what loads the model of a folder onto the device of a mesh."""
     from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 
     from seqpar.weights.find import locate
     from seqpar.weights.loading import load
+
+    locate("dit-s/8")  # imports the modules of all models, as diffusers' is imported here
 
     def ours(folder: str, mesh: Any, clock: Clock) -> nn.Module:
         blueprint = mesh.together(lambda: locate(folder))
@@ -265,21 +232,9 @@ def loaders() -> dict[str, Callable[[str, Any, Clock], nn.Module]]:
     return dict(zip(WAYS, (ours, direct, theirs), strict=True))
 
 
-def status(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
-
-
-def disk() -> int:
-    """Bytes that this process had fetched from disks."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
-
-
-def rank(way: str, folder: str, limit_s: str) -> None:
+def rank(way: str, folder: str, end: str) -> None:
     """Load as one rank of a contender and leave what was measured in the folder."""
-    faulthandler.dump_traceback_later(float(limit_s), exit=True)
+    faulthandler.dump_traceback_later(max(float(end) - time.time(), 1), exit=True)
     from seqpar import mesh as meshes
 
     began = time.perf_counter()

@@ -65,9 +65,8 @@ def load(
 ) -> None:
     """Check all keys and shapes, then give `model`, which is on the meta device, its parameters.
 
-    mesh: the ranks that load the same model at the same time; None for one rank alone. mark: told the name of each
-    phase that ends (check, compare, read, wait, broadcast). Raises the same ValueError on all of them before anything
-    is broadcast.
+    mesh: the ranks that load the same model together. mark: told the name of each phase that ends. Raises the same
+    ValueError on all of them before anything is broadcast.
     """
     team = Team.of(mesh)
     readers = shares(checkpoint, keys, team.size)
@@ -80,8 +79,6 @@ def load(
             mark("compare")
             names = [name for name in keys.sources if readers[name] == team.rank]
             placed = dict(zip(names, pool.placed(names, keys, dtype), strict=True))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         mark("read")
         return placed
 
@@ -90,11 +87,16 @@ def load(
     for name, parameter in list(model.named_parameters()):
         tensor = placed.pop(name, None)
         tensor = torch.empty(parameter.shape, dtype=dtype, device=device) if tensor is None else tensor
-        if team.size > 1 and team.group is not None:
-            dist.broadcast(tensor, src=team.ranks[readers[name]], group=team.group)
+        _give(tensor, team, readers[name])
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
     mark("broadcast")
+
+
+def _give(tensor: Tensor, team: Team, reader: int) -> None:
+    """Broadcast a parameter from the rank of this host that has read it."""
+    if team.size > 1 and team.group is not None:
+        dist.broadcast(tensor, src=team.ranks[reader], group=team.group)
 
 
 def shares(checkpoint: Checkpoint, keys: KeyMap, parts: int) -> dict[str, int]:
@@ -155,7 +157,10 @@ class Pool:
             source, stage = keys.sources[name], self._local.staging
             return source.combine(*(stage.fetch(self._checkpoint, key, dtype) for key in source.keys)).contiguous()
 
-        return list(self._threads.map(made, names))
+        found = list(self._threads.map(made, names))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # an error of a copy is raised here, not by a broadcast
+        return found
 
     def _start(self) -> None:
         """Give a new thread its buffers; without its device it would open a context on the first GPU."""

@@ -70,17 +70,12 @@ def load(
     """
     team = Team.of(mesh)
     readers = shares(checkpoint, keys, team.size)
+    share = [name for name in keys.sources if readers[name] == team.rank]
 
     def mine() -> dict[str, Tensor]:
         check(model, checkpoint, keys)
         mark("check")
-        with Pool(checkpoint, device, team.size) as pool:
-            pool.check_repeats(list(keys.repeats.items())[team.rank :: team.size])
-            mark("compare")
-            names = [name for name in keys.sources if readers[name] == team.rank]
-            placed = dict(zip(names, pool.placed(names, keys, dtype), strict=True))
-        mark("read")
-        return placed
+        return _read(share, checkpoint, keys, dtype, device, team, mark)
 
     placed = mine() if mesh is None else mesh.together(mine)
     mark("wait")
@@ -91,6 +86,24 @@ def load(
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
     mark("broadcast")
+
+
+def _read(
+    names: Sequence[str],
+    checkpoint: Checkpoint,
+    keys: KeyMap,
+    dtype: torch.dtype,
+    device: torch.device,
+    team: Team,
+    mark: Callable[[str], None],
+) -> dict[str, Tensor]:
+    """Return this rank's share of the parameters, after comparing its share of the keys that must be equal."""
+    with Pool(checkpoint, device, team.size) as pool:
+        pool.check_repeats(list(keys.repeats.items())[team.rank :: team.size])
+        mark("compare")
+        placed = dict(zip(names, pool.placed(names, keys, dtype), strict=True))
+    mark("read")
+    return placed
 
 
 def _give(tensor: Tensor, team: Team, reader: int) -> None:

@@ -8,12 +8,17 @@ ranks for each contender, one contender after the other: `seqpar` (one rank of t
 load the same file as bfloat16 onto the rank's device. The clock runs from a barrier after imports, device and process
 group to a barrier after the last copy. Host memory is the high-water mark of resident memory, summed over all ranks,
 less what was resident before; mapped pages of the file count on every rank that touched them.
+
+Each rank prints when a phase ends, and every few seconds what it has fetched from the disk. A contender that exceeds
+`--limit-s` is stopped, prints where each of its threads stood, and has a line with the reason instead of seconds.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -27,12 +32,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from launch.benches.progress import Clock, disk, status
 from launch.benches.timing import append, command, environment
 
 ROOT = Path(__file__).parents[2]
-WAYS = ("seqpar", "diffusers", "diffusers direct")
+WAYS = ("seqpar", "diffusers direct", "diffusers")
 FILE = "diffusion_pytorch_model.safetensors"
-LIMIT_S = 600  # of one contender
+GRACE_S = 15  # beyond the limit, for the interpreter's start and for printing where the threads stand
+SAMPLES = 256  # of the file's pages, asked whether they are in the page cache
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,8 @@ class Load:
     """Number of blocks: 22 of width 4096 are 7.2 B parameters."""
     ways: tuple[str, ...] = WAYS
     """Contenders, in this order."""
+    limit_s: float = 60
+    """Seconds after which a contender is stopped, imports included."""
     cold: bool = False
     """Drop the file from the page cache before each contender; otherwise it was just written."""
     folder: Path | None = None
@@ -59,15 +68,19 @@ def main(args: Load) -> None:
     """Write the checkpoint, run all contenders, print the table, append the lines."""
     if args.gpus < 1 or args.layers < 1 or args.width < 128 or args.width % 128:
         raise ValueError(f"got {args.gpus} ranks, {args.layers} layers, width {args.width}, expected 1, 1, 128 or more")
+    if args.limit_s <= 0:
+        raise ValueError(f"got --limit-s {args.limit_s:g}, expected more than 0")
     if odd := [way for way in args.ways if way not in WAYS]:
         raise ValueError(f"got --ways {odd[0]}, expected some of {', '.join(WAYS)}")
     with TemporaryDirectory(dir=args.folder) as name:
         started = time.perf_counter()
         size = write(Path(name), args.width, args.layers)
         print(f"{size / 1e9:.2f} GB written in {time.perf_counter() - started:.1f} s", flush=True)
-        lines = [measured(args, way, Path(name), size) for way in args.ways]
+        lines = []
+        for way in args.ways:
+            lines.append(measured(args, way, Path(name), size))
+            append(lines[-1:], args.out)  # at once: what follows may be stopped from outside
     print(table(lines), flush=True)
-    append(lines, args.out)
 
 
 def config(width: int, layers: int) -> dict[str, Any]:
@@ -117,104 +130,138 @@ def measured(args: Load, way: str, folder: Path, size: int) -> dict[str, Any]:
         with open(folder / FILE, "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    start(way, folder, args.gpus)
+    print(f"{way}: {cached(folder / FILE):.0%} of the file is in the page cache", flush=True)
+    case = {"way": way, "cold": args.cold, "file_bytes": size, "width": args.width, "layers": args.layers}
+    told = {"command": command(), "env": environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
+    line = {"bench": "load", "case": case, "gpus": args.gpus, **told}
+    if reason := start(way, folder, args.gpus, args.limit_s):
+        print(f"{way}: {reason}", flush=True)
+        return line | {"failed": reason.splitlines()[0]}
     ranks = [json.loads((folder / f"{way}-{rank}.json").read_text()) for rank in range(args.gpus)]
     grown = sum(rank["peak"] - rank["before"] for rank in ranks)
-    return {
-        "bench": "load",
-        "case": {"way": way, "cold": args.cold, "file_bytes": size, "width": args.width, "layers": args.layers},
-        "gpus": args.gpus,
+    return line | {
         "seconds": max(rank["seconds"] for rank in ranks),
+        "phases": [rank["phases"] for rank in ranks],
         "host_bytes": grown,
         "host_over_file": grown / size,
         "host_bytes_with_programs": sum(rank["peak"] for rank in ranks),
         "disk_bytes": sum(rank["disk"] for rank in ranks),
-        "command": command(),
-        "env": environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     }
 
 
-def start(way: str, folder: Path, ranks: int) -> None:
-    """Run all ranks of a contender until they have left their measurements in the folder."""
+def cached(file: Path) -> float:
+    """The share of a file, by samples, that a read gets without waiting for a disk."""
+    page, size, held = bytearray(1), file.stat().st_size, 0
+    with open(file, "rb", buffering=0) as opened:
+        for i in range(SAMPLES):
+            try:
+                held += os.preadv(opened.fileno(), [page], i * size // SAMPLES, os.RWF_NOWAIT)
+            except BlockingIOError:
+                continue
+    return held / SAMPLES
+
+
+def start(way: str, folder: Path, ranks: int, limit_s: float) -> str | None:
+    """Run all ranks of a contender until they have left their measurements in the folder, or return why they have not.
+
+    They are a process group of their own, because ranks outlive a killed launcher.
+    """
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    words += ["-m", "launch.benches.load", way, str(folder), str(time.time() + limit_s)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [*words, "-m", "launch.benches.load", way, str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=LIMIT_S,
-    )
-    if done.returncode:
-        raise ValueError(f"got exit code {done.returncode} from {way}, expected 0; it said:\n{done.stderr[-4000:]}")
+    said = folder / f"{way}.err"
+    with said.open("w") as file:
+        run = subprocess.Popen(words, stderr=file, env={**os.environ, "PYTHONPATH": path}, start_new_session=True)
+        try:
+            code = run.wait(limit_s + GRACE_S)
+        except subprocess.TimeoutExpired:
+            code = f"none after {limit_s + GRACE_S:g} s"
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+                run.wait()
+    if code == 0:
+        return None
+    return f"got exit code {code}, expected 0 within {limit_s:g} s; it said:\n{said.read_text()[-8000:]}"
 
 
 def table(lines: list[dict[str, Any]]) -> str:
     """A row a contender."""
-    rows = [
+    return "\n".join([f"{lines[0]['gpus']} rank(s), {lines[0]['case']['file_bytes'] / 1e9:.2f} GB", *map(row, lines)])
+
+
+def row(line: dict[str, Any]) -> str:
+    """The measurements of a contender, or why there are none."""
+    if "failed" in line:
+        return f"{line['case']['way']:<18} {line['failed']}"
+    return (
         f"{line['case']['way']:<18} {line['seconds']:8.2f} s   host memory {line['host_bytes'] / 1e9:7.2f} GB "
         f"({line['host_over_file']:.2f} x the file)   {line['disk_bytes'] / 1e9:7.2f} GB from disk"
-        for line in lines
-    ]
-    return "\n".join([f"{lines[0]['gpus']} rank(s), {lines[0]['case']['file_bytes'] / 1e9:.2f} GB", *rows])
+    )
 
 
 # One rank of one contender ---------------------------------------------------------------------------------------
 
 
-def loaders() -> dict[str, Callable[[str, Any], nn.Module]]:
+def loaders() -> dict[str, Callable[[str, Any, Clock], nn.Module]]:
     """Contender -> what loads the model of a folder onto the device of a mesh."""
     from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 
     from seqpar.weights.find import locate
+    from seqpar.weights.loading import load
 
-    def ours(folder: str, mesh: Any) -> nn.Module:
-        return mesh.together(lambda: locate(folder)).build(torch.bfloat16, mesh.device, mesh=mesh)
+    locate("dit-s/8")  # imports the modules of all models, as diffusers' is imported here
 
-    def theirs(folder: str, mesh: Any) -> nn.Module:
+    def ours(folder: str, mesh: Any, clock: Clock) -> nn.Module:
+        blueprint = mesh.together(lambda: locate(folder))
+        model = blueprint.meta()
+        clock.mark("open")
+        load(model, blueprint.checkpoint, blueprint.keys, torch.bfloat16, mesh.device, mesh, clock.mark)
+        return model
+
+    def theirs(folder: str, mesh: Any, clock: Clock) -> nn.Module:
         model: Any = DiTTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
+        clock.mark("from_pretrained")
         return model.to(mesh.device)
 
-    def direct(folder: str, mesh: Any) -> nn.Module:
+    def direct(folder: str, mesh: Any, clock: Clock) -> nn.Module:
         placed = {"": str(mesh.device)}
         model: Any = DiTTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16, device_map=placed)
         return model
 
-    return dict(zip(WAYS, (ours, theirs, direct), strict=True))
+    return dict(zip(WAYS, (ours, direct, theirs), strict=True))
 
 
-def status(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
-
-
-def disk() -> int:
-    """Bytes that this process had fetched from disks."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
-
-
-def rank(way: str, folder: str) -> None:
+def rank(way: str, folder: str, end: str) -> None:
     """Load as one rank of a contender and leave what was measured in the folder."""
+    faulthandler.dump_traceback_later(max(float(end) - time.time(), 1), exit=True)
     from seqpar import mesh as meshes
 
+    began = time.perf_counter()
     load, mesh = loaders()[way], meshes.Mesh.joined()
-    torch.zeros(1 << 20, device=mesh.device).to(torch.bfloat16)
-    if mesh.world.size > 1:  # the first call of NCCL connects the ranks
-        torch.distributed.broadcast(torch.zeros(1, device=mesh.device), src=0)
+    connect(mesh)
+    who = f"{way}, rank {mesh.world.rank}"
+    print(f"{who}: imports, device and process group took {time.perf_counter() - began:.2f} s", flush=True)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     mesh.collect(None)
-    before, read, started = status("VmRSS"), disk(), time.perf_counter()
-    model = load(folder, mesh)
+    before, read, clock = status("VmRSS"), disk(), Clock(who)
+    model = load(folder, mesh, clock)
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
+    clock.mark("last copies")
     mesh.collect(None)
-    found = {"seconds": time.perf_counter() - started, "before": before, "peak": status("VmHWM"), "disk": disk() - read}
+    found: dict[str, Any] = {"seconds": clock.stop(), "phases": clock.phases, "before": before}
+    found |= {"peak": status("VmHWM"), "disk": disk() - read}
     found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     Path(folder, f"{way}-{mesh.world.rank}.json").write_text(json.dumps(found))
     meshes.close()
+
+
+def connect(mesh: Any) -> None:
+    """Start the device and the library that connects the ranks, which their first calls do."""
+    torch.zeros(1 << 20, device=mesh.device).to(torch.bfloat16)
+    if mesh.world.size > 1:
+        torch.distributed.broadcast(torch.zeros(1, device=mesh.device), src=0)
 
 
 if __name__ == "__main__":

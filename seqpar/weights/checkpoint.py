@@ -52,11 +52,20 @@ class KeyMap:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes begin: in which file, after how many bytes."""
+
+    path: Path
+    offset: int
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """The shapes and dtypes of all tensors by key, and a function that reads one tensor; `name` is used in messages.
 
     about: what is known beside the tensors of an original file. "args": arguments of the training script (name ->
-    number or text). "shards": the number of model-parallel files that were merged.
+    number or text). "shards": the number of model-parallel files that were merged. places: where the bytes of a tensor
+    lie in a file, row by row, for the keys of which that is known; reading there makes no pages of the file resident.
     """
 
     name: str
@@ -64,6 +73,7 @@ class Checkpoint:
     read: Callable[[str], Tensor]
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
+    places: Mapping[str, Place] = field(default_factory=dict)
 
 
 def from_state_dict(name: str, state: Mapping[str, Tensor], about: Mapping[str, Any] | None = None) -> Checkpoint:
@@ -178,11 +188,24 @@ def _safetensors(path: Path) -> Checkpoint:
         shapes = {key: tuple(part.get_shape()) for key, part in slices.items()}
         # an empty slice has the dtype, and reads nothing
         dtypes = {key: part[:0].dtype if shapes[key] else file.get_tensor(key).dtype for key, part in slices.items()}
+        places = _places(path)
     except (SafetensorError, OSError, RuntimeError, AttributeError) as error:
         raise ValueError(f"got checkpoint {path}, which is truncated or not a safetensors file: {error}") from error
-    opened = Checkpoint(str(path), shapes, file.get_tensor, dtypes)
+    opened = Checkpoint(str(path), shapes, file.get_tensor, dtypes, places=places)
     paddles = path.name.startswith("diffusion_paddle_model") and (file.metadata() or {}).get("format") != "pt"
     return _from_paddle(opened) if paddles else opened
+
+
+def _places(path: Path) -> dict[str, Place]:
+    """Return key -> where its tensor lies in a safetensors file, whose header the library has already checked."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {
+        key: Place(path, 8 + length + entry["data_offsets"][0])
+        for key, entry in header.items()
+        if key != "__metadata__"
+    }
 
 
 def _from_paddle(opened: Checkpoint) -> Checkpoint:
@@ -206,7 +229,8 @@ def _sharded(index: Path) -> Checkpoint:
         raise ValueError(f"got index {index} whose files lack {_some(lost)}, expected all keys of weight_map")
     shapes = {key: files[name].shapes[key] for key, name in places.items()}
     dtypes = {key: files[name].dtypes[key] for key, name in places.items()}
-    return Checkpoint(str(index), shapes, lambda key: files[places[key]].read(key), dtypes)
+    spots = {key: files[name].places[key] for key, name in places.items() if key in files[name].places}
+    return Checkpoint(str(index), shapes, lambda key: files[places[key]].read(key), dtypes, places=spots)
 
 
 def _beside(name: object) -> bool:

@@ -1,16 +1,18 @@
 """Loads checkpoints: one rank of a host reads, converts and places each tensor, and gives it to the others.
 
-Each rank reads its share of the parameters from the mapped file and places them on its own device. When all ranks have
-done so without an error, each parameter is broadcast from its reader, GPU to GPU. A host so reads, converts and maps
-every byte once, whatever the number of its ranks, and no rank ever holds the model in host memory.
+Each rank reads its share of the parameters and places them on its own device. When all ranks have done so without an
+error, the main thread of each broadcasts the parameters in one order, each from its reader, GPU to GPU. A host so reads
+and converts every byte once, whatever the number of its ranks, and no rank ever holds the model in host memory. The
+reading itself, and the conversion on the GPU, is in `seqpar/weights/staging.py`.
 When it wins: always for GPUs, where broadcasts are faster than the host's memory.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -21,9 +23,9 @@ from torch import Tensor, nn
 
 from seqpar.mesh import Mesh
 from seqpar.weights.checkpoint import Checkpoint, KeyMap, check
+from seqpar.weights.staging import Staging
 
-READERS = 4  # threads a rank: one thread copies less from the page cache than a GPU's link takes
-CHUNK = 1 << 24  # bytes of a page-locked buffer; each reader has two
+READERS = 8  # threads a rank at most: one copies less from the page cache, or asks less of a disk, than a GPU takes
 
 
 @dataclass(frozen=True)
@@ -59,29 +61,55 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
     mesh: Mesh | None = None,
+    mark: Callable[[str], None] = lambda phase: None,
 ) -> None:
     """Check all keys and shapes, then give `model`, which is on the meta device, its parameters.
 
-    mesh: the ranks that load the same model at the same time; None for one rank alone. Raises the same ValueError on
-    all of them before anything is broadcast.
+    mesh: the ranks that load the same model together. mark: told the name of each phase that ends. Raises the same
+    ValueError on all of them before anything is broadcast.
     """
     team = Team.of(mesh)
     readers = shares(checkpoint, keys, team.size)
+    share = [name for name in keys.sources if readers[name] == team.rank]
 
     def mine() -> dict[str, Tensor]:
         check(model, checkpoint, keys)
-        _check_repeats(checkpoint, list(keys.repeats.items())[team.rank :: team.size])
-        names = [name for name in keys.sources if readers[name] == team.rank]
-        return dict(zip(names, _placed(names, checkpoint, keys, dtype, device), strict=True))
+        mark("check")
+        return _read(share, checkpoint, keys, dtype, device, team, mark)
 
     placed = mine() if mesh is None else mesh.together(mine)
+    mark("wait")
     for name, parameter in list(model.named_parameters()):
         tensor = placed.pop(name, None)
         tensor = torch.empty(parameter.shape, dtype=dtype, device=device) if tensor is None else tensor
-        if team.size > 1 and team.group is not None:
-            dist.broadcast(tensor, src=team.ranks[readers[name]], group=team.group)
+        _give(tensor, team, readers[name])
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+    mark("broadcast")
+
+
+def _read(
+    names: Sequence[str],
+    checkpoint: Checkpoint,
+    keys: KeyMap,
+    dtype: torch.dtype,
+    device: torch.device,
+    team: Team,
+    mark: Callable[[str], None],
+) -> dict[str, Tensor]:
+    """Return this rank's share of the parameters, after comparing its share of the keys that must be equal."""
+    with Pool(checkpoint, device, team.size) as pool:
+        pool.check_repeats(list(keys.repeats.items())[team.rank :: team.size])
+        mark("compare")
+        placed = dict(zip(names, pool.placed(names, keys, dtype), strict=True))
+    mark("read")
+    return placed
+
+
+def _give(tensor: Tensor, team: Team, reader: int) -> None:
+    """Broadcast a parameter from the rank of this host that has read it."""
+    if team.size > 1 and team.group is not None:
+        dist.broadcast(tensor, src=team.ranks[reader], group=team.group)
 
 
 def shares(checkpoint: Checkpoint, keys: KeyMap, parts: int) -> dict[str, int]:
@@ -96,67 +124,59 @@ def shares(checkpoint: Checkpoint, keys: KeyMap, parts: int) -> dict[str, int]:
     return found
 
 
-def _check_repeats(checkpoint: Checkpoint, repeats: Iterable[tuple[str, str]]) -> None:
-    """Raise ValueError if a key differs from the one whose values it must have; several threads compare."""
+class Pool:
+    """The threads of one rank that read a checkpoint, each with its own staging buffers.
 
-    def same(pair: tuple[str, str]) -> bool:
-        return torch.equal(checkpoint.read(pair[0]), checkpoint.read(pair[1]))
+    A context manager, which ends the threads. They copy and convert on the device and never call a collective.
+    """
 
-    pairs = list(repeats)
-    with ThreadPoolExecutor(READERS) as pool:
-        for (key, twin), equal in zip(pairs, pool.map(same, pairs), strict=True):
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, ranks: int) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._checkpoint, self._device = checkpoint, device
+        self._local = threading.local()
+        # a thread without a core of its own only takes turns; on the CPU an operation has its own threads
+        cores = len(os.sched_getaffinity(0)) // ranks
+        count = max(1, min(READERS, cores)) if device.type == "cuda" else 1
+        self._threads = ThreadPoolExecutor(count, initializer=self._start)
+
+    def __enter__(self) -> Pool:
+        """Return this pool."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the threads; what was not begun is dropped."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def check_repeats(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Raise ValueError if a key differs from the one whose values it must have."""
+
+        def equal_values(pair: tuple[str, str]) -> bool:
+            one, other = (self._local.staging.fetch(self._checkpoint, key) for key in pair)
+            return torch.equal(one, other)
+
+        same = self._threads.map(equal_values, pairs)
+        for (key, twin), equal in zip(pairs, same, strict=True):
             if not equal:
                 raise ValueError(
-                    f"{checkpoint.name}: {key} differs from {twin}, expected equal tensors; such a model "
+                    f"{self._checkpoint.name}: {key} differs from {twin}, expected equal tensors; such a model "
                     f"conditions each block differently, which is not implemented"
                 )
 
+    def placed(self, names: Iterable[str], keys: KeyMap, dtype: torch.dtype) -> list[Tensor]:
+        """Return the parameters of these names on the device, in their order."""
 
-def _placed(
-    names: Sequence[str], checkpoint: Checkpoint, keys: KeyMap, dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
-    """Return the parameters of these names on the device, in their order; several threads read at the same time."""
-    local = threading.local()
+        def made(name: str) -> Tensor:
+            source, stage = keys.sources[name], self._local.staging
+            return source.combine(*(stage.fetch(self._checkpoint, key, dtype) for key in source.keys)).contiguous()
 
-    def made(name: str) -> Tensor:
-        source = keys.sources[name]
-        read = [checkpoint.read(key) for key in source.keys]
-        if device.type != "cuda":
-            return source.combine(*read).to(device=device, dtype=dtype, copy=True).contiguous()
-        if not hasattr(local, "staging"):
-            local.staging = Staging(device)
-        return source.combine(*(local.staging.copy(tensor).to(dtype) for tensor in read)).contiguous()
+        found = list(self._threads.map(made, names))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # an error of a copy is raised here, not by a broadcast
+        return found
 
-    with ThreadPoolExecutor(READERS if device.type == "cuda" else 1) as pool:
-        return list(pool.map(made, names))
-
-
-class Staging:
-    """Copies tensors from the mapped file to a GPU through two page-locked buffers, which take turns.
-
-    A copy out of pageable memory goes through one small buffer of the driver, and waits for it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._free = [torch.cuda.Event() for _ in range(2)]
-        self._turn = 0
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the GPU, in its dtype; a transposed one is sent as it lies in the file."""
-        if tensor.dim() == 2 and not tensor.is_contiguous() and tensor.T.is_contiguous():
-            return self.copy(tensor.T).T
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        if tensor.numel() == 0:
-            return made
-        there, here = (x.view(-1).view(torch.uint8) for x in (made, tensor.contiguous()))
-        with torch.cuda.device(self._device):
-            for to, piece in zip(there.split(CHUNK), here.split(CHUNK), strict=True):
-                buffer, free = self._buffers[self._turn], self._free[self._turn]
-                free.synchronize()  # until the copy out of it, two chunks ago, has ended
-                buffer[: len(piece)].copy_(piece)
-                to.copy_(buffer[: len(piece)], non_blocking=True)
-                free.record()
-                self._turn = 1 - self._turn
-        return made
+    def _start(self) -> None:
+        """Give a new thread its buffers; without its device it would open a context on the first GPU."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._local.staging = Staging(self._device)

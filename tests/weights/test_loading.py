@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from seqpar.mesh import Mesh
-from seqpar.weights import loading
+from seqpar.weights import staging
+from seqpar.weights.checkpoint import open_checkpoint
 from seqpar.weights.find import locate
 from seqpar.weights.loading import shares
 from tests.support.pool import Pool
@@ -30,7 +32,7 @@ def built(rank: int, world: int, device: torch.device, folder: str) -> tuple[lis
 
     # repeats are compared, which reads them; here the reading of parameters is counted alone
     keys = replace(keys, repeats={}, ignored=keys.ignored | frozenset(keys.repeats))
-    blueprint = replace(blueprint, checkpoint=replace(checkpoint, read=counted), keys=keys)
+    blueprint = replace(blueprint, checkpoint=replace(checkpoint, read=counted, places={}), keys=keys)
     model = blueprint.build(torch.bfloat16, device, mesh=Mesh.joined(device))
     assert not any(parameter.is_meta or parameter.requires_grad for parameter in model.parameters())
     return read, {name: parameter.data for name, parameter in model.named_parameters()}
@@ -46,7 +48,9 @@ def refused(rank: int, world: int, device: torch.device, folder: str) -> str:
 def test_each_tensor_is_read_by_one_rank_and_given_to_all(ranks: Pool, tmp_path: Path, world: int) -> None:
     """An error of one rank is the error of all: one rank compares a copy of the embedders, before any broadcast."""
     diffusers_dit().save_pretrained(tmp_path)  # pyright: ignore
+    placed = locate(tmp_path).build(torch.bfloat16, torch.device("cpu"))  # out of the file, not through `read`
     truth_read, truth = built(0, 1, torch.device("cpu"), str(tmp_path))
+    assert all(torch.equal(parameter, truth[name]) for name, parameter in placed.named_parameters())
     got = ranks.run(world, built, str(tmp_path))
     keys = [key for read, _ in got for key in read]
     assert sorted(keys) == sorted(truth_read)
@@ -76,15 +80,22 @@ def test_the_shares_of_ranks_are_runs_of_about_equal_size(tmp_path: Path) -> Non
     assert max(parts) - min(parts) <= 2 * max(sizes.values())
 
 
-@pytest.mark.gpu
-def test_gpu_tensors_come_whole_through_small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks end inside of rows; a transposed matrix, a scalar and an empty tensor are copied, too."""
-    monkeypatch.setattr(loading, "CHUNK", 1000)
-    staging = loading.Staging(torch.device("cuda"))
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(70, 90, generator=generator)
-    for tensor in (matrix, matrix.bfloat16(), matrix.T, matrix[:, ::2], torch.tensor(3.0), torch.empty(0, 4)):
-        copied = staging.copy(tensor)
-        assert copied.is_cuda
-        assert copied.dtype == tensor.dtype
-        assert torch.equal(copied.cpu(), tensor)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tensors_come_whole_through_small_buffers(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks end inside of rows; out of a file and out of memory; a transposed matrix, a scalar and an empty tensor."""
+    monkeypatch.setattr(staging, "CHUNK", 1000)
+    stage, matrix = staging.Staging(torch.device(device)), torch.randn(70, 90, generator=torch.manual_seed(0))
+    tensors = (matrix, matrix.bfloat16(), matrix.T, matrix[:, ::2], torch.tensor(3.0), torch.empty(0, 4))
+    file = tmp_path / "model.safetensors"
+    save_file({str(i): tensor.contiguous() for i, tensor in enumerate(tensors)}, file, {"format": "pt"})
+    opened = open_checkpoint(file)
+    assert opened.places.keys() == opened.shapes.keys()
+    for i, tensor in enumerate(tensors):
+        for dtype in (None, torch.bfloat16, torch.float64):
+            for got in (stage.copy(tensor, dtype), stage.fetch(opened, str(i), dtype)):
+                assert got.device.type == device
+                assert got.dtype == (dtype or tensor.dtype)
+                assert torch.equal(got.cpu(), tensor.to(got.dtype))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="which ends at byte"):
+        [stage.fetch(opened, key) for key in opened.places]

@@ -1,0 +1,85 @@
+"""Brings tensors of a checkpoint to a device through two small page-locked buffers, and converts them there.
+
+A file is read straight into these buffers where the place of a tensor is known: a mapped file costs a page fault for
+every few pages, and fetches a file that is not in the page cache in small pieces. The numbers cross to the GPU as they
+lie in the file and are converted by it, since a processor's core converts less than a tenth of what the link takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from io import FileIO
+
+import torch
+from torch import Tensor
+
+from seqpar.weights.checkpoint import Checkpoint
+
+CHUNK = 1 << 23  # bytes of a buffer, a multiple of the size of every dtype
+
+
+class Staging:
+    """Two page-locked buffers, which take turns, and their twins on the device. For one thread.
+
+    A copy out of pageable memory goes through one small buffer of the driver, and waits for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2)]
+        # on the CPU the numbers need not cross
+        self._landed = [
+            torch.empty(CHUNK, dtype=torch.uint8, device=device) if self._cuda else buffer for buffer in self._buffers
+        ]
+        self._free = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
+        self._device, self._turn = device, 0
+
+    def fetch(self, checkpoint: Checkpoint, key: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor of a checkpoint on the device, in its own dtype or in this one.
+
+        Raises ValueError if the file has become shorter than its header says.
+        """
+        if key not in checkpoint.places:
+            return self.copy(checkpoint.read(key), dtype)
+        shape, kept, place = checkpoint.shapes[key], checkpoint.dtypes[key], checkpoint.places[key]
+        made = torch.empty(shape, dtype=dtype or kept, device=self._device)
+        with open(place.path, "rb", buffering=0) as file:
+            self._fill(made, kept, lambda at, buffer: _read(file, place.offset + at, buffer))
+        return made
+
+    def copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor of host memory on the device; a transposed one is sent as it lies in the file."""
+        if tensor.dim() == 2 and not tensor.is_contiguous() and tensor.T.is_contiguous():
+            return self.copy(tensor.T, dtype).T
+        made = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=self._device)
+        if tensor.numel():
+            flat = tensor.contiguous().view(-1).view(torch.uint8)
+            self._fill(made, tensor.dtype, lambda at, buffer: buffer.copy_(flat[at : at + len(buffer)]))
+        return made
+
+    def _fill(self, made: Tensor, kept: torch.dtype, read: Callable[[int, Tensor], object]) -> None:
+        """Fill a tensor of the device with numbers of the dtype `kept`, which `read` writes from a byte on."""
+        numbers = made.view(-1)
+        for first in range(0, made.numel(), CHUNK // kept.itemsize):
+            part = numbers[first : first + CHUNK // kept.itemsize]
+            size, turn = len(part) * kept.itemsize, self._turn
+            buffer, landed = self._buffers[turn][:size], self._landed[turn][:size]
+            if self._cuda:
+                self._free[turn].synchronize()  # until the copy out of it, two chunks ago, has ended
+            read(first * kept.itemsize, buffer)
+            if self._cuda:
+                landed.copy_(buffer, non_blocking=True)
+                self._free[turn].record()
+            part.copy_(landed.view(kept))
+            self._turn = 1 - turn
+
+
+def _read(file: FileIO, at: int, buffer: Tensor) -> None:
+    """Fill a buffer with the bytes of a file from `at` on; ValueError if the file ends before."""
+    left = memoryview(buffer.numpy())  # pyright: ignore[reportArgumentType] (numpy's stubs lack the protocol)
+    while left:
+        got = os.preadv(file.fileno(), [left], at)
+        if got == 0:
+            raise ValueError(f"got {file.name}, which ends at byte {at}, expected {len(left)} more; copy it again")
+        left, at = left[got:], at + got

@@ -120,7 +120,10 @@ def _ready(source: Places | Any, tokens: int, device: torch.device, dtype: torch
 
 
 def _captioner(places: Places) -> tuple[Any, Any]:
-    """Return the caption decoder and its tokenizer."""
+    """Return the caption decoder and its tokenizer; of an original file only the layer for prompts is used."""
+    if not places.decoder.is_dir():
+        where = places.decoder
+        raise ValueError(f"got the original caption decoder {where}, expected diffusers' folder for captions")
     import transformers
     from diffusers.pipelines.deprecated.unidiffuser.modeling_text_decoder import UniDiffuserTextDecoder
 

@@ -180,7 +180,7 @@ class Files:
 
 
 def places_of(path: Path) -> Places:
-    """Return where the parts are: those of a diffusers folder, or original files (their folder, or the U-ViT's file)."""
+    """Return where the parts are in a diffusers folder, or in a folder (or by the U-ViT's file) of original files."""
     layout = layout_of(path)
     if layout is not None and layout.kind == "unidiffuser":
         _texts.check_installed()

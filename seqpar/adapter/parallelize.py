@@ -30,6 +30,8 @@ from seqpar.inputs import agree
 from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Wish
+from seqpar.sampling.ddpm import check_variances, learns_range
+from seqpar.sampling.original import pass_variances
 from seqpar.vae.decoder import share_input
 
 PipeT = TypeVar("PipeT")
@@ -56,12 +58,14 @@ def parallelize(
     for other transformers, its own modules compute. plan: where the tokens of a transformer are split, as
     `seqpar.adapter.cuts.Cuts` or in the form of diffusers' `_cp_plan`; None takes what is known of its class.
     On GPUs each kind of call is captured as a CUDA graph at its second call. Inputs of rank 0 are used on every rank.
+    diffusers' DiTPipeline with a scheduler of learned variances gets them from now on, which it cuts off otherwise.
     Rank 0 prints one line for each transformer. Call `release` before the process group ends.
     Raises ValueError, the same on every rank, for what cannot be split.
     """
     found = transformers_of(pipe_or_transformer)
     ranks = mesh or Mesh.joined()
     cuts = ranks.together(lambda: {name: _checked(module, plan) for name, module in found.items()})
+    ranks.together(lambda: _takes_variances(pipe_or_transformer))
     wish = Wish(strategy=strategy, local=local, transport=transport)
     layout = _planned(next(iter(found.values())), mesh, wish, native)
     made = _with_host_group(settled(layout, mesh))
@@ -158,6 +162,8 @@ def _install_all(
         install(found[name], call)
         if mesh.is_main:
             print(_summary(found[name], call.body, mesh, plan), flush=True)
+    if _takes_variances(pipe_or_transformer):
+        lease.at_end(pass_variances(pipe_or_transformer))
     if hasattr(getattr(pipe_or_transformer, "vae", None), "decode"):
 
         def check() -> None:
@@ -205,6 +211,15 @@ def _checked(module: nn.Module, plan: Cuts | Mapping[str, Any] | None) -> Cuts:
     if next(module.parameters()).device.type == "meta":
         raise ValueError(f"got a {name} without weights (on the meta device), expected a loaded one")
     return plans.of(module, plan)
+
+
+def _takes_variances(pipe: Any) -> bool:
+    """Return whether a pipeline cuts the variances off that its scheduler needs; ValueError if its model has none."""
+    named = any(kind.__name__ == "DiTPipeline" for kind in type(pipe).__mro__)
+    if not named or not learns_range(pipe.scheduler):
+        return False
+    check_variances(pipe.transformer.config)
+    return True
 
 
 def _planned(module: nn.Module, mesh: Mesh | None, wish: Wish, native: bool) -> Plan:

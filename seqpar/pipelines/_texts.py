@@ -85,13 +85,18 @@ class Texts:
 
 def check_named(folder: Path, index: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raise ValueError if a pipeline's model_index.json lacks one of these parts, or transformers is not installed."""
+    check_installed()
+    for name in names:
+        if not (index.get(name) or [None])[0]:
+            raise ValueError(f"got pipeline {folder} without {name}, expected one: prompts need it")
+
+
+def check_installed() -> None:
+    """Raise ValueError if transformers, which has the text encoders, is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(
             "got a model with text encoders, which need the package transformers; pip install transformers"
         )
-    for name in names:
-        if not (index.get(name) or [None])[0]:
-            raise ValueError(f"got pipeline {folder} without {name}, expected one: prompts need it")
 
 
 def check_encoder(folder: Path) -> None:

@@ -20,9 +20,13 @@ from seqpar.sampling.steppers import check_eta, decide
 from seqpar.vae.decoder import check_vae, vae_factor
 from seqpar.weights.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_json
 from seqpar.weights.find import Blueprint, locate, resolve
+from seqpar.weights.layout import layout_of
 
 PREFIX = "encode_prefix."  # of the caption decoder's layer that makes prompts narrower
 PARTS = ("text_encoder", "clip_tokenizer", "text_decoder")
+# the text encoder of UniDiffuser, which its authors do not publish again, and the folder of its hub repository
+CLIP, CLIP_FOLDER = "openai/clip-vit-large-patch14", "clip-vit-large-patch14"
+CLIP_DEFAULTS = {"max_position_embeddings": 77, "hidden_size": 512}  # of transformers, for what a config leaves out
 # the scheduler of diffusers' UniDiffuser, for models without a pipeline folder
 DEFAULT = {
     "_class_name": "DPMSolverMultistepScheduler",
@@ -35,14 +39,15 @@ DEFAULT = {
 
 @dataclass(frozen=True)
 class Places:
-    """Where the parts of a UniDiffuser are: folders, as diffusers and transformers save them.
+    """Where the parts of a UniDiffuser are: folders, as diffusers and transformers save them, or original files.
 
-    decoder: the caption decoder with the layer that makes prompts narrower.
+    unet, vae, decoder: a folder or an original file. decoder: the caption decoder with the layer that makes prompts
+    narrower. scheduler: None for original files, which come without one.
     """
 
     unet: Path
     vae: Path
-    scheduler: Path
+    scheduler: Path | None
     text_encoder: Path
     clip_tokenizer: Path
     decoder: Path
@@ -52,7 +57,7 @@ class Places:
 
     @staticmethod
     def of(folder: Path) -> Places:
-        """Return the places in a diffusers folder; another layout of the same parts gets its own function here."""
+        """Return the places in a diffusers folder."""
         processors = (folder / name for name in ("clip_image_processor", "image_processor"))
         return Places(
             unet=folder / "unet",
@@ -64,6 +69,26 @@ class Places:
             text_tokenizer=folder / "text_tokenizer",
             image_encoder=folder / "image_encoder",
             image_processor=next((path for path in processors if path.is_dir()), folder / "image_processor"),
+        )
+
+    @staticmethod
+    def of_original(parts: Mapping[str, Path]) -> Places:
+        """Return the places of UniDiffuser's original files, with CLIP and other folders beside them.
+
+        parts: the files by the names of `seqpar.weights.layout`. Raises ValueError if a file or CLIP is missing.
+        """
+        folder, files = parts["unet"].parent, {"text_decoder": "caption_decoder.pth", "vae": "autoencoder_kl.pth"}
+        if lost := [file for part, file in files.items() if part not in parts]:
+            raise ValueError(f"got {folder} without {lost[0]}, expected it beside {parts['unet'].name}")
+        text_encoder, clip_tokenizer = _clip_beside(folder)
+        return replace(
+            Places.of(folder),
+            unet=parts["unet"],
+            vae=parts["vae"],
+            scheduler=None,
+            decoder=parts["text_decoder"],
+            text_encoder=text_encoder,
+            clip_tokenizer=clip_tokenizer,
         )
 
 
@@ -82,7 +107,7 @@ class Files:
 
     @staticmethod
     def locate(name: str | Path, mode: Mode = "text2img") -> Files:
-        """Find and check the files of a diffusers folder or hub id, or take a preset (random weights, no encoders).
+        """Find and check a diffusers folder, hub id or original files, or take a preset (random weights, no encoders).
 
         mode: what is made of what; see `seqpar.models.uvit.Config`. Raises ValueError if a file does not fit; reads
         only configs and the headers of weight files.
@@ -99,7 +124,8 @@ class Files:
         if vae.latent_channels != channels:
             raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
         check_encoders(places, blueprint.config)
-        return Files(blueprint, places, vae, read_json(places.scheduler / "scheduler_config.json"))
+        told = DEFAULT if places.scheduler is None else read_json(places.scheduler / "scheduler_config.json")
+        return Files(blueprint, places, vae, told)
 
     @property
     def factor(self) -> int:
@@ -154,11 +180,29 @@ class Files:
 
 
 def places_of(path: Path) -> Places:
-    """Return where the parts are in a diffusers folder."""
+    """Return where the parts are in a diffusers folder, or in a folder (or by the U-ViT's file) of original files."""
+    layout = layout_of(path)
+    if layout is not None and layout.kind == "unidiffuser":
+        _texts.check_installed()
+        return Places.of_original(layout.parts)
     if not (path / "model_index.json").is_file():
         raise ValueError(f"got {path} without model_index.json, expected a pipeline's folder with its text encoder")
     _texts.check_named(path, read_json(path / "model_index.json"), PARTS)
     return Places.of(path)
+
+
+def _clip_beside(folder: Path) -> tuple[Path, Path]:
+    """Return the folders of CLIP's text encoder and tokenizer beside original files; ValueError if there are none."""
+    if (folder / CLIP_FOLDER).is_dir():
+        return folder / CLIP_FOLDER, folder / CLIP_FOLDER
+    tokenizers = (folder / name for name in ("clip_tokenizer", "tokenizer"))
+    tokenizer = next((path for path in tokenizers if path.is_dir()), None)
+    if tokenizer is not None and (folder / "text_encoder").is_dir():
+        return folder / "text_encoder", tokenizer
+    raise ValueError(
+        f"got UniDiffuser's original files in {folder} without CLIP, which encodes prompts, expected the files of "
+        f"{CLIP} in {folder / CLIP_FOLDER}, or the folders text_encoder and tokenizer"
+    )
 
 
 def check_encoders(places: Places, config: Any) -> None:
@@ -169,7 +213,8 @@ def check_encoders(places: Places, config: Any) -> None:
     _texts.check_encoder(places.text_encoder)
     _texts.check_tokenizer(places.clip_tokenizer)
     told = read_json(places.text_encoder / "config.json")
-    tokens, width = told.get("max_position_embeddings"), told.get("hidden_size")
+    told = CLIP_DEFAULTS | told.get("text_config", told)  # CLIP's own folder also has the half that sees pictures
+    tokens, width = told["max_position_embeddings"], told["hidden_size"]
     if tokens != config.text_tokens:
         raise ValueError(f"got a text encoder of {tokens} tokens, expected the model's {config.text_tokens}")
     shapes = caption_decoder(places).shapes
@@ -184,4 +229,4 @@ def check_encoders(places: Places, config: Any) -> None:
 
 def caption_decoder(places: Places) -> Checkpoint:
     """Open the checkpoint of the caption decoder."""
-    return open_checkpoint(find_checkpoint(places.decoder))
+    return open_checkpoint(find_checkpoint(places.decoder) if places.decoder.is_dir() else places.decoder)

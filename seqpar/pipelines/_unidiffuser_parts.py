@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def load_encoders(places: Places, dtype: torch.dtype) -> tuple[Any, Any, Callabl
     tokenizers: Any = transformers.AutoTokenizer
     try:
         tokenizer = tokenizers.from_pretrained(places.clip_tokenizer)
-        encoder = transformers.CLIPTextModel.from_pretrained(places.text_encoder, dtype=dtype)
+        encoder = _text_encoder(places.text_encoder, dtype)
     except FAILURES as error:
         raise ValueError(f"got a text encoder in {places.text_encoder} that does not load: {error}") from error
     decoder = caption_decoder(places)
@@ -60,6 +61,25 @@ def load_encoders(places: Places, dtype: torch.dtype) -> tuple[Any, Any, Callabl
         return F.linear(hidden, weight.to(hidden.device), bias.to(hidden.device))
 
     return tokenizer, encoder, narrower
+
+
+def _text_encoder(folder: Path, dtype: torch.dtype) -> Any:
+    """Load CLIP's text encoder, also from the folder of all of CLIP; ValueError if weights are missing.
+
+    transformers only warns of missing weights, and also of those of CLIP's other half, which are not read on purpose.
+    """
+    import transformers
+
+    voice = transformers.utils.logging
+    before = voice.get_verbosity()
+    voice.set_verbosity_error()
+    try:
+        encoder, told = transformers.CLIPTextModel.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    finally:
+        voice.set_verbosity(before)
+    if told["missing_keys"]:
+        raise ValueError(f"it lacks {len(told['missing_keys'])} weights, such as {min(told['missing_keys'])}")
+    return encoder
 
 
 def captions(source: Places | Any, text_NLC: Tensor) -> list[str]:
@@ -120,7 +140,10 @@ def _ready(source: Places | Any, tokens: int, device: torch.device, dtype: torch
 
 
 def _captioner(places: Places) -> tuple[Any, Any]:
-    """Return the caption decoder and its tokenizer."""
+    """Return the caption decoder and its tokenizer; of an original file only the layer for prompts is used."""
+    if not places.decoder.is_dir():
+        where = places.decoder
+        raise ValueError(f"got the original caption decoder {where}, expected diffusers' folder for captions")
     import transformers
     from diffusers.pipelines.deprecated.unidiffuser.modeling_text_decoder import UniDiffuserTextDecoder
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Callable
 from itertools import accumulate, repeat
 from typing import Any
 
@@ -81,28 +82,49 @@ def _check(scheduler: Any, what: str) -> None:
         )
 
 
-def pass_variances(pipe: Any, generator: torch.Generator | None = None) -> None:
-    """Make a diffusers DiTPipeline pass the model's variances to its `DDPMScheduler`, in place.
+def pass_variances(pipe: Any, generator: torch.Generator | None = None) -> Callable[[], None]:
+    """Make a diffusers DiTPipeline pass the model's variances to its `DDPMScheduler`, in place; return what undoes it.
 
     The pipeline cuts the variances off, so that a scheduler with variance_type "learned_range" raises TypeError. After
     this, the scheduler's step takes them from the transformer's last output. Call it when the pipeline has its final
-    transformer (a `DistributedDiT`, or diffusers' own) and scheduler.
-    generator: draws the noise of the steps, for which the pipeline uses no generator.
+    transformer (a `DistributedDiT`, or diffusers' own) and scheduler; `seqpar.parallelize` calls it for pipelines.
+    generator: draws the noise of the steps, for which the pipeline uses no generator. Without it, what was given in an
+    earlier call still counts, and otherwise torch's default generator draws.
     Raises ValueError for another scheduler, and for a model without variances.
     """
-    scheduler, outputs = pipe.scheduler, deque[Tensor](maxlen=1)
+    scheduler = pipe.scheduler
     if not learns_range(scheduler):
         raise ValueError(
             f"got a pipeline with {type(scheduler).__name__}, expected DDPMScheduler with variance_type 'learned_range'"
         )
     check_variances(pipe.transformer.config)
-    step = scheduler.step
+    step = WithVariances(scheduler.step, generator)
+    before = {name: x for name, x in vars(scheduler).items() if name == "step"}
+    hook = pipe.transformer.register_forward_hook(lambda module, args, output: step.outputs.append(output[0]))
+    scheduler.step = step
 
-    @functools.wraps(step)
-    def with_variances(model_output: Tensor, timestep: Any, sample: Tensor, **options: Any) -> Any:
+    def undo() -> None:
+        if vars(scheduler).get("step") is step:  # otherwise a later call has wrapped it, and passes variances itself
+            del scheduler.step
+            vars(scheduler).update(before)
+        hook.remove()
+
+    return undo
+
+
+class WithVariances:
+    """A scheduler's `step` that takes the variances from the transformer's last output, if the pipeline cut them off.
+
+    generator: draws the noise, unless a caller names another.
+    """
+
+    def __init__(self, step: Callable[..., Any], generator: torch.Generator | None) -> None:
+        self.outputs: deque[Tensor] = deque(maxlen=1)
+        self._step, self._options = step, {} if generator is None else {"generator": generator}
+        functools.update_wrapper(self, step)
+
+    def __call__(self, model_output: Tensor, timestep: Any, sample: Tensor, **options: Any) -> Any:
+        """Return what the scheduler's step makes of the whole output."""
         if model_output.shape[1] == sample.shape[1]:
-            model_output = torch.cat((model_output, outputs[0][:, sample.shape[1] :]), dim=1)
-        return step(model_output, timestep, sample, **{"generator": generator, **options})
-
-    pipe.transformer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
-    scheduler.step = with_variances
+            model_output = torch.cat((model_output, self.outputs[0][:, sample.shape[1] :]), dim=1)
+        return self._step(model_output, timestep, sample, **self._options | options)

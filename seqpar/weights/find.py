@@ -31,7 +31,7 @@ DOWNLOADED = [
     *("model_index.json", "config.json", "diffusion_pytorch_model*"),
     *("transformer/*", "transformer_2/*", "unet/*", "vae/*", "scheduler/*"),
     *("text_encoder/*", "text_encoder_2/*", "text_encoder_3/*", "tokenizer/*", "tokenizer_2/*", "tokenizer_3/*"),
-    *("text_decoder/*", "text_tokenizer/*", "clip_tokenizer/*"),
+    *("text_decoder/*", "text_tokenizer/*", "clip_tokenizer/*", "clip_image_processor/*"),
     *("image_encoder/*", "image_processor/*", "feature_extractor/*", "processor/*", "connectors/*"),
 ]
 INIT_STD = 0.02  # standard deviation of the random weights of presets

@@ -16,7 +16,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor, nn
 
-from seqpar import DistributedDiT, Guidance, sample
+from seqpar import DistributedDiT, Guidance, parallelize, release, sample
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import Files
 from seqpar.sampling import ddpm
@@ -243,19 +243,28 @@ class Lookalike(nn.Module):
         return type("Decoded", (), {"sample": latents})
 
 
-def inside_diffusers(rank: int, world: int, device: torch.device, passed: bool) -> Tensor | str:
-    """Return the latents of diffusers' DiTPipeline around our model; passed: whether it passes variances on."""
-    dit = DistributedDiT(
-        diffusers_dit(classes=1000).to(device), mesh_for("ulysses", world, device), local=local(device)
-    )
+def inside_diffusers(rank: int, world: int, device: torch.device, how: str) -> Tensor | str:
+    """Return the latents of diffusers' DiTPipeline; how: what passes the variances on, if anything does.
+
+    Without a generator of steps, the default one draws their noise, and rank 0's must count.
+    """
+    model, mesh = diffusers_dit(classes=1000).to(device), mesh_for("ulysses", world, device)
+    dit: Any = model if how == "parallelize" else DistributedDiT(model, mesh, local=local(device))
     pipe: Any = DiTPipeline(dit, Lookalike(device), exact(learned()))  # pyright: ignore[reportArgumentType]
     pipe.set_progress_bar_config(disable=True)
-    if passed:
-        pass_variances(pipe, torch.Generator().manual_seed(5))
+    if how == "parallelize":
+        parallelize(pipe, mesh)
+    elif how != "nothing":
+        pass_variances(pipe, torch.Generator().manual_seed(5) if how == "generator" else None)
+    torch.manual_seed(5 + rank)
     try:
         made = pipe(LABELS, 3.0, torch.Generator().manual_seed(2), STEPS, output_type="pt").images
     except TypeError as error:
         return str(error)
+    if how == "parallelize":
+        release(pipe)
+        assert "step" not in vars(pipe.scheduler)
+        assert not model._forward_hooks
     return (2 * made.double() - 1).cpu() * Lookalike.config.scaling_factor
 
 
@@ -278,9 +287,20 @@ def test_diffusers_dit_pipeline_samples_with_variances(ranks: Pool) -> None:
     truth = by_hand()
     assert float(truth.abs().max()) < Lookalike.config.scaling_factor
     for world in (1, 2):
-        for got in ranks.run(world, inside_diffusers, True):
+        for got in ranks.run(world, inside_diffusers, "generator"):
             assert float((got - truth).abs().max() / truth.abs().max()) < 1e-9
-    assert "NoneType" in ranks.run(1, inside_diffusers, False)[0]  # diffusers cuts the variances off
+    assert "NoneType" in ranks.run(1, inside_diffusers, "nothing")[0]  # diffusers cuts the variances off
+
+
+def test_a_parallelized_dit_pipeline_samples_with_variances_until_it_is_released(ranks: Pool) -> None:
+    (truth,) = ranks.run(1, inside_diffusers, "default")
+    for got in ranks.run(2, inside_diffusers, "parallelize"):
+        assert float((got - truth).abs().max() / truth.abs().max()) < 1e-9
+    model, plain = diffusers_dit(learned_sigma=False), Lookalike(DEVICE)
+    pipe = DiTPipeline(model, plain, learned())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="'learned_range' with a model of 4 output channels, expected 8"):
+        parallelize(pipe, Mesh.single())
+    assert "forward" not in vars(model)
 
 
 def test_what_does_not_fit_is_refused() -> None:

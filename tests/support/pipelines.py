@@ -43,11 +43,11 @@ def random_weights(module: nn.Module, seed: int) -> Any:
     return module.double().eval().requires_grad_(False)
 
 
-def clip(seed: int, projected: bool = False) -> Any:
+def clip(seed: int, projected: bool = False, tokens: int = 16) -> Any:
     """Return a CLIP text encoder; its pooled output is the state of <eos>."""
     count = len(WORDS) + len(SPECIAL)
     sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "projection_dim": WIDTH, "num_attention_heads": 4}
-    ends = {"eos_token_id": count - 1, "bos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 16}
+    ends = {"eos_token_id": count - 1, "bos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": tokens}
     config = ENCODERS.CLIPTextConfig(vocab_size=count, num_hidden_layers=2, **sizes, **ends)
     kind = ENCODERS.CLIPTextModelWithProjection if projected else ENCODERS.CLIPTextModel
     return random_weights(kind(config), seed)
@@ -60,11 +60,17 @@ def t5(seed: int, kind: str = "T5") -> Any:
     return random_weights(getattr(ENCODERS, f"{kind}EncoderModel")(config), seed)
 
 
-def decoder(seed: int, shift: float | None = 0.1) -> Any:
-    """Return an image autoencoder with 4 latent channels, 2 x 2 pixels each."""
+def decoder(seed: int, shift: float | None = 0.1, original: bool = False) -> Any:
+    """Return an image autoencoder with 4 latent channels, 2 x 2 pixels each.
+
+    original: whether it is one that an original file can hold, which says neither scale nor groups.
+    """
     stages = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
     sizes = {"block_out_channels": (8, 8), "latent_channels": 4, "norm_num_groups": 4, "sample_size": 16}
-    vae = THEIRS.AutoencoderKL(**stages, **sizes, scaling_factor=0.4, shift_factor=shift)
+    if original:
+        sizes |= {"block_out_channels": (32, 32), "norm_num_groups": 32}
+    scale = 0.18215 if original else 0.4
+    vae = THEIRS.AutoencoderKL(**stages, **sizes, scaling_factor=scale, shift_factor=shift)
     return random_weights(vae, seed)
 
 
@@ -194,19 +200,23 @@ def qwen_image() -> Any:
     return quiet(THEIRS.QwenImagePipeline(**parts, transformer=random_weights(transformer, 5), scheduler=flow()))
 
 
-def unidiffuser(version_1: bool = True) -> Any:
-    """Return a UniDiffuser pipeline of either version, with every part that a downloaded one has."""
+def unidiffuser(version_1: bool = True, original: bool = False) -> Any:
+    """Return a UniDiffuser pipeline of either version, with every part that a downloaded one has.
+
+    original: whether it has sizes that the authors' own files can have: 77 text tokens and heads of 64.
+    """
     from diffusers.pipelines.deprecated.unidiffuser.modeling_text_decoder import UniDiffuserTextDecoder
 
+    tokens, heads, head_dim, layers = (77, 1, 64, 2) if original else (16, HEADS, HEAD_DIM, 5)
     unet = THEIRS.UniDiffuserModel(
         text_dim=6,
         clip_img_dim=5,
-        num_text_tokens=16,
-        num_attention_heads=HEADS,
-        attention_head_dim=HEAD_DIM,
+        num_text_tokens=tokens,
+        num_attention_heads=heads,
+        attention_head_dim=head_dim,
         in_channels=4,
         out_channels=4,
-        num_layers=5,
+        num_layers=layers,
         sample_size=8,
         patch_size=2,
         activation_fn="gelu",
@@ -214,7 +224,7 @@ def unidiffuser(version_1: bool = True) -> Any:
     )
     count = len(WORDS) + len(SPECIAL)
     captions = UniDiffuserTextDecoder(
-        prefix_length=16,
+        prefix_length=tokens,
         prefix_inner_dim=WIDTH,
         prefix_hidden_dim=6,
         vocab_size=count,
@@ -228,13 +238,13 @@ def unidiffuser(version_1: bool = True) -> Any:
     vision = ENCODERS.CLIPVisionConfig(**sizes, projection_dim=5, image_size=8, patch_size=4)
     return quiet(
         THEIRS.UniDiffuserPipeline(
-            vae=decoder(1, None),
-            text_encoder=clip(2),
+            vae=decoder(1, None, original),
+            text_encoder=clip(2, tokens=tokens),
             image_encoder=random_weights(ENCODERS.CLIPVisionModelWithProjection(vision), 3),
             clip_image_processor=ENCODERS.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size=8),
-            clip_tokenizer=tokenizer(16),
+            clip_tokenizer=tokenizer(tokens),
             text_decoder=random_weights(captions, 4),
-            text_tokenizer=tokenizer(16),
+            text_tokenizer=tokenizer(tokens),
             unet=random_weights(unet, 5),
             scheduler=THEIRS.DPMSolverMultistepScheduler(
                 beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", solver_order=3

@@ -108,6 +108,46 @@ def original_decoder(vae: Any) -> dict[str, Tensor]:
     return found
 
 
+def original_uvit(unet: Any) -> dict[str, Tensor]:
+    """Return the weights of diffusers' UniDiffuserModel under the names of the original U-ViT."""
+    found: dict[str, Tensor] = {"pos_embed": unet.pos_embed}
+    trunk = unet.transformer
+    layers: dict[str, Any] = {"patch_embed.proj": unet.vae_img_in.proj, "decoder_pred": unet.vae_img_out}
+    layers |= {"text_embed": unet.text_in, "text_out": unet.text_out, "norm": trunk.norm_out}
+    layers |= {"clip_img_embed": unet.clip_img_in, "clip_img_out": unet.clip_img_out}
+    if unet.use_data_type_embedding:
+        found["pos_embed_token"] = unet.data_type_pos_embed_token
+        layers["token_embedding"] = unet.data_type_token_embedding
+    blocks = {f"in_blocks.{i}": block for i, block in enumerate(trunk.transformer_in_blocks)}
+    blocks["mid_block"] = trunk.transformer_mid_block
+    for i, pair in enumerate(trunk.transformer_out_blocks):
+        blocks[f"out_blocks.{i}"] = pair["block"]
+        layers |= {f"out_blocks.{i}.skip_linear": pair["skip"].skip_linear, f"out_blocks.{i}.norm1": pair["skip"].norm}
+    for name, block in blocks.items():
+        attention, feed = block.attn1, block.ff.net
+        found[f"{name}.attn.qkv.weight"] = torch.cat(
+            [x.weight for x in (attention.to_q, attention.to_k, attention.to_v)]
+        )
+        layers |= {f"{name}.attn.proj": attention.to_out[0], f"{name}.norm2": block.norm1, f"{name}.norm3": block.norm3}
+        layers |= {f"{name}.mlp.fc1": feed[0].proj, f"{name}.mlp.fc2": feed[2]}
+    for name, layer in layers.items():
+        found |= {f"{name}.{kind}": tensor for kind, tensor in layer.state_dict().items()}
+    return found
+
+
+def save_unidiffuser(folder: Path, pipe: Any, version: str) -> None:
+    """Write the three files of UniDiffuser's authors from the parts of diffusers' pipeline.
+
+    The caption decoder was trained with DataParallel, so that its keys start with "module.".
+    """
+    torch.save(original_uvit(pipe.unet), folder / f"uvit_{version}.pth")
+    torch.save(original_decoder(pipe.vae), folder / "autoencoder_kl.pth")
+    captions = {
+        f"module.{key.replace('transformer.', 'gpt.', 1)}": x for key, x in pipe.text_decoder.state_dict().items()
+    }
+    torch.save(captions, folder / "caption_decoder.pth")
+
+
 def save_pipeline_index(folder: Path, parts: Mapping[str, Sequence[str]], version: str) -> None:
     """Write a DiTPipeline's model_index.json and its DDIM scheduler. version: the key of the library's version."""
     scheduler = [next(iter(parts.values()))[0], "DDIMScheduler"]

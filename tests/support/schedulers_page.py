@@ -73,8 +73,8 @@ diffusers' DDIM; "ddim25" (with `--scheduler DDIMScheduler`) takes every 40th. A
 schedule. In Python, `sample(..., respacing="250", clip_denoised=True)` also clips each predicted x0 to -1 ... 1, and
 DDIM then recomputes the noise from it. DDPM takes the model's variances if the model predicts them and its
 scheduler_config.json names no other variance_type; in Python, pass `DDPMScheduler(variance_type="learned_range", ...)`.
-diffusers' own `DiTPipeline` cuts the variances off, so that such a scheduler fails there;
-`seqpar.sampling.original.pass_variances(pipe)` makes it work.
+diffusers' own `DiTPipeline` cuts the variances off, so that such a scheduler fails there; `seqpar.parallelize(pipe)`
+makes it work, and without it `seqpar.sampling.original.pass_variances(pipe)` does, which also takes a generator.
 
 | scheduler | settings | stepped | history, or reason |
 |---|---|---|---|

@@ -65,8 +65,7 @@ def load(
 ) -> None:
     """Check all keys and shapes, then give `model`, which is on the meta device, its parameters.
 
-    mesh: the ranks that load the same model together. mark: told the name of each phase that ends. Raises the same
-    ValueError on all of them before anything is broadcast.
+    mark: told each phase that ends. Raises the same ValueError on all ranks before anything is broadcast.
     """
     team = Team.of(mesh)
     readers = shares(checkpoint, keys, team.size)
@@ -74,7 +73,6 @@ def load(
 
     def mine() -> dict[str, Tensor]:
         check(model, checkpoint, keys)
-        mark("check")
         return _read(share, checkpoint, keys, dtype, device, team, mark)
 
     placed = mine() if mesh is None else mesh.together(mine)

@@ -58,14 +58,12 @@ def parallelize(
     for other transformers, its own modules compute. plan: where the tokens of a transformer are split, as
     `seqpar.adapter.cuts.Cuts` or in the form of diffusers' `_cp_plan`; None takes what is known of its class.
     On GPUs each kind of call is captured as a CUDA graph at its second call. Inputs of rank 0 are used on every rank.
-    diffusers' DiTPipeline with a scheduler of learned variances gets them from now on, which it cuts off otherwise.
-    Rank 0 prints one line for each transformer. Call `release` before the process group ends.
-    Raises ValueError, the same on every rank, for what cannot be split.
+    Rank 0 prints one line for each transformer. Call `release` before the process group ends. A DiTPipeline passes its
+    scheduler learned variances until then. Raises ValueError, the same on every rank, for what cannot be split.
     """
     found = transformers_of(pipe_or_transformer)
     ranks = mesh or Mesh.joined()
-    cuts = ranks.together(lambda: {name: _checked(module, plan) for name, module in found.items()})
-    ranks.together(lambda: _takes_variances(pipe_or_transformer))
+    cuts = ranks.together(lambda: _all_checked(pipe_or_transformer, found, plan))
     wish = Wish(strategy=strategy, local=local, transport=transport)
     layout = _planned(next(iter(found.values())), mesh, wish, native)
     made = _with_host_group(settled(layout, mesh))
@@ -197,6 +195,14 @@ def install(module: nn.Module, call: Call) -> None:
         )
 
     named["cache_context"], named["enable_cache"] = cache_context, enable_cache
+
+
+def _all_checked(
+    pipe_or_transformer: Any, found: Mapping[str, nn.Module], plan: Cuts | Mapping[str, Any] | None
+) -> dict[str, Cuts]:
+    """Return where each transformer is cut; ValueError if one, or the pipeline's scheduler, does not fit."""
+    _takes_variances(pipe_or_transformer)
+    return {name: _checked(module, plan) for name, module in found.items()}
 
 
 def _checked(module: nn.Module, plan: Cuts | Mapping[str, Any] | None) -> Cuts:

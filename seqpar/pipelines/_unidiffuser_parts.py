@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -70,11 +70,11 @@ def _text_encoder(folder: Path, dtype: torch.dtype) -> Any:
     """
     import transformers
 
-    voice = transformers.utils.logging
+    voice, kind = transformers.utils.logging, cast("Any", transformers.CLIPTextModel)  # its types know no loading info
     before = voice.get_verbosity()
     voice.set_verbosity_error()
     try:
-        encoder, told = transformers.CLIPTextModel.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        encoder, told = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     finally:
         voice.set_verbosity(before)
     if told["missing_keys"]:

@@ -296,7 +296,7 @@ def test_a_parallelized_dit_pipeline_samples_with_variances_until_it_is_released
     (truth,) = ranks.run(1, inside_diffusers, "default")
     for got in ranks.run(2, inside_diffusers, "parallelize"):
         assert float((got - truth).abs().max() / truth.abs().max()) < 1e-9
-    model, plain = diffusers_dit(learned_sigma=False), Lookalike(DEVICE)
+    model, plain = diffusers_dit(learned_sigma=False), Lookalike(torch.device("cpu"))
     pipe = DiTPipeline(model, plain, learned())  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="'learned_range' with a model of 4 output channels, expected 8"):
         parallelize(pipe, Mesh.single())

@@ -98,3 +98,20 @@ def output_order(out_channels: int, patch: int) -> Tensor:
     """
     stored = torch.arange(patch * patch * out_channels).view(patch, patch, out_channels)
     return stored.permute(2, 0, 1).flatten()
+
+
+def reordered(rows: Tensor, order: Tensor) -> Tensor:
+    """Return the rows of a final layer in the order of `output_order`; `ValueError` if there are more or fewer.
+
+    Meta tensors are indexed without a check of bounds, and surplus rows would be dropped.
+    """
+    if len(rows) != len(order):
+        raise ValueError(f"it has {len(rows)} rows, expected {len(order)} (patch x patch x channels)")
+    return rows[order.to(rows.device)]
+
+
+def output_channels(key: str, rows: int, patch: int) -> int:
+    """Return the channels of a final layer with this number of rows; `ValueError` if a patch has no whole number."""
+    if rows % patch**2:
+        raise ValueError(f"got a checkpoint with {key} of {rows} rows, expected a multiple of {patch} x {patch}")
+    return rows // patch**2

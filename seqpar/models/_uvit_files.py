@@ -92,6 +92,7 @@ def is_original(shapes: Shapes) -> bool:
 def sizes_of_original(shapes: Shapes) -> dict[str, Any]:
     """Return the fields of `seqpar.models.uvit.Config` that follow from an original file's shapes."""
     width, channels, patch, _ = shape_of(shapes, "patch_embed.proj.weight", 4)
+    final = "decoder_pred.weight"
     tokens = shape_of(shapes, "pos_embed", 3)[1] - TEXT_TOKENS - 3
     side = round(max(tokens, 0) ** 0.5)
     if width % HEAD_DIM or side**2 != tokens or not tokens:
@@ -107,7 +108,7 @@ def sizes_of_original(shapes: Shapes) -> dict[str, Any]:
         "sample_size": side * patch,
         "patch_size": patch,
         "in_channels": channels,
-        "out_channels": shape_of(shapes, "decoder_pred.weight", 2)[0] // patch**2,
+        "out_channels": _layers.output_channels(final, shape_of(shapes, final, 2)[0], patch),
         "text_tokens": TEXT_TOKENS,
         "text_width": shape_of(shapes, "text_embed.weight", 2)[1],
         "clip_width": shape_of(shapes, "clip_img_embed.weight", 2)[1],
@@ -180,7 +181,7 @@ def _ends(names: Mapping[str, str], channels: int, patch: int) -> dict[str, Sour
     sources["into.image.weight"] = Source((weight,), lambda kernel: kernel.flatten(1))
     for kind in ("weight", "bias"):
         keys = sources[f"final.image.{kind}"].keys
-        sources[f"final.image.{kind}"] = Source(keys, lambda rows: rows[order.to(rows.device)])
+        sources[f"final.image.{kind}"] = Source(keys, lambda rows: _layers.reordered(rows, order))
     return sources
 
 

@@ -275,6 +275,16 @@ class Evaluated:
         return eval, ("data", {"data": np.ones(2)})
 
 
+# a pair of a pair of ...: the text of it doubles with each of these lines, and so does the time to hash it
+NESTED = b"\x80\x02)q\0" + b"h\0h\0\x86q\0" * 24
+FLOATS = b"cnumpy\ndtype\nX\2\0\0\0f4\x85R"
+END = b"."
+
+
+def crafted(data: bytes) -> Spoil:
+    return lambda path: path.write_bytes(data)
+
+
 PADDLES: dict[str, tuple[Spoil, str]] = {
     "evil": (paddled(bytes, {"a": Evil(Path("proof"))}), r"a call of 'posix system', .*nothing of it was run"),
     "eval": (paddled(bytes, {"a": Evaluated()}), r"a call of 'builtins eval'"),
@@ -286,6 +296,24 @@ PADDLES: dict[str, tuple[Spoil, str]] = {
     "big-endian": (paddled(bytes, {"a": np.ones(2, ">f4")}), r"an array of type >f4"),
     "a text": (paddled(bytes, {"a": "x"}), r"found no array at 'a'"),
     "a list": (paddled(bytes, [1]), r"is none that arrays need|expected a dict"),
+    "nested names": (crafted(NESTED + b"h\0h\0\x93" + END), r"a tuple where a name of at most 256 letters"),
+    "nested dtype": (
+        crafted(NESTED + b"cnumpy\ndtype\nh\0\x85R" + END),
+        r"a tuple where a name of at most",
+    ),
+    "nested order": (crafted(NESTED + FLOATS + b"K\3h\0\x86b" + END), r"a tuple where a name of at most"),
+    "nested shape": (
+        crafted(NESTED + b"cnumpy.core.multiarray\n_reconstruct\n)R(K\1h\0" + FLOATS + b"\x89C\0tb" + END),
+        r"whose shape is no tuple of at most 64 numbers",
+    ),
+    "nested keys": (crafted(NESTED + b"}h\0K\1s" + END), r"a key that is no text at byte"),
+    "tuple of bytes": (crafted(b"c__builtin__\ntuple\nC\3abc\x85R" + END), r"a call of '__builtin__ tuple'"),
+    "state of bytes": (crafted(b"cnumpy.core.multiarray\n_reconstruct\n)RC\3abcb" + END), r"a state that is no tuple"),
+    "bytes of a tuple": (crafted(b"c_codecs\nencode\n)X\6\0\0\0latin1\x86R" + END), r"the bytes of a tuple"),
+    "dtype of a text": (
+        crafted(b"cnumpy.core.multiarray\n_reconstruct\n)R(K\1)X\1\0\0\0a\x89C\0tb" + END),
+        r"is no dict of arrays",
+    ),
     "cut arrays": (paddled(bytes, {"UnpackBigParamInfor@@": {}}), r"expected a dict of whole arrays"),
 }
 

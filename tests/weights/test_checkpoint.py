@@ -297,10 +297,7 @@ PADDLES: dict[str, tuple[Spoil, str]] = {
     "a text": (paddled(bytes, {"a": "x"}), r"found no array at 'a'"),
     "a list": (paddled(bytes, [1]), r"is none that arrays need|expected a dict"),
     "nested names": (crafted(NESTED + b"h\0h\0\x93" + END), r"a tuple where a name of at most 256 letters"),
-    "nested dtype": (
-        crafted(NESTED + b"cnumpy\ndtype\nh\0\x85R" + END),
-        r"a tuple where a name of at most",
-    ),
+    "nested dtype": (crafted(NESTED + b"cnumpy\ndtype\nh\0\x85R" + END), r"a tuple where a name of at most"),
     "nested order": (crafted(NESTED + FLOATS + b"K\3h\0\x86b" + END), r"a tuple where a name of at most"),
     "nested shape": (
         crafted(NESTED + b"cnumpy.core.multiarray\n_reconstruct\n)R(K\1h\0" + FLOATS + b"\x89C\0tb" + END),

@@ -122,7 +122,6 @@ def config_of(config: Any) -> dict[str, Any]:
 
 def key_map(layers: int, qk_norm: bool, out_channels: int, patch_size: int) -> KeyMap:
     """Return the key map of the original files; rows of the final layer are put in the order of our patches."""
-    order = _layers.output_order(out_channels, patch_size)
     pairs = {
         "x_embedder": "x_embedder",
         "t_embedder.0": "t_embedder.mlp.0",
@@ -137,7 +136,9 @@ def key_map(layers: int, qk_norm: bool, out_channels: int, patch_size: int) -> K
     sources = {ours: Source((theirs,)) for ours, theirs in both}
     sources["y_embedder.weight"] = Source(("y_embedder.embedding_table.weight",))
     for kind in ("weight", "bias"):
-        sources[f"final.{kind}"] = Source((f"final_layer.linear.{kind}",), lambda rows: _layers.reordered(rows, order))
+        sources[f"final.{kind}"] = Source(
+            (f"final_layer.linear.{kind}",), lambda rows: _layers.reordered(rows, out_channels, patch_size)
+        )
     for i in range(layers):
         sources |= _block_keys(f"blocks.{i}", f"layers.{i}")
     return KeyMap(sources)

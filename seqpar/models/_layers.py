@@ -91,23 +91,16 @@ def _in_parts(wide: Tensor, weight: Tensor) -> bool:
     return given and not (torch.is_grad_enabled() and (wide.requires_grad or weight.requires_grad))
 
 
-def output_order(out_channels: int, patch: int) -> Tensor:
-    """Return the indices that reorder a final layer's rows from (ph, pw, C) to the order (C, ph, pw) of `patchify`.
+def reordered(rows: Tensor, channels: int, patch: int) -> Tensor:
+    """Return a final layer's rows (patch^2 C, ...), in the order (ph, pw, C), in the order (C, ph, pw) of `patchify`.
 
-    With reordered weights the model's output has the order of the state, and updates need no reordering.
+    With reordered weights the model's output has the order of the state, and updates need no reordering. Raises
+    ValueError if there are more or fewer rows.
     """
-    stored = torch.arange(patch * patch * out_channels).view(patch, patch, out_channels)
-    return stored.permute(2, 0, 1).flatten()
-
-
-def reordered(rows: Tensor, order: Tensor) -> Tensor:
-    """Return the rows of a final layer in the order of `output_order`; `ValueError` if there are more or fewer.
-
-    Meta tensors are indexed without a check of bounds, and surplus rows would be dropped.
-    """
-    if len(rows) != len(order):
-        raise ValueError(f"it has {len(rows)} rows, expected {len(order)} (patch x patch x channels)")
-    return rows[order.to(rows.device)]
+    if len(rows) != patch * patch * channels:
+        expected = f"{patch * patch * channels}, {channels} channels of a patch of {patch} x {patch}"
+        raise ValueError(f"it has {len(rows)} rows, expected {expected}")
+    return rows.view(patch, patch, channels, -1).permute(2, 0, 1, 3).reshape(rows.shape)
 
 
 def output_channels(key: str, rows: int, patch: int) -> int:

@@ -257,9 +257,9 @@ def _rows(*tensors: Tensor) -> Tensor:
 def _ends(config: Config, embed: str, t: tuple[str, str], table: str, modulation: str, final: str) -> dict[str, Source]:
     """Return the sources of all parameters outside the blocks.
 
-    The weight of the patch convolution becomes a matrix, and the final rows are reordered (see `output_order`).
+    The weight of the patch convolution becomes a matrix, and the final rows are reordered (see `_layers.reordered`).
     """
-    order = _layers.output_order(config.out_channels, config.patch_size)
+    channels, patch = config.out_channels, config.patch_size
     return {
         "x_embedder.weight": Source((f"{embed}.weight",), lambda weight: weight.flatten(1)),
         "x_embedder.bias": Source((f"{embed}.bias",)),
@@ -268,7 +268,7 @@ def _ends(config: Config, embed: str, t: tuple[str, str], table: str, modulation
         "y_embedder.weight": Source((table,)),
         **_pairs("final_modulation", modulation),
         **{
-            f"final.{name}": Source((f"{final}.{name}",), lambda rows: _layers.reordered(rows, order))
+            f"final.{name}": Source((f"{final}.{name}",), lambda rows: _layers.reordered(rows, channels, patch))
             for name in ("weight", "bias")
         },
     }

@@ -146,6 +146,7 @@ FOLDERS: dict[str, tuple[Spoil, str]] = {
         r"SD3Transformer2DModel, which no model of seqpar recognises",
     ),
     "too many layers": (config(num_layers=10**12), r"num_layers=1000000000000, expected no more layers than its"),
+    "too wide": (config(num_attention_heads=10**15), r"with sizes of which no model can be made: "),
     "negative layers": (config(num_layers=-3), r"num_layers=-3, expected a whole number from 1"),
     "layers in words": (config(num_layers="three"), r"num_layers='three', expected a whole number from 1"),
     "epsilon in words": (config(norm_eps="small"), r"norm_eps='small', expected a small number over 0"),

@@ -56,7 +56,7 @@ def _write(folder: Path, path: Path, layout: Layout, blueprint: Blueprint, dtype
             lines.append(f"{name}: not converted")
     if layout.kind == "pipeline":
         _copy_json(path, folder)
-    return lines
+    return [*lines, *(f"not converted: {reason}" for reason in layout.refused)]
 
 
 def _write_model(folder: Path, blueprint: Blueprint, dtype: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -47,16 +48,18 @@ def _write(folder: Path, path: Path, layout: Layout, blueprint: Blueprint, dtype
     lines = [_write_model(folder / part, blueprint, dtype)]
     for name, place in layout.parts.items():
         if name == "vae":
+            if place.is_dir():
+                _check_inside(path, place / CONFIG)
             config, tensors = decoder_tensors(place)
             cast = ((key, tensor.to(DTYPES.get(dtype, tensor.dtype))) for key, tensor in tensors)
             lines.append(f"vae: {write_folder(folder / 'vae', config, cast)} bytes")
         elif name != part and place.is_dir() and not any(place.glob("*.pdparams")):
-            shutil.copytree(place, folder / name)
+            _copy(path, place, folder / name)
         elif name != part:
             lines.append(f"{name}: not converted")
     if layout.kind == "pipeline":
         _copy_json(path, folder)
-    return lines
+    return [*lines, *(f"not converted: {reason}" for reason in layout.refused)]
 
 
 def _write_model(folder: Path, blueprint: Blueprint, dtype: str) -> str:
@@ -76,6 +79,7 @@ def _write_model(folder: Path, blueprint: Blueprint, dtype: str) -> str:
 
 def _copy_json(path: Path, folder: Path) -> None:
     """Copy the index, with the parts that diffusers has as diffusers', and the folders of configs alone."""
+    _check_inside(path, path / PIPELINE)
     index = read_json(path / PIPELINE)
     for name, place in index.items():
         if isinstance(place, list) and place[:1] == ["ppdiffusers"] and hasattr(diffusers, str(place[1])):
@@ -88,4 +92,26 @@ def _copy_json(path: Path, folder: Path) -> None:
     (folder / PIPELINE).write_text(json.dumps(index, indent=2))
     for place in path.iterdir():
         if place.is_dir() and not (folder / place.name).exists():
-            shutil.copytree(place, folder / place.name, ignore=shutil.ignore_patterns("*.pdparams"))
+            _copy(path, place, folder / place.name)
+
+
+def _copy(source: Path, place: Path, target: Path) -> None:
+    """Copy a folder of the source without Paddle's files; `ValueError` if a link in it leads out of the source."""
+    for file in (place, *place.rglob("*")):
+        _check_inside(source, file)
+        if file.is_symlink() and not file.is_file():  # linked folders could hold themselves, or links of their own
+            raise ValueError(f"got {file}, a link to {os.readlink(file)}, expected a link to a file; remove the link")
+        if not (file.is_file() or file.is_dir()):
+            raise ValueError(f"got {file}, expected files and folders alone; remove it")
+    shutil.copytree(place, target, ignore=shutil.ignore_patterns("*.pdparams"))
+
+
+def _check_inside(source: Path, file: Path) -> None:
+    """Raise ValueError if a link leads out of the source: what is copied could be a private file of the user.
+
+    Files of a hub's snapshot are links to the blobs of the same repository in the cache, which may be copied.
+    """
+    root, leads = source.resolve(), Path(os.path.realpath(file))  # without an error for links in a circle
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+    if not leads.is_relative_to(root) and not (leads.is_relative_to(blobs) and leads.is_file()):
+        raise ValueError(f"got {file}, a link to {leads}, expected files of {source} alone; remove the link")

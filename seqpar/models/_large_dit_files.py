@@ -46,7 +46,7 @@ def sizes(
 def _from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return the sizes that shapes tell; num_key_value_heads is their width until the heads are known."""
     width, inputs = shape_of(shapes, "x_embedder.weight", 2)
-    patch = round((inputs / CHANNELS) ** 0.5)
+    patch, final = round((inputs / CHANNELS) ** 0.5), "final_layer.linear.weight"
     if CHANNELS * patch**2 != inputs:
         expected = f"{CHANNELS} x patch x patch columns"
         raise ValueError(f"got a Large-DiT with x_embedder.weight of shape {(width, inputs)}, expected {expected}")
@@ -57,7 +57,7 @@ def _from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         "feed_forward": shape_of(shapes, "layers.0.feed_forward.w1.weight", 2)[0],
         "patch_size": patch,
         "in_channels": CHANNELS,
-        "out_channels": shape_of(shapes, "final_layer.linear.weight", 2)[0] // patch**2,
+        "out_channels": _layers.output_channels(final, shape_of(shapes, final, 2)[0], patch),
         "num_classes": shape_of(shapes, "y_embedder.embedding_table.weight", 2)[0] - 1,
         "qk_norm": any(".attention.q_norm." in key or ".attention.k_norm." in key for key in shapes),
     }
@@ -122,7 +122,6 @@ def config_of(config: Any) -> dict[str, Any]:
 
 def key_map(layers: int, qk_norm: bool, out_channels: int, patch_size: int) -> KeyMap:
     """Return the key map of the original files; rows of the final layer are put in the order of our patches."""
-    order = _layers.output_order(out_channels, patch_size)
     pairs = {
         "x_embedder": "x_embedder",
         "t_embedder.0": "t_embedder.mlp.0",
@@ -137,7 +136,9 @@ def key_map(layers: int, qk_norm: bool, out_channels: int, patch_size: int) -> K
     sources = {ours: Source((theirs,)) for ours, theirs in both}
     sources["y_embedder.weight"] = Source(("y_embedder.embedding_table.weight",))
     for kind in ("weight", "bias"):
-        sources[f"final.{kind}"] = Source((f"final_layer.linear.{kind}",), lambda rows: rows[order.to(rows.device)])
+        sources[f"final.{kind}"] = Source(
+            (f"final_layer.linear.{kind}",), lambda rows: _layers.reordered(rows, out_channels, patch_size)
+        )
     for i in range(layers):
         sources |= _block_keys(f"blocks.{i}", f"layers.{i}")
     return KeyMap(sources)

@@ -91,10 +91,20 @@ def _in_parts(wide: Tensor, weight: Tensor) -> bool:
     return given and not (torch.is_grad_enabled() and (wide.requires_grad or weight.requires_grad))
 
 
-def output_order(out_channels: int, patch: int) -> Tensor:
-    """Return the indices that reorder a final layer's rows from (ph, pw, C) to the order (C, ph, pw) of `patchify`.
+def reordered(rows: Tensor, channels: int, patch: int) -> Tensor:
+    """Return a final layer's rows (patch^2 C, ...), in the order (ph, pw, C), in the order (C, ph, pw) of `patchify`.
 
-    With reordered weights the model's output has the order of the state, and updates need no reordering.
+    With reordered weights the model's output has the order of the state, and updates need no reordering. Raises
+    ValueError if there are more or fewer rows.
     """
-    stored = torch.arange(patch * patch * out_channels).view(patch, patch, out_channels)
-    return stored.permute(2, 0, 1).flatten()
+    if len(rows) != patch * patch * channels:
+        expected = f"{patch * patch * channels}, {channels} channels of a patch of {patch} x {patch}"
+        raise ValueError(f"it has {len(rows)} rows, expected {expected}")
+    return rows.view(patch, patch, channels, -1).permute(2, 0, 1, 3).reshape(rows.shape)
+
+
+def output_channels(key: str, rows: int, patch: int) -> int:
+    """Return the channels of a final layer with this number of rows; `ValueError` if a patch has no whole number."""
+    if rows % patch**2:
+        raise ValueError(f"got a checkpoint with {key} of {rows} rows, expected a multiple of {patch} x {patch}")
+    return rows // patch**2

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from seqpar.models import _layers
+from seqpar.models._label_dit import whole_numbers
 from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
 
 HEAD_DIM = 64  # of every published UniDiffuser; the shapes do not tell it
+DATA_TYPE = "use_data_type_embedding"
 TEXT_TOKENS = 77  # CLIP's; the shapes tell only the number of all tokens
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -30,7 +32,7 @@ _COPIED = {
     "num_text_tokens": "text_tokens",
     "text_dim": "text_width",
     "clip_img_dim": "clip_width",
-    "use_data_type_embedding": "data_type",
+    DATA_TYPE: "data_type",
 }
 """diffusers' name of a size -> ours."""
 
@@ -70,6 +72,9 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"got a UniDiffuser config with the unknown field {key}={value!r}, expected diffusers'")
     if missing := [key for key in _COPIED if given.get(key) is None]:
         raise ValueError(f"got a UniDiffuser config without {missing[0]}, expected all sizes")
+    whole_numbers("UniDiffuser", given, [key for key in (*_COPIED, "out_channels") if key != DATA_TYPE])
+    if not isinstance(given[DATA_TYPE], bool):
+        raise ValueError(f"got a UniDiffuser config with {DATA_TYPE}={given[DATA_TYPE]!r}, expected true or false")
     found = {ours: given[theirs] for theirs, ours in _COPIED.items()}
     return {**found, "out_channels": given.get("out_channels") or found["in_channels"]}
 
@@ -92,6 +97,7 @@ def is_original(shapes: Shapes) -> bool:
 def sizes_of_original(shapes: Shapes) -> dict[str, Any]:
     """Return the fields of `seqpar.models.uvit.Config` that follow from an original file's shapes."""
     width, channels, patch, _ = shape_of(shapes, "patch_embed.proj.weight", 4)
+    final = "decoder_pred.weight"
     tokens = shape_of(shapes, "pos_embed", 3)[1] - TEXT_TOKENS - 3
     side = round(max(tokens, 0) ** 0.5)
     if width % HEAD_DIM or side**2 != tokens or not tokens:
@@ -107,7 +113,7 @@ def sizes_of_original(shapes: Shapes) -> dict[str, Any]:
         "sample_size": side * patch,
         "patch_size": patch,
         "in_channels": channels,
-        "out_channels": shape_of(shapes, "decoder_pred.weight", 2)[0] // patch**2,
+        "out_channels": _layers.output_channels(final, shape_of(shapes, final, 2)[0], patch),
         "text_tokens": TEXT_TOKENS,
         "text_width": shape_of(shapes, "text_embed.weight", 2)[1],
         "clip_width": shape_of(shapes, "clip_img_embed.weight", 2)[1],
@@ -170,9 +176,8 @@ def _ends(names: Mapping[str, str], channels: int, patch: int) -> dict[str, Sour
     """Return the sources of the layers outside the blocks.
 
     The weight of the patch convolution becomes a matrix, and the rows of the image's last layer are reordered (see
-    `output_order`).
+    `_layers.reordered`).
     """
-    order = _layers.output_order(channels, patch)
     sources: dict[str, Source] = {}
     for ours, theirs in names.items():
         sources |= _pairs(ours, theirs)
@@ -180,7 +185,7 @@ def _ends(names: Mapping[str, str], channels: int, patch: int) -> dict[str, Sour
     sources["into.image.weight"] = Source((weight,), lambda kernel: kernel.flatten(1))
     for kind in ("weight", "bias"):
         keys = sources[f"final.image.{kind}"].keys
-        sources[f"final.image.{kind}"] = Source(keys, lambda rows: rows[order.to(rows.device)])
+        sources[f"final.image.{kind}"] = Source(keys, lambda rows: _layers.reordered(rows, channels, patch))
     return sources
 
 

@@ -221,7 +221,7 @@ def _from_diffusers(config: Mapping[str, Any]) -> Config:
 def _from_shapes(shapes: Mapping[str, tuple[int, ...]], said: Mapping[str, Any]) -> Config:
     """Return the sizes of an original checkpoint; its shapes tell all but the heads."""
     width, channels, patch, _ = shape_of(shapes, "x_embedder.proj.weight", 4)
-    layers = count_layers(shapes, "blocks")
+    layers, final = count_layers(shapes, "blocks"), "final_layer.linear.weight"
     args = said.get("args", {})
     named = PRESETS.get(str(args.get("model")).lower())
     if named is not None:
@@ -235,7 +235,7 @@ def _from_shapes(shapes: Mapping[str, tuple[int, ...]], said: Mapping[str, Any])
         num_layers=layers,
         patch_size=patch,
         in_channels=channels,
-        out_channels=shape_of(shapes, "final_layer.linear.weight", 2)[0] // patch**2,
+        out_channels=_layers.output_channels(final, shape_of(shapes, final, 2)[0], patch),
         sample_size=round(tokens**0.5) * patch,
         num_classes=shape_of(shapes, "y_embedder.embedding_table.weight", 2)[0] - 1,
         attention_bias=any(key.endswith(".attn.qkv.bias") for key in shapes),
@@ -257,9 +257,9 @@ def _rows(*tensors: Tensor) -> Tensor:
 def _ends(config: Config, embed: str, t: tuple[str, str], table: str, modulation: str, final: str) -> dict[str, Source]:
     """Return the sources of all parameters outside the blocks.
 
-    The weight of the patch convolution becomes a matrix, and the final rows are reordered (see `output_order`).
+    The weight of the patch convolution becomes a matrix, and the final rows are reordered (see `_layers.reordered`).
     """
-    order = _layers.output_order(config.out_channels, config.patch_size)
+    channels, patch = config.out_channels, config.patch_size
     return {
         "x_embedder.weight": Source((f"{embed}.weight",), lambda weight: weight.flatten(1)),
         "x_embedder.bias": Source((f"{embed}.bias",)),
@@ -268,7 +268,7 @@ def _ends(config: Config, embed: str, t: tuple[str, str], table: str, modulation
         "y_embedder.weight": Source((table,)),
         **_pairs("final_modulation", modulation),
         **{
-            f"final.{name}": Source((f"{final}.{name}",), lambda rows: rows[order.to(rows.device)])
+            f"final.{name}": Source((f"{final}.{name}",), lambda rows: _layers.reordered(rows, channels, patch))
             for name in ("weight", "bias")
         },
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,14 +72,15 @@ class Places:
         )
 
     @staticmethod
-    def of_original(parts: Mapping[str, Path]) -> Places:
+    def of_original(parts: Mapping[str, Path], refused: Sequence[str] = ()) -> Places:
         """Return the places of UniDiffuser's original files, with CLIP and other folders beside them.
 
-        parts: the files by the names of `seqpar.weights.layout`. Raises ValueError if a file or CLIP is missing.
+        parts, refused: those of `seqpar.weights.layout.Layout`. Raises ValueError if a file or CLIP is missing.
         """
         folder, files = parts["unet"].parent, {"text_decoder": "caption_decoder.pth", "vae": "autoencoder_kl.pth"}
         if lost := [file for part, file in files.items() if part not in parts]:
-            raise ValueError(f"got {folder} without {lost[0]}, expected it beside {parts['unet'].name}")
+            others = "".join(f"; {reason}" for reason in refused)
+            raise ValueError(f"got {folder} without {lost[0]}, expected it beside {parts['unet'].name}{others}")
         text_encoder, clip_tokenizer = _clip_beside(folder)
         return replace(
             Places.of(folder),
@@ -184,7 +185,7 @@ def places_of(path: Path) -> Places:
     layout = layout_of(path)
     if layout is not None and layout.kind == "unidiffuser":
         _texts.check_installed()
-        return Places.of_original(layout.parts)
+        return Places.of_original(layout.parts, layout.refused)
     if not (path / "model_index.json").is_file():
         raise ValueError(f"got {path} without model_index.json, expected a pipeline's folder with its text encoder")
     _texts.check_named(path, read_json(path / "model_index.json"), PARTS)

@@ -47,7 +47,7 @@ def load_encoders(places: Places, dtype: torch.dtype) -> tuple[Any, Any, Callabl
 
     tokenizers: Any = transformers.AutoTokenizer
     try:
-        tokenizer = tokenizers.from_pretrained(places.clip_tokenizer)
+        tokenizer = tokenizers.from_pretrained(places.clip_tokenizer, trust_remote_code=False)
         encoder = _text_encoder(places.text_encoder, dtype)
     except FAILURES as error:
         raise ValueError(f"got a text encoder in {places.text_encoder} that does not load: {error}") from error
@@ -150,7 +150,7 @@ def _captioner(places: Places) -> tuple[Any, Any]:
     tokenizers: Any = transformers.AutoTokenizer
     try:
         decoder = UniDiffuserTextDecoder.from_pretrained(places.decoder)
-        return decoder, tokenizers.from_pretrained(places.text_tokenizer)
+        return decoder, tokenizers.from_pretrained(places.text_tokenizer, trust_remote_code=False)
     except FAILURES as error:
         raise ValueError(f"got a caption decoder in {places.decoder} that does not load: {error}") from error
 

@@ -143,11 +143,19 @@ def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None, heads: 
             _check_layers(checkpoint, found[0])
             keys: KeyMap = module.KEY_MAPS[found[1]](found[0])
             blueprint = Blueprint(checkpoint.name, module, found[0], checkpoint, keys)
-            check(blueprint.meta(), checkpoint, keys)
+            check(_drawn(blueprint), checkpoint, keys)
             return blueprint
     what = f"a {config.get('_class_name')}" if config else f"keys like {', '.join(list(checkpoint.shapes)[:3])}"
     known = ", ".join(plugins(seqpar.models))
     raise ValueError(f"got {checkpoint.name} with {what}, which no model of seqpar recognises ({known})")
+
+
+def _drawn(blueprint: Blueprint) -> SequenceModel:
+    """Return the model on the meta device; `ValueError` if the sizes in a config are too large for any tensor."""
+    try:
+        return blueprint.meta()
+    except (RuntimeError, OverflowError) as error:
+        raise ValueError(f"got {blueprint.name} with sizes of which no model can be made: {error}") from error
 
 
 def _check_heads(name: str, config: Any, heads: int | None) -> None:

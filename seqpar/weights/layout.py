@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,28 @@ MARKS = {
     "text_decoder": ("encode_prefix.weight",),
     "vae": ("decoder.conv_in.weight", "post_quant_conv.weight"),
 }
+NAMES = ("uvit_v0.pth", "uvit_v1.pth", "caption_decoder.pth", "autoencoder_kl.pth")  # as published
 LOOSE = (".pth", ".pt", ".safetensors")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a path stands for. parts: name of a part -> its file or folder; a single model is the part "transformer"."""
+    """What a path stands for.
+
+    parts: name of a part -> its file or folder; a single model is the part "transformer". refused: why each other file
+    of UniDiffuser's folder could not be opened; it may be no part, and so matters only if a part is missing.
+    """
 
     kind: str
     parts: Mapping[str, Path] = field(default_factory=dict)
+    refused: Sequence[str] = ()
 
 
 def layout_of(path: Path) -> Layout | None:
     """Return the layout of a file or folder: "pipeline", "model", "consolidated", "unidiffuser" or "file", or None.
 
-    Raises ValueError if two files of UniDiffuser's folder are the same part.
+    Raises ValueError if two files of UniDiffuser's folder are the same part, if one with a published name cannot be
+    opened, or if none that can be opened is a U-ViT.
     """
     if path.is_file():
         return _layout_of_file(path)
@@ -51,7 +58,9 @@ def layout_of(path: Path) -> Layout | None:
     if parts_in(path):
         return Layout("consolidated", {"transformer": path})
     found = _unidiffuser(path)
-    return Layout("unidiffuser", found) if "unet" in found else None
+    if "unet" not in found.parts and found.refused:
+        raise ValueError(f"{found.refused[0]}; expected a U-ViT of UniDiffuser among the other files of {path}")
+    return found if "unet" in found.parts else None
 
 
 def _layout_of_file(path: Path) -> Layout:
@@ -59,7 +68,7 @@ def _layout_of_file(path: Path) -> Layout:
     if is_part(path):
         return Layout("consolidated", {"transformer": path})
     if path.suffix in LOOSE and _part(open_checkpoint(path).shapes) == "unet":
-        return Layout("unidiffuser", _unidiffuser(path.parent, path))
+        return _unidiffuser(path.parent, path)
     return Layout("file", {"transformer": path})
 
 
@@ -86,20 +95,27 @@ def open_folder(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
     return open_checkpoint(find_checkpoint(folder)), config
 
 
-def _unidiffuser(folder: Path, unet: Path | None = None) -> dict[str, Path]:
-    """Return the parts of UniDiffuser's original folder that are there, by the keys in its files.
+def _unidiffuser(folder: Path, unet: Path | None = None) -> Layout:
+    """Return the layout of UniDiffuser's original folder with the parts that are there, by the keys in its files.
 
     unet: the U-ViT that is meant, where the folder has several (v0 and v1).
     """
     found: dict[str, Path] = {} if unet is None else {"unet": unet}
+    refused: list[str] = []
     for file in sorted(path for path in folder.iterdir() if path.suffix in LOOSE and path.is_file()):
-        part = _part(open_checkpoint(file).shapes)
+        try:
+            part = _part(open_checkpoint(file).shapes)
+        except ValueError as error:  # a training script leaves other files, such as an optimizer's state
+            if unet is None and file.name in NAMES:
+                raise
+            refused.append(str(error))
+            continue
         if part is None or (part == "unet" and unet is not None):
             continue
         if part in found:
             raise ValueError(f"got {found[part].name} and {file.name} in {folder}, expected one {part}; name the file")
         found[part] = file
-    return found
+    return Layout("unidiffuser", found, refused)
 
 
 def _part(shapes: Mapping[str, object]) -> str | None:

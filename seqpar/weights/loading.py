@@ -12,13 +12,15 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from seqpar.mesh import Mesh
@@ -150,8 +152,9 @@ class Pool:
         """Raise ValueError if a key differs from the one whose values it must have."""
 
         def equal_values(pair: tuple[str, str]) -> bool:
-            one, other = (self._local.staging.fetch(self._checkpoint, key) for key in pair)
-            return torch.equal(one, other)
+            with self._told(pair):
+                one, other = (self._local.staging.fetch(self._checkpoint, key) for key in pair)
+                return torch.equal(one, other)
 
         same = self._threads.map(equal_values, pairs)
         for (key, twin), equal in zip(pairs, same, strict=True):
@@ -166,12 +169,22 @@ class Pool:
 
         def made(name: str) -> Tensor:
             source, stage = keys.sources[name], self._local.staging
-            return source.combine(*(stage.fetch(self._checkpoint, key, dtype) for key in source.keys)).contiguous()
+            with self._told(source.keys):
+                return source.combine(*(stage.fetch(self._checkpoint, key, dtype) for key in source.keys)).contiguous()
 
         found = list(self._threads.map(made, names))
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # an error of a copy is raised here, not by a broadcast
+            with self._told(["its weights"]):
+                torch.cuda.synchronize(self._device)  # an error of a copy is raised here, not by a broadcast
         return found
+
+    @contextmanager
+    def _told(self, keys: Sequence[str]) -> Iterator[None]:
+        """Turn errors of reading and combining into ValueError, which `Mesh.together` raises on every rank."""
+        try:
+            yield
+        except (SafetensorError, RuntimeError, IndexError) as error:
+            raise ValueError(f"{self._checkpoint.name}: got {', '.join(keys)}, which do not load: {error}") from error
 
     def _start(self) -> None:
         """Give a new thread its buffers; without its device it would open a context on the first GPU."""

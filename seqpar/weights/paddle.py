@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.weights.pickles import FAILURES
+
 # numpy's codes of element types, without the byte order
 DTYPES = {
     "f8": torch.float64,
@@ -36,6 +38,8 @@ NAMES = "StructuredToParameterName@@"  # the key of a table of Paddle's own para
 SPLIT = "UnpackBigParamInfor@@"  # the key of a table of arrays that were cut in pieces of 1 GiB
 RECONSTRUCT = ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")
 MOST_ITEMS = 1 << 20  # of the stack and the memo: far more than any state dict has
+MOST_LETTERS = 256  # of a name in a module
+MOST_DIMS = 64  # of an array; numpy has no more
 
 
 @dataclass
@@ -70,13 +74,13 @@ def read_state(path: Path) -> dict[str, Tensor]:
         with open(path, "rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it; never written
         found = Reader(data).read()
-    except (OSError, ValueError, IndexError, KeyError, TypeError, struct.error) as error:
+    except FAILURES as error:
         reason = "is truncated or " if isinstance(error, (IndexError, struct.error)) else ""
         raise ValueError(f"got checkpoint {path}, which {reason}is no dict of arrays: {error}") from error
     if not isinstance(found, Mapping) or SPLIT in found:
         raise ValueError(f"got checkpoint {path}, expected a dict of whole arrays; save it by a newer Paddle")
     state = {key: _tensor(value) for key, value in found.items() if key != NAMES}
-    if odd := [key for key, tensor in state.items() if tensor is None or not isinstance(key, str)]:
+    if odd := [key for key, tensor in state.items() if tensor is None]:
         raise ValueError(f"got checkpoint {path}, expected a state dict (key -> array), found no array at {odd[0]!r}")
     return {key: torch_layout(key, tensor) for key, tensor in state.items() if tensor is not None}
 
@@ -163,6 +167,8 @@ class Reader:
         target = self._stack[-1]
         if not isinstance(target, dict) or len(values) % 2:
             raise ValueError(f"items without a dict at byte {self._at}")
+        if not all(isinstance(key, str) for key in values[::2]):  # hashing nested tuples could take forever
+            raise ValueError(f"a key that is no text at byte {self._at}")
         target.update(zip(values[::2], values[1::2], strict=True))
 
     def put(self, slot: int) -> None:
@@ -180,21 +186,25 @@ class Reader:
     def reduce(self) -> None:
         """Push what a call of a name would make, if numpy, a tuple or an empty dict is asked for."""
         name, args = self.pop(2)
+        if not isinstance(args, tuple):
+            raise ValueError(f"arguments that are no tuple at byte {self._at}")
         text = name.text if isinstance(name, Name) else type(name).__name__
         if text in RECONSTRUCT:
             return self.push(Array())
         if text == "numpy dtype":
-            return self.push(Kind(str(args[0])))
+            return self.push(Kind(_word(args[0])))
         if text == "_codecs encode" and args[1] == "latin1":  # bytes under protocol 2
             return self.push(self._encoded(args[0]))
-        if text in ("builtins tuple", "__builtin__ tuple"):
+        if text in ("builtins tuple", "__builtin__ tuple") and isinstance(args[0], (tuple, list)):
             return self.push(tuple(args[0]))
         if text == "collections OrderedDict" and not args:
             return self.push({})
         raise ValueError(f"it asks for a call of {text!r}, which is none that arrays need; nothing of it was run")
 
-    def _encoded(self, text: str) -> memoryview:
+    def _encoded(self, text: object) -> memoryview:
         """Return the bytes of a text; all of them together are no more than the file."""
+        if not isinstance(text, str):
+            raise ValueError(f"the bytes of a {type(text).__name__} at byte {self._at}, expected those of a text")
         self._copied += len(text)
         if self._copied > len(self._data):
             raise ValueError(f"the same text again and again at byte {self._at}")
@@ -204,8 +214,10 @@ class Reader:
         """Complete the dtype or array on top of the stack by its state."""
         (state,) = self.pop()
         target = self._stack[-1]
+        if not isinstance(state, tuple):
+            raise ValueError(f"a state that is no tuple at byte {self._at}")
         if isinstance(target, Kind):
-            target.order = str(state[1])
+            target.order = _word(state[1])
         elif isinstance(target, Array):
             target.tensor = _array(*state[1:])
         else:
@@ -222,12 +234,21 @@ class Reader:
         self._at += count
 
 
+def _word(value: object) -> str:
+    """Return a short text; the text of anything else could be far larger than the file."""
+    if not isinstance(value, str) or len(value) > MOST_LETTERS:
+        raise ValueError(f"a {type(value).__name__} where a name of at most {MOST_LETTERS} letters is expected")
+    return value
+
+
 def _array(shape: tuple[int, ...], kind: Kind, fortran: bool, data: memoryview) -> Tensor:
     """Return the tensor of an array's state: a view of the file."""
     dtype = DTYPES.get(kind.code)
     if dtype is None or kind.order not in "<|=":
         raise ValueError(f"an array of type {kind.order}{kind.code}, expected one of {', '.join(DTYPES)}")
-    if not all(isinstance(size, int) and size >= 0 for size in shape) or prod(shape) * dtype.itemsize != len(data):
+    if len(shape) > MOST_DIMS or not all(isinstance(size, int) and 0 <= size < 1 << 63 for size in shape):
+        raise ValueError(f"an array whose shape is no tuple of at most {MOST_DIMS} numbers")
+    if prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"an array of shape {shape} and {len(data)} bytes, which do not fit together")
     if not len(data):
         return torch.empty(shape, dtype=dtype)
@@ -261,7 +282,7 @@ OPCODES: dict[int, Act] = {
         "B": lambda r: r.span("I"),
         "\x8e": lambda r: r.span("Q"),
         "c": lambda r: r.lines(),
-        "\x93": lambda r: r.push(Name(" ".join(map(str, r.pop(2))))),
+        "\x93": lambda r: r.push(Name(" ".join(map(_word, r.pop(2))))),
         "t": lambda r: r.push(tuple(r.since_mark())),
         "\x85": lambda r: r.push(tuple(r.pop(1))),
         "\x86": lambda r: r.push(tuple(r.pop(2))),

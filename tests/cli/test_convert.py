@@ -11,6 +11,7 @@ from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DMod
 from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
 from safetensors.torch import load_file
 
+from seqpar.cli.convert import _copy_json
 from seqpar.cli.main import command
 from seqpar.models.large_dit import Config
 from seqpar.weights import export
@@ -53,6 +54,49 @@ def test_a_ppdiffusers_pipeline_becomes_one_of_diffusers(tmp_path: Path) -> None
     assert (prediction(again.transformer) - prediction(theirs)).abs().max() < 1e-6
     assert_same_decoder(again.vae.float(), vae)
     assert not list((tmp_path / "new").rglob("*.pdparams"))
+
+
+def linked(link: Path, to: str) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(to)
+
+
+LINKS: dict[str, tuple[str, str, str | None]] = {  # link below the source, its target, what is refused
+    "a file outside": ("tokenizer/vocab.json", "../../../../../secret", "a link to .*secret, expected files of"),
+    "a folder outside": ("tokenizer/more", "/etc", "a link to /etc, expected files of"),
+    "a part outside": ("scheduler", "/etc", "a link to /etc, expected files of"),
+    "itself": ("tokenizer/more", ".", "expected a link to a file"),
+    "a circle": ("tokenizer/more", "more", "expected a link to a file"),
+    "the index": ("model_index.json", "../../../../secret", "a link to .*secret, expected files of"),
+    "another repository": ("tokenizer/vocab.json", "../../../../other/blobs/1", "expected files of"),
+    "a blob": ("tokenizer/vocab.json", "../../../blobs/1", None),
+    "a file inside": ("tokenizer/vocab.json", "../model_index.json", None),
+}
+
+
+@pytest.mark.parametrize("case", LINKS)
+def test_links_that_lead_out_of_the_source_are_refused(tmp_path: Path, case: str) -> None:
+    """The layout of the hub's cache: a repository's snapshots are links to its blobs."""
+    link, to, message = LINKS[case]
+    repository = tmp_path / "hub" / "models--a--b"
+    source, target = repository / "snapshots" / "abc", tmp_path / "new"
+    source.mkdir(parents=True)
+    target.mkdir()
+    for file in (tmp_path / "secret", repository / "blobs" / "1", tmp_path / "hub" / "other" / "blobs" / "1"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+    if link != "model_index.json":
+        (source / "model_index.json").write_text("{}")
+    linked(source / link, to)
+    if message is None:
+        _copy_json(source, target)
+        assert (target / link).read_text() == "{}"
+        assert not (target / link).is_symlink()
+        return
+    with pytest.raises(ValueError, match=message):
+        _copy_json(source, target)
+    assert {path.name for path in target.iterdir()} <= {"model_index.json"}
+    assert case != "the index" or not list(target.iterdir())
 
 
 def test_large_dit_becomes_a_folder_that_says_its_heads(tmp_path: Path) -> None:

@@ -243,6 +243,10 @@ def test_original_files_and_diffusers_folders_load(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "uvit_v1.pth")
     found = locate(tmp_path / "uvit_v1.pth")
     assert (found.config.num_attention_heads, found.config.sample_size, found.config.data_type) == (2, 8, True)
+    for rows, said in ((17, r"17 rows, expected a multiple of 2 x 2"), (20, r"it has 16 rows, expected 20")):
+        torch.save(state | {"decoder_pred.weight": torch.ones(rows, 128)}, tmp_path / "odd.pt")
+        with pytest.raises(ValueError, match=said):
+            locate(tmp_path / "odd.pt")
     with pytest.raises(ValueError, match=r"got a UniDiffuser of width 96 with 16 image tokens, expected a multiple"):
         uvit.recognise({name: tuple(96 if n == 128 else n for n in x.shape) for name, x in state.items()}, None)
     command(["convert", str(tmp_path / "uvit_v1.pth"), str(tmp_path / "new")])
@@ -264,6 +268,10 @@ def test_original_files_and_diffusers_folders_load(tmp_path: Path) -> None:
         ({"activation_fn": "geglu"}, "got a UniDiffuser config with activation_fn='geglu', expected 'gelu'"),
         ({"pre_layer_norm": True}, "got a UniDiffuser config with pre_layer_norm=True, expected False"),
         ({"patch_size": None}, "got a UniDiffuser config without patch_size, expected all sizes"),
+        ({"patch_size": 0}, "got a UniDiffuser config with patch_size=0, expected a whole number from 1"),
+        ({"num_layers": 2.0}, "got a UniDiffuser config with num_layers=2.0, expected a whole number"),
+        ({"num_attention_heads": "2"}, "got a UniDiffuser config with num_attention_heads='2', expected a whole"),
+        ({"use_data_type_embedding": 1}, "with use_data_type_embedding=1, expected true or false"),
         ({"depth": 3}, "got a UniDiffuser config with the unknown field depth=3"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",

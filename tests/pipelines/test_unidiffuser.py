@@ -5,6 +5,7 @@ diffusers draws the noise of its unconditional branch within its loop; both draw
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -24,6 +25,8 @@ from seqpar.cli.sample import run
 from seqpar.mesh import Mesh
 from seqpar.models import uvit
 from seqpar.pipelines import unidiffuser
+from seqpar.pipelines._unidiffuser_files import Places
+from seqpar.pipelines._unidiffuser_parts import load_encoders
 from seqpar.pipelines.unidiffuser import Asked, Files, Pipeline
 from seqpar.planner.search import Wish
 from seqpar.sampling import loop
@@ -340,6 +343,18 @@ def test_a_mistake_is_one_sentence(
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is compared)
         run(Args(str(folders[True]), **prompt, **flags, out=tmp_path / "x.png"))
     assert message in str(error.value)
+
+
+def test_code_in_a_tokenizers_folder_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if somebody answers yes: transformers asks on the terminal, where other ranks would wait."""
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    told = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (tmp_path / "clip_tokenizer").mkdir()
+    (tmp_path / "clip_tokenizer" / "tokenizer_config.json").write_text(json.dumps(told))
+    (tmp_path / "clip_tokenizer" / "evil.py").write_text(f"open({str(tmp_path / 'proof')!r}, 'w')")
+    with pytest.raises(ValueError, match="does not load"):
+        load_encoders(Places.of(tmp_path), torch.float32)
+    assert not (tmp_path / "proof").exists()
 
 
 def test_drawn_streams_of_the_unconditional_branch_are_checked() -> None:

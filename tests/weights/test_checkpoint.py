@@ -146,6 +146,7 @@ FOLDERS: dict[str, tuple[Spoil, str]] = {
         r"SD3Transformer2DModel, which no model of seqpar recognises",
     ),
     "too many layers": (config(num_layers=10**12), r"num_layers=1000000000000, expected no more layers than its"),
+    "too wide": (config(num_attention_heads=10**15), r"with sizes of which no model can be made: "),
     "negative layers": (config(num_layers=-3), r"num_layers=-3, expected a whole number from 1"),
     "layers in words": (config(num_layers="three"), r"num_layers='three', expected a whole number from 1"),
     "epsilon in words": (config(norm_eps="small"), r"norm_eps='small', expected a small number over 0"),
@@ -275,6 +276,16 @@ class Evaluated:
         return eval, ("data", {"data": np.ones(2)})
 
 
+# a pair of a pair of ...: the text of it doubles with each of these lines, and so does the time to hash it
+NESTED = b"\x80\x02)q\0" + b"h\0h\0\x86q\0" * 24
+FLOATS = b"cnumpy\ndtype\nX\2\0\0\0f4\x85R"
+END = b"."
+
+
+def crafted(data: bytes) -> Spoil:
+    return lambda path: path.write_bytes(data)
+
+
 PADDLES: dict[str, tuple[Spoil, str]] = {
     "evil": (paddled(bytes, {"a": Evil(Path("proof"))}), r"a call of 'posix system', .*nothing of it was run"),
     "eval": (paddled(bytes, {"a": Evaluated()}), r"a call of 'builtins eval'"),
@@ -286,6 +297,21 @@ PADDLES: dict[str, tuple[Spoil, str]] = {
     "big-endian": (paddled(bytes, {"a": np.ones(2, ">f4")}), r"an array of type >f4"),
     "a text": (paddled(bytes, {"a": "x"}), r"found no array at 'a'"),
     "a list": (paddled(bytes, [1]), r"is none that arrays need|expected a dict"),
+    "nested names": (crafted(NESTED + b"h\0h\0\x93" + END), r"a tuple where a name of at most 256 letters"),
+    "nested dtype": (crafted(NESTED + b"cnumpy\ndtype\nh\0\x85R" + END), r"a tuple where a name of at most"),
+    "nested order": (crafted(NESTED + FLOATS + b"K\3h\0\x86b" + END), r"a tuple where a name of at most"),
+    "nested shape": (
+        crafted(NESTED + b"cnumpy.core.multiarray\n_reconstruct\n)R(K\1h\0" + FLOATS + b"\x89C\0tb" + END),
+        r"whose shape is no tuple of at most 64 numbers",
+    ),
+    "nested keys": (crafted(NESTED + b"}h\0K\1s" + END), r"a key that is no text at byte"),
+    "tuple of bytes": (crafted(b"c__builtin__\ntuple\nC\3abc\x85R" + END), r"a call of '__builtin__ tuple'"),
+    "state of bytes": (crafted(b"cnumpy.core.multiarray\n_reconstruct\n)RC\3abcb" + END), r"a state that is no tuple"),
+    "bytes of a tuple": (crafted(b"c_codecs\nencode\n)X\6\0\0\0latin1\x86R" + END), r"the bytes of a tuple"),
+    "dtype of a text": (
+        crafted(b"cnumpy.core.multiarray\n_reconstruct\n)R(K\1)X\1\0\0\0a\x89C\0tb" + END),
+        r"is no dict of arrays",
+    ),
     "cut arrays": (paddled(bytes, {"UnpackBigParamInfor@@": {}}), r"expected a dict of whole arrays"),
 }
 
@@ -326,6 +352,10 @@ def test_an_original_file_that_lacks_any_key_is_refused_by_the_name_of_the_key(t
         ("dit", "x_embedder.proj.weight", (64, 16), r"x_embedder\.proj\.weight of shape \(64, 16\), expected 4 dims"),
         ("dit", "x_embedder.proj.weight", (25, 4, 2, 2), r"3 heads for a DiT of width 25, expected heads of equal"),
         ("dit", "final_layer.linear.weight", (32,), r"final_layer\.linear\.weight of shape \(32,\), expected 2 dims"),
+        ("dit", "final_layer.linear.weight", (33, 24), r"linear\.weight of 33 rows, expected a multiple of 2 x 2"),
+        ("dit", "final_layer.linear.bias", (31,), r"linear\.bias of shape \(31,\), which .* 31 rows, expected 32"),
+        ("dit", "final_layer.linear.bias", (36,), r"linear\.bias of shape \(36,\), which .* 36 rows, expected 32"),
+        ("large-dit", "final_layer.linear.weight", (33, 64), r"of 33 rows, expected a multiple of 2 x 2"),
         ("dit", "pos_embed", (16, 64), r"pos_embed of shape \(16, 64\), expected 3 dims"),
         ("dit", "blocks.1.mlp.fc1.weight", (255, 24), r"blocks\.1\.mlp\.fc1\.weight of shape \(255, 24\)"),
         ("dit", "y_embedder.embedding_table.weight", (0, 64), r"embedding_table\.weight of shape \(0, 64\)"),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from seqpar import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.models import large_dit
+from seqpar.pipelines._unidiffuser_files import Places
 from seqpar.vae.decoder import check_vae, load_vae
 from seqpar.weights.checkpoint import open_checkpoint
 from seqpar.weights.layout import layout_of
@@ -242,11 +243,26 @@ def test_unidiffusers_folder_is_known_by_its_keys(tmp_path: Path) -> None:
     torch.save({key: torch.ones(1) for key in unet}, tmp_path / "v0.pth")
     with pytest.raises(ValueError, match=r"a\.pth and v0\.pth in .*, expected one unet; name the file"):
         layout_of(tmp_path)
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer.pt")
     named = layout_of(tmp_path / "v0.pth")
     assert named is not None
     assert {**named.parts, "unet": "v0"} == {**layout.parts, "unet": "v0"}
     assert named.parts["unet"].name == "v0.pth"
+    assert len(named.refused) == 1
+    assert "optimizer.pt, expected a state dict" in named.refused[0]
+    with pytest.raises(
+        ValueError, match=r"without caption_decoder\.pth, expected it beside a\.pth; got .*optimizer\.pt"
+    ):
+        Places.of_original({"unet": tmp_path / "a.pth"}, named.refused)
     (tmp_path / "v0.pth").unlink()
+    assert layout_of(tmp_path) == replace(layout, refused=named.refused)
+    for name, present in (("uvit_v1.pth", True), ("odd.pt", False)):  # a part by its name, or no U-ViT beside it
+        (tmp_path / name).write_bytes(b"")
+        (tmp_path / "a.pth").rename(tmp_path / ("a.pth" if present else "a.bin"))
+        with pytest.raises(ValueError, match=r"got checkpoint .*" + name):
+            layout_of(tmp_path)
+        (tmp_path / name).unlink()
+    (tmp_path / "a.bin").rename(tmp_path / "a.pth")
     torch.save({"encode_prefix.weight": torch.ones(2)}, tmp_path / "e.pth")
     with pytest.raises(ValueError, match=r"b\.pth and e\.pth in .*, expected one text_decoder"):
         layout_of(tmp_path)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from seqpar.mesh import Mesh
 from seqpar.weights import staging
 from seqpar.weights.checkpoint import open_checkpoint
-from seqpar.weights.find import locate
+from seqpar.weights.find import from_diffusers, locate
 from seqpar.weights.loading import shares
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
@@ -65,6 +66,26 @@ def test_each_tensor_is_read_by_one_rank_and_given_to_all(ranks: Pool, tmp_path:
     one, *others = ranks.run(world, refused, str(tmp_path))
     assert "transformer_blocks.2.norm1.emb.timestep_embedder.linear_1.bias differs" in one
     assert set(others) == {one}
+
+
+@pytest.mark.parametrize("error", [SafetensorError, RuntimeError, IndexError])
+@pytest.mark.parametrize(
+    "key", ["proj_out_2.bias", "transformer_blocks.1.norm1.emb.class_embedder.embedding_table.weight"]
+)
+def test_an_error_of_one_rank_names_file_and_key(key: str, error: type[Exception]) -> None:
+    """`Mesh.together` shares ValueError and OSError; after any other the ranks would wait for the one that failed."""
+    blueprint = from_diffusers(diffusers_dit())
+    checkpoint = blueprint.checkpoint
+    assert checkpoint is not None
+
+    def read(its: str) -> Tensor:
+        if its == key:
+            raise error("cut short")
+        return checkpoint.read(its)
+
+    spoiled = replace(blueprint, checkpoint=replace(checkpoint, read=read))
+    with pytest.raises(ValueError, match=rf"DiTTransformer2DModel: got .*{key}.*, which do not load: .*cut short"):
+        spoiled.build(torch.float32, torch.device("cpu"))
 
 
 def test_the_shares_of_ranks_are_runs_of_about_equal_size(tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ def tried(rank: int, world: int, device: torch.device, fault: str) -> str | None
     if rank == 1 and fault == "writes that go elsewhere":
         arena.Arena.view = lambda self, _, *where: kept[2](self, rank, *where)  # pyright: ignore
     try:
-        return peer.why_not_tried.__wrapped__(axis, device)
+        return transport.trial(axis, device)
     finally:
         transport.TRIAL_S, flags.Flags.meet, arena.Arena.view = kept
 

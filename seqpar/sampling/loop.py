@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any, Unpack
 
 import numpy as np
@@ -147,6 +148,8 @@ def _written(value: Any) -> Any:
         return value.dtype, tuple(value.shape), bits.numpy().tobytes()
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         return value.dtype, value.shape, value.tobytes()
+    if isinstance(value, FunctionType) and value.__closure__ is None:
+        return value
     return (type(value), repr(value)) if type(value) in PLAIN else object()
 
 

@@ -270,7 +270,7 @@ def test_modes_say_what_they_lack(folders: Mapping[bool, Path]) -> None:
 
 
 def from_rank_0_alone(rank: int, world: int, device: torch.device, folder: str) -> tuple[Tensor, list[str]]:
-    """Return the text of streams and noise that only rank 0 has, and the errors of those that only rank 0 gets wrong."""
+    """Return the text of streams and noise that only rank 0 has, and the errors of those that only it gets wrong."""
     image = {"image": torch.ones(1, 4, 8, 8), "clip": torch.ones(1, 1, 5)}
     given: list[Any] = [image, {"clip": torch.ones(1, 1, 5)}, {**image, "clip": "x"}, None]
     asked, told = Asked(1, 2, ON, SEED), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import replace
 from datetime import timedelta
@@ -137,6 +138,19 @@ def test_a_diffusers_pipeline_shows_rank_0s_picture_on_every_rank(ranks: Pool) -
     truth = ranks.run(1, pictures, True)[0]
     for got in ranks.run(2, pictures, True):
         assert (got - truth).abs().max() < 1e-3
+
+
+def test_a_copy_of_a_shared_decoder_decodes_with_its_own_weights() -> None:
+    pipe: Any = DiTPipeline.from_pretrained(BUILTIN)
+    latents, end = torch.ones(1, pipe.vae.config.latent_channels, 2, 2), share_input(pipe.vae, Mesh.single())
+    first, copied = pipe.vae.decode(latents).sample, copy.deepcopy(pipe.vae)
+    assert torch.equal(copied.decode(latents).sample, first)
+    for parameter in copied.parameters():
+        parameter.data.zero_()
+    assert not copied.decode(latents).sample.any()
+    end()
+    assert torch.equal(pipe.vae.decode(latents).sample, first)
+    assert not copy.deepcopy(copied).decode(latents).sample.any()
 
 
 def test_negative_control_a_decoder_of_its_own_shows_another_picture(ranks: Pool) -> None:

@@ -67,9 +67,17 @@ def parallelize(
     wish = Wish(strategy=strategy, local=local, transport=transport)
     layout = _planned(next(iter(found.values())), mesh, wish, native)
     made = _with_host_group(settled(layout, mesh))
-    _move(pipe_or_transformer, found, made)
-    bodies = {name: _body(module, made, layout, cuts[name], native) for name, module in found.items()}
-    _install_all(pipe_or_transformer, found, bodies, Lease(made, _made_groups(made, mesh)), layout)
+    lease, bodies = Lease(made, _made_groups(made, mesh)), dict[str, Body]()
+    try:
+        made.together(lambda: _move(pipe_or_transformer, found, made))
+        for name, module in found.items():
+            bodies[name] = _body(module, made, layout, cuts[name], native)
+    except ValueError:  # raised alike on all ranks; after other errors, ranks may not free anything together
+        for body in bodies.values():
+            body.release()
+        lease.leave()
+        raise
+    _install_all(pipe_or_transformer, found, bodies, lease, layout)
     return pipe_or_transformer
 
 
@@ -130,7 +138,7 @@ class Lease:
 
     def leave(self) -> None:
         """Count a transformer's release; every rank must call this at the same time."""
-        self._users -= 1
+        self._users = max(0, self._users - 1)  # it is 0 before anyone has joined
         if self._users:
             return
         for end in self._ends:

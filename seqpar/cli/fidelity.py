@@ -15,7 +15,7 @@ from seqpar.cli.summary import versions
 from seqpar.distributed import plan_of
 from seqpar.fidelity import outliers
 from seqpar.fidelity.judging import Judged, Subject, judge
-from seqpar.fidelity.pictures import load_lpips, why_no_lpips
+from seqpar.fidelity.pictures import WINDOW, load_lpips, why_no_lpips
 from seqpar.fidelity.report import failures, table, write
 from seqpar.fidelity.ways import Meshes, Way, ways
 from seqpar.mesh import Mesh
@@ -74,6 +74,8 @@ def checked(args: FidelityArgs, ranks: Mesh) -> Job:
         raise ValueError(
             f"got --model {args.model}, whose family of pipelines cannot be compared yet (it makes no Request)"
         )
+    if min(job.pixels) < WINDOW:
+        raise ValueError(f"got pictures of {job.pixels} pixels, expected at least {WINDOW} x {WINDOW}; give a --size")
     if args.lpips is not None and not args.lpips.is_file():
         raise ValueError(f"got --lpips {args.lpips}, expected a file with the weights of torchvision's AlexNet")
     return job

@@ -169,7 +169,7 @@ def _bench(
     pipeline = replace(subject.pipeline, dit=dit, vae=_cast(subject.pipeline.vae, dtype))
     name = _name(dtype)
     try:
-        made = record(dit, subject.request, truth, graph=False)
+        made = ranks.together(lambda: record(dit, subject.request, truth, graph=False))
     except ValueError as error:  # overflow in this data type, which is no error of a way of computing
         return f"{subject.name}: {name} is not judged, because one rank alone fails in it: {error}"
     same, own = ranks.share((on_same_inputs(made, truth), on_own_inputs(made, truth)))
@@ -207,9 +207,11 @@ def _measured(bench: Bench, way: Way, meshes: Meshes, wish: Wish) -> tuple[list[
 def _computed(bench: Bench, way: Way, mesh: Mesh, wish: Wish) -> tuple[Measured, Tensor]:
     layout, transport = way.layout, way.layout.transport if way.exchanges else "auto"
     dit = DistributedDiT(bench.pipeline.dit.model, mesh, layout.strategy, wish.local, transport)
-    made = record(dit, bench.subject.request, bench.truth)
-    got = replace(bench.pipeline, dit=dit).decode(_latents(dit, made))
-    dit.release()
+    try:
+        made = record(dit, bench.subject.request, bench.truth)
+        got = replace(bench.pipeline, dit=dit).decode(_latents(dit, made))
+    finally:
+        dit.release()
     truth = bench.truth
     return Measured(on_same_inputs(made, truth), on_own_inputs(made, truth), made.bits, dit.local.name), got
 

@@ -7,7 +7,7 @@ once. A run of its own shows what becomes of these errors in the picture; it als
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,10 +46,10 @@ def record(dit: DistributedDiT, request: Request, on: Trajectory | None = None, 
     """Return the run of a request, complete on every rank of the model's mesh.
 
     on: the run on whose inputs the model predicts; None means its own. graph: replay steps as CUDA graphs if possible;
-    predictions never are. Raises ValueError if the latents stop being finite. Every rank must call this at the same
-    time.
+    predictions never are. The request's generator is left as it is, so that every run of a request adds the same noise.
+    Raises ValueError if the latents stop being finite. Every rank must call this at the same time.
     """
-    run = begin(dit, request)
+    run = begin(dit, replace(request, generator=_copied(request.generator)))
     try:
         inputs, predictions = [run.inputs()], list[Streams]()
         for index in range(len(run.timesteps)):
@@ -61,6 +61,10 @@ def record(dit: DistributedDiT, request: Request, on: Trajectory | None = None, 
         return Trajectory(tuple(inputs), tuple(predictions))
     finally:
         run.release()
+
+
+def _copied(generator: torch.Generator | None) -> torch.Generator | None:
+    return None if generator is None else torch.Generator(generator.device).set_state(generator.get_state())
 
 
 def _step(run: Run, graph: bool) -> None:

@@ -170,12 +170,12 @@ class Pipeline(Loaded):
         plan, mesh = placed(files.blueprint.config, files.smallest(dtype), dtype, mesh, wish, plan)
         texts = Texts(files.folder, files.blueprint.config, files.text_tokens, mesh, dtype)
 
-        def read() -> tuple[Any, Any]:
+        def read() -> Any:
             texts.encode(prompts, on_prompt)
-            model = files.blueprint.build(dtype, mesh.device)
-            return model, load_vae(files.folder / "vae", dtype, mesh.device) if files.folder else None
+            return load_vae(files.folder / "vae", dtype, mesh.device) if files.folder else None
 
-        model, vae = mesh.together(read)
+        vae = mesh.together(read)
+        model = files.blueprint.build(dtype, mesh.device, 0, mesh)  # each rank reads a share of the file
         return Pipeline(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
 
     @staticmethod

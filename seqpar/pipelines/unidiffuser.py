@@ -92,12 +92,12 @@ class Pipeline(Loaded):
         plan, mesh = placed(files.blueprint.config, files.smallest(dtype), dtype, mesh, wish, plan)
         texts = Texts(files.places, files.blueprint.config, mesh, dtype)
 
-        def read() -> tuple[Any, Any]:
+        def read() -> Any:
             texts.encode(prompts, on_prompt)
-            model = files.blueprint.build(dtype, mesh.device)
-            return model, load_vae(files.places.vae, dtype, mesh.device) if files.places else None
+            return load_vae(files.places.vae, dtype, mesh.device) if files.places else None
 
-        model, vae = mesh.together(read)
+        vae = mesh.together(read)
+        model = files.blueprint.build(dtype, mesh.device, 0, mesh)  # each rank reads a share of the file
         return Pipeline(DistributedDiT(model, mesh, plan=plan), files, vae, texts, files.places)
 
     @staticmethod
@@ -161,7 +161,9 @@ class Pipeline(Loaded):
         shapes; in modes image and text they are noise that is new at every evaluation, unless they are given.
         noise: for the denoised streams; None draws it.
         """
-        asked, model = self.dit.mesh.share(asked), self.dit.model
+        mesh, model = self.dit.mesh, self.dit.model
+        tensors = mesh.together(lambda: (_on_host(given), _on_host(noise)) if mesh.is_main else ({}, {}))
+        asked, (given, noise) = mesh.share((asked, tensors))  # only rank 0 may have any, and all must check the same
         if asked.guidance.on and "other_timestep" not in model.PROMPT:
             raise ValueError(f"got guidance in mode {self.dit.config.mode}, expected text2img or img2text; use scale 1")
         scheduler = self._scheduler(asked.scheduler)
@@ -169,7 +171,7 @@ class Pipeline(Loaded):
         start = noise or {name: self._draw(shapes[name], generator) for name in model.STATE}
         others = {name: shape for name, shape in shapes.items() if name not in model.STATE}
         evaluations = _evaluations(scheduler, asked.steps)
-        drawn = self._others(given or {}, others, generator, evaluations)
+        drawn = self._others(given, others, generator, evaluations)
         negative = self._fresh(others, generator, evaluations) if asked.guidance.on else {}
         settings: Settings = {"steps": asked.steps, "guidance": asked.guidance, "eta": asked.eta}
         settings["drawn"], settings["negative_drawn"], settings["generator"] = drawn, negative, generator
@@ -244,6 +246,14 @@ class Pipeline(Loaded):
             {name: self._tokens(self._draw(x, generator)) for name, x in shapes.items()} for _ in range(evaluations)
         ]
         return {name: torch.stack([step[name] for step in steps]) for name in shapes}
+
+
+def _on_host(streams: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Return streams on the CPU; ValueError if one is no tensor."""
+    for name, x in (streams or {}).items():
+        if not torch.is_tensor(x):
+            raise ValueError(f"got {name} of type {type(x).__name__}, expected a tensor")
+    return {name: x.detach().cpu() for name, x in (streams or {}).items()}
 
 
 def _evaluations(scheduler: Any, steps: int) -> int:

@@ -5,6 +5,7 @@ When it wins: with several images, which the ranks decode in parallel.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import update_wrapper
 from pathlib import Path
@@ -80,9 +81,9 @@ class Shared:
         shared = from_rank_0(users[0][0], {"latents": z})["latents"] if users else z
         return self.alone(shared, *args, **kwargs)
 
-    def __deepcopy__(self, memo: object) -> Shared:
-        """Return this one: its process groups cannot be copied."""
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """Return the own `decode` of the decoder's copy, which no mesh shares and which has weights of its own."""
+        return copy.deepcopy(self.alone, memo)
 
     def join(self, mesh: Mesh, check: Callable[[], None]) -> Callable[[], None]:
         """Add a user; return what takes it away again."""

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -165,13 +165,26 @@ def test_release_restores_what_was_set_on_the_objects_before() -> None:
 
 
 def rounds(rank: int, world: int, device: torch.device) -> list[int]:
-    """Return the numbers of process groups after rounds of `parallelize` and `release`, one with a caller's mesh."""
+    """Return the numbers of process groups after rounds of `parallelize` and `release`, one with a caller's mesh.
+
+    In each round, calls fail first: rank 1 cannot move the transformer, and then it cannot be computed.
+    """
+
+    def fails(*_: object) -> NoReturn:
+        raise ValueError("failed")
+
     given, counts = mesh_for("ulysses", world, device), []
     module = test_native.tiny().to(device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallelize, "_lacks_host", lambda mesh: True)
         patch.setattr(parallelize, "BACKENDS", "gloo" if device.type == "cpu" else parallelize.BACKENDS)
         for mesh in (given, None, given, None):
+            for name in ["_body", "_move"][: 1 + rank]:
+                with pytest.MonkeyPatch.context() as broken:
+                    broken.setattr(parallelize, name, fails)
+                    assert "failed" in raised(lambda mesh=mesh: seqpar.parallelize(module, mesh))
+            if rank != 1:
+                assert raised(lambda mesh=mesh: seqpar.parallelize(module, mesh)) == "rank 1: failed"
             counts.append(len(torch.distributed.distributed_c10d._world.pg_names))
             seqpar.parallelize(module, mesh)
             counts.append(len(torch.distributed.distributed_c10d._world.pg_names))

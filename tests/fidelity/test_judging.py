@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
-from seqpar.fidelity import outliers
+from seqpar.fidelity import judging, outliers
+from seqpar.fidelity.compare import digest
 from seqpar.fidelity.judging import Judged, Subject, judge, plain_engine
+from seqpar.fidelity.trajectory import record
 from seqpar.fidelity.ways import Meshes, ways
 from seqpar.local import sdpa
 from seqpar.mesh import Mesh
@@ -25,6 +30,7 @@ from seqpar.sampling.run import Run
 from seqpar.transports.collective.exchange import CollectiveToHeads
 from seqpar.weights.find import Blueprint
 from tests.models.test_large_dit import TINY, ours
+from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 
 Fault = Callable[[pytest.MonkeyPatch, int], None]
@@ -141,6 +147,31 @@ def judged(
     ]
 
 
+def failed(rank: int, world: int, device: torch.device, everywhere: bool) -> tuple[str, int]:
+    """Return how a record that fails ends, in the bench on rank 1 or in a way on all ranks, and what is released."""
+    pipeline, mesh, released = builtin(device), Mesh.joined(device), Mock()
+    request = pipeline.request(["3"], steps=2, guidance=Guidance(4.0), size=(16, 16))
+    true, subject = judging.record, Subject("tiny", pipeline, request)
+
+    def failing(*args: Any, **named: Any) -> Any:
+        if everywhere or rank == 1:
+            raise ValueError("overflow")
+        return true(*args, **named)
+
+    truth = true(pipeline.dit, request)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judging, "record", failing)
+        patch.setattr(DistributedDiT, "release", released)
+        if not everywhere:
+            made = judging._bench(subject, torch.bfloat16, truth, torch.zeros(1, 3, 16, 16), None, mesh)
+            return str(made), 0
+        bench: Any = SimpleNamespace(pipeline=pipeline, subject=subject, truth=truth)
+        way: Any = SimpleNamespace(layout=SimpleNamespace(strategy="ulysses", transport="auto"), exchanges=True)
+        with pytest.raises(ValueError, match="overflow") as error:
+            judging._computed(bench, way, mesh_for("ulysses", world, device), Wish())
+        return str(error.value), released.call_count
+
+
 @pytest.mark.parametrize(
     ("fault", "kind", "wish", "reason"),
     [
@@ -176,6 +207,22 @@ def test_transports_of_one_layout_have_equal_bits_or_it_is_a_finding(ranks: Pool
         found = [finding for row in rows for finding in row[3]]
         assert (found == []) is (fault is None)
         assert all("other bits than 2 ranks, ulysses 2, ulysses, collective" in finding for finding in found)
+
+
+def test_every_record_of_a_request_adds_the_same_noise() -> None:
+    pipeline = builtin(torch.device("cpu"))
+    request = pipeline.request(["3"], steps=2, guidance=Guidance(4.0), size=(16, 16), eta=1.0)
+    first, again = (record(pipeline.dit, request) for _ in range(2))
+    assert first.bits == again.bits
+    other = record(pipeline.dit, replace(request, generator=torch.Generator().manual_seed(1)))
+    assert digest(other.inputs[1]) != digest(first.inputs[1])  # there is noise to compare
+
+
+def test_a_data_type_in_which_one_rank_alone_fails_is_left_out_on_all_ranks(ranks: Pool) -> None:
+    found = ranks.run(2, failed, False)
+    assert found[0] == found[1]
+    assert "bfloat16 is not judged, because one rank alone fails in it: rank 1: overflow" in found[0][0]
+    assert ranks.run(2, failed, True) == [("overflow", 1)] * 2
 
 
 def test_no_correct_way_is_an_alarm(ranks: Pool) -> None:

@@ -272,6 +272,29 @@ def test_modes_say_what_they_lack(folders: Mapping[bool, Path]) -> None:
         pipeline.streams(Asked(1, 2, ON))
 
 
+def from_rank_0_alone(rank: int, world: int, device: torch.device, folder: str) -> tuple[Tensor, list[str]]:
+    """Return the text of streams and noise that only rank 0 has, and the errors of those that only it gets wrong."""
+    image = {"image": torch.ones(1, 4, 8, 8), "clip": torch.ones(1, 1, 5)}
+    given: list[Any] = [image, {"clip": torch.ones(1, 1, 5)}, {**image, "clip": "x"}, None]
+    asked, told = Asked(1, 2, ON, SEED), []
+    with Pipeline.load(Files.locate(folder, "img2text"), mesh_for("ulysses", world, device)) as pipeline:
+        noise = {"text": torch.ones(1, 16, 6)}
+        text = pipeline.streams(asked, given=None if rank else image, noise=None if rank else noise)["text"]
+        for each in given[1:]:
+            with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is compared)
+                pipeline.streams(asked, given=image if rank else each)
+            told.append(str(error.value))
+    return text, told
+
+
+def test_streams_are_those_of_rank_0_alone(ranks: Pool, folders: Mapping[bool, Path]) -> None:
+    (truth, told), *_ = ranks.run(1, from_rank_0_alone, str(folders[True]))
+    for text, errors in ranks.run(2, from_rank_0_alone, str(folders[True])):
+        assert (text - truth).abs().max() < 1e-5 * truth.abs().max()
+        assert [*errors[::2], errors[1].removeprefix("rank 0: ")] == [*told[::2], told[1]]
+        assert "got clip of type str" in errors[1]
+
+
 # Runs ------------------------------------------------------------------------------------------------------------
 
 

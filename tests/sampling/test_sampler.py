@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, Sampler, sample
+from seqpar.sampling import loop
 from seqpar.sampling.loop import draw_noise
 from tests.sampling.test_sampling import STEPS, scheduler
 from tests.support.meshes import mesh_for
@@ -67,6 +72,31 @@ def test_a_run_of_another_kind_begins_anew(ranks: Pool, other: tuple[Any, ...]) 
     found = ranks.run(1, run, "ulysses", 1, 0.0, [FIRST, other, FIRST])[0]
     assert [kept for kept, _, _ in found] == [False, False, False]
     assert all(torch.equal(got, alone) for _, got, alone in found)
+
+
+def test_a_schedule_is_traced_again_where_its_scheduler_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [type("DDIMScheduler", (DDIMScheduler,), {"__module__": "x", "__qualname__": "x"}) for _ in range(2)]
+    traced = Mock(side_effect=lambda *_: object())
+    monkeypatch.setattr(loop, "decide", traced)
+    sampler = Sampler(DistributedDiT(diffusers_dit(), mesh_for("ulysses", 1, torch.device("cpu"))))
+
+    def is_traced(kind: Any, **change: Any) -> bool:
+        before, made = traced.call_count, kind(timestep_spacing="trailing")
+        vars(made).update(change)
+        sampler._decided(made, {"eta": None}, 0)
+        return traced.call_count > before
+
+    assert [is_traced(kind) for kind in (kinds[0], kinds[0], kinds[1], kinds[1])] == [True, False, True, False]
+    monkeypatch.setattr(kinds[1], "step", lambda *_: None)
+    assert [is_traced(kinds[1]) for _ in range(2)] == [True, False]
+    for name in ("scale_model_input", "_get_variance"):  # what a step calls, also of a base
+        monkeypatch.setattr(DDIMScheduler, name, lambda *_: None)
+        assert [is_traced(kinds[1]) for _ in range(2)] == [True, False]
+    first, other = torch.zeros(2, 2000, dtype=torch.bfloat16)
+    other[1000] = 1.0
+    assert [is_traced(kinds[1], x=x) for x in (first, first.clone(), other)] == [True, False, True]
+    held = [deque([x]) for x in (first, other)] + [SimpleNamespace(x=x) for x in (first, other)]
+    assert all(is_traced(kinds[1], x=x) for x in held)
 
 
 def test_a_scheduler_that_steps_on_the_host_is_never_kept() -> None:

@@ -6,7 +6,6 @@ middle-sized blocks; see `seqpar.transports.peer.exchange`.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -39,13 +38,25 @@ def why_not(mesh: Mesh) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-@cache
+_ANSWERS: dict[
+    tuple[tuple[int, ...], torch.device], str | None
+] = {}  # by an axis's ranks: an axis would keep its group
+
+
 def why_not_tried(axis: Axis, device: torch.device) -> str | None:
     """Return None if the ranks of an axis reach each other's memory and a test exchange worked, otherwise the reason.
 
     The answer is the same on all ranks of the axis. The test exchanges one number per rank, because access over some
     buses lacks what flags need. It runs once for each axis and device, however often it is asked for.
     """
+    key = tuple(_world_rank(axis, rank) for rank in range(axis.size)) if axis.group else (axis.rank,), device
+    if key not in _ANSWERS:
+        _ANSWERS[key] = trial(axis, device)
+    return _ANSWERS[key]
+
+
+def trial(axis: Axis, device: torch.device) -> str | None:
+    """Return what `why_not_tried` tells, by a new test exchange."""
     reason = why_no_peers(axis, device)
     if reason is not None or axis.size == 1:
         return reason

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -278,9 +280,29 @@ def tried(rank: int, world: int, device: torch.device, fault: str) -> str | None
     if rank == 1 and fault == "writes that go elsewhere":
         arena.Arena.view = lambda self, _, *where: kept[2](self, rank, *where)  # pyright: ignore
     try:
-        return peer.why_not_tried.__wrapped__(axis, device)
+        return transport.trial(axis, device)
     finally:
         transport.TRIAL_S, flags.Flags.meet, arena.Arena.view = kept
+
+
+def groups_kept(rank: int, world: int, device: torch.device) -> tuple[int, bool]:
+    """Return how often new groups of the same ranks are tried, and whether the answer keeps their axes."""
+    trials, axes = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "_ANSWERS", {})
+        patch.setattr(transport, "trial", lambda axis, _: trials.append(axis.size))
+        for _ in range(2):
+            axis = Axis("sequence", rank, world, dist.new_group(list(range(world))))  # pyright: ignore
+            assert peer.why_not_tried(axis, device) is None
+            dist.destroy_process_group(axis.group)
+            axes.append(weakref.ref(axis))
+            del axis
+        gc.collect()
+        return len(trials), any(axis() is not None for axis in axes)
+
+
+def test_a_trial_is_kept_by_ranks_and_keeps_no_group(ranks: Pool) -> None:
+    assert ranks.run(2, groups_kept) == [(1, False)] * 2
 
 
 @pytest.mark.parametrize(

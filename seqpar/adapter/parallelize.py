@@ -67,16 +67,8 @@ def parallelize(
     wish = Wish(strategy=strategy, local=local, transport=transport)
     layout = _planned(next(iter(found.values())), mesh, wish, native)
     made = _with_host_group(settled(layout, mesh))
-    lease, bodies = Lease(made, _made_groups(made, mesh)), dict[str, Body]()
-    try:
-        made.together(lambda: _move(pipe_or_transformer, found, made))
-        for name, module in found.items():
-            bodies[name] = _body(module, made, layout, cuts[name], native)
-    except ValueError:  # raised alike on all ranks; after other errors, ranks may not free anything together
-        for body in bodies.values():
-            body.release()
-        lease.leave()
-        raise
+    lease = Lease(made, _made_groups(made, mesh))
+    bodies = _bodies(pipe_or_transformer, found, lease, layout, cuts, native)
     _install_all(pipe_or_transformer, found, bodies, lease, layout)
     return pipe_or_transformer
 
@@ -278,6 +270,32 @@ def _made_groups(mesh: Mesh, given: Mesh | None) -> list[dist.ProcessGroup]:
 
 def _axes(mesh: Mesh) -> tuple[Axis, ...]:
     return mesh.data, mesh.cfg, mesh.ring, mesh.ulysses, mesh.sequence, mesh.world
+
+
+def _bodies(
+    pipe_or_transformer: Any,
+    found: Mapping[str, nn.Module],
+    lease: Lease,
+    plan: Plan,
+    cuts: Mapping[str, Cuts],
+    native: bool,
+) -> dict[str, Body]:
+    """Move a pipeline to this rank's device, and return what computes its transformers.
+
+    If a ValueError is raised, which all ranks raise alike, what was made is freed. After other errors nothing is freed,
+    because the other ranks may not take part.
+    """
+    mesh, bodies = lease.mesh, dict[str, Body]()
+    try:
+        mesh.together(lambda: _move(pipe_or_transformer, found, mesh))
+        for name, module in found.items():
+            bodies[name] = _body(module, mesh, plan, cuts[name], native)
+    except ValueError:
+        for body in bodies.values():
+            body.release()
+        lease.leave()
+        raise
+    return bodies
 
 
 def _body(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, wished: bool) -> Body:

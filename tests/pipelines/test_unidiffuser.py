@@ -34,6 +34,7 @@ from seqpar.sampling import run as runs
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Request
 from seqpar.sampling.steppers import decide
+from seqpar.weights import loading
 from tests.support.foreign import StayDouble, bound
 from tests.support.meshes import TRANSPORTS, mesh_for
 from tests.support.pool import Pool
@@ -329,6 +330,29 @@ def test_a_pipeline_in_memory_makes_the_latents_of_its_folder(folders: Mapping[b
         found = made.latents(PROMPTS, **settings)
         assert torch.equal(found, loaded.latents(PROMPTS, **settings))
         assert made.captions(torch.ones(1, 16, 6)) == loaded.captions(torch.ones(1, 16, 6))
+
+
+def parameters_read(rank: int, world: int, device: torch.device, folder: str) -> list[set[str]]:
+    """Return the parameters that this rank reads of the decoder and of the U-ViT, in this order."""
+    read, found = loading._read, list[set[str]]()
+
+    def seen(names: Any, *rest: Any) -> dict[str, Tensor]:
+        found.append(set(names))
+        return read(names, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "_read", seen)
+        Pipeline.load(Files.locate(folder), mesh_for("ulysses", world, device)).release()
+    return found
+
+
+def test_the_ranks_of_a_host_share_the_reading_of_the_model(ranks: Pool, folders: Mapping[bool, Path]) -> None:
+    (alone,) = ranks.run(1, parameters_read, str(folders[True]))
+    (first, mine), (second, other) = ranks.run(2, parameters_read, str(folders[True]))
+    assert first == second == alone[0]
+    assert mine
+    assert not mine & other
+    assert mine | other == alone[1]
 
 
 def from_command_line(rank: int, world: int, device: torch.device, args: Args) -> None:

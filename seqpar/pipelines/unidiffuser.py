@@ -166,15 +166,14 @@ class Pipeline(Loaded):
         asked, (given, noise) = mesh.share((asked, tensors))  # only rank 0 may have any, and all must check the same
         if asked.guidance.on and "other_timestep" not in model.PROMPT:
             raise ValueError(f"got guidance in mode {self.dit.config.mode}, expected text2img or img2text; use scale 1")
-        scheduler = self._scheduler(asked.scheduler)
-        generator, shapes = torch.Generator().manual_seed(asked.seed), self._shapes(asked)
+        scheduler, shapes = self._scheduler(asked.scheduler), self._shapes(asked)
+        generator = torch.Generator().manual_seed(asked.seed)
         start = noise or {name: self._draw(shapes[name], generator) for name in model.STATE}
         others = {name: shape for name, shape in shapes.items() if name not in model.STATE}
         evaluations = _evaluations(scheduler, asked.steps)
         drawn = self._others(given, others, generator, evaluations)
         negative = self._fresh(others, generator, evaluations) if asked.guidance.on else {}
-        settings: Settings = {"steps": asked.steps, "guidance": asked.guidance, "eta": asked.eta}
-        settings["drawn"], settings["negative_drawn"], settings["generator"] = drawn, negative, generator
+        settings: Settings = {**_settings(asked, generator), "drawn": drawn, "negative_drawn": negative}
         self.sampler(scheduler, start, _prompt(model.PROMPT, asked.count), on_step=on_step, **settings)
         return self.sampler.streams()
 
@@ -254,6 +253,10 @@ def _on_host(streams: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         if not torch.is_tensor(x):
             raise ValueError(f"got {name} of type {type(x).__name__}, expected a tensor")
     return {name: x.detach().cpu() for name, x in (streams or {}).items()}
+
+
+def _settings(asked: Asked, generator: torch.Generator) -> Settings:
+    return {"steps": asked.steps, "guidance": asked.guidance, "eta": asked.eta, "generator": generator}
 
 
 def _evaluations(scheduler: Any, steps: int) -> int:

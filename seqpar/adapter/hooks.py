@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from diffusers.hooks.hooks import HookRegistry, ModelHook
+from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
 from torch import Tensor, nn
 
 from seqpar.adapter import ops
@@ -173,6 +174,18 @@ def refuse_backend(processor: Any) -> None:
         )
 
 
+def _refuse_own_keys(processor: Any) -> None:
+    """Raise ValueError for SD3's IP-adapter: it puts the keys of a rank's image tokens beside those of the picture.
+
+    Its second attention would then see this rank's tokens only, and nothing in its call tells that they are split.
+    """
+    if isinstance(processor, SD3IPAdapterJointAttnProcessor2_0):
+        raise ValueError(
+            "got SD3's IP-adapter on several ranks, expected none: its attention to the picture also reads the image's "
+            "keys, of which each rank has a part; call unload_ip_adapter(), or use cfg= or data= ranks instead"
+        )
+
+
 def refuse_backends(module: nn.Module) -> None:
     """Raise ValueError if an attention backend is set in any of a transformer's processors."""
     for one in module.modules():
@@ -234,6 +247,8 @@ class Installed:
         for seat in self._seats:
             processor = seat.module.processor
             refuse_backend(processor)
+            if self._ranks.axis.size > 1:
+                _refuse_own_keys(processor)
             if processor is not seat.ours:
                 own = getattr(processor, OWN, processor)
                 replaced = seat.attention.joint.processor

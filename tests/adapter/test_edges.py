@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
-from diffusers.models.attention_processor import Attention
+from diffusers.models.attention_processor import Attention, SD3IPAdapterJointAttnProcessor2_0
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from torch import Tensor, nn
 
@@ -94,6 +94,24 @@ def pictures(rank: int, world: int, device: torch.device) -> str:
         block.attn.set_processor(made)
     body = body_of(module, world, device, "ulysses")
     return raised(lambda: called(body, arguments))
+
+
+def sd3_pictures(rank: int, world: int, device: torch.device) -> str:
+    """Return the message of an SD3 whose IP-adapter joins a rank's image keys with those of the picture."""
+    tiny = MODELS["sd3"]
+    module = tiny.build().to(device)
+    width, head_dim = module.inner_dim, module.config.attention_head_dim
+    for block in module.transformer_blocks:
+        made = SD3IPAdapterJointAttnProcessor2_0(width, 16, head_dim, 16).double().to(device)
+        block.attn.set_processor(made.requires_grad_(False))
+    return raised(lambda: body_of(module, world, device, "ulysses"))
+
+
+def test_an_adapter_that_reads_keys_of_split_tokens_is_refused(ranks: Pool) -> None:
+    assert ranks.run(1, sd3_pictures) == ["nothing was raised"]
+    messages = ranks.run(2, sd3_pictures)
+    assert len(set(messages)) == 1
+    assert "got SD3's IP-adapter on several ranks" in messages[0]
 
 
 def test_a_picture_that_looks_like_split_tokens_to_one_rank_is_refused_on_every_rank(ranks: Pool) -> None:

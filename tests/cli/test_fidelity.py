@@ -74,10 +74,7 @@ def test_random_weights_are_said_to_show_little_and_wrong_flags_are_refused(tmp_
     for wrong, message in (
         ({"counts": (2,)}, "expected numbers of ranks from 1 to 1"),
         ({"model": "flux.1-dev", "prompt": ("x",), "classes": (), "size": None}, "cannot be compared yet"),
-        (
-            {"size": "8", "model": "builtin", "classes": ("cat",)},
-            r"got pictures of \(8, 8\) pixels, .* give a --size",
-        ),
+        ({"size": "8", "model": "builtin", "classes": ("cat",)}, r"got pictures of \(8, 8\) pixels, .* give a --size"),
         ({"lpips": tmp_path / "none.pth"}, "expected a file with the weights"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""What the pipelines of text-to-image models share once their weights are loaded: mesh, sampler and decoder."""
+"""What all pipelines share once their weights are loaded: mesh, sampler and decoder."""
 
 from __future__ import annotations
 

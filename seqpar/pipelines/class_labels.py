@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
 
@@ -13,20 +12,20 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
-from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _family, _labels, _schedulers
 from seqpar.pipelines._family import BUILTIN, NO_VAE_FACTOR, Job, Order
+from seqpar.pipelines._loaded import Loaded
 from seqpar.pipelines._pictures import to_pil
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Wish
 from seqpar.sampling.ddpm import check_variances
 from seqpar.sampling.guidance import Guidance
-from seqpar.sampling.loop import Sampler, draw_noise
+from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Request
 from seqpar.sampling.steppers import check_eta, decide
-from seqpar.vae.decoder import check_vae, decode, load_vae, preview, vae_factor
+from seqpar.vae.decoder import check_vae, load_vae, vae_factor
 from seqpar.weights.checkpoint import read_json
 from seqpar.weights.find import Blueprint, locate, resolve
 
@@ -152,31 +151,8 @@ class Sampling(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """A loaded pipeline on a mesh. `vae` is diffusers' AutoencoderKL; without one, pictures are previews of latents.
-
-    It keeps the last run's CUDA graph for the next compatible call: use it in a `with` block, or call `release` before
-    the process group ends.
-    """
-
-    dit: DistributedDiT
-    files: Files
-    vae: Any
-
-    def __enter__(self) -> Pipeline:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Free the buffers and the CUDA graph that are kept between calls."""
-        self.sampler.release()
-
-    @cached_property
-    def sampler(self) -> Sampler:
-        """Return the reusable sampler of this pipeline."""
-        return Sampler(self.dit)
+class Pipeline(Loaded):
+    """A loaded pipeline of a model of classes on a mesh; see `Loaded`."""
 
     @staticmethod
     def load(
@@ -237,12 +213,6 @@ class Pipeline:
         generator = torch.Generator().manual_seed(seed)
         noise = draw_noise((len(classes), self.dit.config.in_channels, height, width), generator)
         return Request(scheduler, noise, prompt, generator=generator, **settings)
-
-    def decode(self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None) -> Tensor:
-        """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents; on_image: see the decoder."""
-        if self.vae is None:
-            return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
-        return decode(self.vae, latents_NCHW, self.dit.mesh, on_image)
 
 
 def generate(

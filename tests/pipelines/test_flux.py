@@ -269,7 +269,7 @@ def one_decoder(rank: int, world: int, device: torch.device) -> float:
 
 
 def test_our_loop_decodes_beside_a_pipeline_that_shares_its_decoder(ranks: Pool) -> None:
-    """Of three pictures, two ranks decode two and one: a decoder that waited for all ranks would hang."""
+    """One rank decodes two pictures and the other one: a decoder that waited for all ranks would hang."""
     assert ranks.run(2, one_decoder) == [0.0, 0.0]
 
 

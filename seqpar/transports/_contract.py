@@ -77,17 +77,17 @@ class Transport:
         return _turns.gather(self._gather(axis, sizes, shape, like), self, like.device)
 
     def halo(self, axis: Axis, capacity: int, like: Tensor) -> Halo:
-        """Make a halo: ranks swap blocks of at most `capacity` elements, of dtype and device of `like`, with neighbours.
+        """Make a halo: neighbours swap blocks of at most `capacity` elements, with dtype and device of `like`.
 
-        Raises `ValueError` for a negative capacity, and for a dtype of more than 8 bytes.
+        Raises `ValueError` for a negative capacity or one over 2^31 bytes, and for a dtype of more than 8 bytes.
         """
-        if capacity < 0 or like.element_size() > 8:
+        if capacity < 0 or capacity * like.element_size() >= 2**31 or like.element_size() > 8:
             raise ValueError(
-                f"got a halo of {capacity} elements of {like.dtype}, expected at least 0 elements of at most 8 bytes; "
-                f"swap the two parts of a complex number of 16 bytes as real numbers"
+                f"got a halo of {capacity} elements of {like.dtype}, expected 0 to 2^31 - 1 bytes of elements of at "
+                f"most 8 bytes; swap several blocks, or complex numbers as real ones"
             )
         with torch.inference_mode(False):  # buffers outlive the caller's mode
-            made = self._halo(axis, capacity, like)
+            made = self._halo(axis, capacity, like) if axis.size > 1 else _turns.NoNeighbours()
         return _turns.HaloInTurn(made, self, axis, capacity, like)
 
     def abandon(self) -> None:

@@ -124,10 +124,13 @@ class Gather(Protocol):
 
 
 class Halo(Protocol):
-    """Swaps edges with both neighbours on an axis that does not close: the first rank has none before, the last none after."""
+    """Swaps edges with both neighbours on an axis that does not close.
+
+    The first rank has no rank before it, the last none after it.
+    """
 
     def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
-        """Send `first` to the rank before and `last` to the rank after; write what these two sent into `before`, `after`.
+        """Send `first` to the rank before and `last` to the rank after; write what they sent to `before` and `after`.
 
         `before` has the shape of the `last` of the rank before, `after` that of the `first` of the rank after. None
         where nothing goes; its sender and its receiver must agree, and every rank of the axis must call, also one that

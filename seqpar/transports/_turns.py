@@ -238,6 +238,13 @@ class RotationInTurn:
             self._turns.take(2, END)
 
 
+class NoNeighbours:
+    """The `Halo` of an axis of one rank."""
+
+    def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
+        """Do nothing; all four are None."""
+
+
 class HaloInTurn:
     """A checked `Halo`. made: the unchecked one of the transport. It has one call, so only release ends its turns."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random as rng
 import time
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from seqpar.kernels import halo as kernels
 from seqpar.transports import _folder
 from tests.support.meshes import TRANSPORTS
 from tests.support.meshes import mesh as make_mesh
@@ -61,12 +63,12 @@ def inside(shape: tuple[int, ...], kind: int, like: Tensor) -> tuple[Tensor, Ten
     return whole, view
 
 
-def swapped(rank: int, world: int, device: torch.device, name: str, dtype: torch.dtype, rounds: int) -> int:
+def swapped(rank: int, world: int, device: torch.device, name: str, dtype: torch.dtype, rounds: range) -> int:
     """Swap blocks of changing shapes and layouts; return the number of tensors that are not as expected."""
     axis, transport, wrong = make_mesh(device, ring=world, cfg=1).ring, _folder.load(name).Transport(), 0
     like = torch.zeros((), dtype=dtype, device=device)
     halo = transport.halo(axis, 288, like)
-    for round_ in range(rounds):
+    for round_ in rounds:
         given: list[Tensor | None] = [None] * 4
         kept: list[tuple[Tensor, Tensor]] = []
         for slot, (pair, way, mine) in enumerate(
@@ -95,4 +97,18 @@ def swapped(rank: int, world: int, device: torch.device, name: str, dtype: torch
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_edge_arrives_at_its_place(ranks: Pool, transport: str, world: int) -> None:
     for dtype, rounds in zip(DTYPES, (60, 20, 15, 15, 15, 15), strict=True):
-        assert ranks.run(world, swapped, transport, dtype, rounds) == [0] * world, dtype
+        assert ranks.run(world, swapped, transport, dtype, range(rounds)) == [0] * world, dtype
+
+
+def by_kernels(rank: int, world: int, device: torch.device, *args: Any) -> int:
+    """Do what `swapped` does with the kernels themselves, on CPUs in Triton's interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "send", kernels.launch_send)
+        patch.setattr(kernels, "take", kernels.launch_take)
+        return swapped(rank, world, device, "peer", *args)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float64, torch.bool], ids=str)
+def test_every_edge_arrives_at_its_place_by_the_kernels_themselves(ranks: Pool, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    assert ranks.run(3, by_kernels, dtype, range(0, 30, 2 if dtype is torch.bfloat16 else 5)) == [0] * 3

@@ -15,6 +15,7 @@ possible has the reason. On a CPU decoders are tiny and in fp32.
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,13 +29,14 @@ from torch import Tensor
 
 from launch.baselines.decoders import DECODERS
 from launch.baselines.graphs import graphed
-from launch.benches.decode_times import GIB, free, memory, once, times, trace, worst
+from launch.benches.decode_times import EXCHANGES, GIB, free, memory, once, times, trace, worst
 from launch.benches.decode_ways import EAGER, TILING, Case, Decoding, Way, megapixels, ways
 from launch.benches.difference import draw, far
 from launch.benches.timing import append, attempt, command, environment, slowest
 from seqpar import mesh as meshes
 from seqpar.mesh import Mesh
-from seqpar.shard import Shard
+from seqpar.shard import starts
+from seqpar.vae.cut import ROWS, Cut
 
 REFUSALS = (ValueError, RuntimeError, AssertionError, TypeError)  # what torch and decoders raise for what cannot run
 LATE = "left out: --seconds are over"
@@ -48,7 +50,7 @@ class Decode:
     vae: tuple[str, ...] = ("kl",)
     """Decoders: kl, qwen (pictures), wan, hunyuan, ltx (videos)."""
     size: tuple[str, ...] = ("1024", "2048")
-    """Pixels of a side, or height x width (720x1280)."""
+    """Pixels of a side, or height x width (720x1280); one for some decoder only begins with its name (kl:4096)."""
     frames: int = 81
     """Frames of videos."""
     rounds: int = 3
@@ -91,10 +93,10 @@ class Seen:
 def main(args: Decode) -> None:
     """Measure all decoders and sizes, print a table on rank 0 last."""
     _, world = meshes.join()
-    sizes = check(args)
+    works = check(args)
     mesh = Mesh.from_env(cfg=1, device=meshes.pick_device(world))
     until, lines = time.monotonic() + args.seconds, list[Line]()
-    for name in args.vae:
+    for name, sizes in works.items():
         decoder, on_gpu = DECODERS[name], mesh.device.type == "cuda"
         vae = decoder.build(meshes.default_dtype(mesh.device), mesh.device, tiny=not on_gpu)
         for size in sizes:
@@ -104,19 +106,18 @@ def main(args: Decode) -> None:
         print("\n" + "\n".join(map(shown, lines)), flush=True)
 
 
-def check(args: Decode) -> list[tuple[int, int]]:
-    """Return the sizes as (height, width); `ValueError` for flags that cannot be measured."""
-    if unknown := [name for name in args.vae if name not in DECODERS]:
-        raise ValueError(f"got --vae {' '.join(unknown)}, expected some of {', '.join(DECODERS)}")
+def check(args: Decode) -> dict[str, list[tuple[int, int]]]:
+    """Return the sizes of each decoder as (height, width); `ValueError` for flags that cannot be measured."""
+    named = [text.rpartition(":") for text in args.size]
+    if unknown := [name for name in (*args.vae, *(name for name, _, _ in named)) if name and name not in DECODERS]:
+        raise ValueError(f"got the decoder {unknown[0]}, expected one of {', '.join(DECODERS)}")
     if args.frames < 1 or args.rounds < 1:
         raise ValueError(f"got --frames {args.frames} --rounds {args.rounds}, expected at least 1 of each")
-    sizes = []
-    for text in args.size:
-        sides = text.split("x")
-        if len(sides) > 2 or not all(side.isdecimal() and int(side) > 0 for side in sides):
+    for _, _, text in named:
+        if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)?", text):
             raise ValueError(f"got --size {text}, expected a number of pixels, or two as in 720x1280")
-        sizes.append((int(sides[0]), int(sides[-1])))
-    return sizes
+    sides = [(name, [int(side) for side in text.split("x")]) for name, _, text in named]
+    return {vae: [(each[0], each[-1]) for name, each in sides if name in ("", vae)] for vae in args.vae}
 
 
 @torch.no_grad()
@@ -243,9 +244,11 @@ def _errors(case: Case, way: Way, work: _Work | None, seen: Seen) -> Line:
 
 
 def _cuts(case: Case) -> tuple[int, ...]:
-    """Return the rows of pixels at which strips begin."""
-    rows = Shard(case.z.shape[-2], case.mesh.world.size)
-    return tuple(start * case.decoder.factor for start in rows.starts[1:])
+    """Return the rows of pixels at which strips begin; none where columns are cut."""
+    rows, columns = case.z.shape[-2:]
+    cut = Cut.of(case.mesh.world, rows, columns)
+    found = starts(cut.sizes)[1:] if cut is not None and cut.dim == ROWS else ()
+    return tuple(start * case.decoder.factor for start in found)
 
 
 # Results ----------------------------------------------------------------------------------------------------------
@@ -281,7 +284,7 @@ def shown(line: Line) -> str:
     for name in ("error", "difference"):
         if name in line:
             told += f"  {name} {line[name]['relative']:.2e}, at most {line[name]['max']:.1e}"
-    for kind in ("halo", "gathers", "attention", "norm"):
-        if "split_ms" in line:
-            told += f"  {kind} {100 * line['split_ms'].get(kind, 0) / sum(line['split_ms'].values()):.1f} %"
+    for kind in (*EXCHANGES, "attention", "norm"):
+        if kind in line.get("split_ms", {}):
+            told += f"  {kind} {100 * line['split_ms'][kind] / sum(line['split_ms'].values()):.1f} %"
     return told

@@ -15,31 +15,49 @@ from seqpar.mesh import Mesh
 GIB = 1 << 30
 ROUND_MS = 300.0  # short decodings are repeated in a round
 MOST_CALLS = 10
-# in this order a moment counts for the first kind that runs then; names are looked for in the order of NAMES
-KINDS = ("convolution", "attention", "norm", "layout", "elementwise", "halo", "gathers", "gaps")
+# In this order a moment counts for the first kind that runs then. "products" are mostly attention's. Through peer memory
+# "statistics" are sums of norms, and "collectives" are keys, values and finished strips; with NCCL's collectives all
+# exchanges are "collectives", because its kernels have one name.
+KINDS = (
+    "convolution",
+    "attention",
+    "products",
+    "norm",
+    "layout",
+    "elementwise",
+    "halo",
+    "statistics",
+    "collectives",
+    "gaps",
+)
+EXCHANGES = ("halo", "statistics", "collectives")
+# names are looked for in this order
 NAMES = {
-    "attention": ("flash", "fmha", "sdpa", "attention", "attn", "wide"),
-    "halo": ("halo", "sendrecv"),
-    "gathers": ("nccl", "flags_kernel", "push_kernel", "ptop"),  # statistics, keys and values, the finished strips
-    "norm": ("norm", "moments", "welford", "statistic"),
+    "attention": ("flash", "fmha", "sdpa", "attention", "attn", "weights_kernel"),
+    "halo": ("halo", "send_kernel", "take_kernel"),
+    "statistics": ("flags_kernel", "push_kernel", "ptop"),
+    "collectives": ("nccl",),
+    "norm": ("norm", "moments", "welford", "planes_kernel", "pixels_kernel", "combine_kernel"),
     "layout": ("nchwtonhwc", "nhwctonchw", "transpose", "copy", "catarray", "memcpy", "memset", "pad"),
-    "convolution": ("conv", "fprop", "gemm", "cutlass", "xmma", "nvjet", "cudnn", "winograd", "cublas", "splitk"),
+    "convolution": ("conv", "fprop", "cudnn", "winograd", "implicit"),
+    "products": ("gemm", "cutlass", "xmma", "nvjet", "cublas", "splitk", "gemv"),
 }
 Line = dict[str, Any]
 
 
-def times(step: Callable[[], object] | None, mesh: Mesh, rounds: int, seconds: float) -> list[float]:
+def times(step: Callable[[], object] | None, mesh: Mesh, most: int, seconds: float) -> list[float]:
     """Return this rank's ms of one decoding in each round; zeros on a rank that waits. A collective call.
 
-    rounds: the most rounds; none but the first is started after `seconds`.
+    most: the number of rounds, of which none but the first is started after `seconds`.
     """
-    begun, found = time.monotonic(), list[float]()
-    calls = max(1, min(MOST_CALLS, int(ROUND_MS / max(mesh.collect(once(step, mesh.device))))))
-    for index in range(rounds):
+    begun, found, calls = time.monotonic(), list[float](), 1
+    for index in range(most):
         if index and mesh.share(time.monotonic() - begun > seconds):
             break
         mesh.collect(None)  # on the host: no rank's GPU waits
         found.append(sum(once(step, mesh.device) for _ in range(calls)) / calls)
+        if not index:
+            calls = max(1, min(MOST_CALLS, int(ROUND_MS / max(mesh.collect(found[0])))))
     return found
 
 

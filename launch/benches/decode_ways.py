@@ -119,16 +119,12 @@ def _tiled(case: Case) -> Iterator[Decoding]:
 @contextmanager
 def _ours(case: Case, channels_last: bool) -> Iterator[Decoding]:
     """Decode by strips on all ranks; on one rank the same functions decode the whole."""
-    mesh, frames = case.mesh, case.z.dim() == 5
+    mesh = case.mesh
     transport = load_transport(choose_transport(case.transport, mesh).name)
-    if channels_last:
-        case.vae.to(memory_format=torch.channels_last_3d if frames else torch.channels_last)
-    vae = ParallelVAE(case.vae, mesh, transport)
+    vae = ParallelVAE(case.vae, mesh, transport, **({"channels_last": True} if channels_last else {}))
     try:
-        if mesh.world.size > 1 and (why := vae.why_whole(case.z.shape)):
+        if mesh.world.size > 1 and (why := vae.why_whole(tuple(case.z.shape))):
             raise ValueError(f"got a latent that is decoded whole on every rank: {why}")
         yield lambda z: vae.decode(z, return_dict=False)[0]
     finally:
         vae.release()  # and its transport
-        if channels_last:
-            case.vae.to(memory_format=torch.contiguous_format)

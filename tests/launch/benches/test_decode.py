@@ -31,7 +31,7 @@ def case_of(name: str, size: tuple[int, int], frames: int, device: torch.device 
 
 
 def measured(rank: int, world: int, device: torch.device, name: str, folder: Path) -> list[dict[str, Any]]:
-    args = Decode(rounds=2, row_seconds=0.0, out=folder / "lines.jsonl", picture=folder)
+    args = Decode(rounds=1, out=folder / "lines.jsonl", picture=folder)
     size, frames = ((104, 72), 1) if name == "kl" else ((40, 24), 5)
     return measure(args, case_of(name, size, frames, device, world), float("inf"))
 
@@ -85,7 +85,8 @@ def test_a_seam_is_seen_in_numbers_and_in_the_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"vae": ("sd",)}, "got --vae sd, expected some of kl"),
+        ({"vae": ("sd",)}, "got the decoder sd, expected one of kl"),
+        ({"size": ("sd:64",)}, "got the decoder sd, expected one of kl"),
         ({"size": ("12by4",)}, "got --size 12by4"),
         ({"size": ("1x2x3",)}, "got --size 1x2x3"),
         ({"frames": 0}, "got --frames 0"),
@@ -97,7 +98,8 @@ def test_flags_that_mean_nothing_are_errors(flags: dict[str, Any], said: str) ->
 
 
 def test_sizes_are_height_and_width() -> None:
-    assert check(Decode(size=("1024", "720x1280"))) == [(1024, 1024), (720, 1280)]
+    flags = Decode(("kl", "wan"), size=("1024", "wan:720x1280"))
+    assert check(flags) == {"kl": [(1024, 1024)], "wan": [(1024, 1024), (720, 1280)]}
     shapes = {name: decoder.shape((720, 1280), 81) for name, decoder in DECODERS.items()}
     assert shapes["kl"] == (1, 16, 90, 160)
     assert shapes["qwen"] == (1, 16, 1, 90, 160)
@@ -112,8 +114,11 @@ def test_sizes_are_height_and_width() -> None:
         ("void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16, float>", "layout"),
         ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention)", "attention"),
         ("void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<c10::BFloat16, float>", "norm"),
-        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "halo"),
-        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "gathers"),
+        ("pixel_moments_kernel", "norm"),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT", "products"),
+        ("take_kernel", "halo"),
+        ("flags_kernel", "statistics"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "collectives"),
         ("void at::native::vectorized_elementwise_kernel<4, silu_kernel>", "elementwise"),
     ],
 )
@@ -122,8 +127,7 @@ def test_kernels_are_sorted_by_name(kernel: str, kind: str) -> None:
 
 
 def test_an_exchange_counts_only_while_nothing_is_computed() -> None:
-    spans = [("fprop", 0.0, 4.0), ("ncclDevKernel_SendRecv", 3.0, 6.0), ("silu", 8.0, 9.0)]
-    took = split(spans, KINDS, NAMES)
+    took = split([("fprop", 0.0, 4.0), ("send_kernel", 3.0, 6.0), ("silu", 8.0, 9.0)], KINDS, NAMES)
     assert {kind: us for kind, us in took.items() if us} == {
         "convolution": 4.0,
         "halo": 2.0,

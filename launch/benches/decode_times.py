@@ -15,7 +15,7 @@ from seqpar.mesh import Mesh
 GIB = 1 << 30
 ROUND_MS = 300.0  # short decodings are repeated in a round
 MOST_CALLS = 10
-# In this order a moment counts for the first kind that runs then. "products" are mostly attention's. Through peer memory
+# In this order a moment counts for the first kind that runs then. Most "products" are attention's. Through peer memory
 # "statistics" are sums of norms, and "collectives" are keys, values and finished strips; with NCCL's collectives all
 # exchanges are "collectives", because its kernels have one name.
 KINDS = (

@@ -46,6 +46,8 @@ def chain_of(turns: Turning, x: Tensor) -> Chain:
     """Return the chain of a tensor, which is empty for one that has its values."""
     if isinstance(x, Pending) and x.value is None and not x.padding and x.chain is not None:
         return x.chain
+    if turns.place is not None and not isinstance(x, Pending):
+        x.detach()  # values that the rules of a strip have put off are written now
     return Chain(real(x), (), turns.dim)
 
 
@@ -82,7 +84,7 @@ def activation(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def dropout(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the input where dropout is off."""
-    return NotImplemented if (kwargs or dict(enumerate(args))).get("training", _at(args, 2, True)) else args[0]
+    return NotImplemented if kwargs.get("training", _at(args, 2, True)) else args[0]
 
 
 def arithmetic(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -245,11 +247,3 @@ LAZY: dict[Any, Callable[[Any, Any, Args, Kwargs], Any]] = {
     torch.cat: concatenate,
     Tensor.__getitem__: index,
 }
-METADATA = frozenset(
-    (
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_meta")),
-        *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "layout", "is_quantized", "is_sparse")),
-        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.element_size),
-        *(Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, Tensor.__len__),
-    )
-)

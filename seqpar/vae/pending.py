@@ -17,6 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+METADATA = frozenset(
+    (
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_meta")),
+        *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "layout", "is_quantized", "is_sparse")),
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.element_size),
+        *(Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, Tensor.__len__),
+    )
+)
+"""Functions that read no values."""
 HERE = object()  # stands for the value of the step before, among the arguments of a step
 
 
@@ -96,7 +105,10 @@ class Pending(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute the values first; this is what happens where no `Turns` is active."""
+        """Compute the values first if they matter; this is what happens where no `Turns` is active."""
+        if func in METADATA:
+            with torch._C.DisableTorchFunction():
+                return func(*args, **(kwargs or {}))
         return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
 
 
@@ -120,10 +132,12 @@ def _unpadded(shape: tuple[int, ...], padding: tuple[int, ...]) -> tuple[int, ..
     return tuple(sizes)
 
 
-def computed(chain: Chain, shape: tuple[int, ...], dtype: torch.dtype, strip_bytes: int) -> Tensor:
-    """Return the result of a chain, written over its source where nothing else refers to that."""
+def computed(
+    chain: Chain, shape: tuple[int, ...], dtype: torch.dtype, strip_bytes: int, over: bool = True
+) -> Tensor:
+    """Return the result of a chain. over: write it over the chain's source if nothing else refers to that."""
     source, same = chain.source, all(step.scale == 1 for step in chain.steps)
-    fits = same and tuple(source.shape) == shape and source.dtype == dtype
+    fits = over and same and tuple(source.shape) == shape and source.dtype == dtype
     del source
     out = chain.source if fits and is_spare(chain) else empty(shape, dtype, chain.source)
     for low, high in strips(shape[chain.dim], out.numel() * out.element_size(), strip_bytes):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -195,10 +197,14 @@ def _moments(turns: Turning, x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
         means.append(mean_NG)
         variances.append(var_NG)
         shares.append((high - low) / rows)
-    share_S11 = torch.tensor(shares, dtype=exact).to(x.device).view(-1, 1, 1)
-    mean_SNG = torch.stack(means)
-    mean_NG = (share_S11 * mean_SNG).sum(0)
-    var_NG = (share_S11 * (torch.stack(variances) + (mean_SNG - mean_NG) ** 2)).sum(0)
+    # numbers of the host, no tensor: nothing is copied, so that a CUDA graph may capture this
+    mean_NG = _sum(share * mean for share, mean in zip(shares, means, strict=True))
+    spread = zip(shares, means, variances, strict=True)
+    var_NG = _sum(share * (var + (mean - mean_NG) ** 2) for share, mean, var in spread)
     if turns.place is None:
         return mean_NG, var_NG
     return combine(turns.place, mean_NG, var_NG, x.numel() // (x.shape[0] * groups))
+
+
+def _sum(parts: Iterator[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, parts)

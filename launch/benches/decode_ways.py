@@ -15,6 +15,7 @@ from launch.baselines.decoders import Decoder, latents
 from seqpar.mesh import Mesh
 from seqpar.planner.plan import choose_transport, load_transport
 from seqpar.vae.parallel import ParallelVAE
+from seqpar.vae.turns import in_turns
 
 EAGER = "diffusers, eager"
 TILING = "diffusers, tiling"
@@ -86,13 +87,14 @@ def ways(case: Case) -> Iterator[Way]:
     if on_gpu and ranks == 1:
         yield Way("diffusers, graph", partial(_theirs, case), everywhere=False, graph=True)
     yield Way(TILING, partial(_tiled, case), everywhere=False)
-    for last in (False, True):
-        name = f"ours, {ranks} GPU{'s' * (ranks > 1)}{', channels-last' * last}" if on_gpu else f"ours, {ranks} ranks"
-        if last and not on_gpu:
-            continue
-        yield Way(name, partial(_ours, case, last), facts={"channels_last": last})
+    name = f"ours, {ranks} GPU{'s' * (ranks > 1)}" if on_gpu else f"ours, {ranks} rank{'s' * (ranks > 1)}"
+    for last in (False, True) if on_gpu else (False,):
+        layout, facts = ", channels-last" * last, {"channels_last": last}
+        yield Way(name + layout, partial(_ours, case, last), facts=facts)
         if on_gpu:
-            yield Way(f"{name}, graph", partial(_ours, case, last), graph=True, facts={"channels_last": last})
+            yield Way(f"{name}{layout}, graph", partial(_ours, case, last), graph=True, facts=facts)
+    if ranks == 1:
+        yield Way(f"{name}, strips in turn", partial(_in_turn, case))
     yield Way("diffusers, eager, again", partial(_theirs, case), everywhere=False)
 
 
@@ -128,3 +130,9 @@ def _ours(case: Case, channels_last: bool) -> Iterator[Decoding]:
         yield lambda z: vae.decode(z, return_dict=False)[0]
     finally:
         vae.release()  # and its transport
+
+
+@contextmanager
+def _in_turn(case: Case) -> Iterator[Decoding]:
+    """Decode strip after strip on one device, with the same edges and sums as strips on several."""
+    yield lambda z: in_turns(lambda: case.vae.decode(z, return_dict=False)[0])

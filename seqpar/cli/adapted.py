@@ -32,7 +32,8 @@ def run_adapted(args: Args, job: Adapted, ranks: Mesh) -> None:
     started = time.perf_counter()
     with _one_voice(ranks):
         pipe = job.load(ranks)
-    parallelize(pipe, _mesh(args), strategy=args.strategy, local=args.local, transport=args.transport)
+    names = {"strategy": args.strategy, "local": args.local, "transport": args.transport}
+    parallelize(pipe, _mesh(args), **names, vae={"strips": True, "pictures": False}.get(args.vae, "auto"))
     forget_encoders(pipe)
     loaded = time.perf_counter() - started
     pipe.set_progress_bar_config(disable=job.counts_steps or not ranks.is_main)

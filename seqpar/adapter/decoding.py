@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,18 +28,15 @@ from seqpar.transports.collective.point_to_point import gather
 from seqpar.vae.decoder import Way, way_of
 from seqpar.vae.known import check_modules, spatial_factor
 from seqpar.vae.parallel import ParallelVAE
-from seqpar.vae.shared import METHODS, User, own, share
+from seqpar.vae.shared import METHODS, own
 
-GRAPHS = 2  # sizes of pictures that are kept as graphs, because each keeps the memory of a decoding
+GRAPHS = 2  # kinds of calls that are kept as graphs, because each keeps the memory of a decoding
 # Pixels that one rank decodes in a call that is captured. AutoencoderKL takes an H200 about 100 ms for 1024 x 1024
 # pixels, and the host about 10 ms for its launches, which larger pictures hide. A graph of this size keeps 2.4 GiB.
 PIXELS = 1024 * 1024
 FLAGS = ("use_tiling", "use_slicing", "training")  # of a VAE, which change what it computes
 INPUT = "the VAE's input"
 WHOLE = Axis("whole")  # divides nothing
-
-
-Wished = Literal["auto"] | bool  # whether a pipeline's VAE computes by strips; see `seqpar.parallelize`
 
 
 class Work:
@@ -73,6 +70,7 @@ class Decoding:
         self._graphs = {work: Graphs(place, capture, GRAPHS) for work, place in places.items()}
         self._captures = capture is not None and self.unknown is None
         self._state: Hashable = None
+        self._here = False
         self._generation, self._told = 0, set[str]()
 
     def way(self, count: int, shape: Sequence[int], wish: str = "auto") -> Way:
@@ -154,8 +152,9 @@ class Decoding:
         """Return rank 0's arguments on this rank's device; graphs of weights that moved are captured again."""
         form, flags = form_of(arguments).each(plain), {name: getattr(self.vae, name, None) for name in FLAGS}
         shown = {**form.shown, **shapes(form.tensors), **{f"{name} of the VAE": flag for name, flag in flags.items()}}
-        state = self._addresses(), *flags.values()
-        if agree(self.mesh, shown | {"weights on this device": state[0] is not None}, vote=state != self._state):
+        addresses = self._addresses()
+        self._here, state = addresses is not None, (addresses, *flags.values())
+        if agree(self.mesh, shown | {"weights on this device": self._here}, vote=state != self._state):
             self._generation += 1
         self._state = state
         return form.holding(broadcast(self.mesh, form.tensors)).each(lambda x: x.to(self.mesh.device))
@@ -185,7 +184,7 @@ class Decoding:
 
     def _is_small(self, x: Tensor, ranks: int) -> bool:
         """Return whether a call is captured: pictures of few pixels. Videos keep caches of frames and are large."""
-        if not self._captures or self._addresses() is None or (x.dim() == 5 and x.shape[2] > 1):
+        if not self._captures or not self._here or (x.dim() == 5 and x.shape[2] > 1):
             return False
         rows, (height, width), factor = len(x), x.shape[-2:], spatial_factor(self.vae)
         return rows * height * width * factor**2 <= PIXELS * ranks
@@ -194,47 +193,6 @@ class Decoding:
 def of(vae: Any, mesh: Mesh, transport: str) -> Decoding:
     """Return the decoding of a VAE, with CUDA graphs if it computes on a GPU."""
     return Decoding(vae, mesh, transport, _telling(CudaCapture(), mesh) if mesh.device.type == "cuda" else None)
-
-
-def check_wish(pipe_or_transformer: Any, wish: Wished) -> None:
-    """Raise ValueError for a wish that is none, and for strips of a VAE that is not there or not known."""
-    if wish not in ("auto", True, False):
-        raise ValueError(f"got vae={wish!r}, expected 'auto', True or False")
-    vae = getattr(pipe_or_transformer, "vae", None)
-    if wish is True and not _is_vae(vae):
-        raise ValueError(f"got vae=True for a {type(pipe_or_transformer).__name__} without a VAE, expected 'auto'")
-    reason = why_unknown(vae) if wish is True else None
-    if reason is not None:
-        raise ValueError(f"got vae=True for a {type(vae).__name__} that is not cut into strips: {reason}")
-
-
-def share_vae(
-    pipe_or_transformer: Any, mesh: Mesh, transport: str, wish: Wished, check: Callable[[], None]
-) -> Callable[[], None]:
-    """Let a pipeline's VAE, if it has one, take rank 0's input and, if wished and known, compute on all ranks.
-
-    check: called before each of its calls. Returns what ends this, on all ranks at the same time.
-    """
-    vae = getattr(pipe_or_transformer, "vae", None)
-    if not _is_vae(vae):
-        return lambda: None
-    reason = why_unknown(vae) if wish is not False else None
-    if wish is False or reason is not None:
-        if reason is not None and mesh.is_main and mesh.world.size > 1:
-            print(f"seqpar: every rank decodes whole pictures, because {reason}", flush=True)
-        return share(vae, User(mesh, check))
-    made = of(vae, mesh, transport)
-    end = share(vae, User(mesh, check, made.decode, made.encode))
-
-    def ended() -> None:
-        end()
-        made.release()
-
-    return ended
-
-
-def _is_vae(vae: Any) -> bool:
-    return all(hasattr(vae, name) for name in METHODS)
 
 
 def why_unknown(vae: Any) -> str | None:
@@ -290,7 +248,7 @@ def _telling(capture: Capture, mesh: Mesh) -> Capture:
         torch.cuda.empty_cache()  # what the runs before the capture needed
         kept = (torch.cuda.memory_reserved(mesh.device) - before) / 2**30
         if mesh.is_main:
-            print(f"seqpar: a size of pictures is decoded as a CUDA graph from now on, which keeps {kept:.2f} GiB", flush=True)
+            print(f"seqpar: pictures of this size are decoded by a CUDA graph, which keeps {kept:.2f} GiB", flush=True)
         return made
 
     return told

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 from seqpar.adapter import cuts as plans
-from seqpar.adapter import decoding, estimate, generic
+from seqpar.adapter import estimate, generic, sharing
 from seqpar.adapter import native as native_body
 from seqpar.adapter.body import Body
 from seqpar.adapter.call import Call
 from seqpar.adapter.cuts import Cuts
-from seqpar.adapter.decoding import Wished
 from seqpar.adapter.graphs import Capture, CudaCapture
 from seqpar.adapter.hooks import refuse_backends
+from seqpar.adapter.sharing import Wished
 from seqpar.distributed import settled
 from seqpar.inputs import agree
 from seqpar.mesh import Axis, Mesh
@@ -168,7 +168,9 @@ def _install_all(
         lease.at_end(pass_variances(pipe_or_transformer))
 
 
-def _share_vae(pipe_or_transformer: Any, found: Mapping[str, nn.Module], lease: Lease, plan: Plan, wish: Wished) -> None:
+def _share_vae(
+    pipe_or_transformer: Any, found: Mapping[str, nn.Module], lease: Lease, plan: Plan, wish: Wished
+) -> None:
     """Let a pipeline's VAE take rank 0's input and, if that is wished, compute on all ranks until the release."""
 
     def check() -> None:
@@ -176,7 +178,7 @@ def _share_vae(pipe_or_transformer: Any, found: Mapping[str, nn.Module], lease: 
             call: Any = module.forward
             call.check_delivered()
 
-    lease.at_end(decoding.share_vae(pipe_or_transformer, lease.mesh, plan.transport.name, wish, check))
+    lease.at_end(sharing.share_vae(pipe_or_transformer, lease.mesh, plan.transport.name, wish, check))
 
 
 def install(module: nn.Module, call: Call) -> None:
@@ -206,14 +208,11 @@ def install(module: nn.Module, call: Call) -> None:
 
 
 def _all_checked(
-    pipe_or_transformer: Any,
-    found: Mapping[str, nn.Module],
-    plan: Cuts | Mapping[str, Any] | None,
-    vae: Wished,
+    pipe_or_transformer: Any, found: Mapping[str, nn.Module], plan: Cuts | Mapping[str, Any] | None, vae: Wished
 ) -> dict[str, Cuts]:
     """Return where each transformer is cut; ValueError if one, or the pipeline's scheduler, does not fit."""
     _takes_variances(pipe_or_transformer)
-    decoding.check_wish(pipe_or_transformer, vae)
+    sharing.check_wish(pipe_or_transformer, vae)
     return {name: _checked(module, plan) for name, module in found.items()}
 
 

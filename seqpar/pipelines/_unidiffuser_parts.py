@@ -21,6 +21,7 @@ from seqpar.mesh import Mesh
 from seqpar.pipelines import _texts
 from seqpar.pipelines._texts import Encode
 from seqpar.pipelines._unidiffuser_files import PREFIX, Places, caption_decoder
+from seqpar.vae.shared import own
 
 FAILURES = (OSError, ValueError, RuntimeError, ImportError)  # of loaders of transformers and diffusers
 

@@ -116,7 +116,7 @@ def decode(
     way = on.way(len(latents_NCHW), latents_NCHW.shape, wish)
     on.say(way.told)
     shard, one = way.shard(len(latents_NCHW)), on.strips if way.name == "strips" else on.alone
-    images = _pictures(on.vae, latents_NCHW[shard.slice(way.axis.rank)].to(on.mesh.device), one, on_image)
+    images = _pictures(on.vae, latents_NCHW[shard.slice(way.axis.rank)], one, on_image)
     return gather(images, way.axis, shard.sizes) if way.axis.size > 1 else images
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from launch.baselines.decoders import Decoder, latents
+from seqpar.adapter import decoding
 from seqpar.mesh import Mesh
 from seqpar.planner.plan import choose_transport, load_transport
 from seqpar.vae.parallel import ParallelVAE
@@ -19,6 +20,7 @@ from seqpar.vae.turns import in_turns
 
 EAGER = "diffusers, eager"
 TILING = "diffusers, tiling"
+SMALL = 10.0  # megapixels; larger works take seconds, and are never captured
 Decoding = Callable[[Tensor], Tensor]
 """Decodes whole latents, which are equal on all ranks, into the whole picture or video."""
 
@@ -93,6 +95,7 @@ def ways(case: Case) -> Iterator[Way]:
         yield Way(name + layout, partial(_ours, case, last), facts=facts)
         if on_gpu:
             yield Way(f"{name}{layout}, graph", partial(_ours, case, last), graph=True, facts=facts)
+    yield Way(f"{name}, parallelize", partial(_parallelized, case))
     if ranks == 1:
         yield Way(f"{name}, strips in turn", partial(_in_turn, case))
     yield Way("diffusers, eager, again", partial(_theirs, case), everywhere=False)
@@ -136,3 +139,20 @@ def _ours(case: Case, channels_last: bool) -> Iterator[Decoding]:
 def _in_turn(case: Case) -> Iterator[Decoding]:
     """Decode strip after strip on one device, with the same edges and sums as strips on several."""
     yield lambda z: in_turns(lambda: case.vae.decode(z, return_dict=False)[0])
+
+
+@contextmanager
+def _parallelized(case: Case) -> Iterator[Decoding]:
+    """Decode as a pipeline does after `seqpar.parallelize`: small pictures by a CUDA graph from the second call on."""
+    made = decoding.of(case.vae, case.mesh, choose_transport(case.transport, case.mesh).name)
+
+    def decode(z: Tensor) -> Tensor:
+        return made.decode(z, return_dict=False)[0]
+
+    try:
+        if case.megapixels < SMALL:  # the first call runs eagerly and the second one is captured
+            decode(case.z)
+            decode(case.z)
+        yield decode
+    finally:
+        made.release()

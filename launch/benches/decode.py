@@ -81,6 +81,7 @@ class Seen:
 
     checked: Tensor | None = None  # the latents that are compared with fp32: all, or the first frames
     truth: Tensor | None = None
+    one_gpu: float = 0.0  # the relative error of diffusers' eager row
     pictures: dict[str, Tensor] = field(default_factory=dict)
     ms: dict[str, float] = field(default_factory=dict)
     gib: dict[str, float] = field(default_factory=dict)
@@ -236,6 +237,8 @@ def _errors(case: Case, way: Way, work: _Work | None, seen: Seen) -> Line:
     cuts = _cuts(case) if way.everywhere and case.mesh.world.size > 1 else ()
     if seen.truth is not None and checked is not None:
         found["error"] = far(checked, seen.truth, cuts)
+        seen.one_gpu = found["error"]["relative"] if way.name == EAGER else seen.one_gpu
+        found["error"] |= {"x_one_gpu": found["error"]["relative"] / seen.one_gpu} if seen.one_gpu else {}
     if EAGER in seen.pictures:
         found["difference"] = far(work.out, seen.pictures[EAGER], cuts)
     if way.name in (EAGER, TILING) or way.kind == "ours":
@@ -284,6 +287,7 @@ def shown(line: Line) -> str:
     for name in ("error", "difference"):
         if name in line:
             told += f"  {name} {line[name]['relative']:.2e}, at most {line[name]['max']:.1e}"
+            told += f" ({line[name]['x_one_gpu']:.2f} x)" if "x_one_gpu" in line[name] else ""
     for kind in (*EXCHANGES, "attention", "norm"):
         if kind in line.get("split_ms", {}):
             told += f"  {kind} {100 * line['split_ms'][kind] / sum(line['split_ms'].values()):.1f} %"

@@ -52,7 +52,20 @@ def best(lines: Sequence[Line]) -> str:
 
 def every(lines: Sequence[Line]) -> str:
     """All rows: ms, memory beside weights, error against fp32 and difference to diffusers' eager row."""
-    head = ["work", "run of", "row", "ms", "least - most", "GiB", "reserved", "x GiB", "error", "at most", "difference"]
+    head = [
+        "work",
+        "run of",
+        "row",
+        "ms",
+        "least - most",
+        "GiB",
+        "reserved",
+        "x GiB",
+        "error",
+        "x one GPU's",
+        "at most",
+    ]
+    head += ["at most", "difference"]
     rows = []
     for line in (line for line in lines if line["ms"]):
         ms, case = line["ms"], line["case"]
@@ -60,7 +73,8 @@ def every(lines: Sequence[Line]) -> str:
         cells = [case["what"], str(line["ranks"]), case["way"], f"{ms['median']:.1f}"]
         cells += [f"{ms['min']:.1f} - {ms['max']:.1f}", _gib(line), reserved, _memory(line)]
         error, apart = line.get("error", {}), line.get("difference", {})
-        rows.append([*cells, _short(error, "relative"), _short(error, "max"), _short(apart, "relative")])
+        ratio = f"{error['x_one_gpu']:.2f}" if "x_one_gpu" in error else ""
+        rows.append([*cells, _short(error, "relative"), ratio, _short(error, "max"), _short(apart, "relative")])
     return _table(head, rows)
 
 

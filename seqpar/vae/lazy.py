@@ -97,8 +97,9 @@ def arithmetic(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     other = real(other)
     if not _is_shared(other, base, turns.dim) and not (isinstance(other, Tensor) and other.shape == base.shape):
         return NotImplemented
-    placed = (other, HERE) if swap else (HERE, other)
-    return later(turns, base, func, placed, dtype=torch.result_type(left, right))
+    with torch._C.DisableTorchFunction():
+        dtype = torch.result_type(left, right)
+    return later(turns, base, func, (other, HERE) if swap else (HERE, other), dtype=dtype)
 
 
 def _is_shared(other: Any, base: Tensor, dim: int) -> bool:

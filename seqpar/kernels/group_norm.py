@@ -157,7 +157,7 @@ def launch_moments(x_NC: Tensor, groups: int) -> Tensor:
         chunk = _chunk(places * each, block, PROGRAMS // (samples * groups))
         parts = torch.empty(triton.cdiv(places * each, chunk), samples, groups, 3, device=x_NC.device)
         grid = (parts.shape[0] * samples * groups,)
-        constants = {"BLOCK": block, "num_warps": max(1, block // 1024)}
+        constants = {"BLOCK": block, "num_warps": max(1, block // 512)}
         plane_moments_kernel[grid](x_NC, parts, samples * groups, places * each, chunk, **constants)
     else:
         block_groups, block_each = triton.next_power_of_2(groups), triton.next_power_of_2(each)

@@ -1,0 +1,40 @@
+"""Runs diffusers' modules on a strip: a function mode that calls the rule of each torch function.
+
+When it wins: the modules and their weights stay diffusers' own, so there is no copy of a model that could differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from seqpar.vae.known import LOCAL
+from seqpar.vae.place import Place
+from seqpar.vae.rules import RULES, Rule
+
+
+class StripMode(TorchFunctionMode):
+    """While it is entered, torch functions of this thread act on this rank's strip. It computes no gradients.
+
+    rules: function -> rule; by default those of `seqpar.vae.rules`. Raises ValueError, which names the module, for a
+    function that has no rule and is not known to act on each pixel alone.
+    """
+
+    def __init__(self, place: Place, rules: Mapping[Callable[..., Any], Rule] = RULES) -> None:
+        super().__init__()
+        self._place, self._rules = place, rules
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the function's rule, or the function itself where it is local."""
+        kwargs = kwargs or {}
+        rule = self._rules.get(func)
+        if rule is not None:
+            return rule(self._place, func, args, kwargs)
+        if func not in LOCAL:
+            name = resolve_name(func) or getattr(func, "__name__", repr(func))
+            self._place.refuse(f"got the function {name}, which has no rule for strips")
+        return func(*args, **kwargs)

@@ -1,0 +1,111 @@
+"""Decodes and encodes one picture (or video) on all ranks: each rank computes a strip of it, exactly.
+
+diffusers' own VAE runs on this rank's strip inside `StripMode`. Convolutions get the neighbours' rows, norms the
+statistics of all strips, and attention all keys.
+When it wins: with fewer pictures than ranks, and where one device cannot hold the activations of a picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.mesh import Axis, Mesh
+from seqpar.transports._contract import Transport
+from seqpar.transports.collective.point_to_point import gather
+from seqpar.vae.cut import Cut
+from seqpar.vae.exchanges import Exchanges, TransportExchanges
+from seqpar.vae.known import check_modules, spatial_factor
+from seqpar.vae.mode import StripMode
+from seqpar.vae.place import Place
+
+__all__ = ["Cut", "ParallelVAE", "Place"]
+
+
+class ParallelVAE:
+    """One VAE of diffusers on one mesh. All ranks call its methods at the same time, with equal inputs.
+
+    transport: moves edge rows and sums; `release` frees its memory, so it must be this VAE's own. Raises ValueError
+    for a VAE with a type of module whose strips were not tested.
+    """
+
+    def __init__(self, vae: Any, mesh: Mesh, transport: Transport) -> None:
+        check_modules(vae)
+        self._vae, self._axis, self._transport = vae, _replica(mesh), transport
+        self._exchanges = TransportExchanges(self._axis, transport)
+        self._names = {module: name for name, module in vae.named_modules()}
+        self._factor = spatial_factor(vae)
+
+    def decode(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what `vae.decode` returns for whole latents (N, C, ..., h, w), with the whole sample on every rank."""
+        cut = self._cut(tuple(z.shape), 1)
+        if cut is None:
+            return self._own("decode")(z, *args, **kwargs)
+        result = self._run(cut, "decode", cut.take(z), *args, **kwargs)
+        sample = _whole(cut, result[0])
+        if isinstance(result, tuple):
+            return (sample, *result[1:])
+        result.sample = sample
+        return result
+
+    def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what `vae.encode` returns for whole pictures (N, C, ..., H, W), whole on every rank."""
+        cut = self._cut(tuple(x.shape), self._factor)
+        if cut is None:
+            return self._own("encode")(x, *args, **kwargs)
+        result = self._run(cut, "encode", cut.take(x, self._factor), *args, **kwargs)
+        posterior = result[0]
+        whole = type(posterior)(_whole(cut, posterior.parameters), deterministic=posterior.deterministic)
+        if isinstance(result, tuple):
+            return (whole, *result[1:])
+        result.latent_dist = whole
+        return result
+
+    def why_whole(self, shape: tuple[int, ...], encode: bool = False) -> str | None:
+        """Return the reason why latents (or, with `encode`, pictures) of this shape are not cut; None if they are."""
+        factor = self._factor if encode else 1
+        rows, columns = shape[-2:]
+        if rows % factor or columns % factor:
+            return f"{rows} x {columns} pixels are no multiples of {factor}, so latent pixels do not divide them"
+        if Cut.of(self._axis, rows // factor, columns // factor) is None:
+            return f"{rows // factor} x {columns // factor} latent pixels are fewer than {self._axis.size} ranks"
+        return None
+
+    def release(self) -> None:
+        """Free the memory of all exchanges; every rank must call this."""
+        self._exchanges.release()
+
+    def _cut(self, shape: tuple[int, ...], factor: int) -> Cut | None:
+        if self.why_whole(shape, encode=factor > 1) is not None:
+            return None
+        return Cut.of(self._axis, shape[-2] // factor, shape[-1] // factor)
+
+    def _run(self, cut: Cut, method: str, strip: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what a method of the VAE makes of this rank's strip."""
+        self._transport.abandon()
+        exchanges: Exchanges = self._exchanges
+        with torch.no_grad(), StripMode(Place(cut, exchanges, self._names)):
+            return self._own(method)(strip, *args, **kwargs)
+
+    def _own(self, method: str) -> Callable[..., Any]:
+        """Return a method of the VAE's class, also where the instance's was replaced."""
+        return getattr(type(self._vae), method).__get__(self._vae)
+
+
+def _replica(mesh: Mesh) -> Axis:
+    """Return the ranks that share a picture: the whole mesh, or the sequence axis of one data group."""
+    if mesh.data.size == 1:
+        return mesh.world
+    if mesh.cfg.size == 1:
+        return mesh.sequence
+    raise ValueError(f"got a mesh of {mesh}, expected data or cfg of size 1 for a VAE on strips")
+
+
+def _whole(cut: Cut, strip: Tensor) -> Tensor:
+    """Return the strips of all ranks side by side."""
+    if cut.axis.size == 1:
+        return strip
+    return gather(strip, cut.axis, cut.shares(strip.shape[cut.dim]), dim=strip.ndim + cut.dim)

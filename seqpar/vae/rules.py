@@ -1,0 +1,163 @@
+"""What each function does to a strip: the table of rules by function, and the rules of convolutions and reductions.
+
+A rule is called in place of the function. Functions that are in neither `RULES` nor `known.LOCAL` are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.vae.attention import attention
+from seqpar.vae.norms import group_norm
+from seqpar.vae.padding import fill_halo, pad_strip
+from seqpar.vae.place import Place
+
+Rule = Callable[[Place, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def convolve(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Apply the rule of conv2d and conv3d: padding along the cut dim becomes rows of the neighbours."""
+    return _convolve(place, function, *args, **kwargs)
+
+
+def _convolve(
+    place: Place,
+    function: Callable[..., Any],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    *more: Any,
+    **named: Any,
+) -> Tensor:
+    at, dims = place.cut.dim, weight.ndim - 2
+    if isinstance(padding, str) or input.ndim != weight.ndim:
+        place.refuse(
+            f"got a convolution of {tuple(input.shape)} with padding {padding!r}, expected numbers and a batch"
+        )
+    pads = [padding] * dims if isinstance(padding, int) else list(padding)
+    reach, pad = weight.shape[at] - 1, pads[at]
+    if reach == 0 and pad == 0:
+        place.check(input)
+    elif pad == 0:
+        if place.halo(input) is None:
+            place.refuse(f"got a convolution over {reach + 1} rows without padding, of a tensor that was not padded")
+    else:
+        place.check(input)
+        input, pads[at] = _with_halo(place, input, pad), 0
+    y = function(input, weight, bias, stride, tuple(pads), *more, **named)
+    place.check(y)
+    return y
+
+
+def _with_halo(place: Place, strip: Tensor, pad: int) -> Tensor:
+    """Return the strip with `pad` rows of zeros or of its neighbours at both edges; writes into a lent buffer."""
+    buffer = place.padded(strip, pad, pad)
+    if buffer is None:
+        return pad_strip(place, strip, {place.cut.dim: (pad, pad)})
+    fill_halo(place, buffer, (pad, pad))
+    return buffer
+
+
+def pad(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Apply the rule of `torch.nn.functional.pad`: only padding along the cut dim needs the neighbours."""
+    return _pad(place, function, *args, **kwargs)
+
+
+def _pad(
+    place: Place,
+    function: Callable[..., Any],
+    input: Tensor,
+    pad: Any,
+    mode: str = "constant",
+    value: float | None = None,
+) -> Tensor:
+    pads = {-1 - index: (pad[2 * index], pad[2 * index + 1]) for index in range(len(pad) // 2)}
+    if pads.get(place.cut.dim, (0, 0)) == (0, 0):
+        return function(input, pad, mode, value)
+    if min(pad) < 0:
+        place.refuse(f"got padding {tuple(pad)}, expected no negative numbers")
+    place.check(input)
+    return pad_strip(place, input, pads, mode, value or 0.0)
+
+
+def interpolate(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Apply the rule of `torch.nn.functional.interpolate`: a nearest one by whole factors is local."""
+    return _interpolate(place, function, *args, **kwargs)
+
+
+def _interpolate(
+    place: Place,
+    function: Callable[..., Any],
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    *more: Any,
+    **named: Any,
+) -> Tensor:
+    factors = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor]
+    if size is not None or mode not in ("nearest", "nearest-exact") or any(f != int(f) for f in factors):
+        place.refuse(f"got interpolation {mode!r} to {size or scale_factor}, expected the nearest by whole factors")
+    place.check(input)
+    return function(input, size, scale_factor, mode, *more, **named)
+
+
+def normalize(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Apply the rule of `torch.nn.functional.normalize`, which is local over channels."""
+    x, dim = args[0], kwargs.get("dim", args[2] if len(args) > 2 else 1)
+    _over_channels(place, x, (dim,))
+    return function(*args, **kwargs)
+
+
+def mean(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Apply the rule of `Tensor.mean`, which is local over channels and frames."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if dim is None:
+        place.refuse("got a mean over all elements of a strip")
+    _over_channels(place, args[0], dim if isinstance(dim, (tuple, list)) else (dim,))
+    return function(*args, **kwargs)
+
+
+def layer_norm(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Apply the rule of `torch.nn.functional.layer_norm`, which is local over channels in the last dim."""
+    shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
+    _over_channels(place, args[0], range(-len(shape), 0))
+    return function(*args, **kwargs)
+
+
+def dropout(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the input of `torch.nn.functional.dropout`; a dropout that is active is refused."""
+    p, training = (*args[1:3], *(0.5, True)[len(args) - 1 :])[:2]
+    if kwargs.get("training", training) and kwargs.get("p", p):
+        place.refuse("got an active dropout, which would draw other numbers for a strip; call eval()")
+    return args[0] if args else kwargs["input"]
+
+
+def _over_channels(place: Place, x: Tensor, dims: Any) -> None:
+    """Refuse a reduction over rows or columns. The last dim is channels if the two before it are the strip."""
+    dims = {dim - x.ndim if dim >= 0 else dim for dim in dims}
+    if dims == {-1} and x.ndim >= 4 and place.cut.fits(x[..., 0]):
+        return
+    if dims & {-1, -2}:
+        place.refuse(f"got a reduction of {tuple(x.shape)} over dims {sorted(dims)}, which include rows or columns")
+
+
+RULES: Mapping[Callable[..., Any], Rule] = {
+    F.conv2d: convolve,
+    F.conv3d: convolve,
+    F.pad: pad,
+    F.group_norm: group_norm,
+    F.layer_norm: layer_norm,
+    F.normalize: normalize,
+    torch.Tensor.mean: mean,
+    F.scaled_dot_product_attention: attention,
+    F.interpolate: interpolate,
+    F.dropout: dropout,
+}

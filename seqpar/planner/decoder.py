@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from seqpar.planner.predict import GIB
@@ -42,10 +42,26 @@ class Operation:
 
 @dataclass(frozen=True)
 class Counted:
-    """All operations of a call, and the most bytes that what it made held at once: without weights and inputs."""
+    """All operations of a call, and the most bytes that what it made held at once: without weights and inputs.
+
+    largest: the bytes of its largest tensor.
+    """
 
     operations: tuple[Operation, ...]
     peak: int
+    largest: int = 0
+
+    def extended(self, more: Counted, times: int) -> Counted | None:
+        """Return what `times` further repetitions take after `more`, which repeats this once more at its end.
+
+        None where the operations at the end of `more` are not those at the end of this, so that nothing repeats.
+        """
+        period = len(more.operations) - len(self.operations)
+        tails = [[(x.kind, x.flops) for x in each.operations[-period:]] for each in (self, more)]
+        if period <= 0 or tails[0] != tails[1]:
+            return None
+        operations = more.operations + more.operations[-period:] * times
+        return replace(more, operations=operations, peak=more.peak + times * max(0, more.peak - self.peak))
 
     @property
     def gib(self) -> float:
@@ -62,7 +78,7 @@ def count(run: Callable[[], object]) -> Counted:
     with torch.inference_mode(), counter:
         kept = run()
     del kept
-    return Counted(tuple(counter.operations), counter.peak)
+    return Counted(tuple(counter.operations), counter.peak, counter.largest)
 
 
 def milliseconds(counted: Counted, rates: Rates, transport: str = "") -> float:
@@ -94,13 +110,14 @@ class Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
-        self.live = self.peak = 0
+        self.live = self.peak = self.largest = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute an operation and count it."""
+        self._look()  # what was freed and allocated since, also by resizing a storage
         out = func(*args, **(kwargs or {}))
         inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(out))
         operation = _operation(func, args, inputs, outputs)
@@ -108,25 +125,29 @@ class Counter(TorchDispatchMode):
             self.operations.append(operation)
         for tensor in outputs:
             self._hold(tensor)
-        self.peak = max(self.peak, self.live + (_copies(args, outputs) if _is_convolution(func) else 0))
+        if func.overloadpacket not in FREE:
+            self._look(_copies(args, outputs) if _is_convolution(func) else 0)
         return out
 
-    def exchange(self, sent: int) -> None:
-        """Count an exchange in which the busiest rank sends these bytes."""
-        self.operations.append(Operation("exchange", 0, sent))
+    def _look(self, more: int = 0) -> None:
+        """Compare the live bytes (and `more`, which an operation holds while it runs) with the peak."""
+        sizes = [storage.nbytes() for ref in [*self._alive.values()] if (storage := ref()) is not None]
+        self.live = sum(sizes)
+        self.peak = max(self.peak, self.live + more)
+        self.largest = max([self.largest, *sizes])
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._alive:
-            return
+        key, alive = storage._cdata, self._alive
+        if key not in alive:
+            alive[key] = weakref.ref(storage, lambda _: alive.pop(key, None))
 
-        def end(_: object) -> None:
-            self.live -= size
-            self._alive.pop(key, None)
 
-        self._alive[key] = weakref.ref(storage, end)
-        self.live += size
+def follow(sent: int) -> None:
+    """Tell the counter that is active, if there is one, of an exchange in which the busiest rank sends these bytes."""
+    counter = next((mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, Counter)), None)
+    if counter is not None:
+        counter.operations.append(Operation("exchange", 0, sent))
 
 
 def _operation(func: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Operation | None:

@@ -6,12 +6,16 @@ All of them compute an output row from the same row of their inputs, or from row
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.kernels.channel_norm import channel_norm
+from seqpar.kernels.group_norm import Affine, normalise
+from seqpar.vae.norms import over_channels
 from seqpar.vae.pending import HERE, Chain, Pending, Step, computed, real
 
 Args = tuple[Any, ...]
@@ -60,11 +64,47 @@ def later(
 
 def extended(turns: Turning, x: Tensor, step: Step, shape: Any = None, dtype: Any = None) -> Pending:
     """Return a tensor with one more step; shape and dtype: those of the result where they are not those of x."""
-    before = chain_of(turns, x)
+    return _put(turns, chain_of(turns, x), step, tuple(shape or x.shape), dtype or x.dtype)
+
+
+def _put(turns: Turning, before: Chain, step: Step, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
     with torch._C.DisableTorchFunction():
-        shape, dtype = tuple(shape or x.shape), dtype or x.dtype
         chain = Chain(before.source, (*before.steps, step), turns.dim)
         return turns.keep(Pending.of(chain, shape, dtype, turns.strip_bytes))
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A group norm by known moments (N, G, 3), for a strip of its input."""
+
+    moments: Tensor
+    affine: Affine
+    silu: bool = False
+
+    def __call__(self, strip: Tensor) -> Tensor:
+        """Return the norm of a strip."""
+        return torch.empty_like(strip).copy_(strip) if strip.is_meta else normalise(strip, self.moments, self.affine, self.silu)
+
+
+@dataclass(frozen=True)
+class ChannelNorm:
+    """An RMS norm over channels, for a strip of its input."""
+
+    weight: Tensor
+    bias: Tensor | None
+    silu: bool = False
+
+    def __call__(self, strip: Tensor) -> Tensor:
+        """Return the norm of a strip."""
+        return torch.empty_like(strip).copy_(strip) if strip.is_meta else channel_norm(strip, self.weight, self.bias, self.silu)
+
+
+def over_channels_later(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Apply an RMS norm of channels later."""
+    x, weight, bias = args
+    if not waits(turns, x):
+        return NotImplemented
+    return later(turns, x, ChannelNorm(weight.flatten(), None if bias is None else bias.flatten()), (HERE,))
 
 
 def waits(turns: Turning, x: Any) -> bool:
@@ -79,6 +119,11 @@ def activation(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Apply an activation to each value later."""
     if not isinstance(args[0], Pending):
         return NotImplemented
+    chain = chain_of(turns, args[0])
+    last = chain.steps[-1].function if chain.steps else None
+    if func is F.silu and isinstance(last, Norm | ChannelNorm):
+        before = Chain(chain.source, chain.steps[:-1], chain.dim)
+        return _put(turns, before, Step(replace(last, silu=True), (HERE,)), args[0].shape, args[0].dtype)
     return later(turns, args[0], lambda x: func(x, *args[1:], **kwargs), (HERE,))
 
 
@@ -97,8 +142,9 @@ def arithmetic(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     other = real(other)
     if not _is_shared(other, base, turns.dim) and not (isinstance(other, Tensor) and other.shape == base.shape):
         return NotImplemented
-    placed = (other, HERE) if swap else (HERE, other)
-    return later(turns, base, func, placed, dtype=torch.result_type(left, right))
+    with torch._C.DisableTorchFunction():
+        dtype = torch.result_type(left, right)
+    return later(turns, base, func, (other, HERE) if swap else (HERE, other), dtype=dtype)
 
 
 def _is_shared(other: Any, base: Tensor, dim: int) -> bool:
@@ -245,5 +291,6 @@ LAZY: dict[Any, Callable[[Any, Any, Args, Kwargs], Any]] = {
     F.interpolate: upsample,
     F.pad: pad,
     torch.cat: concatenate,
+    over_channels: over_channels_later,
     Tensor.__getitem__: index,
 }

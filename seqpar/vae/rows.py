@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.vae.lazy import Args, Kwargs, Turning, chain_of, extended
-from seqpar.vae.norms import combine
+from seqpar.kernels import group_norm as kernels
+from seqpar.kernels._triton import fused
+from seqpar.vae.lazy import Args, Kwargs, Norm, Turning, chain_of, extended
 from seqpar.vae.pending import HERE, Chain, Pending, Step, empty, real, strips
 
 
@@ -164,47 +163,20 @@ def normalise(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     x = real(given["input"])
     with torch._C.DisableTorchFunction():
-        scale, shift = _scale_and_shift(turns, x, given)
-    return extended(turns, x, Step(_scaled, (HERE, scale, shift)))
+        moments_NG3 = _moments(turns, x, given["num_groups"])
+        if turns.place is not None and turns.place.cut.axis.size > 1:
+            moments_NG3 = kernels.combine(turns.place.exchanges.every(moments_NG3))
+        affine = kernels.Affine(given.get("weight"), given.get("bias"), given.get("eps", 1e-5))
+    return extended(turns, x, Step(Norm(moments_NG3, affine), (HERE,)))
 
 
-def _scaled(x_NCHW: Tensor, scale_NC11: Tensor, shift_NC11: Tensor) -> Tensor:
-    return torch.addcmul(shift_NC11, x_NCHW.to(scale_NC11.dtype), scale_NC11).to(x_NCHW.dtype)
-
-
-def _scale_and_shift(turns: Turning, x: Tensor, given: Kwargs) -> tuple[Tensor, Tensor]:
-    """Return what a group norm multiplies each channel by, and what it adds: (N, C, 1, ...), in fp32 or fp64."""
-    (n, channels), groups, ones = x.shape[:2], given["num_groups"], (1,) * (x.ndim - 2)
-    mean_NG, var_NG = _moments(turns, x, groups)
-    scale_NG = (var_NG + given.get("eps", 1e-5)).rsqrt()
-    scale_NC = scale_NG.repeat_interleave(channels // groups, 1)
-    shift_NC = -mean_NG.repeat_interleave(channels // groups, 1) * scale_NC
-    weight, bias = given.get("weight"), given.get("bias")
-    if weight is not None:
-        scale_NC, shift_NC = scale_NC * weight.to(scale_NC.dtype), shift_NC * weight.to(scale_NC.dtype)
-    if bias is not None:
-        shift_NC = shift_NC + bias.to(scale_NC.dtype)
-    return scale_NC.view(n, channels, *ones), shift_NC.view(n, channels, *ones)
-
-
-def _moments(turns: Turning, x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return mean and variance (N, G) of all rows of all ranks, by the formula of Chan, Golub and LeVeque."""
-    rows, exact = x.shape[turns.dim], torch.float64 if x.dtype == torch.float64 else torch.float32
-    means, variances, shares = [], [], []
-    for low, high in strips(rows, x.numel() * x.element_size(), turns.strip_bytes):
-        strip_NGk = x.narrow(turns.dim, low, high - low).reshape(x.shape[0], groups, -1).to(exact)
-        var_NG, mean_NG = torch.var_mean(strip_NGk, dim=-1, correction=0)
-        means.append(mean_NG)
-        variances.append(var_NG)
-        shares.append((high - low) / rows)
-    # numbers of the host, no tensor: nothing is copied, so that a CUDA graph may capture this
-    mean_NG = _sum(share * mean for share, mean in zip(shares, means, strict=True))
-    spread = zip(shares, means, variances, strict=True)
-    var_NG = _sum(share * (var + (mean - mean_NG) ** 2) for share, mean, var in spread)
-    if turns.place is None:
-        return mean_NG, var_NG
-    return combine(turns.place, mean_NG, var_NG, x.numel() // (x.shape[0] * groups))
-
-
-def _sum(parts: Iterator[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, parts)
+def _moments(turns: Turning, x: Tensor, groups: int) -> Tensor:
+    """Return count, mean and M2 of each group (N, G, 3), from those of strips."""
+    if x.is_meta:  # a prediction: one pass
+        torch.sum(x)
+        return x.new_empty(x.shape[0], groups, 3, dtype=torch.float32)
+    if fused(x):  # the kernel has no temporaries
+        return kernels.moments(x, groups)
+    bounds = strips(x.shape[turns.dim], x.numel() * x.element_size(), turns.strip_bytes)
+    parts = [kernels.moments(x.narrow(turns.dim, low, high - low), groups) for low, high in bounds]
+    return kernels.combine(torch.stack(parts))

@@ -15,6 +15,8 @@ from tests.support.offline import launches
 
 ROOT = Path(__file__).parents[2]
 NARROW = {
+    "channel_norm": {2, 4},  # the weight of a channel
+    "group_norm": {2, 4, 8},  # moments, and the weights of a channel
     "merge": {4},  # log-sum-exps, one for each row of a head
     "outboxes": {8},  # the table of places
     "ddim": {2, 4, 8},  # latent-sized; its scalars too

@@ -31,13 +31,19 @@ def case_of(name: str, size: tuple[int, int], frames: int, device: torch.device 
 
 
 def measured(rank: int, world: int, device: torch.device, name: str, folder: Path) -> list[dict[str, Any]]:
-    args = Decode(rounds=1, only=("tiling", "ours"), out=folder / "lines.jsonl", picture=folder)
+    args = Decode(
+        rounds=1,
+        only=("tiling", "ours"),
+        truth_megapixels=0.1 if name == "kl" else 0.002,
+        out=folder / "lines.jsonl",
+        picture=folder,
+    )
     size, frames = ((104, 72), 1) if name == "kl" else ((40, 24), 5)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         return measure(args, case_of(name, size, frames, device, world), float("inf"))
 
 
-@pytest.mark.parametrize(("name", "world"), [("kl", 1), ("kl", 3), ("wan", 2)])
+@pytest.mark.parametrize(("name", "world"), [("kl", 3), ("wan", 1)])
 def test_every_way_makes_the_picture_of_diffusers(ranks: Pool, tmp_path: Path, name: str, world: int) -> None:
     lines, *_ = ranks.run(world, measured, name, tmp_path)
     assert [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()] == lines
@@ -45,7 +51,7 @@ def test_every_way_makes_the_picture_of_diffusers(ranks: Pool, tmp_path: Path, n
     ways = {line["case"]["way"]: line for line in lines}
     assert list(ways)[:2] == [EAGER, TILING]
     ours = [line for way, line in ways.items() if way.startswith("ours")]
-    assert len(ours) == {1: 3, 2: 2, 3: 2}[world] + 3 * (ranks.device == "cuda")
+    assert len(ours) == {1: 3, 3: 2}[world] + 3 * (ranks.device == "cuda")
     if name == "kl":  # tiles are far from the picture: negative control
         assert ways[TILING]["error"]["relative"] > 1e-2
     else:  # a latent that is smaller than a tile is not tiled
@@ -53,7 +59,7 @@ def test_every_way_makes_the_picture_of_diffusers(ranks: Pool, tmp_path: Path, n
     for line in ours:
         assert (line["gpus"], line["ranks"]) == (world, world)
         assert line["times"][EAGER] > 0
-        if "error" in line:  # a graph makes all frames only
+        if "error" in line:  # of the first frame; a graph makes all of them
             assert line["error"]["relative"] < 3 * ways[EAGER]["error"]["relative"] < 1e-5
         assert line["difference"]["max"] < 1e-4
     (picture,) = tmp_path.glob("*.png")

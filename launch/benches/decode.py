@@ -36,6 +36,7 @@ from launch.benches.timing import append, attempt, command, environment, slowest
 from seqpar import mesh as meshes
 from seqpar.mesh import Mesh
 from seqpar.shard import starts
+from seqpar.transports.collective.point_to_point import gather
 from seqpar.vae.cut import ROWS, Cut
 
 REFUSALS = (ValueError, RuntimeError, AssertionError, TypeError)  # what torch and decoders raise for what cannot run
@@ -97,6 +98,7 @@ def main(args: Decode) -> None:
     works = check(args)
     mesh = Mesh.from_env(cfg=1, device=meshes.pick_device(world))
     until, lines = time.monotonic() + args.seconds, list[Line]()
+    gather(torch.zeros(1, device=mesh.device), mesh.world, (1,) * mesh.world.size)  # NCCL takes its memory now
     for name, sizes in works.items():
         decoder, on_gpu = DECODERS[name], mesh.device.type == "cuda"
         vae = decoder.build(meshes.default_dtype(mesh.device), mesh.device, tiny=not on_gpu)

@@ -33,7 +33,7 @@ KINDS = (
 EXCHANGES = ("halo", "statistics", "collectives")
 # names are looked for in this order
 NAMES = {
-    "attention": ("flash", "fmha", "sdpa", "attention", "attn", "weights_kernel"),
+    "attention": ("flash", "fmha", "attention", "attn", "weights_kernel"),
     "halo": ("halo", "send_kernel", "take_kernel"),
     "statistics": ("flags_kernel", "push_kernel", "ptop"),
     "collectives": ("nccl",),

@@ -13,7 +13,7 @@ from torch import Tensor
 NEAR = 8  # rows on each side of a cut that count as near it
 SIDE = 640  # the largest side of a panel, in pixels
 HEAD = 30  # rows of a panel's caption
-WHITE = 6.0  # what is shown white, in medians of the differences: a seam stands out, and rounding stays grey
+WHITE = 4.0  # what is shown white, in medians of the differences: a seam stands out, and rounding stays grey
 Measures = dict[str, float]
 
 

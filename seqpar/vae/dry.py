@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -29,8 +29,8 @@ from seqpar.vae.place import Place
 from seqpar.vae.rules import RULES
 from seqpar.vae.turns import STRIP_BYTES, in_turns
 
-SHOTS = 12  # strips of the largest tensor in a dry run of strips in turn; real strips are smaller
-FRAMES = 6  # latent frames after which a video's decoding only repeats itself
+SHOTS, SHOTS_OF_VIDEO = 24, 6  # strips of the largest tensor in a dry run; real ones may be smaller and need less
+FRAMES = 4  # latent frames after which a video's decoding only repeats itself
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,9 @@ def _counted(vae: Any, dtype: torch.dtype, shape: tuple[int, ...], ranks: int, t
     z = torch.empty(*shape[:-2], *rows, dtype=dtype, device="meta")
     if not turns:
         return count(lambda: _decode(vae, z, cut, 0))
-    # with fewer and larger strips than real ones, and from two sizes of strips: the peak is linear in their size
-    largest = max(2 * STRIP_BYTES, count(lambda: _decode(vae, z, cut, 0)).largest)
-    sizes = [max(STRIP_BYTES, largest // part) for part in (SHOTS // 2, SHOTS)]
-    big, small = (count(lambda size=size: _decode(vae, z, cut, size)) for size in sizes)
-    slope = 0.0 if sizes[0] == sizes[1] else (big.peak - small.peak) / (sizes[0] - sizes[1])
-    return replace(small, peak=round(small.peak - max(0.0, slope) * (sizes[1] - STRIP_BYTES)))
+    largest = count(lambda: _decode(vae, z, cut, 0)).largest
+    size = max(STRIP_BYTES, largest // (SHOTS if z.dim() == 4 else SHOTS_OF_VIDEO))
+    return count(lambda: _decode(vae, z, cut, size))
 
 
 def _cut(vae: Any, ranks: int, shape: tuple[int, ...]) -> Cut | None:

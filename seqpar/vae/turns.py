@@ -26,6 +26,11 @@ from seqpar.vae.rows import convolve, normalise
 STRIP_BYTES = 64 << 20  # of a strip's input or output, whichever is larger: enough for fast convolutions
 
 
+def maybe_in_turns(run: Callable[[], Any], place: Any, strip_bytes: int | None) -> Any:
+    """Return what `run()` returns, computed in strips unless `strip_bytes` is None; see `in_turns`."""
+    return run() if strip_bytes is None else in_turns(run, place, strip_bytes)
+
+
 def in_turns(run: Callable[[], Any], place: Any = None, strip_bytes: int = STRIP_BYTES) -> Any:
     """Return what `run()` returns, computed in strips.
 

@@ -18,19 +18,27 @@ from seqpar.vae.rules import RULES, Rule
 class StripMode(TorchFunctionMode):
     """While it is entered, torch functions of this thread act on this rank's strip. It computes no gradients.
 
-    rules: function -> rule; by default those of `seqpar.vae.rules`. Raises ValueError, which names the module, for a
-    function that has no rule and is not known to act on each pixel alone.
+    rules: function -> rule; by default those of `seqpar.vae.rules`. before: called with (function, arguments, keyword
+    arguments) before every function. Raises ValueError, which names the module, for a function that has no rule and is
+    not known to act on each pixel alone.
     """
 
-    def __init__(self, place: Place, rules: Mapping[Callable[..., Any], Rule] = RULES) -> None:
+    def __init__(
+        self,
+        place: Place,
+        rules: Mapping[Callable[..., Any], Rule] = RULES,
+        before: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._place, self._rules = place, rules
+        self._place, self._rules, self._before = place, rules, before
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the function's rule, or the function itself where it is local."""
         kwargs = kwargs or {}
+        if self._before is not None:
+            self._before(func, args, kwargs)
         rule = self._rules.get(func)
         if rule is not None:
             return rule(self._place, func, args, kwargs)

@@ -34,13 +34,14 @@ def _group_norm(
     x_NGk = x_NCl.reshape(n, num_groups, -1).to(exact)
     var_NG, mean_NG = torch.var_mean(x_NGk, dim=-1, correction=0)
     mean_NG, var_NG = combine(place, mean_NG, var_NG, x_NGk.shape[-1])
-    scale_NG = (var_NG + eps).rsqrt()
-    y_NCl = ((x_NGk - mean_NG[..., None]) * scale_NG[..., None]).view(x_NCl.shape)
-    shape = (1, channels, *(1,) * (x_NCl.ndim - 2))
+    # a value for each channel, so that the memory format of x stays
+    shape = (n, channels, *(1,) * (x_NCl.ndim - 2))
+    mean_NC, scale_NC = (x.repeat_interleave(channels // num_groups, dim=1) for x in (mean_NG, (var_NG + eps).rsqrt()))
     if weight is not None:
-        y_NCl = y_NCl * weight.to(exact).view(shape)
+        scale_NC = scale_NC * weight.to(exact)
+    y_NCl = (x_NCl.to(exact) - mean_NC.view(shape)) * scale_NC.view(shape)
     if bias is not None:
-        y_NCl = y_NCl + bias.to(exact).view(shape)
+        y_NCl = y_NCl + bias.to(exact).view(1, *shape[1:])
     return y_NCl.to(x_NCl.dtype)
 
 

@@ -8,12 +8,14 @@ than the host launches them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor
 
 from seqpar import exact
@@ -36,18 +38,20 @@ GRAPHS = 2  # kinds of calls that are kept as graphs, because each keeps the mem
 PIXELS = 1024 * 1024
 FLAGS = ("use_tiling", "use_slicing", "training")  # of a VAE, which change what it computes
 INPUT = "the VAE's input"
+TUPLE = {"return_dict": False}
 WHOLE = Axis("whole")  # divides nothing
 
 
 class Work:
-    """What graphs run: a method of a VAE, or its like, with arguments as `_arguments` makes them."""
+    """What graphs run: a method of a VAE, or its like. Arguments have names, the input `INPUT`."""
 
     def __init__(self, compute: Callable[..., Any], check: Callable[[], None] = lambda: None) -> None:
         self._compute, self.check_delivered = compute, check
 
     def __call__(self, arguments: Mapping[str, Any], /) -> Any:
         """Return what the method returns."""
-        return self._compute(arguments[INPUT], *arguments["args"], **arguments["kwargs"])
+        others = {name: value for name, value in arguments.items() if name != INPUT}
+        return self._compute(arguments[INPUT], **others)
 
 
 class Decoding:
@@ -94,31 +98,34 @@ class Decoding:
 
     def rank_0s(self, latents_NCHW: Tensor) -> Tensor:
         """See `seqpar.vae.decoder.Decoder`."""
-        return self._rank_0s(_arguments(latents_NCHW)).tensors[INPUT]
+        return self._rank_0s({INPUT: latents_NCHW}).tensors[INPUT]
 
     def alone(self, latent_1Chw: Tensor) -> Tensor:
         """See `seqpar.vae.decoder.Decoder`."""
-        return self._run(self._alone, form_of(_arguments(latent_1Chw, return_dict=False)))[0]
+        return self._run(self._alone, form_of({INPUT: latent_1Chw, **TUPLE}))[0]
 
     def strips(self, latent_1Chw: Tensor) -> Tensor:
         """See `seqpar.vae.decoder.Decoder`."""
-        return self._run(self._strips, form_of(_arguments(latent_1Chw, return_dict=False)))[0]
+        return self._run(self._strips, form_of({INPUT: latent_1Chw, **TUPLE}))[0]
 
     # Calls like those of diffusers -------------------------------------------------------------------------------
 
-    def decode(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `vae.decode` returns for rank 0's arguments, whole on every rank."""
+        arguments = _named(own(self.vae, "decode"), args, kwargs)
+        wrapped = arguments.pop("return_dict", True)
         with torch.inference_mode(False), torch.no_grad():
-            form = self._rank_0s(_arguments(z, *args, **kwargs))
+            form = self._rank_0s(arguments | TUPLE)
             way = self._way_of_call(form)
             self.say(way.told)
-            return self._by_rows(self._strips if way.name == "strips" else self._alone, form, way.axis)
+            made = self._by_rows(self._strips if way.name == "strips" else self._alone, form, way.axis)
+        return DecoderOutput(*made) if wrapped else made
 
-    def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `vae.encode` returns for rank 0's arguments, whole on every rank."""
         with torch.inference_mode(False), torch.no_grad():
-            form = self._rank_0s(_arguments(x, *args, **kwargs))
-            reason = self._why_whole(x.shape, encode=True)
+            form = self._rank_0s(_named(own(self.vae, "encode"), args, kwargs))
+            reason = self._why_whole(form.tensors[INPUT].shape, encode=True)
             if self._parallel is None or exact.is_on() or reason is not None:
                 self.say(Way("whole", self.mesh.world.size, WHOLE, reason if self.mesh.world.size > 1 else None).told)
                 return Work(own(self.vae, "encode"))(form.whole)
@@ -207,8 +214,11 @@ def why_unknown(vae: Any) -> str | None:
     return None
 
 
-def _arguments(x: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    return {INPUT: x, "args": args, "kwargs": kwargs}
+def _named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names; the first one is named `INPUT`."""
+    arguments = inspect.signature(method).bind(*args, **kwargs).arguments
+    first = next(iter(arguments))
+    return {INPUT if name == first else name: value for name, value in arguments.items()}
 
 
 def _split(mesh: Mesh) -> tuple[Axis, Axis, Mesh]:

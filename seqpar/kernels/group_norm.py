@@ -39,12 +39,12 @@ class Affine(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """The places of a tensor (N, C, ...) as memory holds them: `count` runs of `length` places each.
+    """The places of a tensor (N, C, ...) as memory holds them: `number` runs of `length` places each.
 
     The strides count elements: of samples, of channels, of runs, and of neighbouring places in a run.
     """
 
-    count: int
+    number: int
     length: int
     sample: int
     channel: int
@@ -215,15 +215,16 @@ def launch_normalise(
     if last:
         block = min(4096, max(128, triton.next_power_of_2(at.length)))
         blocks, strides = triton.cdiv(at.length, block), (at.sample, at.channel, at.run)
-        grid = (samples * channels * at.count * blocks,)
+        grid = (samples * channels * at.number * blocks,)
         constants |= {"BLOCK": block, "num_warps": max(1, block // 1024)}
-        planes_kernel[grid](*tensors, channels, at.count, at.length, blocks, *strides, **constants)
+        planes_kernel[grid](*tensors, channels, at.number, at.length, blocks, *strides, **constants)
     else:
         width = triton.next_power_of_2(channels)
         rows, tiles = max(1, 4096 // width), 4
         blocks, strides = triton.cdiv(at.length, rows * tiles), (at.sample, at.run, at.place)
         constants |= {"C": channels, "WIDTH": width, "ROWS": rows, "TILES": tiles, "num_warps": 4}
-        pixels_kernel[(samples * at.count * blocks,)](*tensors, affine.shift_C, at.count, at.length, blocks, *strides, **constants)
+        sizes = at.number, at.length, blocks
+        pixels_kernel[(samples * at.number * blocks,)](*tensors, affine.shift_C, *sizes, *strides, **constants)
     return out
 
 

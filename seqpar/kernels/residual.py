@@ -31,8 +31,7 @@ def add(first: Shifted, second: Shifted | None = None, silu: bool = False, out_N
 
     out_NC: where the result is written; it may be one of the pictures.
     """
-    given = [x for pair in (first, second) if pair is not None for x in pair]
-    return (launch if fused(*(given)) else reference)(first, second, silu, out_NC)  # pyright: ignore
+    return (launch if fused(*first, *(second or ())) else reference)(first, second, silu, out_NC)
 
 
 def reference(

@@ -74,7 +74,7 @@ class ChannelNorm:
 
 @dataclass(frozen=True)
 class Biased:
-    """x, (N, C, ...) in channels-last memory, plus a bias (C,); x is the same memory as the tensor that waits for it."""
+    """x, (N, C, ...) in channels-last memory, plus a bias (C,); the tensor that waits for its bias shares x's memory."""
 
     x: Tensor
     bias: Tensor

@@ -105,7 +105,8 @@ def add(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwarg
         pairs.append((how.x, how.bias) if isinstance(how, Biased) else (x, None))
     alike = len(args) == 2 and not kwargs and all(isinstance(x, Tensor) for x in args)
     if alike and any(bias is not None for _, bias in pairs) and _same(*args) and not _norm_waits(place, *args):
-        return residual.add(*pairs)
+        first, second = pairs
+        return residual.add(first, second)
     place.later.settle(function, args, kwargs)
     return function(*args, **kwargs)
 

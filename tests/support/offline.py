@@ -142,7 +142,9 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {f"model, {name}": modelled(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")}
     made["model, unidiffuser-v1"] = joint("unidiffuser-v1")
     made |= {f"group_norm, {width}, {last}": normalised(width, last) for width in (128, 512) for last in (True, False)}
-    made |= {f"channel_norm, {width}, {last}": of_channels(width, last) for width in (96, 384) for last in (True, False)}
+    made |= {
+        f"channel_norm, {width}, {last}": of_channels(width, last) for width in (96, 384) for last in (True, False)
+    }
     made |= {f"residual, {width}": summed(width) for width in (128, 384)}
     made |= {f"upsample, {width}, {last}": doubled(width, last) for width in (128, 384) for last in (True, False)}
     made |= {f"multistep, {p} and {q}": multistepped(p, q) for p, q in ((1, 1), (1, 2), (2, 2), (3, 3))}

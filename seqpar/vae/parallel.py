@@ -17,7 +17,7 @@ from seqpar.mesh import Mesh
 from seqpar.transports._contract import Transport
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.vae.cut import Cut
-from seqpar.vae.exchanges import Exchanges, TransportExchanges
+from seqpar.vae.exchanges import TransportExchanges
 from seqpar.vae.known import check_modules, spatial_factor
 from seqpar.vae.mode import StripMode
 from seqpar.vae.place import Place

@@ -9,8 +9,7 @@ than the host launches them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,19 +57,21 @@ class Decoding:
     """A VAE on the ranks of a mesh; every rank makes the same calls. It is a `seqpar.vae.decoder.Decoder`.
 
     transport: the name of the one that moves the edges of strips. capture: captures calls as CUDA graphs; None runs
-    them eagerly. unknown: why this VAE is never cut into strips, or None.
+    them eagerly. kernels: whether a rank that decodes alone computes norms by our kernels, as strips do.
+    unknown: why this VAE is never cut into strips, or None.
     """
 
-    def __init__(self, vae: Any, mesh: Mesh, transport: str, capture: Capture | None = None) -> None:
+    def __init__(
+        self, vae: Any, mesh: Mesh, transport: str, capture: Capture | None = None, kernels: bool = False
+    ) -> None:
         self.mesh, self.vae, self.unknown = mesh, vae, why_unknown(vae)
-        self._groups, self._sharing, mesh_of_strips = _split(mesh)
-        self._moves = load_transport(transport if mesh_of_strips is mesh else "collective")
-        cut = self._sharing.size > 1 and self.unknown is None
-        self._parallel = ParallelVAE(vae, mesh_of_strips, self._moves) if cut else None
-        self._alone = Work(own(vae, "decode"))
+        self._moves = load_transport(transport)
+        cut = mesh.replica.size > 1 and self.unknown is None
+        self._parallel = ParallelVAE(vae, mesh, self._moves) if cut else None
+        self._alone = Work(self._single().decode if kernels and self.unknown is None else own(vae, "decode"))
         self._strips = self._alone if self._parallel is None else Work(self._parallel.decode, self._moves.check)
         # all ranks that share a picture must agree on a capture; a rank that decodes alone also captures alone
-        places = {self._strips: replace(mesh, sequence=self._sharing), self._alone: Mesh.single(mesh.device)}
+        places = {self._strips: replace(mesh, sequence=mesh.replica), self._alone: Mesh.single(mesh.device)}
         self._graphs = {work: Graphs(place, capture, GRAPHS) for work, place in places.items()}
         self._captures = capture is not None and self.unknown is None
         self._state: Hashable = None
@@ -79,13 +80,17 @@ class Decoding:
 
     def way(self, count: int, shape: Sequence[int], wish: str = "auto") -> Way:
         """See `seqpar.vae.decoder.Decoder`."""
-        return way_of(count, wish, self.mesh.world, self._groups, lambda: self._why_whole(shape))
+        return way_of(count, wish, self.mesh.world, self.mesh.data, lambda: self._why_whole(shape))
 
     def say(self, text: str | None) -> None:
         """Print a text on rank 0, if it is one and was not printed before."""
         if text is not None and text not in self._told and self.mesh.is_main:
             print(f"seqpar: {text}", flush=True)
         self._told.add(text or "")
+
+    def _single(self) -> ParallelVAE:
+        """Return the VAE on this rank alone, which has nothing to exchange."""
+        return ParallelVAE(self.vae, Mesh.single(self.mesh.device), load_transport("collective"))
 
     def release(self) -> None:
         """Free graphs and exchanges, on all ranks at the same time; the next call makes new ones."""
@@ -129,8 +134,7 @@ class Decoding:
             if self._parallel is None or exact.is_on() or reason is not None:
                 self.say(Way("whole", self.mesh.world.size, WHOLE, reason if self.mesh.world.size > 1 else None).told)
                 return Work(own(self.vae, "encode"))(form.whole)
-            with _untiled(self):
-                made = Work(self._parallel.encode)(form.whole)
+            made = Work(self._parallel.encode)(form.whole)
             self._moves.check()
             return made
 
@@ -181,11 +185,10 @@ class Decoding:
 
     def _run(self, work: Work, form: Form) -> Any:
         """Return the results of a call on this rank, or on all ranks that share it; a small one is a graph."""
-        with _untiled(self) if work is not self._alone else nullcontext():
-            if self._is_small(form.tensors[INPUT], 1 if work is self._alone else self._sharing.size):
-                results = self._graphs[work].run(work, form, self._generation).whole
-            else:
-                results = work(form.whole)
+        if self._is_small(form.tensors[INPUT], 1 if work is self._alone else self.mesh.replica.size):
+            results = self._graphs[work].run(work, form, self._generation).whole
+        else:
+            results = work(form.whole)
         work.check_delivered()
         return results
 
@@ -199,7 +202,8 @@ class Decoding:
 
 def of(vae: Any, mesh: Mesh, transport: str) -> Decoding:
     """Return the decoding of a VAE, with CUDA graphs if it computes on a GPU."""
-    return Decoding(vae, mesh, transport, _telling(CudaCapture(), mesh) if mesh.device.type == "cuda" else None)
+    cuda = mesh.device.type == "cuda"
+    return Decoding(vae, mesh, transport, _telling(CudaCapture(), mesh) if cuda else None, kernels=cuda)
 
 
 def why_unknown(vae: Any) -> str | None:
@@ -219,33 +223,6 @@ def _named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     arguments = inspect.signature(method).bind(*args, **kwargs).arguments
     first = next(iter(arguments))
     return {INPUT if name == first else name: value for name, value in arguments.items()}
-
-
-def _split(mesh: Mesh) -> tuple[Axis, Axis, Mesh]:
-    """Return the axis that divides pictures among groups of ranks, the one that shares each, and the mesh of strips.
-
-    With both a data and a cfg axis no axis has the ranks of one group, so that all ranks share each picture.
-    """
-    if mesh.data.size == 1:
-        return WHOLE, mesh.world, mesh
-    if mesh.cfg.size == 1:
-        return mesh.data, mesh.sequence, mesh
-    return WHOLE, mesh.world, replace(mesh, data=WHOLE)
-
-
-@contextmanager
-def _untiled(decoding: Decoding) -> Iterator[None]:
-    """Switch a VAE's tiling off, while it computes strips: each tile would see its own edges and statistics."""
-    vae = decoding.vae
-    if not getattr(vae, "use_tiling", False):
-        yield
-        return
-    decoding.say("tiling is off while the VAE computes by strips, which need less memory and leave no seams")
-    vae.use_tiling = False
-    try:
-        yield
-    finally:
-        vae.use_tiling = True
 
 
 def _telling(capture: Capture, mesh: Mesh) -> Capture:

@@ -123,7 +123,7 @@ def test_all_ranks_get_what_the_vae_alone_computes_of_rank_0s_input(
     answers = ranks.run(world, calls, axes, dtype)
     for found in answers:
         assert all((got - wanted).abs().max() < close for (got, _), wanted in zip(found, truth, strict=True))
-    sharing = world // axes.get("data", 1) if axes["cfg"] == 1 else world
+    sharing = world // axes.get("data", 1)
     heights = {shape[0][2] for found in answers for _, shape in [found[0]]}
     assert sum(found[0][1][0][2] for found in answers[:sharing]) == SHAPE[1], heights  # one row: strips
     assert all(found[2 * world - 2][1] == [(1, *SHAPE)] for found in answers)  # a row for each rank: whole, one by one

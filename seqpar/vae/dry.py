@@ -55,23 +55,26 @@ class Kind:
 
 
 @lru_cache(maxsize=64)
-def counted(kind: Kind, shape: tuple[int, ...], ranks: int = 1, turns: bool = False) -> Counted:
+def counted(
+    kind: Kind, shape: tuple[int, ...], ranks: int = 1, turns: bool = False, plain: bool = False
+) -> Counted:
     """Return the operations and the peak of the rank with most rows, without weights.
 
     shape: of the latents (N, C, ..., h, w) that are decoded at once. turns: see `seqpar.vae.turns`. A VAE or a size
-    that is not cut into strips is decoded whole by every rank.
+    that is not cut into strips is decoded whole by every rank. plain: by diffusers alone, on one rank.
     """
     vae = kind.build()
     frames = shape[2] if len(shape) == 5 else 1
     if frames <= 2 * FRAMES:
-        return _counted(vae, kind.dtype, shape, ranks, turns)
+        return _counted(vae, kind.dtype, shape, None if plain else ranks, turns)
     few, more = (FRAMES + frames % 2 + extra for extra in (0, 2))
-    first, second = (_counted(vae, kind.dtype, (*shape[:2], n, *shape[3:]), ranks, turns) for n in (few, more))
+    shapes = [(*shape[:2], n, *shape[3:]) for n in (few, more)]
+    first, second = (_counted(vae, kind.dtype, each, None if plain else ranks, turns) for each in shapes)
     repeated = first.extended(second, (frames - more) // 2)
-    return repeated or _counted(vae, kind.dtype, shape, ranks, turns)
+    return repeated or _counted(vae, kind.dtype, shape, None if plain else ranks, turns)
 
 
-def _counted(vae: Any, dtype: torch.dtype, shape: tuple[int, ...], ranks: int, turns: bool) -> Counted:
+def _counted(vae: Any, dtype: torch.dtype, shape: tuple[int, ...], ranks: int | None, turns: bool) -> Counted:
     cut = _cut(vae, ranks, shape)
     rows = shape[-2:] if cut is None else (cut.mine, shape[-1]) if cut.dim == -2 else (shape[-2], cut.mine)
     z = torch.empty(*shape[:-2], *rows, dtype=dtype, device="meta")
@@ -82,12 +85,12 @@ def _counted(vae: Any, dtype: torch.dtype, shape: tuple[int, ...], ranks: int, t
     return count(lambda: _decode(vae, z, cut, size))
 
 
-def _cut(vae: Any, ranks: int, shape: tuple[int, ...]) -> Cut | None:
+def _cut(vae: Any, ranks: int | None, shape: tuple[int, ...]) -> Cut | None:
     try:
         check_modules(vae)
     except ValueError:
         return None
-    return None if ranks == 1 else Cut.of(Axis("dry", 0, ranks), shape[-2], shape[-1])
+    return None if ranks is None else Cut.of(Axis("dry", 0, ranks), shape[-2], shape[-1])
 
 
 def _decode(vae: Any, z: Tensor, cut: Cut | None, strip_bytes: int) -> Any:

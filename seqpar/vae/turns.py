@@ -37,9 +37,9 @@ def in_turns(run: Callable[[], Any], place: Any = None, strip_bytes: int = STRIP
     place: the `seqpar.vae.place.Place` of this rank's strip, if other ranks have the rest of the picture; its
     `StripMode` must be active. strip_bytes: the size of a strip; smaller tensors are computed whole.
     """
-    with Turns(place, strip_bytes):
+    with torch.no_grad(), Turns(place, strip_bytes):
         made = run()
-    return tree_map(real, made)
+        return tree_map(real, made)
 
 
 class Turns(TorchFunctionMode):

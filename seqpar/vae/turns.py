@@ -37,7 +37,14 @@ def in_turns(run: Callable[[], Any], place: Any = None, strip_bytes: int = STRIP
     place: the `seqpar.vae.place.Place` of this rank's strip, if other ranks have the rest of the picture; its
     `StripMode` must be active. strip_bytes: the size of a strip; smaller tensors are computed whole.
     """
-    with torch.no_grad(), Turns(place, strip_bytes):
+    if place is None:
+        with torch.no_grad():
+            return _in_turns(run, place, strip_bytes)
+    return _in_turns(run, place, strip_bytes)  # ParallelVAE computes no gradients
+
+
+def _in_turns(run: Callable[[], Any], place: Any, strip_bytes: int) -> Any:
+    with Turns(place, strip_bytes):
         made = run()
         return tree_map(real, made)
 

@@ -8,12 +8,13 @@ than the host launches them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor
 
 from seqpar import exact
@@ -26,62 +27,101 @@ from seqpar.planner.plan import load_transport
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.vae.decoder import Way, way_of
+from seqpar.vae.decodable import Fit, check_decodable, fit_of, free_gib, kind_of
+from seqpar.vae.dry import counted
 from seqpar.vae.known import check_modules, spatial_factor
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.shared import METHODS, own
+from seqpar.vae.turns import STRIP_BYTES
 
 GRAPHS = 2  # kinds of calls that are kept as graphs, because each keeps the memory of a decoding
 # Pixels that one rank decodes in a call that is captured. AutoencoderKL takes an H200 about 100 ms for 1024 x 1024
 # pixels, and the host about 10 ms for its launches, which larger pictures hide. A graph of this size keeps 2.4 GiB.
 PIXELS = 1024 * 1024
+ALWAYS_FITS = 0.05  # share of a device's memory; a decoding that needs less is not compared with what is free
 FLAGS = ("use_tiling", "use_slicing", "training")  # of a VAE, which change what it computes
 INPUT = "the VAE's input"
+TUPLE = {"return_dict": False}
 WHOLE = Axis("whole")  # divides nothing
 
 
 class Work:
-    """What graphs run: a method of a VAE, or its like, with arguments as `_arguments` makes them."""
+    """What graphs run: a method of a VAE, or its like. Arguments have names, the input `INPUT`."""
 
     def __init__(self, compute: Callable[..., Any], check: Callable[[], None] = lambda: None) -> None:
         self._compute, self.check_delivered = compute, check
 
     def __call__(self, arguments: Mapping[str, Any], /) -> Any:
         """Return what the method returns."""
-        return self._compute(arguments[INPUT], *arguments["args"], **arguments["kwargs"])
+        others = {name: value for name, value in arguments.items() if name != INPUT}
+        return self._compute(arguments[INPUT], **others)
 
 
 class Decoding:
     """A VAE on the ranks of a mesh; every rank makes the same calls. It is a `seqpar.vae.decoder.Decoder`.
 
     transport: the name of the one that moves the edges of strips. capture: captures calls as CUDA graphs; None runs
-    them eagerly. unknown: why this VAE is never cut into strips, or None.
+    them eagerly. kernels: whether a rank that decodes alone computes norms by our kernels, as strips do.
+    unknown: why this VAE is never cut into strips, or None.
     """
 
-    def __init__(self, vae: Any, mesh: Mesh, transport: str, capture: Capture | None = None) -> None:
+    def __init__(
+        self, vae: Any, mesh: Mesh, transport: str, capture: Capture | None = None, kernels: bool = False
+    ) -> None:
         self.mesh, self.vae, self.unknown = mesh, vae, why_unknown(vae)
-        self._groups, self._sharing, mesh_of_strips = _split(mesh)
-        self._moves = load_transport(transport if mesh_of_strips is mesh else "collective")
-        cut = self._sharing.size > 1 and self.unknown is None
-        self._parallel = ParallelVAE(vae, mesh_of_strips, self._moves) if cut else None
-        self._alone = Work(own(vae, "decode"))
+        self._moves = load_transport(transport)
+        cut = mesh.replica.size > 1 and self.unknown is None
+        self._parallel = ParallelVAE(vae, mesh, self._moves) if cut else None
+        single = self._single() if kernels and self.unknown is None else None
+        self._alone = Work(own(vae, "decode") if single is None else single.decode)
+        self._on_strips = [each for each in (self._parallel, single) if each is not None]
         self._strips = self._alone if self._parallel is None else Work(self._parallel.decode, self._moves.check)
         # all ranks that share a picture must agree on a capture; a rank that decodes alone also captures alone
-        places = {self._strips: replace(mesh, sequence=self._sharing), self._alone: Mesh.single(mesh.device)}
+        places = {self._strips: replace(mesh, sequence=mesh.replica), self._alone: Mesh.single(mesh.device)}
         self._graphs = {work: Graphs(place, capture, GRAPHS) for work, place in places.items()}
         self._captures = capture is not None and self.unknown is None
         self._state: Hashable = None
-        self._here = False
+        self._here = self._turns = False
         self._generation, self._told = 0, set[str]()
 
     def way(self, count: int, shape: Sequence[int], wish: str = "auto") -> Way:
         """See `seqpar.vae.decoder.Decoder`."""
-        return way_of(count, wish, self.mesh.world, self._groups, lambda: self._why_whole(shape))
+        return way_of(count, wish, self.mesh.world, self.mesh.data, lambda: self._why_whole(shape))
 
     def say(self, text: str | None) -> None:
         """Print a text on rank 0, if it is one and was not printed before."""
         if text is not None and text not in self._told and self.mesh.is_main:
             print(f"seqpar: {text}", flush=True)
         self._told.add(text or "")
+
+    def _single(self) -> ParallelVAE:
+        """Return the VAE on this rank alone, which has nothing to exchange."""
+        return ParallelVAE(self.vae, Mesh.single(self.mesh.device), load_transport("collective"))
+
+    def check(self, count: int, shape: Sequence[int], wish: str = "auto") -> None:
+        """Raise ValueError, with what would fit, if `count` latents (C, h, w) of a shape cannot be decoded one by one.
+
+        Every rank must call this at the same time.
+        """
+        self._fit(self.way(count, shape, wish), (1, *shape), check_decodable)
+
+    def prepare(self, way: Way, shape: Sequence[int]) -> None:
+        """See `seqpar.vae.decoder.Decoder`."""
+        fit = self._fit(way, tuple(shape), fit_of)
+        self.say(None if fit is None else fit.told)
+        self._turns = fit is not None and fit.turns
+        for each in self._on_strips:
+            each.strip_bytes = STRIP_BYTES if self._turns else None
+
+    def _fit(self, way: Way, shape: tuple[int, ...], fit: Callable[..., Fit]) -> Fit | None:
+        """Return how latents of a shape fit; None where that is not known, and for sizes that always fit."""
+        if self.unknown is not None or self.mesh.device.type != "cuda":
+            return None
+        total = torch.cuda.get_device_properties(self.mesh.device).total_memory
+        ranks, kind = way.ranks if way.name == "strips" else 1, kind_of(self.vae)
+        if counted(kind, shape, ranks).peak < ALWAYS_FITS * total:
+            return None
+        return fit(kind, shape, ranks, min(self.mesh.collect(free_gib(self.mesh.device) or 0.0)))
 
     def release(self) -> None:
         """Free graphs and exchanges, on all ranks at the same time; the next call makes new ones."""
@@ -94,36 +134,40 @@ class Decoding:
 
     def rank_0s(self, latents_NCHW: Tensor) -> Tensor:
         """See `seqpar.vae.decoder.Decoder`."""
-        return self._rank_0s(_arguments(latents_NCHW)).tensors[INPUT]
+        return self._rank_0s({INPUT: latents_NCHW}).tensors[INPUT]
 
     def alone(self, latent_1Chw: Tensor) -> Tensor:
         """See `seqpar.vae.decoder.Decoder`."""
-        return self._run(self._alone, form_of(_arguments(latent_1Chw, return_dict=False)))[0]
+        return self._run(self._alone, form_of({INPUT: latent_1Chw, **TUPLE}))[0]
 
     def strips(self, latent_1Chw: Tensor) -> Tensor:
         """See `seqpar.vae.decoder.Decoder`."""
-        return self._run(self._strips, form_of(_arguments(latent_1Chw, return_dict=False)))[0]
+        return self._run(self._strips, form_of({INPUT: latent_1Chw, **TUPLE}))[0]
 
     # Calls like those of diffusers -------------------------------------------------------------------------------
 
-    def decode(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `vae.decode` returns for rank 0's arguments, whole on every rank."""
+        arguments = _named(own(self.vae, "decode"), args, kwargs)
+        wrapped = arguments.pop("return_dict", True)
         with torch.inference_mode(False), torch.no_grad():
-            form = self._rank_0s(_arguments(z, *args, **kwargs))
+            form = self._rank_0s(arguments | TUPLE)
             way = self._way_of_call(form)
             self.say(way.told)
-            return self._by_rows(self._strips if way.name == "strips" else self._alone, form, way.axis)
+            x = form.tensors[INPUT]
+            self.prepare(way, (1 if way.axis.size > 1 else len(x), *x.shape[1:]))
+            made = self._by_rows(self._strips if way.name == "strips" else self._alone, form, way.axis)
+        return DecoderOutput(*made) if wrapped else made
 
-    def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `vae.encode` returns for rank 0's arguments, whole on every rank."""
         with torch.inference_mode(False), torch.no_grad():
-            form = self._rank_0s(_arguments(x, *args, **kwargs))
-            reason = self._why_whole(x.shape, encode=True)
+            form = self._rank_0s(_named(own(self.vae, "encode"), args, kwargs))
+            reason = self._why_whole(form.tensors[INPUT].shape, encode=True)
             if self._parallel is None or exact.is_on() or reason is not None:
                 self.say(Way("whole", self.mesh.world.size, WHOLE, reason if self.mesh.world.size > 1 else None).told)
                 return Work(own(self.vae, "encode"))(form.whole)
-            with _untiled(self):
-                made = Work(self._parallel.encode)(form.whole)
+            made = Work(self._parallel.encode)(form.whole)
             self._moves.check()
             return made
 
@@ -174,11 +218,10 @@ class Decoding:
 
     def _run(self, work: Work, form: Form) -> Any:
         """Return the results of a call on this rank, or on all ranks that share it; a small one is a graph."""
-        with _untiled(self) if work is not self._alone else nullcontext():
-            if self._is_small(form.tensors[INPUT], 1 if work is self._alone else self._sharing.size):
-                results = self._graphs[work].run(work, form, self._generation).whole
-            else:
-                results = work(form.whole)
+        if not self._turns and self._is_small(form.tensors[INPUT], 1 if work is self._alone else self.mesh.replica.size):
+            results = self._graphs[work].run(work, form, self._generation).whole
+        else:
+            results = work(form.whole)
         work.check_delivered()
         return results
 
@@ -192,7 +235,8 @@ class Decoding:
 
 def of(vae: Any, mesh: Mesh, transport: str) -> Decoding:
     """Return the decoding of a VAE, with CUDA graphs if it computes on a GPU."""
-    return Decoding(vae, mesh, transport, _telling(CudaCapture(), mesh) if mesh.device.type == "cuda" else None)
+    cuda = mesh.device.type == "cuda"
+    return Decoding(vae, mesh, transport, _telling(CudaCapture(), mesh) if cuda else None, kernels=cuda)
 
 
 def why_unknown(vae: Any) -> str | None:
@@ -207,35 +251,11 @@ def why_unknown(vae: Any) -> str | None:
     return None
 
 
-def _arguments(x: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    return {INPUT: x, "args": args, "kwargs": kwargs}
-
-
-def _split(mesh: Mesh) -> tuple[Axis, Axis, Mesh]:
-    """Return the axis that divides pictures among groups of ranks, the one that shares each, and the mesh of strips.
-
-    With both a data and a cfg axis no axis has the ranks of one group, so that all ranks share each picture.
-    """
-    if mesh.data.size == 1:
-        return WHOLE, mesh.world, mesh
-    if mesh.cfg.size == 1:
-        return mesh.data, mesh.sequence, mesh
-    return WHOLE, mesh.world, replace(mesh, data=WHOLE)
-
-
-@contextmanager
-def _untiled(decoding: Decoding) -> Iterator[None]:
-    """Switch a VAE's tiling off, while it computes strips: each tile would see its own edges and statistics."""
-    vae = decoding.vae
-    if not getattr(vae, "use_tiling", False):
-        yield
-        return
-    decoding.say("tiling is off while the VAE computes by strips, which need less memory and leave no seams")
-    vae.use_tiling = False
-    try:
-        yield
-    finally:
-        vae.use_tiling = True
+def _named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names; the first one is named `INPUT`."""
+    arguments = inspect.signature(method).bind(*args, **kwargs).arguments
+    first = next(iter(arguments))
+    return {INPUT if name == first else name: value for name, value in arguments.items()}
 
 
 def _telling(capture: Capture, mesh: Mesh) -> Capture:

@@ -280,7 +280,7 @@ def _made_groups(mesh: Mesh, given: Mesh | None) -> list[dist.ProcessGroup]:
 
 
 def _axes(mesh: Mesh) -> tuple[Axis, ...]:
-    return mesh.data, mesh.cfg, mesh.ring, mesh.ulysses, mesh.sequence, mesh.world
+    return mesh.data, mesh.cfg, mesh.ring, mesh.ulysses, mesh.sequence, mesh.replica, mesh.world
 
 
 def _bodies(

@@ -27,20 +27,24 @@ PROGRAMS = 1056  # parts of a large input: eight programs for each multiprocesso
 
 
 class Affine(NamedTuple):
-    """Weight and bias (C,) of a GroupNorm, or None, and the eps that is added to the variance."""
+    """Weight and bias (C,) of a GroupNorm, or None, and the eps that is added to the variance.
+
+    shift_C: is added to the input, or None; only for channels-last memory.
+    """
 
     weight_C: Tensor | None
     bias_C: Tensor | None
     eps: float = 1e-5
+    shift_C: Tensor | None = None
 
 
 class Runs(NamedTuple):
-    """The places of a tensor (N, C, ...) as memory holds them: `count` runs of `length` places each.
+    """The places of a tensor (N, C, ...) as memory holds them: `number` runs of `length` places each.
 
     The strides count elements: of samples, of channels, of runs, and of neighbouring places in a run.
     """
 
-    count: int
+    number: int
     length: int
     sample: int
     channel: int
@@ -58,12 +62,13 @@ CASES: tuple[dict[str, Any], ...] = (
 )
 
 
-def moments(x_NC: Tensor, groups: int) -> Tensor:
+def moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> Tensor:
     """Return count, mean and M2 of each group of channels of x, (N, C, ...), as (N, groups, 3).
 
-    The result is fp32 (fp64 for fp64). Without places the count is 0.
+    The result is fp32 (fp64 for fp64). Without places the count is 0. shift_C: is added to x first, without rounding;
+    only for channels-last memory.
     """
-    return (launch_moments if fused(x_NC) else reference_moments)(x_NC, groups)
+    return (launch_moments if fused(x_NC, shift_C) else reference_moments)(x_NC, groups, shift_C)
 
 
 def combine(parts_PNG3: Tensor) -> Tensor:
@@ -79,16 +84,22 @@ def normalise(
     The result has x's memory format, or is `out_NC`: it may be a part of a larger tensor of the same format, as the
     rows between the halo of a convolution's input, and must not overlap x.
     """
-    given = x_NC, moments_NG3, affine.weight_C, affine.bias_C
+    given = x_NC, moments_NG3, affine.weight_C, affine.bias_C, affine.shift_C
     return (launch_normalise if fused(*given) else reference_normalise)(x_NC, moments_NG3, affine, silu, out_NC)
 
 
-def reference_moments(x_NC: Tensor, groups: int) -> Tensor:
+def reference_moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> Tensor:
     """Compute `moments` in plain torch."""
-    wide = x_NC.to(state_dtype(x_NC.dtype)).reshape(len(x_NC), groups, -1)
+    wide = _shifted(x_NC, shift_C).reshape(len(x_NC), groups, -1)
     count = wide.new_full(wide.shape[:2], wide.shape[2])
     mean = wide.mean(-1) if wide.shape[2] else torch.zeros_like(count)
     return torch.stack((count, mean, (wide - mean[..., None]).square().sum(-1)), -1)
+
+
+def _shifted(x_NC: Tensor, shift_C: Tensor | None) -> Tensor:
+    """Return x + shift in the dtype of moments."""
+    wide = x_NC.to(state_dtype(x_NC.dtype))
+    return wide if shift_C is None else wide + shift_C.to(wide.dtype).view(-1, *[1] * (x_NC.dim() - 2))
 
 
 def reference_combine(parts_PNG3: Tensor) -> Tensor:
@@ -105,7 +116,7 @@ def reference_normalise(
     """Compute `normalise` in plain torch."""
     count, mean, squares = moments_NG3.unbind(-1)
     samples, groups = count.shape
-    wide = x_NC.to(moments_NG3.dtype).reshape(samples, groups, -1) - mean[..., None]
+    wide = _shifted(x_NC, affine.shift_C).reshape(samples, groups, -1) - mean[..., None]
     wide = (wide * torch.rsqrt(squares / count.clamp(min=1) + affine.eps)[..., None]).view(x_NC.shape)
     each = (-1, *[1] * (x_NC.dim() - 2))
     wide = wide if affine.weight_C is None else wide * affine.weight_C.to(wide.dtype).view(each)
@@ -144,9 +155,10 @@ def runs(x_NC: Tensor) -> Runs:
     return Runs(count, length, x_NC.stride(0), x_NC.stride(1), run, place)
 
 
-def launch_moments(x_NC: Tensor, groups: int) -> Tensor:
+def launch_moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> Tensor:
     """Run the kernels of `moments`."""
     x_NC, last = dense(x_NC)
+    _fits_shift(last, shift_C)
     samples, channels = x_NC.shape[:2]
     _divides(channels, groups)
     if not x_NC.numel():
@@ -166,7 +178,7 @@ def launch_moments(x_NC: Tensor, groups: int) -> Tensor:
         parts = torch.empty(triton.cdiv(places, chunk), samples, groups, 3, device=x_NC.device)
         constants = {"G": groups, "EACH": each, "BLOCK_G": block_groups, "BLOCK_EACH": block_each, "ROWS": rows}
         grid = (parts.shape[0] * samples,)
-        pixel_moments_kernel[grid](x_NC, parts, samples, places, chunk, **constants, num_warps=8)
+        pixel_moments_kernel[grid](x_NC, shift_C, parts, samples, places, chunk, **constants, num_warps=8)
     return parts[0] if len(parts) == 1 else launch_combine(parts)
 
 
@@ -189,6 +201,7 @@ def launch_normalise(
     out = torch.empty_like(x_NC) if out_NC is None else out_NC
     (samples, channels), groups = x_NC.shape[:2], moments_NG3.shape[1]
     _divides(channels, groups)
+    _fits_shift(last, affine.shift_C)
     if out.shape != x_NC.shape or out.dtype != x_NC.dtype or moments_NG3.shape != (samples, groups, 3):
         told = f"{tuple(out.shape)}, {out.dtype} and moments {tuple(moments_NG3.shape)}"
         raise ValueError(f"got an output {told}, expected {tuple(x_NC.shape)}, {x_NC.dtype} and (N, G, 3)")
@@ -202,21 +215,27 @@ def launch_normalise(
     if last:
         block = min(4096, max(128, triton.next_power_of_2(at.length)))
         blocks, strides = triton.cdiv(at.length, block), (at.sample, at.channel, at.run)
-        grid = (samples * channels * at.count * blocks,)
+        grid = (samples * channels * at.number * blocks,)
         constants |= {"BLOCK": block, "num_warps": max(1, block // 1024)}
-        planes_kernel[grid](*tensors, channels, at.count, at.length, blocks, *strides, **constants)
+        planes_kernel[grid](*tensors, channels, at.number, at.length, blocks, *strides, **constants)
     else:
         width = triton.next_power_of_2(channels)
         rows, tiles = max(1, 4096 // width), 4
         blocks, strides = triton.cdiv(at.length, rows * tiles), (at.sample, at.run, at.place)
         constants |= {"C": channels, "WIDTH": width, "ROWS": rows, "TILES": tiles, "num_warps": 4}
-        pixels_kernel[(samples * at.count * blocks,)](*tensors, at.count, at.length, blocks, *strides, **constants)
+        sizes = at.number, at.length, blocks
+        pixels_kernel[(samples * at.number * blocks,)](*tensors, affine.shift_C, *sizes, *strides, **constants)
     return out
 
 
 def _divides(channels: int, groups: int) -> None:
     if channels % groups:
         raise ValueError(f"got {channels} channels and {groups} groups, expected a number of groups that divides them")
+
+
+def _fits_shift(last: bool, shift_C: Tensor | None) -> None:
+    if last and shift_C is not None:
+        raise ValueError("got a shift of an input in contiguous memory, expected channels-last memory; add it before")
 
 
 def _chunk(length: int, block: int, programs: int) -> int:
@@ -254,6 +273,7 @@ def plane_moments_kernel(x, parts, rows, length, chunk, BLOCK: tl.constexpr):
 @jit
 def pixel_moments_kernel(
     x,
+    shift,
     parts,
     samples,
     length,
@@ -289,6 +309,8 @@ def pixel_moments_kernel(
         squares += tl.where(inside, away * (value - mean), 0.0)
         seen += 1.0
         at += ROWS * G * EACH
+    if shift is not None:  # moves means, and no difference from them
+        mean += tl.load(shift + channel, real, 0.0).to(tl.float32)[None, :]
     each = tl.maximum((count - row + ROWS - 1) // ROWS, 0).to(tl.float32)[:, None] * tl.where(real, 1.0, 0.0)[None, :]
     sums = tl.sum(tl.reshape(tl.sum(each * mean, 0), (BLOCK_G, BLOCK_EACH)), 1)
     numbers = count.to(tl.float32) * EACH
@@ -367,6 +389,7 @@ def pixels_kernel(
     bias,
     out,
     eps,
+    shift,
     runs,
     length,
     blocks,
@@ -386,7 +409,10 @@ def pixels_kernel(
     channel = tl.arange(0, WIDTH)
     real = channel < C
     moments += (sample * (C // EACH) + channel // EACH) * 3
-    mean = tl.load(moments + 1, real, 0.0)[None, :]
+    mean = tl.load(moments + 1, real, 0.0)
+    if shift is not None:
+        mean -= tl.load(shift + channel, real, 0.0).to(tl.float32)
+    mean = mean[None, :]
     scale = tl.rsqrt(tl.load(moments + 2, real, 0.0) / tl.load(moments, real, 1.0) + eps)
     if weight is not None:
         scale *= tl.load(weight + channel, real, 0.0).to(tl.float32)

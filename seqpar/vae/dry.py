@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -29,8 +29,8 @@ from seqpar.vae.place import Place
 from seqpar.vae.rules import RULES
 from seqpar.vae.turns import STRIP_BYTES, in_turns
 
-SHOTS = 12  # strips of the largest tensor in a dry run of strips in turn; real strips are smaller
-FRAMES = 6  # latent frames after which a video's decoding only repeats itself
+SHOTS, SHOTS_OF_VIDEO = 24, 6  # strips of the largest tensor in a dry run; real ones may be smaller and need less
+FRAMES = 4  # latent frames after which a video's decoding only repeats itself
 
 
 @dataclass(frozen=True)
@@ -55,42 +55,42 @@ class Kind:
 
 
 @lru_cache(maxsize=64)
-def counted(kind: Kind, shape: tuple[int, ...], ranks: int = 1, turns: bool = False) -> Counted:
+def counted(
+    kind: Kind, shape: tuple[int, ...], ranks: int = 1, turns: bool = False, plain: bool = False
+) -> Counted:
     """Return the operations and the peak of the rank with most rows, without weights.
 
     shape: of the latents (N, C, ..., h, w) that are decoded at once. turns: see `seqpar.vae.turns`. A VAE or a size
-    that is not cut into strips is decoded whole by every rank.
+    that is not cut into strips is decoded whole by every rank. plain: by diffusers alone, on one rank.
     """
     vae = kind.build()
     frames = shape[2] if len(shape) == 5 else 1
     if frames <= 2 * FRAMES:
-        return _counted(vae, kind.dtype, shape, ranks, turns)
+        return _counted(vae, kind.dtype, shape, None if plain else ranks, turns)
     few, more = (FRAMES + frames % 2 + extra for extra in (0, 2))
-    first, second = (_counted(vae, kind.dtype, (*shape[:2], n, *shape[3:]), ranks, turns) for n in (few, more))
+    shapes = [(*shape[:2], n, *shape[3:]) for n in (few, more)]
+    first, second = (_counted(vae, kind.dtype, each, None if plain else ranks, turns) for each in shapes)
     repeated = first.extended(second, (frames - more) // 2)
-    return repeated or _counted(vae, kind.dtype, shape, ranks, turns)
+    return repeated or _counted(vae, kind.dtype, shape, None if plain else ranks, turns)
 
 
-def _counted(vae: Any, dtype: torch.dtype, shape: tuple[int, ...], ranks: int, turns: bool) -> Counted:
+def _counted(vae: Any, dtype: torch.dtype, shape: tuple[int, ...], ranks: int | None, turns: bool) -> Counted:
     cut = _cut(vae, ranks, shape)
     rows = shape[-2:] if cut is None else (cut.mine, shape[-1]) if cut.dim == -2 else (shape[-2], cut.mine)
     z = torch.empty(*shape[:-2], *rows, dtype=dtype, device="meta")
     if not turns:
         return count(lambda: _decode(vae, z, cut, 0))
-    # with fewer and larger strips than real ones, and from two sizes of strips: the peak is linear in their size
-    largest = max(2 * STRIP_BYTES, count(lambda: _decode(vae, z, cut, 0)).largest)
-    sizes = [max(STRIP_BYTES, largest // part) for part in (SHOTS // 2, SHOTS)]
-    big, small = (count(lambda size=size: _decode(vae, z, cut, size)) for size in sizes)
-    slope = 0.0 if sizes[0] == sizes[1] else (big.peak - small.peak) / (sizes[0] - sizes[1])
-    return replace(small, peak=round(small.peak - max(0.0, slope) * (sizes[1] - STRIP_BYTES)))
+    largest = count(lambda: _decode(vae, z, cut, 0)).largest
+    size = max(STRIP_BYTES, largest // (SHOTS if z.dim() == 4 else SHOTS_OF_VIDEO))
+    return count(lambda: _decode(vae, z, cut, size))
 
 
-def _cut(vae: Any, ranks: int, shape: tuple[int, ...]) -> Cut | None:
+def _cut(vae: Any, ranks: int | None, shape: tuple[int, ...]) -> Cut | None:
     try:
         check_modules(vae)
     except ValueError:
         return None
-    return None if ranks == 1 else Cut.of(Axis("dry", 0, ranks), shape[-2], shape[-1])
+    return None if ranks is None else Cut.of(Axis("dry", 0, ranks), shape[-2], shape[-1])
 
 
 def _decode(vae: Any, z: Tensor, cut: Cut | None, strip_bytes: int) -> Any:

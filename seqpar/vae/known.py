@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _TORCH = {
-    "activation": ("SiLU", "ReLU"),
+    "activation": ("SiLU",),
     "container": ("ModuleList", "Sequential"),
     "conv": ("Conv2d", "Conv3d"),
     "dropout": ("Dropout",),

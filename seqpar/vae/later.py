@@ -1,9 +1,10 @@
-"""Norms that are computed when it is known what follows them, so that SiLU needs no pass of its own.
+"""Norms and biases that are computed when it is known what follows them, so that they need no pass of their own.
 
 The rule of a norm returns a tensor without memory and keeps how to make its values. If SiLU is the next function that
 takes this tensor, one kernel does both and the tensor itself never gets memory; before any other function the values
-are written. This is safe inside a `TorchFunctionMode`, which sees every function that reads a tensor. A mistake would
-read a tensor without memory, which ends the program, and never gives a wrong picture.
+are written. The rule of a convolution leaves out the bias in the same way: a norm or a sum that is next adds it, and
+before any other function it is added in place. This is safe inside a `TorchFunctionMode`, which sees every function
+that reads a tensor.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from seqpar.kernels.channel_norm import channel_norm
 from seqpar.kernels.group_norm import Affine, normalise
+from seqpar.kernels.residual import add
 
 # they read no values
 ABOUT: frozenset[Any] = frozenset(
@@ -32,7 +34,12 @@ ABOUT: frozenset[Any] = frozenset(
 
 
 class Unwritten(Protocol):
-    """How to make the values of a tensor."""
+    """How to make the values of a tensor from those of x."""
+
+    @property
+    def x(self) -> Tensor:
+        """Return what is read."""
+        ...
 
     def write(self, out: Tensor, silu: bool = False) -> None:
         """Write the values into `out`, with SiLU if asked."""
@@ -65,6 +72,18 @@ class ChannelNorm:
         channel_norm(self.x, self.weight, self.bias, silu, out)
 
 
+@dataclass(frozen=True)
+class Biased:
+    """x, (N, C, ...) in channels-last memory, plus a bias (C,); the tensor that waits for its bias shares x's memory."""
+
+    x: Tensor
+    bias: Tensor
+
+    def write(self, out: Tensor, silu: bool = False) -> None:
+        """Write the sum into `out`, which may be x."""
+        add((self.x, self.bias), None, silu, out)
+
+
 class Later:
     """The tensors of one decode whose values are not written yet."""
 
@@ -78,9 +97,13 @@ class Later:
         """Return a tensor like this one, without memory; nothing is kept of it once its last user drops it."""
         out = torch.empty_like(like)
         out.untyped_storage().resize_(0)
-        key, kept = id(out), self._kept
-        self._kept[key] = weakref.ref(out, lambda gone: kept.pop(key, None)), how
-        return out
+        return self.keep(out, how)
+
+    def keep(self, x: Tensor, how: Unwritten) -> Tensor:
+        """Return x; whoever reads it gets what `how` writes."""
+        key, kept = id(x), self._kept
+        self._kept[key] = weakref.ref(x, lambda gone: kept.pop(key, None)), how
+        return x
 
     def how(self, x: Any) -> Unwritten | None:
         """Return how to make the values of x, or None if they are written."""
@@ -90,6 +113,11 @@ class Later:
     def write(self, x: Tensor, silu: bool = False) -> None:
         """Give x memory and values, with SiLU if asked."""
         how = self._kept.pop(id(x))[1]
+        if isinstance(how, Biased):  # a norm that waits may read x as it is now
+            for reference, other in [*self._kept.values()]:
+                reader = reference()
+                if other.x is how.x and reader is not None:
+                    self.write(reader)
         x.untyped_storage().resize_(x.element_size() * x.numel())
         how.write(x, silu)
 

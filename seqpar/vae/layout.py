@@ -21,8 +21,8 @@ def pixels_last(x: Tensor) -> Tensor:
 def weights_pixels_last(vae: nn.Module) -> Callable[[], None]:
     """Change the memory of the weights of convolutions to channels-last; return what changes it back.
 
-    Values stay, and so do the parameters. A weight that was contiguous becomes contiguous again, also if it was moved to
-    another device in between.
+    Values stay, and so do the parameters. What was contiguous becomes contiguous again, also if it was moved to another
+    device in between.
     """
     convolutions = [module for module in vae.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))]
     changed = [module.weight for module in convolutions if module.weight.is_contiguous()]

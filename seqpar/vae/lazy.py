@@ -242,11 +242,10 @@ def concatenate(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     shape = list(first.shape)
     shape[dim] = sum(x.shape[dim] for x in tensors)
+    if any(x.dtype != first.dtype for x in tensors):
+        return NotImplemented
     parts = [HERE if x is first else real(x) for x in tensors]
-    dtype = first.dtype
-    for x in tensors:
-        dtype = torch.promote_types(dtype, x.dtype)
-    return later(turns, first, torch.cat, (parts, dim), shape, dtype)
+    return later(turns, first, torch.cat, (parts, dim), shape)
 
 
 def copied(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from seqpar.kernels import group_norm as kernels
+from seqpar.kernels import residual
 from seqpar.kernels.channel_norm import channel_norm
-from seqpar.vae.later import ChannelNorm, GroupNorm
+from seqpar.vae.later import Biased, ChannelNorm, GroupNorm
 from seqpar.vae.place import Padded, Place
 
 
@@ -36,11 +37,15 @@ def _group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    x_NC, _ = kernels.dense(input)
-    moments_NG3 = kernels.moments(x_NC, num_groups)
+    how = place.later.how(input)
+    if how is not None and not isinstance(how, Biased):
+        place.later.write(input)
+    shift = how.bias if isinstance(how, Biased) else None
+    x_NC = how.x if isinstance(how, Biased) else kernels.dense(input)[0]
+    moments_NG3 = kernels.moments(x_NC, num_groups, shift)
     if place.cut.axis.size > 1:
         moments_NG3 = kernels.combine(place.exchanges.every(moments_NG3))
-    return place.later.add(x_NC, GroupNorm(x_NC, moments_NG3, kernels.Affine(weight, bias, eps)))
+    return place.later.add(x_NC, GroupNorm(x_NC, moments_NG3, kernels.Affine(weight, bias, eps, shift)))
 
 
 def silu(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -90,6 +95,40 @@ def norm_of_channels(
     x_NC, weight, bias = args
     x_NC, _ = kernels.dense(x_NC)
     return place.later.add(x_NC, ChannelNorm(x_NC, weight.flatten(), None if bias is None else bias.flatten()))
+
+
+def add(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Apply the rule of addition, which is local: biases of convolutions that were left out are added as well."""
+    pairs: list[residual.Shifted] = []
+    for x in args:
+        how = place.later.how(x)
+        pairs.append((how.x, how.bias) if isinstance(how, Biased) else (x, None))
+    alike = len(args) == 2 and not kwargs and all(isinstance(x, Tensor) for x in args)
+    if alike and any(bias is not None for _, bias in pairs) and _same(*args) and not _norm_waits(place, *args):
+        first, second = pairs
+        return residual.add(first, second)
+    place.later.settle(function, args, kwargs)
+    return function(*args, **kwargs)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
+
+
+def _norm_waits(place: Place, *given: Tensor) -> bool:
+    return any(place.later.how(x) is not None and not isinstance(place.later.how(x), Biased) for x in given)
+
+
+def left_out(place: Place, input: Tensor, bias: Tensor | None) -> bool:
+    """Return whether a convolution of this input leaves out its bias for what follows: in channels-last memory."""
+    return bias is not None and bias.dtype == input.dtype and kernels.places_last(input) is False
+
+
+def biased(place: Place, y: Tensor, bias: Tensor) -> Tensor:
+    """Return the output y of a convolution without its bias, which is added when y is read."""
+    if kernels.places_last(y) is False:
+        return place.later.keep(y, Biased(y.detach(), bias))
+    return y.add_(bias.view(-1, *[1] * (y.ndim - 2)))
 
 
 def divide(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

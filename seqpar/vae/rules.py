@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seqpar.kernels import upsample
 from seqpar.vae.attention import attention
-from seqpar.vae.norms import divide, group_norm, norm_of_channels, over_channels, silu
+from seqpar.vae.norms import add, biased, divide, group_norm, left_out, norm_of_channels, over_channels, silu
 from seqpar.vae.padding import fill_halo, pad_strip
 from seqpar.vae.place import Place
 
@@ -52,9 +52,10 @@ def _convolve(
     else:
         place.check(input)
         input, pads[at] = _with_halo(place, input, pad), 0
-    y = function(input, weight, bias, stride, tuple(pads), *more, **named)
+    later = left_out(place, input, bias)
+    y = function(input, weight, None if later else bias, stride, tuple(pads), *more, **named)
     place.check(y)
-    return y
+    return biased(place, y, bias) if later and bias is not None else y
 
 
 def _with_halo(place: Place, strip: Tensor, pad: int) -> Tensor:
@@ -169,6 +170,8 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     F.group_norm: group_norm,
     F.silu: silu,
     over_channels: norm_of_channels,
+    torch.Tensor.add: add,
+    torch.add: add,
     torch.Tensor.div: divide,
     F.layer_norm: layer_norm,
     F.normalize: normalize,
@@ -177,3 +180,6 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     F.interpolate: interpolate,
     F.dropout: dropout,
 }
+
+TAKERS = frozenset({F.group_norm, F.silu, torch.Tensor.add, torch.add})
+"""Functions whose rules take tensors that are not written yet; before all others these are written."""

@@ -85,13 +85,11 @@ class Shared:
         users = [*self._users.values()]
         for user in users:
             user.check()
+        compute = getattr(users[0], self._name) if users else self.alone
+        if compute is not None:
+            return compute(*args, **kwargs)
         x, *rest = args or [kwargs.pop(self._first)]
-        if not users:
-            return self.alone(x, *rest, **kwargs)
-        compute = getattr(users[0], self._name)
-        if compute is None:
-            return self.alone(from_rank_0(users[0].mesh, {self._first: x})[self._first], *rest, **kwargs)
-        return compute(x, *rest, **kwargs)
+        return self.alone(from_rank_0(users[0].mesh, {self._first: x})[self._first], *rest, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """Return the own method of the VAE's copy, which no mesh shares and which has weights of its own."""

@@ -15,14 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils._pytree import tree_map
 
 from seqpar.vae.lazy import LAZY, mutates
+from seqpar.vae.norms import over_channels
 from seqpar.vae.pending import METADATA, Pending, real
 from seqpar.vae.rows import convolve, normalise
 
 STRIP_BYTES = 64 << 20  # of a strip's input or output, whichever is larger: enough for fast convolutions
+
+
+def maybe_in_turns(run: Callable[[], Any], place: Any, strip_bytes: int | None) -> Any:
+    """Return what `run()` returns, computed in strips unless `strip_bytes` is None; see `in_turns`."""
+    return run() if strip_bytes is None else in_turns(run, place, strip_bytes)
 
 
 def in_turns(run: Callable[[], Any], place: Any = None, strip_bytes: int = STRIP_BYTES) -> Any:
@@ -31,9 +37,16 @@ def in_turns(run: Callable[[], Any], place: Any = None, strip_bytes: int = STRIP
     place: the `seqpar.vae.place.Place` of this rank's strip, if other ranks have the rest of the picture; its
     `StripMode` must be active. strip_bytes: the size of a strip; smaller tensors are computed whole.
     """
+    if place is None:
+        with torch.no_grad():
+            return _in_turns(run, place, strip_bytes)
+    return _in_turns(run, place, strip_bytes)  # ParallelVAE computes no gradients
+
+
+def _in_turns(run: Callable[[], Any], place: Any, strip_bytes: int) -> Any:
     with Turns(place, strip_bytes):
         made = run()
-    return tree_map(real, made)
+        return tree_map(real, made)
 
 
 class Turns(TorchFunctionMode):
@@ -64,13 +77,16 @@ class Turns(TorchFunctionMode):
             made = rule(self, func, args, kwargs)
             if made is not NotImplemented:
                 return made
-        return func(*tree_map(real, args), **tree_map(real, kwargs))
+        args, kwargs = tree_map(real, args), tree_map(real, kwargs)
+        if func is over_channels and self.place is not None:  # no function of torch, so it does not ask `StripMode`
+            return handle_torch_function(func, (args[0],), *args, **kwargs)
+        return func(*args, **kwargs)
 
     def large(self, x: Any, grows: float = 1.0) -> bool:
         """Return whether a tensor is of pixels (or will be, `grows` times as large) and larger than a strip."""
         if not isinstance(x, Tensor) or x.ndim not in (4, 5) or not x.is_floating_point():
             return False
-        return x.numel() * x.element_size() * grows > self.strip_bytes
+        return x.numel() * x.dtype.itemsize * grows > self.strip_bytes
 
     def keep(self, made: Pending) -> Pending:
         """Remember a pending tensor: a function that writes in place must not change its source before it is used."""

@@ -22,6 +22,7 @@ NARROW = {
     "ddim": {2, 4, 8},  # latent-sized; its scalars too
     "ddpm": {2, 4, 8},  # the same
     "multistep": {2, 4, 8},  # the same
+    "residual": {2, 4, 8},  # biases
     "push": {8},  # the table of places
 }
 """The widths in bytes of accesses that may be narrow, by kernel."""

@@ -48,10 +48,9 @@ def test_kernels_are_as_close_to_fp64_as_plain_torch(case: dict[str, Any], dtype
     halves = [turned(part, last) for part in (x[:, :, :3], x[:, :, 3:])]
     for silu in (False, True):
         want = exact(x, groups, affine, silu)
-        for kernels in (group_norm.launch_moments, group_norm.launch_combine, group_norm.launch_normalise), (
-            group_norm.reference_moments,
-            group_norm.reference_combine,
-            group_norm.reference_normalise,
+        for kernels in (
+            (group_norm.launch_moments, group_norm.launch_combine, group_norm.launch_normalise),
+            (group_norm.reference_moments, group_norm.reference_combine, group_norm.reference_normalise),
         ):
             moments, combine, normalise = kernels
             found = combine(torch.stack([moments(part, groups) for part in halves]))
@@ -99,7 +98,7 @@ def test_a_large_mean_does_not_cancel(last: bool) -> None:
 
 
 def test_moments_of_no_places_count_nothing_and_memory_in_another_order_is_copied() -> None:
-    x, affine = data(CASES[1], torch.float16, True)
+    x, _ = data(CASES[1], torch.float16, True)
     whole = group_norm.launch_moments(x, 4)
     for moments in (group_norm.launch_moments, group_norm.reference_moments):
         none = moments(x[:, :, :0], 4)

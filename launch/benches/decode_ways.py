@@ -16,10 +16,11 @@ from seqpar.adapter import decoding
 from seqpar.mesh import Mesh
 from seqpar.planner.plan import choose_transport, load_transport
 from seqpar.vae.parallel import ParallelVAE
-from seqpar.vae.turns import in_turns
+from seqpar.vae.turns import STRIP_BYTES
 
 EAGER = "diffusers, eager"
 TILING = "diffusers, tiling"
+HUGE = 60.0  # megapixels of a picture that a rank may have to decode in strips, one after the other
 SMALL = 10.0  # megapixels; larger works are decoded by `parallelize` just as in the other rows
 Decoding = Callable[[Tensor], Tensor]
 """Decodes whole latents, which are equal on all ranks, into the whole picture or video."""
@@ -97,8 +98,8 @@ def ways(case: Case) -> Iterator[Way]:
             yield Way(f"{name}{layout}, graph", partial(_ours, case, last), graph=True, facts=facts)
     if case.megapixels < SMALL:
         yield Way(f"{name}, parallelize", partial(_parallelized, case))
-    if ranks == 1:
-        yield Way(f"{name}, strips in turn", partial(_in_turn, case))
+    if ranks == 1 or (case.frames == 1 and case.megapixels > HUGE):
+        yield Way(f"{name}, strips in turn", partial(_ours, case, False, STRIP_BYTES))
     yield Way("diffusers, eager, again", partial(_theirs, case), everywhere=False)
 
 
@@ -123,23 +124,21 @@ def _tiled(case: Case) -> Iterator[Decoding]:
 
 
 @contextmanager
-def _ours(case: Case, channels_last: bool) -> Iterator[Decoding]:
-    """Decode by strips on all ranks; on one rank the same functions decode the whole."""
+def _ours(case: Case, channels_last: bool, strip_bytes: int | None = None) -> Iterator[Decoding]:
+    """Decode by strips on all ranks; on one rank the same functions decode the whole.
+
+    strip_bytes: each rank computes what it has in strips of this size, one after the other.
+    """
     mesh = case.mesh
     transport = load_transport(choose_transport(case.transport, mesh).name)
-    vae = ParallelVAE(case.vae, mesh, transport, **({"channels_last": True} if channels_last else {}))
+    vae = ParallelVAE(case.vae, mesh, transport, channels_last)
+    vae.strip_bytes = strip_bytes
     try:
         if mesh.world.size > 1 and (why := vae.why_whole(tuple(case.z.shape))):
             raise ValueError(f"got a latent that is decoded whole on every rank: {why}")
         yield lambda z: vae.decode(z, return_dict=False)[0]
     finally:
         vae.release()  # and its transport
-
-
-@contextmanager
-def _in_turn(case: Case) -> Iterator[Decoding]:
-    """Decode strip after strip on one device, with the same edges and sums as strips on several."""
-    yield lambda z: in_turns(lambda: case.vae.decode(z, return_dict=False)[0])
 
 
 @contextmanager

@@ -186,9 +186,10 @@ def plain_swap(axis: Axis, *blocks: Tensor | None) -> None:
     for place, block in enumerate(blocks):
         if block is not None:
             peer, receives = axis.rank + (-1, 1)[place % 2], place > 1
-            room = block.contiguous()
+            apart = receives and not block.is_contiguous()
+            room = torch.empty_like(block, memory_format=torch.contiguous_format) if apart else block.contiguous()
             moves.append(dist.P2POp(dist.irecv if receives else dist.isend, room, group=axis.group, group_peer=peer))
-            rooms += [(block, room)] * (receives and room is not block)
+            rooms += [(block, room)] * apart
     for work in dist.batch_isend_irecv(moves):
         work.wait()
     for block, room in rooms:

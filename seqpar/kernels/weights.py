@@ -1,0 +1,200 @@
+"""The softmax's weights of wide heads as a matrix of their own: exp(q k^T - shift), ready for a product with v.
+
+When it wins: for head dims over 256 on Hopper, where the output of enough queries does not fit into the registers of
+one multiprocessor, so that a flash kernel reads k and v too often. The product q k^T runs in tiles as large as those of
+the fastest matrix products, and its epilogue writes the weights in 2 bytes; the scores themselves never leave the chip.
+Source: online softmax (arXiv 1805.02867); the shift is taken from the first keys and kept, see `weights_kernel`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels._triton import TensorDescriptor, jit, tl
+
+# how far, as a power of two, a weight may exceed 1: within fp16's 65504, and far from where fp32 sums overflow
+ROOM = {torch.float16: 15, torch.bfloat16: 64}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program of `weights_kernel` computes at once: rows x keys scores, over dims of the head at a time."""
+
+    rows: int = 128
+    keys: int = 256
+    dims: int = 64
+    warps: int = 8
+    stages: int = 3
+    sums: int = 0
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Unnormalised weights 2^(score - shift) of R queries, over P parts of the keys with S keys each.
+
+    weights_PRS: in q's dtype; a row's parts lie one after another. shift_PR, sum_PR: for each row in each part the
+    shift, a whole number, and the sum of the weights, both fp32.
+    """
+
+    weights_PRS: Tensor
+    shift_PR: Tensor
+    sum_PR: Tensor
+    rounded_PR: Tensor
+
+
+def launch(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
+    """Write the weights of R queries over K keys, all parts of `into`.
+
+    Rows of q and k start at multiples of 16 bytes (see `aligned`). The parts' span is a multiple of the tile's keys, and
+    every part has at least one key.
+    """
+    (rows, dim), keys = q_RD.shape, k_KD.shape[0]
+    parts, _, span = into.weights_PRS.shape
+    weights_kernel[(-(-rows // tile.rows), parts)](
+        described(q_RD, [tile.rows, tile.dims]),
+        described(k_KD, [tile.keys, tile.dims]),
+        into.weights_PRS,
+        into.shift_PR,
+        into.sum_PR,
+        into.rounded_PR,
+        rows,
+        keys,
+        span,
+        into.weights_PRS.stride(1),
+        math.log2(math.e) * dim**-0.5,
+        D=dim,
+        ROOM=ROOM[q_RD.dtype],
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        DIMS=tile.dims,
+        EVEN=keys % tile.keys == 0,
+        SUMS=tile.sums,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def aligned(x_LD: Tensor) -> Tensor:
+    """Return rows as the copy engine takes them: starting at multiples of 16 bytes; a copy where they do not."""
+    size = x_LD.element_size()
+    fits = x_LD.stride(1) == 1 and x_LD.stride(0) * size % 16 == 0 and x_LD.data_ptr() % 16 == 0
+    return x_LD if fits and x_LD.stride(0) > 0 else x_LD.clone(memory_format=torch.contiguous_format)
+
+
+def described(x_LD: Tensor, block: list[int]) -> Any:
+    """Return the descriptor by which the copy engine loads blocks; what lies outside of x is 0."""
+    return TensorDescriptor(x_LD, list(x_LD.shape), list(x_LD.stride()), block)
+
+
+def combine(product_PRD: Tensor, sums_3PR: Tensor, out_RD: Tensor, lse_R: Tensor) -> None:
+    """Write attention's output and log-sum-exp from the products of the weights with v, which are in fp32.
+
+    sums_3PR: shift_PR, sum_PR and rounded_PR of `Weights`. out_RD may have any stride between rows.
+    """
+    parts, rows, dim = product_PRD.shape
+    combine_kernel[(rows,)](
+        product_PRD,
+        *sums_3PR,
+        out_RD,
+        lse_R,
+        rows,
+        parts,
+        out_RD.stride(0),
+        D=dim,
+        BLOCK=1 << (dim - 1).bit_length(),
+        num_warps=4,
+    )
+
+
+@jit(do_not_specialize=["rows", "keys"])
+def weights_kernel(
+    q,
+    k,
+    weights_out,
+    shift_out,
+    sum_out,
+    rounded_out,
+    rows,
+    keys,
+    span,
+    stride,
+    factor,
+    D: tl.constexpr,
+    ROOM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    EVEN: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    # A program computes the weights of some rows over one part of the keys. The shift is the largest score of the
+    # part's first keys. A later score may be larger: weights up to 2^ROOM are as precise, because they are floating
+    # point. Where one exceeds even that, all is computed again with the largest score as the shift.
+    block = tl.program_id(0)
+    part = tl.program_id(1)
+    first = part * span
+    row = block * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, KEYS)
+    tiles = tl.cdiv(tl.minimum(span, keys - first), KEYS)
+    at = weights_out + row.to(tl.int64)[:, None] * stride + first
+    high = tl.full([ROWS], -1e30, tl.float32)
+    shift = high
+    total = tl.zeros([ROWS], tl.float32)
+    rounded = total
+    again = True
+    while again:
+        shift = tl.ceil(high)
+        total = tl.zeros([ROWS], tl.float32)
+        rounded = total
+        # flattened with the loop over the head dim: the next tile's loads run during the epilogue
+        for tile in tl.range(0, tiles, flatten=True):
+            key = first + tile * KEYS
+            scores = tl.zeros([ROWS, KEYS], tl.float32)
+            for dim in tl.range(0, D, DIMS):
+                scores = tl.dot(q.load([block * ROWS, dim]), k.load([key, dim]).T, scores)
+            if not EVEN:
+                scores = tl.where((key + column < keys)[None, :], scores, float("-inf"))
+            high = tl.maximum(high, tl.max(scores, 1) * factor)
+            shift = tl.where(shift < -1e29, tl.ceil(high), shift)
+            weights = tl.exp2(scores * factor - shift[:, None])
+            if SUMS != 1:
+                total += tl.sum(weights, 1)
+            weights = weights.to(weights_out.dtype.element_ty)
+            if SUMS != 2:
+                rounded += tl.sum(weights.to(tl.float32), 1)
+            tl.store(at + (tile * KEYS + column)[None, :], weights, (row < rows)[:, None])
+        again = tl.max((high > shift + ROOM).to(tl.int32), 0) > 0
+    tl.store(shift_out + part * rows + row, shift, row < rows)
+    if SUMS == 1:
+        total = rounded
+    if SUMS == 2:
+        rounded = total
+    tl.store(sum_out + part * rows + row, total, row < rows)
+    tl.store(rounded_out + part * rows + row, rounded, row < rows)
+
+
+@jit(do_not_specialize=["rows", "parts"])
+def combine_kernel(
+    product, shift, total, rounded, out, lse, rows, parts, stride, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    top = tl.load(shift + row)
+    for part in range(1, parts):
+        top = tl.maximum(top, tl.load(shift + part * rows + row))
+    sum_D = tl.zeros([BLOCK], tl.float32)
+    whole = 0.0
+    divisor = 0.0
+    for part in range(parts):
+        scale = tl.exp2(tl.load(shift + part * rows + row) - top)
+        whole += tl.load(total + part * rows + row) * scale
+        divisor += tl.load(rounded + part * rows + row) * scale
+        at = product + (part * rows + row).to(tl.int64) * D + column
+        sum_D += tl.load(at, column < D, 0.0) * scale
+    tl.store(out + row.to(tl.int64) * stride + column, (sum_D / divisor).to(out.dtype.element_ty), column < D)
+    tl.store(lse + row, (top + tl.log2(whole)) * 0.6931471805599453)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.kernels._triton import TensorDescriptor, jit, tl
+from seqpar.kernels._triton import TensorDescriptor, fused, jit, tl
 
 # how far, as a power of two, a weight may exceed 1: within fp16's 65504, and far from where fp32 sums overflow
 ROOM = {torch.float16: 15, torch.bfloat16: 64}
@@ -47,12 +47,29 @@ class Weights:
     rounded_PR: Tensor
 
 
-def launch(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
-    """Write the weights of R queries over K keys, all parts of `into`.
+def write(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
+    """Write the weights of R queries over K keys into all parts of `into`.
 
     Rows of q and k start at multiples of 16 bytes (see `aligned`). The parts' span is a multiple of the tile's keys, and
-    every part has at least one key.
+    every part has at least one key. The weights of a part after its last key are undefined.
     """
+    (launch if fused(q_RD, k_KD) else reference)(q_RD, k_KD, into, tile)
+
+
+def reference(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
+    """Compute `write` in plain torch, with the largest score of each row and part as its shift."""
+    span = into.weights_PRS.shape[2]
+    for part, k_SD in enumerate(k_KD.split(span)):
+        scores_RS = q_RD.float() @ k_SD.float().T * (math.log2(math.e) * q_RD.shape[1] ** -0.5)
+        into.shift_PR[part] = scores_RS.amax(1).ceil()
+        weights_RS = torch.exp2(scores_RS - into.shift_PR[part][:, None])
+        into.sum_PR[part] = weights_RS.sum(1)
+        into.weights_PRS[part, :, : len(k_SD)] = weights_RS
+        into.rounded_PR[part] = into.weights_PRS[part, :, : len(k_SD)].sum(1, dtype=torch.float32)
+
+
+def launch(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
+    """Run the kernel of `write`."""
     (rows, dim), keys = q_RD.shape, k_KD.shape[0]
     parts, _, span = into.weights_PRS.shape
     weights_kernel[(-(-rows // tile.rows), parts)](
@@ -96,6 +113,20 @@ def combine(product_PRD: Tensor, sums_3PR: Tensor, out_RD: Tensor, lse_R: Tensor
 
     sums_3PR: shift_PR, sum_PR and rounded_PR of `Weights`. out_RD may have any stride between rows.
     """
+    (launch_combine if fused(product_PRD) else reference_combine)(product_PRD, sums_3PR, out_RD, lse_R)
+
+
+def reference_combine(product_PRD: Tensor, sums_3PR: Tensor, out_RD: Tensor, lse_R: Tensor) -> None:
+    """Compute `combine` in plain torch."""
+    shift_PR, sum_PR, rounded_PR = sums_3PR
+    top_R = shift_PR.amax(0)
+    scale_PR = torch.exp2(shift_PR - top_R)
+    out_RD.copy_((product_PRD * scale_PR[..., None]).sum(0) / (rounded_PR * scale_PR).sum(0)[:, None])
+    lse_R.copy_((top_R + (sum_PR * scale_PR).sum(0).log2()) * math.log(2))
+
+
+def launch_combine(product_PRD: Tensor, sums_3PR: Tensor, out_RD: Tensor, lse_R: Tensor) -> None:
+    """Run the kernel of `combine`."""
     parts, rows, dim = product_PRD.shape
     combine_kernel[(rows,)](
         product_PRD,

@@ -111,7 +111,7 @@ def _attend_block(qkv: tuple[Tensor, Tensor, Tensor], into: tuple[Tensor, Tensor
         some = slice(first, first + cut.together)
         at = slice(first * cut.span, (first + cut.together) * cut.span)
         here = Weights(buffer_PRS[: parts - first], *sums_3PR[:, some])
-        weights.launch(q_RD, k_KD[at], here, tile)
+        weights.write(q_RD, k_KD[at], here, tile)
         _multiply(here.weights_PRS, v_KD[at], product_PRD[some])
     weights.combine(product_PRD, sums_3PR, *into)
 

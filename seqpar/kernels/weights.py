@@ -30,7 +30,7 @@ class Tile:
     dims: int = 64
     warps: int = 8
     stages: int = 3
-    sums: int = 0
+    halves: int = 1
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def reference(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
     span = into.weights_PRS.shape[2]
     for part, k_SD in enumerate(k_KD.split(span)):
         scores_RS = q_RD.float() @ k_SD.float().T * (math.log2(math.e) * q_RD.shape[1] ** -0.5)
-        into.shift_PR[part] = scores_RS.amax(1).ceil()
+        into.shift_PR[part] = scores_RS.amax(1)
         weights_RS = torch.exp2(scores_RS - into.shift_PR[part][:, None])
         into.sum_PR[part] = weights_RS.sum(1)
         into.weights_PRS[part, :, : len(k_SD)] = weights_RS
@@ -72,17 +72,17 @@ def launch(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
     """Run the kernel of `write`."""
     (rows, dim), keys = q_RD.shape, k_KD.shape[0]
     parts, _, span = into.weights_PRS.shape
+    joined = into.weights_PRS.transpose(0, 1).flatten(1)  # (R, P * S), a view
     weights_kernel[(-(-rows // tile.rows), parts)](
         described(q_RD, [tile.rows, tile.dims]),
         described(k_KD, [tile.keys, tile.dims]),
-        into.weights_PRS,
+        described(joined, [tile.rows, tile.keys // tile.halves]),
         into.shift_PR,
         into.sum_PR,
         into.rounded_PR,
         rows,
         keys,
         span,
-        into.weights_PRS.stride(1),
         math.log2(math.e) * dim**-0.5,
         D=dim,
         ROOM=ROOM[q_RD.dtype],
@@ -90,7 +90,7 @@ def launch(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
         KEYS=tile.keys,
         DIMS=tile.dims,
         EVEN=keys % tile.keys == 0,
-        SUMS=tile.sums,
+        HALVES=tile.halves,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -138,6 +138,7 @@ def launch_combine(product_PRD: Tensor, sums_3PR: Tensor, out_RD: Tensor, lse_R:
         out_RD.stride(0),
         D=dim,
         BLOCK=1 << (dim - 1).bit_length(),
+        TOGETHER=8,
         num_warps=4,
     )
 
@@ -153,7 +154,6 @@ def weights_kernel(
     rows,
     keys,
     span,
-    stride,
     factor,
     D: tl.constexpr,
     ROOM: tl.constexpr,
@@ -161,7 +161,7 @@ def weights_kernel(
     KEYS: tl.constexpr,
     DIMS: tl.constexpr,
     EVEN: tl.constexpr,
-    SUMS: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
     # A program computes the weights of some rows over one part of the keys. The shift is the largest score of the
     # part's first keys. A later score may be larger: weights up to 2^ROOM are as precise, because they are floating
@@ -172,16 +172,13 @@ def weights_kernel(
     row = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, KEYS)
     tiles = tl.cdiv(tl.minimum(span, keys - first), KEYS)
-    at = weights_out + row.to(tl.int64)[:, None] * stride + first
     high = tl.full([ROWS], -1e30, tl.float32)
     shift = high
     total = tl.zeros([ROWS], tl.float32)
-    rounded = total
     again = True
     while again:
-        shift = tl.ceil(high)
+        shift = high
         total = tl.zeros([ROWS], tl.float32)
-        rounded = total
         # flattened with the loop over the head dim: the next tile's loads run during the epilogue
         for tile in tl.range(0, tiles, flatten=True):
             key = first + tile * KEYS
@@ -191,41 +188,55 @@ def weights_kernel(
             if not EVEN:
                 scores = tl.where((key + column < keys)[None, :], scores, float("-inf"))
             high = tl.maximum(high, tl.max(scores, 1) * factor)
-            shift = tl.where(shift < -1e29, tl.ceil(high), shift)
+            shift = tl.where(shift < -1e29, high, shift)
             weights = tl.exp2(scores * factor - shift[:, None])
-            if SUMS != 1:
-                total += tl.sum(weights, 1)
-            weights = weights.to(weights_out.dtype.element_ty)
-            if SUMS != 2:
-                rounded += tl.sum(weights.to(tl.float32), 1)
-            tl.store(at + (tile * KEYS + column)[None, :], weights, (row < rows)[:, None])
+            total += tl.sum(weights, 1)
+            weights = weights.to(weights_out.dtype)
+            if HALVES == 1:
+                weights_out.store([block * ROWS, key], weights)
+            else:
+                left, right = tl.split(tl.permute(tl.reshape(weights, (ROWS, 2, KEYS // 2)), (0, 2, 1)))
+                weights_out.store([block * ROWS, key], left)
+                weights_out.store([block * ROWS, key + KEYS // 2], right)
         again = tl.max((high > shift + ROOM).to(tl.int32), 0) > 0
     tl.store(shift_out + part * rows + row, shift, row < rows)
-    if SUMS == 1:
-        total = rounded
-    if SUMS == 2:
-        rounded = total
+    top = tl.exp2(high - shift)
+    rounded = total + (top.to(weights_out.dtype).to(tl.float32) - top)
     tl.store(sum_out + part * rows + row, total, row < rows)
     tl.store(rounded_out + part * rows + row, rounded, row < rows)
 
 
 @jit(do_not_specialize=["rows", "parts"])
 def combine_kernel(
-    product, shift, total, rounded, out, lse, rows, parts, stride, D: tl.constexpr, BLOCK: tl.constexpr
+    product,
+    shift,
+    total,
+    rounded,
+    out,
+    lse,
+    rows,
+    parts,
+    stride,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    top = tl.load(shift + row)
-    for part in range(1, parts):
-        top = tl.maximum(top, tl.load(shift + part * rows + row))
+    some = tl.arange(0, TOGETHER)
+    top = -float("inf")
+    for first in range(0, parts, TOGETHER):
+        top = tl.maximum(top, tl.max(tl.load(shift + (first + some) * rows + row, first + some < parts, -float("inf")), 0))
     sum_D = tl.zeros([BLOCK], tl.float32)
     whole = 0.0
     divisor = 0.0
-    for part in range(parts):
-        scale = tl.exp2(tl.load(shift + part * rows + row) - top)
-        whole += tl.load(total + part * rows + row) * scale
-        divisor += tl.load(rounded + part * rows + row) * scale
-        at = product + (part * rows + row).to(tl.int64) * D + column
-        sum_D += tl.load(at, column < D, 0.0) * scale
+    for first in range(0, parts, TOGETHER):
+        at = (first + some) * rows + row
+        here = first + some < parts
+        scale = tl.exp2(tl.load(shift + at, here, -float("inf")) - top)
+        whole += tl.sum(tl.load(total + at, here, 0.0) * scale, 0)
+        divisor += tl.sum(tl.load(rounded + at, here, 0.0) * scale, 0)
+        mask = here[:, None] & (column < D)[None, :]
+        sum_D += tl.sum(tl.load(product + at.to(tl.int64)[:, None] * D + column[None, :], mask, 0.0) * scale[:, None], 0)
     tl.store(out + row.to(tl.int64) * stride + column, (sum_D / divisor).to(out.dtype.element_ty), column < D)
     tl.store(lse + row, (top + tl.log2(whole)) * 0.6931471805599453)

@@ -18,7 +18,7 @@ from seqpar.kernels._triton import triton
 from seqpar.kernels.weights import Tile, Weights
 
 OVER = 256  # up to this head dim there are flash kernels
-MOST = 1 << 28  # elements of the weights that are computed at once, unless one wave of programs needs more
+MOST = 9 << 25  # elements of the weights that are computed at once, unless one wave of programs needs more
 PARTS, SHORTEST, LONGEST = 8, 1024, 16384  # parts of the keys, and the least and most keys of a part
 WAVES = 4  # a wave of programs is this many parts of a block of queries
 
@@ -74,12 +74,22 @@ def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | Non
 
 def blocks(keys: int, tile: Tile, units: int) -> Blocks:
     """Cut the work for a GPU of so many multiprocessors, so that each runs one program at a time."""
-    queries = max(1, units // WAVES) * tile.rows
-    wished = min(max(-(-keys // PARTS), SHORTEST), LONGEST)
-    span = -(-wished // tile.keys) * tile.keys
-    parts = -(-keys // span)
+    tiles = -(-keys // tile.keys)
+    least = max(1, units // WAVES) * tile.rows
+    queries = least * min(max(1, MOST // (least * tiles * tile.keys)), WAVES)
+    parts = _parts(tiles, tile)
+    span = -(-tiles // parts) * tile.keys
     calls = -(-parts // max(WAVES, MOST // (queries * span)))
     return Blocks(queries, span, -(-parts // calls))
+
+
+def _parts(tiles: int, tile: Tile) -> int:
+    """Choose the number of parts, about PARTS, so that the last one is not much shorter than the others."""
+    most = max(min(PARTS, tiles * tile.keys // SHORTEST), 1)
+    wished = range(max(most // 2, 1), most + 1)
+    best = min(wished, key=lambda parts: (-(-tiles // parts) * parts - tiles, -parts))
+    span = min(-(-tiles // best), LONGEST // tile.keys)
+    return -(-tiles // span)
 
 
 def attend_in(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, tile: Tile, cut: Blocks) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,7 @@ from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.search import Wish
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
+from seqpar.sampling.noise import draw_steps
 from seqpar.sampling.request import Settings, set_timesteps
 from seqpar.vae.decoder import load_vae
 from seqpar.weights.find import from_diffusers
@@ -249,10 +250,8 @@ class Pipeline(Loaded):
 
         It is drawn evaluation by evaluation, because diffusers' pipeline draws it within its loop.
         """
-        steps = [
-            {name: self._tokens(self._draw(x, generator)) for name, x in shapes.items()} for _ in range(evaluations)
-        ]
-        return {name: torch.stack([step[name] for step in steps]) for name in shapes}
+        made = draw_steps(shapes, evaluations, generator, drawn_in(self.dit.dtype))
+        return {name: x if x.dim() == 4 else torch.stack([*map(self._tokens, x)]) for name, x in made.items()}
 
 
 def _on_host(streams: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 AXES = ("data", "cfg", "ring", "ulysses")
-HEAD, SMALL = 8, 8184  # bytes: a pickled object's length, and the longest one that travels in the same exchange
+HEAD, SMALL = 8, 16376  # bytes: a pickled object's length, and the longest one that travels in the same exchange
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def gathered(mesh: Mesh, mine: torch.Tensor) -> torch.Tensor:
 def _letter(told: bytes, room: int) -> torch.Tensor:
     """Return a pickled object with its length before it; as much of it as there is room for, the rest is zeros.
 
-    The object collectives of torch exchange lengths first, and an exchange costs the same for one byte as for 8 kB.
+    The object collectives of torch exchange lengths first, and an exchange costs the same for one byte as for 16 kB.
     """
     text = len(told).to_bytes(HEAD, "little") + told[:room].ljust(room, b"\0")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)

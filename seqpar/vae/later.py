@@ -74,7 +74,7 @@ class ChannelNorm:
 
 @dataclass(frozen=True)
 class Biased:
-    """x, (N, C, ...) in channels-last memory, plus a bias (C,); the tensor that waits for its bias shares x's memory."""
+    """x, (N, C, ...) in channels-last memory, plus a bias (C,); the tensor that waits for it shares x's memory."""
 
     x: Tensor
     bias: Tensor
@@ -137,6 +137,14 @@ class Later:
             x = reference()
             if x is not None:
                 self.write(x)
+
+    def drop(self) -> None:
+        """Forget everything after an error; a tensor without memory becomes empty, so that it can be printed."""
+        for reference, how in [*self._kept.values()]:
+            x = reference()
+            if x is not None and not isinstance(how, Biased):
+                x.data = x.new_empty(0)
+        self._kept.clear()
 
 
 def writes(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

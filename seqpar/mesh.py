@@ -32,20 +32,24 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of this rank, and the device it computes on; `sequence` is ring x ulysses flattened."""
+    """All axes of this rank, and the device it computes on.
+
+    `sequence` is ring x ulysses flattened; `replica` is cfg x ring x ulysses flattened: the ranks that share pictures.
+    """
 
     data: Axis
     cfg: Axis
     ring: Axis
     ulysses: Axis
     sequence: Axis
+    replica: Axis
     world: Axis
     device: torch.device
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> Mesh:
         """Return a mesh of one rank, which needs no process group."""
-        return Mesh(*(Axis(name) for name in (*AXES, "sequence", "world")), device=torch.device(device))
+        return Mesh(*(Axis(name) for name in (*AXES, "sequence", "replica", "world")), device=torch.device(device))
 
     @staticmethod
     def joined(device: torch.device | None = None) -> Mesh:
@@ -74,8 +78,9 @@ class Mesh:
         sizes = fill(world, data, cfg, ring, ulysses, guidance)
         if world == 1:
             return Mesh.single(device)
-        axes = _groups(rank, torch.arange(world).view(sizes))
-        return Mesh(**axes, world=Axis("world", rank, world, dist.group.WORLD), device=device)
+        everyone = Axis("world", rank, world, dist.group.WORLD)
+        axes = {"replica": everyone, **_groups(rank, torch.arange(world).view(sizes))}
+        return Mesh(**axes, world=everyone, device=device)
 
     @staticmethod
     def of_first(ranks: int, sizes: Mapping[str, int], device: torch.device) -> Mesh | None:
@@ -95,7 +100,8 @@ class Mesh:
         if rank >= ranks:
             return None
         assert isinstance(group, dist.ProcessGroup)
-        return Mesh(**axes, world=Axis("world", rank, ranks, group), device=device)
+        everyone = Axis("world", rank, ranks, group)
+        return Mesh(**{"replica": everyone, **axes}, world=everyone, device=device)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -210,10 +216,14 @@ def fill(
 def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
     """Return this rank's axes by name, none if the rank is not among `ranks_DCRU`.
 
+    There is no `replica` among them where it is the world and not also `sequence`, which has a communicator already.
     Every process creates every group in the same order, because torch requires it.
     """
     axes, made = {}, {}
-    for name, dims in [*((name, (dim,)) for dim, name in enumerate(AXES)), ("sequence", (2, 3))]:
+    joined = [("sequence", (2, 3))]
+    if len(ranks_DCRU) > 1 or ranks_DCRU.shape[1] == 1:
+        joined.append(("replica", (1, 2, 3)))
+    for name, dims in [*((name, (dim,)) for dim, name in enumerate(AXES)), *joined]:
         others = [dim for dim in range(4) if dim not in dims]
         lines = ranks_DCRU.permute(*others, *dims).flatten(0, len(others) - 1).flatten(1).tolist()
         key = tuple(map(tuple, lines))

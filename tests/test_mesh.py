@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from seqpar.mesh import Mesh, fill, pick_device
 from tests.support.pool import Pool
@@ -53,6 +54,22 @@ def test_rank_order_is_data_cfg_ring_ulysses(ranks: Pool, world: int) -> None:
     for rank, place in enumerate(ranks.run(world, places)):
         cfg, ring = divmod(rank, world // 2)
         assert place == {"data": 0, "cfg": cfg, "ring": ring, "ulysses": 0, "sequence": ring, "world": rank}
+
+
+def replicas(rank: int, world: int, device: torch.device) -> list[tuple[int, list[int]]]:
+    meshes = [Mesh.from_env(**sizes, device=device) for sizes in ({"data": 2, "cfg": 2}, {"cfg": 2}, {"data": 2})]
+    seen = []
+    for mesh in meshes:
+        ranks = [torch.empty(1, dtype=torch.int64) for _ in range(mesh.replica.size)]
+        dist.all_gather(ranks, torch.tensor([rank]), group=mesh.replica.group)
+        seen.append((mesh.replica.rank, [int(each) for each in ranks]))
+    return seen
+
+
+def test_a_replica_is_the_ranks_that_share_pictures(ranks: Pool) -> None:
+    for rank, seen in enumerate(ranks.run(4, replicas)):
+        pair = [0, 1] if rank < 2 else [2, 3]
+        assert seen == [(rank % 2, pair), (rank, [0, 1, 2, 3]), (rank % 2, pair)]
 
 
 def agree(rank: int, world: int, device: torch.device) -> str:

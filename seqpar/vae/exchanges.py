@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.mesh import Axis
-from seqpar.transports._contract import Gather, Transport
+from seqpar.transports._contract import Gather, Halo, Transport
 from seqpar.transports.collective.point_to_point import CollectiveGather
 
 
@@ -22,9 +22,7 @@ class Exchanges(Protocol):
     def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
         """Send `first` to the rank before and `last` to the rank after; write what they sent to `before`, `after`.
 
-        `before` has the shape of the previous rank's `last`, `after` that of the next rank's `first`. They may be
-        strided views. None: nothing moves in that direction, on either side; the first rank has no `before` and the
-        last one no `after`, and what they give as `first` and `last` is not sent.
+        See `seqpar.transports._exchanges.Halo.swap`; all ranks call, in the same order, with blocks of any size.
         """
         ...
 
@@ -43,23 +41,27 @@ class TransportExchanges:
     def __init__(self, axis: Axis, transport: Transport) -> None:
         self._axis, self._transport = axis, transport
         self._gathers: dict[tuple[object, ...], Gather] = {}
+        self._halos: dict[tuple[object, ...], Halo] = {}
 
     def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
         """See `Exchanges.swap`."""
-        for ours, theirs, step in ((last, before, -1), (first, after, 1)):
-            block = theirs if ours is None else ours
-            if block is None:
-                continue
-            every = self.every(torch.zeros_like(block) if ours is None else ours)
-            if theirs is not None:
-                theirs.copy_(every[self._axis.rank + step])
+        blocks = [block for block in (first, last, before, after) if block is not None]
+        if self._axis.size == 1 or not blocks:
+            return
+        # one exchange for all sizes between two powers of two: their buffers are small, and a CUDA graph keeps them
+        capacity = 1 << (max(block.numel() for block in blocks) - 1).bit_length()
+        key = (capacity, blocks[0].dtype, blocks[0].device)
+        if key not in self._halos:
+            self._halos[key] = self._transport.halo(self._axis, capacity, blocks[0])
+        self._halos[key].swap(first, last, before, after)
 
     def every(self, block: Tensor) -> Tensor:
         """See `Exchanges.every`."""
         key = (block.shape, block.dtype, block.device)
         if key not in self._gathers:
             sizes = (1,) * self._axis.size
-            self._gathers[key] = self._transport.gather(self._axis, sizes, tuple(block.shape), block)
+            with torch.inference_mode(False):  # buffers outlive the caller's mode
+                self._gathers[key] = self._transport.gather(self._axis, sizes, tuple(block.shape), block)
         gather = self._gathers[key]
         gather.outbox()[0].copy_(block)
         return gather.deliver()
@@ -71,4 +73,5 @@ class TransportExchanges:
     def release(self) -> None:
         """Free the buffers of all exchanges; every rank must call this."""
         self._gathers.clear()
+        self._halos.clear()
         self._transport.release()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _TORCH = {
-    "activation": ("SiLU", "ReLU"),
+    "activation": ("SiLU",),
     "container": ("ModuleList", "Sequential"),
     "conv": ("Conv2d", "Conv3d"),
     "dropout": ("Dropout",),
@@ -49,6 +49,7 @@ _DIFFUSERS = {
     ),
     "autoencoders.vae": ("Decoder", "Encoder"),
     "downsampling": ("Downsample2D",),
+    "embeddings": ("PixArtAlphaCombinedTimestepSizeEmbeddings", "TimestepEmbedding", "Timesteps"),
     "normalization": ("RMSNorm",),
     "resnet": ("ResnetBlock2D",),
     "unets.unet_2d_blocks": ("DownEncoderBlock2D", "UNetMidBlock2D", "UpDecoderBlock2D"),
@@ -73,6 +74,12 @@ def check_modules(vae: nn.Module) -> None:
                 f"tested; decode whole pictures, or add rules and a test for it"
             )
 
+        if getattr(module, "per_channel_scale1", None) is not None:
+            raise ValueError(
+                f"got a VAE whose module {name} ({kind}) draws noise for its pixels (inject_noise), which strips would "
+                f"draw differently; decode whole pictures"
+            )
+
 
 def _getters(*names: str) -> list[Any]:
     return [getattr(Tensor, name).__get__ for name in names]
@@ -88,9 +95,10 @@ LOCAL = frozenset(
         *(Tensor.to, Tensor.float, Tensor.type_as, Tensor.clone, Tensor.contiguous, Tensor.detach, Tensor.copy_),
         *(Tensor.view, Tensor.reshape, Tensor.permute, Tensor.transpose, Tensor.movedim, Tensor.flatten),
         *(Tensor.unflatten, Tensor.squeeze, Tensor.unsqueeze, Tensor.expand, Tensor.chunk, Tensor.split),
-        *(Tensor.unbind, Tensor.repeat, Tensor.repeat_interleave, Tensor.__getitem__, Tensor.narrow),
+        *(Tensor.unbind, Tensor.repeat, Tensor.repeat_interleave, Tensor.__getitem__, Tensor.__setitem__),
+        *(Tensor.narrow, torch.sin, torch.cos, torch.arange),
         *(torch.cat, torch.concatenate, torch.stack, torch.chunk, torch.split),
-        *(torch.zeros_like, torch.ones_like, torch.zeros, torch.arange, torch.functional.meshgrid, F.linear),
+        *(torch.zeros_like, torch.ones_like, torch.zeros, torch.functional.meshgrid, F.linear),
     ]
 )
 """Functions whose result on a strip is the strip of their result."""

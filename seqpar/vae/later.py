@@ -118,7 +118,8 @@ class Later:
                 reader = reference()
                 if other.x is how.x and reader is not None:
                     self.write(reader)
-        x.untyped_storage().resize_(x.element_size() * x.numel())
+        if not isinstance(how, Biased):
+            x.untyped_storage().resize_(x.element_size() * x.numel())
         how.write(x, silu)
 
     def settle(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -19,13 +19,19 @@ from seqpar.vae.rules import RULES, TAKERS, Rule
 class StripMode(TorchFunctionMode):
     """While it is entered, torch functions of this thread act on this rank's strip. It computes no gradients.
 
-    rules: function -> rule; by default those of `seqpar.vae.rules`. Raises ValueError, which names the module, for a
-    function that has no rule and is not known to act on each pixel alone.
+    rules: function -> rule; by default those of `seqpar.vae.rules`. before: called with (function, arguments, keyword
+    arguments) before every function. Raises ValueError, which names the module, for a function that has no rule and is
+    not known to act on each pixel alone.
     """
 
-    def __init__(self, place: Place, rules: Mapping[Callable[..., Any], Rule] = RULES) -> None:
+    def __init__(
+        self,
+        place: Place,
+        rules: Mapping[Callable[..., Any], Rule] = RULES,
+        before: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._place, self._rules = place, rules
+        self._place, self._rules, self._before = place, rules, before
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         super().__exit__(kind, error, at)
@@ -39,6 +45,8 @@ class StripMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in TAKERS:
             self._place.later.settle(func, args, kwargs)
+        if self._before is not None:
+            self._before(func, args, kwargs)
         rule = self._rules.get(func)
         if rule is not None:
             return rule(self._place, func, args, kwargs)

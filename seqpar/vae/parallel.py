@@ -7,13 +7,13 @@ When it wins: with fewer pictures than ranks, and where one device cannot hold t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from seqpar.mesh import Axis, Mesh
+from seqpar.mesh import Mesh
 from seqpar.transports._contract import Transport
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.vae.cut import Cut
@@ -28,24 +28,28 @@ __all__ = ["Cut", "ParallelVAE", "Place"]
 
 
 class ParallelVAE:
-    """One VAE of diffusers on one mesh. All ranks call its methods at the same time, with equal inputs.
+    """One VAE of diffusers on one mesh. The ranks of a replica call its methods at the same time, with equal inputs.
 
     transport: moves edge rows and sums; `release` frees its memory, so it must be this VAE's own. channels_last:
     compute in channels-last memory; until `release` the weights of convolutions have this format, too. Raises
-    ValueError for a VAE with a type of module whose strips were not tested.
+    ValueError for a VAE with a type of module whose strips were not tested. It computes no gradients.
     """
 
     def __init__(self, vae: Any, mesh: Mesh, transport: Transport, channels_last: bool = False) -> None:
         check_modules(vae)
-        self._vae, self._axis, self._transport = vae, _replica(mesh), transport
+        self._vae, self._axis, self._transport, self._main = vae, mesh.replica, transport, mesh.is_main
         self._exchanges = TransportExchanges(self._axis, transport)
         self._names = {module: name for name, module in vae.named_modules()}
-        self._factor = spatial_factor(vae)
+        self._factor, self._told = spatial_factor(vae), set[str]()
         self._restore = weights_pixels_last(vae) if channels_last else None
 
     def decode(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what `vae.decode` returns for whole latents (N, C, ..., h, w), with the whole sample on every rank."""
-        cut = self._cut(tuple(z.shape), 1)
+        """Return what `vae.decode` returns for whole latents (N, C, ..., h, w), with the whole sample on every rank.
+
+        If `why_whole` has a reason, every rank decodes whole latents, and rank 0 prints the reason once. Tiling
+        (`use_tiling`) is switched off for a decoding on strips, because tiles are another picture; that is printed, too.
+        """
+        cut = self._cut(z, encode=False)
         if cut is None:
             return self._own("decode")(z, *args, **kwargs)
         result = self._run(cut, "decode", cut.take(z), *args, **kwargs)
@@ -56,8 +60,8 @@ class ParallelVAE:
         return result
 
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what `vae.encode` returns for whole pictures (N, C, ..., H, W), whole on every rank."""
-        cut = self._cut(tuple(x.shape), self._factor)
+        """Return what `vae.encode` returns for whole pictures (N, C, ..., H, W), whole on every rank; see `decode`."""
+        cut = self._cut(x, encode=True)
         if cut is None:
             return self._own("encode")(x, *args, **kwargs)
         result = self._run(cut, "encode", cut.take(x, self._factor), *args, **kwargs)
@@ -68,12 +72,12 @@ class ParallelVAE:
         result.latent_dist = whole
         return result
 
-    def why_whole(self, shape: tuple[int, ...], encode: bool = False) -> str | None:
+    def why_whole(self, shape: Sequence[int], encode: bool = False) -> str | None:
         """Return the reason why latents (or, with `encode`, pictures) of this shape are not cut; None if they are."""
-        factor = self._factor if encode else 1
         rows, columns = shape[-2:]
+        factor = self._factor if encode else 1
         if rows % factor or columns % factor:
-            return f"{rows} x {columns} pixels are no multiples of {factor}, so latent pixels do not divide them"
+            return f"{rows} x {columns} pixels are no multiples of the VAE's {factor}"
         if Cut.of(self._axis, rows // factor, columns // factor) is None:
             return f"{rows // factor} x {columns // factor} latent pixels are fewer than {self._axis.size} ranks"
         return None
@@ -85,35 +89,45 @@ class ParallelVAE:
             self._restore()
             self._restore = None
 
-    def _cut(self, shape: tuple[int, ...], factor: int) -> Cut | None:
-        if self.why_whole(shape, encode=factor > 1) is not None:
+    def _cut(self, whole: Tensor, encode: bool) -> Cut | None:
+        if torch.is_grad_enabled() and whole.requires_grad:
+            raise ValueError("got an input that requires gradients, expected inference; call it inside torch.no_grad()")
+        reason = self.why_whole(whole.shape, encode)
+        if reason is not None:
+            self._tell(f"the VAE {'encodes' if encode else 'decodes'} whole pictures on every rank, because {reason}")
             return None
-        return Cut.of(self._axis, shape[-2] // factor, shape[-1] // factor)
+        factor = self._factor if encode else 1
+        return Cut.of(self._axis, whole.shape[-2] // factor, whole.shape[-1] // factor)
 
     def _run(self, cut: Cut, method: str, strip: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what a method of the VAE makes of this rank's strip."""
         self._transport.abandon()
-        exchanges: Exchanges = self._exchanges
         strip = strip if self._restore is None else pixels_last(strip)
-        with torch.no_grad(), single_functions(self._vae), StripMode(Place(cut, exchanges, self._names)):
-            return self._own(method)(strip, *args, **kwargs)
+        tiled = getattr(self._vae, "use_tiling", False)
+        if tiled:
+            self._tell("the VAE's tiling is off while it works on strips, which need no tiles and have no seams")
+            self._vae.use_tiling = False
+        try:
+            place = Place(cut, self._exchanges, self._names)
+            with torch.no_grad(), single_functions(self._vae), StripMode(place):
+                return self._own(method)(strip, *args, **kwargs)
+        finally:
+            if tiled:
+                self._vae.use_tiling = True
 
     def _own(self, method: str) -> Callable[..., Any]:
         """Return a method of the VAE's class, also where the instance's was replaced."""
         return getattr(type(self._vae), method).__get__(self._vae)
 
-
-def _replica(mesh: Mesh) -> Axis:
-    """Return the ranks that share a picture: the whole mesh, or the sequence axis of one data group."""
-    if mesh.data.size == 1:
-        return mesh.world
-    if mesh.cfg.size == 1:
-        return mesh.sequence
-    raise ValueError(f"got a mesh of {mesh}, expected data or cfg of size 1 for a VAE on strips")
+    def _tell(self, message: str) -> None:
+        """Print a message once."""
+        if self._main and message not in self._told:
+            self._told.add(message)
+            print(f"seqpar: {message}", flush=True)
 
 
 def _whole(cut: Cut, strip: Tensor) -> Tensor:
     """Return the strips of all ranks side by side."""
     if cut.axis.size == 1:
         return strip.contiguous()
-    return gather(strip.contiguous(), cut.axis, cut.shares(strip.shape[cut.dim]), dim=strip.ndim + cut.dim)
+    return gather(strip.contiguous(), cut.axis, cut.shares(strip.shape[cut.dim]), dim=strip.ndim + cut.dim).contiguous()

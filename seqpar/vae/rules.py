@@ -115,33 +115,43 @@ def _interpolate(
 
 def normalize(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Apply the rule of `torch.nn.functional.normalize`, which is local over channels."""
-    x, dim = args[0], kwargs.get("dim", args[2] if len(args) > 2 else 1)
-    _over_channels(place, x, (dim,))
-    return function(*args, **kwargs)
+
+    def rule(input: Tensor, p: float = 2.0, dim: int = 1, *more: Any, **named: Any) -> Tensor:
+        _over_channels(place, input, (dim,))
+        return function(input, p, dim, *more, **named)
+
+    return rule(*args, **kwargs)
 
 
 def mean(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Apply the rule of `Tensor.mean`, which is local over channels and frames."""
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if dim is None:
-        place.refuse("got a mean over all elements of a strip")
-    _over_channels(place, args[0], dim if isinstance(dim, (tuple, list)) else (dim,))
-    return function(*args, **kwargs)
+
+    def rule(input: Tensor, dim: Any = None, *more: Any, **named: Any) -> Tensor:
+        _over_channels(place, input, range(input.ndim) if dim is None else dim if isinstance(dim, tuple) else (dim,))
+        return function(input, dim, *more, **named)
+
+    return rule(*args, **kwargs)
 
 
 def layer_norm(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Apply the rule of `torch.nn.functional.layer_norm`, which is local over channels in the last dim."""
-    shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
-    _over_channels(place, args[0], range(-len(shape), 0))
-    return function(*args, **kwargs)
+
+    def rule(input: Tensor, normalized_shape: Any, *more: Any, **named: Any) -> Tensor:
+        _over_channels(place, input, range(-len(normalized_shape), 0))
+        return function(input, normalized_shape, *more, **named)
+
+    return rule(*args, **kwargs)
 
 
 def dropout(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the input of `torch.nn.functional.dropout`; a dropout that is active is refused."""
-    p, training = (*args[1:3], *(0.5, True)[len(args) - 1 :])[:2]
-    if kwargs.get("training", training) and kwargs.get("p", p):
-        place.refuse("got an active dropout, which would draw other numbers for a strip; call eval()")
-    return args[0] if args else kwargs["input"]
+
+    def rule(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if training and p:
+            place.refuse("got an active dropout, which would draw other numbers for a strip; call eval()")
+        return input
+
+    return rule(*args, **kwargs)
 
 
 def _over_channels(place: Place, x: Tensor, dims: Any) -> None:

@@ -67,6 +67,12 @@ def memory(x: Tensor) -> int:
     return x.untyped_storage().nbytes()
 
 
+def close(got: Tensor, want: Tensor) -> None:
+    """Compare without the mode, so that nothing is written first."""
+    with torch._C.DisableTorchFunction():
+        assert float((got - want).abs().max()) < FP64
+
+
 @pytest.mark.parametrize("name", VAES)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_one_rank_decodes_and_encodes_like_diffusers_and_gives_the_weights_back(name: str, channels_last: bool) -> None:
@@ -136,33 +142,34 @@ def test_whatever_reads_a_value_that_waits_gets_it(read: Callable[[Tensor], Tens
         y = functions[how]()
         assert len(place.later) == 1
         got = read(y)
-        torch.testing.assert_close(got, want, rtol=FP64, atol=FP64)
+        close(got, want)
         assert len(place.later) == 0
 
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_silu_takes_the_norm_whose_tensor_needs_no_memory_unless_it_is_read_later(inplace: bool) -> None:
     x, act = picture(), nn.SiLU(inplace)
-    want = F.group_norm(x, 3)
+    want, silu = F.group_norm(x, 3), F.silu(x)
+    act_want = F.silu(want)
     entered, place = mode()
     with torch.no_grad(), entered:
         y = F.group_norm(x, 3)
         assert y.shape == want.shape
         z = act(y)
-        torch.testing.assert_close(z, F.silu(want), rtol=FP64, atol=FP64)
+        close(z, act_want)
         assert (z is y) == inplace
         assert memory(y) == (memory(want) if inplace else 0)
         if not inplace:
-            torch.testing.assert_close(y + 0.0, want, rtol=FP64, atol=FP64)
-            assert torch.equal(act(picture(5)), F.silu(picture(5)))
+            close(y + 0.0, want)
+            close(act(x), silu)
         del y, z
         held = F.group_norm(x, 3)
         F.group_norm(x, 2)  # nobody keeps it
         assert len(place.later) == 1
-    torch.testing.assert_close(held, want, rtol=FP64, atol=FP64)
+    close(held, want)
 
 
-@pytest.mark.parametrize("write", [lambda x: x.zero_(), lambda x: F.silu(x, inplace=True), lambda x: x.__iadd__(1.0)])
+@pytest.mark.parametrize("write", [lambda x: x.mul_(0.0), lambda x: F.silu(x, inplace=True), lambda x: x.__iadd__(1.0)])
 def test_what_a_norm_waits_to_read_is_not_overwritten(write: Callable[[Tensor], Tensor]) -> None:
     x = picture()
     want = F.group_norm(x, 3)
@@ -170,7 +177,7 @@ def test_what_a_norm_waits_to_read_is_not_overwritten(write: Callable[[Tensor], 
     with torch.no_grad(), entered:
         y = F.group_norm(x, 3)
         write(x)
-        torch.testing.assert_close(y.clone(), want, rtol=FP64, atol=FP64)
+        close(y.clone(), want)
 
 
 @pytest.mark.parametrize("order", ["norm first", "convolution first", "silu first"])
@@ -187,7 +194,7 @@ def test_a_norm_of_a_convolution_that_lacks_its_bias_adds_it_once(order: str) ->
         found = (norm.clone(), y.clone()) if order == "norm first" else (y.clone(), norm.clone())[::-1]
         act = F.silu(norm) if act is None else act
         for got, right in zip((*found, act), want, strict=True):
-            torch.testing.assert_close(got, right, rtol=FP64, atol=FP64)
+            close(got, right)
 
 
 def test_sums_add_the_biases_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,14 +203,13 @@ def test_sums_add_the_biases_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> N
     kernel = random((6, 6, 1, 1), 4, "cpu", torch.float64)
 
     def both(read: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        with torch.no_grad():
-            return read(F.conv2d(x, kernel, bias), F.conv2d(x, 2 * kernel, bias, 1, 0))
+        return read(F.conv2d(x, kernel, bias), F.conv2d(x, 2 * kernel, bias, 1, 0))
 
     reads = (torch.add, lambda y, z: y + z, lambda y, z: z + x, lambda y, z: y.add(z, alpha=2), torch.mul)
     for read in reads:
         with mode()[0]:
             got = both(read)
-        torch.testing.assert_close(got, both(read), rtol=FP64, atol=FP64)
+        close(got, both(read))
     monkeypatch.setattr(Later, "settle", lambda *args: None)
     with mode()[0]:
         got = both(torch.mul)
@@ -214,5 +220,5 @@ def test_division_by_one_copies_nothing_and_other_divisions_divide() -> None:
     x = picture()
     with torch.no_grad(), mode()[0]:
         assert x / 1.0 is x
-        assert torch.equal(x / 2.0, x * 0.5)
-        assert (torch.ones(2, dtype=torch.int64) / 1).dtype == torch.get_default_dtype()
+        close(x / 2.0, 0.5 * x)
+        assert (torch.zeros(2, dtype=torch.int64) / 1).dtype == torch.get_default_dtype()

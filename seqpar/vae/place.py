@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from seqpar.vae.cut import Cut
 from seqpar.vae.exchanges import Exchanges
+from seqpar.vae.later import Later
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Place:
     names: module -> its name in the VAE, for error messages. channels_last: whether edges travel with the channels of
     a pixel together, which is fastest where tensors lie so. Ranks must agree, and the memory format of one strip does
     not tell: strips of one pixel lie both ways. side: the stream on which edges travel while a convolution runs.
+    later: what is not written yet.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Place:
     ) -> None:
         self.cut, self.exchanges, self._names = cut, exchanges, names
         self.channels_last, self.side = channels_last, side
+        self.later = Later()
         self._lent, self._halos = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
     def lend(self, interior: Tensor, padded: Padded) -> None:

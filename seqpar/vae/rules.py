@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.kernels import upsample
 from seqpar.vae import edges
 from seqpar.vae.attention import attention
-from seqpar.vae.norms import group_norm
+from seqpar.vae.norms import add, biased, divide, group_norm, left_out, norm_of_channels, over_channels, silu
 from seqpar.vae.padding import fill_halo, pad_strip
 from seqpar.vae.place import Place
 
@@ -44,17 +45,11 @@ def _convolve(
         )
     pads, strides = ([x] * dims if isinstance(x, int) else list(x) for x in (padding, stride))
     reach, pad = (weight.shape[at] - 1) * (dilation if isinstance(dilation, int) else dilation[at]), pads[at]
+    held, bias = (bias, None) if left_out(place, input, bias) else (None, bias)
+    along = tuple(0 if dim == dims + at else each for dim, each in enumerate(pads))
 
     def bare(x: Tensor) -> Tensor:
-        return function(
-            x,
-            weight,
-            bias,
-            stride,
-            tuple(0 if dim == dims + at else each for dim, each in enumerate(pads)),
-            dilation,
-            groups,
-        )
+        return function(x, weight, bias, stride, along, dilation, groups)
 
     def whole(x: Tensor) -> Tensor:
         return function(x, weight, bias, stride, padding, dilation, groups)
@@ -65,9 +60,10 @@ def _convolve(
         out = whole(input)
     else:
         place.check(input)
-        out = whole(input) if pad == 0 else _with_halo(place, input, (pad, reach, strides[at]), whole, bare)
+        alone = pad == 0 or place.cut.axis.size == 1
+        out = whole(input) if alone else _with_halo(place, input, (pad, reach, strides[at]), whole, bare)
     place.check(out)
-    return out
+    return out if held is None else biased(place, out, held)
 
 
 def _with_halo(
@@ -129,6 +125,8 @@ def _interpolate(
     if size is not None or mode not in ("nearest", "nearest-exact") or any(f != int(f) for f in factors):
         place.refuse(f"got interpolation {mode!r} to {size or scale_factor}, expected the nearest by whole factors")
     place.check(input)
+    if input.ndim == 4 and {*factors} == {2}:
+        return upsample.double(input)
     return function(input, size, scale_factor, mode, *more, **named)
 
 
@@ -187,6 +185,11 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     F.conv3d: convolve,
     F.pad: pad,
     F.group_norm: group_norm,
+    F.silu: silu,
+    over_channels: norm_of_channels,
+    torch.Tensor.add: add,
+    torch.add: add,
+    torch.Tensor.div: divide,
     F.layer_norm: layer_norm,
     F.normalize: normalize,
     torch.Tensor.mean: mean,
@@ -194,3 +197,6 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     F.interpolate: interpolate,
     F.dropout: dropout,
 }
+
+TAKERS = frozenset({F.group_norm, F.silu, torch.Tensor.add, torch.add})
+"""Functions whose rules take tensors that are not written yet; before all others these are written."""

@@ -15,15 +15,19 @@ from tests.support.offline import launches
 
 ROOT = Path(__file__).parents[2]
 NARROW = {
+    "channel_norm": {2, 4},  # the weight of a channel
+    "group_norm": {2, 4, 8},  # moments, and the weights of a channel
     "merge": {4},  # log-sum-exps, one for each row of a head
     "outboxes": {8},  # the table of places
     "ddim": {2, 4, 8},  # latent-sized; its scalars too
     "ddpm": {2, 4, 8},  # the same
     "multistep": {2, 4, 8},  # the same
+    "residual": {2, 4, 8},  # biases
     "push": {8},  # the table of places
     "wide": {4, 8},  # shifts and sums of rows; the output of four columns a thread
 }
 """The widths in bytes of accesses that may be narrow, by kernel."""
+SMALL = {"combine_kernel"}  # three numbers of each part
 Facts = dict[str, Any]
 
 
@@ -55,7 +59,7 @@ def test_kernels_for_hopper_read_and_write_16_bytes_at_a_time_and_spill_nothing(
     assert compiled[name]
     for kernel in compiled[name]:
         assert kernel["spilled"] == 0
-        assert access(kernel) - NARROW.get(name.split(",")[0], set()) == {16}
+        assert kernel["name"] in SMALL or access(kernel) - NARROW.get(name.split(",")[0], set()) == {16}
 
 
 @pytest.mark.parametrize("name", named("wide"))

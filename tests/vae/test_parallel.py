@@ -113,8 +113,8 @@ def _zeros(self: Any, first: Any, last: Any, before: Tensor | None, after: Tenso
             rows.zero_()
 
 
-def _own_moments(place: Place, mean: Tensor, var: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    return mean, var
+def _own_moments(place: Place, moments_NG3: Tensor) -> Tensor:
+    return moments_NG3
 
 
 def _own_keys(place: Place, k_BHlD: Tensor, v_BHlD: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:

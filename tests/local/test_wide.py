@@ -20,7 +20,7 @@ SMALL = Tile(rows=16, keys=32, dims=64)
 overflows = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # weights in fp16 overflow on the way
 
 
-def views(queries: int, keys: int, dim: int, dtype: torch.dtype, device: object = "cpu") -> tuple[Tensor, ...]:
+def views(queries: int, keys: int, dim: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     """Return q (2, L, 4, D), and k and v (2, L', 2, D), as strided views of packed projections."""
     q, _ = random((2, queries, 4, 2, dim), 0, device, dtype).unbind(3)
     k, v = random((2, keys, 2, 2, dim), 1, device, dtype).unbind(3)
@@ -35,10 +35,11 @@ def rising(q: Tensor, k: Tensor, most: float) -> None:
 def errors(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[float, float, float]:
     """Return the errors against the formula in fp64: of out, of torch's own attention, and of the log-sum-exp."""
     truth, truth_lse = reference.attend(q.double(), k.double(), v.double())
-    heads = (x.transpose(1, 2) for x in (q, k, v))
-    plain = F.scaled_dot_product_attention(*heads, enable_gqa=True).transpose(1, 2)
-    relative = [float((x.double() - truth).norm() / truth.norm()) for x in (out, plain)]
-    return *relative, float((lse.double() - truth_lse).abs().max())
+    plain = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=True
+    ).transpose(1, 2)
+    ours, theirs = (float((x.double() - truth).norm() / truth.norm()) for x in (out, plain))
+    return ours, theirs, float((lse.double() - truth_lse).abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
@@ -115,7 +116,9 @@ def test_what_wide_refuses() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
-@pytest.mark.parametrize(("queries", "keys", "dim"), [(257, 1001, 512), (777, 4096, 384), (130, 2500, 1024), (1, 9, 264)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "dim"), [(257, 1001, 512), (777, 4096, 384), (130, 2500, 1024), (1, 9, 264)]
+)
 @pytest.mark.parametrize("most", [0.0, 100.0])
 def test_gpu_wide_is_as_precise_as_torch(queries: int, keys: int, dim: int, most: float, dtype: torch.dtype) -> None:
     if (reason := wide.why_not(torch.device(DEVICE), dtype, dim)) is not None:

@@ -4,6 +4,7 @@ torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2       # every
 torchrun --nproc_per_node=4 launch/bench.py scale                        # layouts beside other engines and ceilings
 torchrun --nproc_per_node=2 launch/bench.py scale --model flux.1-dev     # calls of FLUX.1, Qwen-Image, Wan 2.1
 torchrun --nproc_per_node=2 launch/bench.py pipeline --model flux.1-dev  # prompt to PNG, by part
+torchrun --nproc_per_node=2 launch/bench.py decode --vae kl wan          # decoders on all ranks beside diffusers'
 torchrun --nproc_per_node=4 launch/bench.py exchange                     # our transports beside plain collectives
 python launch/bench.py kernels                                           # kernels beside copy bandwidth; GEMMs
 python launch/bench.py tiles                                             # the fastest tile of each kernel
@@ -30,6 +31,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches are not installed: they run from the clone
 
 from launch.benches import (
+    decode,
     exchange,
     kernels,
     ladder,
@@ -52,6 +54,7 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     steps.Steps: steps.main,
     scale.Scale: scale.main,
     pipeline.Pipeline: pipeline.main,
+    decode.Decode: decode.main,
     exchange.Exchange: exchange.main,
     kernels.Kernels: kernels.main,
     tiles.Tiles: tiles.main,

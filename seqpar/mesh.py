@@ -7,6 +7,7 @@ neighbours on the `ulysses` axis are neighbours on the machine, because that axi
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 AXES = ("data", "cfg", "ring", "ulysses")
+HEAD, SMALL = 8, 16376  # bytes: a pickled object's length, and the longest one that travels in the same exchange
 
 
 @dataclass(frozen=True)
@@ -32,20 +34,24 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of this rank, and the device it computes on; `sequence` is ring x ulysses flattened."""
+    """All axes of this rank, and the device it computes on.
+
+    `sequence` is ring x ulysses flattened; `replica` is cfg x ring x ulysses flattened: the ranks that share pictures.
+    """
 
     data: Axis
     cfg: Axis
     ring: Axis
     ulysses: Axis
     sequence: Axis
+    replica: Axis
     world: Axis
     device: torch.device
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> Mesh:
         """Return a mesh of one rank, which needs no process group."""
-        return Mesh(*(Axis(name) for name in (*AXES, "sequence", "world")), device=torch.device(device))
+        return Mesh(*(Axis(name) for name in (*AXES, "sequence", "replica", "world")), device=torch.device(device))
 
     @staticmethod
     def joined(device: torch.device | None = None) -> Mesh:
@@ -74,8 +80,9 @@ class Mesh:
         sizes = fill(world, data, cfg, ring, ulysses, guidance)
         if world == 1:
             return Mesh.single(device)
-        axes = _groups(rank, torch.arange(world).view(sizes))
-        return Mesh(**axes, world=Axis("world", rank, world, dist.group.WORLD), device=device)
+        everyone = Axis("world", rank, world, dist.group.WORLD)
+        axes = {"replica": everyone, **_groups(rank, torch.arange(world).view(sizes))}
+        return Mesh(**axes, world=everyone, device=device)
 
     @staticmethod
     def of_first(ranks: int, sizes: Mapping[str, int], device: torch.device) -> Mesh | None:
@@ -95,7 +102,8 @@ class Mesh:
         if rank >= ranks:
             return None
         assert isinstance(group, dist.ProcessGroup)
-        return Mesh(**axes, world=Axis("world", rank, ranks, group), device=device)
+        everyone = Axis("world", rank, ranks, group)
+        return Mesh(**{"replica": everyone, **axes}, world=everyone, device=device)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -114,9 +122,33 @@ class Mesh:
         """Return rank 0's value of a small picklable object on every rank."""
         if self.world.size == 1:
             return value
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, group=self.world.group)
-        return box[0]
+        told = pickle.dumps(value) if self.is_main else b""
+        device, group = host(self), self.world.group
+        letter = _letter(told, SMALL).to(device)
+        dist.broadcast(letter, src=0, group=group)
+        if (length := _length(letter)) > SMALL:
+            letter = _letter(told, length).to(device)
+            dist.broadcast(letter, src=0, group=group)
+        return _opened(letter)
+
+    def of_rank_0(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 alone and return its result on every rank; if it fails, raise one ValueError on all.
+
+        It is `together` and `share` in one exchange.
+        """
+        result, error = None, None
+        if self.is_main:
+            try:
+                result = work()
+            except (ValueError, OSError) as raised:
+                error = raised
+        if self.world.size > 1:
+            result, told = self.share((result, None if error is None else f"rank 0: {error}"))
+        else:
+            told = None if error is None else str(error)
+        if told is not None:
+            raise ValueError(told) from error
+        return result  # pyright: ignore[reportReturnType]
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return its result; if it fails on any, raise the same ValueError on all.
@@ -140,9 +172,44 @@ class Mesh:
         """Return a small picklable object of every rank, in rank order, on every rank."""
         if self.world.size == 1:
             return [value]
-        values: list[Any] = [None] * self.world.size
-        dist.all_gather_object(values, value, group=self.world.group)
-        return values
+        told = pickle.dumps(value)
+        letters = gathered(self, _letter(told, SMALL))
+        if (longest := max(map(_length, letters))) > SMALL:
+            letters = gathered(self, _letter(told, longest))
+        return [_opened(letter) for letter in letters]
+
+
+def host(mesh: Mesh) -> torch.device:
+    """Return the device for exchanging small objects: the CPU if the process group supports it, else this rank's."""
+    config = dist.get_backend_config(mesh.world.group)
+    return torch.device("cpu") if "cpu:" in config else mesh.device
+
+
+def gathered(mesh: Mesh, mine: torch.Tensor) -> torch.Tensor:
+    """Return a small tensor of one dimension from every rank, in rank order: (ranks, its length)."""
+    mine = mine.to(host(mesh))
+    every = mine.new_empty(mesh.world.size * len(mine))
+    # torch 2.13 renames this function and warns about the older name
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(every, mine, group=mesh.world.group)
+    return every.view(mesh.world.size, -1)
+
+
+def _letter(told: bytes, room: int) -> torch.Tensor:
+    """Return a pickled object with its length before it; as much of it as there is room for, the rest is zeros.
+
+    The object collectives of torch exchange lengths first, and an exchange costs the same for one byte as for 16 kB.
+    """
+    text = len(told).to_bytes(HEAD, "little") + told[:room].ljust(room, b"\0")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _length(letter: torch.Tensor) -> int:
+    return int.from_bytes(letter[:HEAD].cpu().numpy().tobytes(), "little")
+
+
+def _opened(letter: torch.Tensor) -> Any:
+    return pickle.loads(letter[HEAD : HEAD + _length(letter)].cpu().numpy().tobytes())
 
 
 def join(device: torch.device | None = None, timeout_s: float = 600) -> tuple[int, int]:
@@ -210,10 +277,14 @@ def fill(
 def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
     """Return this rank's axes by name, none if the rank is not among `ranks_DCRU`.
 
+    There is no `replica` among them where it is the world and not also `sequence`, which has a communicator already.
     Every process creates every group in the same order, because torch requires it.
     """
     axes, made = {}, {}
-    for name, dims in [*((name, (dim,)) for dim, name in enumerate(AXES)), ("sequence", (2, 3))]:
+    joined = [("sequence", (2, 3))]
+    if len(ranks_DCRU) > 1 or ranks_DCRU.shape[1] == 1:
+        joined.append(("replica", (1, 2, 3)))
+    for name, dims in [*((name, (dim,)) for dim, name in enumerate(AXES)), *joined]:
         others = [dim for dim in range(4) if dim not in dims]
         lines = ranks_DCRU.permute(*others, *dims).flatten(0, len(others) - 1).flatten(1).tolist()
         key = tuple(map(tuple, lines))

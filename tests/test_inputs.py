@@ -19,7 +19,7 @@ from seqpar.inputs import from_rank_0
 from seqpar.mesh import Axis
 from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline
 from seqpar.sampling.loop import draw_noise
-from seqpar.vae.decoder import share_input
+from seqpar.vae.shared import User, share
 from tests.sampling.test_sampling import STEPS, scheduler
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
@@ -128,7 +128,7 @@ def pictures(rank: int, world: int, device: torch.device, decoder: bool) -> Tens
     mesh = mesh_for("ulysses", world, device)
     pipe.transformer = DistributedDiT(pipe.transformer, mesh, "ulysses")
     if decoder:
-        share_input(pipe.vae, mesh)
+        share(pipe.vae, User(mesh))
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(rank)
     return pipe([(3 + rank) % 48], 3.0, generator, 4, output_type="pt").images
@@ -142,7 +142,7 @@ def test_a_diffusers_pipeline_shows_rank_0s_picture_on_every_rank(ranks: Pool) -
 
 def test_a_copy_of_a_shared_decoder_decodes_with_its_own_weights() -> None:
     pipe: Any = DiTPipeline.from_pretrained(BUILTIN)
-    latents, end = torch.ones(1, pipe.vae.config.latent_channels, 2, 2), share_input(pipe.vae, Mesh.single())
+    latents, end = torch.ones(1, pipe.vae.config.latent_channels, 2, 2), share(pipe.vae, User(Mesh.single()))
     first, copied = pipe.vae.decode(latents).sample, copy.deepcopy(pipe.vae)
     assert torch.equal(copied.decode(latents).sample, first)
     for parameter in copied.parameters():

@@ -6,7 +6,7 @@ exchange counts only while nothing is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,22 +22,27 @@ Span = tuple[str, float, float]
 """One kernel: its name, start and end."""
 
 
-def kind_of(kernel: str) -> str:
+def kind_of(kernel: str, names: Mapping[str, tuple[str, ...]] = NAMES) -> str:
     """The kind of a kernel by its name; kernels with other names are elementwise."""
     name = kernel.lower()
-    return next((kind for kind, parts in NAMES.items() if any(part in name for part in parts)), "elementwise")
+    return next((kind for kind, parts in names.items() if any(part in name for part in parts)), "elementwise")
 
 
-def split(spans: Iterable[Span]) -> dict[str, float]:
-    """Time of each kind from the first kernel's start to the last one's end, in the unit of the spans."""
+def split(
+    spans: Iterable[Span], kinds: Sequence[str] = KINDS, names: Mapping[str, tuple[str, ...]] = NAMES
+) -> dict[str, float]:
+    """Time of each kind from the first kernel's start to the last one's end, in the unit of the spans.
+
+    kinds: those of `names` and "elementwise" in the order in which they count, and "gaps" last.
+    """
     edges: list[tuple[float, int, str]] = []
     for name, start, end in spans:
-        edges += [(start, 1, kind_of(name)), (end, -1, kind_of(name))]
-    running, took = dict.fromkeys(KINDS[:-1], 0), dict.fromkeys(KINDS, 0.0)
+        edges += [(start, 1, kind_of(name, names)), (end, -1, kind_of(name, names))]
+    running, took = dict.fromkeys(kinds[:-1], 0), dict.fromkeys(kinds, 0.0)
     before = 0.0
     for index, (now, change, kind) in enumerate(sorted(edges, key=lambda edge: edge[0])):
         if index:
-            took[next((kind for kind in KINDS[:-1] if running[kind]), "gaps")] += now - before
+            took[next((kind for kind in kinds[:-1] if running[kind]), "gaps")] += now - before
         running[kind] += change
         before = now
     return took

@@ -17,13 +17,24 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from seqpar.adapter.body import Body
 from seqpar.adapter.signature import Form, form_of
 from seqpar.mesh import Mesh
 from seqpar.sampling.graph import StepGraph
 
 GRAPHS = 8  # kinds of calls that are kept; a pipeline has one or two for each size of picture
 KINDS = 64  # kinds of calls that are remembered as seen once
+
+
+class Computes(Protocol):
+    """What is run and captured: a `seqpar.adapter.body.Body`, or the decoding of a VAE."""
+
+    def __call__(self, arguments: Any, /) -> Any:
+        """Return nested tensors and other values; see `seqpar.adapter.body.Body`."""
+        ...
+
+    def check_delivered(self) -> None:
+        """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
+        ...
 
 
 class Captured(Protocol):
@@ -95,7 +106,7 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, body: Body, arguments: Form, generation: int) -> Form:
+    def run(self, body: Computes, arguments: Form, generation: int) -> Form:
         """Return the body's results in tensors of their own.
 
         generation: a number that is equal on all ranks and changes whenever a captured call is no longer valid.
@@ -135,7 +146,7 @@ class Graphs:
             self._seen.popitem(last=False)
         return False
 
-    def _made(self, capture: Capture, key: Hashable, body: Body, arguments: Form, generation: int) -> _Graph | None:
+    def _made(self, capture: Capture, key: Hashable, body: Computes, arguments: Form, generation: int) -> _Graph | None:
         """Capture a call and keep it; where that fails on a rank, print why and run all calls eagerly from now on."""
         while len(self._graphs) >= self._limit:
             self._drop(next(iter(self._graphs)))
@@ -161,7 +172,7 @@ class Graphs:
         self._graphs.pop(key).captured.release()
 
 
-def _eager(body: Body, arguments: Form) -> Form:
+def _eager(body: Computes, arguments: Form) -> Form:
     results = _copied(body(arguments.whole))
     body.check_delivered()  # only where nothing is replayed, because it waits for the device
     return results

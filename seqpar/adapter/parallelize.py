@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 from seqpar.adapter import cuts as plans
-from seqpar.adapter import estimate, generic
+from seqpar.adapter import estimate, generic, sharing
 from seqpar.adapter import native as native_body
 from seqpar.adapter.body import Body
 from seqpar.adapter.call import Call
 from seqpar.adapter.cuts import Cuts
 from seqpar.adapter.graphs import Capture, CudaCapture
 from seqpar.adapter.hooks import refuse_backends
+from seqpar.adapter.sharing import Wished
 from seqpar.distributed import settled
 from seqpar.inputs import agree
 from seqpar.mesh import Axis, Mesh
@@ -32,7 +33,6 @@ from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Wish
 from seqpar.sampling.ddpm import check_variances, learns_range
 from seqpar.sampling.original import pass_variances
-from seqpar.vae.decoder import share_input
 
 PipeT = TypeVar("PipeT")
 NAMES = ("transformer", "transformer_2")  # a pipeline's transformers; Wan 2.2 has one for early and one for late steps
@@ -50,26 +50,30 @@ def parallelize(
     transport: str = "auto",
     native: bool = True,
     plan: Cuts | Mapping[str, Any] | None = None,
+    vae: Wished = "auto",
 ) -> PipeT:
     """Make a diffusers pipeline or transformer compute on the ranks of a mesh, in place, and return it.
 
     mesh, strategy, local, transport: the caller's choices; the planner decides once on those that are None or "auto".
     native: whether a model of this package may compute on the transformer's weights, which is faster; otherwise, and
     for other transformers, its own modules compute. plan: where the tokens of a transformer are split, as
-    `seqpar.adapter.cuts.Cuts` or in the form of diffusers' `_cp_plan`; None takes what is known of its class.
+    `seqpar.adapter.cuts.Cuts` or in the form of diffusers' `_cp_plan`; None takes what is known of its class. vae:
+    whether the pipeline's VAE decodes and encodes by strips on all ranks; False computes whole pictures on every rank,
+    "auto" does so for VAEs with modules whose strips were not tested, and prints why, and True raises ValueError.
     On GPUs each kind of call is captured as a CUDA graph at its second call. Inputs of rank 0 are used on every rank.
     Rank 0 prints one line for each transformer. Call `release` before the process group ends. A DiTPipeline passes its
     scheduler learned variances until then. Raises ValueError, the same on every rank, for what cannot be split.
     """
     found = transformers_of(pipe_or_transformer)
     ranks = mesh or Mesh.joined()
-    cuts = ranks.together(lambda: _all_checked(pipe_or_transformer, found, plan))
+    cuts = ranks.together(lambda: _all_checked(pipe_or_transformer, found, plan, vae))
     wish = Wish(strategy=strategy, local=local, transport=transport)
     layout = _planned(next(iter(found.values())), mesh, wish, native)
     made = _with_host_group(settled(layout, mesh))
     lease = Lease(made, _made_groups(made, mesh))
     bodies = _bodies(pipe_or_transformer, found, lease, layout, cuts, native)
     _install_all(pipe_or_transformer, found, bodies, lease, layout)
+    _share_vae(pipe_or_transformer, found, lease, layout, vae)
     return pipe_or_transformer
 
 
@@ -162,13 +166,19 @@ def _install_all(
             print(_summary(found[name], call.body, mesh, plan), flush=True)
     if _takes_variances(pipe_or_transformer):
         lease.at_end(pass_variances(pipe_or_transformer))
-    if hasattr(getattr(pipe_or_transformer, "vae", None), "decode"):
 
-        def check() -> None:
-            for call in calls.values():
-                call.check_delivered()
 
-        lease.at_end(share_input(pipe_or_transformer.vae, mesh, check))
+def _share_vae(
+    pipe_or_transformer: Any, found: Mapping[str, nn.Module], lease: Lease, plan: Plan, wish: Wished
+) -> None:
+    """Let a pipeline's VAE take rank 0's input and, if that is wished, compute on all ranks until the release."""
+
+    def check() -> None:
+        for module in found.values():
+            call: Any = module.forward
+            call.check_delivered()
+
+    lease.at_end(sharing.share_vae(pipe_or_transformer, lease.mesh, plan.transport.name, wish, check))
 
 
 def install(module: nn.Module, call: Call) -> None:
@@ -198,10 +208,11 @@ def install(module: nn.Module, call: Call) -> None:
 
 
 def _all_checked(
-    pipe_or_transformer: Any, found: Mapping[str, nn.Module], plan: Cuts | Mapping[str, Any] | None
+    pipe_or_transformer: Any, found: Mapping[str, nn.Module], plan: Cuts | Mapping[str, Any] | None, vae: Wished
 ) -> dict[str, Cuts]:
     """Return where each transformer is cut; ValueError if one, or the pipeline's scheduler, does not fit."""
     _takes_variances(pipe_or_transformer)
+    sharing.check_wish(pipe_or_transformer, vae)
     return {name: _checked(module, plan) for name, module in found.items()}
 
 
@@ -269,7 +280,7 @@ def _made_groups(mesh: Mesh, given: Mesh | None) -> list[dist.ProcessGroup]:
 
 
 def _axes(mesh: Mesh) -> tuple[Axis, ...]:
-    return mesh.data, mesh.cfg, mesh.ring, mesh.ulysses, mesh.sequence, mesh.world
+    return mesh.data, mesh.cfg, mesh.ring, mesh.ulysses, mesh.sequence, mesh.replica, mesh.world
 
 
 def _bodies(

@@ -15,6 +15,7 @@ from diffusers.utils import logging as diffusers_logging
 from diffusers.utils.export_utils import export_to_video
 
 from seqpar.adapter.parallelize import parallelize
+from seqpar.adapter.sharing import Wished
 from seqpar.cli.args import Args
 from seqpar.cli.job import output
 from seqpar.cli.progress import Progress
@@ -24,6 +25,7 @@ from seqpar.pipelines._pictures import numbered, save, written
 from seqpar.pipelines.adapted import Adapted, forget_encoders
 from seqpar.planner.plan import parse_mesh
 
+VAE: dict[str, Wished] = {"auto": "auto", "strips": True, "pictures": False}  # --vae for `parallelize`
 FPS = 16  # frames a second of a video if the user names none
 
 
@@ -32,7 +34,8 @@ def run_adapted(args: Args, job: Adapted, ranks: Mesh) -> None:
     started = time.perf_counter()
     with _one_voice(ranks):
         pipe = job.load(ranks)
-    parallelize(pipe, _mesh(args), strategy=args.strategy, local=args.local, transport=args.transport)
+    vae = VAE[args.vae]
+    parallelize(pipe, _mesh(args), strategy=args.strategy, local=args.local, transport=args.transport, vae=vae)
     forget_encoders(pipe)
     loaded = time.perf_counter() - started
     pipe.set_progress_bar_config(disable=job.counts_steps or not ranks.is_main)

@@ -99,6 +99,8 @@ def _check_ranges(args: Args) -> None:
         raise ValueError(f"got --heads {args.heads}, expected at least 1")
     if args.steps < 1 or args.repeat < 1:
         raise ValueError(f"got --steps {args.steps} --repeat {args.repeat}, expected at least 1 of each")
+    if args.vae == "strips" and args.exact:
+        raise ValueError("got --vae strips with --exact, expected pictures: strips round sums in another order")
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"got --seed {args.seed}, expected 0 to 2**63 - 1")
 

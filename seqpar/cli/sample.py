@@ -19,7 +19,6 @@ from seqpar.pipelines._family import Job
 from seqpar.pipelines._pictures import grid, numbered, save, to_pil
 from seqpar.pipelines.adapted import Adapted
 from seqpar.sampling.loop import digest
-from seqpar.shard import Shard
 
 
 def run(args: Args) -> None:
@@ -61,9 +60,10 @@ def _encoding(job: Job, mesh: Mesh) -> Bar:
 def _write(args: Args, job: Job, pipeline: Any, latents: Tensor, measured: dict[str, Any]) -> str:
     """Decode on all ranks; rank 0 writes the files, with parameters and measurements in their metadata."""
     mesh: Mesh = pipeline.dit.mesh
-    mine = Shard(len(latents), mesh.world.size).sizes[mesh.world.rank]
+    way = pipeline.way(len(latents), job.pixels, args.vae)
+    mine = len(latents) if way is None else way.shard(len(latents)).sizes[way.axis.rank]
     with Bar(mine, "picture", mesh, "decoding") as bar:
-        images = pipeline.decode(latents, bar)
+        images = pipeline.decode(latents, bar, args.vae)
     paths = [args.out] if job.sheet else numbered(args.out, len(images))
     if mesh.is_main:
         shown = parameters(args, pipeline, job) | measured

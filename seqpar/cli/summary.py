@@ -40,6 +40,7 @@ def parameters(args: Args, pipeline: Any, job: Job) -> dict[str, Any]:
     """The flags as given; under "chosen" the values that were used, under "versions" the packages that ran."""
     dit, mesh = pipeline.dit, pipeline.dit.mesh
     height, width = job.pixels
+    way = pipeline.way(job.load.images, job.pixels, args.vae)
     chosen = {
         "strategy": dit.strategy.name,
         "local": dit.local.name,
@@ -51,6 +52,7 @@ def parameters(args: Args, pipeline: Any, job: Job) -> dict[str, Any]:
         "size": f"{height}x{width}",
         "scheduler": type(job.scheduler).__name__,
         "guidance": scales(job.guidance),
+        "vae": None if way is None else way.name,
         **{name: list(values) for name, values in job.named.items()},
     }
     return asdict(args) | {"out": str(args.out), "chosen": chosen, "versions": versions()}
@@ -92,8 +94,9 @@ def _notes(args: Args, pipeline: Any, job: Job, decision: Decision) -> list[str]
         lines.append(f"SwiGLU    {fused if missing is None else f'a kernel after cuBLAS: {missing}'}")
     reason = why_not_captured(dit, decision)
     lines.append(f"graph     {'a step is one CUDA graph' if reason is None else f'none: {reason}'}")
-    if pipeline.vae is None:
-        lines.append("decoder   none comes with this model: pictures show the first three latent channels")
+    way = pipeline.way(job.load.images, job.pixels, args.vae)
+    none = "none comes with this model: pictures show the first three latent channels"
+    lines.append(f"decoder   {none if way is None else way}")
     return lines
 
 

@@ -129,7 +129,7 @@ def reference_combine(product_PRD: Tensor, sums_3PR: Tensor, out_RD: Tensor, lse
 def launch_combine(product_PRD: Tensor, sums_3PR: Tensor, out_RD: Tensor, lse_R: Tensor) -> None:
     """Run the kernel of `combine`."""
     parts, rows, dim = product_PRD.shape
-    combine_kernel[(rows,)](
+    parts_kernel[(rows,)](
         product_PRD,
         *sums_3PR,
         out_RD,
@@ -202,8 +202,9 @@ def weights_kernel(
                 weights_out.store([block * ROWS, key + KEYS // 2], right)
         again = tl.max((high > shift + ROOM).to(tl.int32), 0) > 0  # pyright: ignore[reportOperatorIssue]
         if WAIT:  # until the copy engine has stored all weights, because it may store them again
-            wait = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
-            tl.inline_asm_elementwise(wait, "=r,r", [tiles], tl.int32, is_pure=False, pack=1)
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [tiles], tl.int32, is_pure=False, pack=1
+            )
     tl.store(shift_out + part * rows + row, shift, row < rows)
     # Rounding matters where few keys have almost all the weight, so the largest weight's is added to the sum.
     top = tl.exp2(high - shift)
@@ -213,7 +214,7 @@ def weights_kernel(
 
 
 @jit(do_not_specialize=["rows", "parts"])
-def combine_kernel(
+def parts_kernel(
     product,
     shift,
     total,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.adapter import decoding
 from seqpar.distributed import DistributedDiT, settled
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
@@ -17,7 +18,7 @@ from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish
 from seqpar.sampling.loop import Sampler
-from seqpar.vae.decoder import decode, preview
+from seqpar.vae.decoder import Way, decode, preview
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,44 @@ class Loaded:
         self.release()
 
     def release(self) -> None:
-        """Free the buffers and the CUDA graph that are kept between calls."""
+        """Free the buffers, the exchanges and the CUDA graphs that are kept between calls."""
         self.sampler.release()
+        if "decoding" in vars(self):
+            self.decoding.release()
 
     @cached_property
     def sampler(self) -> Sampler:
         """Return the reusable sampler of this pipeline."""
         return Sampler(self.dit)
 
-    def decode(self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None) -> Tensor:
-        """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents; on_image: see the decoder."""
+    @cached_property
+    def decoding(self) -> decoding.Decoding:
+        """Return the decoder on the ranks of the mesh, which keeps exchanges and CUDA graphs between pictures."""
+        return decoding.of(self.vae, self.dit.mesh, self.dit.transport.name)
+
+    def decode(
+        self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None, wish: str = "auto"
+    ) -> Tensor:
+        """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents.
+
+        on_image, wish: see `seqpar.vae.decoder.decode`.
+        """
         if self.vae is None:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
-        return decode(self.vae, latents_NCHW, self.dit.mesh, on_image)
+        return decode(self.decoding, latents_NCHW, on_image, wish)
+
+    def check_decodable(self, count: int, latent: tuple[int, int]) -> None:
+        """Raise ValueError, with what would fit, if `count` latents of (height, width) cannot be decoded here.
+
+        Every rank must call this at the same time, with the same numbers.
+        """
+        if self.vae is not None:
+            self.decoding.check(count, (self.vae.config.latent_channels, *latent))
+
+    def way(self, count: int, pixels: tuple[int, int], wish: str = "auto") -> Way | None:
+        """Return how `decode` decodes `count` pictures of a size, or None for previews."""
+        factor = self.files.factor
+        return None if self.vae is None else self.decoding.way(count, [side // factor for side in pixels], wish)
 
 
 def placed(

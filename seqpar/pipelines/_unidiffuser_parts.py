@@ -21,6 +21,7 @@ from seqpar.mesh import Mesh
 from seqpar.pipelines import _texts
 from seqpar.pipelines._texts import Encode
 from seqpar.pipelines._unidiffuser_files import PREFIX, Places, caption_decoder
+from seqpar.vae.shared import own
 
 FAILURES = (OSError, ValueError, RuntimeError, ImportError)  # of loaders of transformers and diffusers
 
@@ -113,7 +114,7 @@ def image_streams(
     device, encoder = vae.device, encoder.to(vae.device)
     pixels = VaeImageProcessor(vae_scale_factor=2 ** (len(vae.config.block_out_channels) - 1)).preprocess([*pictures])
     with torch.no_grad():
-        latents = vae.encode(pixels.to(device, vae.dtype)).latent_dist.sample(generator=generator)
+        latents = own(vae, "encode")(pixels.to(device, vae.dtype)).latent_dist.sample(generator=generator)
         seen = processor.preprocess([*pictures], return_tensors="pt").to(device=device, dtype=vae.dtype)
         embedded = encoder(**seen).image_embeds
     return {"image": latents * vae.config.scaling_factor, "clip": embedded[:, None]}

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from seqpar.mesh import Axis
 from seqpar.transports import _turns
-from seqpar.transports._exchanges import Gather, KeyValues, Rotation, ToHeads, ToTokens
+from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports._turns import TurnError, Turns
 
-__all__ = ["Facts", "Gather", "KeyValues", "Rotation", "ToHeads", "ToTokens", "Transport", "TurnError"]
+__all__ = ["Facts", "Gather", "Halo", "KeyValues", "Rotation", "ToHeads", "ToTokens", "Transport", "TurnError"]
 DEADLINE_S = 120.0  # how long a rank waits for another: longer than any kernel takes to compile
 
 
@@ -76,6 +76,20 @@ class Transport:
         """
         return _turns.gather(self._gather(axis, sizes, shape, like), self, like.device)
 
+    def halo(self, axis: Axis, capacity: int, like: Tensor) -> Halo:
+        """Make a halo: neighbours swap blocks of at most `capacity` elements, with dtype and device of `like`.
+
+        Raises `ValueError` for a negative capacity or one over 2^31 bytes, and for a dtype of more than 8 bytes.
+        """
+        if capacity < 0 or capacity * like.element_size() >= 2**31 or like.element_size() > 8:
+            raise ValueError(
+                f"got a halo of {capacity} elements of {like.dtype}, expected 0 to 2^31 - 1 bytes of elements of at "
+                f"most 8 bytes; swap several blocks, or complex numbers as real ones"
+            )
+        with torch.inference_mode(False):  # buffers outlive the caller's mode
+            made = self._halo(axis, capacity, like) if axis.size > 1 else _turns.NoNeighbours()
+        return _turns.HaloInTurn(made, self, axis, capacity, like)
+
     def abandon(self) -> None:
         """Finish every exchange that an error left unfinished, so that it can be used again; otherwise do nothing.
 
@@ -111,6 +125,9 @@ class Transport:
         raise NotImplementedError
 
     def _gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
+        raise NotImplementedError
+
+    def _halo(self, axis: Axis, capacity: int, like: Tensor) -> Halo:
         raise NotImplementedError
 
     def _release(self) -> None:

@@ -121,3 +121,28 @@ class Gather(Protocol):
     def deliver(self) -> Tensor:
         """Return all blocks, concatenated in the order of the ranks; valid until `outbox` is written again."""
         ...
+
+
+class Halo(Protocol):
+    """Swaps edges with both neighbours on an axis that does not close.
+
+    The first rank has no rank before it, the last none after it.
+    """
+
+    def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
+        """Send `first` to the rank before and `last` to the rank after; write what they sent to `before` and `after`.
+
+        `before` has the shape of the `last` of the rank before, `after` that of the `first` of the rank after. None
+        where nothing goes; its sender and its receiver must agree, and every rank of the axis must call, also one that
+        has nothing to swap. All may be strided views of 1 to 5 dims with at most `capacity` elements, other sizes at
+        every call; they must not overlap. Elements travel in the order of the dims, so a channels-last tensor travels
+        fastest as a view whose dims are permuted to the order of its memory, on both sides. When the call returns,
+        `first` and `last` may be written and `before` and `after` read, on a GPU in the order of the current stream.
+
+        A swap is one call, so an error between two swaps leaves nothing to finish. Ranks that make unequal numbers of
+        swaps wait for each other until the deadline of the transport.
+
+        Raises `ValueError`, before anything moves, for a block that is too large, of another dtype or device, or for a
+        neighbour that does not exist. It is the same on all ranks whose arguments have the same fault.
+        """
+        ...

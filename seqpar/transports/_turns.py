@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.flags import Flags
+from seqpar.mesh import Axis
 from seqpar.outboxes import Outboxes
-from seqpar.transports._exchanges import Gather, KeyValues, Rotation, ToHeads, ToTokens
+from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 
 RELEASED = -1  # the next turn after `Transport.release`: no call has this number
 NEVER = -2  # the turn of a call that this exchange does not have
@@ -235,6 +236,45 @@ class RotationInTurn:
             yield block
         if blocks is self._reading.blocks:  # `abandon` has not replaced them
             self._turns.take(2, END)
+
+
+class NoNeighbours:
+    """The `Halo` of an axis of one rank."""
+
+    def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
+        """Do nothing; all four are None."""
+
+
+class HaloInTurn:
+    """A checked `Halo`. made: the unchecked one of the transport. It has one call, so only release ends its turns."""
+
+    def __init__(self, made: Halo, owner: Owner, axis: Axis, capacity: int, like: Tensor) -> None:
+        self.made, self._capacity, self._kind = made, capacity, (like.dtype, like.device)
+        self._ends = axis.rank == 0, axis.rank == axis.size - 1
+        self._turns = Turns(owner, "a halo", like.device, (("swap", lambda: None),))
+
+    def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
+        """See `Halo.swap`."""
+        self._check(0, first, before)
+        self._check(1, last, after)
+        self._turns.take(0, "swap")
+        self.made.swap(first, last, before, after)
+
+    def _check(self, side: int, outgoing: Tensor | None, incoming: Tensor | None) -> None:
+        for block in (outgoing, incoming):
+            if block is None:
+                continue
+            if self._ends[side]:
+                raise ValueError(
+                    f"got a block for the rank {('before', 'after')[side]}, expected None on the "
+                    f"{('first', 'last')[side]} rank of an axis, which has no such neighbour; pass None there"
+                )
+            kind = (block.dtype, block.device)
+            if block.numel() > self._capacity or kind != self._kind or block.dim() > 5:
+                raise ValueError(
+                    f"got a block {tuple(block.shape)} of {block.dtype} on {block.device}, expected at most 5 dims, "
+                    f"{self._capacity} elements, {self._kind[0]} on {self._kind[1]}; make a halo for the largest block"
+                )
 
 
 def both_ways(made: tuple[ToHeads, ToTokens], owner: Owner, device: torch.device) -> tuple[ToHeads, ToTokens]:

@@ -1,108 +1,143 @@
-"""Decodes latents on all ranks: each rank decodes some images, one at a time, so that no bit depends on the mesh.
+"""Decodes latents on all ranks, and loads the decoder.
 
-When it wins: with several images, which the ranks decode in parallel.
+Each rank decodes some pictures, one at a time, so that no bit depends on the mesh; with fewer pictures than ranks all
+ranks decode each picture by strips (`seqpar.vae.parallel`).
+When it wins: with several GPUs, always; strips also need less memory on each.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from functools import update_wrapper
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
-from seqpar.inputs import from_rank_0
-from seqpar.mesh import Mesh
+from seqpar import exact
+from seqpar.mesh import Axis, Mesh
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.weights import vae_keys
 from seqpar.weights.checkpoint import Checkpoint, KeyMap, check, find_checkpoint, open_checkpoint, read_json
 from seqpar.weights.loading import load
 
+WISHES = ("auto", "strips", "pictures")  # how a caller may ask for pictures to be decoded
 # what diffusers raises for a config that describes no decoder
 FAILURES = (ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, RuntimeError)
 
 
-def decode(vae: Any, latents_NCHW: Tensor, mesh: Mesh, on_image: Callable[[int], None] = lambda index: None) -> Tensor:
+class Decoder(Protocol):
+    """A VAE on the ranks of a mesh. Its methods take latents (1, C, h, w) that the VAE decodes as they are."""
+
+    mesh: Mesh
+    vae: Any
+
+    def rank_0s(self, latents_NCHW: Tensor) -> Tensor:
+        """Return rank 0's latents on this rank's device; every rank must call this at the same time."""
+        ...
+
+    def way(self, count: int, shape: Sequence[int], wish: str = "auto") -> Way:
+        """Return how `count` latents of a shape, of which the last two sizes count, are decoded; see `way_of`."""
+        ...
+
+    def prepare(self, way: Way, shape: Sequence[int]) -> None:
+        """Choose for latents of a shape (N, C, h, w) whether they are decoded in turns; every rank must call this."""
+        ...
+
+    def say(self, text: str | None) -> None:
+        """Print a text on rank 0, if it is one and was not printed before."""
+        ...
+
+    def alone(self, latent_1Chw: Tensor) -> Tensor:
+        """Return the picture (1, 3, H, W) that this rank decodes without the others."""
+        ...
+
+    def strips(self, latent_1Chw: Tensor) -> Tensor:
+        """Return the picture (1, 3, H, W) on every rank that shares it; all of them must call this."""
+        ...
+
+
+@dataclass(frozen=True)
+class Way:
+    """How pictures are decoded: "pictures" (whole, some on each rank), "strips" (each on `ranks`) or "whole".
+
+    axis: the one that divides the pictures. why: why there are no strips, where there would be.
+    """
+
+    name: str
+    ranks: int
+    axis: Axis
+    why: str | None = None
+
+    def shard(self, count: int) -> Shard:
+        """Return the pictures of each rank of the axis."""
+        return Shard(count, self.axis.size)
+
+    @property
+    def told(self) -> str | None:
+        """Return the sentence that says why there are no strips, or None."""
+        return None if self.why is None else f"the VAE computes {self}"
+
+    def __str__(self) -> str:
+        groups = f", in each of {self.axis.size} groups" if self.axis.size > 1 else ""
+        shown = {
+            "pictures": f"whole pictures, some on each of {self.ranks} ranks",
+            "strips": f"strips on {self.ranks} ranks{groups}",
+            "whole": "whole pictures on every rank" if self.ranks > 1 else "whole pictures",
+        }[self.name]
+        return shown if self.why is None else f"{shown}, because {self.why}"
+
+
+def way_of(count: int, wish: str, world: Axis, groups: Axis, why_whole: Callable[[], str | None]) -> Way:
+    """Return how `count` pictures are decoded on all ranks.
+
+    wish: one of `WISHES`; "auto" decodes by pictures where each rank gets one, and in exact mode, because that has the
+    bits of one rank, and otherwise by strips. groups: the axis of the groups of ranks that share a picture.
+    why_whole: returns why a picture cannot be cut into strips, or None.
+    """
+    if world.size == 1:
+        return Way("whole", 1, world)
+    if wish == "pictures" or (wish == "auto" and (count >= world.size or exact.is_on())):
+        return Way("pictures", world.size, world)
+    reason = why_whole()
+    if reason is None:
+        return Way("strips", world.size // groups.size, groups)
+    return Way("pictures", world.size, world, reason)
+
+
+def decode(
+    on: Decoder, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None, wish: str = "auto"
+) -> Tensor:
     """Decode rank 0's latents (N, C, h, w) into pictures (N, 3, H, W) in [0, 1], fp32, on every rank.
 
-    vae: diffusers' AutoencoderKL. on_image(index): called when this rank has queued the decoding of one of its images.
+    on: the VAE, diffusers' AutoencoderKL, on the ranks of a mesh. on_image(index): called when this rank has queued
+    the decoding of one of its images, or its part of one. wish: see `way_of`.
     """
-    latents_NCHW = from_rank_0(mesh, {"latents": latents_NCHW})["latents"]
-    shard = Shard(len(latents_NCHW), mesh.world.size)
-    mine = latents_NCHW[shard.slice(mesh.world.rank)].to(mesh.device, vae.dtype)
-    factor = vae_factor(vae.config)
+    latents_NCHW = on.rank_0s(latents_NCHW)
+    way = on.way(len(latents_NCHW), latents_NCHW.shape, wish)
+    on.say(way.told)
+    on.prepare(way, (1, *latents_NCHW.shape[1:]))
+    shard, one = way.shard(len(latents_NCHW)), on.strips if way.name == "strips" else on.alone
+    images = _pictures(on.vae, latents_NCHW[shard.slice(way.axis.rank)], one, on_image)
+    return gather(images, way.axis, shard.sizes) if way.axis.size > 1 else images
+
+
+def _pictures(
+    vae: Any, latents_NCHW: Tensor, one: Callable[[Tensor], Tensor], on_image: Callable[[int], None]
+) -> Tensor:
+    """Return pictures (N, 3, H, W) in [0, 1] of a model's latents. one: decodes a single one of the VAE's latents."""
+    config, factor, shift = vae.config, vae_factor(vae.config), getattr(vae.config, "shift_factor", None) or 0.0
     shape = (3, latents_NCHW.shape[2] * factor, latents_NCHW.shape[3] * factor)
-    images, alone = torch.empty(len(mine), *shape, device=mesh.device), _own_decode(vae)
-    shift = getattr(vae.config, "shift_factor", None) or 0.0
-    with torch.inference_mode():
-        for index, (image, latent) in enumerate(zip(images, mine, strict=True)):
-            decoded = alone(latent[None] / vae.config.scaling_factor + shift).sample[0]
+    images = torch.empty(len(latents_NCHW), *shape, device=latents_NCHW.device)
+    with torch.inference_mode(False), torch.no_grad():  # exchanges that are made here outlive the caller's mode
+        for index, (image, latent) in enumerate(zip(images, latents_NCHW.to(vae.dtype), strict=True)):
+            decoded = one(latent[None] / config.scaling_factor + shift)[0]
             image.copy_((decoded.float() / 2 + 0.5).clamp(0, 1))
             on_image(index)
-    return gather(images, mesh.world, shard.sizes) if mesh.world.size > 1 else images
-
-
-def share_input(vae: Any, mesh: Mesh, check: Callable[[], None] = lambda: None) -> Callable[[], None]:
-    """Change a decoder in place, so that `vae.decode` decodes rank 0's latents on every rank; return what ends that.
-
-    A diffusers pipeline steps its own latents on every rank. If noise or generators differ between ranks, these latents
-    differ, although the transformer (`DistributedDiT`) uses rank 0's. From now on every rank must call `vae.decode` at
-    the same time. check: called before each decoding. Pipelines may share a decoder: its own `decode` is put back when
-    the last of them ends it.
-    """
-    shared = vars(vae).get("decode")
-    if not isinstance(shared, Shared):
-        shared = vae.decode = Shared(vae)
-    return shared.join(mesh, check)
-
-
-class Shared:
-    """The `decode` of a decoder whose input is shared among ranks.
-
-    alone: the decoder's own, which decodes this rank's latents.
-    """
-
-    def __init__(self, vae: Any) -> None:
-        self.alone: Callable[..., Any] = vae.decode
-        self._vae, self._before = vae, {name: x for name, x in vars(vae).items() if name == "decode"}
-        self._users: dict[object, tuple[Mesh, Callable[[], None]]] = {}
-        update_wrapper(self, self.alone)
-
-    def __call__(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what the decoder makes of rank 0's latents."""
-        users = [*self._users.values()]
-        for _, before in users:
-            before()
-        shared = from_rank_0(users[0][0], {"latents": z})["latents"] if users else z
-        return self.alone(shared, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """Return the own `decode` of the decoder's copy, which no mesh shares and which has weights of its own."""
-        return copy.deepcopy(self.alone, memo)
-
-    def join(self, mesh: Mesh, check: Callable[[], None]) -> Callable[[], None]:
-        """Add a user; return what takes it away again."""
-        key = object()
-        self._users[key] = mesh, check
-
-        def end() -> None:
-            self._users.pop(key, None)
-            if not self._users and vars(self._vae).get("decode") is self:
-                del self._vae.decode
-                vars(self._vae).update(self._before)
-
-        return end
-
-
-def _own_decode(vae: Any) -> Callable[..., Any]:
-    """Return a decoder's own `decode`, which a rank may call alone, also while its input is shared elsewhere."""
-    found = vae.decode
-    return found.alone if isinstance(found, Shared) else found
+    return images
 
 
 def preview(latents_NCHW: Tensor, factor: int) -> Tensor:

@@ -36,6 +36,7 @@ from tests.support.tiny import diffusers_dit, original_state_dict
         ({"repeat": 0}, "--repeat 0"),
         ({"respacing": "ddim300"}, "got respacing 'ddim300', expected a number that an integer stride"),
         ({"respacing": "25", "scheduler": "LCMScheduler"}, "got respacing '25' with LCMScheduler, expected DDIM"),
+        ({"vae": "strips", "exact": True}, "got --vae strips with --exact, expected pictures"),
         ({"heads": 0}, "got --heads 0, expected at least 1"),
         ({"heads": 3, "model": "dit-s/8"}, "got 3 heads for dit-s/8, expected the 6 that"),
     ],

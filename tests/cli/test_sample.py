@@ -6,6 +6,7 @@ import io
 import json
 import time
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_two_ranks_make_the_picture_of_torchrun_and_say_how_it_was_made(folder: 
         "scheduler": "DDIMScheduler",
         "guidance": "guidance 4",
         "classes": ["3", "5"],
+        "vae": None,
     }
     assert told["versions"] == {module.__name__: module.__version__ for module in (torch, diffusers, package)}
     assert set(Args.__dataclass_fields__) <= set(told)
@@ -128,6 +130,24 @@ def test_a_plan_is_made_for_the_processes_there_are(
     assert all(text in first for text in (f"plan      {axis} 2, ", aim, f"mesh      {axis} 2 (2 x "))
     assert second == ""
     assert parameters(tmp_path / "x.png")["chosen"]["mesh"][axis] == 2
+
+
+def test_a_flag_says_how_pictures_are_decoded_and_it_is_told(ranks: Pool, tmp_path: Path) -> None:
+    made = []
+    for wish, classes, way in (
+        ("strips", ("cat", "1"), "strips"),
+        ("auto", ("cat",), "strips"),
+        ("pictures", ("1",), ""),
+    ):
+        args = Args(classes=classes, steps=2, vae=wish, out=tmp_path / f"{wish}.png")  # pyright: ignore
+        first, second = ranks.run(2, printed, args)
+        assert f"decoder   {'strips on 2 ranks' if way else 'whole pictures, some on each of 2 ranks'}" in first
+        assert second == ""
+        assert parameters(args.out)["chosen"]["vae"] == (way or "pictures")
+        made.append(args.out)
+    run(replace(args, vae="auto", classes=two, out=tmp_path / "one.png"))
+    with Image.open(made[0]) as strips, Image.open(tmp_path / "one.png") as alone:
+        assert max(abs(a - b) for a, b in zip(strips.tobytes(), alone.tobytes(), strict=True)) <= 2  # in two orders
 
 
 def test_latents_that_are_not_finite_are_one_line(folder: Path, tmp_path: Path) -> None:

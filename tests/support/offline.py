@@ -24,7 +24,24 @@ from triton.runtime.jit import JITFunction
 
 from launch.benches.kernels import Case, cases
 from launch.benches.tiles import candidates
-from seqpar.kernels import adaln, ddim, ddpm, flags, gelu, multistep, post_norm, prepare, push, swiglu, weights
+from seqpar.kernels import (
+    adaln,
+    channel_norm,
+    ddim,
+    ddpm,
+    flags,
+    gelu,
+    group_norm,
+    halo,
+    multistep,
+    post_norm,
+    prepare,
+    push,
+    residual,
+    swiglu,
+    upsample,
+    weights,
+)
 from seqpar.kernels.adaln import Norm
 from seqpar.kernels.push import Destinations
 from seqpar.local import sdpa
@@ -128,8 +145,15 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {"push, 4 x 72, heads apart": pushed(4, 72, apart=True), "push, many": pushed(8, 128, tokens=2048)}
     made |= {f"outboxes, {part} alone": outboxes(32, 128, parts=part) for part in "qkv"}
     made |= {"outboxes, meets": outboxes(32, 128, meets=True), "push, meets": pushed(8, 128, meets=True)}
+    made |= {f"halo, {way} {kind}": edges(way, kind) for way in ("send", "take") for kind in ("rows", "planes")}
     made |= {f"model, {name}": modelled(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")}
     made["model, unidiffuser-v1"] = joint("unidiffuser-v1")
+    made |= {f"group_norm, {width}, {last}": normalised(width, last) for width in (128, 512) for last in (True, False)}
+    made |= {
+        f"channel_norm, {width}, {last}": of_channels(width, last) for width in (96, 384) for last in (True, False)
+    }
+    made |= {f"residual, {width}": summed(width) for width in (128, 384)}
+    made |= {f"upsample, {width}, {last}": doubled(width, last) for width in (128, 384) for last in (True, False)}
     made |= {f"multistep, {p} and {q}": multistepped(p, q) for p, q in ((1, 1), (1, 2), (2, 2), (3, 3))}
     made |= {"wide, 512": wide(4096, 512), "wide, 512, uneven": wide(4001, 512)}
     return made | {"ddim": update, "ddpm": learned, "flags": lambda: flags.launch(four_ranks(), True, True)}
@@ -163,6 +187,14 @@ def pushed(heads: int, dim: int, meets: bool = False, apart: bool = False, token
     into = Destinations([rows(2, tokens // 4, 4 * heads, dim)[:, :, :heads].transpose(0, 1) for _ in range(4)], 1)
     out = rows(2, heads, tokens, dim).transpose(1, 2) if apart else rows(2, tokens, heads, dim)
     return lambda: push.launch(out, into, four_ranks() if meets else None)
+
+
+def edges(way: str, kind: str) -> Callable[[], object]:
+    """Return a launch that moves two edges of an image, as rows of all channels or as a row of each channel's plane."""
+    image, dim = (rows(64, 64, 512), 0) if kind == "rows" else (rows(512, 64, 64), 1)
+    boxes = torch.empty(2, 2, 1 << 16, dtype=torch.uint8).unbind()
+    launch = halo.launch_send if way == "send" else halo.launch_take
+    return lambda: launch((image.narrow(dim, 1, 1), image.narrow(dim, 62, 1)), (boxes[0], boxes[1]), four_ranks())
 
 
 def wide(keys: int, dim: int) -> Callable[[], object]:
@@ -238,6 +270,39 @@ def as_on_gpus(launch: Callable[[], None]) -> None:
         torch.cuda.get_device_capability = capability
         for kernel, fused in zip(kernels, kept, strict=True):
             kernel.fused = fused
+
+
+def normalised(channels: int, last: bool) -> Callable[[], object]:
+    """Return a GroupNorm of a picture, in contiguous or channels-last memory, into rows between a halo."""
+
+    def launch() -> None:
+        layout = torch.contiguous_format if last else torch.channels_last
+        x, wide = (rows(1, channels, high, 64).to(memory_format=layout) for high in (64, 66))
+        shift = None if last else rows(channels)
+        found = group_norm.launch_moments(x, 32, shift)
+        affine = group_norm.Affine(rows(channels), rows(channels), shift_C=shift)
+        group_norm.launch_normalise(x, found, affine, True, wide[:, :, 1:-1])
+
+    return launch
+
+
+def of_channels(channels: int, last: bool) -> Callable[[], object]:
+    """Return an RMSNorm over channels of two frames with SiLU, in contiguous or channels-last memory."""
+    layout = torch.contiguous_format if last else torch.channels_last_3d
+    x = rows(1, channels, 2, 64, 64).to(memory_format=layout)
+    return lambda: channel_norm.launch(x, rows(channels), None, True)
+
+
+def summed(channels: int) -> Callable[[], object]:
+    """Return a sum of two pictures and their biases in channels-last memory."""
+    x, y = (rows(1, channels, 64, 64).to(memory_format=torch.channels_last) for _ in range(2))
+    return lambda: residual.launch((x, rows(channels)), (y, rows(channels)))
+
+
+def doubled(channels: int, last: bool) -> Callable[[], object]:
+    """Return an upsampling of a picture, in contiguous or channels-last memory."""
+    x = rows(1, channels, 64, 64).to(memory_format=torch.contiguous_format if last else torch.channels_last)
+    return lambda: upsample.launch(x)
 
 
 def update() -> None:

@@ -1,6 +1,6 @@
-"""Blocks sent directly between ranks: `CollectiveRotation` for rings, and `CollectiveGather` of uneven blocks.
+"""Blocks sent directly between ranks: `CollectiveRotation`, `CollectiveGather` of uneven blocks, and `CollectiveHalo`.
 
-Both group sends and receives into views of buffers that are made once. They take any sizes and need neither an exchange
+All group sends and receives into views of buffers that are made once. They take any sizes and need neither an exchange
 of sizes nor a concatenation. (gloo's `all_gather` refuses uneven sizes.)
 """
 
@@ -89,12 +89,52 @@ class CollectiveGather:
         return self._whole
 
 
+class CollectiveHalo:
+    """Swaps edges with the neighbours in one group of at most two sends and two receives; see `Halo`.
+
+    Contiguous blocks are sent from and received into their own memory. Others are copied through one of four buffers,
+    which are made once for the capacity. Nothing waits on the host with NCCL, and a CUDA graph can capture it.
+    """
+
+    def __init__(self, axis: Axis, capacity: int, like: Tensor) -> None:
+        self._group = axis.group
+        self._sides = [
+            (neighbour, like.new_empty(capacity), like.new_empty(capacity)) if 0 <= neighbour < axis.size else None
+            for neighbour in (axis.rank - 1, axis.rank + 1)
+        ]
+
+    def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
+        """Send and receive what is there; an empty block is not sent."""
+        moves, late = [], []
+        for side, outgoing, incoming in zip(self._sides, (first, last), (before, after), strict=True):
+            if side is None:
+                continue
+            neighbour, send, receive = side
+            if outgoing is not None and outgoing.numel():
+                block = _packed(outgoing, send)
+                moves.append(dist.P2POp(dist.isend, _bytes(block), group=self._group, group_peer=neighbour))
+            if incoming is not None and incoming.numel():
+                room = incoming if incoming.is_contiguous() else receive[: incoming.numel()].view(incoming.shape)
+                moves.append(dist.P2POp(dist.irecv, _bytes(room), group=self._group, group_peer=neighbour))
+                if room is not incoming:
+                    late.append((incoming, room))
+        for move in dist.batch_isend_irecv(moves) if moves else ():
+            move.wait()
+        for incoming, room in late:
+            incoming.copy_(room)
+
+
 def gather(block: Tensor, axis: Axis, sizes: tuple[int, ...], dim: int = 0) -> Tensor:
     """Gather blocks once, along any dim, into a new tensor; see `CollectiveGather`."""
     first = block.movedim(dim, 0)
     exchange = CollectiveGather(axis, sizes, tuple(first.shape[1:]), block)
     exchange.outbox().copy_(first)
     return exchange.deliver().movedim(0, dim)
+
+
+def _packed(block: Tensor, buffer: Tensor) -> Tensor:
+    """Return the block itself if it is contiguous, else a copy of it in the buffer."""
+    return block if block.is_contiguous() else buffer[: block.numel()].view(block.shape).copy_(block)
 
 
 def _bytes(block: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from seqpar.mesh import Axis, Mesh
 from seqpar.transports import _contract
-from seqpar.transports._exchanges import Gather, KeyValues, Rotation, ToHeads, ToTokens
+from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.collective.exchange import CollectiveKeyValues, CollectiveToHeads, CollectiveToTokens
-from seqpar.transports.collective.point_to_point import CollectiveGather, CollectiveRotation
+from seqpar.transports.collective.point_to_point import CollectiveGather, CollectiveHalo, CollectiveRotation
 
 
 def bare(axis: Axis, nbytes: int, device: torch.device) -> Callable[[], object]:
@@ -57,3 +57,7 @@ class Transport(_contract.Transport):
     def _gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
         """Make one group of sends and receives."""
         return CollectiveGather(axis, sizes, shape, like)
+
+    def _halo(self, axis: Axis, capacity: int, like: Tensor) -> Halo:
+        """Make one group of sends and receives with the neighbours."""
+        return CollectiveHalo(axis, capacity, like)

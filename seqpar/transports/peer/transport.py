@@ -15,11 +15,12 @@ from torch import Tensor
 from seqpar.kernels.flags import Late
 from seqpar.mesh import Axis, Mesh
 from seqpar.transports import _contract
-from seqpar.transports._exchanges import Gather, KeyValues, Rotation, ToHeads, ToTokens
+from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.peer.arena import first_told, why_no_peers
 from seqpar.transports.peer.blocks import PeerGather, PeerRotation
 from seqpar.transports.peer.exchange import PeerHeads, PeerKeyValues, PeerOverlappedKeyValues
+from seqpar.transports.peer.halo import PeerHalo
 
 T = TypeVar("T")
 TRIAL_S = 30.0  # deadline of the test exchange: longer than ranks need to compile the kernel of the flags
@@ -112,6 +113,11 @@ class Transport(_contract.Transport):
         """Make a gather that copies this rank's block to each other rank."""
         made = PeerGather(axis, sizes, shape, like, *self._next(like.device))
         return self._keep(axis, f"blocks of {sizes} x {shape}", made)
+
+    def _halo(self, axis: Axis, capacity: int, like: Tensor) -> Halo:
+        """Make two slots for each neighbour; one kernel writes into the neighbours' slots and waits for theirs."""
+        made = PeerHalo(axis, capacity, like, *self._next(like.device))
+        return self._keep(axis, f"edges of at most {capacity} elements", made)
 
     def check(self) -> None:
         """Raise `TimeoutError` if this rank waited in vain; see the base class.

@@ -1,0 +1,115 @@
+"""What is known about VAEs: the types of modules that were tested on strips, and the functions that are local.
+
+A function is local if its result on a strip is the strip of its result: pointwise functions, views, and joining or
+splitting along channels and time. What joins along the cut dim is found by the check at the next convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_TORCH = {
+    "activation": ("SiLU",),
+    "container": ("ModuleList", "Sequential"),
+    "conv": ("Conv2d", "Conv3d"),
+    "dropout": ("Dropout",),
+    "linear": ("Linear", "Identity"),
+    "normalization": ("GroupNorm", "LayerNorm"),
+    "padding": ("ZeroPad2d",),
+}
+# Wan's blocks, which Qwen-Image has under its own name
+_CAUSAL = (
+    *("AttentionBlock", "CausalConv3d", "Decoder3d", "Encoder3d", "MidBlock"),
+    *("RMS_norm", "Resample", "ResidualBlock", "UpBlock", "Upsample"),
+)
+_DIFFUSERS = {
+    "attention_processor": ("Attention",),
+    "autoencoders.autoencoder_kl": ("AutoencoderKL",),
+    "autoencoders.autoencoder_kl_hunyuan_video": (
+        "AutoencoderKLHunyuanVideo",
+        *(f"HunyuanVideo{name}Causal3D" for name in ("Upsample", "Downsample", "ResnetBlock")),
+        *(f"HunyuanVideo{name}3D" for name in ("Decoder", "Encoder", "MidBlock", "DownBlock", "UpBlock")),
+        "HunyuanVideoCausalConv3d",
+    ),
+    "autoencoders.autoencoder_kl_ltx": (
+        "AutoencoderKLLTXVideo",
+        *(f"LTXVideo{name}3d" for name in ("CausalConv", "Decoder", "Encoder", "MidBlock", "ResnetBlock", "UpBlock")),
+        *(f"LTXVideo{name}" for name in ("DownBlock3D", "095DownBlock3D", "Downsampler3d", "Upsampler3d")),
+    ),
+    "autoencoders.autoencoder_kl_qwenimage": ("AutoencoderKLQwenImage", *(f"QwenImage{name}" for name in _CAUSAL)),
+    "autoencoders.autoencoder_kl_wan": (
+        "AutoencoderKLWan",
+        *(f"Wan{name}" for name in _CAUSAL),
+        *("AvgDown3D", "DupUp3D", "WanResidualDownBlock", "WanResidualUpBlock"),
+    ),
+    "autoencoders.vae": ("Decoder", "Encoder"),
+    "downsampling": ("Downsample2D",),
+    "embeddings": ("PixArtAlphaCombinedTimestepSizeEmbeddings", "TimestepEmbedding", "Timesteps"),
+    "normalization": ("RMSNorm",),
+    "resnet": ("ResnetBlock2D",),
+    "unets.unet_2d_blocks": ("DownEncoderBlock2D", "UNetMidBlock2D", "UpDecoderBlock2D"),
+    "upsampling": ("Upsample2D",),
+}
+MODULES = frozenset(
+    f"{prefix}.{module}.{name}"
+    for prefix, table in (("torch.nn.modules", _TORCH), ("diffusers.models", _DIFFUSERS))
+    for module, names in table.items()
+    for name in names
+)
+"""The types of modules whose strips were tested, as module path and class name."""
+
+
+def check_modules(vae: nn.Module) -> None:
+    """Raise ValueError for the first module whose type was not tested on strips; it names the module and its type."""
+    for name, module in vae.named_modules():
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        if kind not in MODULES:
+            raise ValueError(
+                f"got a VAE whose module {name or '(the VAE itself)'} is a {kind}, expected types whose strips were "
+                f"tested; decode whole pictures, or add rules and a test for it"
+            )
+
+        if getattr(module, "per_channel_scale1", None) is not None:
+            raise ValueError(
+                f"got a VAE whose module {name} ({kind}) draws noise for its pixels (inject_noise), which strips would "
+                f"draw differently; decode whole pictures"
+            )
+
+
+def _getters(*names: str) -> list[Any]:
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+LOCAL = frozenset(
+    [
+        *_getters("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "data"),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point),
+        *(Tensor.add, Tensor.sub, Tensor.mul, Tensor.div, Tensor.pow, Tensor.neg, Tensor.__eq__),
+        *(Tensor.add_, Tensor.mul_, Tensor.div_, torch.add, torch.mul, torch.div, torch.rsqrt, torch.sqrt),
+        *(torch.exp, torch.clamp, Tensor.clamp, Tensor.le, torch.where, F.silu, F.relu, F.gelu, torch.sigmoid),
+        *(Tensor.to, Tensor.float, Tensor.type_as, Tensor.clone, Tensor.contiguous, Tensor.detach, Tensor.copy_),
+        *(Tensor.view, Tensor.reshape, Tensor.permute, Tensor.transpose, Tensor.movedim, Tensor.flatten),
+        *(Tensor.unflatten, Tensor.squeeze, Tensor.unsqueeze, Tensor.expand, Tensor.chunk, Tensor.split),
+        *(Tensor.unbind, Tensor.repeat, Tensor.repeat_interleave, Tensor.__getitem__, Tensor.__setitem__),
+        *(Tensor.narrow, torch.sin, torch.cos, torch.arange),
+        *(torch.cat, torch.concatenate, torch.stack, torch.chunk, torch.split),
+        *(torch.zeros_like, torch.ones_like, torch.zeros, torch.functional.meshgrid, F.linear),
+    ]
+)
+"""Functions whose result on a strip is the strip of their result."""
+
+
+def spatial_factor(vae: Any) -> int:
+    """Return the pixels along each side of a latent pixel."""
+    config: Mapping[str, Any] = vae.config
+    for name in ("scale_factor_spatial", "spatial_compression_ratio"):
+        if config.get(name) is not None:
+            return config[name]
+    if hasattr(vae, "spatial_compression_ratio"):
+        return vae.spatial_compression_ratio
+    return 2 ** (len(config["block_out_channels"]) - 1)

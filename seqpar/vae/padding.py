@@ -1,0 +1,91 @@
+"""Pads a strip: rows beyond it come from the neighbours, and at the outer edges from the mode of padding.
+
+One tensor is allocated, the strip is copied into its middle, and the neighbours' rows arrive at its edges.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqpar.vae.place import Place
+
+Pads = dict[int, tuple[int, int]]
+"""Dim (counted from the end) -> how much is added before and after."""
+
+
+def pad_strip(place: Place, strip: Tensor, pads: Pads, mode: str = "constant", value: float = 0.0) -> Tensor:
+    """Return a strip padded along some dims. A mode other than constant, replicate and reflect is refused."""
+    if mode not in ("constant", "replicate", "reflect"):
+        place.refuse(f"got padding of mode {mode!r}, expected constant, replicate or reflect")
+    shape = list(strip.shape)
+    for dim, (before, after) in pads.items():
+        shape[dim] += before + after
+    padded = torch.empty(shape, dtype=strip.dtype, device=strip.device, memory_format=memory_format(strip))
+    lines = padded
+    for dim, (before, _) in pads.items():
+        if dim != place.cut.dim:
+            lines = lines.narrow(dim, before, strip.shape[dim])
+    before, after = pads.get(place.cut.dim, (0, 0))
+    lines.narrow(place.cut.dim, before, strip.shape[place.cut.dim]).copy_(strip)
+    fill_halo(place, lines, (before, after), mode, value)
+    for dim, sides in pads.items():
+        if dim != place.cut.dim:
+            fill_edges(padded, dim, sides, mode, value)
+    if before or after:
+        place.has_halo(padded, before, after)
+    return padded
+
+
+def fill_halo(place: Place, padded: Tensor, sides: tuple[int, int], mode: str = "constant", value: float = 0.0) -> None:
+    """Write the edge rows of a padded strip whose inside is written: the neighbours' rows, or the outer padding."""
+    cut, (before, after) = place.cut, sides
+    if not (before or after):
+        return
+    size = padded.shape[cut.dim] - before - after
+    if min(cut.shares(size)) < max(before, after):
+        place.refuse(f"got strips of {min(cut.shares(size))} rows, expected at least {max(before, after)}")
+    place.exchanges.swap(
+        first=edge(place, padded, before, after) if not cut.first else None,
+        last=edge(place, padded, size, before) if not cut.last else None,
+        before=edge(place, padded, 0, before) if not cut.first else None,
+        after=edge(place, padded, before + size, after) if not cut.last else None,
+    )
+    fill_edges(padded, cut.dim, sides, mode, value, (cut.first, cut.last))
+
+
+def edge(place: Place, padded: Tensor, start: int, count: int) -> Tensor | None:
+    """Return some rows, with their dims in the order in which they travel; None for no rows."""
+    if not count:
+        return None
+    rows = padded.narrow(place.cut.dim, start, count)
+    return rows.movedim(1, -1) if place.channels_last else rows
+
+
+def fill_edges(
+    padded: Tensor, dim: int, sides: tuple[int, int], mode: str, value: float, which: tuple[bool, bool] = (True, True)
+) -> None:
+    """Write what a mode of padding puts before and after the inside of `padded` along a dim.
+
+    which: whether to write before, and after.
+    """
+    before, after = sides[0] * which[0], sides[1] * which[1]
+    end = padded.shape[dim] - sides[1]
+    if mode == "constant":
+        padded.narrow(dim, 0, before).fill_(value)
+        padded.narrow(dim, end, after).fill_(value)
+        return
+    for step in range(before):
+        source = sides[0] + (step + 1 if mode == "reflect" else 0)
+        padded.narrow(dim, sides[0] - 1 - step, 1).copy_(padded.narrow(dim, source, 1))
+    for step in range(after):
+        source = end - 1 - (step + 1 if mode == "reflect" else 0)
+        padded.narrow(dim, end + step, 1).copy_(padded.narrow(dim, source, 1))
+
+
+def memory_format(strip: Tensor) -> torch.memory_format:
+    """Return the memory format of a tensor, so that a convolution finds its input as it would unpadded."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(strip.ndim)
+    if last is None or strip.is_contiguous() or not strip.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last

@@ -1,0 +1,138 @@
+"""Decodes and encodes one picture (or video) on all ranks: each rank computes a strip of it, exactly.
+
+diffusers' own VAE runs on this rank's strip inside `StripMode`. Convolutions get the neighbours' rows, norms the
+statistics of all strips, and attention all keys.
+When it wins: with fewer pictures than ranks, and where one device cannot hold the activations of a picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.mesh import Mesh
+from seqpar.transports._contract import Transport
+from seqpar.transports.collective.point_to_point import gather
+from seqpar.vae.cut import Cut
+from seqpar.vae.exchanges import TransportExchanges
+from seqpar.vae.known import check_modules, spatial_factor
+from seqpar.vae.layout import pixels_last, weights_pixels_last
+from seqpar.vae.mode import StripMode
+from seqpar.vae.norms import single_functions
+from seqpar.vae.place import Place, channels_last
+from seqpar.vae.turns import maybe_in_turns
+
+__all__ = ["Cut", "ParallelVAE", "Place"]
+
+
+class ParallelVAE:
+    """One VAE of diffusers on one mesh. The ranks of a replica call its methods at the same time, with equal inputs.
+
+    transport: moves edge rows and sums; `release` frees its memory, so it must be this VAE's own. channels_last:
+    compute in channels-last memory; until `release` the weights of convolutions have this format, too. Raises
+    ValueError for a VAE with a type of module whose strips were not tested. It computes no gradients.
+    strip_bytes: may be set for the next calls, alike on all ranks: what a rank has is computed in strips of this size,
+    in turn, which needs less memory (`seqpar.vae.turns`); None computes it at once.
+    """
+
+    def __init__(self, vae: Any, mesh: Mesh, transport: Transport, channels_last: bool = False) -> None:
+        check_modules(vae)
+        self._vae, self._axis, self._transport, self._main = vae, mesh.replica, transport, mesh.is_main
+        self._exchanges = TransportExchanges(self._axis, transport)
+        self._names = {module: name for name, module in vae.named_modules()}
+        self._side = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
+        self._factor, self._told = spatial_factor(vae), set[str]()
+        self._restore = weights_pixels_last(vae) if channels_last else None
+        self.strip_bytes: int | None = None
+
+    def decode(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what `vae.decode` returns for whole latents (N, C, ..., h, w), with the whole sample on every rank.
+
+        If `why_whole` has a reason, every rank decodes whole latents, and rank 0 prints the reason once. Tiling
+        (`use_tiling`) is off while strips are decoded, because tiles make another picture; that is printed, too.
+        """
+        cut = self._cut(z, encode=False)
+        if cut is None:
+            return self._own("decode")(z, *args, **kwargs)
+        result = self._run(cut, "decode", cut.take(z), *args, **kwargs)
+        sample = _whole(cut, result[0])
+        if isinstance(result, tuple):
+            return (sample, *result[1:])
+        result.sample = sample
+        return result
+
+    def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what `vae.encode` returns for whole pictures (N, C, ..., H, W), whole on every rank; see `decode`."""
+        cut = self._cut(x, encode=True)
+        if cut is None:
+            return self._own("encode")(x, *args, **kwargs)
+        result = self._run(cut, "encode", cut.take(x, self._factor), *args, **kwargs)
+        posterior = result[0]
+        whole = type(posterior)(_whole(cut, posterior.parameters), deterministic=posterior.deterministic)
+        if isinstance(result, tuple):
+            return (whole, *result[1:])
+        result.latent_dist = whole
+        return result
+
+    def why_whole(self, shape: Sequence[int], encode: bool = False) -> str | None:
+        """Return the reason why latents (or, with `encode`, pictures) of this shape are not cut; None if they are."""
+        rows, columns = shape[-2:]
+        factor = self._factor if encode else 1
+        if rows % factor or columns % factor:
+            return f"{rows} x {columns} pixels are no multiples of the VAE's {factor}"
+        if Cut.of(self._axis, rows // factor, columns // factor) is None:
+            return f"{rows // factor} x {columns // factor} latent pixels are fewer than {self._axis.size} ranks"
+        return None
+
+    def release(self) -> None:
+        """Free the memory of all exchanges and put the weights' format back; every rank must call this."""
+        self._exchanges.release()
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+
+    def _cut(self, whole: Tensor, encode: bool) -> Cut | None:
+        if torch.is_grad_enabled() and whole.requires_grad:
+            raise ValueError("got an input that requires gradients, expected inference; call it inside torch.no_grad()")
+        reason = self.why_whole(whole.shape, encode)
+        if reason is not None:
+            self._tell(f"the VAE {'encodes' if encode else 'decodes'} whole pictures on every rank, because {reason}")
+            return None
+        factor = self._factor if encode else 1
+        return Cut.of(self._axis, whole.shape[-2] // factor, whole.shape[-1] // factor)
+
+    def _run(self, cut: Cut, method: str, strip: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what a method of the VAE makes of this rank's strip."""
+        self._transport.abandon()
+        strip = strip if self._restore is None else pixels_last(strip)
+        tiled = getattr(self._vae, "use_tiling", False)
+        if tiled:
+            self._tell("the VAE's tiling is off while it works on strips, which need no tiles and have no seams")
+            self._vae.use_tiling = False
+        try:
+            place = Place(cut, self._exchanges, self._names, channels_last(self._vae), self._side)
+            with torch.no_grad(), single_functions(self._vae), StripMode(place):
+                return maybe_in_turns(lambda: self._own(method)(strip, *args, **kwargs), place, self.strip_bytes)
+        finally:
+            if tiled:
+                self._vae.use_tiling = True
+
+    def _own(self, method: str) -> Callable[..., Any]:
+        """Return a method of the VAE's class, also where the instance's was replaced."""
+        return getattr(type(self._vae), method).__get__(self._vae)
+
+    def _tell(self, message: str) -> None:
+        """Print a message once."""
+        if self._main and message not in self._told:
+            self._told.add(message)
+            print(f"seqpar: {message}", flush=True)
+
+
+def _whole(cut: Cut, strip: Tensor) -> Tensor:
+    """Return the strips of all ranks side by side."""
+    if cut.axis.size == 1:
+        return strip.contiguous()
+    return gather(strip.contiguous(), cut.axis, cut.shares(strip.shape[cut.dim]), dim=strip.ndim + cut.dim).contiguous()

@@ -1,0 +1,109 @@
+"""Shares a VAE among the ranks of a mesh, in place: its `decode` and `encode` take rank 0's input.
+
+A diffusers pipeline steps its own latents on every rank. If noise or generators differ between ranks, these latents
+differ, although the transformer uses rank 0's. Every rank must call a shared method at the same time.
+When it wins: it is how all ranks of a diffusers pipeline end with one picture.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Any
+
+from seqpar.inputs import from_rank_0
+from seqpar.mesh import Mesh
+
+METHODS = ("decode", "encode")  # those of a VAE that are shared
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class User:
+    """A pipeline that shares a VAE among the ranks of its mesh.
+
+    check: called before each call. decode, encode: called in place of the VAE's own on every rank, with this rank's
+    input. Without `decode` the VAE's own takes rank 0's input; without `encode` the VAE's own is not replaced.
+    """
+
+    mesh: Mesh
+    check: Callable[[], None] = _nothing
+    decode: Callable[..., Any] | None = None
+    encode: Callable[..., Any] | None = None
+
+
+def share(vae: Any, user: User) -> Callable[[], None]:
+    """Change a VAE in place, so that its `decode` takes rank 0's input on every rank; return what ends that.
+
+    Its `encode` does so, too, for a user that has one.
+    Pipelines may share a VAE: the mesh of the first one computes, and the VAE's own methods are put back when the last
+    of them ends it.
+    """
+    names = METHODS if user.encode is not None else METHODS[:1]
+    ends = [_shared(vae, name).join(user) for name in names]
+
+    def end() -> None:
+        for each in ends:
+            each()
+
+    return end
+
+
+def own(vae: Any, name: str) -> Callable[..., Any]:
+    """Return a VAE's own `decode` or `encode`, which a rank may call alone, also while the VAE is shared."""
+    found = getattr(vae, name)
+    return found.alone if isinstance(found, Shared) else found
+
+
+def _shared(vae: Any, name: str) -> Shared:
+    found = vars(vae).get(name)
+    if not isinstance(found, Shared):
+        found = Shared(vae, name)
+        setattr(vae, name, found)
+    return found
+
+
+class Shared:
+    """A method of a VAE whose input is shared among ranks. alone: the VAE's own, which takes this rank's input."""
+
+    def __init__(self, vae: Any, name: str) -> None:
+        self.alone: Callable[..., Any] = getattr(vae, name)
+        self._vae, self._name = vae, name
+        self._before = {key: x for key, x in vars(vae).items() if key == name}
+        self._first = next(iter(inspect.signature(self.alone).parameters), "")  # the input, which may come by its name
+        self._users: dict[object, User] = {}
+        update_wrapper(self, self.alone)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the VAE makes of rank 0's input."""
+        users = [*self._users.values()]
+        for user in users:
+            user.check()
+        compute = getattr(users[0], self._name) if users else self.alone
+        if compute is not None:
+            return compute(*args, **kwargs)
+        x, *rest = args or [kwargs.pop(self._first)]
+        return self.alone(from_rank_0(users[0].mesh, {self._first: x})[self._first], *rest, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """Return the own method of the VAE's copy, which no mesh shares and which has weights of its own."""
+        return copy.deepcopy(self.alone, memo)
+
+    def join(self, user: User) -> Callable[[], None]:
+        """Add a user; return what takes it away again."""
+        key = object()
+        self._users[key] = user
+
+        def end() -> None:
+            self._users.pop(key, None)
+            if not self._users and vars(self._vae).get(self._name) is self:
+                delattr(self._vae, self._name)
+                vars(self._vae).update(self._before)
+
+        return end

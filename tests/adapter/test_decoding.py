@@ -1,0 +1,348 @@
+"""Tests that a VAE decodes and encodes on all ranks what it does alone: ways, rows, graphs, tiling, sharing, errors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import seqpar
+from seqpar import exact
+from seqpar.adapter import decoding
+from seqpar.adapter.decoding import Decoding
+from seqpar.mesh import Axis, Mesh
+from seqpar.vae.decoder import decode, way_of
+from tests.support import pipelines
+from tests.support.meshes import mesh as make_mesh
+from tests.support.meshes import random
+from tests.support.pool import Pool
+
+CLOSE = 1e-11  # in fp64; strips add up the statistics of norms in another order
+VISIBLE = 1e-3
+SHAPE = (4, 9, 7)  # of a latent: rows that two and four ranks do not divide
+
+
+def reason() -> str | None:
+    return "it is small"
+
+
+@pytest.mark.parametrize(
+    ("count", "wish", "why", "told"),
+    [
+        (4, "auto", None, "whole pictures, some on each of 4 ranks"),
+        (3, "auto", None, "strips on 4 ranks"),
+        (9, "strips", None, "strips on 4 ranks"),
+        (1, "pictures", None, "whole pictures, some on each of 4 ranks"),
+        (3, "auto", reason, "whole pictures, some on each of 4 ranks, because it is small"),
+    ],
+)
+def test_pictures_are_decoded_by_strips_where_they_are_fewer_than_ranks(
+    count: int, wish: str, why: Callable[[], str | None] | None, told: str
+) -> None:
+    way = way_of(count, wish, Axis("world", 1, 4), Axis("none"), why or (lambda: None))
+    assert str(way) == told
+    assert (way.told is None) == (why is None)
+
+
+def test_the_way_follows_groups_one_rank_and_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = way_of(3, "auto", Axis("world", 1, 4), Axis("data", 1, 2), lambda: None)
+    assert str(groups) == "strips on 2 ranks, in each of 2 groups"
+    assert (groups.axis.name, groups.shard(3).sizes) == ("data", (2, 1))
+    assert way_of(1, "strips", Axis("world"), Axis("none"), reason).name == "whole"
+    monkeypatch.setattr(exact, "is_on", lambda: True)
+    assert way_of(1, "auto", Axis("world", 0, 4), Axis("none"), lambda: None).name == "pictures"
+
+
+# Calls like those of diffusers -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def seen(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
+    """Record the shapes of the inputs of a module's calls."""
+    shapes: list[tuple[int, ...]] = []
+    handle = module.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    try:
+        yield shapes
+    finally:
+        handle.remove()
+
+
+def latents(rows: int, seed: int = 1) -> Tensor:
+    return random((rows, *SHAPE), seed)
+
+
+def calls(rank: int, world: int, device: torch.device, axes: dict[str, int], dtype: torch.dtype) -> list[Any]:
+    """Return decoded and encoded tensors, of rows from one to four, and the shapes that decoder and encoder got.
+
+    Ranks other than 0 pass other inputs, which must not count.
+    """
+    vae = pipelines.decoder(1).to(device, dtype)
+    made, found = decoding.of(vae, make_mesh(device, **axes), "collective"), []
+    for rows in range(1, 5):
+        given = (latents(rows) + rank).to(device, dtype)
+        with seen(vae.decoder) as shapes:
+            found.append((made.decode(given).sample, sorted(set(shapes))))
+        with seen(vae.encoder) as shapes:
+            found.append((made.encode(picture(rows).to(device, dtype) + rank)[0].mode(), sorted(set(shapes))))
+        assert torch.equal(made.decode(given, return_dict=False)[0], found[-2][0])
+    made.release()
+    found.append((made.decode(latents(1).to(device, dtype)).sample, []))
+    made.release()
+    return found
+
+
+def picture(rows: int) -> Tensor:
+    return random((rows, 3, 2 * SHAPE[1], 2 * SHAPE[2]), 5)
+
+
+@pytest.mark.parametrize(
+    ("world", "axes", "dtype", "close"),
+    [
+        (2, {"cfg": 1}, torch.float64, CLOSE),
+        (3, {"cfg": 1, "ring": 3}, torch.float32, 1e-4),
+        (4, {"cfg": 2, "ulysses": 2}, torch.float64, CLOSE),
+        (4, {"data": 2, "cfg": 1, "ulysses": 2}, torch.float64, CLOSE),
+        (4, {"data": 2, "cfg": 2, "ulysses": 1}, torch.float64, CLOSE),
+    ],
+    ids=str,
+)
+def test_all_ranks_get_what_the_vae_alone_computes_of_rank_0s_input(
+    ranks: Pool, world: int, axes: dict[str, int], dtype: torch.dtype, close: float
+) -> None:
+    vae = pipelines.decoder(1)
+    decoded = [vae.decode(latents(rows)).sample for rows in range(1, 5)]
+    encoded = [vae.encode(picture(rows)).latent_dist.mode() for rows in range(1, 5)]
+    truth = [x for pair in zip(decoded, encoded, strict=True) for x in pair] + decoded[:1]
+    answers = ranks.run(world, calls, axes, dtype)
+    for found in answers:
+        assert all((got - wanted).abs().max() < close for (got, _), wanted in zip(found, truth, strict=True))
+    sharing = world // axes.get("data", 1)
+    heights = {shape[0][2] for found in answers for _, shape in [found[0]]}
+    assert sum(found[0][1][0][2] for found in answers[:sharing]) == SHAPE[1], heights  # one row: strips
+    assert all(found[2 * world - 2][1] == [(1, *SHAPE)] for found in answers)  # a row for each rank: whole, one by one
+
+
+def test_negative_control_other_ranks_decode_other_latents_without_a_shared_input() -> None:
+    vae = pipelines.decoder(1)
+    assert (vae.decode(latents(1)).sample - vae.decode(latents(1) + 1).sample).abs().max() > VISIBLE
+
+
+def tiled(rank: int, world: int, device: torch.device, wish: Any) -> Tensor:
+    """Return what a parallelized pipeline's VAE decodes, whose user has switched tiling on."""
+    pipe = pipelines.flux().to(device)
+    pipe.vae.enable_tiling()
+    pipe.vae.tile_latent_min_size, pipe.vae.tile_sample_min_size = 4, 8
+    seqpar.parallelize(pipe, make_mesh(device, cfg=1), vae=wish)
+    found = [pipe.vae.decode(latents(1).to(device) + rank).sample for _ in range(2)]
+    assert pipe.vae.use_tiling
+    seqpar.release(pipe)
+    assert not {"decode", "encode"} & set(vars(pipe.vae))
+    return found[1]
+
+
+def test_strips_leave_no_seams_where_tiles_do(ranks: Pool) -> None:
+    truth = pipelines.decoder(1).decode(latents(1)).sample
+    for got, seams in zip(ranks.run(2, tiled, "auto"), ranks.run(2, tiled, False), strict=True):
+        assert (got - truth).abs().max() < CLOSE
+        assert (seams - truth).abs().max() > VISIBLE
+
+
+def refused(rank: int, world: int, device: torch.device) -> list[str]:
+    """Return what ranks are told of inputs of unequal shapes, and of a VAE with a module that is not known."""
+    pipe, told = pipelines.flux().to(device), []
+    seqpar.parallelize(pipe, make_mesh(device, cfg=1))
+    for method, x in ((pipe.vae.decode, latents(1 + rank)), (pipe.vae.encode, picture(1 + rank))):
+        with pytest.raises(ValueError, match="got the VAE's input") as error:
+            method(x.to(device))
+        told.append(str(error.value))
+    assert len(pipe.vae.decode(latents(1).to(device)).sample) == 1
+    seqpar.release(pipe)
+    pipe.vae.decoder.conv_act = nn.Mish()
+    with pytest.raises(ValueError, match=r"got vae=True for a AutoencoderKL .*decoder\.conv_act.*Mish") as error:
+        seqpar.parallelize(pipe, make_mesh(device, cfg=1), vae=True)
+    told.append(str(error.value))
+    seqpar.parallelize(pipe, make_mesh(device, cfg=1))
+    told.append("decode" in vars(pipe.vae) and "encode" not in vars(pipe.vae))
+    sample = pipe.vae.decode(latents(1).to(device) + rank).sample
+    seqpar.release(pipe)
+    return [*told, (sample - pipe.vae.decode(latents(1).to(device)).sample).abs().max().item()]
+
+
+def test_errors_are_the_same_on_every_rank_and_an_unknown_vae_decodes_whole(ranks: Pool) -> None:
+    first, second = ranks.run(2, refused)
+    assert first == second
+    assert first[3:] == [True, 0.0]
+
+
+def test_what_is_asked_of_a_vae_is_checked_before_anything_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = pipelines.flux()
+    with pytest.raises(ValueError, match="got vae='tiles', expected 'auto', True or False"):
+        seqpar.parallelize(pipe, Mesh.single(), vae="tiles")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="got vae=True for a FluxTransformer2DModel without a VAE"):
+        seqpar.parallelize(pipe.transformer, Mesh.single(), vae=True)
+    pipe.vae.decode = lambda z: None
+    with pytest.raises(ValueError, match="its decode was replaced by another function"):
+        seqpar.parallelize(pipe, Mesh.single(), vae=True)
+    assert "forward" not in vars(pipe.transformer)
+    assert capsys.readouterr().out == ""
+
+
+def two_pipelines(rank: int, world: int, device: torch.device) -> list[float]:
+    """Return differences to the truth while two pipelines share a VAE, after one is released, and of its copy."""
+    one, other = pipelines.flux().to(device), pipelines.flux().to(device)
+    other.vae = one.vae
+    truth, given = one.vae.decode(latents(1).to(device)).sample, latents(1).to(device) + rank
+    for pipe in (one, other):
+        seqpar.parallelize(pipe, make_mesh(device, cfg=1))
+    found = [one.vae.decode(given).sample, copy.deepcopy(one.vae).decode(given - rank).sample]
+    seqpar.release(one)
+    found.append(other.vae.decode(z=given).sample)
+    seqpar.release(other)
+    found.append(one.vae.decode(given - rank).sample)
+    return [(x - truth).abs().max().item() for x in found]
+
+
+def test_pipelines_share_a_vae_until_the_last_is_released(ranks: Pool) -> None:
+    for found in ranks.run(2, two_pipelines):
+        assert max(found) < CLOSE
+
+
+# Pictures of our own pipelines -----------------------------------------------------------------------------------
+
+
+def ours(rank: int, world: int, device: torch.device, axes: dict[str, int], transport: str) -> list[tuple[Any, ...]]:
+    """Return pictures of latents by every way, with the numbers of pictures that this rank counted."""
+    vae, found = pipelines.decoder(1).to(device), []
+    made = decoding.of(vae, make_mesh(device, **axes), transport)
+    for count, wish in ((1, "auto"), (3, "strips"), (3, "pictures"), (4, "auto")):
+        counted: list[int] = []
+        images = decode(made, latents(count).to(device) + rank, counted.append, wish)
+        way = made.way(count, SHAPE, wish)
+        found.append((images, str(way), counted == list(range(way.shard(count).sizes[way.axis.rank]))))
+    made.release()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "axes", "transport"),
+    [
+        (1, {}, "collective"),
+        (2, {"cfg": 2}, "collective"),
+        (3, {"cfg": 1}, "peer"),
+        (4, {"data": 2, "cfg": 1}, "collective"),
+    ],
+    ids=str,
+)
+def test_our_pictures_are_those_of_one_rank_by_every_way(
+    ranks: Pool, world: int, axes: dict[str, int], transport: str
+) -> None:
+    vae, truth = pipelines.decoder(1), []
+    for count in (1, 3, 3, 4):
+        decoded = [vae.decode(x[None] / vae.config.scaling_factor + vae.config.shift_factor) for x in latents(count)]
+        truth.append((torch.cat([x.sample for x in decoded]).float() / 2 + 0.5).clamp(0, 1))
+    for found in ranks.run(world, ours, axes, transport):
+        for (images, way, counted), wanted in zip(found, truth, strict=True):
+            assert counted
+            assert images.dtype == torch.float32
+            assert torch.equal(images, wanted) if "pictures" in way else (images - wanted).abs().max() < 1e-6
+
+
+# Graphs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Replays:
+    """A capture on the CPU: a replay computes again into the results of the capture."""
+
+    made: list[Replays] = field(default_factory=list)
+    work: Callable[[], Any] = lambda: None
+    results: Any = None
+    replays: int = 0
+    released: bool = False
+
+    def __call__(self, work: Callable[[], Any]) -> Replays:
+        """Return a captured call, whose results hold nothing before its first replay."""
+        self.made.append(Replays(work=work, results=pytree.tree_map(lambda x: torch.full_like(x, torch.nan), work())))
+        return self.made[-1]
+
+    def replay(self) -> None:
+        """Compute again."""
+        assert not self.released
+        self.replays += 1
+        for room, value in zip(pytree.tree_leaves(self.results), pytree.tree_leaves(self.work()), strict=True):
+            room.copy_(value)
+
+    def release(self) -> None:
+        """Refuse every later replay."""
+        self.released = True
+
+
+def graphed(rank: int, world: int, device: torch.device) -> list[list[Any]]:
+    """Return (replays, released) of all graphs after calls of several sizes, and the largest error so far."""
+    vae, captures, found = pipelines.decoder(1), Replays(), list[list[Any]]()
+    made = Decoding(vae, make_mesh(device, cfg=1) if world > 1 else Mesh.single(), "collective", captures)
+
+    def call(height: int, times: int = 1, **named: Any) -> None:
+        worst = 0.0
+        for seed in range(times):
+            x = random((1, 4, height, 7), seed)
+            got = made.decode(x + rank, **named)
+            worst = max(worst, (got[0] - type(vae).decode(vae, x).sample).abs().max().item())
+        found.append([*((each.replays, each.released) for each in captures.made), worst])
+
+    call(8, 3)  # eager, captured, replayed
+    call(8, 1, return_dict=False)  # the same graph
+    call(9, 2)
+    call(10, 2)  # the third graph takes the place of the first
+    vae.decoder.conv_in.weight.data = vae.decoder.conv_in.weight.data * 2  # weights that moved
+    call(10, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "PIXELS", 10 * 7 * 4 // world - 1)
+        call(10)  # too large
+    made.release()
+    call(8)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_second_call_of_a_kind_is_captured_and_two_graphs_are_kept(ranks: Pool, world: int) -> None:
+    for found in ranks.run(world, graphed):
+        graphs = [each[:-1] for each in found]
+        assert graphs[:2] == [[(2, False)], [(3, False)]]
+        assert graphs[2] == [(3, False), (1, False)]
+        assert graphs[3] == [(3, True), (1, False), (1, False)]
+        assert graphs[4] == graphs[5] == [(3, True), (1, False), (1, True), (2, False)]
+        assert graphs[6] == [(3, True), (1, True), (1, True), (2, True)]
+        assert max(each[-1] for each in found) < CLOSE
+
+
+def uneven(rank: int, world: int, device: torch.device) -> bool:
+    """Return whether ranks that decode two pictures and one, of which one rank captures, get all pictures."""
+    vae = pipelines.decoder(1)
+    made = Decoding(vae, make_mesh(device, cfg=1), "collective", Replays())
+    truth = decode(Decoding(vae, Mesh.single(), "collective"), latents(3))
+    return all(torch.equal(decode(made, latents(3)), truth) for _ in range(2))
+
+
+def test_a_rank_captures_whole_pictures_alone(ranks: Pool) -> None:
+    assert ranks.run(2, uneven) == [True, True]
+
+
+def test_videos_and_vaes_that_are_not_known_are_never_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Replays()
+    vae = pipelines.decoder(1)
+    vae.decoder.conv_act = nn.Mish()
+    made = Decoding(vae, Mesh.single(), "collective", captures)
+    for _ in range(3):
+        made.decode(latents(1))
+    assert captures.made == []
+    assert made.unknown is not None
+    monkeypatch.setattr(made, "unknown", None)
+    assert not made._is_small(torch.zeros(1, 4, 2, 2, 2), 1)

@@ -1,0 +1,212 @@
+"""Tests that a VAE on strips makes diffusers' picture, for every class and block, on any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.transports import collective
+from seqpar.transports._folder import load
+from seqpar.vae import attention, norms
+from seqpar.vae.exchanges import TransportExchanges
+from seqpar.vae.known import MODULES
+from seqpar.vae.parallel import ParallelVAE
+from seqpar.vae.place import Place
+from tests.support import vaes
+from tests.support.meshes import TRANSPORTS
+from tests.support.meshes import mesh as make_mesh
+from tests.support.pool import Pool
+
+# (batch, rows, columns) of latents: uneven strips of rows, one row a rank; and of columns, where rows are fewer
+SIZES = ((1, 7, 2), (2, 5, 3), (1, 1, 6))
+# diffusers' RMSNorm of LTX takes the mean of squares in fp32 at any dtype
+TOLERANCE = {name: 2e-6 if name.startswith("ltx") else 1e-9 for name in vaes.CASES}
+
+
+@cache
+def truth(name: str, encode: bool, size: tuple[int, int, int], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return what one process makes with diffusers alone."""
+    vae = vaes.tiny(name, dtype)
+    if encode:
+        return vaes.encoded(vae, vaes.pictures(name, *size, dtype))
+    return vaes.decoded(vae, vaes.latents(name, *size, dtype), *vaes.extra(name, size[0], dtype))
+
+
+def made(parallel: ParallelVAE, name: str, encode: bool, size: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    if encode:
+        return vaes.encoded(parallel, vaes.pictures(name, *size, dtype))
+    return vaes.decoded(parallel, vaes.latents(name, *size, dtype), *vaes.extra(name, size[0], dtype))
+
+
+Task = tuple[str, bool, tuple[int, int, int]]
+
+
+def on_strips(
+    rank: int, world: int, device: torch.device, tasks: list[Task], dtype: torch.dtype, transport: str
+) -> list[Tensor]:
+    mesh = make_mesh(device)
+    parallel: dict[str, ParallelVAE] = {}
+    results = []
+    for name, encode, size in tasks:
+        if name not in parallel:
+            vae = vaes.tiny(name, dtype).to(device)
+            parallel[name] = ParallelVAE(vae, mesh, load(transport).Transport())
+        results.append(made(parallel[name], name, encode, size, dtype))
+    for one in parallel.values():
+        one.release()
+    return results
+
+
+def largest(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, as a part of the largest value."""
+    return ((found.cpu() - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_vae_decodes_and_encodes_as_one_process(ranks: Pool, world: int) -> None:
+    sizes = SIZES if world > 1 else SIZES[1:2]
+    tasks = [(name, encode, size) for name in vaes.CASES for encode in (False, True) for size in sizes]
+    for results in ranks.run(world, on_strips, tasks, torch.float64, "collective"):
+        for task, result in zip(tasks, results, strict=True):
+            assert largest(result, truth(*task)) <= TOLERANCE[task[0]], task
+
+
+def test_fp32_stays_close_to_one_process(ranks: Pool) -> None:
+    tasks = [(name, encode, SIZES[0]) for name in vaes.CASES for encode in (False, True)]
+    for results in ranks.run(3, on_strips, tasks, torch.float32, "collective"):
+        for task, result in zip(tasks, results, strict=True):
+            assert (result.cpu() - truth(*task, torch.float32)).abs().max() <= 1e-4, task
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_transport_moves_the_edges(ranks: Pool, transport: str) -> None:
+    if ranks.device == "cuda" and transport != "collective":
+        pytest.skip("the peer transport of a CPU is tested here")
+    tasks: list[Task] = [("kl", False, SIZES[1]), ("wan", True, SIZES[0])]
+    for results in ranks.run(2, on_strips, tasks, torch.float64, transport):
+        for task, result in zip(tasks, results, strict=True):
+            assert largest(result, truth(*task)) <= 1e-9, task
+
+
+def test_every_known_type_of_module_is_tested() -> None:
+    kinds = {type(module) for name in vaes.CASES for module in vaes.tiny(name).modules()}
+    assert {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds} == MODULES
+
+
+# what a rule of strips must not do: each of these, alone, changes the picture
+FAULTS = {
+    "no edges arrive": (TransportExchanges, "swap", "_zeros"),
+    "statistics of one strip": (norms, "combine", "_own_moments"),
+    "keys of one strip": (attention, "_gathered", "_own_keys"),
+}
+
+
+def _zeros(self: Any, first: Any, last: Any, before: Tensor | None, after: Tensor | None) -> None:
+    for rows in (before, after):
+        if rows is not None:
+            rows.zero_()
+
+
+def _own_moments(place: Place, moments_NG3: Tensor) -> Tensor:
+    return moments_NG3
+
+
+def _own_keys(place: Place, k_BHlD: Tensor, v_BHlD: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    return k_BHlD, v_BHlD
+
+
+def faulty(rank: int, world: int, device: torch.device, fault: str) -> Tensor:
+    where, name, other = FAULTS[fault]
+    right = getattr(where, name)
+    try:
+        setattr(where, name, globals()[other])
+        return on_strips(rank, world, device, [("kl", False, SIZES[1])], torch.float64, "collective")[0]
+    finally:
+        setattr(where, name, right)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_negative_control_a_fault_changes_the_picture(ranks: Pool, fault: str) -> None:
+    results = ranks.run(2, faulty, fault)
+    assert min(largest(result, truth("kl", False, SIZES[1])) for result in results) > 1e-3
+
+
+def settings(rank: int, world: int, device: torch.device) -> list[tuple[bool, Any]]:
+    """Return whether each of some ways to call gives the same as the VAE alone, and what was printed."""
+    vae, mesh = vaes.tiny("kl").to(device), make_mesh(device)
+    parallel = ParallelVAE(vae, mesh, collective.Transport())
+    z, x = vaes.latents("kl", 2, 5, 3).to(device), vaes.pictures("kl", 1, 5, 3).to(device)
+    whole, seen = vaes.decoded(vae, z), []
+    vae.use_tiling, vae.tile_latent_min_size = True, 2
+
+    def same(found: Tensor, expected: Tensor) -> None:
+        printed = said.getvalue()
+        said.truncate(0)
+        said.seek(0)
+        seen.append((torch.allclose(found, expected, rtol=0, atol=1e-9) and vae.use_tiling, printed))
+
+    with contextlib.redirect_stdout(io.StringIO()) as said, torch.inference_mode():
+        same(parallel.decode(z).sample, whole)
+        vae.use_slicing = True
+        same(parallel.decode(z, return_dict=False)[0], whole)
+        vae.use_slicing = False
+        same(parallel.decode(z[..., :1, :1]).sample, vae.decode(z[..., :1, :1]).sample)
+        same(parallel.encode(x[..., 1:, :]).latent_dist.mean, vae.encode(x[..., 1:, :]).latent_dist.mean)
+        posterior = parallel.encode(x, return_dict=False)[0]
+        vae.use_tiling = False
+        alone = vae.encode(x, return_dict=False)[0]
+        vae.use_tiling = True
+        drawn = [one.sample(torch.Generator(device).manual_seed(1)) for one in (posterior, alone)]
+        same(*drawn)
+    return seen
+
+
+def test_settings_of_the_vae_and_what_is_said(ranks: Pool) -> None:
+    first, second = ranks.run(2, settings)
+    assert [right for right, _ in first + second] == [True] * 10
+    told = [text for _, text in first]
+    assert "tiling is off" in told[0]
+    assert told[1] == told[4] == ""
+    assert "decodes whole pictures on every rank, because 1 x 1 latent pixels are fewer than 2 ranks" in told[2]
+    assert "encodes whole pictures on every rank, because 19 x 12 pixels are no multiples of the VAE's 4" in told[3]
+    assert [text for _, text in second] == [""] * 5
+
+
+def layouts(rank: int, world: int, device: torch.device, size: tuple[int, int, int]) -> tuple[bool, float]:
+    """Return whether every convolution of a channels-last decoder sees channels-last input, and the picture's error."""
+    vae, seen = vaes.tiny("kl").to(device, memory_format=torch.channels_last), []
+    for module in vae.decoder.modules():
+        if isinstance(module, torch.nn.Conv2d) and module.kernel_size[0] > 1:
+            module.register_forward_hook(lambda _, given, out: seen.append(last(given[0]) and last(out)))
+    z = vaes.latents("kl", *size).to(device).contiguous(memory_format=torch.channels_last)
+    parallel = ParallelVAE(vae, make_mesh(device), collective.Transport())
+    picture, strips = vaes.decoded(parallel, z), [*seen]
+    return all(strips) and len(strips) > 10, largest(picture, vaes.decoded(vae, z).cpu())
+
+
+def last(x: Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_channels_last_stays(ranks: Pool) -> None:
+    for kept, error in ranks.run(2, layouts, (1, 5, 3)):
+        assert kept
+        assert error <= 1e-9
+
+
+def data_groups(rank: int, world: int, device: torch.device) -> tuple[Tensor, tuple[int, int, int]]:
+    mesh = make_mesh(device, data=2, cfg=2, ulysses=1)
+    parallel = ParallelVAE(vaes.tiny("kl").to(device), mesh, collective.Transport())
+    size = SIZES[mesh.data.rank]
+    return vaes.decoded(parallel, vaes.latents("kl", *size).to(device)), size
+
+
+def test_each_data_group_decodes_its_own_pictures(ranks: Pool) -> None:
+    for picture, size in ranks.run(4, data_groups):
+        assert largest(picture, truth("kl", False, size)) <= 1e-9

@@ -52,19 +52,7 @@ def best(lines: Sequence[Line]) -> str:
 
 def every(lines: Sequence[Line]) -> str:
     """All rows: ms, memory beside weights, error against fp32 and difference to diffusers' eager row."""
-    head = [
-        "work",
-        "run of",
-        "row",
-        "ms",
-        "least - most",
-        "GiB",
-        "reserved",
-        "x GiB",
-        "error",
-        "x one GPU's",
-        "at most",
-    ]
+    head = ["work", "run of", "row", "ms", "least - most", "predicted", "GiB", "predicted", "reserved", "x GiB"]
     head += ["error", "x one GPU's", "at most", "difference"]
     rows = []
     for line in (line for line in lines if line["ms"]):

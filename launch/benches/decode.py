@@ -30,7 +30,7 @@ from torch import Tensor
 from launch.baselines.decoders import DECODERS
 from launch.baselines.graphs import graphed
 from launch.benches.decode_times import EXCHANGES, GIB, free, memory, once, times, trace, worst
-from launch.benches.decode_ways import EAGER, TILING, Case, Decoding, Way, megapixels, ways
+from launch.benches.decode_ways import EAGER, TILING, Case, Decoding, Way, megapixels, predicted, ways
 from launch.benches.difference import draw, far
 from launch.benches.timing import append, attempt, command, environment, slowest
 from seqpar import mesh as meshes
@@ -272,6 +272,8 @@ def _line(case: Case, way: Way, found: Line, seen: Seen) -> Line:
         line["times"] = {name: ms / found["ms"]["median"] for name, ms in seen.ms.items()}
         if found.get("gib") and EAGER in seen.gib:
             line["memory"] = (found["gib"] + found["outside_gib"]) / seen.gib[EAGER]
+    if way.counted is not None and case.mesh.is_main:
+        line["predicted"] = predicted(case, way.counted)
     return line | {"command": command(), "env": environment(case.mesh.device)}
 
 
@@ -286,6 +288,8 @@ def shown(line: Line) -> str:
     if "gib" in line:
         told += f"  {line['gib']:6.2f} GiB + {line['outside_gib']:.2f}, reserved {line['reserved_gib']:.1f}"
     told += f" ({line['memory']:.2f} x)" if "memory" in line else ""
+    if "predicted" in line:
+        told += f" [predicted {line['predicted']['ms']:.4g} ms, {line['predicted']['gib']:.3g} GiB]"
     for name in ("error", "difference"):
         if name in line:
             told += f"  {name} {line[name]['relative']:.2e}, at most {line[name]['max']:.1e}"

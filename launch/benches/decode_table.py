@@ -52,26 +52,16 @@ def best(lines: Sequence[Line]) -> str:
 
 def every(lines: Sequence[Line]) -> str:
     """All rows: ms, memory beside weights, error against fp32 and difference to diffusers' eager row."""
-    head = [
-        "work",
-        "run of",
-        "row",
-        "ms",
-        "least - most",
-        "GiB",
-        "reserved",
-        "x GiB",
-        "error",
-        "x one GPU's",
-        "at most",
-    ]
-    head += ["at most", "difference"]
+    head = ["work", "run of", "row", "ms", "least - most", "predicted", "GiB", "predicted", "reserved", "x GiB"]
+    head += ["error", "x one GPU's", "at most", "difference"]
     rows = []
     for line in (line for line in lines if line["ms"]):
         ms, case = line["ms"], line["case"]
         reserved = f"{line['reserved_gib']:.1f}" if "reserved_gib" in line else ""
         cells = [case["what"], str(line["ranks"]), case["way"], f"{ms['median']:.1f}"]
-        cells += [f"{ms['min']:.1f} - {ms['max']:.1f}", _gib(line), reserved, _memory(line)]
+        ahead = line.get("predicted", {})
+        cells += [f"{ms['min']:.1f} - {ms['max']:.1f}", _short(ahead, "ms", ".0f"), _gib(line)]
+        cells += [_short(ahead, "gib", ".2f"), reserved, _memory(line)]
         error, apart = line.get("error", {}), line.get("difference", {})
         ratio = f"{error['x_one_gpu']:.2f}" if "x_one_gpu" in error else ""
         rows.append([*cells, _short(error, "relative"), ratio, _short(error, "max"), _short(apart, "relative")])
@@ -112,8 +102,8 @@ def _memory(line: Line) -> str:
     return f"{line['memory']:.2f}" if "memory" in line else ""
 
 
-def _short(found: Mapping[str, float], key: str) -> str:
-    return f"{found[key]:.1e}" if key in found else ""
+def _short(found: Mapping[str, float], key: str, form: str = ".1e") -> str:
+    return format(found[key], form) if key in found else ""
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -14,7 +14,12 @@ from torch import Tensor
 from launch.baselines.decoders import Decoder, latents
 from seqpar.adapter import decoding
 from seqpar.mesh import Mesh
+from seqpar.planner.decoder import Counted, milliseconds
+from seqpar.planner.machine import here
 from seqpar.planner.plan import choose_transport, load_transport
+from seqpar.planner.rates import load
+from seqpar.vae.decodable import kind_of
+from seqpar.vae.dry import counted
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.turns import STRIP_BYTES
 
@@ -68,7 +73,7 @@ def megapixels(decoder: Decoder, z: Tensor) -> float:
 class Way:
     """A way to decode. everywhere: all ranks decode together, else rank 0 decodes and the others wait on the host.
 
-    graph: the decoding is replayed as a CUDA graph.
+    graph: the decoding is replayed as a CUDA graph. counted: of what the planner predicts ms and memory.
     """
 
     name: str
@@ -76,6 +81,7 @@ class Way:
     everywhere: bool = True
     graph: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
+    counted: Callable[[], Counted] | None = None
 
     @property
     def kind(self) -> str:
@@ -86,21 +92,32 @@ class Way:
 def ways(case: Case) -> Iterator[Way]:
     """Yield all rows of a case. Rows of one GPU other than diffusers' are there on one rank only."""
     ranks, on_gpu = case.mesh.world.size, case.mesh.device.type == "cuda"
-    yield Way(EAGER, partial(_theirs, case), everywhere=False)
+    count = partial(counted, kind_of(case.vae), tuple(case.z.shape))
+    yield Way(EAGER, partial(_theirs, case), everywhere=False, counted=partial(count, plain=True))
     if on_gpu and ranks == 1:
         yield Way("diffusers, graph", partial(_theirs, case), everywhere=False, graph=True)
     yield Way(TILING, partial(_tiled, case), everywhere=False)
     name = f"ours, {ranks} GPU{'s' * (ranks > 1)}" if on_gpu else f"ours, {ranks} rank{'s' * (ranks > 1)}"
     for last in (False, True) if on_gpu else (False,):
         layout, facts = ", channels-last" * last, {"channels_last": last}
-        yield Way(name + layout, partial(_ours, case, last), facts=facts)
+        yield Way(
+            name + layout, partial(_ours, case, last), facts=facts, counted=None if last else partial(count, ranks)
+        )
         if on_gpu:
             yield Way(f"{name}{layout}, graph", partial(_ours, case, last), graph=True, facts=facts)
     if case.megapixels < SMALL:
         yield Way(f"{name}, parallelize", partial(_parallelized, case))
     if ranks == 1 or (case.frames == 1 and case.megapixels > HUGE):
-        yield Way(f"{name}, strips in turn", partial(_ours, case, False, STRIP_BYTES))
+        turns = partial(count, ranks, turns=True)
+        yield Way(f"{name}, strips in turn", partial(_ours, case, False, STRIP_BYTES), counted=turns)
     yield Way("diffusers, eager, again", partial(_theirs, case), everywhere=False)
+
+
+def predicted(case: Case, count: Callable[[], Counted]) -> dict[str, float]:
+    """Return the planner's ms and GiB beside weights."""
+    machine, found = here(case.mesh.device, case.mesh.world.size, case.transport), count()
+    rates = load(machine.device, machine.count, f"{case.dtype}".removeprefix("torch."))
+    return {"ms": milliseconds(found, rates, machine.transport), "gib": found.gib}
 
 
 @contextmanager

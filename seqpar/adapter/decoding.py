@@ -26,8 +26,8 @@ from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import load_transport
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
-from seqpar.vae.decoder import Way, way_of
 from seqpar.vae.decodable import Fit, check_decodable, fit_of, free_gib, kind_of
+from seqpar.vae.decoder import Way, way_of
 from seqpar.vae.dry import counted
 from seqpar.vae.known import check_modules, spatial_factor
 from seqpar.vae.parallel import ParallelVAE
@@ -218,7 +218,9 @@ class Decoding:
 
     def _run(self, work: Work, form: Form) -> Any:
         """Return the results of a call on this rank, or on all ranks that share it; a small one is a graph."""
-        if not self._turns and self._is_small(form.tensors[INPUT], 1 if work is self._alone else self.mesh.replica.size):
+        if not self._turns and self._is_small(
+            form.tensors[INPUT], 1 if work is self._alone else self.mesh.replica.size
+        ):
             results = self._graphs[work].run(work, form, self._generation).whole
         else:
             results = work(form.whole)

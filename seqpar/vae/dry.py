@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.mesh import Axis
-from seqpar.planner.decoder import Counted, Counter, count, follow, milliseconds
-from seqpar.planner.rates import Rates
+from seqpar.planner.decoder import Counted, count, follow
 from seqpar.vae.cut import Cut
 from seqpar.vae.known import check_modules
 from seqpar.vae.later import ChannelNorm, GroupNorm
@@ -55,9 +54,7 @@ class Kind:
 
 
 @lru_cache(maxsize=64)
-def counted(
-    kind: Kind, shape: tuple[int, ...], ranks: int = 1, turns: bool = False, plain: bool = False
-) -> Counted:
+def counted(kind: Kind, shape: tuple[int, ...], ranks: int = 1, turns: bool = False, plain: bool = False) -> Counted:
     """Return the operations and the peak of the rank with most rows, without weights.
 
     shape: of the latents (N, C, ..., h, w) that are decoded at once. turns: see `seqpar.vae.turns`. A VAE or a size

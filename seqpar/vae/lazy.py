@@ -83,7 +83,11 @@ class Norm:
 
     def __call__(self, strip: Tensor) -> Tensor:
         """Return the norm of a strip."""
-        return torch.empty_like(strip).copy_(strip) if strip.is_meta else normalise(strip, self.moments, self.affine, self.silu)
+        return (
+            torch.empty_like(strip).copy_(strip)
+            if strip.is_meta
+            else normalise(strip, self.moments, self.affine, self.silu)
+        )
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,11 @@ class ChannelNorm:
 
     def __call__(self, strip: Tensor) -> Tensor:
         """Return the norm of a strip."""
-        return torch.empty_like(strip).copy_(strip) if strip.is_meta else channel_norm(strip, self.weight, self.bias, self.silu)
+        return (
+            torch.empty_like(strip).copy_(strip)
+            if strip.is_meta
+            else channel_norm(strip, self.weight, self.bias, self.silu)
+        )
 
 
 def over_channels_later(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -164,8 +172,10 @@ def cast(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     target = target.dtype if isinstance(target, Tensor) and func is Tensor.type_as else target
     if target in (x.dtype, x.device):
         return x
-    return later(turns, x, Tensor.to, (HERE, target), dtype=target) if isinstance(target, torch.dtype) else (
-        NotImplemented
+    return (
+        later(turns, x, Tensor.to, (HERE, target), dtype=target)
+        if isinstance(target, torch.dtype)
+        else (NotImplemented)
     )
 
 
@@ -193,7 +203,9 @@ def upsample(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not (isinstance(x, Pending) or turns.large(x, grows)):
         return NotImplemented
     scales = tuple(map(float, factors))
-    step = Step(lambda strip: F.interpolate(strip, scale_factor=scales, mode=mode or "nearest"), (HERE,), factors[turns.dim])
+    step = Step(
+        lambda strip: F.interpolate(strip, scale_factor=scales, mode=mode or "nearest"), (HERE,), factors[turns.dim]
+    )
     return extended(turns, x, step, (*x.shape[:2], *new))
 
 
@@ -276,7 +288,9 @@ def mutates(func: Any, args: Args, kwargs: Kwargs) -> bool:
     return name.endswith("_") or (place is not None and bool(_at(args, place, False)))
 
 
-IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"))
+IN_PLACE = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)
 _operators = ("add", "sub", "mul", "truediv", "radd", "rmul")
 _named = ("add", "sub", "mul", "div")
 LAZY: dict[Any, Callable[[Any, Any, Args, Kwargs], Any]] = {

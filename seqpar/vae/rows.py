@@ -52,7 +52,9 @@ class Convolution:
         piece = self.chain.rows(max(first, 0), min(last, rows))
         missing = max(-first, 0), max(last - rows, 0)
         around = list(self.padding)
-        around[-2 * dim - 2 : -2 * dim] = [0 if x is not None else n for n, x in zip(missing, self._beyond(), strict=True)]
+        around[-2 * dim - 2 : -2 * dim] = [
+            0 if x is not None else n for n, x in zip(missing, self._beyond(), strict=True)
+        ]
         if missing[0] and self.before is not None:
             piece = torch.cat([self.before.narrow(dim, self.before.shape[dim] - missing[0], missing[0]), piece], dim)
         if missing[1] and self.after is not None:
@@ -128,7 +130,9 @@ def _in_strips(turns: Turning, made: Convolution, given: tuple[int, ...], shape:
     if turns.place is not None:
         turns.place.check(out)
         made = _with_halo(turns, made, rows)
-    row = max(torch.Size(given).numel() * out.element_size() // shape[dim], out.numel() * out.element_size() // shape[dim])
+    row = max(
+        torch.Size(given).numel() * out.element_size() // shape[dim], out.numel() * out.element_size() // shape[dim]
+    )
     for low, high in strips(shape[dim], row * shape[dim], turns.strip_bytes):
         out.narrow(dim, low, high - low).copy_(made.strip(low, high, rows))
     return out

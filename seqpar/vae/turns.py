@@ -77,7 +77,8 @@ class Turns(TorchFunctionMode):
             made = rule(self, func, args, kwargs)
             if made is not NotImplemented:
                 return made
-        args, kwargs = tree_map(real, args), tree_map(real, kwargs)
+        args = tree_map(real, args)
+        kwargs = {name: tree_map(real, value) for name, value in kwargs.items()}
         if func is over_channels and self.place is not None:  # no function of torch, so it does not ask `StripMode`
             return handle_torch_function(func, (args[0],), *args, **kwargs)
         return func(*args, **kwargs)

@@ -6,13 +6,14 @@ When it wins: the modules and their weights stay diffusers' own, so there is no 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from seqpar.vae.known import LOCAL
 from seqpar.vae.place import Place
-from seqpar.vae.rules import RULES, Rule
+from seqpar.vae.rules import RULES, TAKERS, Rule
 
 
 class StripMode(TorchFunctionMode):
@@ -32,11 +33,18 @@ class StripMode(TorchFunctionMode):
         super().__init__()
         self._place, self._rules, self._before = place, rules, before
 
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        super().__exit__(kind, error, at)
+        later = self._place.later
+        (later.finish if kind is None else later.drop)()
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the function's rule, or the function itself where it is local."""
         kwargs = kwargs or {}
+        if func not in TAKERS:
+            self._place.later.settle(func, args, kwargs)
         if self._before is not None:
             self._before(func, args, kwargs)
         rule = self._rules.get(func)

@@ -1,18 +1,27 @@
-"""Rules of norms: group norms take their statistics over the strips of all ranks.
+"""Rules of norms: statistics over the strips of all ranks, and one kernel for a norm and the SiLU that follows it.
 
-Each rank sends (mean, sum of squared deviations) of each group; they are combined in the order of the ranks, by the
-formula of Chan, Golub and LeVeque, so that all ranks get the same bits.
+A group norm returns a tensor that is not written yet (`Later`). `silu` writes norm and SiLU in one pass, for a
+convolution right between the edge rows that the neighbours fill. Moments of groups are combined in the order of the
+ranks, so that all ranks get the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 
-from seqpar.vae.place import Place
+from seqpar.kernels import group_norm as kernels
+from seqpar.kernels import residual
+from seqpar.kernels.channel_norm import channel_norm
+from seqpar.vae.later import Biased, ChannelNorm, GroupNorm
+from seqpar.vae.place import Padded, Place
 
 
 def group_norm(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -28,29 +37,152 @@ def _group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    x_NCl = input
-    n, channels = x_NCl.shape[:2]
-    exact = torch.float64 if x_NCl.dtype == torch.float64 else torch.float32
-    x_NGk = x_NCl.reshape(n, num_groups, -1).to(exact)
-    var_NG, mean_NG = torch.var_mean(x_NGk, dim=-1, correction=0)
-    mean_NG, var_NG = combine(place, mean_NG, var_NG, x_NGk.shape[-1])
-    # a value for each channel, so that the memory format of x stays
-    shape = (n, channels, *(1,) * (x_NCl.ndim - 2))
-    mean_NC, scale_NC = (x.repeat_interleave(channels // num_groups, dim=1) for x in (mean_NG, (var_NG + eps).rsqrt()))
-    if weight is not None:
-        scale_NC = scale_NC * weight.to(exact)
-    y_NCl = (x_NCl.to(exact) - mean_NC.view(shape)) * scale_NC.view(shape)
-    if bias is not None:
-        y_NCl = y_NCl + bias.to(exact).view(1, *shape[1:])
-    return y_NCl.to(x_NCl.dtype)
+    how = place.later.how(input)
+    if how is not None and not isinstance(how, Biased):
+        place.later.write(input)
+    shift = how.bias if isinstance(how, Biased) else None
+    x_NC = how.x if isinstance(how, Biased) else kernels.dense(input)[0]
+    moments_NG3 = kernels.moments(x_NC, num_groups, shift)
+    if place.cut.axis.size > 1:
+        moments_NG3 = kernels.combine(place.exchanges.every(moments_NG3))
+    return place.later.add(x_NC, GroupNorm(x_NC, moments_NG3, kernels.Affine(weight, bias, eps, shift)))
 
 
-def combine(place: Place, mean_NG: Tensor, var_NG: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return mean and variance over all strips from those of this rank's, each over `count` elements of a group."""
-    if place.cut.axis.size == 1:
-        return mean_NG, var_NG
-    means_RNG, vars_RNG = place.exchanges.every(torch.stack((mean_NG, var_NG))).unbind(1)
-    weights_R = [size / sum(place.cut.sizes) for size in place.cut.sizes]
-    mean_NG = sum(weight * mean for weight, mean in zip(weights_R, means_RNG, strict=True))  # pyright: ignore
-    spread = zip(weights_R, means_RNG, vars_RNG, strict=True)
-    return mean_NG, sum(weight * (var + (mean - mean_NG) ** 2) for weight, mean, var in spread)  # pyright: ignore
+def silu(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Apply the rule of `torch.nn.functional.silu`: together with the norm before it, if that is not written yet."""
+    return _silu(place, function, *args, **kwargs)
+
+
+def _silu(place: Place, function: Callable[..., Any], input: Tensor, inplace: bool = False) -> Tensor:
+    how = place.later.how(input)
+    if how is None:
+        if inplace:
+            place.later.finish()  # a norm that is not written yet may read what this overwrites
+        return function(input, inplace=inplace)
+    if inplace:
+        place.later.write(input, silu=True)
+        return input
+    out = _between_edges(place, input) if isinstance(how, GroupNorm) else torch.empty_like(input)
+    how.write(out, silu=True)
+    return out
+
+
+def _between_edges(place: Place, like: Tensor) -> Tensor:
+    """Return an empty tensor like this one, with room for an edge row of each neighbour where a convolution is next.
+
+    Only convolutions of pictures take such a buffer: those of videos are padded in time as well.
+    """
+    if place.cut.axis.size == 1 or like.ndim != 4:
+        return torch.empty_like(like)
+    shape = list(like.shape)
+    shape[place.cut.dim] += 2
+    layout = torch.contiguous_format if like.is_contiguous() else torch.channels_last
+    buffer = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
+    inside = buffer.narrow(place.cut.dim, 1, like.shape[place.cut.dim])
+    place.lend(inside, Padded(buffer, 1, 1))
+    return inside
+
+
+def over_channels(x_NC: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the RMSNorm of x, (N, C, ...), over its channels; weight and bias have C elements."""
+    return channel_norm(x_NC, weight.flatten(), None if bias is None else bias.flatten())
+
+
+def norm_of_channels(
+    place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Apply the rule of `over_channels`, which is local."""
+    x_NC, weight, bias = args
+    x_NC, _ = kernels.dense(x_NC)
+    return place.later.add(x_NC, ChannelNorm(x_NC, weight.flatten(), None if bias is None else bias.flatten()))
+
+
+def add(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Apply the rule of addition, which is local: biases of convolutions that were left out are added as well."""
+    pairs: list[residual.Shifted] = []
+    for x in args:
+        how = place.later.how(x)
+        pairs.append((how.x, how.bias) if isinstance(how, Biased) else (x, None))
+    alike = len(args) == 2 and not kwargs and all(isinstance(x, Tensor) for x in args)
+    if alike and any(bias is not None for _, bias in pairs) and _same(*args) and not _norm_waits(place, *args):
+        first, second = pairs
+        return residual.add(first, second)
+    place.later.settle(function, args, kwargs)
+    return function(*args, **kwargs)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
+
+
+def _norm_waits(place: Place, *given: Tensor) -> bool:
+    return any(place.later.how(x) is not None and not isinstance(place.later.how(x), Biased) for x in given)
+
+
+def left_out(place: Place, input: Tensor, bias: Tensor | None) -> bool:
+    """Return whether a convolution of this input leaves out its bias for what follows: in channels-last memory."""
+    return bias is not None and bias.dtype == input.dtype and kernels.places_last(input) is False
+
+
+def biased(place: Place, y: Tensor, bias: Tensor) -> Tensor:
+    """Return the output y of a convolution without its bias, which is added when y is read."""
+    if kernels.places_last(y) is False:
+        return place.later.keep(y, Biased(y.detach(), bias))
+    return y.add_(bias.view(-1, *[1] * (y.ndim - 2)))
+
+
+def divide(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Apply the rule of division, which is local; by the number 1 it is its input, where plain torch makes a copy.
+
+    diffusers' residual blocks divide a sum that nobody else has by their scale, which is nearly always 1.
+    """
+    if len(args) == 2 and not kwargs and isinstance(args[1], (int, float)) and args[1] == 1:
+        x = args[0]
+        if isinstance(x, Tensor) and x.is_floating_point():
+            return x
+    return function(*args, **kwargs)
+
+
+@contextmanager
+def single_functions(vae: nn.Module) -> Iterator[None]:
+    """While it is entered, the modules in `FORWARDS` call one function each, which the rules then see.
+
+    Wan and Qwen-Image write these as many functions, with conversions to fp32 in between. A module whose `forward` was
+    replaced by somebody else, to load its weights for example, is left alone.
+    """
+    changed: list[nn.Module] = []
+    try:
+        for module in vae.modules():
+            forward = FORWARDS.get(type(module).__name__)
+            if forward is not None and "forward" not in vars(module):
+                module.forward = partial(forward, module)
+                changed.append(module)
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    if not module.channel_first:
+        return type(module).forward(module, x)
+    bias = module.bias if isinstance(module.bias, Tensor) else None
+    return handle_torch_function(over_channels, (x,), x, module.gamma, bias)
+
+
+def _upsample(module: Any, x: Tensor) -> Tensor:
+    """Upsample in x's dtype; a nearest one only copies, so that the bits are those of a conversion to fp32 and back.
+
+    fp64 is left to diffusers, which rounds it to fp32.
+    """
+    if not module.mode.startswith("nearest") or x.dtype == torch.float64:
+        return type(module).forward(module, x)
+    return F.interpolate(x, size=module.size, scale_factor=module.scale_factor, mode=module.mode)
+
+
+FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "WanRMS_norm": _norm,
+    "QwenImageRMS_norm": _norm,
+    "WanUpsample": _upsample,
+    "QwenImageUpsample": _upsample,
+}

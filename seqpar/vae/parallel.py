@@ -19,7 +19,9 @@ from seqpar.transports.collective.point_to_point import gather
 from seqpar.vae.cut import Cut
 from seqpar.vae.exchanges import TransportExchanges
 from seqpar.vae.known import check_modules, spatial_factor
+from seqpar.vae.layout import pixels_last, weights_pixels_last
 from seqpar.vae.mode import StripMode
+from seqpar.vae.norms import single_functions
 from seqpar.vae.place import Place
 
 __all__ = ["Cut", "ParallelVAE", "Place"]
@@ -28,16 +30,18 @@ __all__ = ["Cut", "ParallelVAE", "Place"]
 class ParallelVAE:
     """One VAE of diffusers on one mesh. The ranks of a replica call its methods at the same time, with equal inputs.
 
-    transport: moves edge rows and sums; `release` frees its memory, so it must be this VAE's own. Raises ValueError
-    for a VAE with a type of module whose strips were not tested. It computes no gradients.
+    transport: moves edge rows and sums; `release` frees its memory, so it must be this VAE's own. channels_last:
+    compute in channels-last memory; until `release` the weights of convolutions have this format, too. Raises
+    ValueError for a VAE with a type of module whose strips were not tested. It computes no gradients.
     """
 
-    def __init__(self, vae: Any, mesh: Mesh, transport: Transport) -> None:
+    def __init__(self, vae: Any, mesh: Mesh, transport: Transport, channels_last: bool = False) -> None:
         check_modules(vae)
         self._vae, self._axis, self._transport, self._main = vae, mesh.replica, transport, mesh.is_main
         self._exchanges = TransportExchanges(self._axis, transport)
         self._names = {module: name for name, module in vae.named_modules()}
         self._factor, self._told = spatial_factor(vae), set[str]()
+        self._restore = weights_pixels_last(vae) if channels_last else None
 
     def decode(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what `vae.decode` returns for whole latents (N, C, ..., h, w), with the whole sample on every rank.
@@ -79,8 +83,11 @@ class ParallelVAE:
         return None
 
     def release(self) -> None:
-        """Free the memory of all exchanges; every rank must call this."""
+        """Free the memory of all exchanges and put the weights' format back; every rank must call this."""
         self._exchanges.release()
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
 
     def _cut(self, whole: Tensor, encode: bool) -> Cut | None:
         if torch.is_grad_enabled() and whole.requires_grad:
@@ -95,12 +102,14 @@ class ParallelVAE:
     def _run(self, cut: Cut, method: str, strip: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what a method of the VAE makes of this rank's strip."""
         self._transport.abandon()
+        strip = strip if self._restore is None else pixels_last(strip)
         tiled = getattr(self._vae, "use_tiling", False)
         if tiled:
             self._tell("the VAE's tiling is off while it works on strips, which need no tiles and have no seams")
             self._vae.use_tiling = False
         try:
-            with torch.no_grad(), StripMode(Place(cut, self._exchanges, self._names)):
+            place = Place(cut, self._exchanges, self._names)
+            with torch.no_grad(), single_functions(self._vae), StripMode(place):
                 return self._own(method)(strip, *args, **kwargs)
         finally:
             if tiled:
@@ -120,5 +129,5 @@ class ParallelVAE:
 def _whole(cut: Cut, strip: Tensor) -> Tensor:
     """Return the strips of all ranks side by side."""
     if cut.axis.size == 1:
-        return strip
-    return gather(strip, cut.axis, cut.shares(strip.shape[cut.dim]), dim=strip.ndim + cut.dim).contiguous()
+        return strip.contiguous()
+    return gather(strip.contiguous(), cut.axis, cut.shares(strip.shape[cut.dim]), dim=strip.ndim + cut.dim).contiguous()

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from seqpar.vae.cut import Cut
 from seqpar.vae.exchanges import Exchanges
+from seqpar.vae.later import Later
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,12 @@ class Padded:
 class Place:
     """What rules know about the strip of this rank, during one call of a VAE.
 
-    names: module -> its name in the VAE, for error messages.
+    names: module -> its name in the VAE, for error messages. later: norms that are not written yet.
     """
 
     def __init__(self, cut: Cut, exchanges: Exchanges, names: Mapping[nn.Module, str]) -> None:
         self.cut, self.exchanges, self._names = cut, exchanges, names
+        self.later = Later()
         self._lent, self._halos = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
     def lend(self, interior: Tensor, padded: Padded) -> None:

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.kernels import upsample
 from seqpar.vae.attention import attention
-from seqpar.vae.norms import group_norm
+from seqpar.vae.norms import add, biased, divide, group_norm, left_out, norm_of_channels, over_channels, silu
 from seqpar.vae.padding import fill_halo, pad_strip
 from seqpar.vae.place import Place
 
@@ -43,7 +44,7 @@ def _convolve(
         )
     pads = [padding] * dims if isinstance(padding, int) else list(padding)
     reach, pad = weight.shape[at] - 1, pads[at]
-    if reach == 0 and pad == 0:
+    if (reach == 0 and pad == 0) or (pad and place.cut.axis.size == 1):  # what it needs is here
         place.check(input)
     elif pad == 0:
         if place.halo(input) is None:
@@ -51,9 +52,10 @@ def _convolve(
     else:
         place.check(input)
         input, pads[at] = _with_halo(place, input, pad), 0
-    y = function(input, weight, bias, stride, tuple(pads), *more, **named)
+    later = left_out(place, input, bias)
+    y = function(input, weight, None if later else bias, stride, tuple(pads), *more, **named)
     place.check(y)
-    return y
+    return biased(place, y, bias) if later and bias is not None else y
 
 
 def _with_halo(place: Place, strip: Tensor, pad: int) -> Tensor:
@@ -106,6 +108,8 @@ def _interpolate(
     if size is not None or mode not in ("nearest", "nearest-exact") or any(f != int(f) for f in factors):
         place.refuse(f"got interpolation {mode!r} to {size or scale_factor}, expected the nearest by whole factors")
     place.check(input)
+    if input.ndim == 4 and {*factors} == {2}:
+        return upsample.double(input)
     return function(input, size, scale_factor, mode, *more, **named)
 
 
@@ -164,6 +168,11 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     F.conv3d: convolve,
     F.pad: pad,
     F.group_norm: group_norm,
+    F.silu: silu,
+    over_channels: norm_of_channels,
+    torch.Tensor.add: add,
+    torch.add: add,
+    torch.Tensor.div: divide,
     F.layer_norm: layer_norm,
     F.normalize: normalize,
     torch.Tensor.mean: mean,
@@ -171,3 +180,6 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     F.interpolate: interpolate,
     F.dropout: dropout,
 }
+
+TAKERS = frozenset({F.group_norm, F.silu, torch.Tensor.add, torch.add})
+"""Functions whose rules take tensors that are not written yet; before all others these are written."""

@@ -15,11 +15,14 @@ from tests.support.offline import launches
 
 ROOT = Path(__file__).parents[2]
 NARROW = {
+    "channel_norm": {2, 4},  # the weight of a channel
+    "group_norm": {2, 4, 8},  # moments, and the weights of a channel
     "merge": {4},  # log-sum-exps, one for each row of a head
     "outboxes": {8},  # the table of places
     "ddim": {2, 4, 8},  # latent-sized; its scalars too
     "ddpm": {2, 4, 8},  # the same
     "multistep": {2, 4, 8},  # the same
+    "residual": {2, 4, 8},  # biases
     "push": {8},  # the table of places
 }
 """The widths in bytes of accesses that may be narrow, by kernel."""

@@ -24,7 +24,22 @@ from triton.runtime.jit import JITFunction
 
 from launch.benches.kernels import Case, cases
 from launch.benches.tiles import candidates
-from seqpar.kernels import adaln, ddim, ddpm, flags, gelu, multistep, post_norm, prepare, push, swiglu
+from seqpar.kernels import (
+    adaln,
+    channel_norm,
+    ddim,
+    ddpm,
+    flags,
+    gelu,
+    group_norm,
+    multistep,
+    post_norm,
+    prepare,
+    push,
+    residual,
+    swiglu,
+    upsample,
+)
 from seqpar.kernels.adaln import Norm
 from seqpar.kernels.push import Destinations
 from seqpar.local import sdpa
@@ -126,6 +141,12 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {"outboxes, meets": outboxes(32, 128, meets=True), "push, meets": pushed(8, 128, meets=True)}
     made |= {f"model, {name}": modelled(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")}
     made["model, unidiffuser-v1"] = joint("unidiffuser-v1")
+    made |= {f"group_norm, {width}, {last}": normalised(width, last) for width in (128, 512) for last in (True, False)}
+    made |= {
+        f"channel_norm, {width}, {last}": of_channels(width, last) for width in (96, 384) for last in (True, False)
+    }
+    made |= {f"residual, {width}": summed(width) for width in (128, 384)}
+    made |= {f"upsample, {width}, {last}": doubled(width, last) for width in (128, 384) for last in (True, False)}
     made |= {f"multistep, {p} and {q}": multistepped(p, q) for p, q in ((1, 1), (1, 2), (2, 2), (3, 3))}
     return made | {"ddim": update, "ddpm": learned, "flags": lambda: flags.launch(four_ranks(), True, True)}
 
@@ -221,6 +242,39 @@ def as_on_gpus(launch: Callable[[], None]) -> None:
         torch.cuda.get_device_capability = capability
         for kernel, fused in zip(kernels, kept, strict=True):
             kernel.fused = fused
+
+
+def normalised(channels: int, last: bool) -> Callable[[], object]:
+    """Return a GroupNorm of a picture, in contiguous or channels-last memory, into rows between a halo."""
+
+    def launch() -> None:
+        layout = torch.contiguous_format if last else torch.channels_last
+        x, wide = (rows(1, channels, high, 64).to(memory_format=layout) for high in (64, 66))
+        shift = None if last else rows(channels)
+        found = group_norm.launch_moments(x, 32, shift)
+        affine = group_norm.Affine(rows(channels), rows(channels), shift_C=shift)
+        group_norm.launch_normalise(x, found, affine, True, wide[:, :, 1:-1])
+
+    return launch
+
+
+def of_channels(channels: int, last: bool) -> Callable[[], object]:
+    """Return an RMSNorm over channels of two frames with SiLU, in contiguous or channels-last memory."""
+    layout = torch.contiguous_format if last else torch.channels_last_3d
+    x = rows(1, channels, 2, 64, 64).to(memory_format=layout)
+    return lambda: channel_norm.launch(x, rows(channels), None, True)
+
+
+def summed(channels: int) -> Callable[[], object]:
+    """Return a sum of two pictures and their biases in channels-last memory."""
+    x, y = (rows(1, channels, 64, 64).to(memory_format=torch.channels_last) for _ in range(2))
+    return lambda: residual.launch((x, rows(channels)), (y, rows(channels)))
+
+
+def doubled(channels: int, last: bool) -> Callable[[], object]:
+    """Return an upsampling of a picture, in contiguous or channels-last memory."""
+    x = rows(1, channels, 64, 64).to(memory_format=torch.contiguous_format if last else torch.channels_last)
+    return lambda: upsample.launch(x)
 
 
 def update() -> None:

@@ -1,0 +1,431 @@
+"""GroupNorm in two steps: moments of parts of a picture, and the normalisation, with SiLU if it follows.
+
+When it wins: always on a GPU. Plain torch computes the moments with one block of threads for each sample and group (32
+for one picture, on a GPU of 132 multiprocessors), and copies channels-last memory. Here any number of programs reads
+the input once, and a second pass normalises, applies SiLU and writes: 6 bytes for each element in bf16. The moments are
+a tensor of their own, because the ranks that share a picture combine theirs before anything is normalised.
+
+A part's moments are its count, mean and sum of squared differences from the mean (M2); parts are combined by the
+formulas of Chan, Golub and LeVeque (1979). Everything is computed in fp32 (fp64 for fp64) and rounded once.
+"""
+
+# pyright: reportPossiblyUnboundVariable=false
+# (kernels branch only on values that are known at compile time)
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.kernels._triton import fused, jit, tl, triton
+from seqpar.protocols import state_dtype
+
+PROGRAMS = 1056  # parts of a large input: eight programs for each multiprocessor of an H200, on every device
+
+
+class Affine(NamedTuple):
+    """Weight and bias (C,) of a GroupNorm, or None, and the eps that is added to the variance.
+
+    shift_C: is added to the input, or None; only for channels-last memory.
+    """
+
+    weight_C: Tensor | None
+    bias_C: Tensor | None
+    eps: float = 1e-5
+    shift_C: Tensor | None = None
+
+
+class Runs(NamedTuple):
+    """The places of a tensor (N, C, ...) as memory holds them: `number` runs of `length` places each.
+
+    The strides count elements: of samples, of channels, of runs, and of neighbouring places in a run.
+    """
+
+    number: int
+    length: int
+    sample: int
+    channel: int
+    run: int
+    place: int
+
+
+# shapes that tests check: samples, channels, groups, places
+CASES: tuple[dict[str, Any], ...] = (
+    {"shape": (1, 32, 8, 8), "groups": 32},
+    {"shape": (2, 24, 3, 5, 7), "groups": 4},  # 6 channels a group, and places that no vector divides
+    {"shape": (2, 64, 40), "groups": 16},
+    {"shape": (1, 512, 128, 128), "groups": 32},
+    {"shape": (1, 128, 1024, 1024), "groups": 32},
+)
+
+
+def moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> Tensor:
+    """Return count, mean and M2 of each group of channels of x, (N, C, ...), as (N, groups, 3).
+
+    The result is fp32 (fp64 for fp64). Without places the count is 0. shift_C: is added to x first, without rounding;
+    only for channels-last memory.
+    """
+    return (launch_moments if fused(x_NC, shift_C) else reference_moments)(x_NC, groups, shift_C)
+
+
+def combine(parts_PNG3: Tensor) -> Tensor:
+    """Return the moments (N, G, 3) of the union of parts, (P, N, G, 3), which are combined in their order."""
+    return (launch_combine if fused(parts_PNG3) else reference_combine)(parts_PNG3)
+
+
+def normalise(
+    x_NC: Tensor, moments_NG3: Tensor, affine: Affine, silu: bool = False, out_NC: Tensor | None = None
+) -> Tensor:
+    """Return x, (N, C, ...), normalised by its groups' moments, then by SiLU if `silu`, in x's dtype.
+
+    The result has x's memory format, or is `out_NC`: it may be a part of a larger tensor of the same format, as the
+    rows between the halo of a convolution's input, and must not overlap x.
+    """
+    given = x_NC, moments_NG3, affine.weight_C, affine.bias_C, affine.shift_C
+    return (launch_normalise if fused(*given) else reference_normalise)(x_NC, moments_NG3, affine, silu, out_NC)
+
+
+def reference_moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> Tensor:
+    """Compute `moments` in plain torch."""
+    wide = _shifted(x_NC, shift_C).reshape(len(x_NC), groups, -1)
+    count = wide.new_full(wide.shape[:2], wide.shape[2])
+    mean = wide.mean(-1) if wide.shape[2] else torch.zeros_like(count)
+    return torch.stack((count, mean, (wide - mean[..., None]).square().sum(-1)), -1)
+
+
+def _shifted(x_NC: Tensor, shift_C: Tensor | None) -> Tensor:
+    """Return x + shift in the dtype of moments."""
+    wide = x_NC.to(state_dtype(x_NC.dtype))
+    return wide if shift_C is None else wide + shift_C.to(wide.dtype).view(-1, *[1] * (x_NC.dim() - 2))
+
+
+def reference_combine(parts_PNG3: Tensor) -> Tensor:
+    """Compute `combine` in plain torch."""
+    count, mean, squares = parts_PNG3.unbind(-1)
+    total = count.sum(0)
+    middle = (count * mean).sum(0) / total.clamp(min=1)
+    return torch.stack((total, middle, (squares + count * (mean - middle).square()).sum(0)), -1)
+
+
+def reference_normalise(
+    x_NC: Tensor, moments_NG3: Tensor, affine: Affine, silu: bool = False, out_NC: Tensor | None = None
+) -> Tensor:
+    """Compute `normalise` in plain torch."""
+    count, mean, squares = moments_NG3.unbind(-1)
+    samples, groups = count.shape
+    wide = _shifted(x_NC, affine.shift_C).reshape(samples, groups, -1) - mean[..., None]
+    wide = (wide * torch.rsqrt(squares / count.clamp(min=1) + affine.eps)[..., None]).view(x_NC.shape)
+    each = (-1, *[1] * (x_NC.dim() - 2))
+    wide = wide if affine.weight_C is None else wide * affine.weight_C.to(wide.dtype).view(each)
+    wide = wide if affine.bias_C is None else wide + affine.bias_C.to(wide.dtype).view(each)
+    return (torch.empty_like(x_NC) if out_NC is None else out_NC).copy_(F.silu(wide) if silu else wide)
+
+
+def places_last(x_NC: Tensor) -> bool | None:
+    """Return True for contiguous memory, False for channels-last memory, and None for neither."""
+    if x_NC.is_contiguous():
+        return True
+    return False if x_NC.movedim(1, -1).is_contiguous() else None
+
+
+def dense(x_NC: Tensor) -> tuple[Tensor, bool]:
+    """Return x, or a contiguous copy if its memory has gaps or another order, and whether its places come last."""
+    found = places_last(x_NC)
+    return (x_NC.contiguous(), True) if found is None else (x_NC, found)
+
+
+def runs(x_NC: Tensor) -> Runs:
+    """Return the runs of a tensor (N, C, ...); raise `ValueError` if its strides allow no two levels of places."""
+    sizes, strides = list(x_NC.shape[2:]), list(x_NC.stride()[2:])
+    levels: list[list[int]] = []  # from the innermost: length and stride
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if levels and (size == 1 or stride == levels[-1][0] * levels[-1][1]):
+            levels[-1][0] *= size
+        elif levels and levels[-1][0] == 1:
+            levels[-1] = [size, stride]
+        else:
+            levels.append([size, stride])
+    if len(levels) > 2:
+        shape, steps = tuple(x_NC.shape), x_NC.stride()
+        raise ValueError(f"got an output {shape} of strides {steps}, expected gaps along one dim of its places")
+    (length, place), (count, run) = (*levels, [1, 0])[:2]
+    return Runs(count, length, x_NC.stride(0), x_NC.stride(1), run, place)
+
+
+def launch_moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> Tensor:
+    """Run the kernels of `moments`."""
+    x_NC, last = dense(x_NC)
+    _fits_shift(last, shift_C)
+    samples, channels = x_NC.shape[:2]
+    _divides(channels, groups)
+    if not x_NC.numel():
+        return torch.zeros(samples, groups, 3, device=x_NC.device)
+    places, each = x_NC.numel() // (samples * channels), channels // groups
+    if last:
+        block = min(4096, max(128, triton.next_power_of_2(places * each)))
+        chunk = _chunk(places * each, block, PROGRAMS // (samples * groups))
+        parts = torch.empty(triton.cdiv(places * each, chunk), samples, groups, 3, device=x_NC.device)
+        grid = (parts.shape[0] * samples * groups,)
+        constants = {"BLOCK": block, "num_warps": max(1, block // 512)}
+        plane_moments_kernel[grid](x_NC, parts, samples * groups, places * each, chunk, **constants)
+    else:
+        block_groups, block_each = triton.next_power_of_2(groups), triton.next_power_of_2(each)
+        rows = max(1, 4096 // (block_groups * block_each))
+        chunk = _chunk(places, rows, PROGRAMS // samples)
+        parts = torch.empty(triton.cdiv(places, chunk), samples, groups, 3, device=x_NC.device)
+        constants = {"G": groups, "EACH": each, "BLOCK_G": block_groups, "BLOCK_EACH": block_each, "ROWS": rows}
+        grid = (parts.shape[0] * samples,)
+        pixel_moments_kernel[grid](x_NC, shift_C, parts, samples, places, chunk, **constants, num_warps=8)
+    return parts[0] if len(parts) == 1 else launch_combine(parts)
+
+
+def launch_combine(parts_PNG3: Tensor) -> Tensor:
+    """Run the kernel of `combine`."""
+    parts_PNG3 = parts_PNG3.contiguous()
+    out = torch.empty_like(parts_PNG3[0])
+    if out.numel():
+        block = triton.next_power_of_2(len(parts_PNG3))
+        each = out.numel() // 3
+        combine_kernel[(each,)](parts_PNG3, out, len(parts_PNG3), each, BLOCK=block, num_warps=4)
+    return out
+
+
+def launch_normalise(
+    x_NC: Tensor, moments_NG3: Tensor, affine: Affine, silu: bool = False, out_NC: Tensor | None = None
+) -> Tensor:
+    """Run the kernel of `normalise`."""
+    x_NC, last = dense(x_NC)
+    out = torch.empty_like(x_NC) if out_NC is None else out_NC
+    (samples, channels), groups = x_NC.shape[:2], moments_NG3.shape[1]
+    _divides(channels, groups)
+    _fits_shift(last, affine.shift_C)
+    if out.shape != x_NC.shape or out.dtype != x_NC.dtype or moments_NG3.shape != (samples, groups, 3):
+        told = f"{tuple(out.shape)}, {out.dtype} and moments {tuple(moments_NG3.shape)}"
+        raise ValueError(f"got an output {told}, expected {tuple(x_NC.shape)}, {x_NC.dtype} and (N, G, 3)")
+    if not out.numel():
+        return out
+    at = runs(out)
+    if (at.place if last else at.channel) != 1 and (at.length > 1 or not last):
+        raise ValueError(f"got an output of strides {out.stride()}, expected the memory format of {x_NC.stride()}")
+    tensors = x_NC, moments_NG3.contiguous(), affine.weight_C, affine.bias_C, out, affine.eps
+    constants: dict[str, Any] = {"EACH": channels // groups, "SILU": silu, "enable_fp_fusion": True}
+    if last:
+        block = min(4096, max(128, triton.next_power_of_2(at.length)))
+        blocks, strides = triton.cdiv(at.length, block), (at.sample, at.channel, at.run)
+        grid = (samples * channels * at.number * blocks,)
+        constants |= {"BLOCK": block, "num_warps": max(1, block // 1024)}
+        planes_kernel[grid](*tensors, channels, at.number, at.length, blocks, *strides, **constants)
+    else:
+        width = triton.next_power_of_2(channels)
+        rows, tiles = max(1, 4096 // width), 4
+        blocks, strides = triton.cdiv(at.length, rows * tiles), (at.sample, at.run, at.place)
+        constants |= {"C": channels, "WIDTH": width, "ROWS": rows, "TILES": tiles, "num_warps": 4}
+        sizes = at.number, at.length, blocks
+        pixels_kernel[(samples * at.number * blocks,)](*tensors, affine.shift_C, *sizes, *strides, **constants)
+    return out
+
+
+def _divides(channels: int, groups: int) -> None:
+    if channels % groups:
+        raise ValueError(f"got {channels} channels and {groups} groups, expected a number of groups that divides them")
+
+
+def _fits_shift(last: bool, shift_C: Tensor | None) -> None:
+    if last and shift_C is not None:
+        raise ValueError("got a shift of an input in contiguous memory, expected channels-last memory; add it before")
+
+
+def _chunk(length: int, block: int, programs: int) -> int:
+    """Return how many elements a program reads: a multiple of a block, so that about `programs` share a length."""
+    return triton.cdiv(triton.cdiv(length, max(1, programs)), block) * block
+
+
+@jit
+def plane_moments_kernel(x, parts, rows, length, chunk, BLOCK: tl.constexpr):
+    # a program reads a chunk of one group's contiguous memory; each lane keeps mean and M2 of what it read (Welford)
+    row, part = tl.program_id(0) % rows, tl.program_id(0) // rows
+    first = part.to(tl.int64) * chunk
+    x += row.to(tl.int64) * length + first
+    count = tl.minimum(length - first, chunk).to(tl.int32)
+    lane = tl.arange(0, BLOCK)
+    mean, squares = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    seen = 0.0
+    for start in range(0, count, BLOCK):
+        inside = start + lane < count
+        value = tl.load(x + start + lane, inside, 0.0).to(tl.float32)
+        away = tl.where(inside, value - mean, 0.0)
+        seen += 1.0
+        mean += away * (1.0 / seen)
+        squares += away * (value - mean)
+    each = tl.maximum((count - lane + BLOCK - 1) // BLOCK, 0).to(tl.float32)  # values that a lane has seen
+    middle = tl.sum(each * mean, 0) / count
+    away = mean - middle
+    total = tl.sum(squares + each * away * away, 0)
+    parts += (part * rows + row) * 3
+    tl.store(parts, count.to(tl.float32))
+    tl.store(parts + 1, middle)
+    tl.store(parts + 2, total)
+
+
+@jit
+def pixel_moments_kernel(
+    x,
+    shift,
+    parts,
+    samples,
+    length,
+    chunk,
+    G: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_EACH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    # a program reads all channels of a chunk of places; each lane keeps mean and M2 of its channel (Welford)
+    sample, part = tl.program_id(0) % samples, tl.program_id(0) // samples
+    first = part.to(tl.int64) * chunk
+    x += (sample.to(tl.int64) * length + first) * (G * EACH)
+    count = tl.minimum(length - first, chunk).to(tl.int32)
+    lane = tl.arange(0, BLOCK_G * BLOCK_EACH)
+    if EACH == BLOCK_EACH:
+        channel = lane
+        real = lane < G * EACH
+    else:
+        channel = lane // BLOCK_EACH * EACH + lane % BLOCK_EACH
+        real = (lane % BLOCK_EACH < EACH) & (lane // BLOCK_EACH < G)
+    row = tl.arange(0, ROWS)
+    at = x + row[:, None] * (G * EACH) + channel[None, :]
+    mean = tl.zeros((ROWS, BLOCK_G * BLOCK_EACH), tl.float32)
+    squares = tl.zeros((ROWS, BLOCK_G * BLOCK_EACH), tl.float32)
+    seen = 0.0
+    for start in range(0, count, ROWS):
+        inside = (start + row < count)[:, None] & real[None, :]
+        value = tl.load(at, inside, 0.0).to(tl.float32)
+        away = tl.where(inside, value - mean, 0.0)
+        seen += 1.0
+        mean += away * (1.0 / seen)
+        squares += away * (value - mean)
+        at += ROWS * G * EACH
+    if shift is not None:  # moves means, and no difference from them
+        mean += tl.load(shift + channel, real, 0.0).to(tl.float32)[None, :]
+    each = tl.maximum((count - row + ROWS - 1) // ROWS, 0).to(tl.float32)[:, None] * tl.where(real, 1.0, 0.0)[None, :]
+    sums = tl.sum(tl.reshape(tl.sum(each * mean, 0), (BLOCK_G, BLOCK_EACH)), 1)
+    numbers = count.to(tl.float32) * EACH
+    middle = sums / numbers
+    wide = tl.reshape(tl.broadcast_to(middle[:, None], (BLOCK_G, BLOCK_EACH)), (BLOCK_G * BLOCK_EACH,))
+    away = mean - wide[None, :]
+    total = tl.sum(tl.reshape(tl.sum(squares + each * away * away, 0), (BLOCK_G, BLOCK_EACH)), 1)
+    group = tl.arange(0, BLOCK_G)
+    parts += ((part * samples + sample) * G + group) * 3
+    tl.store(parts, tl.zeros((BLOCK_G,), tl.float32) + numbers, group < G)
+    tl.store(parts + 1, middle, group < G)
+    tl.store(parts + 2, total, group < G)
+
+
+@jit
+def combine_kernel(parts, out, count, rows, BLOCK: tl.constexpr):
+    row, part = tl.program_id(0), tl.arange(0, BLOCK)
+    at, inside = parts + (part * rows + row) * 3, part < count
+    number = tl.load(at, inside, 0.0)
+    mean = tl.load(at + 1, inside, 0.0)
+    squares = tl.load(at + 2, inside, 0.0)
+    total = tl.sum(number, 0)
+    middle = tl.sum(number * mean, 0) / tl.maximum(total, 1.0)
+    away = mean - middle
+    tl.store(out + row * 3, total)
+    tl.store(out + row * 3 + 1, middle)
+    tl.store(out + row * 3 + 2, tl.sum(squares + number * away * away, 0))
+
+
+@jit
+def planes_kernel(
+    x,
+    moments,
+    weight,
+    bias,
+    out,
+    eps,
+    channels,
+    runs,
+    length,
+    blocks,
+    out_sample,
+    out_channel,
+    out_run,
+    EACH: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # contiguous memory: a program normalises a block of places of one channel
+    row, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK
+    plane, run = row // runs, row % runs
+    sample, channel = plane // channels, plane % channels
+    moments += plane // EACH * 3
+    mean = tl.load(moments + 1)
+    scale = tl.rsqrt(tl.load(moments + 2) / tl.load(moments) + eps)
+    shift = 0.0
+    if weight is not None:
+        scale *= tl.load(weight + channel).to(tl.float32)
+    if bias is not None:
+        shift = tl.load(bias + channel).to(tl.float32)
+    place = first + tl.arange(0, BLOCK)
+    at = x + row.to(tl.int64) * length
+    value = tl.load(at + place, place < length, 0.0, eviction_policy="evict_first").to(tl.float32)
+    value = (value - mean) * scale + shift
+    if SILU:
+        value = value / (1.0 + tl.exp(-value))
+    at = out + sample.to(tl.int64) * out_sample + channel.to(tl.int64) * out_channel + run.to(tl.int64) * out_run
+    tl.store(at + place, value.to(out.dtype.element_ty), place < length)
+
+
+@jit
+def pixels_kernel(
+    x,
+    moments,
+    weight,
+    bias,
+    out,
+    eps,
+    shift,
+    runs,
+    length,
+    blocks,
+    out_sample,
+    out_run,
+    out_place,
+    EACH: tl.constexpr,
+    SILU: tl.constexpr,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    # channels-last memory: a program normalises all channels of some places
+    row, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * (ROWS * TILES)
+    sample, run = row // runs, row % runs
+    channel = tl.arange(0, WIDTH)
+    real = channel < C
+    moments += (sample * (C // EACH) + channel // EACH) * 3
+    mean = tl.load(moments + 1, real, 0.0)
+    if shift is not None:
+        mean -= tl.load(shift + channel, real, 0.0).to(tl.float32)
+    mean = mean[None, :]
+    scale = tl.rsqrt(tl.load(moments + 2, real, 0.0) / tl.load(moments, real, 1.0) + eps)
+    if weight is not None:
+        scale *= tl.load(weight + channel, real, 0.0).to(tl.float32)
+    scale = scale[None, :]
+    x += (row.to(tl.int64) * length + first) * C
+    out += sample.to(tl.int64) * out_sample + run.to(tl.int64) * out_run + first.to(tl.int64) * out_place
+    for tile in range(TILES):
+        place = (tile * ROWS + tl.arange(0, ROWS))[:, None]
+        inside = (first + place < length) & real[None, :]
+        value = tl.load(x + place * C + channel[None, :], inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+        value = (value - mean) * scale
+        if bias is not None:
+            value += tl.load(bias + channel, real, 0.0).to(tl.float32)[None, :]
+        if SILU:
+            value = value / (1.0 + tl.exp(-value))
+        tl.store(out + place * out_place + channel[None, :], value.to(out.dtype.element_ty), inside)

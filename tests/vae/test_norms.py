@@ -25,6 +25,7 @@ from seqpar.vae.place import Place
 from tests.support.meshes import random
 
 FP64 = 1e-12
+EYE = torch.eye(6, dtype=torch.float64).view(6, 6, 1, 1)
 UP = ("UpDecoderBlock2D",) * 2
 KL = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": UP, "block_out_channels": (16, 32)}
 WAN = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1, "temperal_downsample": [True]}
@@ -64,7 +65,8 @@ def picture(channels: int = 6, last: bool = False) -> Tensor:
 
 def memory(x: Tensor) -> int:
     """Return the bytes of a tensor's memory."""
-    return x.untyped_storage().nbytes()
+    with torch._C.DisableTorchFunction():
+        return x.untyped_storage().nbytes()
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -107,9 +109,8 @@ def test_passes_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone == ["GroupNorm"]  # attention's
     alone.clear()
     single(vae, True).decode(z)
-    # the input of attention's views, of the shortcut and of upsampling is a sum; the shortcut and the result are not
-    assert alone.count("GroupNorm") == 1
-    assert alone.count("Biased") <= 2
+    # read by another convolution: the outputs of the first one and of the one after upsampling; and the picture
+    assert sorted(alone) == ["Biased", "Biased", "Biased", "GroupNorm"]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_passes_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda y: y.permute(0, 1, 3, 2).transpose(2, 3),
         lambda y: torch.stack(y.unbind(1), 1),
         lambda y: y.add_(0.0),
-        lambda y: F.conv2d(y, torch.eye(6, dtype=y.dtype).view(6, 6, 1, 1)),
+        lambda y: F.conv2d(y, EYE),
         lambda y: 0.0 * y + y,
         lambda y: y / 1.0,
         lambda y: y.detach(),

@@ -226,7 +226,9 @@ def combine_kernel(
     some = tl.arange(0, TOGETHER)
     top = -float("inf")
     for first in range(0, parts, TOGETHER):
-        top = tl.maximum(top, tl.max(tl.load(shift + (first + some) * rows + row, first + some < parts, -float("inf")), 0))
+        top = tl.maximum(
+            top, tl.max(tl.load(shift + (first + some) * rows + row, first + some < parts, -float("inf")), 0)
+        )
     sum_D = tl.zeros([BLOCK], tl.float32)
     whole = 0.0
     divisor = 0.0
@@ -237,6 +239,8 @@ def combine_kernel(
         whole += tl.sum(tl.load(total + at, here, 0.0) * scale, 0)
         divisor += tl.sum(tl.load(rounded + at, here, 0.0) * scale, 0)
         mask = here[:, None] & (column < D)[None, :]
-        sum_D += tl.sum(tl.load(product + at.to(tl.int64)[:, None] * D + column[None, :], mask, 0.0) * scale[:, None], 0)
+        sum_D += tl.sum(
+            tl.load(product + at.to(tl.int64)[:, None] * D + column[None, :], mask, 0.0) * scale[:, None], 0
+        )
     tl.store(out + row.to(tl.int64) * stride + column, (sum_D / divisor).to(out.dtype.element_ty), column < D)
     tl.store(lse + row, (top + tl.log2(whole)) * 0.6931471805599453)

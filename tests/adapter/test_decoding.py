@@ -216,8 +216,8 @@ def two_pipelines(rank: int, world: int, device: torch.device) -> list[float]:
     one, other = pipelines.flux().to(device), pipelines.flux().to(device)
     other.vae = one.vae
     truth, given = one.vae.decode(latents(1).to(device)).sample, latents(1).to(device) + rank
-    for pipe in (one, other):
-        seqpar.parallelize(pipe, make_mesh(device, cfg=1))
+    for pipe, transport in ((one, "peer"), (other, "collective")):
+        seqpar.parallelize(pipe, make_mesh(device, cfg=1), transport=transport)
     found = [one.vae.decode(given).sample, copy.deepcopy(one.vae).decode(given - rank).sample]
     seqpar.release(one)
     found.append(other.vae.decode(z=given).sample)

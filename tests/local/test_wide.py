@@ -115,7 +115,9 @@ def test_what_wide_refuses() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
-@pytest.mark.parametrize(("queries", "keys", "dim"), [(257, 1001, 512), (777, 4096, 384), (130, 2500, 1024), (1, 9, 264)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "dim"), [(257, 1001, 512), (777, 4096, 384), (130, 2500, 1024), (1, 9, 264)]
+)
 @pytest.mark.parametrize("most", [0.0, 100.0])
 def test_gpu_wide_is_as_precise_as_torch(queries: int, keys: int, dim: int, most: float, dtype: torch.dtype) -> None:
     if (reason := wide.why_not(torch.device(DEVICE), dtype, dim)) is not None:

@@ -72,9 +72,9 @@ class Decoding:
         self._moves = load_transport(transport)
         cut = mesh.replica.size > 1 and self.unknown is None
         self._parallel = ParallelVAE(vae, mesh, self._moves) if cut else None
-        single = self._single() if kernels and self.unknown is None else None
-        self._alone = Work(own(vae, "decode") if single is None else single.decode)
-        self._on_strips = [each for each in (self._parallel, single) if each is not None]
+        self._single = _on_one_rank(vae, mesh) if kernels and self.unknown is None else None
+        self._alone = Work(self._whole)
+        self._on_strips = [each for each in (self._parallel, self._single) if each is not None]
         self._strips = self._alone if self._parallel is None else Work(self._parallel.decode, self._moves.check)
         # all ranks that share a picture must agree on a capture; a rank that decodes alone also captures alone
         places = {self._strips: replace(mesh, sequence=mesh.replica), self._alone: Mesh.single(mesh.device)}
@@ -93,10 +93,6 @@ class Decoding:
         if text is not None and text not in self._told and self.mesh.is_main:
             print(f"seqpar: {text}", flush=True)
         self._told.add(text or "")
-
-    def _single(self) -> ParallelVAE:
-        """Return the VAE on this rank alone, which has nothing to exchange."""
-        return ParallelVAE(self.vae, Mesh.single(self.mesh.device), load_transport("collective"))
 
     def check(self, count: int, shape: Sequence[int], wish: str = "auto") -> None:
         """Raise ValueError, with what would fit, if `count` latents (C, h, w) of a shape cannot be decoded one by one.
@@ -227,6 +223,12 @@ class Decoding:
         work.check_delivered()
         return results
 
+    def _whole(self, z: Tensor, **others: Any) -> Any:
+        """Return what `vae.decode` returns for whole latents, on this rank alone; in tiles if the user wants those."""
+        tiled = getattr(self.vae, "use_tiling", False)
+        decode = own(self.vae, "decode") if self._single is None or tiled else self._single.decode
+        return decode(z, **others)
+
     def _is_small(self, x: Tensor, ranks: int) -> bool:
         """Return whether a call is captured: pictures of few pixels. Videos keep caches of frames and are large."""
         if not self._captures or not self._here or (x.dim() == 5 and x.shape[2] > 1):
@@ -251,6 +253,11 @@ def why_unknown(vae: Any) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _on_one_rank(vae: Any, mesh: Mesh) -> ParallelVAE:
+    """Return the VAE on this rank alone, which has nothing to exchange."""
+    return ParallelVAE(vae, Mesh.single(mesh.device), load_transport("collective"))
 
 
 def _named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,10 @@ class Turning(Protocol):
         """See `Turns.large`."""
         ...
 
+    def exceeds(self, elements: int, dtype: torch.dtype) -> bool:
+        """See `Turns.exceeds`."""
+        ...
+
     def keep(self, made: Pending) -> Pending:
         """See `Turns.keep`."""
         ...
@@ -50,9 +54,15 @@ def chain_of(turns: Turning, x: Tensor) -> Chain:
     """Return the chain of a tensor, which is empty for one that has its values."""
     if isinstance(x, Pending) and x.value is None and not x.padding and x.chain is not None:
         return x.chain
-    if turns.place is not None and not isinstance(x, Pending):
-        x.detach()  # values that the rules of a strip have put off are written now
-    return Chain(real(x), (), turns.dim)
+    return Chain(settled(turns, x), (), turns.dim)
+
+
+def settled(turns: Turning, x: Any) -> Any:
+    """Return `real(x)`; values that the rules of a strip have put off (`seqpar.vae.later`) are written first."""
+    x = real(x)
+    if turns.place is not None and isinstance(x, Tensor):
+        x.detach()  # any function that reads x lets `StripMode` write it
+    return x
 
 
 def later(
@@ -147,7 +157,7 @@ def arithmetic(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     left, right = args
     swap = not waits(turns, left) or (not isinstance(left, Pending) and turns.is_last(right))
     base, other = (right, left) if swap else (left, right)
-    other = real(other)
+    other = settled(turns, other)
     if not _is_shared(other, base, turns.dim) and not (isinstance(other, Tensor) and other.shape == base.shape):
         return NotImplemented
     with torch._C.DisableTorchFunction():
@@ -256,7 +266,7 @@ def concatenate(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     shape[dim] = sum(x.shape[dim] for x in tensors)
     if any(x.dtype != first.dtype for x in tensors):
         return NotImplemented
-    parts = [HERE if x is first else real(x) for x in tensors]
+    parts = [HERE if x is first else settled(turns, x) for x in tensors]
     return later(turns, first, torch.cat, (parts, dim), shape)
 
 

@@ -69,7 +69,7 @@ def test_a_video_is_predicted_from_its_first_frames() -> None:
         direct, found = count(lambda z=z, vae=vae: vae.decode(z)), counted(kind, tuple(z.shape), plain=True)
         flops = [sum(x.flops for x in each.operations) for each in (found, direct)]
         assert flops[0] == pytest.approx(flops[1], rel=1e-3), name
-        assert found.peak == pytest.approx(direct.peak, rel=0.02), name
+        assert found.peak == pytest.approx(direct.peak, rel=0.1), name
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:

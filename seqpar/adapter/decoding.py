@@ -26,15 +26,19 @@ from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import load_transport
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
+from seqpar.vae.decodable import Fit, check_decodable, fit_of, free_gib, kind_of
 from seqpar.vae.decoder import Way, way_of
+from seqpar.vae.dry import counted
 from seqpar.vae.known import check_modules, spatial_factor
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.shared import METHODS, own
+from seqpar.vae.turns import STRIP_BYTES
 
 GRAPHS = 2  # kinds of calls that are kept as graphs, because each keeps the memory of a decoding
 # Pixels that one rank decodes in a call that is captured. AutoencoderKL takes an H200 about 100 ms for 1024 x 1024
 # pixels, and the host about 10 ms for its launches, which larger pictures hide. A graph of this size keeps 2.4 GiB.
 PIXELS = 1024 * 1024
+ALWAYS_FITS = 0.05  # share of a device's memory; a decoding that needs less is not compared with what is free
 FLAGS = ("use_tiling", "use_slicing", "training")  # of a VAE, which change what it computes
 INPUT = "the VAE's input"
 TUPLE = {"return_dict": False}
@@ -70,13 +74,14 @@ class Decoding:
         self._parallel = ParallelVAE(vae, mesh, self._moves) if cut else None
         self._single = _on_one_rank(vae, mesh) if kernels and self.unknown is None else None
         self._alone = Work(self._whole)
+        self._on_strips = [each for each in (self._parallel, self._single) if each is not None]
         self._strips = self._alone if self._parallel is None else Work(self._parallel.decode, self._moves.check)
         # all ranks that share a picture must agree on a capture; a rank that decodes alone also captures alone
         places = {self._strips: replace(mesh, sequence=mesh.replica), self._alone: Mesh.single(mesh.device)}
         self._graphs = {work: Graphs(place, capture, GRAPHS) for work, place in places.items()}
         self._captures = capture is not None and self.unknown is None
         self._state: Hashable = None
-        self._here = False
+        self._here = self._turns = False
         self._generation, self._told = 0, set[str]()
 
     def way(self, count: int, shape: Sequence[int], wish: str = "auto") -> Way:
@@ -88,6 +93,31 @@ class Decoding:
         if text is not None and text not in self._told and self.mesh.is_main:
             print(f"seqpar: {text}", flush=True)
         self._told.add(text or "")
+
+    def check(self, count: int, shape: Sequence[int], wish: str = "auto") -> None:
+        """Raise ValueError, with what would fit, if `count` latents (C, h, w) of a shape cannot be decoded one by one.
+
+        Every rank must call this at the same time.
+        """
+        self._fit(self.way(count, shape, wish), (1, *shape), check_decodable)
+
+    def prepare(self, way: Way, shape: Sequence[int]) -> None:
+        """See `seqpar.vae.decoder.Decoder`."""
+        fit = self._fit(way, tuple(shape), fit_of)
+        self.say(None if fit is None else fit.told)
+        self._turns = fit is not None and fit.turns
+        for each in self._on_strips:
+            each.strip_bytes = STRIP_BYTES if self._turns else None
+
+    def _fit(self, way: Way, shape: tuple[int, ...], fit: Callable[..., Fit]) -> Fit | None:
+        """Return how latents of a shape fit; None where that is not known, and for sizes that always fit."""
+        if self.unknown is not None or self.mesh.device.type != "cuda":
+            return None
+        total = torch.cuda.get_device_properties(self.mesh.device).total_memory
+        ranks, kind = way.ranks if way.name == "strips" else 1, kind_of(self.vae)
+        if counted(kind, shape, ranks).peak < ALWAYS_FITS * total:
+            return None
+        return fit(kind, shape, ranks, min(self.mesh.collect(free_gib(self.mesh.device) or 0.0)))
 
     def release(self) -> None:
         """Free graphs and exchanges, on all ranks at the same time; the next call makes new ones."""
@@ -120,6 +150,8 @@ class Decoding:
             form = self._rank_0s(arguments | TUPLE)
             way = self._way_of_call(form)
             self.say(way.told)
+            x = form.tensors[INPUT]
+            self.prepare(way, (1 if way.axis.size > 1 else len(x), *x.shape[1:]))
             made = self._by_rows(self._strips if way.name == "strips" else self._alone, form, way.axis)
         return DecoderOutput(*made) if wrapped else made
 
@@ -182,7 +214,9 @@ class Decoding:
 
     def _run(self, work: Work, form: Form) -> Any:
         """Return the results of a call on this rank, or on all ranks that share it; a small one is a graph."""
-        if self._is_small(form.tensors[INPUT], 1 if work is self._alone else self.mesh.replica.size):
+        if not self._turns and self._is_small(
+            form.tensors[INPUT], 1 if work is self._alone else self.mesh.replica.size
+        ):
             results = self._graphs[work].run(work, form, self._generation).whole
         else:
             results = work(form.whole)

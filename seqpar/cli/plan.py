@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 
 import torch
 
+from seqpar.cli import decoding
 from seqpar.cli.args import Args, Flags, PlanArgs
 from seqpar.cli.job import scales
 from seqpar.cli.planning import asked, imagined, ours, tables
@@ -34,7 +36,7 @@ def dry_run(args: Args, job: Job, ranks: Mesh) -> str:
     head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job.guidance)}, {job.dtype}"
     machines = [imagined(ranks.device, count, args.transport) for count in args.dry_run or ()]
     machines = machines or [ours(ranks, args.transport)]
-    shown = tables(load, model, machines, wish_of(args), job.dtype)
+    shown = tables(load, model, machines, wish_of(args), job.dtype, partial(decoding.line, args, job))
     return f"{head.replace('torch.', '')}{_decoded(args, job, machines)}\n\n{shown}"
 
 

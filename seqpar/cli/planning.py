@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -45,13 +45,26 @@ def shared_plan(load: Load, model: Blueprint, ranks: Mesh, wish: Wish, dtype: to
     return make(work_of(model.config), load, dtype, ranks, wish)
 
 
-def tables(load: Load, model: Blueprint, machines: Sequence[Machine], wish: Wish, dtype: torch.dtype) -> str:
-    """Return what a dry run prints for each machine: the plan, all layouts and a step's costs, or why none fits."""
+def tables(
+    load: Load,
+    model: Blueprint,
+    machines: Sequence[Machine],
+    wish: Wish,
+    dtype: torch.dtype,
+    after: Callable[[Ranking, Machine], str | None] = lambda ranking, machine: None,
+) -> str:
+    """Return what a dry run prints for each machine: the plan, all layouts and a step's costs, or why none fits.
+
+    after: returns a further line for a machine, or None.
+    """
     parts = []
     for machine in machines:
         try:
             made = planned(load, model, machine, wish, dtype)
-            parts.append(f"{machine.count} x {machine.device}: {made}\n{made.table()}")
+            more = after(made, machine)
+            parts.append(
+                "\n".join([f"{machine.count} x {machine.device}: {made}", made.table(), *([more] if more else [])])
+            )
         except ValueError as error:
             if len(machines) == 1:
                 raise

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from seqpar import exact
+from seqpar.cli import decoding
 from seqpar.cli.args import Args
 from seqpar.cli.job import check
 from seqpar.cli.plan import dry_run, wish_of
@@ -36,6 +37,7 @@ def run(args: Args) -> None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks))))
         return
     plan = shared_plan(job.load, job.blueprint, ranks, wish_of(args), job.dtype)
+    ranks.together(lambda: decoding.check(args, job, plan, ranks))
     started = time.perf_counter()
     with _encoding(job, ranks) as encoded:
         hook = {"on_prompt": encoded} if "prompts" in job.loading else {}

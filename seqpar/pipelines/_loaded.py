@@ -66,6 +66,14 @@ class Loaded:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
         return decode(self.decoding, latents_NCHW, on_image, wish)
 
+    def check_decodable(self, count: int, latent: tuple[int, int]) -> None:
+        """Raise ValueError, with what would fit, if `count` latents of (height, width) cannot be decoded here.
+
+        Every rank must call this at the same time, with the same numbers.
+        """
+        if self.vae is not None:
+            self.decoding.check(count, (self.vae.config.latent_channels, *latent))
+
     def way(self, count: int, pixels: tuple[int, int], wish: str = "auto") -> Way | None:
         """Return how `decode` decodes `count` pictures of a size, or None for previews."""
         factor = self.files.factor

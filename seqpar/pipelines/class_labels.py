@@ -210,6 +210,7 @@ class Pipeline(Loaded):
         prompt = {"class_labels": torch.tensor(self.files.class_ids(classes))}
         height, width = self.files.latent_size(size)
         self.dit.check_size(height, width)
+        self.check_decodable(len(classes), (height, width))
         generator = torch.Generator().manual_seed(seed)
         noise = draw_noise((len(classes), self.dit.config.in_channels, height, width), generator)
         return Request(scheduler, noise, prompt, generator=generator, **settings)

@@ -219,6 +219,7 @@ class Pipeline(Loaded):
         """
         asked = list(prompts), steps, guidance, negative, seed, size, scheduler
         prompts, steps, guidance, negative, seed, size, scheduler = self.dit.mesh.share(asked)
+        self.check_decodable(len(prompts), self.files.latent_size(size))
         others = [negative or ""] if guidance.on else []
         self.dit.mesh.together(lambda: self.texts.encode([*prompts, *others]))
         stepping, given = self.files.timed(scheduler, steps, size)

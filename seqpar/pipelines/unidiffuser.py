@@ -167,6 +167,8 @@ class Pipeline(Loaded):
         if asked.guidance.on and "other_timestep" not in model.PROMPT:
             raise ValueError(f"got guidance in mode {self.dit.config.mode}, expected text2img or img2text; use scale 1")
         scheduler, shapes = self._scheduler(asked.scheduler), self._shapes(asked)
+        if "image" in model.STATE:
+            self.check_decodable(asked.count, self.files.latent_size(asked.size))
         generator = torch.Generator().manual_seed(asked.seed)
         start = noise or {name: self._draw(shapes[name], generator) for name in model.STATE}
         others = {name: shape for name, shape in shapes.items() if name not in model.STATE}

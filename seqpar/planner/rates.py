@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+WIDEST = 256  # head dim of transformers; only decoders have wider heads
+
 Curve = tuple[tuple[float, float], ...]
 """Measured points (x, y) in ascending order of x."""
 
@@ -31,7 +33,8 @@ class Rates:
     gemm: elements of the product's output -> TFLOP/s. weights: TB/s at which a product of few rows reads its matrix.
     attention: head dim -> (FLOPs of a call -> TFLOP/s). copy: TB/s, counting bytes read and written. kernel_us: the
     fixed us of an elementwise kernel, without its bytes. exchange: transport -> (bytes that the busiest rank sends ->
-    us). memory: GiB of one device (None if unknown).
+    us). memory: GiB of one device (None if unknown). convolution: FLOPs of a convolution -> TFLOP/s, without the
+    transposition of its input and output, for the decoder.
     """
 
     device: str
@@ -44,6 +47,7 @@ class Rates:
     kernel_us: float
     exchange: Mapping[str, Curve]
     memory: float | None = None
+    convolution: Curve = ()
 
 
 def rate_at(curve: Curve, x: float) -> float:
@@ -80,6 +84,7 @@ _MIB = 1 << 20
 # 4096 -> 4096 at 128 to 8192 rows, 4096 -> 12288 at 8192. Weights: 4096 -> 12288 and -> 22016 at 128 rows. Attention:
 # flash-attn-4 at head dims 64 and 128, cuDNN at 72; its two largest points are what the steps of
 # docs/benchmarks/2026-11-20-h200-engine.md leave to attention, and small calls of 64 and 72 are those of 128.
+# Convolutions and attention at head dim 512: what diffusers' decoding of 512 to 4096 pixels a side leaves to them.
 # Exchanges: four ranks in a CUDA graph; each holds 0.25 to 256 MiB and sends three quarters of it.
 H200 = Rates(
     device="NVIDIA H200",
@@ -91,6 +96,7 @@ H200 = Rates(
         64: ((0.537e9, 66), (2.15e9, 243), (206e9, 547)),
         72: ((0.537e9, 66), (2.15e9, 243), (9.66e9, 282), (155e9, 328), (2470e9, 347)),
         128: ((0.537e9, 66), (2.15e9, 243), (137e9, 695), (2200e9, 697)),
+        512: ((34e9, 80), (141e12, 81)),
     },
     copy=4.28,
     kernel_us=3.0,
@@ -106,6 +112,7 @@ H200 = Rates(
         "peer": ((0.1875 * _MIB, 6.0), (0.75 * _MIB, 8.2), (3 * _MIB, 13.8), (12 * _MIB, 40), (48 * _MIB, 144)),
     },
     memory=139,
+    convolution=((1e9, 40), (19e9, 125), (0.08e12, 140), (0.31e12, 144), (1.24e12, 162)),
 )
 # Rounded values for one server core a process and gloo between two processes: precise enough to rank layouts
 CPU = Rates(
@@ -118,6 +125,7 @@ CPU = Rates(
     copy=0.02,
     kernel_us=0.6,
     exchange={"gloo": ((1.6e4, 190), (2.6e5, 220), (4.2e6, 3400)), "peer": ((1.6e4, 70), (2.6e5, 70), (4.2e6, 500))},
+    convolution=((1.0e6, 0.03), (1.0e9, 0.06)),
 )
 
 
@@ -127,7 +135,8 @@ CPU = Rates(
 def load(device: str, count: int, dtype: str) -> Rates:
     """Return the rates measured for `count` processes on this kind of device with this torch, else the defaults.
 
-    A measurement with one process has no exchanges; these are taken from the defaults.
+    A measurement with one process has no exchanges; these are taken from the defaults, like the attention of decoders
+    (head dims over 256) and, in a file of an earlier version, convolutions.
     """
     default = CPU if device == "CPU" else H200
     path = _path(device, count, dtype)
@@ -137,7 +146,14 @@ def load(device: str, count: int, dtype: str) -> Rates:
         return replace(default, source=f"{default.source}{other}{wide}; nothing was measured here")
     found = _read(path)
     note = "" if found.exchange else f"; exchanges: {default.source}"
-    return replace(found, exchange={**default.exchange, **found.exchange}, source=found.source + note)
+    wide = {dim: curve for dim, curve in default.attention.items() if dim > WIDEST}
+    return replace(
+        found,
+        exchange={**default.exchange, **found.exchange},
+        attention={**wide, **found.attention},
+        convolution=found.convolution or default.convolution,
+        source=found.source + note,
+    )
 
 
 def save(rates: Rates, count: int) -> Path:
@@ -163,6 +179,7 @@ def _read(path: Path) -> Rates:
         found: dict[str, Any] = json.loads(path.read_text())
         found["gemm"] = _curve(found["gemm"])
         found["attention"] = {int(dim): _curve(points) for dim, points in found["attention"].items()}
+        found["convolution"] = _curve(found["convolution"]) if found.get("convolution") else ()
         found["exchange"] = {name: _curve(points) for name, points in found["exchange"].items()}
         return Rates(**found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -43,6 +43,10 @@ class Decoder(Protocol):
         """Return how `count` latents of a shape, of which the last two sizes count, are decoded; see `way_of`."""
         ...
 
+    def prepare(self, way: Way, shape: Sequence[int]) -> None:
+        """Choose for latents of a shape (N, C, h, w) whether they are decoded in turns; every rank must call this."""
+        ...
+
     def say(self, text: str | None) -> None:
         """Print a text on rank 0, if it is one and was not printed before."""
         ...
@@ -115,6 +119,7 @@ def decode(
     latents_NCHW = on.rank_0s(latents_NCHW)
     way = on.way(len(latents_NCHW), latents_NCHW.shape, wish)
     on.say(way.told)
+    on.prepare(way, (1, *latents_NCHW.shape[1:]))
     shard, one = way.shard(len(latents_NCHW)), on.strips if way.name == "strips" else on.alone
     images = _pictures(on.vae, latents_NCHW[shard.slice(way.axis.rank)], one, on_image)
     return gather(images, way.axis, shard.sizes) if way.axis.size > 1 else images

@@ -23,6 +23,7 @@ from seqpar.vae.layout import pixels_last, weights_pixels_last
 from seqpar.vae.mode import StripMode
 from seqpar.vae.norms import single_functions
 from seqpar.vae.place import Place, channels_last
+from seqpar.vae.turns import maybe_in_turns
 
 __all__ = ["Cut", "ParallelVAE", "Place"]
 
@@ -33,6 +34,8 @@ class ParallelVAE:
     transport: moves edge rows and sums; `release` frees its memory, so it must be this VAE's own. channels_last:
     compute in channels-last memory; until `release` the weights of convolutions have this format, too. Raises
     ValueError for a VAE with a type of module whose strips were not tested. It computes no gradients.
+    strip_bytes: may be set for the next calls, alike on all ranks: what a rank has is computed in strips of this size,
+    in turn, which needs less memory (`seqpar.vae.turns`); None computes it at once.
     """
 
     def __init__(self, vae: Any, mesh: Mesh, transport: Transport, channels_last: bool = False) -> None:
@@ -43,6 +46,7 @@ class ParallelVAE:
         self._side = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._factor, self._told = spatial_factor(vae), set[str]()
         self._restore = weights_pixels_last(vae) if channels_last else None
+        self.strip_bytes: int | None = None
 
     def decode(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what `vae.decode` returns for whole latents (N, C, ..., h, w), with the whole sample on every rank.
@@ -111,7 +115,7 @@ class ParallelVAE:
         try:
             place = Place(cut, self._exchanges, self._names, channels_last(self._vae), self._side)
             with torch.no_grad(), single_functions(self._vae), StripMode(place):
-                return self._own(method)(strip, *args, **kwargs)
+                return maybe_in_turns(lambda: self._own(method)(strip, *args, **kwargs), place, self.strip_bytes)
         finally:
             if tiled:
                 self._vae.use_tiling = True

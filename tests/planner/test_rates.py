@@ -68,9 +68,9 @@ def test_what_was_measured_comes_back_and_stands_for_its_own_machine_alone(cache
 
 
 def test_one_process_takes_the_exchanges_of_the_defaults() -> None:
-    rates.save(replace(CPU, source="alone", exchange={}), 1)
+    rates.save(replace(CPU, source="alone", exchange={}, convolution=()), 1)
     found = rates.load("CPU", 1, "float32")
-    assert found.exchange == CPU.exchange
+    assert (found.exchange, found.convolution) == (CPU.exchange, CPU.convolution)
     assert found.source == "alone; exchanges: coarse defaults of a CPU"
 
 
@@ -130,7 +130,8 @@ def test_two_ranks_measure_once_and_the_planner_uses_it(ranks: Pool, cache: Path
     found = rates.load("CPU", 2, "float32")
     assert os.fspath(path) in done.stdout
     assert len(found.gemm) == 4
-    assert all(y > 0 for _, y in found.exchange["gloo"])
+    assert all(y > 0 for _, y in (*found.exchange["gloo"], *found.convolution))
+    assert len(found.convolution) == 2
     assert set(found.attention) == {64, 72, 128}
     shown, silent = ranks.run(2, dry_run, str(cache))
     assert "rates: measured here on" in shown

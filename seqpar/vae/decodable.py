@@ -1,0 +1,121 @@
+"""Says before sampling whether a size can be decoded on these ranks: at once, in strips in turn, or not at all.
+
+When it wins: a picture that cannot be decoded is refused before minutes of sampling, with what would fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+import torch
+
+from seqpar.planner.decoder import milliseconds
+from seqpar.planner.predict import GIB, USABLE
+from seqpar.planner.rates import Rates
+from seqpar.vae.dry import Kind, counted
+from seqpar.vae.known import spatial_factor
+
+MOST_RANKS = 64  # that a refusal proposes
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a decoding fits a device: the GiB over weights of the rank with most rows, at once and in strips in turn.
+
+    turns: whether it must run in strips in turn. free: the GiB that there are, None if that is unknown.
+    """
+
+    turns: bool
+    at_once: float
+    in_turns: float | None
+    free: float | None
+
+    @property
+    def told(self) -> str | None:
+        """Return the line that says why strips run in turn, or None where they do not."""
+        if not self.turns:
+            return None
+        return (
+            f"the VAE decodes in strips in turn, in {self.in_turns:.1f} GiB: at once it needs {self.at_once:.1f} GiB "
+            f"of {self.free:.1f} GiB that are free"
+        )
+
+
+def kind_of(vae: Any) -> Kind:
+    """Return what predictions need to know about a VAE of diffusers."""
+    return Kind.of(type(vae), vae.config, vae.dtype)
+
+
+def check_decodable(kind: Kind, shape: tuple[int, ...], ranks: int, free: float | None) -> Fit:
+    """Return how decoding fits; raise ValueError, with what would fit, if it does not.
+
+    shape: of the latents (N, C, ..., h, w) that are decoded at once. ranks: that share each picture. free: GiB that
+    the rank with the least has left, None if that is unknown. Call it on every rank with the same numbers.
+    """
+    fit = fit_of(kind, shape, ranks, free)
+    if fit.turns and fit.free is not None and fit.in_turns is not None and fit.in_turns > fit.free:
+        raise ValueError(_refusal(kind, shape, ranks, fit))
+    return fit
+
+
+def fit_of(kind: Kind, shape: tuple[int, ...], ranks: int, free: float | None) -> Fit:
+    """Return how decoding fits, in turns also where not even this fits; see `check_decodable`."""
+    at_once = counted(kind, shape, ranks).gib
+    if free is None or at_once <= free:
+        return Fit(False, at_once, None, free)
+    return Fit(True, at_once, counted(kind, shape, ranks, turns=True).gib, free)
+
+
+def free_gib(device: torch.device) -> float | None:
+    """Return the GiB that are free on this rank's device, and those that torch keeps unused; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return USABLE * (torch.cuda.mem_get_info(device)[0] + unused) / GIB
+
+
+def told(kind: Kind, shape: tuple[int, ...], ranks: int, pictures: int, rates: Rates, transport: str) -> str:
+    """Return the line of a dry run: seconds and GiB of decoding.
+
+    pictures: that each group of `ranks` decodes, one after the other. transport: the key of its measured times.
+    """
+    found = counted(kind, shape, ranks)
+    seconds = pictures * milliseconds(found, rates, transport) / 1e3
+    where = f"each in strips on {ranks} ranks" if ranks > 1 else "whole pictures"
+    return f"decoding: {seconds:.3g} s predicted, {found.gib:.1f} GiB a rank over weights ({where})"
+
+
+def _refusal(kind: Kind, shape: tuple[int, ...], ranks: int, fit: Fit) -> str:
+    factor = spatial_factor(kind.build())
+    height, width = (side * factor for side in shape[-2:])
+    where = f"on each of {ranks} ranks" if ranks > 1 else "on one rank"
+    return (
+        f"got {height}x{width} pixels, whose decoding needs {fit.at_once:.1f} GiB {where}, and {fit.in_turns:.1f} GiB "
+        f"in strips in turn, expected at most the {fit.free:.1f} GiB that are free; "
+        f"{_what_fits(kind, shape, ranks, fit, factor)}"
+    )
+
+
+def _what_fits(kind: Kind, shape: tuple[int, ...], ranks: int, fit: Fit, factor: int) -> str:
+    """Return the largest size of these proportions that fits, and the number of ranks on which the size would."""
+    free = fit.free or 0.0
+    smaller, step = _scaled(shape, free / (fit.in_turns or 1.0)), 0.97
+    while min(smaller[-2:]) > 1 and counted(kind, smaller, ranks, turns=True).gib > free:
+        smaller = _scaled(smaller, step)
+    fits = f"use at most {smaller[-2] * factor}x{smaller[-1] * factor} pixels"
+    if min(smaller[-2:]) <= 1:
+        fits = "free memory on the devices"
+    more = 2 * ranks
+    while more <= min(MOST_RANKS, max(shape[-2:])):
+        if counted(kind, shape, more, turns=True).gib <= free:
+            return f"{fits}, or {more} ranks"
+        more *= 2
+    return fits
+
+
+def _scaled(shape: tuple[int, ...], area: float) -> tuple[int, ...]:
+    """Return a shape with this share of the pixels, in even latent rows and columns."""
+    share = isqrt(max(1, round(area * 1e8))) / 1e4
+    return *shape[:-2], *(max(1, int(side * share) // 2 * 2) for side in shape[-2:])

@@ -25,6 +25,7 @@ NARROW = {
     "residual": {2, 4, 8},  # biases
     "push": {8},  # the table of places
     "wide": {4, 8},  # shifts and sums of rows; the output of four columns a thread
+    "halo": {8},  # the counter of swaps, and the flags
 }
 """The widths in bytes of accesses that may be narrow, by kernel."""
 SMALL = {"combine_kernel"}  # three numbers of each part
@@ -111,7 +112,7 @@ def test_kernels_that_meet_the_peers_count_their_programs_and_hold_the_flags_onc
     assert kernel["registers"] <= without["registers"] + 8  # only one program waits, but all need its registers
 
 
-@pytest.mark.parametrize("name", ["outboxes, meets", "push, meets"])
+@pytest.mark.parametrize("name", ["outboxes, meets", "push, meets", "halo, send rows"])
 def test_all_warps_of_a_kernel_that_waits_give_up_together(compiled: dict[str, list[Facts]], name: str) -> None:
     """The loop has barriers, so a warp that left it by its own clock would leave the others waiting."""
     (kernel,) = compiled[name]

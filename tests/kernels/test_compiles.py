@@ -26,8 +26,6 @@ NARROW = {
     "push": {8},  # the table of places
     "halo": {8},  # the counter of swaps, and the flags
     "wide": {4, 8},  # shifts and sums of rows; the output of four columns a thread
-    "wide": {4, 8},  # shifts and sums of rows; the output of four columns a thread
-    "halo": {8},  # the counter of swaps, and the flags
 }
 """The widths in bytes of accesses that may be narrow, by kernel."""
 SMALL = {"combine_kernel"}  # three numbers of each part

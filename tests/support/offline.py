@@ -209,14 +209,6 @@ def wide(keys: int, dim: int) -> Callable[[], object]:
     return launch
 
 
-def edges(way: str, kind: str) -> Callable[[], object]:
-    """Return a launch that moves two edges of an image, as rows of all channels or as a row of each channel's plane."""
-    image, dim = (rows(64, 64, 512), 0) if kind == "rows" else (rows(512, 64, 64), 1)
-    boxes = torch.empty(2, 2, 1 << 16, dtype=torch.uint8).unbind()
-    launch = halo.launch_send if way == "send" else halo.launch_take
-    return lambda: launch((image.narrow(dim, 1, 1), image.narrow(dim, 62, 1)), (boxes[0], boxes[1]), four_ranks())
-
-
 def four_ranks() -> flags.Flags:
     """Return the flags by which four ranks signal each other and wait."""
     late = flags.Late.on(torch.device("cpu"), 1.0)

@@ -104,7 +104,7 @@ def on_strips(rank: int, world: int, device: torch.device, names: list[str]) -> 
         vae = vaes.tiny(name, torch.float64).to(device)
         parallel = ParallelVAE(vae, make_mesh(device), load_transport("collective"), channels_last=True)
         latents, extra = vaes.latents(name, 1, 5, 3, torch.float64), vaes.extra(name, 1, torch.float64)
-        made.append(vaes.decoded(parallel, latents, *extra))
+        made.append(vaes.decoded(parallel, latents.to(device), *(each.to(device) for each in extra)))
         parallel.release()
     return made
 

@@ -266,7 +266,7 @@ def plane_moments_kernel(x, parts, rows, length, chunk, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     mean, squares = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     seen = 0.0
-    for start in range(0, count, 2 * BLOCK):
+    for start in range(0, count, 2 * BLOCK):  # pyright: ignore[reportArgumentType]
         inside = start + lane < count
         value = tl.load(x + start + lane, inside, 0.0)
         later = tl.load(x + start + BLOCK + lane, start + BLOCK + lane < count, 0.0)  # more reads in flight
@@ -313,7 +313,7 @@ def pixel_moments_kernel(
     mean = tl.zeros((ROWS, BLOCK_G * BLOCK_EACH), tl.float32)
     squares = tl.zeros((ROWS, BLOCK_G * BLOCK_EACH), tl.float32)
     seen = 0.0
-    for start in range(0, count, 2 * ROWS):
+    for start in range(0, count, 2 * ROWS):  # pyright: ignore[reportArgumentType]
         inside = (start + row < count)[:, None] & real[None, :]
         also = (start + ROWS + row < count)[:, None] & real[None, :]
         value = tl.load(at, inside, 0.0)

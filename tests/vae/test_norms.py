@@ -22,7 +22,11 @@ from seqpar.vae.mode import StripMode
 from seqpar.vae.norms import over_channels
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.place import Place
+from tests.support import vaes
+from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
+from tests.support.pool import Pool
+from tests.vae.test_parallel import TOLERANCE
 
 FP64 = 1e-12
 EYE = torch.eye(6, dtype=torch.float64).view(6, 6, 1, 1)
@@ -92,6 +96,27 @@ def test_one_rank_decodes_and_encodes_like_diffusers_and_gives_the_weights_back(
     parallel.release()
     assert all(each.is_contiguous() for each in vae.parameters())
     assert torch.equal(vae.decode(z, return_dict=False)[0], want)
+
+
+def on_strips(rank: int, world: int, device: torch.device, names: list[str]) -> list[Tensor]:
+    made = []
+    for name in names:
+        vae = vaes.tiny(name, torch.float64).to(device)
+        parallel = ParallelVAE(vae, make_mesh(device), load_transport("collective"), channels_last=True)
+        latents, extra = vaes.latents(name, 1, 5, 3, torch.float64), vaes.extra(name, 1, torch.float64)
+        made.append(vaes.decoded(parallel, latents.to(device), *(each.to(device) for each in extra)))
+        parallel.release()
+    return made
+
+
+def test_strips_in_channels_last_memory_are_exact(ranks: Pool) -> None:
+    """Norms and biases wait on every rank, while the neighbours' rows travel."""
+    names = [*vaes.CASES]
+    for made in ranks.run(2, on_strips, names):
+        for name, got in zip(names, made, strict=True):
+            latents, extra = vaes.latents(name, 1, 5, 3, torch.float64), vaes.extra(name, 1, torch.float64)
+            want = vaes.decoded(vaes.tiny(name, torch.float64), latents, *extra)
+            assert float((got.cpu() - want).abs().max() / want.abs().max()) < TOLERANCE[name], name
 
 
 def test_passes_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import load_transport
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
-from seqpar.vae.decoder import Way, way_of
 from seqpar.vae.decodable import Fit, check_decodable, fit_of, free_gib, kind_of
+from seqpar.vae.decoder import Way, way_of
 from seqpar.vae.dry import counted
 from seqpar.vae.known import check_modules, spatial_factor
 from seqpar.vae.parallel import ParallelVAE
@@ -72,9 +72,9 @@ class Decoding:
         self._moves = load_transport(transport)
         cut = mesh.replica.size > 1 and self.unknown is None
         self._parallel = ParallelVAE(vae, mesh, self._moves) if cut else None
-        single = self._single() if kernels and self.unknown is None else None
-        self._alone = Work(own(vae, "decode") if single is None else single.decode)
-        self._on_strips = [each for each in (self._parallel, single) if each is not None]
+        self._single = _on_one_rank(vae, mesh) if kernels and self.unknown is None else None
+        self._alone = Work(self._whole)
+        self._on_strips = [each for each in (self._parallel, self._single) if each is not None]
         self._strips = self._alone if self._parallel is None else Work(self._parallel.decode, self._moves.check)
         # all ranks that share a picture must agree on a capture; a rank that decodes alone also captures alone
         places = {self._strips: replace(mesh, sequence=mesh.replica), self._alone: Mesh.single(mesh.device)}
@@ -93,10 +93,6 @@ class Decoding:
         if text is not None and text not in self._told and self.mesh.is_main:
             print(f"seqpar: {text}", flush=True)
         self._told.add(text or "")
-
-    def _single(self) -> ParallelVAE:
-        """Return the VAE on this rank alone, which has nothing to exchange."""
-        return ParallelVAE(self.vae, Mesh.single(self.mesh.device), load_transport("collective"))
 
     def check(self, count: int, shape: Sequence[int], wish: str = "auto") -> None:
         """Raise ValueError, with what would fit, if `count` latents (C, h, w) of a shape cannot be decoded one by one.
@@ -218,12 +214,20 @@ class Decoding:
 
     def _run(self, work: Work, form: Form) -> Any:
         """Return the results of a call on this rank, or on all ranks that share it; a small one is a graph."""
-        if not self._turns and self._is_small(form.tensors[INPUT], 1 if work is self._alone else self.mesh.replica.size):
+        if not self._turns and self._is_small(
+            form.tensors[INPUT], 1 if work is self._alone else self.mesh.replica.size
+        ):
             results = self._graphs[work].run(work, form, self._generation).whole
         else:
             results = work(form.whole)
         work.check_delivered()
         return results
+
+    def _whole(self, z: Tensor, **others: Any) -> Any:
+        """Return what `vae.decode` returns for whole latents, on this rank alone; in tiles if the user wants those."""
+        tiled = getattr(self.vae, "use_tiling", False)
+        decode = own(self.vae, "decode") if self._single is None or tiled else self._single.decode
+        return decode(z, **others)
 
     def _is_small(self, x: Tensor, ranks: int) -> bool:
         """Return whether a call is captured: pictures of few pixels. Videos keep caches of frames and are large."""
@@ -249,6 +253,11 @@ def why_unknown(vae: Any) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _on_one_rank(vae: Any, mesh: Mesh) -> ParallelVAE:
+    """Return the VAE on this rank alone, which has nothing to exchange."""
+    return ParallelVAE(vae, Mesh.single(mesh.device), load_transport("collective"))
 
 
 def _named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

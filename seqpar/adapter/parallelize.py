@@ -55,20 +55,16 @@ def parallelize(
     """Make a diffusers pipeline or transformer compute on the ranks of a mesh, in place, and return it.
 
     mesh, strategy, local, transport: the caller's choices; the planner decides once on those that are None or "auto".
-    native: whether a model of this package may compute on the transformer's weights, which is faster; otherwise, and
-    for other transformers, its own modules compute. plan: where the tokens of a transformer are split, as
-    `seqpar.adapter.cuts.Cuts` or in the form of diffusers' `_cp_plan`; None takes what is known of its class. vae:
-    whether the pipeline's VAE decodes and encodes by strips on all ranks; False computes whole pictures on every rank,
-    "auto" does so for VAEs with modules whose strips were not tested, and prints why, and True raises ValueError.
-    On GPUs each kind of call is captured as a CUDA graph at its second call. Inputs of rank 0 are used on every rank.
-    Rank 0 prints one line for each transformer. Call `release` before the process group ends. A DiTPipeline passes its
-    scheduler learned variances until then. Raises ValueError, the same on every rank, for what cannot be split.
+    native: whether a model of this package may compute on the transformer's weights, which is faster. plan: where the
+    tokens of a transformer are split, as `seqpar.adapter.cuts.Cuts` or in the form of diffusers' `_cp_plan`; None takes
+    what is known of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and
+    "auto" prints why. On GPUs a kind of call becomes a CUDA graph at its second call. Rank 0's inputs are used on every
+    rank. Call `release` before the process group ends; a DiTPipeline passes its scheduler learned variances until then.
+    Raises ValueError, the same on every rank, for what cannot be split.
     """
-    found = transformers_of(pipe_or_transformer)
-    ranks = mesh or Mesh.joined()
+    found, ranks = transformers_of(pipe_or_transformer), mesh or Mesh.joined()
     cuts = ranks.together(lambda: _all_checked(pipe_or_transformer, found, plan, vae))
-    wish = Wish(strategy=strategy, local=local, transport=transport)
-    layout = _planned(next(iter(found.values())), mesh, wish, native)
+    layout = _planned(found, mesh, Wish(strategy=strategy, local=local, transport=transport), native)
     made = _with_host_group(settled(layout, mesh))
     lease = Lease(made, _made_groups(made, mesh))
     bodies = _bodies(pipe_or_transformer, found, lease, layout, cuts, native)
@@ -239,8 +235,9 @@ def _takes_variances(pipe: Any) -> bool:
     return True
 
 
-def _planned(module: nn.Module, mesh: Mesh | None, wish: Wish, native: bool) -> Plan:
-    """Return the planner's plan for one picture of the transformer's family, computed natively if it can be."""
+def _planned(found: Mapping[str, nn.Module], mesh: Mesh | None, wish: Wish, native: bool) -> Plan:
+    """Return the planner's plan for one picture of the first transformer's family, computed natively if it can be."""
+    module = next(iter(found.values()))
     dtype = estimate.dtype_of(module)
     guided = estimate.is_guided(module) if mesh is None else mesh.cfg.size > 1
     ours = native and native_body.why_not(module) is None

@@ -62,7 +62,9 @@ def tables(
         try:
             made = planned(load, model, machine, wish, dtype)
             more = after(made, machine)
-            parts.append("\n".join([f"{machine.count} x {machine.device}: {made}", made.table(), *([more] if more else [])]))
+            parts.append(
+                "\n".join([f"{machine.count} x {machine.device}: {made}", made.table(), *([more] if more else [])])
+            )
         except ValueError as error:
             if len(machines) == 1:
                 raise

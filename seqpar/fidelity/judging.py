@@ -209,7 +209,8 @@ def _computed(bench: Bench, way: Way, mesh: Mesh, wish: Wish) -> tuple[Measured,
     dit = DistributedDiT(bench.pipeline.dit.model, mesh, layout.strategy, wish.local, transport)
     try:
         made = record(dit, bench.subject.request, bench.truth)
-        got = replace(bench.pipeline, dit=dit).decode(_latents(dit, made))
+        with replace(bench.pipeline, dit=dit) as pipeline:  # decoded as one rank decodes: only the latents are judged
+            got = pipeline.decode(_latents(dit, made), wish="pictures")
     finally:
         dit.release()
     truth = bench.truth

@@ -12,15 +12,17 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     jit: Any = triton.jit
 except ImportError:  # no Triton for this platform
     triton: Any = None
     tl: Any = None
+    TensorDescriptor: Any = None
 
-    def _never(function: Any) -> Any:
-        """Return a kernel's function unchanged; nothing calls it."""
-        return function
+    def _never(function: Any = None, **options: Any) -> Any:
+        """Return a kernel's function unchanged, as a decorator with or without options; nothing calls it."""
+        return _never if function is None else function
 
     jit: Any = _never
 
@@ -45,4 +47,4 @@ def contiguous_rows(*tensors: torch.Tensor | None) -> None:
             raise ValueError(f"got strides {tensor.stride()}, expected a contiguous last dim")
 
 
-__all__ = ["compiled", "contiguous_rows", "fused", "jit", "tl", "triton"]
+__all__ = ["TensorDescriptor", "compiled", "contiguous_rows", "fused", "jit", "tl", "triton"]

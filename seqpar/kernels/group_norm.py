@@ -252,14 +252,14 @@ def plane_moments_kernel(x, parts, rows, length, chunk, BLOCK: tl.constexpr):
     count = tl.minimum(length - first, chunk).to(tl.int32)
     lane = tl.arange(0, BLOCK)
     mean, squares = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    seen = 1.0
+    seen = 0.0
     for start in range(0, count, BLOCK):
         inside = start + lane < count
         value = tl.load(x + start + lane, inside, 0.0).to(tl.float32)
         away = tl.where(inside, value - mean, 0.0)
-        mean += away / seen
-        squares += tl.where(inside, away * (value - mean), 0.0)
         seen += 1.0
+        mean += away * (1.0 / seen)
+        squares += away * (value - mean)
     each = tl.maximum((count - lane + BLOCK - 1) // BLOCK, 0).to(tl.float32)  # values that a lane has seen
     middle = tl.sum(each * mean, 0) / count
     away = mean - middle
@@ -300,14 +300,14 @@ def pixel_moments_kernel(
     at = x + row[:, None] * (G * EACH) + channel[None, :]
     mean = tl.zeros((ROWS, BLOCK_G * BLOCK_EACH), tl.float32)
     squares = tl.zeros((ROWS, BLOCK_G * BLOCK_EACH), tl.float32)
-    seen = 1.0
+    seen = 0.0
     for start in range(0, count, ROWS):
         inside = (start + row < count)[:, None] & real[None, :]
         value = tl.load(at, inside, 0.0).to(tl.float32)
         away = tl.where(inside, value - mean, 0.0)
-        mean += away / seen
-        squares += tl.where(inside, away * (value - mean), 0.0)
         seen += 1.0
+        mean += away * (1.0 / seen)
+        squares += away * (value - mean)
         at += ROWS * G * EACH
     if shift is not None:  # moves means, and no difference from them
         mean += tl.load(shift + channel, real, 0.0).to(tl.float32)[None, :]

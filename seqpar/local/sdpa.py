@@ -2,8 +2,8 @@
 
 When it wins: it needs no other package, and is the first choice where no other has a higher `preference`. It uses cuDNN
 on Hopper and later, torch's FlashAttention-2 on older GPUs and for head dims over 128, the memory-efficient kernel for
-fp32 and for key masks where FlashAttention-2 would be used otherwise, and a flash kernel on the CPU. Strided views need
-no copies.
+fp32, for head dims over 256 and for key masks where FlashAttention-2 would be used otherwise, and a flash kernel on the
+CPU. Strided views need no copies.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
     if dtype not in (*HALF, torch.float32):
         return f"no kernel for {dtype} on a GPU"
     step = 8 if dtype in HALF else 4
-    if head_dim % step:
-        return f"head dim {head_dim} is not a multiple of {step}"
-    return f"head dim {head_dim} is over {FLASH_MOST} in {dtype}" if dtype in HALF and head_dim > FLASH_MOST else None
+    return f"head dim {head_dim} is not a multiple of {step}" if head_dim % step else None
 
 
 def preference(major: int, head_dim: int) -> int:
@@ -72,7 +70,7 @@ def kernel(
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)
     if hopper and head_dim <= 128:
         return cudnn
-    return efficient if mask else flash
+    return efficient if mask or head_dim > FLASH_MOST else flash
 
 
 def cudnn(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, bias_BHLL: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -92,7 +90,10 @@ def flash(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, bias: None = None) -> 
 
 
 def efficient(q_BHLD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, bias_BHLL: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attend by the memory-efficient kernel, also in fp32; the log-sum-exp that it returns is padded along tokens."""
+    """Attend by the memory-efficient kernel, also in fp32 and at any head dim.
+
+    The log-sum-exp that it returns is padded along tokens.
+    """
     k, v = (_repeat(x, q_BHLD.shape[1]) for x in (k_BGLD, v_BGLD))
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q_BHLD, k, v, bias_BHLL, True)
     return out, lse[..., : q_BHLD.shape[2]]

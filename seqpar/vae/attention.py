@@ -1,7 +1,7 @@
 """The rule of attention: queries stay with their strip, keys and values of all strips are gathered.
 
 The middle of a VAE has one head of 384 to 1024 dims, so heads cannot be split. Keys are in the order of the ranks, not
-of the picture: the sum over keys does not depend on it.
+of the picture: the sum over keys does not depend on it. On Hopper `seqpar.local.wide` takes these head dims.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.local import sdpa, wide
 from seqpar.vae.place import Place
 
 
 def attention(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Apply the rule of `torch.nn.functional.scaled_dot_product_attention` to the tokens of a strip (B, H, l, D)."""
-    if place.cut.axis.size == 1:
-        return function(*args, **kwargs)
     return _attention(place, function, *args, **kwargs)
 
 
@@ -33,12 +32,25 @@ def _attention(
     is_causal: bool = False,
     **more: Any,
 ) -> Tensor:
-    if dropout_p or is_causal or query.ndim != 4:
-        place.refuse(f"got attention of {tuple(query.shape)} with dropout {dropout_p} or is_causal={is_causal}")
-    sizes = place.cut.shares(key.shape[2])
-    mask = None if attn_mask is None else _all_columns(place, attn_mask, sizes)
-    key, value = _gathered(place, key, value, sizes)
-    return function(query, key, value, attn_mask=mask, **more)
+    if place.cut.axis.size > 1:
+        if dropout_p or is_causal or query.ndim != 4:
+            place.refuse(f"got attention of {tuple(query.shape)} with dropout {dropout_p} or is_causal={is_causal}")
+        sizes = place.cut.shares(key.shape[2])
+        attn_mask = None if attn_mask is None else _all_columns(place, attn_mask, sizes)
+        key, value = _gathered(place, key, value, sizes)
+    plain = attn_mask is None and not dropout_p and not is_causal and all(not each for each in more.values())
+    if plain and query.ndim == 4 and _wide(query):
+        out_BlHD, _ = wide.attend(*(x.transpose(1, 2) for x in (query, key, value)))
+        return out_BlHD.transpose(1, 2)
+    return function(query, key, value, attn_mask, dropout_p, is_causal, **more)
+
+
+def _wide(query: Tensor) -> bool:
+    """Return whether the kernel for wide heads works and is the first choice."""
+    if query.device.type != "cuda" or wide.why_not(query.device, query.dtype, query.shape[-1]) is not None:
+        return False
+    major = torch.cuda.get_device_capability(query.device)[0]
+    return wide.preference(major, query.shape[-1]) > sdpa.preference(major, query.shape[-1])
 
 
 def _gathered(place: Place, k_BHlD: Tensor, v_BHlD: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:

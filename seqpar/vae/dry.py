@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.mesh import Axis
-from seqpar.planner.decoder import Counted, Counter, count, follow, milliseconds
-from seqpar.planner.rates import Rates
+from seqpar.planner.decoder import Counted, count, follow
 from seqpar.vae.cut import Cut
 from seqpar.vae.known import check_modules
-from seqpar.vae.later import ChannelNorm, GroupNorm
+from seqpar.vae.later import Biased, ChannelNorm, GroupNorm
 from seqpar.vae.mode import StripMode
 from seqpar.vae.norms import over_channels, single_functions
 from seqpar.vae.place import Place
@@ -55,9 +54,7 @@ class Kind:
 
 
 @lru_cache(maxsize=64)
-def counted(
-    kind: Kind, shape: tuple[int, ...], ranks: int = 1, turns: bool = False, plain: bool = False
-) -> Counted:
+def counted(kind: Kind, shape: tuple[int, ...], ranks: int = 1, turns: bool = False, plain: bool = False) -> Counted:
     """Return the operations and the peak of the rank with most rows, without weights.
 
     shape: of the latents (N, C, ..., h, w) that are decoded at once. turns: see `seqpar.vae.turns`. A VAE or a size
@@ -167,6 +164,11 @@ class DryChannelNorm(ChannelNorm):
 def _group_norm(place: Place, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Count one pass over the input for the moments, and put the norm off."""
     x = args[0] if args else kwargs["input"]
+    how = place.later.how(x)
+    if isinstance(how, Biased):
+        x = how.x
+    elif how is not None:
+        place.later.write(x)
     moments = x.new_empty(x.shape[0], kwargs.get("num_groups") or args[1], 3, dtype=torch.float32)
     torch.sum(x)
     if place.cut.axis.size > 1:

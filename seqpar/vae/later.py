@@ -74,7 +74,7 @@ class ChannelNorm:
 
 @dataclass(frozen=True)
 class Biased:
-    """x, (N, C, ...) in channels-last memory, plus a bias (C,); the tensor that waits for its bias shares x's memory."""
+    """x, (N, C, ...) in channels-last memory, plus a bias (C,); the tensor that waits for it shares x's memory."""
 
     x: Tensor
     bias: Tensor
@@ -118,7 +118,8 @@ class Later:
                 reader = reference()
                 if other.x is how.x and reader is not None:
                     self.write(reader)
-        x.untyped_storage().resize_(x.element_size() * x.numel())
+        if not isinstance(how, Biased):
+            x.untyped_storage().resize_(x.element_size() * x.numel())
         how.write(x, silu)
 
     def settle(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -137,6 +138,14 @@ class Later:
             x = reference()
             if x is not None:
                 self.write(x)
+
+    def drop(self) -> None:
+        """Forget everything after an error; a tensor without memory becomes empty, so that it can be printed."""
+        for reference, how in [*self._kept.values()]:
+            x = reference()
+            if x is not None and not isinstance(how, Biased):
+                x.data = x.new_empty(0)
+        self._kept.clear()
 
 
 def writes(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

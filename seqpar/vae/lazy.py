@@ -33,6 +33,10 @@ class Turning(Protocol):
         """See `Turns.large`."""
         ...
 
+    def exceeds(self, elements: int, dtype: torch.dtype) -> bool:
+        """See `Turns.exceeds`."""
+        ...
+
     def keep(self, made: Pending) -> Pending:
         """See `Turns.keep`."""
         ...
@@ -50,9 +54,15 @@ def chain_of(turns: Turning, x: Tensor) -> Chain:
     """Return the chain of a tensor, which is empty for one that has its values."""
     if isinstance(x, Pending) and x.value is None and not x.padding and x.chain is not None:
         return x.chain
-    if turns.place is not None and not isinstance(x, Pending):
-        x.detach()  # values that the rules of a strip have put off are written now
-    return Chain(real(x), (), turns.dim)
+    return Chain(settled(turns, x), (), turns.dim)
+
+
+def settled(turns: Turning, x: Any) -> Any:
+    """Return `real(x)`; values that the rules of a strip have put off (`seqpar.vae.later`) are written first."""
+    x = real(x)
+    if turns.place is not None and isinstance(x, Tensor):
+        x.detach()  # any function that reads x lets `StripMode` write it
+    return x
 
 
 def later(
@@ -83,7 +93,11 @@ class Norm:
 
     def __call__(self, strip: Tensor) -> Tensor:
         """Return the norm of a strip."""
-        return torch.empty_like(strip).copy_(strip) if strip.is_meta else normalise(strip, self.moments, self.affine, self.silu)
+        return (
+            torch.empty_like(strip).copy_(strip)
+            if strip.is_meta
+            else normalise(strip, self.moments, self.affine, self.silu)
+        )
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,11 @@ class ChannelNorm:
 
     def __call__(self, strip: Tensor) -> Tensor:
         """Return the norm of a strip."""
-        return torch.empty_like(strip).copy_(strip) if strip.is_meta else channel_norm(strip, self.weight, self.bias, self.silu)
+        return (
+            torch.empty_like(strip).copy_(strip)
+            if strip.is_meta
+            else channel_norm(strip, self.weight, self.bias, self.silu)
+        )
 
 
 def over_channels_later(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -139,7 +157,7 @@ def arithmetic(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     left, right = args
     swap = not waits(turns, left) or (not isinstance(left, Pending) and turns.is_last(right))
     base, other = (right, left) if swap else (left, right)
-    other = real(other)
+    other = settled(turns, other)
     if not _is_shared(other, base, turns.dim) and not (isinstance(other, Tensor) and other.shape == base.shape):
         return NotImplemented
     with torch._C.DisableTorchFunction():
@@ -164,8 +182,10 @@ def cast(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     target = target.dtype if isinstance(target, Tensor) and func is Tensor.type_as else target
     if target in (x.dtype, x.device):
         return x
-    return later(turns, x, Tensor.to, (HERE, target), dtype=target) if isinstance(target, torch.dtype) else (
-        NotImplemented
+    return (
+        later(turns, x, Tensor.to, (HERE, target), dtype=target)
+        if isinstance(target, torch.dtype)
+        else (NotImplemented)
     )
 
 
@@ -193,7 +213,9 @@ def upsample(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not (isinstance(x, Pending) or turns.large(x, grows)):
         return NotImplemented
     scales = tuple(map(float, factors))
-    step = Step(lambda strip: F.interpolate(strip, scale_factor=scales, mode=mode or "nearest"), (HERE,), factors[turns.dim])
+    step = Step(
+        lambda strip: F.interpolate(strip, scale_factor=scales, mode=mode or "nearest"), (HERE,), factors[turns.dim]
+    )
     return extended(turns, x, step, (*x.shape[:2], *new))
 
 
@@ -244,7 +266,7 @@ def concatenate(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     shape[dim] = sum(x.shape[dim] for x in tensors)
     if any(x.dtype != first.dtype for x in tensors):
         return NotImplemented
-    parts = [HERE if x is first else real(x) for x in tensors]
+    parts = [HERE if x is first else settled(turns, x) for x in tensors]
     return later(turns, first, torch.cat, (parts, dim), shape)
 
 
@@ -276,7 +298,9 @@ def mutates(func: Any, args: Args, kwargs: Kwargs) -> bool:
     return name.endswith("_") or (place is not None and bool(_at(args, place, False)))
 
 
-IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"))
+IN_PLACE = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)
 _operators = ("add", "sub", "mul", "truediv", "radd", "rmul")
 _named = ("add", "sub", "mul", "div")
 LAZY: dict[Any, Callable[[Any, Any, Args, Kwargs], Any]] = {

@@ -35,8 +35,8 @@ class StripMode(TorchFunctionMode):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         super().__exit__(kind, error, at)
-        if kind is None:
-            self._place.later.finish()
+        later = self._place.later
+        (later.finish if kind is None else later.drop)()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,8 +1,8 @@
 """Rules of norms: statistics over the strips of all ranks, and one kernel for a norm and the SiLU that follows it.
 
-A group norm returns a tensor that is not written yet (`Later`). `silu` writes norm and SiLU in one pass, for a
-convolution right between the edge rows that the neighbours fill. Moments of groups are combined in the order of the
-ranks, so that all ranks get the same bits.
+A group norm returns a tensor that is not written yet (`Later`), and `silu` writes norm and SiLU in one pass. Moments of
+groups are combined in the order of the ranks, so that all ranks get the same bits. In channels-last memory the bias of
+a convolution is added by the norm or sum that follows it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 from seqpar.kernels import group_norm as kernels
 from seqpar.kernels import residual
 from seqpar.kernels.channel_norm import channel_norm
 from seqpar.vae.later import Biased, ChannelNorm, GroupNorm
-from seqpar.vae.place import Padded, Place
+from seqpar.vae.place import Place
 
 
 def group_norm(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -42,10 +42,13 @@ def _group_norm(
         place.later.write(input)
     shift = how.bias if isinstance(how, Biased) else None
     x_NC = how.x if isinstance(how, Biased) else kernels.dense(input)[0]
-    moments_NG3 = kernels.moments(x_NC, num_groups, shift)
-    if place.cut.axis.size > 1:
-        moments_NG3 = kernels.combine(place.exchanges.every(moments_NG3))
+    moments_NG3 = combine(place, kernels.moments(x_NC, num_groups, shift))
     return place.later.add(x_NC, GroupNorm(x_NC, moments_NG3, kernels.Affine(weight, bias, eps, shift)))
+
+
+def combine(place: Place, moments_NG3: Tensor) -> Tensor:
+    """Return the moments of groups over all strips, from those of this rank's."""
+    return moments_NG3 if place.cut.axis.size == 1 else kernels.combine(place.exchanges.every(moments_NG3))
 
 
 def silu(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -62,29 +65,18 @@ def _silu(place: Place, function: Callable[..., Any], input: Tensor, inplace: bo
     if inplace:
         place.later.write(input, silu=True)
         return input
-    out = _between_edges(place, input) if isinstance(how, GroupNorm) else torch.empty_like(input)
+    out = torch.empty_like(input)
     how.write(out, silu=True)
     return out
 
 
-def _between_edges(place: Place, like: Tensor) -> Tensor:
-    """Return an empty tensor like this one, with room for an edge row of each neighbour where a convolution is next.
-
-    Only convolutions of pictures take such a buffer: those of videos are padded in time as well.
-    """
-    if place.cut.axis.size == 1 or like.ndim != 4:
-        return torch.empty_like(like)
-    shape = list(like.shape)
-    shape[place.cut.dim] += 2
-    layout = torch.contiguous_format if like.is_contiguous() else torch.channels_last
-    buffer = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
-    inside = buffer.narrow(place.cut.dim, 1, like.shape[place.cut.dim])
-    place.lend(inside, Padded(buffer, 1, 1))
-    return inside
-
-
 def over_channels(x_NC: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the RMSNorm of x, (N, C, ...), over its channels; weight and bias have C elements."""
+    """Return the RMSNorm of x, (N, C, ...), over its channels; weight and bias have C elements.
+
+    A function mode sees it, like a function of torch.
+    """
+    if has_torch_function((x_NC,)):
+        return handle_torch_function(over_channels, (x_NC,), x_NC, weight, bias)
     return channel_norm(x_NC, weight.flatten(), None if bias is None else bias.flatten())
 
 
@@ -167,7 +159,7 @@ def _norm(module: Any, x: Tensor) -> Tensor:
     if not module.channel_first:
         return type(module).forward(module, x)
     bias = module.bias if isinstance(module.bias, Tensor) else None
-    return handle_torch_function(over_channels, (x,), x, module.gamma, bias)
+    return over_channels(x, module.gamma, bias)
 
 
 def _upsample(module: Any, x: Tensor) -> Tensor:

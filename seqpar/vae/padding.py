@@ -21,7 +21,7 @@ def pad_strip(place: Place, strip: Tensor, pads: Pads, mode: str = "constant", v
     shape = list(strip.shape)
     for dim, (before, after) in pads.items():
         shape[dim] += before + after
-    padded = torch.empty(shape, dtype=strip.dtype, device=strip.device, memory_format=_format(strip))
+    padded = torch.empty(shape, dtype=strip.dtype, device=strip.device, memory_format=memory_format(strip))
     lines = padded
     for dim, (before, _) in pads.items():
         if dim != place.cut.dim:
@@ -46,20 +46,20 @@ def fill_halo(place: Place, padded: Tensor, sides: tuple[int, int], mode: str = 
     if min(cut.shares(size)) < max(before, after):
         place.refuse(f"got strips of {min(cut.shares(size))} rows, expected at least {max(before, after)}")
     place.exchanges.swap(
-        first=_edge(padded, cut.dim, before, after) if not cut.first else None,
-        last=_edge(padded, cut.dim, size, before) if not cut.last else None,
-        before=_edge(padded, cut.dim, 0, before) if not cut.first else None,
-        after=_edge(padded, cut.dim, before + size, after) if not cut.last else None,
+        first=edge(place, padded, before, after) if not cut.first else None,
+        last=edge(place, padded, size, before) if not cut.last else None,
+        before=edge(place, padded, 0, before) if not cut.first else None,
+        after=edge(place, padded, before + size, after) if not cut.last else None,
     )
     fill_edges(padded, cut.dim, sides, mode, value, (cut.first, cut.last))
 
 
-def _edge(padded: Tensor, dim: int, start: int, count: int) -> Tensor | None:
-    """Return some rows as they lie in memory, which is how they travel fastest; None for no rows."""
+def edge(place: Place, padded: Tensor, start: int, count: int) -> Tensor | None:
+    """Return some rows, with their dims in the order in which they travel; None for no rows."""
     if not count:
         return None
-    edge = padded.narrow(dim, start, count)
-    return edge.movedim(1, -1) if padded.stride(1) == 1 else edge
+    rows = padded.narrow(place.cut.dim, start, count)
+    return rows.movedim(1, -1) if place.channels_last else rows
 
 
 def fill_edges(
@@ -83,7 +83,7 @@ def fill_edges(
         padded.narrow(dim, end + step, 1).copy_(padded.narrow(dim, source, 1))
 
 
-def _format(strip: Tensor) -> torch.memory_format:
+def memory_format(strip: Tensor) -> torch.memory_format:
     """Return the memory format of a tensor, so that a convolution finds its input as it would unpadded."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(strip.ndim)
     if last is None or strip.is_contiguous() or not strip.is_contiguous(memory_format=last):

@@ -22,7 +22,7 @@ from seqpar.vae.known import check_modules, spatial_factor
 from seqpar.vae.layout import pixels_last, weights_pixels_last
 from seqpar.vae.mode import StripMode
 from seqpar.vae.norms import single_functions
-from seqpar.vae.place import Place
+from seqpar.vae.place import Place, channels_last
 from seqpar.vae.turns import maybe_in_turns
 
 __all__ = ["Cut", "ParallelVAE", "Place"]
@@ -43,6 +43,7 @@ class ParallelVAE:
         self._vae, self._axis, self._transport, self._main = vae, mesh.replica, transport, mesh.is_main
         self._exchanges = TransportExchanges(self._axis, transport)
         self._names = {module: name for name, module in vae.named_modules()}
+        self._side = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._factor, self._told = spatial_factor(vae), set[str]()
         self._restore = weights_pixels_last(vae) if channels_last else None
         self.strip_bytes: int | None = None
@@ -51,7 +52,7 @@ class ParallelVAE:
         """Return what `vae.decode` returns for whole latents (N, C, ..., h, w), with the whole sample on every rank.
 
         If `why_whole` has a reason, every rank decodes whole latents, and rank 0 prints the reason once. Tiling
-        (`use_tiling`) is switched off for a decoding on strips, because tiles are another picture; that is printed, too.
+        (`use_tiling`) is off while strips are decoded, because tiles make another picture; that is printed, too.
         """
         cut = self._cut(z, encode=False)
         if cut is None:
@@ -111,8 +112,8 @@ class ParallelVAE:
         if tiled:
             self._tell("the VAE's tiling is off while it works on strips, which need no tiles and have no seams")
             self._vae.use_tiling = False
-        place = Place(cut, self._exchanges, self._names)
         try:
+            place = Place(cut, self._exchanges, self._names, channels_last(self._vae), self._side)
             with torch.no_grad(), single_functions(self._vae), StripMode(place):
                 return maybe_in_turns(lambda: self._own(method)(strip, *args, **kwargs), place, self.strip_bytes)
         finally:

@@ -132,9 +132,7 @@ def _unpadded(shape: tuple[int, ...], padding: tuple[int, ...]) -> tuple[int, ..
     return tuple(sizes)
 
 
-def computed(
-    chain: Chain, shape: tuple[int, ...], dtype: torch.dtype, strip_bytes: int, over: bool = True
-) -> Tensor:
+def computed(chain: Chain, shape: tuple[int, ...], dtype: torch.dtype, strip_bytes: int, over: bool = True) -> Tensor:
     """Return the result of a chain. over: write it over the chain's source if nothing else refers to that."""
     source, same = chain.source, all(step.scale == 1 for step in chain.steps)
     fits = over and same and tuple(source.shape) == shape and source.dtype == dtype

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -27,11 +28,22 @@ class Padded:
 class Place:
     """What rules know about the strip of this rank, during one call of a VAE.
 
-    names: module -> its name in the VAE, for error messages. later: norms that are not written yet.
+    names: module -> its name in the VAE, for error messages. channels_last: whether edges travel with the channels of
+    a pixel together, which is fastest where tensors lie so. Ranks must agree, and the memory format of one strip does
+    not tell: strips of one pixel lie both ways. side: the stream on which edges travel while a convolution runs.
+    later: what is not written yet.
     """
 
-    def __init__(self, cut: Cut, exchanges: Exchanges, names: Mapping[nn.Module, str]) -> None:
+    def __init__(
+        self,
+        cut: Cut,
+        exchanges: Exchanges,
+        names: Mapping[nn.Module, str],
+        channels_last: bool = False,
+        side: torch.cuda.Stream | None = None,
+    ) -> None:
         self.cut, self.exchanges, self._names = cut, exchanges, names
+        self.channels_last, self.side = channels_last, side
         self.later = Later()
         self._lent, self._halos = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
@@ -76,3 +88,10 @@ class Place:
                 return f"{self._names[module] or 'the VAE'} ({type(module).__name__})"
             frame = frame.f_back
         return "no module of the VAE"
+
+
+def channels_last(vae: nn.Module) -> bool:
+    """Return whether the weights of a VAE's convolutions are channels-last, so that its activations will be."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    weights = (module.weight for module in vae.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d)))
+    return any(not one.is_contiguous() and one.is_contiguous(memory_format=formats[one.ndim]) for one in weights)

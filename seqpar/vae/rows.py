@@ -11,7 +11,8 @@ from torch import Tensor
 
 from seqpar.kernels import group_norm as kernels
 from seqpar.kernels._triton import fused
-from seqpar.vae.lazy import Args, Kwargs, Norm, Turning, chain_of, extended
+from seqpar.vae.lazy import Args, Kwargs, Norm, Turning, chain_of, extended, settled
+from seqpar.vae.norms import combine
 from seqpar.vae.pending import HERE, Chain, Pending, Step, empty, real, strips
 
 
@@ -52,7 +53,9 @@ class Convolution:
         piece = self.chain.rows(max(first, 0), min(last, rows))
         missing = max(-first, 0), max(last - rows, 0)
         around = list(self.padding)
-        around[-2 * dim - 2 : -2 * dim] = [0 if x is not None else n for n, x in zip(missing, self._beyond(), strict=True)]
+        around[-2 * dim - 2 : -2 * dim] = [
+            0 if x is not None else n for n, x in zip(missing, self._beyond(), strict=True)
+        ]
         if missing[0] and self.before is not None:
             piece = torch.cat([self.before.narrow(dim, self.before.shape[dim] - missing[0], missing[0]), piece], dim)
         if missing[1] and self.after is not None:
@@ -74,8 +77,7 @@ def convolve(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     made = _described(turns, func, x, weight, given)
     with torch._C.DisableTorchFunction():
         shape = made.shape(_inner(x))
-        size = torch.Size(shape).numel() * x.element_size()
-        if not (isinstance(x, Pending) or turns.large(x) or size > turns.strip_bytes):
+        if not (isinstance(x, Pending) or turns.large(x) or turns.exceeds(torch.Size(shape).numel(), x.dtype)):
             return NotImplemented
     if turns.place is not None and not _is_alike(turns, made, _inner(x), shape):
         return NotImplemented
@@ -128,7 +130,9 @@ def _in_strips(turns: Turning, made: Convolution, given: tuple[int, ...], shape:
     if turns.place is not None:
         turns.place.check(out)
         made = _with_halo(turns, made, rows)
-    row = max(torch.Size(given).numel() * out.element_size() // shape[dim], out.numel() * out.element_size() // shape[dim])
+    row = max(
+        torch.Size(given).numel() * out.element_size() // shape[dim], out.numel() * out.element_size() // shape[dim]
+    )
     for low, high in strips(shape[dim], row * shape[dim], turns.strip_bytes):
         out.narrow(dim, low, high - low).copy_(made.strip(low, high, rows))
     return out
@@ -161,11 +165,11 @@ def normalise(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     given = dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False)) | kwargs
     if not turns.large(given["input"]):
         return NotImplemented
-    x = real(given["input"])
+    x = settled(turns, given["input"])
     with torch._C.DisableTorchFunction():
         moments_NG3 = _moments(turns, x, given["num_groups"])
-        if turns.place is not None and turns.place.cut.axis.size > 1:
-            moments_NG3 = kernels.combine(turns.place.exchanges.every(moments_NG3))
+        if turns.place is not None:
+            moments_NG3 = combine(turns.place, moments_NG3)
         affine = kernels.Affine(given.get("weight"), given.get("bias"), given.get("eps", 1e-5))
     return extended(turns, x, Step(Norm(moments_NG3, affine), (HERE,)))
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels import upsample
+from seqpar.vae import edges
 from seqpar.vae.attention import attention
 from seqpar.vae.norms import add, biased, divide, group_norm, left_out, norm_of_channels, over_channels, silu
 from seqpar.vae.padding import fill_halo, pad_strip
@@ -34,37 +35,53 @@ def _convolve(
     bias: Tensor | None = None,
     stride: Any = 1,
     padding: Any = 0,
-    *more: Any,
-    **named: Any,
+    dilation: Any = 1,
+    groups: int = 1,
 ) -> Tensor:
     at, dims = place.cut.dim, weight.ndim - 2
     if isinstance(padding, str) or input.ndim != weight.ndim:
         place.refuse(
             f"got a convolution of {tuple(input.shape)} with padding {padding!r}, expected numbers and a batch"
         )
-    pads = [padding] * dims if isinstance(padding, int) else list(padding)
-    reach, pad = weight.shape[at] - 1, pads[at]
-    if (reach == 0 and pad == 0) or (pad and place.cut.axis.size == 1):  # what it needs is here
-        place.check(input)
-    elif pad == 0:
+    pads, strides = ([x] * dims if isinstance(x, int) else list(x) for x in (padding, stride))
+    reach, pad = (weight.shape[at] - 1) * (dilation if isinstance(dilation, int) else dilation[at]), pads[at]
+    held, bias = (bias, None) if left_out(place, input, bias) else (None, bias)
+    along = tuple(0 if dim == dims + at else each for dim, each in enumerate(pads))
+
+    def bare(x: Tensor) -> Tensor:
+        return function(x, weight, bias, stride, along, dilation, groups)
+
+    def whole(x: Tensor) -> Tensor:
+        return function(x, weight, bias, stride, padding, dilation, groups)
+
+    if pad == 0 and reach > 0:
         if place.halo(input) is None:
             place.refuse(f"got a convolution over {reach + 1} rows without padding, of a tensor that was not padded")
+        out = whole(input)
     else:
         place.check(input)
-        input, pads[at] = _with_halo(place, input, pad), 0
-    later = left_out(place, input, bias)
-    y = function(input, weight, None if later else bias, stride, tuple(pads), *more, **named)
-    place.check(y)
-    return biased(place, y, bias) if later and bias is not None else y
+        alone = pad == 0 or place.cut.axis.size == 1
+        out = whole(input) if alone else _with_halo(place, input, (pad, reach, strides[at]), whole, bare)
+    place.check(out)
+    return out if held is None else biased(place, out, held)
 
 
-def _with_halo(place: Place, strip: Tensor, pad: int) -> Tensor:
-    """Return the strip with `pad` rows of zeros or of its neighbours at both edges; writes into a lent buffer."""
+def _with_halo(
+    place: Place,
+    strip: Tensor,
+    sizes: tuple[int, int, int],
+    whole: Callable[[Tensor], Tensor],
+    bare: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return the convolution of a strip with rows of its neighbours; sizes: padding, rows of the kernel - 1, stride."""
+    pad = sizes[0]
     buffer = place.padded(strip, pad, pad)
-    if buffer is None:
-        return pad_strip(place, strip, {place.cut.dim: (pad, pad)})
-    fill_halo(place, buffer, (pad, pad))
-    return buffer
+    if buffer is not None:
+        fill_halo(place, buffer, (pad, pad))
+        return bare(buffer)
+    if edges.fits(place, strip, *sizes):
+        return edges.convolve(place, strip, pad, whole, bare)
+    return bare(pad_strip(place, strip, {place.cut.dim: (pad, pad)}))
 
 
 def pad(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

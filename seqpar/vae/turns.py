@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from seqpar.vae.lazy import LAZY, mutates
-from seqpar.vae.norms import over_channels
 from seqpar.vae.pending import METADATA, Pending, real
 from seqpar.vae.rows import convolve, normalise
 
@@ -77,16 +76,24 @@ class Turns(TorchFunctionMode):
             made = rule(self, func, args, kwargs)
             if made is not NotImplemented:
                 return made
-        args, kwargs = tree_map(real, args), tree_map(real, kwargs)
-        if func is over_channels and self.place is not None:  # no function of torch, so it does not ask `StripMode`
-            return handle_torch_function(func, (args[0],), *args, **kwargs)
+        args = tree_map(real, args)
+        kwargs = {name: tree_map(real, value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
     def large(self, x: Any, grows: float = 1.0) -> bool:
         """Return whether a tensor is of pixels (or will be, `grows` times as large) and larger than a strip."""
         if not isinstance(x, Tensor) or x.ndim not in (4, 5) or not x.is_floating_point():
             return False
-        return x.numel() * x.dtype.itemsize * grows > self.strip_bytes
+        return self.exceeds(int(x.numel() * grows), x.dtype)
+
+    def exceeds(self, elements: int, dtype: torch.dtype) -> bool:
+        """Return whether so many elements of this rank's strip are more than a strip in turn.
+
+        The rank with most rows decides for all ranks, because they must exchange alike.
+        """
+        if self.place is not None:
+            elements = elements // self.place.cut.mine * max(self.place.cut.sizes)
+        return elements * dtype.itemsize > self.strip_bytes
 
     def keep(self, made: Pending) -> Pending:
         """Remember a pending tensor: a function that writes in place must not change its source before it is used."""

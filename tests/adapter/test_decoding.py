@@ -154,6 +154,23 @@ def test_strips_leave_no_seams_where_tiles_do(ranks: Pool) -> None:
         assert (seams - truth).abs().max() > VISIBLE
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_rank_alone_decodes_by_kernels_or_modules_and_in_the_tiles_of_its_user(kernels: bool) -> None:
+    vae = pipelines.decoder(1)
+    made, truth = Decoding(vae, Mesh.single(), "collective", kernels=kernels), vae.decode(latents(1)).sample
+    assert (made.decode(latents(1)).sample - truth).abs().max() < CLOSE
+    vae.enable_tiling()
+    vae.tile_latent_min_size, vae.tile_sample_min_size = 4, 8
+    assert torch.equal(made.decode(latents(1)).sample, vae.decode(latents(1)).sample)
+    assert (made.decode(latents(1)).sample - truth).abs().max() > VISIBLE
+
+
+@pytest.mark.parametrize("kind", ["flux", "sd3", "pixart", "wan", "qwen_image", "unidiffuser"])
+def test_the_vaes_of_pipelines_are_known(kind: str) -> None:
+    """So that the tests of pipelines on several ranks test strips."""
+    assert decoding.why_unknown(getattr(pipelines, kind)().vae) is None
+
+
 def refused(rank: int, world: int, device: torch.device) -> list[str]:
     """Return what ranks are told of inputs of unequal shapes, and of a VAE with a module that is not known."""
     pipe, told = pipelines.flux().to(device), []
@@ -199,8 +216,8 @@ def two_pipelines(rank: int, world: int, device: torch.device) -> list[float]:
     one, other = pipelines.flux().to(device), pipelines.flux().to(device)
     other.vae = one.vae
     truth, given = one.vae.decode(latents(1).to(device)).sample, latents(1).to(device) + rank
-    for pipe in (one, other):
-        seqpar.parallelize(pipe, make_mesh(device, cfg=1))
+    for pipe, transport in ((one, "peer"), (other, "collective")):
+        seqpar.parallelize(pipe, make_mesh(device, cfg=1), transport=transport)
     found = [one.vae.decode(given).sample, copy.deepcopy(one.vae).decode(given - rank).sample]
     seqpar.release(one)
     found.append(other.vae.decode(z=given).sample)

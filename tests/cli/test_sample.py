@@ -133,12 +133,8 @@ def test_a_plan_is_made_for_the_processes_there_are(
 
 
 def test_a_flag_says_how_pictures_are_decoded_and_it_is_told(ranks: Pool, tmp_path: Path) -> None:
-    made = []
-    for wish, classes, way in (
-        ("strips", ("cat", "1"), "strips"),
-        ("auto", ("cat",), "strips"),
-        ("pictures", ("1",), ""),
-    ):
+    made, one, two = list[Path](), ("cat",), ("cat", "1")
+    for wish, classes, way in (("strips", two, "strips"), ("auto", one, "strips"), ("pictures", one, "")):
         args = Args(classes=classes, steps=2, vae=wish, out=tmp_path / f"{wish}.png")  # pyright: ignore
         first, second = ranks.run(2, printed, args)
         assert f"decoder   {'strips on 2 ranks' if way else 'whole pictures, some on each of 2 ranks'}" in first

@@ -24,8 +24,10 @@ NARROW = {
     "multistep": {2, 4, 8},  # the same
     "residual": {2, 4, 8},  # biases
     "push": {8},  # the table of places
+    "wide": {4, 8},  # shifts and sums of rows; the output of four columns a thread
 }
 """The widths in bytes of accesses that may be narrow, by kernel."""
+SMALL = {"combine_kernel"}  # three numbers of each part
 Facts = dict[str, Any]
 
 
@@ -57,7 +59,14 @@ def test_kernels_for_hopper_read_and_write_16_bytes_at_a_time_and_spill_nothing(
     assert compiled[name]
     for kernel in compiled[name]:
         assert kernel["spilled"] == 0
-        assert access(kernel) - NARROW.get(name.split(",")[0], set()) == {16}
+        assert kernel["name"] in SMALL or access(kernel) - NARROW.get(name.split(",")[0], set()) == {16}
+
+
+@pytest.mark.parametrize("name", named("wide"))
+def test_products_of_a_tile_are_not_waited_for_one_by_one(compiled: dict[str, list[Facts]], name: str) -> None:
+    """The assembler waits for each product where it cannot follow the registers, which costs a third of the speed."""
+    kernel = compiled[name][0]
+    assert kernel["waited"] == kernel["waits"] > 0
 
 
 def test_models_launch_few_kernels(compiled: dict[str, list[Facts]]) -> None:

@@ -39,6 +39,7 @@ from seqpar.kernels import (
     residual,
     swiglu,
     upsample,
+    weights,
 )
 from seqpar.kernels.adaln import Norm
 from seqpar.kernels.push import Destinations
@@ -89,11 +90,13 @@ def facts(kernel: Any) -> dict[str, Any]:
     """Return facts of a kernel: global accesses in the PTX by width in bytes, registers, spills, shared memory.
 
     release, acquire, acq_rel: the number of atomics at system scope. clocks: how often the kernel reads the time.
-    agreed: after how many of these reads all warps take one time from shared memory before they branch.
+    agreed: after how many of these reads all warps take one time from shared memory before they branch. waited, waits:
+    how often the machine code and the PTX wait for matrix products; more in the machine code are waits for each one.
     """
     ptx = kernel.asm["ptx"]
     flags_of = {word: len(re.findall(rf"atom\.global\.sys\.{word}", ptx)) for word in ("release", "acquire", "acq_rel")}
-    told = usage(kernel)
+    told = listed(kernel, "-res-usage")
+    products = "wgmma" in ptx
     return {
         "name": kernel.metadata.name,
         "loads": widths(ptx, "ld.global"),
@@ -102,18 +105,20 @@ def facts(kernel: Any) -> dict[str, Any]:
         "spilled": sum(int(told.split(f"{where}:")[1].split()[0]) for where in ("STACK", "LOCAL")),
         "threads": 32 * kernel.metadata.num_warps,
         "shared": kernel.metadata.shared,
+        "waited": listed(kernel, "-sass").count("WARPGROUP.DEPBAR") if products else 0,
+        "waits": ptx.count("wgmma.wait_group"),
         "clocks": ptx.count("%globaltimer"),
         "agreed": len(re.findall(r"%globaltimer;(?:(?!\bbra\b).)*?bar\.sync(?:(?!\bbra\b).)*?ld\.shared", ptx, re.S)),
         **flags_of,
     }
 
 
-def usage(kernel: Any) -> str:
-    """Return what cuobjdump, which comes with Triton, prints about a kernel's registers and memory."""
+def listed(kernel: Any, what: str) -> str:
+    """Return what cuobjdump, which comes with Triton, prints about a kernel: its resources or its instructions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        command = [knobs.nvidia.cuobjdump.path, what, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -148,6 +153,7 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {f"residual, {width}": summed(width) for width in (128, 384)}
     made |= {f"upsample, {width}, {last}": doubled(width, last) for width in (128, 384) for last in (True, False)}
     made |= {f"multistep, {p} and {q}": multistepped(p, q) for p, q in ((1, 1), (1, 2), (2, 2), (3, 3))}
+    made |= {"wide, 512": wide(4096, 512), "wide, 512, uneven": wide(4001, 512)}
     return made | {"ddim": update, "ddpm": learned, "flags": lambda: flags.launch(four_ranks(), True, True)}
 
 
@@ -179,6 +185,18 @@ def pushed(heads: int, dim: int, meets: bool = False, apart: bool = False, token
     into = Destinations([rows(2, tokens // 4, 4 * heads, dim)[:, :, :heads].transpose(0, 1) for _ in range(4)], 1)
     out = rows(2, heads, tokens, dim).transpose(1, 2) if apart else rows(2, tokens, heads, dim)
     return lambda: push.launch(out, into, four_ranks() if meets else None)
+
+
+def wide(keys: int, dim: int) -> Callable[[], object]:
+    """Return a launch of attention's weights over two parts of the keys at a wide head, and of what combines parts."""
+    q, k, product, sums = rows(256, dim), rows(keys, dim), torch.empty(2, 256, dim), torch.empty(3, 2, 256)
+    into = weights.Weights(rows(256, 2, 2048).transpose(0, 1), *sums)
+
+    def launch() -> None:
+        weights.launch(q, k, into, weights.Tile())
+        weights.launch_combine(product, sums, q, sums[0, 0])
+
+    return launch
 
 
 def four_ranks() -> flags.Flags:

@@ -138,8 +138,12 @@ def unformatted() -> int:
 
 
 def deepest(stacks: Iterable[tuple[Place, ...]]) -> tuple[Place, ...]:
-    """Return the longest chain of calls from `run` to a kernel."""
-    return max(stacks, key=lambda stack: (len(stack), stack))
+    """Return the longest chain of calls from `run` to a kernel of a step, not of the decoder.
+
+    diffusers' own modules call the decoder's kernels, through rules that take the place of torch's functions.
+    """
+    steps = (stack for stack in stacks if not any(place.file.startswith("seqpar/vae/") for place in stack))
+    return max(steps, key=lambda stack: (len(stack), stack))
 
 
 def lines_a_folder() -> dict[str, int]:
@@ -172,7 +176,7 @@ def checked_counts(stacks: Iterable[tuple[Place, ...]]) -> str:
     ]
     way, long, wide = deepest(stacks), longest(), widest()
     rows += [
-        f"| calls from `run` to a kernel | {len(way) - 1} | {' > '.join(place.function for place in way)} |",
+        f"| calls from `run` to a kernel of a step | {len(way) - 1} | {' > '.join(place.function for place in way)} |",
         f"| lines of the longest function outside `kernels/` | {long.lines} | `{long.place}` |",
         f"| parameters of the widest function outside `kernels/` | {wide.parameters} | `{wide.place}` |",
         f"| statements kept from the formatter | {unformatted()} | |",

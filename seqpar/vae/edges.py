@@ -1,0 +1,81 @@
+"""Convolves a strip without a padded copy of it: the whole strip first, then its edge rows again.
+
+The strip is convolved as it lies, with zeros beyond its edges, while the neighbours' rows travel. The few output rows
+that need them are then computed from slabs: the rows that arrived, and the strip's own rows beside them.
+When it wins: with strips of many rows, where a padded copy would cost memory and a pass over the strip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from seqpar.vae.padding import edge, memory_format
+from seqpar.vae.place import Place
+
+LEAST = 8  # rows of a strip for each row of padding: with fewer, slabs are as large as the strip
+
+
+def fits(place: Place, strip: Tensor, pad: int, reach: int, stride: int) -> bool:
+    """Return whether a convolution keeps the rows of the strip, and whether most of them need no neighbour.
+
+    reach: rows of the kernel less one. Each rank may decide for itself: its neighbours send and get the same rows.
+    """
+    return stride == 1 and reach == 2 * pad and strip.shape[place.cut.dim] >= LEAST * pad
+
+
+def convolve(
+    place: Place, strip: Tensor, pad: int, whole: Callable[[Tensor], Tensor], bare: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the convolution of a strip with `pad` rows of its neighbours on both sides, or zeros at the outer edges.
+
+    whole: the convolution with `pad` rows of zeros along the cut dim. bare: the same without padding along that dim.
+    """
+    cut, n, rows = place.cut, len(strip), strip.shape[place.cut.dim]
+    if cut.axis.size == 1:
+        return whole(strip)
+    slabs = _slabs(place, strip, pad)
+    arrived = _start(
+        place,
+        first=None if cut.first else edge(place, strip, 0, pad),
+        last=None if cut.last else edge(place, strip, rows - pad, pad),
+        before=None if cut.first else edge(place, slabs[:n], 0, pad),
+        after=None if cut.last else edge(place, slabs[n:], 2 * pad, pad),
+    )
+    out = whole(strip)
+    arrived()
+    edges = bare(slabs[n * cut.first : n * (2 - cut.last)])
+    if not cut.first:
+        out.narrow(cut.dim, 0, pad).copy_(edges[:n])
+    if not cut.last:
+        out.narrow(cut.dim, rows - pad, pad).copy_(edges[-n:])
+    return out
+
+
+def _slabs(place: Place, strip: Tensor, pad: int) -> Tensor:
+    """Return room for the rows before the strip and its first rows, and for its last rows and those after it.
+
+    Both lie one after the other in the dim of the batch. The strip's own rows are written.
+    """
+    dim, n, rows = place.cut.dim, len(strip), strip.shape[place.cut.dim]
+    shape = [2 * n, *strip.shape[1:]]
+    shape[dim] = 3 * pad
+    slabs = torch.empty(shape, dtype=strip.dtype, device=strip.device, memory_format=memory_format(strip))
+    slabs[:n].narrow(dim, pad, 2 * pad).copy_(strip.narrow(dim, 0, 2 * pad))
+    slabs[n:].narrow(dim, 0, 2 * pad).copy_(strip.narrow(dim, rows - 2 * pad, 2 * pad))
+    return slabs
+
+
+def _start(place: Place, **blocks: Tensor | None) -> Callable[[], None]:
+    """Start to swap edges, beside the current stream if the place has a stream for it; return what waits for them."""
+    side = place.side
+    if side is None:
+        place.exchanges.swap(**blocks)
+        return lambda: None
+    here = torch.cuda.current_stream()
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        place.exchanges.swap(**blocks)
+    return lambda: here.wait_stream(side)

@@ -1,0 +1,154 @@
+"""Tests of single rules: where edge rows come from, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqpar.mesh import Axis
+from seqpar.transports import collective
+from seqpar.vae import known
+from seqpar.vae.cut import Cut
+from seqpar.vae.exchanges import TransportExchanges
+from seqpar.vae.mode import StripMode
+from seqpar.vae.place import Padded, Place
+from tests.support import vaes
+from tests.support.meshes import mesh as make_mesh
+from tests.support.pool import Pool
+
+WEIGHT = torch.randn(4, 4, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "conv 3x3": lambda x, w: F.conv2d(x, w, None, 1, 1),
+    "conv 5x3": lambda x, w: F.conv2d(x, w.repeat(1, 1, 2, 1)[:, :, :5], padding=(2, 1)),
+    "conv 3x5": lambda x, w: F.conv2d(x, w.repeat(1, 1, 1, 2)[..., :5], padding=(1, 2)),
+    "dilated": lambda x, w: F.conv2d(x, w, padding=2, dilation=2),
+    "strided": lambda x, w: F.conv2d(x, w, stride=2, padding=1),
+    "pad and strided": lambda x, w: F.conv2d(F.pad(x, (0, 1, 0, 1)), w, stride=2),
+    "replicate": lambda x, w: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), w),
+    "reflect": lambda x, w: F.conv2d(F.pad(x, (2, 1, 1, 2), mode="reflect"), w.repeat(1, 1, 2, 2)[:, :, :4, :4]),
+    "constant": lambda x, w: F.conv2d(F.pad(x, (1, 1, 1, 1), value=3.0), w),
+    "causal 3-D": lambda x, w: F.conv3d(F.pad(x[:, :, None], (1, 1, 1, 1, 2, 0)), w[:, :, None].repeat(1, 1, 3, 1, 1))[
+        :, :, 0
+    ],
+    "group norm": lambda x, w: F.group_norm(x, 2, w[0, :, 0, 0], w[0, :, 1, 1], 1e-3),
+    "upsampled": lambda x, w: F.conv2d(F.interpolate(x, scale_factor=2.0, mode="nearest"), w, padding=1),
+}
+
+
+def coded(rows: int, columns: int) -> Tensor:
+    """Return (2, 4, rows, columns) in which every element tells its place."""
+    return torch.arange(8 * rows * columns, dtype=torch.float64).view(2, 4, rows, columns)
+
+
+def on_strips(
+    rank: int, world: int, device: torch.device, latent: tuple[int, int], scale: int
+) -> tuple[Cut, dict[str, Tensor]]:
+    axis = make_mesh(device).replica
+    cut = Cut.of(axis, *latent)
+    assert cut is not None
+    exchanges = TransportExchanges(axis, collective.Transport())
+    strip = cut.take(coded(latent[0] * scale, latent[1] * scale), scale).to(device)
+    results = {}
+    with torch.no_grad(), StripMode(Place(cut, exchanges, {})):
+        for name, function in FUNCTIONS.items():
+            results[name] = function(strip, WEIGHT.to(device))
+    return Cut(Axis("", rank, world), cut.sizes, cut.dim, cut.other), results
+
+
+# scale 2: two rows of each rank at least, so padded copies; scale 12: also convolutions without a copy
+@pytest.mark.parametrize(("latent", "scale"), [((4, 2), 2), ((1, 4), 4), ((4, 2), 12)])
+def test_edge_rows_are_the_neighbours(ranks: Pool, latent: tuple[int, int], scale: int) -> None:
+    whole = coded(latent[0] * scale, latent[1] * scale)
+    for cut, results in ranks.run(3, on_strips, latent, scale):
+        for name, result in results.items():
+            expected = FUNCTIONS[name](whole, WEIGHT)
+            factor = expected.shape[-1] // latent[1]
+            torch.testing.assert_close(result.cpu(), cut.take(expected, factor), rtol=1e-12, atol=1e-9, msg=name)
+
+
+def inside(rank: int, world: int, device: torch.device) -> tuple[bool, Tensor]:
+    """Return whether a convolution read a lent buffer instead of a copy, and what it made of it."""
+    axis = make_mesh(device).replica
+    place = Place(Cut(axis, (2, 2), -2, 2), TransportExchanges(axis, collective.Transport()), {})
+    strip = place.cut.take(coded(4, 2).to(device))
+    buffer = strip.new_full((2, 4, 4, 2), float("nan"))
+    interior = buffer[:, :, 1:3].copy_(strip)
+    place.lend(interior, Padded(buffer, 1, 1))
+    with torch.no_grad(), StripMode(place):
+        out = F.conv2d(interior, WEIGHT.to(device), padding=1)
+    return not bool(buffer.isnan().any()), out
+
+
+def test_a_lent_buffer_is_used_without_a_copy(ranks: Pool) -> None:
+    expected = F.conv2d(coded(4, 2), WEIGHT, padding=1)
+    for rank, (used, out) in enumerate(ranks.run(2, inside)):
+        assert used
+        torch.testing.assert_close(out.cpu(), expected[:, :, 2 * rank : 2 * rank + 2])
+
+
+class Odd(nn.Module):
+    """A module with something that strips must refuse."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "unknown": (lambda x: x.cumsum(2), "function torch.Tensor.cumsum, which has no rule"),
+    "noise": (lambda x: torch.randn_like(x), "function torch.randn_like, which has no rule"),
+    "misaligned": (lambda x: F.conv2d(x[:, :, 1:], WEIGHT, padding=1), r"no strip of 2 of the latent's 4"),
+    "uneven stride": (lambda x: F.conv2d(x, WEIGHT[..., :1, :1], stride=(1, 2)), r"no strip of 2"),
+    "unpadded": (lambda x: F.conv2d(x, WEIGHT), "of a tensor that was not padded"),
+    "wide": (lambda x: F.conv2d(x, WEIGHT.repeat(1, 1, 3, 1)[:, :, :7], padding=(3, 1)), "expected at least 3"),
+    "mean of rows": (lambda x: x.mean(dim=(2, 3)), "include rows or columns"),
+    "mean": (lambda x: x.mean(), "include rows or columns"),
+    "bilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), "got interpolation 'bilinear'"),
+    "dropout": (lambda x: F.dropout(x, 0.5, training=True), "active dropout"),
+    "circular": (lambda x: F.pad(x, (0, 0, 1, 1), mode="circular"), "padding of mode 'circular'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_rule_is_refused_by_name(name: str) -> None:
+    function, message = REFUSED[name]
+    vae = nn.Sequential(nn.Identity(), Odd(function))
+    axis = Axis("world", 0, 2)  # no exchange is reached
+    place = Place(Cut(axis, (2, 2), -2, 2), TransportExchanges(axis, collective.Transport()), names(vae))
+    with pytest.raises(ValueError, match=message) as raised, torch.no_grad(), StripMode(place):
+        vae(coded(2, 2))
+    assert "in 1 (Odd)" in str(raised.value)
+
+
+def names(vae: nn.Module) -> dict[nn.Module, str]:
+    return {module: name for name, module in vae.named_modules()}
+
+
+def test_an_unknown_module_and_noise_are_refused_by_name() -> None:
+    vae = vaes.tiny("kl")
+    known.check_modules(vae)
+    vae.decoder.mid_block.resnets[1].nonlinearity = Odd(F.silu)
+    with pytest.raises(
+        ValueError, match=r"module decoder.mid_block.resnets.1.nonlinearity is a tests.vae.test_rules.Odd"
+    ):
+        known.check_modules(vae)
+    vae = vaes.tiny("ltx")
+    block = vae.decoder.up_blocks[0].resnets[0]
+    block.per_channel_scale1 = nn.Parameter(torch.zeros(8, 1, 1))
+    with pytest.raises(ValueError, match=r"module decoder.up_blocks.0.resnets.0 .* draws noise"):
+        known.check_modules(vae)
+
+
+def test_an_unpadded_strip_of_another_height_is_noticed_although_columns_fit() -> None:
+    cut = Cut(Axis("world", 1, 3), (3, 2, 2), -2, 5)
+    assert cut.fits(torch.empty(1, 1, 16, 40))
+    assert not cut.fits(torch.empty(1, 1, 24, 40))
+    assert cut.shares(16) == (24, 16, 16)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.mesh import Mesh
+from seqpar.mesh import Mesh, gathered
 
 # what a process group says when other ranks did not come or closed their connections
 LOST = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "connection refused")
@@ -33,16 +33,12 @@ def agree(mesh: Mesh, form: Mapping[str, object], vote: bool = False) -> bool:
         return vote
     texts = {name: repr(value) for name, value in sorted(form.items())}
     digest = hashlib.blake2b(repr(texts).encode(), digest_size=8).digest()
-    mine = torch.tensor([int.from_bytes(digest, "big", signed=True), vote], device=_host(mesh))
-    every = mine.new_empty(2 * mesh.world.size)
-    # torch 2.13 renames this function and warns about the older name
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     with _named(mesh, "the comparison of the forms of all ranks' inputs"):
-        gather(every, mine, group=mesh.world.group)
-    answers = every.tolist()
-    if len(set(answers[::2])) > 1:
+        every = gathered(mesh, torch.tensor([int.from_bytes(digest, "big", signed=True), vote]))
+    digests, votes = every.T.tolist()
+    if len(set(digests)) > 1:
         raise ValueError(_difference(mesh.collect(texts)))
-    return any(answers[1::2])
+    return any(votes)
 
 
 def from_rank_0(
@@ -109,12 +105,6 @@ def _rooms(mesh: Mesh, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
         rooms[name] = room.view(tensors[name].shape)
         start += -(-sizes[name] // ALIGN) * ALIGN
     return {name: rooms[name] for name in tensors}, buffer
-
-
-def _host(mesh: Mesh) -> torch.device:
-    """Return the device for gathering small numbers: the CPU if the process group supports it, else this rank's."""
-    config = dist.get_backend_config(mesh.world.group)
-    return torch.device("cpu") if "cpu:" in config else mesh.device
 
 
 def _difference(every: list[dict[str, str]]) -> str:

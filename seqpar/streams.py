@@ -104,8 +104,9 @@ def distinct(prompt: Prompt) -> tuple[dict[str, Tensor], Tensor]:
     """Return (the prompt's distinct rows, the index among them of each row)."""
     tensors = list(prompt.values())
     if all(x.dim() == 1 and not x.is_floating_point() for x in tensors):
-        rows, index = torch.stack(tensors, dim=1).unique(dim=0, return_inverse=True)
-        return dict(zip(prompt, rows.unbind(1), strict=True)), index
+        where = tensors[0].device  # a GPU would sort these few numbers by a dozen kernels, and wait for the host twice
+        rows, index = torch.stack(tensors, dim=1).cpu().unique(dim=0, return_inverse=True)
+        return dict(zip(prompt, rows.to(where).unbind(1), strict=True)), index.to(where)
     kept: list[int] = []
     found = []
     for row in range(len(tensors[0])):

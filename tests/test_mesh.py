@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqpar.mesh import Mesh, fill, pick_device
+from seqpar.mesh import SMALL, Mesh, fill, pick_device
 from tests.support.pool import Pool
 
 
@@ -91,12 +91,40 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks: Pool) -> None:
     assert ranks.run(2, agree) == ["rank 1: only here"] * 2
 
 
-def test_share_gives_rank_zeros_value(ranks: Pool) -> None:
-    assert ranks.run(2, shared) == [{"from": 0}] * 2
+def objects(rank: int, world: int, device: torch.device) -> tuple[list[tuple[int, int]], list[list[tuple[int, int]]]]:
+    """Exchange objects around the size that travels in one exchange; one rank's may be short and another's long."""
+    mesh, sizes = Mesh.from_env(device=device), (0, SMALL - 40, SMALL, 5 * SMALL)
+    every = [mesh.collect((rank, bytes(size if rank else 3))) for size in sizes]
+    shared = [mesh.share((rank, bytes(size))) for size in sizes]
+    return [(r, len(x)) for r, x in shared], [[(r, len(x)) for r, x in one] for one in every]
 
 
-def shared(rank: int, world: int, device: torch.device) -> dict[str, int]:
-    return Mesh.from_env(device=device).share({"from": rank})
+def test_objects_of_any_size_are_exchanged(ranks: Pool) -> None:
+    sizes = (0, SMALL - 40, SMALL, 5 * SMALL)
+    wanted = [(0, size) for size in sizes], [[(0, 3), (1, size)] for size in sizes]
+    assert ranks.run(2, objects) == [wanted] * 2
+
+
+def from_rank_0(rank: int, world: int, device: torch.device, fails: bool) -> list[str]:
+    mesh, told = Mesh.from_env(device=device), []
+
+    def work() -> str:
+        told.append("ran")
+        if fails:
+            raise OSError("no file")
+        return f"rank {rank}"
+
+    try:
+        return [*told, mesh.of_rank_0(work), *told]
+    except ValueError as error:
+        return [str(error), *told]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_work_of_rank_0_counts_on_all_ranks(ranks: Pool, world: int) -> None:
+    where = "rank 0: " if world > 1 else ""
+    assert ranks.run(world, from_rank_0, False) == [["rank 0", "ran"], ["rank 0"]][:world]
+    assert ranks.run(world, from_rank_0, True) == [[f"{where}no file", "ran"], [f"{where}no file"]][:world]
 
 
 def test_too_few_gpus_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

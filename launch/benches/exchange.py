@@ -3,10 +3,10 @@
     torchrun --nproc_per_node=4 launch/bench.py exchange --out lines.jsonl
 
 The moves are: q, k and v to the ranks that own their heads (ulysses in), the output back to the ranks that own its
-tokens (ulysses back), and keys and values to all ranks (kv gather). MB are the MiB that a rank writes, its own part
-included. On GPUs each way is timed in eager mode and in a CUDA graph of several exchanges, as in a denoising step. The
-bench checks that every element arrives in its place before it times a way. Each round times every way once; the time of
-the slowest rank counts.
+tokens (ulysses back), keys and values to all ranks (kv gather), and both edges of a strip of rows to the neighbours
+(halo). MB are the MiB that a rank writes, its own part included. On GPUs each way is timed in eager mode and in a CUDA
+graph of several exchanges, as in a denoising step. The bench checks that every element arrives in its place before it
+times a way. Each round times every way once; the time of the slowest rank counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Ways to make one exchange of an attention layer, each with its inputs and the tensors that must arrive.
 
-A way is one of our transports, a bare collective, or a collective with the permutes around it. Payloads encode indices:
-each element holds byte n of its flat index in the whole tensor. bf16 represents every byte exactly, so four moves with
-n = 0 .. 3 identify every element.
+A way is one of our transports, a bare collective, or a collective with the permutes around it (for a halo: sends and
+receives of contiguous blocks, without and with the copies of strided edges). Payloads encode indices: each element
+holds byte n of its flat index in the whole tensor. bf16 represents every byte exactly, so four moves with n = 0 .. 3
+identify every element.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from seqpar.protocols import Prepare
 from seqpar.transports._contract import Transport
 from seqpar.transports._layout import HeadLayout
 
-MOVES = ("ulysses in", "ulysses back", "kv gather")
+MOVES = ("ulysses in", "ulysses back", "kv gather", "halo")
 CODED_BYTES = 4
 ALL = slice(None)
 
@@ -57,13 +58,16 @@ def tokens_for(move: str, megabytes: float, ranks: int, batch: int, width: int, 
 
 
 def bytes_of(move: str, layout: HeadLayout) -> int:
-    """Return the bytes that a rank writes, including its own part; with n ranks, (n - 1) / n of them leave the rank."""
+    """Return the bytes that a rank writes, including its own part; with n ranks, (n - 1) / n of them leave the rank.
+
+    For a halo they are both edges. Two ranks have no neighbour on one side, so (n - 1) / n of them is the mean.
+    """
     rows = layout.batch * layout.tokens[0] * layout.heads * layout.head_dim
     return _parts(move, len(layout.tokens)) * rows * layout.dtype.itemsize
 
 
 def _parts(move: str, ranks: int) -> int:
-    return {"ulysses in": 3, "ulysses back": 1, "kv gather": 2 * ranks}[move]
+    return {"ulysses in": 3, "ulysses back": 1, "kv gather": 2 * ranks, "halo": 2}[move]
 
 
 def coded(layout: HeadLayout, name: int, tokens: slice, heads: slice, byte: int) -> Tensor:
@@ -77,7 +81,10 @@ def coded(layout: HeadLayout, name: int, tokens: slice, heads: slice, byte: int)
 
 def ours(move: str, transport: Transport, axis: Axis, layout: HeadLayout) -> Way:
     """Return our move as a strategy makes it: the prepare (or push) kernel writes into the readers' buffers."""
-    mine, all_heads = _tokens(axis, layout), layout.q_slice(axis.rank)
+    if move == "halo":
+        edge = _edge(layout, axis.rank, 0, 0)
+        return edges(axis, layout, transport.halo(axis, edge.numel(), edge).swap)
+    mine, all_heads = _tokens(axis.rank, layout), layout.q_slice(axis.rank)
     if move == "ulysses back":
         _, back = transport._heads(axis, layout)  # no turn check: this direction is used alone
         (out,), sent = _inputs(layout, (0,), ALL, all_heads)
@@ -106,9 +113,11 @@ def permuted(move: str, axis: Axis, layout: HeadLayout) -> Way:
 
     Raises `ValueError` if the heads do not divide by the ranks.
     """
+    if move == "halo":
+        return edges(axis, layout, partial(plain_swap, axis))
     if layout.heads % axis.size and move != "kv gather":
         raise ValueError(f"{layout.heads} heads do not divide by {axis.size} ranks")
-    mine, heads = _tokens(axis, layout), layout.q_slice(axis.rank)
+    mine, heads = _tokens(axis.rank, layout), layout.q_slice(axis.rank)
     if move == "ulysses back":
         (out,), sent = _inputs(layout, (0,), ALL, heads)
         return Way((out,), lambda: (to_tokens(out, axis),), sent, partial(_coded, layout, (0,), mine, ALL))
@@ -122,6 +131,8 @@ def permuted(move: str, axis: Axis, layout: HeadLayout) -> Way:
 
 def bare(move: str, axis: Axis, layout: HeadLayout) -> Way:
     """Return one collective that moves as many bytes, in a layout that attention could not read."""
+    if move == "halo":
+        return edges(axis, layout, partial(plain_swap, axis), apart=False)
     block = bytes_of(move, layout) // layout.dtype.itemsize // axis.size  # elements from one rank to another
     gather = move == "kv gather"
     # describes the flat buffer as one token a rank, with one head for each reader
@@ -140,9 +151,59 @@ def bare(move: str, axis: Axis, layout: HeadLayout) -> Way:
     return Way((x,), run, sent, partial(_coded, flat, (0,), ALL, heads))
 
 
-def _tokens(axis: Axis, layout: HeadLayout) -> slice:
-    start = sum(layout.tokens[: axis.rank])
-    return slice(start, start + layout.tokens[axis.rank])
+def edges(axis: Axis, layout: HeadLayout, swap: Callable[..., object], apart: bool = True) -> Way:
+    """Return a swap of edges with the neighbours, of one row of a rank's tokens for each channel.
+
+    apart: the edges are rows of a padded picture of four rows, so that the rows of two channels are not adjacent;
+    otherwise each edge is one contiguous block.
+    """
+    edge = _edge(layout, axis.rank, 0, 0)
+    shape = (*edge.shape[:2], 4, edge.shape[2]) if apart else (4, *edge.shape)
+    before, first, last, after = edge.new_empty(shape).unbind(2 if apart else 0)
+    ends = axis.rank > 0, axis.rank < axis.size - 1
+    blocks = [block if ends[place % 2] else None for place, block in enumerate((first, last, before, after))]
+
+    def sent(byte: int) -> Sequence[Tensor]:
+        return [_edge(layout, axis.rank, name, byte) for name in (0, 1)]
+
+    def expected(byte: int) -> Sequence[Tensor]:
+        theirs = (axis.rank - 1, 1), (axis.rank + 1, 0)
+        return [_edge(layout, *their, byte) for their, end in zip(theirs, ends, strict=True) if end]
+
+    def run() -> Sequence[Tensor]:
+        swap(*blocks)
+        return [block for block in blocks[2:] if block is not None]
+
+    return Way((first, last), run, sent, expected)
+
+
+def plain_swap(axis: Axis, *blocks: Tensor | None) -> None:
+    """Swap edges as `Halo.swap` does, by sends and receives of contiguous blocks, with copies of others.
+
+    blocks: the four of `Halo.swap`, in its order.
+    """
+    moves, rooms = [], []
+    for place, block in enumerate(blocks):
+        if block is not None:
+            peer, receives = axis.rank + (-1, 1)[place % 2], place > 1
+            apart = receives and not block.is_contiguous()
+            room = torch.empty_like(block, memory_format=torch.contiguous_format) if apart else block.contiguous()
+            moves.append(dist.P2POp(dist.irecv if receives else dist.isend, room, group=axis.group, group_peer=peer))
+            rooms += [(block, room)] * apart
+    for work in dist.batch_isend_irecv(moves):
+        work.wait()
+    for block, room in rooms:
+        block.copy_(room)
+
+
+def _edge(layout: HeadLayout, rank: int, name: int, byte: int) -> Tensor:
+    """Return byte `byte` of an edge of a rank, (B, channels, tokens)."""
+    return coded(layout, name, _tokens(rank, layout), ALL, byte).flatten(2).transpose(1, 2)
+
+
+def _tokens(rank: int, layout: HeadLayout) -> slice:
+    start = sum(layout.tokens[:rank])
+    return slice(start, start + layout.tokens[rank])
 
 
 def _coded(layout: HeadLayout, names: Sequence[int], tokens: slice, heads: slice, byte: int) -> list[Tensor]:

@@ -60,7 +60,8 @@ class Flags:
     such as cfg=2,ulysses=2 (data, cfg, ring, ulysses); axes that are not named are chosen."""
     strategy: Annotated[str, tyro.conf.arg(help=f"{HOW}: {', '.join(plugins(seqpar.attention))}. {NAMED}")] = "auto"
     local: Annotated[str, tyro.conf.arg(name="local-attention", aliases=["--local"])] = "auto"
-    """Attention on one device: flash, sdpa, reference. (torchrun on Python 3.11 takes --local for its own flag.)"""
+    """Attention on one device: flash, sdpa, wide (head dims over 256), reference. (torchrun on Python 3.11 takes
+    --local for its own flag.)"""
     transport: str = "auto"
     """How blocks travel between ranks: peer (written into the other GPUs' memory, on one machine) or collective (NCCL,
     gloo); auto takes peer if all GPUs reach each other's memory."""

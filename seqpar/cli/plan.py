@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 
@@ -12,11 +11,9 @@ from seqpar.cli import decoding
 from seqpar.cli.args import Args, Flags, PlanArgs
 from seqpar.cli.job import scales
 from seqpar.cli.planning import asked, imagined, ours, tables
-from seqpar.mesh import Axis, Mesh
+from seqpar.mesh import Mesh
 from seqpar.pipelines._family import Job
-from seqpar.planner.machine import Machine
 from seqpar.planner.search import Wish
-from seqpar.vae.decoder import way_of
 
 
 def as_dry_run(args: PlanArgs) -> Args:
@@ -37,14 +34,4 @@ def dry_run(args: Args, job: Job, ranks: Mesh) -> str:
     machines = [imagined(ranks.device, count, args.transport) for count in args.dry_run or ()]
     machines = machines or [ours(ranks, args.transport)]
     shown = tables(load, model, machines, wish_of(args), job.dtype, partial(decoding.line, args, job))
-    return f"{head.replace('torch.', '')}{_decoded(args, job, machines)}\n\n{shown}"
-
-
-def _decoded(args: Args, job: Job, machines: Sequence[Machine]) -> str:
-    """How each machine decodes, for a model with a decoder."""
-    if job.loading["files"].vae is None:
-        return ""
-    wish = "pictures" if args.exact else args.vae
-    ranks = [Axis("world", size=machine.count) for machine in machines]
-    ways = [way_of(job.load.images, wish, each, Axis("data"), lambda: None) for each in ranks]
-    return "\ndecoder: " + "; ".join(dict.fromkeys(map(str, ways)))
+    return f"{head.replace('torch.', '')}\n\n{shown}"

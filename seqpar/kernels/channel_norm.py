@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._triton import fused, jit, tl, triton
+from seqpar.kernels._silu import activated
+from seqpar.kernels._triton import compiled, fused, jit, tl, triton
 from seqpar.kernels.group_norm import dense
 from seqpar.protocols import state_dtype
 
@@ -74,8 +75,8 @@ def launch(
         kernel, split, elements = (plane_norm_kernel, samples, 16384) if last else (pixel_norm_kernel, 1, 8192)
         rows, length = max(1, elements // width), samples * places // split
         blocks, root = triton.cdiv(length, rows), float(channels) ** 0.5
-        constants: dict[str, Any] = {"C": channels, "WIDTH": width, "ROWS": rows, "SILU": silu, "num_warps": 8}
-        options = {**constants, "enable_fp_fusion": True}
+        constants: dict[str, Any] = {"C": channels, "WIDTH": width, "ROWS": rows, "num_warps": 8}
+        options = {**constants, "SILU": silu, "MACHINE": compiled(kernel), "enable_fp_fusion": True}
         kernel[(split * blocks,)](x_NC, weight_C, bias_C, out, root, SMALLEST, length, blocks, **options)
     return out
 
@@ -94,6 +95,7 @@ def plane_norm_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     SILU: tl.constexpr,
+    MACHINE: tl.constexpr,
 ):
     # contiguous memory: a program keeps all channels of neighbouring places in registers
     sample, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * ROWS
@@ -107,7 +109,7 @@ def plane_norm_kernel(
     if bias is not None:
         value += tl.load(bias + channel, channel < C, 0.0).to(tl.float32)
     if SILU:
-        value = value / (1.0 + tl.exp(-value))
+        value = activated(value, MACHINE)
     tl.store(out + at, value.to(out.dtype.element_ty), inside)
 
 
@@ -125,6 +127,7 @@ def pixel_norm_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     SILU: tl.constexpr,
+    MACHINE: tl.constexpr,
 ):
     # channels-last memory: the channels of a place lie together
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -138,5 +141,5 @@ def pixel_norm_kernel(
     if bias is not None:
         value += tl.load(bias + channel, channel < C, 0.0).to(tl.float32)
     if SILU:
-        value = value / (1.0 + tl.exp(-value))
+        value = activated(value, MACHINE)
     tl.store(out + first * C + at, value.to(out.dtype.element_ty), inside)

@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._triton import fused, jit, tl, triton
+from seqpar.kernels._silu import activated
+from seqpar.kernels._triton import compiled, fused, jit, tl, triton
 from seqpar.protocols import state_dtype
 
-PROGRAMS = 1056  # parts of a large input: eight programs for each multiprocessor of an H200, on every device
+PROGRAMS = 528  # parts of a large input: four programs for each multiprocessor of an H200, on every device
 
 
 class Affine(NamedTuple):
@@ -211,7 +212,8 @@ def launch_normalise(
     if (at.place if last else at.channel) != 1 and (at.length > 1 or not last):
         raise ValueError(f"got an output of strides {out.stride()}, expected the memory format of {x_NC.stride()}")
     tensors = x_NC, moments_NG3.contiguous(), affine.weight_C, affine.bias_C, out, affine.eps
-    constants: dict[str, Any] = {"EACH": channels // groups, "SILU": silu, "enable_fp_fusion": True}
+    constants: dict[str, Any] = {"EACH": channels // groups, "SILU": silu, "MACHINE": compiled(pixels_kernel)}
+    constants["enable_fp_fusion"] = True
     if last:
         block = min(4096, max(128, triton.next_power_of_2(at.length)))
         blocks, strides = triton.cdiv(at.length, block), (at.sample, at.channel, at.run)
@@ -244,6 +246,17 @@ def _chunk(length: int, block: int, programs: int) -> int:
 
 
 @jit
+def _seen(value, inside, mean, squares, seen):
+    # one value more in each lane (Welford)
+    value = value.to(tl.float32)
+    away = tl.where(inside, value - mean, 0.0)
+    seen += 1.0
+    mean += away * (1.0 / seen)
+    squares += away * (value - mean)
+    return mean, squares, seen
+
+
+@jit
 def plane_moments_kernel(x, parts, rows, length, chunk, BLOCK: tl.constexpr):
     # a program reads a chunk of one group's contiguous memory; each lane keeps mean and M2 of what it read (Welford)
     row, part = tl.program_id(0) % rows, tl.program_id(0) // rows
@@ -253,13 +266,12 @@ def plane_moments_kernel(x, parts, rows, length, chunk, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     mean, squares = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     seen = 0.0
-    for start in range(0, count, BLOCK):
+    for start in range(0, count, 2 * BLOCK):
         inside = start + lane < count
-        value = tl.load(x + start + lane, inside, 0.0).to(tl.float32)
-        away = tl.where(inside, value - mean, 0.0)
-        seen += 1.0
-        mean += away * (1.0 / seen)
-        squares += away * (value - mean)
+        value = tl.load(x + start + lane, inside, 0.0)
+        later = tl.load(x + start + BLOCK + lane, start + BLOCK + lane < count, 0.0)  # more reads in flight
+        mean, squares, seen = _seen(value, inside, mean, squares, seen)
+        mean, squares, seen = _seen(later, start + BLOCK + lane < count, mean, squares, seen)
     each = tl.maximum((count - lane + BLOCK - 1) // BLOCK, 0).to(tl.float32)  # values that a lane has seen
     middle = tl.sum(each * mean, 0) / count
     away = mean - middle
@@ -301,14 +313,14 @@ def pixel_moments_kernel(
     mean = tl.zeros((ROWS, BLOCK_G * BLOCK_EACH), tl.float32)
     squares = tl.zeros((ROWS, BLOCK_G * BLOCK_EACH), tl.float32)
     seen = 0.0
-    for start in range(0, count, ROWS):
+    for start in range(0, count, 2 * ROWS):
         inside = (start + row < count)[:, None] & real[None, :]
-        value = tl.load(at, inside, 0.0).to(tl.float32)
-        away = tl.where(inside, value - mean, 0.0)
-        seen += 1.0
-        mean += away * (1.0 / seen)
-        squares += away * (value - mean)
-        at += ROWS * G * EACH
+        also = (start + ROWS + row < count)[:, None] & real[None, :]
+        value = tl.load(at, inside, 0.0)
+        later = tl.load(at + ROWS * G * EACH, also, 0.0)  # more reads in flight
+        mean, squares, seen = _seen(value, inside, mean, squares, seen)
+        mean, squares, seen = _seen(later, also, mean, squares, seen)
+        at += 2 * ROWS * G * EACH
     if shift is not None:  # moves means, and no difference from them
         mean += tl.load(shift + channel, real, 0.0).to(tl.float32)[None, :]
     each = tl.maximum((count - row + ROWS - 1) // ROWS, 0).to(tl.float32)[:, None] * tl.where(real, 1.0, 0.0)[None, :]
@@ -357,6 +369,7 @@ def planes_kernel(
     out_run,
     EACH: tl.constexpr,
     SILU: tl.constexpr,
+    MACHINE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # contiguous memory: a program normalises a block of places of one channel
@@ -376,7 +389,7 @@ def planes_kernel(
     value = tl.load(at + place, place < length, 0.0, eviction_policy="evict_first").to(tl.float32)
     value = (value - mean) * scale + shift
     if SILU:
-        value = value / (1.0 + tl.exp(-value))
+        value = activated(value, MACHINE)
     at = out + sample.to(tl.int64) * out_sample + channel.to(tl.int64) * out_channel + run.to(tl.int64) * out_run
     tl.store(at + place, value.to(out.dtype.element_ty), place < length)
 
@@ -398,6 +411,7 @@ def pixels_kernel(
     out_place,
     EACH: tl.constexpr,
     SILU: tl.constexpr,
+    MACHINE: tl.constexpr,
     C: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -427,5 +441,5 @@ def pixels_kernel(
         if bias is not None:
             value += tl.load(bias + channel, real, 0.0).to(tl.float32)[None, :]
         if SILU:
-            value = value / (1.0 + tl.exp(-value))
+            value = activated(value, MACHINE)
         tl.store(out + place * out_place + channel[None, :], value.to(out.dtype.element_ty), inside)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from seqpar.kernels.flags import Flags, last_meets, meeting
 Pair = tuple[Tensor | None, Tensor | None]
 """Something for the rank before, and something for the rank after."""
 WORDS = 512  # words that one program moves
-NOTHING = (None, None)
+Key = tuple[tuple[int, ...], tuple[int, ...], int, int]
 TYPES = tl and {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
@@ -73,37 +73,52 @@ def launch_take(places: Pair, here: Pair, flags: Flags) -> None:
 
 
 def _plan(blocks: Pair, inboxes: Pair) -> tuple[tuple[Any, Any], int, tuple[Any, ...]]:
-    """Return both blocks as the kernels take them, the programs for each, and (dtype, elements of a word, dims, words).
+    """Return both blocks as the kernels take them, the programs for each, and what is constant in them.
 
-    A block is (its address, that of the inbox, bytes of a slot, words, (size of each dim), (stride of each dim)).
+    A block is (address, that of the inbox, bytes of a slot), (words,), (size of each dim), (stride of each dim).
     """
-    word, count, words, told = 16, 1, 0, [NOTHING, NOTHING]
-    for block in blocks:
-        if block is not None:
-            align, dims = _fitting(block.shape, block.stride(), block.element_size())
-            word, count = gcd(word, align, block.data_ptr()), max(count, dims)
-    for side, (block, inbox) in enumerate(zip(blocks, inboxes, strict=True)):
-        if block is not None and inbox is not None and block.numel():
-            told[side] = block, inbox
-            words = max(words, block.numel() * block.element_size() // word)
-    first, last = (_told(*pair, word, count) for pair in told)
-    return (first, last), -(-words // WORDS), (TYPES[min(word, 8)], max(1, word // 8), count, WORDS)
-
-
-def _told(block: Tensor | None, inbox: Tensor | None, word: int, count: int) -> tuple[Any, ...]:
-    if block is None or inbox is None:
-        return _odd(0, 0, 0, 0), _odd(*[1] * count), _odd(*[0] * count)
-    sizes, steps = _steps(block.shape, block.stride(), block.element_size(), word, count)
-    words = block.numel() * block.element_size() // word
-    return _odd(block.data_ptr(), inbox.data_ptr(), inbox.stride(0), words), sizes, steps
+    keys, places = [], []
+    for block, inbox in zip(blocks, inboxes, strict=True):
+        if block is None or inbox is None or not block.numel():
+            keys.append(None)
+            places.append((0, 0, 0))
+        else:
+            at = block.data_ptr()
+            keys.append((block.shape, block.stride(), block.element_size(), at % 16))
+            places.append((at, inbox.data_ptr(), inbox.stride(0)))
+    (first, last), programs, how = _layout(*keys)
+    return ((_odd(*places[0]), *first), (_odd(*places[1]), *last)), programs, how
 
 
 def _odd(*numbers: int) -> tuple[int, ...]:
     """Return odd numbers over 1 that tell these: Triton compiles a kernel anew for a 1 and for a multiple of 16."""
-    return tuple(2 * number + 3 for number in numbers)
+    return tuple([2 * number + 3 for number in numbers])  # a list, because tuple(generator) takes longer
 
 
 @lru_cache(4096)
+def _layout(*keys: Key | None) -> tuple[list[tuple[tuple[int, ...], ...]], int, tuple[Any, ...]]:
+    """Return what `_plan` does except addresses; for each block the words, the sizes and the strides, as `_odd` tells.
+
+    keys: shape, strides, bytes of an element, and the address modulo 16 of each block. Words have the most bytes, up
+    to 16, that divide rows and all steps between them.
+    """
+    every = [[(1, 0)] if key is None else _merged(key[0], key[1]) for key in keys]
+    word, count = 16, max(len(dims) for dims in every)
+    for key, ((width, step), *outer) in zip(keys, every, strict=True):
+        if key is not None:
+            itemsize, steps = key[2], [stride for _, stride in outer]
+            word = gcd(word, key[3], itemsize * (gcd(width, *steps) if step == 1 else 1))
+    made, most, size = [], 0, min(word, 8)
+    for key, ((width, step), *outer) in zip(keys, every, strict=True):
+        itemsize, words = (word, 0) if key is None else (key[2], prod(key[0]) * key[2] // word)
+        inner = (width * itemsize // word, word // size) if step == 1 else (width, step)
+        dims = [inner, *((n, stride * itemsize // size) for n, stride in outer)]
+        sizes, steps = zip(*dims, *[(1, 0)] * (count - len(dims)), strict=True)
+        made.append((_odd(words), _odd(*sizes), _odd(*steps)))
+        most = max(most, words)
+    return made, -(-most // WORDS), (TYPES[size], max(1, word // 8), word, count, WORDS)
+
+
 def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return (size, stride) of the fewest dims with the same elements in the same order, the innermost first."""
     dims = [(size, stride) for size, stride in zip(reversed(shape), reversed(strides), strict=True) if size != 1]
@@ -117,27 +132,6 @@ def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int,
     return merged
 
 
-@lru_cache(4096)
-def _fitting(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """Return the bytes, at most 16, of the largest words that fit rows and the steps between them; and the dims."""
-    (width, step), *outer = dims = _merged(shape, strides)
-    align = gcd(16, width * itemsize, *(stride * itemsize for _, stride in outer)) if step == 1 else itemsize
-    return align, len(dims)
-
-
-@lru_cache(4096)
-def _steps(
-    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, word: int, count: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the sizes of `count` dims in words, and their strides in integers of a word, the innermost first."""
-    (width, step), *outer = _merged(shape, strides)
-    size = min(word, 8)
-    inner = (width * itemsize // word, word // size) if step == 1 else (width, step)
-    dims = [inner, *((n, stride * itemsize // size) for n, stride in outer)]
-    dims += [(1, 0)] * (count - len(dims))
-    return _odd(*(n for n, _ in dims)), _odd(*(stride for _, stride in dims))
-
-
 @jit
 def send_kernel(
     blocks,
@@ -146,6 +140,7 @@ def send_kernel(
     TIMER: tl.constexpr,
     TYPE: tl.constexpr,
     VECTOR: tl.constexpr,
+    ALIGN: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -155,28 +150,47 @@ def send_kernel(
     """
     slot = tl.load(flags[2]) % 2
     if tl.program_id(1) == 0:
-        move(blocks[0], slot, True, TYPE, VECTOR, COUNT, BLOCK)
+        move(blocks[0], slot, True, TYPE, VECTOR, ALIGN, COUNT, BLOCK)
     else:
-        move(blocks[1], slot, True, TYPE, VECTOR, COUNT, BLOCK)
+        move(blocks[1], slot, True, TYPE, VECTOR, ALIGN, COUNT, BLOCK)
     last_meets(flags, tl.num_programs(0) * tl.num_programs(1), LANES, TIMER)
 
 
 @jit
-def take_kernel(blocks, counts, TYPE: tl.constexpr, VECTOR: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def take_kernel(
+    blocks,
+    counts,
+    TYPE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Read both blocks from this rank's inboxes, one in each column of programs; this swap is counted already."""
     slot = (tl.load(counts) + 1) % 2
     if tl.program_id(1) == 0:
-        move(blocks[0], slot, False, TYPE, VECTOR, COUNT, BLOCK)
+        move(blocks[0], slot, False, TYPE, VECTOR, ALIGN, COUNT, BLOCK)
     else:
-        move(blocks[1], slot, False, TYPE, VECTOR, COUNT, BLOCK)
+        move(blocks[1], slot, False, TYPE, VECTOR, ALIGN, COUNT, BLOCK)
 
 
 @jit
 def move(
-    block, slot, OUT: tl.constexpr, TYPE: tl.constexpr, VECTOR: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
+    block,
+    slot,
+    OUT: tl.constexpr,
+    TYPE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Move BLOCK words of VECTOR integers between a strided block and the slot of an inbox; see `_plan`."""
-    (at, box, room, words), sizes, strides = block
+    """Move BLOCK words between a strided block and a slot of its inbox, or back; `_plan` says what a block is.
+
+    A word has VECTOR integers of TYPE and ALIGN bytes, and begins at a multiple of these on both sides.
+    """
+    places, words, sizes, strides = block
+    at, box, room = places
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     left = word
     place = tl.zeros((BLOCK,), tl.int64)
@@ -185,12 +199,11 @@ def move(
         place += (left % size) * plain(strides[dim]).to(tl.int64)
         left = left // size
     part = tl.arange(0, VECTOR)[None, :]
-    aligned: tl.constexpr = TYPE.primitive_bitwidth // 8 * VECTOR
-    outside = plain(at).to(tl.int64).to(tl.pointer_type(TYPE)) + place[:, None] + part
-    inside = (plain(box) + slot * plain(room)).to(tl.pointer_type(TYPE)) + word[:, None] * VECTOR + part
-    outside = tl.multiple_of(outside, [aligned, aligned])
-    inside = tl.multiple_of(inside, [aligned, aligned])
-    there = (word < plain(words))[:, None] & (part < VECTOR)
+    integers = tl.pointer_type(TYPE)  # pyright: ignore[reportArgumentType]
+    outside = tl.multiple_of(plain(at).to(tl.int64).to(integers) + place[:, None] + part, [ALIGN, ALIGN])
+    begin = (plain(box) + slot * plain(room)).to(integers)
+    inside = tl.multiple_of(begin + word[:, None] * VECTOR + part, [ALIGN, ALIGN])
+    there = (word < plain(words[0]))[:, None] & (part < VECTOR)
     if OUT:
         tl.store(inside, tl.load(outside, there, 0), there)
     else:

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._triton import fused, jit, tl, triton
+from seqpar.kernels._silu import activated
+from seqpar.kernels._triton import compiled, fused, jit, tl, triton
 from seqpar.protocols import state_dtype
 
 # shapes that tests check: samples, channels, places
@@ -60,9 +61,10 @@ def launch(first: Shifted, second: Shifted | None = None, silu: bool = False, ou
         channels = x_NC.shape[1]
         width, places = triton.next_power_of_2(channels), out.numel() // channels
         rows, tiles = max(1, 2048 // width), 4
-        constants: dict[str, Any] = {"C": channels, "WIDTH": width, "ROWS": rows, "TILES": tiles, "SILU": silu}
+        constants: dict[str, Any] = {"C": channels, "WIDTH": width, "ROWS": rows, "TILES": tiles, "num_warps": 4}
+        constants |= {"SILU": silu, "MACHINE": compiled(residual_kernel)}
         grid = (triton.cdiv(places, rows * tiles),)
-        residual_kernel[grid](x_NC, shift, y_NC, y_shift, out, places, **constants, num_warps=4)
+        residual_kernel[grid](x_NC, shift, y_NC, y_shift, out, places, **constants)
     return out
 
 
@@ -79,6 +81,7 @@ def residual_kernel(
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     SILU: tl.constexpr,
+    MACHINE: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * (ROWS * TILES)
     channel = tl.arange(0, WIDTH)
@@ -97,5 +100,5 @@ def residual_kernel(
             value += tl.load(y + first * C + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
         value += bias[None, :]
         if SILU:
-            value = value / (1.0 + tl.exp(-value))
+            value = activated(value, MACHINE)
         tl.store(out + first * C + at, value.to(out.dtype.element_ty), inside)

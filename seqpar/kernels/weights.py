@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.kernels._triton import TensorDescriptor, fused, jit, tl
+from seqpar.kernels._triton import TensorDescriptor, compiled, fused, jit, tl
 
 # how far, as a power of two, a weight may exceed 1: within fp16's 65504, and far from where fp32 sums overflow
 ROOM = {torch.float16: 15, torch.bfloat16: 64}
@@ -37,8 +37,8 @@ class Tile:
 class Weights:
     """Unnormalised weights 2^(score - shift) of R queries, over P parts of the keys with S keys each.
 
-    weights_PRS: in q's dtype; a row's parts lie one after another. shift_PR, sum_PR: for each row in each part the
-    shift, a whole number, and the sum of the weights, both fp32.
+    weights_PRS: in q's dtype; a row's parts lie one after another. For each row in each part, in fp32: shift_PR,
+    sum_PR, the sum of the weights, and rounded_PR, that of the weights in q's dtype, by which the output is divided.
     """
 
     weights_PRS: Tensor
@@ -50,8 +50,8 @@ class Weights:
 def write(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
     """Write the weights of R queries over K keys into all parts of `into`.
 
-    Rows of q and k start at multiples of 16 bytes (see `aligned`). The parts' span is a multiple of the tile's keys, and
-    every part has at least one key. The weights of a part after its last key are undefined.
+    Rows of q and k start at multiples of 16 bytes (see `aligned`). The parts' span is a multiple of the tile's keys,
+    and every part has at least one key. The weights of a part after its last key are undefined.
     """
     (launch if fused(q_RD, k_KD) else reference)(q_RD, k_KD, into, tile)
 
@@ -91,6 +91,7 @@ def launch(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
         DIMS=tile.dims,
         EVEN=keys % tile.keys == 0,
         HALVES=tile.halves,
+        WAIT=compiled(weights_kernel),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -128,7 +129,7 @@ def reference_combine(product_PRD: Tensor, sums_3PR: Tensor, out_RD: Tensor, lse
 def launch_combine(product_PRD: Tensor, sums_3PR: Tensor, out_RD: Tensor, lse_R: Tensor) -> None:
     """Run the kernel of `combine`."""
     parts, rows, dim = product_PRD.shape
-    combine_kernel[(rows,)](
+    parts_kernel[(rows,)](
         product_PRD,
         *sums_3PR,
         out_RD,
@@ -162,6 +163,7 @@ def weights_kernel(
     DIMS: tl.constexpr,
     EVEN: tl.constexpr,
     HALVES: tl.constexpr,
+    WAIT: tl.constexpr,
 ):
     # A program computes the weights of some rows over one part of the keys. The shift is the largest score of the
     # part's first keys. A later score may be larger: weights up to 2^ROOM are as precise, because they are floating
@@ -180,10 +182,10 @@ def weights_kernel(
         shift = high
         total = tl.zeros([ROWS], tl.float32)
         # flattened with the loop over the head dim: the next tile's loads run during the epilogue
-        for tile in tl.range(0, tiles, flatten=True):
+        for tile in tl.range(0, tiles, flatten=True):  # pyright: ignore[reportGeneralTypeIssues]
             key = first + tile * KEYS
             scores = tl.zeros([ROWS, KEYS], tl.float32)
-            for dim in tl.range(0, D, DIMS):
+            for dim in tl.range(0, D, DIMS):  # pyright: ignore[reportGeneralTypeIssues]
                 scores = tl.dot(q.load([block * ROWS, dim]), k.load([key, dim]).T, scores)
             if not EVEN:
                 scores = tl.where((key + column < keys)[None, :], scores, float("-inf"))
@@ -198,8 +200,13 @@ def weights_kernel(
                 left, right = tl.split(tl.permute(tl.reshape(weights, (ROWS, 2, KEYS // 2)), (0, 2, 1)))
                 weights_out.store([block * ROWS, key], left)
                 weights_out.store([block * ROWS, key + KEYS // 2], right)
-        again = tl.max((high > shift + ROOM).to(tl.int32), 0) > 0
+        again = tl.max((high > shift + ROOM).to(tl.int32), 0) > 0  # pyright: ignore[reportOperatorIssue]
+        if WAIT:  # until the copy engine has stored all weights, because it may store them again
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [tiles], tl.int32, is_pure=False, pack=1
+            )
     tl.store(shift_out + part * rows + row, shift, row < rows)
+    # Rounding matters where few keys have almost all the weight, so the largest weight's is added to the sum.
     top = tl.exp2(high - shift)
     rounded = total + (top.to(weights_out.dtype).to(tl.float32) - top)
     tl.store(sum_out + part * rows + row, total, row < rows)
@@ -207,7 +214,7 @@ def weights_kernel(
 
 
 @jit(do_not_specialize=["rows", "parts"])
-def combine_kernel(
+def parts_kernel(
     product,
     shift,
     total,
@@ -236,8 +243,8 @@ def combine_kernel(
         at = (first + some) * rows + row
         here = first + some < parts
         scale = tl.exp2(tl.load(shift + at, here, -float("inf")) - top)
-        whole += tl.sum(tl.load(total + at, here, 0.0) * scale, 0)
-        divisor += tl.sum(tl.load(rounded + at, here, 0.0) * scale, 0)
+        whole += tl.sum(tl.load(total + at, here, 0.0) * scale, 0)  # pyright: ignore[reportOperatorIssue]
+        divisor += tl.sum(tl.load(rounded + at, here, 0.0) * scale, 0)  # pyright: ignore[reportOperatorIssue]
         mask = here[:, None] & (column < D)[None, :]
         sum_D += tl.sum(
             tl.load(product + at.to(tl.int64)[:, None] * D + column[None, :], mask, 0.0) * scale[:, None], 0

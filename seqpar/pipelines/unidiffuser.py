@@ -34,6 +34,7 @@ from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.search import Wish
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
+from seqpar.sampling.noise import draw_steps
 from seqpar.sampling.request import Settings, set_timesteps
 from seqpar.vae.decoder import load_vae
 from seqpar.weights.find import from_diffusers
@@ -141,8 +142,12 @@ class Pipeline(Loaded):
         """
         if self.dit.config.mode != "text2img":
             raise ValueError(f"got prompts in mode {self.dit.config.mode}, expected text2img; see `streams`")
-        prompts = self.dit.mesh.share(list(prompts))
-        self.dit.mesh.together(lambda: self.texts.encode(prompts))
+
+        def encoded() -> list[str]:
+            self.texts.encode(prompts)
+            return [*prompts]
+
+        prompts = self.dit.mesh.of_rank_0(encoded)
         asked = Asked(len(prompts), steps, guidance, seed, size, eta, scheduler)
         return self.streams(asked, given=self.texts.rows(prompts), on_step=on_step)["image"]
 
@@ -162,8 +167,8 @@ class Pipeline(Loaded):
         noise: for the denoised streams; None draws it.
         """
         mesh, model = self.dit.mesh, self.dit.model
-        tensors = mesh.together(lambda: (_on_host(given), _on_host(noise)) if mesh.is_main else ({}, {}))
-        asked, (given, noise) = mesh.share((asked, tensors))  # only rank 0 may have any, and all must check the same
+        # only rank 0 may have any, and all must check the same
+        asked, given, noise = mesh.of_rank_0(lambda: (asked, _on_host(given), _on_host(noise)))
         if asked.guidance.on and "other_timestep" not in model.PROMPT:
             raise ValueError(f"got guidance in mode {self.dit.config.mode}, expected text2img or img2text; use scale 1")
         scheduler, shapes = self._scheduler(asked.scheduler), self._shapes(asked)
@@ -172,7 +177,7 @@ class Pipeline(Loaded):
         generator = torch.Generator().manual_seed(asked.seed)
         start = noise or {name: self._draw(shapes[name], generator) for name in model.STATE}
         others = {name: shape for name, shape in shapes.items() if name not in model.STATE}
-        evaluations = _evaluations(scheduler, asked.steps)
+        evaluations = self._evaluations(asked.scheduler, asked.steps)
         drawn = self._others(given, others, generator, evaluations)
         negative = self._fresh(others, generator, evaluations) if asked.guidance.on else {}
         settings: Settings = {**_settings(asked, generator), "drawn": drawn, "negative_drawn": negative}
@@ -184,7 +189,7 @@ class Pipeline(Loaded):
         mesh, source = self.dit.mesh, self.source
         if source is None:
             raise ValueError("got a model without a caption decoder, expected a pipeline's folder")
-        return mesh.share(mesh.together(lambda: captions(source, text_NLC) if mesh.is_main else None)) or []
+        return mesh.of_rank_0(lambda: captions(source, text_NLC))
 
     def image_streams(self, pictures: Sequence[Image.Image], seed: int = 0) -> dict[str, Tensor]:
         """Return the streams of rank 0's pictures (of one size), for `streams` in mode img2text, on every rank.
@@ -195,13 +200,17 @@ class Pipeline(Loaded):
         if source is None:
             raise ValueError("got a model without image encoders, expected a pipeline's folder")
         drawn = torch.Generator().manual_seed(seed)
-        made = mesh.together(lambda: image_streams(source, vae, pictures, drawn) if mesh.is_main else {})
-        return mesh.share({name: x.cpu() for name, x in made.items()})
+        return mesh.of_rank_0(lambda: _on_host(image_streams(source, vae, pictures, drawn)))
 
     @cached_property
     def _scheduler(self) -> Callable[[str | None], Any]:
         """Return `Files.scheduler`, which keeps what it has built: to look a class up takes 6 ms."""
         return cache(self.files.scheduler)
+
+    @cached_property
+    def _evaluations(self) -> Callable[[str | None, int], int]:
+        """Return how often a scheduler of this name calls the model in so many steps; it keeps what it has found."""
+        return cache(lambda name, steps: _evaluations(self._scheduler(name), steps))
 
     def _shapes(self, asked: Asked) -> dict[str, tuple[int, ...]]:
         """Return the shape of each stream, in the order in which noise is drawn."""
@@ -243,10 +252,8 @@ class Pipeline(Loaded):
 
         It is drawn evaluation by evaluation, because diffusers' pipeline draws it within its loop.
         """
-        steps = [
-            {name: self._tokens(self._draw(x, generator)) for name, x in shapes.items()} for _ in range(evaluations)
-        ]
-        return {name: torch.stack([step[name] for step in steps]) for name in shapes}
+        made = draw_steps(shapes, evaluations, generator, drawn_in(self.dit.dtype))
+        return {name: x if x.dim() == 4 else torch.stack([*map(self._tokens, x)]) for name, x in made.items()}
 
 
 def _on_host(streams: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

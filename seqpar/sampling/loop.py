@@ -60,6 +60,7 @@ class Sampler:
         self._run: Run | None = None
         self._kind: object = None
         self._decision: tuple[list[Any], object, Decision] | None = None
+        self._made: dict[str, Tensor] | None = None
 
     def __enter__(self) -> Sampler:
         return self
@@ -79,6 +80,7 @@ class Sampler:
         **settings: Unpack[Settings],
     ) -> Tensor:
         """Denoise noise into latents; see `sample` for the arguments and the errors."""
+        self._made = None
         made = course(rank_0s(self.dit.mesh, Request(scheduler, noise, prompt, **settings)), self._decided)
         run, captured = self._ready(made), self._graph and why_not_captured(self.dit, made.decision) is None
         for index in range(len(made.timesteps_S)):
@@ -87,9 +89,10 @@ class Sampler:
             run.step()
             on_step(index)
         self.dit.check_delivered()  # before the next collective, which would wait for a rank that has died
-        latents = run.latents()
+        # copies, because without a gather a stream of tokens is the buffer that the next call writes to
+        self._made = {name: x.clone() for name, x in run.all_latents().items()}
         check_finite(run.first_bad(), run.timesteps)
-        return latents
+        return self._made[self.dit.model.STATE[0]]
 
     def _decided(self, scheduler: Any, options: Mapping[str, Any], begin: int) -> Decision:
         """Return what `decide` returns, kept for the next call with an equal scheduler.
@@ -103,10 +106,10 @@ class Sampler:
         return kept[2]
 
     def streams(self) -> dict[str, Tensor]:
-        """Return every stream of the state after the last call, complete on every rank; all ranks must call this."""
-        if self._run is None:
+        """Return every stream of the state after the last call, complete on every rank."""
+        if self._made is None:
             raise ValueError("got a sampler without a run, expected one that was called")
-        return self._run.all_latents()
+        return dict(self._made)
 
     def _ready(self, course: Course) -> Run:
         """Return the kept run, restarted, if it can serve this course on every rank; otherwise a new run."""
@@ -121,7 +124,7 @@ class Sampler:
         """Free the kept run with its buffers and CUDA graph."""
         if self._run is not None:
             self._run.release()
-        self._run = self._kind = None
+        self._run = self._kind = self._made = None
 
 
 def why_no_graph(dit: DistributedDiT, scheduler: Any) -> str | None:

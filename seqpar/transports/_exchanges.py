@@ -139,6 +139,9 @@ class Halo(Protocol):
         fastest as a view whose dims are permuted to the order of its memory, on both sides. When the call returns,
         `first` and `last` may be written and `before` and `after` read, on a GPU in the order of the current stream.
 
+        A swap is one call, so an error between two swaps leaves nothing to finish. Ranks that make unequal numbers of
+        swaps wait for each other until the deadline of the transport.
+
         Raises `ValueError`, before anything moves, for a block that is too large, of another dtype or device, or for a
         neighbour that does not exist. It is the same on all ranks whose arguments have the same fault.
         """

@@ -249,7 +249,7 @@ class HaloInTurn:
     """A checked `Halo`. made: the unchecked one of the transport. It has one call, so only release ends its turns."""
 
     def __init__(self, made: Halo, owner: Owner, axis: Axis, capacity: int, like: Tensor) -> None:
-        self.made, self._capacity, self._dtype, self._device = made, capacity, like.dtype, like.device
+        self.made, self._capacity, self._kind = made, capacity, (like.dtype, like.device)
         self._ends = axis.rank == 0, axis.rank == axis.size - 1
         self._turns = Turns(owner, "a halo", like.device, (("swap", lambda: None),))
 
@@ -269,10 +269,11 @@ class HaloInTurn:
                     f"got a block for the rank {('before', 'after')[side]}, expected None on the "
                     f"{('first', 'last')[side]} rank of an axis, which has no such neighbour; pass None there"
                 )
-            if block.numel() > self._capacity or block.dtype != self._dtype or block.device != self._device:
+            kind = (block.dtype, block.device)
+            if block.numel() > self._capacity or kind != self._kind or block.dim() > 5:
                 raise ValueError(
-                    f"got a block {tuple(block.shape)} of {block.dtype} on {block.device}, expected at most "
-                    f"{self._capacity} elements of {self._dtype} on {self._device}; make a halo for the largest block"
+                    f"got a block {tuple(block.shape)} of {block.dtype} on {block.device}, expected at most 5 dims, "
+                    f"{self._capacity} elements, {self._kind[0]} on {self._kind[1]}; make a halo for the largest block"
                 )
 
 

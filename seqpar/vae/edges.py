@@ -26,16 +26,12 @@ def fits(place: Place, strip: Tensor, pad: int, reach: int, stride: int) -> bool
     return stride == 1 and reach == 2 * pad and strip.shape[place.cut.dim] >= LEAST * pad
 
 
-def convolve(
-    place: Place, strip: Tensor, pad: int, whole: Callable[[Tensor], Tensor], bare: Callable[[Tensor], Tensor]
-) -> Tensor:
+def convolve(place: Place, strip: Tensor, pad: int, apply: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Return the convolution of a strip with `pad` rows of its neighbours on both sides, or zeros at the outer edges.
 
-    whole: the convolution with `pad` rows of zeros along the cut dim. bare: the same without padding along that dim.
+    apply: the convolution of a tensor with so many rows of zeros on both sides.
     """
     cut, n, rows = place.cut, len(strip), strip.shape[place.cut.dim]
-    if cut.axis.size == 1:
-        return whole(strip)
     slabs = _slabs(place, strip, pad)
     arrived = _start(
         place,
@@ -44,9 +40,9 @@ def convolve(
         before=None if cut.first else edge(place, slabs[:n], 0, pad),
         after=None if cut.last else edge(place, slabs[n:], 2 * pad, pad),
     )
-    out = whole(strip)
+    out = apply(strip, pad)
     arrived()
-    edges = bare(slabs[n * cut.first : n * (2 - cut.last)])
+    edges = apply(slabs[n * cut.first : n * (2 - cut.last)], 0)
     if not cut.first:
         out.narrow(cut.dim, 0, pad).copy_(edges[:n])
     if not cut.last:

@@ -6,6 +6,7 @@ A rule is called in place of the function. Functions that are in neither `RULES`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,66 +23,70 @@ from seqpar.vae.place import Place
 Rule = Callable[[Place, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
+@dataclass(frozen=True)
+class Convolution:
+    """What conv2d and conv3d take besides their input, under torch's names."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    stride: Any = 1
+    padding: Any = 0
+    dilation: Any = 1
+    groups: int = 1
+
+    def along(self, value: Any) -> tuple[int, ...]:
+        """Return a value for each dim of the kernel."""
+        return (value,) * (self.weight.ndim - 2) if isinstance(value, int) else tuple(value)
+
+    def padded(self, dim: int, pad: int) -> tuple[int, ...]:
+        """Return the padding, with another one along a dim that is counted from the end."""
+        pads = [*self.along(self.padding)]
+        pads[dim] = pad
+        return tuple(pads)
+
+
 def convolve(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Apply the rule of conv2d and conv3d: padding along the cut dim becomes rows of the neighbours."""
-    return _convolve(place, function, *args, **kwargs)
+    return _convolve(place, function, args[0], Convolution(*args[1:], **kwargs))
 
 
-def _convolve(
-    place: Place,
-    function: Callable[..., Any],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    at, dims = place.cut.dim, weight.ndim - 2
-    if isinstance(padding, str) or input.ndim != weight.ndim:
-        place.refuse(
-            f"got a convolution of {tuple(input.shape)} with padding {padding!r}, expected numbers and a batch"
-        )
-    pads, strides = ([x] * dims if isinstance(x, int) else list(x) for x in (padding, stride))
-    reach, pad = (weight.shape[at] - 1) * (dilation if isinstance(dilation, int) else dilation[at]), pads[at]
-    held, bias = (bias, None) if left_out(place, input, bias) else (None, bias)
-    along = tuple(0 if dim == dims + at else each for dim, each in enumerate(pads))
+def _convolve(place: Place, function: Callable[..., Any], input: Tensor, given: Convolution) -> Tensor:
+    at, weight = place.cut.dim, given.weight
+    if isinstance(given.padding, str) or input.ndim != weight.ndim:
+        shape = tuple(input.shape)
+        place.refuse(f"got a convolution of {shape} with padding {given.padding!r}, expected numbers and a batch")
+    pad, reach = given.along(given.padding)[at], (weight.shape[at] - 1) * given.along(given.dilation)[at]
+    held, bias = (given.bias, None) if left_out(place, input, given.bias) else (None, given.bias)
 
-    def bare(x: Tensor) -> Tensor:
-        return function(x, weight, bias, stride, along, dilation, groups)
+    def apply(x: Tensor, pad: int) -> Tensor:
+        return function(x, weight, bias, given.stride, given.padded(at, pad), given.dilation, given.groups)
 
-    def whole(x: Tensor) -> Tensor:
-        return function(x, weight, bias, stride, padding, dilation, groups)
-
-    if pad == 0 and reach > 0:
-        if place.halo(input) is None:
-            place.refuse(f"got a convolution over {reach + 1} rows without padding, of a tensor that was not padded")
-        out = whole(input)
-    else:
+    if pad > 0 or reach == 0:
         place.check(input)
-        alone = pad == 0 or place.cut.axis.size == 1
-        out = whole(input) if alone else _with_halo(place, input, (pad, reach, strides[at]), whole, bare)
+    elif place.halo(input) is None:
+        place.refuse(f"got a convolution over {reach + 1} rows without padding, of a tensor that was not padded")
+    out = _with_halo(place, input, (pad, reach, given.along(given.stride)[at]), apply) if pad else apply(input, 0)
     place.check(out)
     return out if held is None else biased(place, out, held)
 
 
 def _with_halo(
-    place: Place,
-    strip: Tensor,
-    sizes: tuple[int, int, int],
-    whole: Callable[[Tensor], Tensor],
-    bare: Callable[[Tensor], Tensor],
+    place: Place, strip: Tensor, sizes: tuple[int, int, int], apply: Callable[[Tensor, int], Tensor]
 ) -> Tensor:
-    """Return the convolution of a strip with rows of its neighbours; sizes: padding, rows of the kernel - 1, stride."""
+    """Return the convolution of a strip with rows of its neighbours; sizes: padding, rows of the kernel - 1, stride.
+
+    apply: the convolution of a tensor with so many rows of zeros on both sides.
+    """
     pad = sizes[0]
+    if place.cut.axis.size == 1:
+        return apply(strip, pad)
     buffer = place.padded(strip, pad, pad)
     if buffer is not None:
         fill_halo(place, buffer, (pad, pad))
-        return bare(buffer)
+        return apply(buffer, 0)
     if edges.fits(place, strip, *sizes):
-        return edges.convolve(place, strip, pad, whole, bare)
-    return bare(pad_strip(place, strip, {place.cut.dim: (pad, pad)}))
+        return edges.convolve(place, strip, pad, apply)
+    return apply(pad_strip(place, strip, {place.cut.dim: (pad, pad)}), 0)
 
 
 def pad(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

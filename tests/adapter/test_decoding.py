@@ -85,15 +85,16 @@ def calls(rank: int, world: int, device: torch.device, axes: dict[str, int], dty
     """
     vae = pipelines.decoder(1).to(device, dtype)
     made, found = decoding.of(vae, make_mesh(device, **axes), "collective"), []
-    for rows in range(1, 5):
-        given = (latents(rows) + rank).to(device, dtype)
-        with seen(vae.decoder) as shapes:
-            found.append((made.decode(given).sample, sorted(set(shapes))))
-        with seen(vae.encoder) as shapes:
-            found.append((made.encode(picture(rows).to(device, dtype) + rank)[0].mode(), sorted(set(shapes))))
-        assert torch.equal(made.decode(given, return_dict=False)[0], found[-2][0])
-    made.release()
-    found.append((made.decode(latents(1).to(device, dtype)).sample, []))
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        for rows in range(1, 5):
+            given = (latents(rows) + rank).to(device, dtype)
+            with seen(vae.decoder) as shapes:
+                found.append((made.decode(given).sample, sorted(set(shapes))))
+            with seen(vae.encoder) as shapes:
+                found.append((made.encode(picture(rows).to(device, dtype) + rank)[0].mode(), sorted(set(shapes))))
+            assert (made.decode(given, return_dict=False)[0] - found[-2][0]).abs().max() < VISIBLE
+        made.release()
+        found.append((made.decode(latents(1).to(device, dtype)).sample, []))
     made.release()
     return found
 
@@ -268,7 +269,8 @@ def test_our_pictures_are_those_of_one_rank_by_every_way(
         for (images, way, counted), wanted in zip(found, truth, strict=True):
             assert counted
             assert images.dtype == torch.float32
-            assert torch.equal(images, wanted) if "pictures" in way else (images - wanted).abs().max() < 1e-6
+            error = (images - wanted).abs().max()
+            assert error == 0 if "pictures" in way and ranks.device == "cpu" else error < 1e-6
 
 
 # Graphs ----------------------------------------------------------------------------------------------------------
@@ -303,13 +305,13 @@ class Replays:
 
 def graphed(rank: int, world: int, device: torch.device) -> list[list[Any]]:
     """Return (replays, released) of all graphs after calls of several sizes, and the largest error so far."""
-    vae, captures, found = pipelines.decoder(1), Replays(), list[list[Any]]()
-    made = Decoding(vae, make_mesh(device, cfg=1) if world > 1 else Mesh.single(), "collective", captures)
+    vae, captures, found = pipelines.decoder(1).to(device), Replays(), list[list[Any]]()
+    made = Decoding(vae, make_mesh(device, cfg=1) if world > 1 else Mesh.single(device), "collective", captures)
 
     def call(height: int, times: int = 1, **named: Any) -> None:
         worst = 0.0
         for seed in range(times):
-            x = random((1, 4, height, 7), seed)
+            x = random((1, 4, height, 7), seed, device)
             got = made.decode(x + rank, **named)
             worst = max(worst, (got[0] - type(vae).decode(vae, x).sample).abs().max().item())
         found.append([*((each.replays, each.released) for each in captures.made), worst])
@@ -342,10 +344,10 @@ def test_the_second_call_of_a_kind_is_captured_and_two_graphs_are_kept(ranks: Po
 
 def uneven(rank: int, world: int, device: torch.device) -> bool:
     """Return whether ranks that decode two pictures and one, of which one rank captures, get all pictures."""
-    vae = pipelines.decoder(1)
+    vae, given = pipelines.decoder(1).to(device), latents(3).to(device)
     made = Decoding(vae, make_mesh(device, cfg=1), "collective", Replays())
-    truth = decode(Decoding(vae, Mesh.single(), "collective"), latents(3))
-    return all(torch.equal(decode(made, latents(3)), truth) for _ in range(2))
+    truth = decode(Decoding(vae, Mesh.single(device), "collective"), given)
+    return all(torch.equal(decode(made, given), truth) for _ in range(2))
 
 
 def test_a_rank_captures_whole_pictures_alone(ranks: Pool) -> None:
@@ -363,3 +365,31 @@ def test_videos_and_vaes_that_are_not_known_are_never_captured(monkeypatch: pyte
     assert made.unknown is not None
     monkeypatch.setattr(made, "unknown", None)
     assert not made._is_small(torch.zeros(1, 4, 2, 2, 2), 1)
+
+
+@pytest.mark.gpu
+def test_a_gpu_replays_small_pictures_and_says_what_a_graph_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    vae = pipelines.decoder(1).cuda()
+    made = decoding.of(vae, Mesh.single("cuda"), "collective")
+    for seed in range(4):
+        x = latents(1, seed).cuda()
+        assert (made.decode(x).sample - type(vae).decode(vae, x).sample).abs().max() < CLOSE
+    made.release()
+    assert capsys.readouterr().out.count("decoded by a CUDA graph, which keeps ") == 1
+
+
+def replayed(rank: int, world: int, device: torch.device) -> float:
+    """Return the largest error of strips that a GPU replays, by the transport of the plan."""
+    pipe, worst = pipelines.flux().to(device), 0.0
+    truth = [pipe.vae.decode(latents(1, seed).to(device)).sample for seed in range(4)]
+    seqpar.parallelize(pipe, make_mesh(device, cfg=1))
+    for seed, wanted in enumerate(truth):
+        worst = max(worst, (pipe.vae.decode(latents(1, seed).to(device) + rank).sample - wanted).abs().max().item())
+    seqpar.release(pipe)
+    return worst
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2])
+def test_gpus_replay_strips(ranks: Pool, world: int) -> None:
+    assert max(ranks.run(world, replayed)) < CLOSE

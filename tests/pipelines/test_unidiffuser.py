@@ -281,6 +281,9 @@ def from_rank_0_alone(rank: int, world: int, device: torch.device, folder: str) 
     with Pipeline.load(Files.locate(folder, "img2text"), mesh_for("ulysses", world, device)) as pipeline:
         noise = {"text": torch.ones(1, 16, 6)}
         text = pipeline.streams(asked, given=None if rank else image, noise=None if rank else noise)["text"]
+        before = text.clone()
+        pipeline.streams(Asked(1, 2, ON, SEED + 1), given=image)
+        assert torch.equal(text, before), "a later call changed what this one returned"
         for each in given[1:]:
             with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is compared)
                 pipeline.streams(asked, given=image if rank else each)

@@ -32,6 +32,7 @@ from seqpar.kernels import (
     flags,
     gelu,
     group_norm,
+    halo,
     multistep,
     post_norm,
     prepare,
@@ -144,6 +145,7 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {"push, 4 x 72, heads apart": pushed(4, 72, apart=True), "push, many": pushed(8, 128, tokens=2048)}
     made |= {f"outboxes, {part} alone": outboxes(32, 128, parts=part) for part in "qkv"}
     made |= {"outboxes, meets": outboxes(32, 128, meets=True), "push, meets": pushed(8, 128, meets=True)}
+    made |= {f"halo, {way} {kind}": edges(way, kind) for way in ("send", "take") for kind in ("rows", "planes")}
     made |= {f"model, {name}": modelled(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")}
     made["model, unidiffuser-v1"] = joint("unidiffuser-v1")
     made |= {f"group_norm, {width}, {last}": normalised(width, last) for width in (128, 512) for last in (True, False)}
@@ -187,6 +189,14 @@ def pushed(heads: int, dim: int, meets: bool = False, apart: bool = False, token
     return lambda: push.launch(out, into, four_ranks() if meets else None)
 
 
+def edges(way: str, kind: str) -> Callable[[], object]:
+    """Return a launch that moves two edges of an image, as rows of all channels or as a row of each channel's plane."""
+    image, dim = (rows(64, 64, 512), 0) if kind == "rows" else (rows(512, 64, 64), 1)
+    boxes = torch.empty(2, 2, 1 << 16, dtype=torch.uint8).unbind()
+    launch = halo.launch_send if way == "send" else halo.launch_take
+    return lambda: launch((image.narrow(dim, 1, 1), image.narrow(dim, 62, 1)), (boxes[0], boxes[1]), four_ranks())
+
+
 def wide(keys: int, dim: int) -> Callable[[], object]:
     """Return a launch of attention's weights over two parts of the keys at a wide head, and of what combines parts."""
     q, k, product, sums = rows(256, dim), rows(keys, dim), torch.empty(2, 256, dim), torch.empty(3, 2, 256)
@@ -197,6 +207,14 @@ def wide(keys: int, dim: int) -> Callable[[], object]:
         weights.launch_combine(product, sums, q, sums[0, 0])
 
     return launch
+
+
+def edges(way: str, kind: str) -> Callable[[], object]:
+    """Return a launch that moves two edges of an image, as rows of all channels or as a row of each channel's plane."""
+    image, dim = (rows(64, 64, 512), 0) if kind == "rows" else (rows(512, 64, 64), 1)
+    boxes = torch.empty(2, 2, 1 << 16, dtype=torch.uint8).unbind()
+    launch = halo.launch_send if way == "send" else halo.launch_take
+    return lambda: launch((image.narrow(dim, 1, 1), image.narrow(dim, 62, 1)), (boxes[0], boxes[1]), four_ranks())
 
 
 def four_ranks() -> flags.Flags:

@@ -35,7 +35,7 @@ from tests.support.tiny import diffusers_dit
 from tests.test_distributed import local
 
 TOKENS, HEADS, DIM = 7, 3, 2
-KINDS = ("heads", "key_values", "overlap", "ring", "gather")
+KINDS = ("heads", "key_values", "overlap", "ring", "gather", "halo")
 HEADS_TURNS = ("to_heads.outboxes", "to_heads.deliver", "to_tokens.outboxes", "to_tokens.deliver")
 TURNS = {
     "heads": ("an exchange of heads", HEADS_TURNS),
@@ -43,6 +43,7 @@ TURNS = {
     "overlap": ("an exchange of keys and values", ("outboxes", "start_keys", "start_values", "deliver")),
     "ring": ("a ring", ("outbox", "rotate", "rotate, read to its end")),
     "gather": ("a gather", ("outbox", "deliver")),
+    "halo": ("a halo", ("swap",)),
 }
 MISUSES = [  # kind of exchange, number of correct calls before, the call that is out of order
     ("heads", 0, "to_tokens.outboxes"),  # only the second half is used
@@ -82,13 +83,15 @@ class Used:
     def __init__(self, transport: Transport, kind: str, axis: Axis, device: torch.device) -> None:
         self._kind, self._rank, sizes = kind, axis.rank, Shard(TOKENS, axis.size).sizes
         self._layout = HeadLayout(1, sizes, HEADS, HEADS, DIM, torch.float32, device)
-        self._mine, self._device = Shard(TOKENS, axis.size).slice(axis.rank), device
+        self._mine, self._device, self._size = Shard(TOKENS, axis.size).slice(axis.rank), device, axis.size
         like = torch.zeros((), device=device)
         if kind == "heads":
             self.made: Any = transport.heads(axis, self._layout)
         elif kind in ("ring", "gather"):
             make = transport.ring if kind == "ring" else transport.gather
             self.made = make(axis, sizes, (DIM,), like)
+        elif kind == "halo":
+            self.made = transport.halo(axis, DIM, like)
         else:
             self.made = transport.key_values(axis, self._layout, kind == "overlap")
 
@@ -96,6 +99,8 @@ class Used:
         """Make the call of this name."""
         if name == "rotate":
             next(iter(self.made.rotate()))
+        elif name == "swap":
+            self._edges(0)
         elif self._kind == "heads":
             way, method = name.split(".")
             getattr(self.made[way == "to_tokens"], method)()
@@ -106,6 +111,8 @@ class Used:
         """Use the exchange once; return whether every element arrived at its place."""
         if self._kind in ("ring", "gather"):
             return self._block(round_)
+        if self._kind == "halo":
+            return self._edges(round_)
         q, k, v = (
             coded(1, TOKENS, HEADS, DIM, 0).to(self._device, torch.float32) + 1000 * (name + 3 * round_)
             for name in range(3)
@@ -124,6 +131,17 @@ class Used:
             self.made.start_values()
         got = self.made.deliver(met)
         return all(torch.equal(a, b) for a, b in zip(got, (mine[0], k, v), strict=True))
+
+    def _edges(self, round_: int) -> bool:
+        blocks = torch.zeros(4, DIM, device=self._device)
+        blocks[:2] = self._rank + 1000 * round_
+        ends = self._rank > 0, self._rank < self._size - 1
+        self.made.swap(*(block if ends[place % 2] else None for place, block in enumerate(blocks)))
+        from_ = [
+            number + 1000 * round_ if end else 0
+            for number, end in zip((self._rank - 1, self._rank + 1), ends, strict=True)
+        ]
+        return blocks[2:].tolist() == [[number] * DIM for number in from_]
 
     def _block(self, round_: int) -> bool:
         whole = coded(1, TOKENS, 1, DIM, 0)[0, :, 0].to(self._device, torch.float32) + 1000 * round_
@@ -388,6 +406,7 @@ def test_a_dropped_exchange_is_freed_without_the_collector_of_cycles() -> None:
         lambda: transport.key_values(axis, layout),
         lambda: transport.ring(axis, (TOKENS,), (DIM,), torch.zeros(1)),
         lambda: transport.gather(axis, (TOKENS,), (DIM,), torch.zeros(1)),
+        lambda: transport.halo(axis, DIM, torch.zeros(1)),
     )
     gc.disable()
     try:

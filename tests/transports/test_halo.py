@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import halo as kernels
-from seqpar.transports import _folder
+from seqpar.transports import _folder, peer
+from seqpar.transports.peer.arena import together
 from tests.support.meshes import TRANSPORTS
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
@@ -108,7 +109,133 @@ def by_kernels(rank: int, world: int, device: torch.device, *args: Any) -> int:
         return swapped(rank, world, device, "peer", *args)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float64, torch.bool], ids=str)
-def test_every_edge_arrives_at_its_place_by_the_kernels_themselves(ranks: Pool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("world", [3])
+def test_every_edge_arrives_at_its_place_by_the_kernels_themselves(ranks: Pool, world: int) -> None:
     pytest.importorskip("triton")
-    assert ranks.run(3, by_kernels, dtype, range(0, 30, 2 if dtype is torch.bfloat16 else 5)) == [0] * 3
+    for dtype, step in ((torch.bfloat16, 1), (torch.uint8, 5), (torch.float64, 4), (torch.bool, 5)):
+        assert ranks.run(world, by_kernels, dtype, range(0, 30, step)) == [0] * world, dtype
+
+
+def refused(rank: int, world: int, device: torch.device, name: str) -> list[str]:
+    """Return the errors of swaps and halos that cannot be, which move nothing and leave the halo as it was."""
+    axis, transport = make_mesh(device, ring=world, cfg=1).ring, _folder.load(name).Transport()
+    like = torch.zeros(5, device=device)
+    halo, told = transport.halo(axis, 4, like), []
+    places = (None, like[:4], None, like[1:]) if rank == 0 else (like[:4], None, like[1:], None)
+    for wrong in (like, like[:4].double(), like[:4].view(1, 1, 1, 2, 2, 1)):
+        with pytest.raises(ValueError, match="make a halo for the largest block") as caught:
+            halo.swap(*(wrong if place is not None else None for place in places))
+        told.append(str(caught.value))
+    with pytest.raises(ValueError, match="has no such neighbour; pass None there") as caught:
+        halo.swap(like[:4], like[:4], None, None)
+    told.append(str(caught.value))
+    for capacity, dtype in ((-1, torch.float32), (1, torch.complex128), (1 << 30, torch.bfloat16)):
+        with pytest.raises(ValueError, match="expected 0 to"):
+            transport.halo(axis, capacity, like.to(dtype))
+    sent, got = torch.full((2,), 5.0 + rank, device=device), torch.zeros(2, device=device)
+    halo.swap(*((None, sent, None, got) if rank == 0 else (sent, None, got, None)))
+    assert got.tolist() == [6.0 - rank] * 2
+    transport.check()
+    return told[:3]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_block_that_does_not_fit_is_the_same_error_on_every_rank(ranks: Pool, transport: str) -> None:
+    first, second = ranks.run(2, refused, transport)
+    assert [text.replace("cuda:1", "cuda:0") for text in second] == first
+    assert "got a block (5,) of torch.float32" in first[0]
+
+
+def slow(rank: int, world: int, device: torch.device, slots: int, rounds: int) -> int:
+    """Return how often a slow reader did not read what was sent to it, with this number of slots in use."""
+    axis, wrong, real = make_mesh(device, ring=world, cfg=1).ring, 0, kernels._copy
+    halo = peer.Transport().halo(axis, 64, torch.zeros((), device=device))
+    edge = torch.zeros(4, 8, device=device)
+
+    def read_late(*args: Any) -> None:
+        if rank == 0:
+            time.sleep(0.002)
+        kernels.reference_take(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "take", read_late)
+        patch.setattr(kernels, "_copy", lambda blocks, boxes, slot, copy: real(blocks, boxes, slot % slots, copy))
+        for round_ in range(rounds):
+            blocks = [None if (end == 0) == (rank == 0) else edge.clone() for end in (0, 1)]
+            halo.swap(*(edge + round_ if block is not None else None for block in blocks), *blocks)
+            wrong += sum(not torch.equal(block, edge + round_) for block in blocks if block is not None)
+    together(axis, None)
+    return wrong
+
+
+def test_two_slots_are_enough_and_one_is_not(ranks: Pool) -> None:
+    """The second half is a negative control: with one slot a fast rank writes over what a slow one still reads."""
+    if ranks.device == "cuda":
+        pytest.skip("a GPU's reader is not slowed down by its host")
+    assert ranks.run(2, slow, 2, 40) == [0, 0]
+    assert ranks.run(2, slow, 1, 40)[0] > 0
+
+
+def left_alone(rank: int, world: int, device: torch.device) -> str:
+    """Swap with a neighbour that does not come; return the error, within one deadline."""
+    axis, transport = make_mesh(device, ring=world, cfg=1).ring, peer.Transport(0.2)
+    peer.Transport().halo(axis, 1, torch.zeros(1, device=device)).swap(None, None, None, None)  # compiles the kernel
+    halo = transport.halo(axis, 1, torch.zeros(1, device=device))
+    if rank != 1:
+        halo.swap(None, None, None, None)
+    try:
+        transport.check()
+    except TimeoutError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("world", [4])
+def test_a_neighbour_that_does_not_come_is_named(ranks: Pool, world: int) -> None:
+    """Neighbours meet even if they have nothing to swap; ranks that are not neighbours do not wait for each other."""
+    for rank, told in enumerate(ranks.run(world, left_alone)):
+        late = {0: 1, 2: 1}.get(rank)
+        assert told.startswith(f"rank {rank} waited 0.2 s in vain for rank {late} ") if late else told == "nothing"
+
+
+def captured(rank: int, world: int, device: torch.device, name: str, swaps: int) -> int:
+    """Replay a graph of a number of swaps, with calls outside of it in between; return how many results were wrong."""
+    axis, transport, wrong = make_mesh(device, ring=world, cfg=1).ring, _folder.load(name).Transport(), 0
+    halo = transport.halo(axis, 4096, torch.zeros((), device=device))
+    padded = torch.zeros(swaps, 2, 8, 6, 16, device=device)  # rows 0 and 5 are the neighbours'
+
+    def swap(x: Tensor) -> None:
+        ends = rank > 0, rank < world - 1
+        rows = (x[..., 1, :], x[..., 4, :], x[..., 0, :], x[..., 5, :])
+        halo.swap(*(row if ends[place % 2] else None for place, row in enumerate(rows)))
+
+    def all_swaps() -> None:
+        for x in padded:
+            swap(x)
+
+    def right(x: Tensor, value: float) -> bool:
+        ends = [value + step if 0 <= rank + step < world else -1.0 for step in (-1, 1)]
+        return bool((x[..., 0, :] == ends[0]).all()) and bool((x[..., 5, :] == ends[1]).all())
+
+    all_swaps()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        all_swaps()
+    for round_ in range(20):
+        padded.fill_(-1.0)
+        for number, x in enumerate(padded):
+            x[..., 1:5, :] = 100.0 * round_ + 10 * number + rank
+        late(rank, round_)
+        graph.replay() if round_ % 3 else all_swaps()
+        wrong += sum(not right(x, 100.0 * round_ + 10 * number + rank) for number, x in enumerate(padded))
+    transport.check()
+    return wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("swaps", [1, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_gpu_replays_use_the_right_slots(ranks: Pool, world: int, transport: str, swaps: int) -> None:
+    """A graph with an odd number of swaps ends on the slot with which its next replay would begin."""
+    assert ranks.run(world, captured, transport, swaps) == [0] * world

@@ -38,7 +38,7 @@ def moved(rank: int, world: int, device: torch.device, heads: int) -> None:
             mesh.collect(None)
             transport.release()
         check_arrivals("bare", bare(move, axis, layout), mesh)
-        if heads % world == 0 or move == "kv gather":
+        if heads % world == 0 or move in ("kv gather", "halo"):
             check_arrivals("permuted", permuted(move, axis, layout), mesh)
         else:
             with pytest.raises(ValueError, match=f"{heads} heads do not divide by {world} ranks"):

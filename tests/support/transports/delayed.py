@@ -18,7 +18,7 @@ from seqpar.kernels.push import Destinations
 from seqpar.mesh import Axis, Mesh
 from seqpar.outboxes import Outbox, Outboxes
 from seqpar.transports import _contract
-from seqpar.transports._exchanges import Gather, KeyValues, Rotation, ToHeads, ToTokens
+from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
 
 FACTS = _contract.Facts(rates={"cuda": "nccl", "cpu": "gloo"})  # `auto` never picks it
@@ -213,6 +213,24 @@ class DelayedGather:
         return self._whole
 
 
+class DelayedHalo:
+    """Swaps edges with the neighbours; the places of what arrives are poisoned until then."""
+
+    def __init__(self, axis: Axis, like: Tensor) -> None:
+        self._axis, self._nothing = axis, like.new_empty(0)
+
+    def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
+        """Swap the edges (see `seqpar.transports._exchanges.Halo`)."""
+        outgoing, incoming = ([self._nothing] * self._axis.size for _ in range(2))
+        for step, mine, theirs in ((-1, first, before), (1, last, after)):
+            if mine is not None:
+                outgoing[self._axis.rank + step] = mine.clone()
+            if theirs is not None:
+                poison(theirs)
+                incoming[self._axis.rank + step] = theirs
+        swap(self._axis, outgoing, incoming)
+
+
 class Transport(_contract.Transport):
     """The transport that the module's docstring describes."""
 
@@ -227,3 +245,6 @@ class Transport(_contract.Transport):
 
     def _gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
         return DelayedGather(axis, sizes, shape, like)
+
+    def _halo(self, axis: Axis, capacity: int, like: Tensor) -> Halo:
+        return DelayedHalo(axis, like)

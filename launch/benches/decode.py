@@ -29,8 +29,9 @@ from torch import Tensor
 
 from launch.baselines.decoders import DECODERS
 from launch.baselines.graphs import graphed
-from launch.benches.decode_times import EXCHANGES, GIB, free, memory, once, times, trace, worst
-from launch.benches.decode_ways import EAGER, TILING, Case, Decoding, Way, megapixels, predicted, ways
+from launch.benches.decode_table import EAGER, TILING, shown
+from launch.benches.decode_times import GIB, free, memory, once, times, trace, worst
+from launch.benches.decode_ways import Case, Decoding, Way, megapixels, predicted, ways
 from launch.benches.difference import draw, far
 from launch.benches.timing import append, attempt, command, environment, slowest
 from seqpar import mesh as meshes
@@ -64,6 +65,8 @@ class Decode:
     """Time only rows whose name contains one of these words, and diffusers' eager one (ours, tiling, graph ...)."""
     graph_megapixels: float = 4.3
     """Capture CUDA graphs of decodings of at most this many million pixels."""
+    tiling_megapixels: float = 1000.0
+    """Time diffusers' tiling up to this many million pixels."""
     truth_megapixels: float = 4.7
     """Compare with fp32 on one GPU up to this many million pixels; the first frames of videos."""
     trace: tuple[str, ...] = ("ours",)
@@ -130,7 +133,7 @@ def measure(args: Decode, case: Case, until: float) -> list[Line]:
     if not mesh.share(time.monotonic() > until):
         _find_truth(args, case, seen)
     for way in ways(case):
-        if way.name != EAGER and not any(word in way.name for word in args.only or ("",)):
+        if not _wanted(args, case, way):
             continue
         late = mesh.share(time.monotonic() > until)
         found = {"ms": None, "refused": LATE} if late else _row(args, case, way, seen)
@@ -144,6 +147,12 @@ def measure(args: Decode, case: Case, until: float) -> list[Line]:
         base, name = seen.pictures.pop(EAGER), f"{case}".replace(" ", "-")
         draw(base, seen.pictures, args.picture / f"{name}-{mesh.world.size}.png")
     return lines
+
+
+def _wanted(args: Decode, case: Case, way: Way) -> bool:
+    if way.name == TILING and case.megapixels > args.tiling_megapixels:
+        return False
+    return way.name == EAGER or any(word in way.name for word in args.only or ("",))
 
 
 def _find_truth(args: Decode, case: Case, seen: Seen) -> None:
@@ -275,26 +284,3 @@ def _line(case: Case, way: Way, found: Line, seen: Seen) -> Line:
     if way.counted is not None and case.mesh.is_main:
         line["predicted"] = predicted(case, way.counted)
     return line | {"command": command(), "env": environment(case.mesh.device)}
-
-
-def shown(line: Line) -> str:
-    """Return one line of the table."""
-    start, ms = f"{line['case']['what']:<26} {line['case']['way']:<36}", line["ms"]
-    if ms is None:
-        return f"{start} {line['refused']}"
-    told = f"{start} {ms['median']:9.2f} ms ({ms['min']:.2f} - {ms['max']:.2f})"
-    if EAGER in line["times"]:
-        told += f"  {line['times'][EAGER]:5.2f} x"
-    if "gib" in line:
-        told += f"  {line['gib']:6.2f} GiB + {line['outside_gib']:.2f}, reserved {line['reserved_gib']:.1f}"
-    told += f" ({line['memory']:.2f} x)" if "memory" in line else ""
-    if "predicted" in line:
-        told += f" [predicted {line['predicted']['ms']:.4g} ms, {line['predicted']['gib']:.3g} GiB]"
-    for name in ("error", "difference"):
-        if name in line:
-            told += f"  {name} {line[name]['relative']:.2e}, at most {line[name]['max']:.1e}"
-            told += f" ({line[name]['x_one_gpu']:.2f} x)" if "x_one_gpu" in line[name] else ""
-    for kind in (*EXCHANGES, "attention", "norm"):
-        if kind in line.get("split_ms", {}):
-            told += f"  {kind} {100 * line['split_ms'][kind] / sum(line['split_ms'].values()):.1f} %"
-    return told

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 EAGER, GRAPH, TILING = "diffusers, eager", "diffusers, graph", "diffusers, tiling"
+EXCHANGES = ("halo", "statistics", "collectives")  # kinds of kernels
 BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->"
 Line = dict[str, Any]
 
@@ -88,6 +89,29 @@ def refused(lines: Sequence[Line]) -> str:
         if line["ms"] is None
     ]
     return _table(["work", "run of", "row", "not possible"], rows)
+
+
+def shown(line: Line) -> str:
+    """Return one line of the table that the bench prints."""
+    start, ms = f"{line['case']['what']:<26} {line['case']['way']:<36}", line["ms"]
+    if ms is None:
+        return f"{start} {line['refused']}"
+    told = f"{start} {ms['median']:9.2f} ms ({ms['min']:.2f} - {ms['max']:.2f})"
+    if EAGER in line["times"]:
+        told += f"  {line['times'][EAGER]:5.2f} x"
+    if "gib" in line:
+        told += f"  {line['gib']:6.2f} GiB + {line['outside_gib']:.2f}, reserved {line['reserved_gib']:.1f}"
+    told += f" ({line['memory']:.2f} x)" if "memory" in line else ""
+    if "predicted" in line:
+        told += f" [predicted {line['predicted']['ms']:.4g} ms, {line['predicted']['gib']:.3g} GiB]"
+    for name in ("error", "difference"):
+        if name in line:
+            told += f"  {name} {line[name]['relative']:.2e}, at most {line[name]['max']:.1e}"
+            told += f" ({line[name]['x_one_gpu']:.2f} x)" if "x_one_gpu" in line[name] else ""
+    for kind in (*EXCHANGES, "attention", "norm"):
+        if kind in line.get("split_ms", {}):
+            told += f"  {kind} {100 * line['split_ms'][kind] / sum(line['split_ms'].values()):.1f} %"
+    return told
 
 
 def _median(line: Line) -> float:

@@ -30,7 +30,6 @@ KINDS = (
     "collectives",
     "gaps",
 )
-EXCHANGES = ("halo", "statistics", "collectives")
 # names are looked for in this order
 NAMES = {
     "attention": ("flash", "fmha", "attention", "attn", "weights_kernel"),

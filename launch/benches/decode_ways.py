@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from launch.baselines.decoders import Decoder, latents
+from launch.benches.decode_table import EAGER, TILING
 from seqpar.adapter import decoding
 from seqpar.mesh import Mesh
 from seqpar.planner.decoder import Counted, milliseconds
@@ -23,8 +24,6 @@ from seqpar.vae.dry import counted
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.turns import STRIP_BYTES
 
-EAGER = "diffusers, eager"
-TILING = "diffusers, tiling"
 HUGE = 60.0  # megapixels of a picture that a rank may have to decode in strips, one after the other
 SMALL = 10.0  # megapixels; larger works are decoded by `parallelize` just as in the other rows
 Decoding = Callable[[Tensor], Tensor]

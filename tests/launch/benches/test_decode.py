@@ -12,9 +12,11 @@ import torch
 from PIL import Image
 
 from launch.baselines.decoders import DECODERS
-from launch.benches.decode import LATE, Decode, check, measure, shown
+from launch.benches import decode_table
+from launch.benches.decode import LATE, Decode, check, measure
+from launch.benches.decode_table import EAGER, TILING, shown
 from launch.benches.decode_times import KINDS, NAMES
-from launch.benches.decode_ways import EAGER, TILING, Case
+from launch.benches.decode_ways import Case
 from launch.benches.difference import draw, far
 from launch.benches.split import kind_of, split
 from tests.support.meshes import mesh as make_mesh
@@ -65,6 +67,26 @@ def test_every_way_makes_the_picture_of_diffusers(ranks: Pool, tmp_path: Path, n
     (picture,) = tmp_path.glob("*.png")
     with Image.open(picture) as drawn:
         assert drawn.width == 3 * 72 if name == "kl" else 2 * 24
+
+
+def test_tables_are_written_into_their_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    about = {"what": "kl 64 x 64", "way": EAGER}
+    theirs = {"bench": "decode", "case": about, "ranks": 2, "ms": {"median": 8.0, "min": 7.0, "max": 9.0}}
+    ours = theirs | {"case": about | {"way": "ours, 2 GPUs"}, "ms": {"median": 4.0, "min": 4.0, "max": 4.0}}
+    ours |= {"split_ms": {"convolution": 3.0, "halo": 1.0}, "gib": 1.0, "outside_gib": 0.5, "memory": 0.6}
+    late = theirs | {"case": about | {"way": TILING}, "ms": None, "refused": LATE}
+    path, page = tmp_path / "lines.jsonl", tmp_path / "lines.md"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (theirs, ours, late)))
+    page.write_text(f"before\n{decode_table.BEGIN}old\n{decode_table.END}\nafter\n")
+    decode_table.main(path)
+    text = page.read_text()
+    assert capsys.readouterr().out.strip() in text
+    assert "| kl 64 x 64 | 2 | 4.0 | 2.00 |  |  | 1.50 | 0.60 |" in text
+    assert "| kl 64 x 64 | ours, 2 GPUs | 4.0 | 75.0 | 25.0 |" in text
+    assert f"| kl 64 x 64 | 2 | {TILING} | {LATE} |" in text
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
 
 
 def test_nothing_is_decoded_after_its_time() -> None:

@@ -1,4 +1,4 @@
-"""Tests that pipelines refuse before sampling what they cannot decode, and decode in strips in turn what fits only so."""
+"""Tests that pipelines refuse before sampling what they cannot decode, and decode in turns what fits only so."""
 
 from __future__ import annotations
 

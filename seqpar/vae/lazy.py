@@ -287,20 +287,6 @@ def _at(args: Args, index: int, default: Any) -> Any:
     return args[index] if len(args) > index else default
 
 
-def mutates(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether a function may write to one of its arguments."""
-    name = getattr(func, "__name__", "")
-    if kwargs.get("out") is not None or kwargs.get("inplace") or name in ("__setitem__", "__set__"):
-        return True
-    if name.startswith("__"):
-        return name in IN_PLACE
-    place = {F.silu: 1, F.relu: 1, F.dropout: 3, F.leaky_relu: 2}.get(func)
-    return name.endswith("_") or (place is not None and bool(_at(args, place, False)))
-
-
-IN_PLACE = frozenset(
-    f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-)
 _operators = ("add", "sub", "mul", "truediv", "radd", "rmul")
 _named = ("add", "sub", "mul", "div")
 LAZY: dict[Any, Callable[[Any, Any, Args, Kwargs], Any]] = {

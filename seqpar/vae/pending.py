@@ -169,3 +169,19 @@ def strips(rows: int, total_bytes: int, strip_bytes: int) -> Iterator[tuple[int,
     """Yield (first, last + 1) of strips of at most `strip_bytes` and at least one row."""
     count = max(1, strip_bytes * rows // max(1, total_bytes))
     yield from ((low, min(low + count, rows)) for low in range(0, rows, count))
+
+
+def mutates(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function may write to one of its arguments."""
+    name = getattr(func, "__name__", "")
+    if kwargs.get("out") is not None or kwargs.get("inplace") or name in ("__setitem__", "__set__"):
+        return True
+    if name.startswith("__"):
+        return name in IN_PLACE
+    place = {F.silu: 1, F.relu: 1, F.dropout: 3, F.leaky_relu: 2}.get(func)
+    return name.endswith("_") or (place is not None and len(args) > place and bool(args[place]))
+
+
+IN_PLACE = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from seqpar.vae.lazy import LAZY, mutates
-from seqpar.vae.pending import METADATA, Pending, real
+from seqpar.vae.lazy import LAZY
+from seqpar.vae.pending import METADATA, Pending, mutates, real
 from seqpar.vae.rows import convolve, normalise
 
 STRIP_BYTES = 64 << 20  # of a strip's input or output, whichever is larger: enough for fast convolutions

@@ -26,7 +26,7 @@ from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import load_transport
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
-from seqpar.vae.decodable import Fit, check_decodable, fit_of, free_gib, kind_of
+from seqpar.vae.decodable import Fit, check_decodable, fit_of, free_gib, kind_of, total_gib
 from seqpar.vae.decoder import Way, way_of
 from seqpar.vae.dry import counted
 from seqpar.vae.known import check_modules, spatial_factor
@@ -111,11 +111,11 @@ class Decoding:
 
     def _fit(self, way: Way, shape: tuple[int, ...], fit: Callable[..., Fit]) -> Fit | None:
         """Return how latents of a shape fit; None where that is not known, and for sizes that always fit."""
-        if self.unknown is not None or self.mesh.device.type != "cuda":
+        total = total_gib(self.mesh.device)
+        if self.unknown is not None or total is None:
             return None
-        total = torch.cuda.get_device_properties(self.mesh.device).total_memory
         ranks, kind = way.ranks if way.name == "strips" else 1, kind_of(self.vae)
-        if counted(kind, shape, ranks).peak < ALWAYS_FITS * total:
+        if counted(kind, shape, ranks).gib < ALWAYS_FITS * total:
             return None
         return fit(kind, shape, ranks, min(self.mesh.collect(free_gib(self.mesh.device) or 0.0)))
 

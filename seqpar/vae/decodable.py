@@ -68,6 +68,11 @@ def fit_of(kind: Kind, shape: tuple[int, ...], ranks: int, free: float | None) -
     return Fit(True, at_once, counted(kind, shape, ranks, turns=True).gib, free)
 
 
+def total_gib(device: torch.device) -> float | None:
+    """Return the GiB of a device; None on a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None
+
+
 def free_gib(device: torch.device) -> float | None:
     """Return the GiB that are free on this rank's device, and those that torch keeps unused; None on a CPU."""
     if device.type != "cuda":

@@ -65,7 +65,7 @@ def test_a_video_is_predicted_from_its_first_frames() -> None:
     for name in ("wan", "hunyuan"):
         tiny = vaes.tiny(name)
         kind = Kind.of(type(tiny), tiny.config, torch.float32)
-        z, vae = torch.empty(1, 4, 17, 4, 4, device="meta"), kind.build()
+        z, vae = torch.empty(1, 4, 13, 4, 4, device="meta"), kind.build()
         direct, found = count(lambda z=z, vae=vae: vae.decode(z)), counted(kind, tuple(z.shape), plain=True)
         flops = [sum(x.flops for x in each.operations) for each in (found, direct)]
         assert flops[0] == pytest.approx(flops[1], rel=1e-3), name
@@ -84,4 +84,4 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
         check_decodable(KL, shape, 1, 10.0)
     height, width = map(int, str(e.value).split("at most ")[-1].split(" pixels")[0].split("x"))
     assert check_decodable(KL, (1, 4, height // 8, width // 8), 1, 10.0).turns
-    assert check_decodable(KL, shape, 4, 10.0).turns
+    assert check_decodable(KL, shape, 4, 8.0).turns

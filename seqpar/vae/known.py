@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 _TORCH = {
     "activation": ("SiLU",),
+    "batchnorm": ("BatchNorm2d",),  # holds numbers that FLUX.2's pipelines read; it is never called
     "container": ("ModuleList", "Sequential"),
     "conv": ("Conv2d", "Conv3d"),
     "dropout": ("Dropout",),
@@ -30,6 +31,7 @@ _CAUSAL = (
 _DIFFUSERS = {
     "attention_processor": ("Attention",),
     "autoencoders.autoencoder_kl": ("AutoencoderKL",),
+    "autoencoders.autoencoder_kl_flux2": ("AutoencoderKLFlux2",),
     "autoencoders.autoencoder_kl_hunyuan_video": (
         "AutoencoderKLHunyuanVideo",
         *(f"HunyuanVideo{name}Causal3D" for name in ("Upsample", "Downsample", "ResnetBlock")),

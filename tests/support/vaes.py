@@ -24,21 +24,17 @@ class Case:
 
 
 _DOWN, _UP = "DownEncoderBlock2D", "UpDecoderBlock2D"
+_KL = {
+    "block_out_channels": (8, 16, 8),
+    "down_block_types": (_DOWN,) * 3,
+    "up_block_types": (_UP,) * 3,
+    "norm_num_groups": 4,
+}
 _LTX = {"latent_channels": 4, "patch_size": 2}
 _WAN = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 2, 2], "temperal_downsample": [False, True], "num_res_blocks": 1}
 CASES = {
-    "kl": Case(
-        "AutoencoderKL",
-        {
-            "block_out_channels": (8, 16, 8),
-            "down_block_types": (_DOWN,) * 3,
-            "up_block_types": (_UP,) * 3,
-            "norm_num_groups": 4,
-        },
-        (4,),
-        (3,),
-        4,
-    ),
+    "kl": Case("AutoencoderKL", _KL, (4,), (3,), 4),
+    "flux 2": Case("AutoencoderKLFlux2", {**_KL, "latent_channels": 4}, (4,), (3,), 4),
     "wan": Case("AutoencoderKLWan", {**_WAN, "scale_factor_spatial": 4}, (4, 3), (3, 9), 4),
     "wan 2.2": Case(
         "AutoencoderKLWan",

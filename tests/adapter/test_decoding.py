@@ -85,7 +85,7 @@ def calls(rank: int, world: int, device: torch.device, axes: dict[str, int], dty
     """
     vae = pipelines.decoder(1).to(device, dtype)
     made, found = decoding.of(vae, make_mesh(device, **axes), "collective"), []
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         for rows in range(1, 5):
             given = (latents(rows) + rank).to(device, dtype)
             with seen(vae.decoder) as shapes:
@@ -347,7 +347,8 @@ def uneven(rank: int, world: int, device: torch.device) -> bool:
     vae, given = pipelines.decoder(1).to(device), latents(3).to(device)
     made = Decoding(vae, make_mesh(device, cfg=1), "collective", Replays())
     truth = decode(Decoding(vae, Mesh.single(device), "collective"), given)
-    return all(torch.equal(decode(made, given), truth) for _ in range(2))
+    close = 0 if device.type == "cpu" else 1e-6  # of pictures in fp32; cuDNN may choose other algorithms
+    return all(bool((decode(made, given) - truth).abs().max() <= close) for _ in range(2))
 
 
 def test_a_rank_captures_whole_pictures_alone(ranks: Pool) -> None:

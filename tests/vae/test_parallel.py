@@ -191,14 +191,16 @@ def test_settings_of_the_vae_and_what_is_said(ranks: Pool) -> None:
 
 def layouts(rank: int, world: int, device: torch.device, size: tuple[int, int, int]) -> tuple[bool, float]:
     """Return whether every convolution of a channels-last decoder sees channels-last input, and the picture's error."""
-    vae, seen = vaes.tiny("kl").to(device, memory_format=torch.channels_last), []
+    dtype = torch.float32  # cuDNN has no channels-last convolutions in fp64
+    vae, seen = vaes.tiny("kl", dtype).to(device, memory_format=torch.channels_last), []
     for module in vae.decoder.modules():
         if isinstance(module, torch.nn.Conv2d) and module.kernel_size[0] > 1:
             module.register_forward_hook(lambda _, given, out: seen.append(last(given[0]) and last(out)))
-    z = vaes.latents("kl", *size).to(device).contiguous(memory_format=torch.channels_last)
+    z = vaes.latents("kl", *size, dtype).to(device).contiguous(memory_format=torch.channels_last)
     parallel = ParallelVAE(vae, make_mesh(device), collective.Transport())
-    picture, strips = vaes.decoded(parallel, z), [*seen]
-    return all(strips) and len(strips) > 10, largest(picture, vaes.decoded(vae, z).cpu())
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        picture, strips = vaes.decoded(parallel, z), [*seen]
+        return all(strips) and len(strips) > 10, largest(picture, vaes.decoded(vae, z).cpu())
 
 
 def last(x: Tensor) -> bool:
@@ -208,7 +210,7 @@ def last(x: Tensor) -> bool:
 def test_channels_last_stays(ranks: Pool) -> None:
     for kept, error in ranks.run(2, layouts, (1, 5, 3)):
         assert kept
-        assert error <= 1e-9
+        assert error <= 1e-5
 
 
 def data_groups(rank: int, world: int, device: torch.device) -> tuple[Tensor, tuple[int, int, int]]:

@@ -65,8 +65,8 @@ def on_ranks(rank: int, world: int, device: torch.device, names: tuple[str, ...]
     for name in names:
         parallel = ParallelVAE(vaes.tiny(name, FP64).to(device), make_mesh(device), load("collective").Transport())
         parallel.strip_bytes = 700
-        decoded = vaes.decoded(parallel, vaes.latents(name, *SIZE, FP64))
-        results.append((decoded.cpu(), vaes.encoded(parallel, vaes.pictures(name, *SIZE, FP64)).cpu()))
+        z, x = (make(name, *SIZE, FP64).to(device) for make in (vaes.latents, vaes.pictures))
+        results.append((vaes.decoded(parallel, z), vaes.encoded(parallel, x)))
         parallel.release()
     return results
 
@@ -75,7 +75,7 @@ def test_every_rank_decodes_its_strip_in_turns(ranks: Pool) -> None:
     names = ("kl", "wan")
     for results in ranks.run(3, on_ranks, names):
         for name, result in zip(names, results, strict=True):
-            assert furthest(result, whole(name)) <= 1e-12, name
+            assert furthest(result, whole(name)) <= (1e-12 if ranks.device == "cpu" else 1e-9), name
 
 
 def test_strips_in_turn_hold_less() -> None:

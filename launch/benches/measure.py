@@ -49,8 +49,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Measured sizes: products (rows, inputs, outputs), attentions (batch, heads, tokens), convolutions (channels, pixels
-    a side), copied and sent bytes."""
+    """Measured sizes: products (rows, inputs, outputs), attentions (batch, heads, tokens), copied and sent bytes.
+
+    Convolutions are (channels, pixels a side).
+    """
 
     products: tuple[tuple[int, int, int], ...]
     weights: tuple[int, int, int]

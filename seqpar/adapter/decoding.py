@@ -30,14 +30,16 @@ from seqpar.vae.decodable import Fit, check_decodable, fit_of, free_gib, kind_of
 from seqpar.vae.decoder import Way, way_of
 from seqpar.vae.dry import counted
 from seqpar.vae.known import check_modules, spatial_factor
+from seqpar.vae.layout import wins
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.shared import METHODS, own
 from seqpar.vae.turns import STRIP_BYTES
 
 GRAPHS = 2  # kinds of calls that are kept as graphs, because each keeps the memory of a decoding
-# Pixels that one rank decodes in a call that is captured. AutoencoderKL takes an H200 about 100 ms for 1024 x 1024
-# pixels, and the host about 10 ms for its launches, which larger pictures hide. A graph of this size keeps 2.4 GiB.
-PIXELS = 1024 * 1024
+# Pixels that one rank decodes in a call that is captured. The host bounds strips: with AutoencoderKL on two H200s
+# 1024 x 1024 pixels take 12.8 ms as a graph and 48.8 eagerly, and 2048 x 2048 take 49.2 and 54.4, so that larger
+# pictures hide the launches. A graph of this size keeps 3 to 4 GiB.
+PIXELS = 2048 * 1024
 ALWAYS_FITS = 0.05  # share of a device's memory; a decoding that needs less is not compared with what is free
 FLAGS = ("use_tiling", "use_slicing", "training")  # of a VAE, which change what it computes
 INPUT = "the VAE's input"
@@ -62,17 +64,24 @@ class Decoding:
 
     transport: the name of the one that moves the edges of strips. capture: captures calls as CUDA graphs; None runs
     them eagerly. kernels: whether a rank that decodes alone computes norms by our kernels, as strips do.
+    channels_last: compute in channels-last memory, in which the weights of convolutions are until `release`.
     unknown: why this VAE is never cut into strips, or None.
     """
 
     def __init__(
-        self, vae: Any, mesh: Mesh, transport: str, capture: Capture | None = None, kernels: bool = False
+        self,
+        vae: Any,
+        mesh: Mesh,
+        transport: str,
+        capture: Capture | None = None,
+        kernels: bool = False,
+        channels_last: bool = False,
     ) -> None:
         self.mesh, self.vae, self.unknown = mesh, vae, why_unknown(vae)
         self._moves = load_transport(transport)
         cut = mesh.replica.size > 1 and self.unknown is None
-        self._parallel = ParallelVAE(vae, mesh, self._moves) if cut else None
-        self._single = _on_one_rank(vae, mesh) if kernels and self.unknown is None else None
+        self._parallel = ParallelVAE(vae, mesh, self._moves, channels_last) if cut else None
+        self._single = _on_one_rank(vae, mesh, channels_last) if kernels and self.unknown is None else None
         self._alone = Work(self._whole)
         self._on_strips = [each for each in (self._parallel, self._single) if each is not None]
         self._strips = self._alone if self._parallel is None else Work(self._parallel.decode, self._moves.check)
@@ -120,11 +129,14 @@ class Decoding:
         return fit(kind, shape, ranks, min(self.mesh.collect(free_gib(self.mesh.device) or 0.0)))
 
     def release(self) -> None:
-        """Free graphs and exchanges, on all ranks at the same time; the next call makes new ones."""
+        """Free graphs and exchanges and put the weights' format back, on all ranks at the same time.
+
+        The next call makes new graphs and exchanges.
+        """
         for graphs in self._graphs.values():
             graphs.release()
-        if self._parallel is not None:
-            self._parallel.release()
+        for each in self._on_strips:
+            each.release()
 
     # Pictures of our own pipelines -------------------------------------------------------------------------------
 
@@ -238,9 +250,10 @@ class Decoding:
 
 
 def of(vae: Any, mesh: Mesh, transport: str) -> Decoding:
-    """Return the decoding of a VAE, with CUDA graphs if it computes on a GPU."""
+    """Return the decoding of a VAE, with CUDA graphs and in the memory that wins there if it computes on a GPU."""
     cuda = mesh.device.type == "cuda"
-    return Decoding(vae, mesh, transport, _telling(CudaCapture(), mesh) if cuda else None, kernels=cuda)
+    capture = _telling(CudaCapture(), mesh) if cuda else None
+    return Decoding(vae, mesh, transport, capture, kernels=cuda, channels_last=wins(vae, mesh.device))
 
 
 def why_unknown(vae: Any) -> str | None:
@@ -255,9 +268,9 @@ def why_unknown(vae: Any) -> str | None:
     return None
 
 
-def _on_one_rank(vae: Any, mesh: Mesh) -> ParallelVAE:
+def _on_one_rank(vae: Any, mesh: Mesh, channels_last: bool) -> ParallelVAE:
     """Return the VAE on this rank alone, which has nothing to exchange."""
-    return ParallelVAE(vae, Mesh.single(mesh.device), load_transport("collective"))
+    return ParallelVAE(vae, Mesh.single(mesh.device), load_transport("collective"), channels_last)
 
 
 def _named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

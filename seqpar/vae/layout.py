@@ -1,16 +1,20 @@
-"""Channels-last memory for a VAE: its input, and the weights of its convolutions until they are put back.
+"""Channels-last memory for a VAE: its input, and the weights of its convolutions until their last user puts them back.
 
 When it wins: in bf16 and fp16 on GPUs, whose convolutions of contiguous pictures turn input and output around them.
+AutoencoderKL on two H200s, 2048 x 2048 pixels: 54.4 ms instead of 70.5, and 49.2 instead of 51.6 as a CUDA graph.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_NAME = "_pixels_last_of_seqpar"  # attribute of a VAE: its `_Weights`
 
 
 def pixels_last(x: Tensor) -> Tensor:
@@ -18,19 +22,52 @@ def pixels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=FORMATS[x.ndim])
 
 
+def wins(vae: nn.Module, device: torch.device) -> bool:
+    """Return whether a VAE should compute in channels-last memory: of pictures, on a GPU. Videos were not measured."""
+    return device.type == "cuda" and not any(isinstance(module, nn.Conv3d) for module in vae.modules())
+
+
 def weights_pixels_last(vae: nn.Module) -> Callable[[], None]:
-    """Change the memory of the weights of convolutions to channels-last; return what changes it back.
+    """Change the memory of the weights of convolutions to channels-last; return what ends this use of the VAE.
 
-    Values stay, and so do the parameters. What was contiguous becomes contiguous again, also if it was moved to another
-    device in between.
+    Values stay, and so do the parameters. When the last use of a VAE ends, what was contiguous becomes contiguous
+    again, also if it was moved to another device in between.
     """
-    convolutions = [module for module in vae.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))]
-    changed = [module.weight for module in convolutions if module.weight.is_contiguous()]
-    for weight in changed:
-        weight.data = pixels_last(weight.data)
+    found = vars(vae).get(_NAME)
+    if not isinstance(found, _Weights):
+        found = vars(vae)[_NAME] = _Weights([])
+    return found.join(vae)
 
-    def restore() -> None:
-        for weight in changed:
-            weight.data = weight.data.contiguous()
 
-    return restore
+class _Weights:
+    """The users of a VAE's channels-last weights, and the convolutions whose weights the first of them changed."""
+
+    def __init__(self, changed: list[nn.Module]) -> None:
+        self._changed, self._users = changed, set[object]()
+
+    def join(self, vae: nn.Module) -> Callable[[], None]:
+        """Add a user; return what takes it away again."""
+        key = object()
+        if not self._users:
+            convolutions = [module for module in vae.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))]
+            self._changed += [module for module in convolutions if module.weight.is_contiguous()]
+            self._write(pixels_last)
+        self._users.add(key)
+
+        def end() -> None:
+            self._users.discard(key)
+            if not self._users and vars(vae).get(_NAME) is self:
+                self._write(Tensor.contiguous)
+                del vars(vae)[_NAME]
+
+        return end
+
+    def _write(self, change: Callable[[Tensor], Tensor]) -> None:
+        with torch.inference_mode(False):  # weights outlive the caller's mode
+            for module in self._changed:
+                weight: Any = module.weight
+                weight.data = change(weight.data)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Weights:
+        """Return that of the VAE's copy, which nobody uses yet."""
+        return _Weights(copy.deepcopy(self._changed, memo))

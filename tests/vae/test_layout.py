@@ -1,0 +1,54 @@
+"""Tests that a VAE's weights are channels-last while somebody computes so, and its user's own before and after."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from torch import nn
+
+from seqpar.adapter.decoding import Decoding
+from seqpar.mesh import Mesh
+from seqpar.vae.layout import wins
+from tests.support import vaes
+
+
+def is_last(vae: nn.Module) -> bool:
+    """Return whether all weights of convolutions are channels-last; they must be all, or all contiguous."""
+    weights = [module.weight for module in vae.modules() if isinstance(module, nn.Conv2d) and module.kernel_size[0] > 1]
+    last = {weight.is_contiguous(memory_format=torch.channels_last) for weight in weights}
+    assert last == {not weight.is_contiguous() for weight in weights}
+    return last.pop() and not last
+
+
+def test_the_last_user_of_a_vae_puts_its_weights_back_and_it_is_saved_meanwhile(tmp_path: Path) -> None:
+    vae, z = vaes.tiny("kl"), vaes.latents("kl", 1, 5, 3)
+    parameters, truth = dict(vae.named_parameters()), vaes.decoded(vae, z)
+    with torch.inference_mode():
+        first, second = (Decoding(vae, Mesh.single(), "collective", None, True, True) for _ in range(2))
+    copied = copy.deepcopy(vae)
+    for end in (first.release, first.release):  # twice, which must not end the second one's use
+        end()
+        assert is_last(vae)
+        assert (second.decode(z).sample - truth).abs().max() < 1e-12
+    vae.save_pretrained(tmp_path)
+    second.release()
+    assert not is_last(vae)
+    assert "_pixels_last_of_seqpar" not in vars(vae)
+    assert all(parameter is parameters[name] for name, parameter in vae.named_parameters())
+    assert torch.equal(vaes.decoded(vae, z), truth)
+    saved = AutoencoderKL.from_pretrained(tmp_path, torch_dtype=torch.float64)
+    assert all(torch.equal(parameter, parameters[name]) for name, parameter in saved.named_parameters())
+    assert is_last(copied)
+    of_copy = Decoding(copied, Mesh.single(), "collective", None, True, True)
+    assert (of_copy.decode(z).sample - truth).abs().max() < 1e-12
+    of_copy.release()
+    assert not is_last(copied)
+
+
+def test_pictures_on_gpus_are_decoded_in_channels_last_memory() -> None:
+    cuda = torch.device("cuda")
+    assert {name for name in vaes.CASES if wins(vaes.tiny(name), cuda)} == {"kl", "flux 2"}
+    assert not wins(vaes.tiny("kl"), torch.device("cpu"))

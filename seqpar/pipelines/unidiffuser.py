@@ -163,21 +163,20 @@ class Pipeline(Loaded):
 
         They are {"image": (N, C, h, w), "clip": (N, 1, width)} in modes text2img and image, {"text": (N, 77, width)} in
         img2text and text, and all three in joint, which takes no guidance. given: the other streams, in the same
-        shapes; in modes image and text they are noise that is new at every evaluation, unless they are given.
-        noise: for the denoised streams; None draws it.
+        shapes; without them modes image and text take new noise at each evaluation. noise: of the denoised streams, or
+        None, which draws it.
         """
         mesh, model = self.dit.mesh, self.dit.model
         # only rank 0 may have any, and all must check the same
         asked, given, noise = mesh.of_rank_0(lambda: (asked, _on_host(given), _on_host(noise)))
         if asked.guidance.on and "other_timestep" not in model.PROMPT:
             raise ValueError(f"got guidance in mode {self.dit.config.mode}, expected text2img or img2text; use scale 1")
-        scheduler, shapes = self._scheduler(asked.scheduler), self._shapes(asked)
+        scheduler, evaluations = self._scheduler(asked.scheduler), self._evaluations(asked.scheduler, asked.steps)
+        shapes, generator = self._shapes(asked), torch.Generator().manual_seed(asked.seed)
         if "image" in model.STATE:
             self.check_decodable(asked.count, self.files.latent_size(asked.size))
-        generator = torch.Generator().manual_seed(asked.seed)
         start = noise or {name: self._draw(shapes[name], generator) for name in model.STATE}
         others = {name: shape for name, shape in shapes.items() if name not in model.STATE}
-        evaluations = self._evaluations(asked.scheduler, asked.steps)
         drawn = self._others(given, others, generator, evaluations)
         negative = self._fresh(others, generator, evaluations) if asked.guidance.on else {}
         settings: Settings = {**_settings(asked, generator), "drawn": drawn, "negative_drawn": negative}

@@ -281,7 +281,7 @@ def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
     Every process creates every group in the same order, because torch requires it.
     """
     axes, made = {}, {}
-    joined = [("sequence", (2, 3))]
+    joined: list[tuple[str, tuple[int, ...]]] = [("sequence", (2, 3))]
     if len(ranks_DCRU) > 1 or ranks_DCRU.shape[1] == 1:
         joined.append(("replica", (1, 2, 3)))
     for name, dims in [*((name, (dim,)) for dim, name in enumerate(AXES)), *joined]:

@@ -57,7 +57,8 @@ def test_rank_order_is_data_cfg_ring_ulysses(ranks: Pool, world: int) -> None:
 
 
 def replicas(rank: int, world: int, device: torch.device) -> list[tuple[int, list[int]]]:
-    meshes = [Mesh.from_env(**sizes, device=device) for sizes in ({"data": 2, "cfg": 2}, {"cfg": 2}, {"data": 2})]
+    kinds = ((2, 2), (1, 2), (2, 1))
+    meshes = [Mesh.from_env(data=data, cfg=cfg, device=device) for data, cfg in kinds]
     seen = []
     for mesh in meshes:
         ranks = [torch.empty(1, dtype=torch.int64) for _ in range(mesh.replica.size)]

@@ -49,10 +49,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Measured sizes: products (rows, inputs, outputs), attentions (batch, heads, tokens), copied and sent bytes.
-
-    Convolutions are (channels, pixels a side).
-    """
+    """Measured sizes: products (rows, inputs, outputs), attentions (batch, heads, tokens), convolutions (channels,
+    pixels a side), copied and sent bytes."""
 
     products: tuple[tuple[int, int, int], ...]
     weights: tuple[int, int, int]

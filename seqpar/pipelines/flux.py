@@ -222,8 +222,7 @@ class Pipeline(Loaded):
         self.check_decodable(len(prompts), self.files.latent_size(size))
         others = [negative or ""] if guidance.on else []
         self.dit.mesh.together(lambda: self.texts.encode([*prompts, *others]))
-        stepping, given = self.files.timed(scheduler, steps, size)
-        generator = torch.Generator().manual_seed(seed)
+        (stepping, given), generator = self.files.timed(scheduler, steps, size), torch.Generator().manual_seed(seed)
         settings: Settings = {"steps": steps, "guidance": guidance, "schedule": given, "generator": generator}
         if others:
             settings["negative"] = self.texts.rows(others * len(prompts))

@@ -163,7 +163,7 @@ class Pipeline(Loaded):
 
         They are {"image": (N, C, h, w), "clip": (N, 1, width)} in modes text2img and image, {"text": (N, 77, width)} in
         img2text and text, and all three in joint, which takes no guidance. given: the other streams, in the same
-        shapes; without them modes image and text draw noise at each evaluation. noise: of those denoised; None draws it.
+        shapes; without them modes image and text draw noise at each evaluation. noise: None draws it, too.
         """
         mesh, model = self.dit.mesh, self.dit.model
         # only rank 0 may have any, and all must check the same

@@ -169,11 +169,8 @@ class Pipeline(Loaded):
         mesh, model = self.dit.mesh, self.dit.model
         # only rank 0 may have any, and all must check the same
         asked, given, noise = mesh.of_rank_0(lambda: (asked, _on_host(given), _on_host(noise)))
-        if asked.guidance.on and "other_timestep" not in model.PROMPT:
-            raise ValueError(f"got guidance in mode {self.dit.config.mode}, expected text2img or img2text; use scale 1")
+        self._check(asked)
         scheduler, shapes = self._scheduler(asked.scheduler), self._shapes(asked)
-        if "image" in model.STATE:
-            self.check_decodable(asked.count, self.files.latent_size(asked.size))
         generator = torch.Generator().manual_seed(asked.seed)
         start = noise or {name: self._draw(shapes[name], generator) for name in model.STATE}
         others = {name: shape for name, shape in shapes.items() if name not in model.STATE}
@@ -211,6 +208,13 @@ class Pipeline(Loaded):
     def _evaluations(self) -> Callable[[str | None, int], int]:
         """Return how often a scheduler of this name calls the model in so many steps; it keeps what it has found."""
         return cache(lambda name, steps: _evaluations(self._scheduler(name), steps))
+
+    def _check(self, asked: Asked) -> None:
+        """Raise ValueError for guidance in a mode without it, and for pictures that cannot be decoded here."""
+        if asked.guidance.on and "other_timestep" not in self.dit.model.PROMPT:
+            raise ValueError(f"got guidance in mode {self.dit.config.mode}, expected text2img or img2text; use scale 1")
+        if "image" in self.dit.model.STATE:
+            self.check_decodable(asked.count, self.files.latent_size(asked.size))
 
     def _shapes(self, asked: Asked) -> dict[str, tuple[int, ...]]:
         """Return the shape of each stream, in the order in which noise is drawn."""

@@ -101,6 +101,20 @@ class Decoding:
         """
         self._fit(self.way(count, shape, wish), (1, *shape), check_decodable)
 
+    def check_call(self, shape: Sequence[int] | None, decodes: bool = True) -> None:
+        """Raise ValueError, with what would fit, if `decode` cannot decode latents of a shape (N, C, ..., h, w).
+
+        shape: None if it is not known. decodes: whether `decode` will be called; without it nothing is refused. Every
+        rank must call this at the same time; raises the same ValueError on every rank if their arguments differ.
+        """
+        if total_gib(self.mesh.device) is None:
+            return
+        agree(self.mesh, {"the shape that the VAE decodes": shape and tuple(shape), "decoding": decodes})
+        if shape is not None and decodes:
+            way = self._way_of_rows(shape)
+            rows = 1 if getattr(self.vae, "use_slicing", False) else shape[0]
+            self._fit(way, _at_once(way, (rows, *shape[1:])), check_decodable)
+
     def prepare(self, way: Way, shape: Sequence[int]) -> None:
         """See `seqpar.vae.decoder.Decoder`."""
         fit = self._fit(way, tuple(shape), fit_of)
@@ -110,9 +124,10 @@ class Decoding:
             each.strip_bytes = STRIP_BYTES if self._turns else None
 
     def _fit(self, way: Way, shape: tuple[int, ...], fit: Callable[..., Fit]) -> Fit | None:
-        """Return how latents of a shape fit; None where that is not known, and for sizes that always fit."""
+        """Return how latents of a shape fit; None where that is not known, for tiles and for sizes that always fit."""
         total = total_gib(self.mesh.device)
-        if self.unknown is not None or total is None:
+        tiled = way.name != "strips" and getattr(self.vae, "use_tiling", False)
+        if self.unknown is not None or total is None or tiled:
             return None
         ranks, kind = way.ranks if way.name == "strips" else 1, kind_of(self.vae)
         if counted(kind, shape, ranks).gib < ALWAYS_FITS * total:
@@ -150,8 +165,7 @@ class Decoding:
             form = self._rank_0s(arguments | TUPLE)
             way = self._way_of_call(form)
             self.say(way.told)
-            x = form.tensors[INPUT]
-            self.prepare(way, (1 if way.axis.size > 1 else len(x), *x.shape[1:]))
+            self.prepare(way, _at_once(way, form.tensors[INPUT].shape))
             made = self._by_rows(self._strips if way.name == "strips" else self._alone, form, way.axis)
         return DecoderOutput(*made) if wrapped else made
 
@@ -168,11 +182,14 @@ class Decoding:
             return made
 
     def _way_of_call(self, form: Form) -> Way:
-        """Return how the rows of a call are decoded; rows that cannot be divided among ranks are decoded together."""
-        x = form.tensors[INPUT]
-        divisible = len(form.tensors) == 1 and self.unknown is None  # further tensors may have rows of their own
-        way = self.way(len(x), x.shape, "auto" if divisible or exact.is_on() else "strips")
-        if divisible and len(x) >= way.axis.size:
+        """Return how the rows of a call are decoded; further tensors may have rows of their own."""
+        return self._way_of_rows(form.tensors[INPUT].shape, len(form.tensors) == 1)
+
+    def _way_of_rows(self, shape: Sequence[int], alone: bool = True) -> Way:
+        """Return how rows are decoded; those that cannot be divided among ranks are decoded together."""
+        divisible = alone and self.unknown is None
+        way = self.way(shape[0], shape, "auto" if divisible or exact.is_on() else "strips")
+        if divisible and shape[0] >= way.axis.size:
             return way
         return replace(way, name="strips" if way.name == "strips" else "whole", axis=WHOLE)
 
@@ -253,6 +270,11 @@ def why_unknown(vae: Any) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _at_once(way: Way, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape (N, C, ..., h, w) of what is decoded at once of the rows of a call."""
+    return (1 if way.axis.size > 1 else shape[0], *shape[1:])
 
 
 def _on_one_rank(vae: Any, mesh: Mesh) -> ParallelVAE:

@@ -26,7 +26,7 @@ from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import load_transport
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
-from seqpar.vae.decodable import Fit, check_decodable, fit_of, free_gib, kind_of, total_gib
+from seqpar.vae.decodable import Fit, check_decodable, fit_of, free_gib, kind_of, left_gib, total_gib
 from seqpar.vae.decoder import Way, way_of
 from seqpar.vae.dry import counted
 from seqpar.vae.known import check_modules, spatial_factor
@@ -94,12 +94,13 @@ class Decoding:
             print(f"seqpar: {text}", flush=True)
         self._told.add(text or "")
 
-    def check(self, count: int, shape: Sequence[int], wish: str = "auto") -> None:
+    def check(self, count: int, shape: Sequence[int], model: Callable[[], int] | None = None) -> None:
         """Raise ValueError, with what would fit, if `count` latents (C, h, w) of a shape cannot be decoded one by one.
 
+        model(): the bytes that the model will keep while they are decoded, also those that it has not taken yet.
         Every rank must call this at the same time.
         """
-        self._fit(self.way(count, shape, wish), (1, *shape), check_decodable)
+        self._fit(self.way(count, shape), (1, *shape), check_decodable, model)
 
     def check_call(self, shape: Sequence[int] | None, decodes: bool = True) -> None:
         """Raise ValueError, with what would fit, if `decode` cannot decode latents of a shape (N, C, ..., h, w).
@@ -123,7 +124,9 @@ class Decoding:
         for each in self._on_strips:
             each.strip_bytes = STRIP_BYTES if self._turns else None
 
-    def _fit(self, way: Way, shape: tuple[int, ...], fit: Callable[..., Fit]) -> Fit | None:
+    def _fit(
+        self, way: Way, shape: tuple[int, ...], fit: Callable[..., Fit], model: Callable[[], int] | None = None
+    ) -> Fit | None:
         """Return how latents of a shape fit; None where that is not known, for tiles and for sizes that always fit."""
         total = total_gib(self.mesh.device)
         tiled = way.name != "strips" and getattr(self.vae, "use_tiling", False)
@@ -132,7 +135,10 @@ class Decoding:
         ranks, kind = way.ranks if way.name == "strips" else 1, kind_of(self.vae)
         if counted(kind, shape, ranks).gib < ALWAYS_FITS * total:
             return None
-        return fit(kind, shape, ranks, min(self.mesh.collect(free_gib(self.mesh.device) or 0.0)))
+        free = free_gib(self.mesh.device) or 0.0
+        if model is not None:
+            free = min(free, left_gib(total, model(), kind))
+        return fit(kind, shape, ranks, min(self.mesh.collect(free)))
 
     def release(self) -> None:
         """Free graphs and exchanges, on all ranks at the same time; the next call makes new ones."""

@@ -5,19 +5,17 @@ from typing import Any
 import torch
 from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
 
-from seqpar import DistributedDiT, Guidance, Mesh
+from seqpar import Guidance, Mesh, parallelize, release
 from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline
-from seqpar.vae.decoder import share_input
 
 mesh = Mesh.from_env()  # all processes that torchrun started, or one process without torchrun
 
 # any diffusers pipeline with a transformer that seqpar supports
-theirs = DiTPipeline.from_pretrained(BUILTIN).to(mesh.device)
-theirs.transformer = DistributedDiT(theirs.transformer, mesh)
-share_input(theirs.vae, mesh)  # every rank decodes rank 0's latents
+theirs = parallelize(DiTPipeline.from_pretrained(BUILTIN), mesh)  # its transformer and its VAE compute on all ranks
 seed = torch.Generator().manual_seed(1)
 labels = theirs.get_label_ids(["cat", "rocket"])
 pictures: Any = theirs(labels, generator=seed, num_inference_steps=4, output_type="pt")
+release(theirs)
 
 # our loop keeps the tokens split from the first noise to the last step
 with Pipeline.load(Files.locate("builtin"), mesh) as ours:  # keeps the CUDA graph for the next compatible call

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import load_transport
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
-from seqpar.vae.decodable import Fit, check_decodable, fit_of, free_gib, kind_of, total_gib
+from seqpar.vae.decodable import Fit, check_decodable, fit_of, free_gib, kind_of, left_gib, total_gib
 from seqpar.vae.decoder import Way, way_of
 from seqpar.vae.dry import counted
 from seqpar.vae.known import check_modules, spatial_factor
@@ -103,12 +104,27 @@ class Decoding:
             print(f"seqpar: {text}", flush=True)
         self._told.add(text or "")
 
-    def check(self, count: int, shape: Sequence[int], wish: str = "auto") -> None:
+    def check(self, count: int, shape: Sequence[int], model: Callable[[], int] | None = None) -> None:
         """Raise ValueError, with what would fit, if `count` latents (C, h, w) of a shape cannot be decoded one by one.
 
+        model(): the bytes that the model will keep while they are decoded, also those that it has not taken yet.
         Every rank must call this at the same time.
         """
-        self._fit(self.way(count, shape, wish), (1, *shape), check_decodable)
+        self._fit(self.way(count, shape), (1, *shape), check_decodable, model)
+
+    def check_call(self, shape: Sequence[int] | None, decodes: bool = True) -> None:
+        """Raise ValueError, with what would fit, if `decode` cannot decode latents of a shape (N, C, ..., h, w).
+
+        shape: None if it is not known. decodes: whether `decode` will be called; without it nothing is refused. Every
+        rank must call this at the same time; raises the same ValueError on every rank if their arguments differ.
+        """
+        if total_gib(self.mesh.device) is None:
+            return
+        agree(self.mesh, {"the shape that the VAE decodes": shape and tuple(shape), "decoding": decodes})
+        if shape is not None and decodes:
+            way = self._way_of_rows(shape)
+            rows = 1 if getattr(self.vae, "use_slicing", False) else shape[0]
+            self._fit(way, _at_once(way, (rows, *shape[1:])), check_decodable)
 
     def prepare(self, way: Way, shape: Sequence[int]) -> None:
         """See `seqpar.vae.decoder.Decoder`."""
@@ -118,15 +134,21 @@ class Decoding:
         for each in self._on_strips:
             each.strip_bytes = STRIP_BYTES if self._turns else None
 
-    def _fit(self, way: Way, shape: tuple[int, ...], fit: Callable[..., Fit]) -> Fit | None:
-        """Return how latents of a shape fit; None where that is not known, and for sizes that always fit."""
+    def _fit(
+        self, way: Way, shape: tuple[int, ...], fit: Callable[..., Fit], model: Callable[[], int] | None = None
+    ) -> Fit | None:
+        """Return how latents of a shape fit; None where that is not known, for tiles and for sizes that always fit."""
         total = total_gib(self.mesh.device)
-        if self.unknown is not None or total is None:
+        tiled = way.name != "strips" and getattr(self.vae, "use_tiling", False)
+        if self.unknown is not None or total is None or tiled:
             return None
         ranks, kind = way.ranks if way.name == "strips" else 1, kind_of(self.vae)
         if counted(kind, shape, ranks).gib < ALWAYS_FITS * total:
             return None
-        return fit(kind, shape, ranks, min(self.mesh.collect(free_gib(self.mesh.device) or 0.0)))
+        free = free_gib(self.mesh.device) or 0.0
+        if model is not None:
+            free = min(free, left_gib(total, model(), kind))
+        return fit(kind, shape, ranks, min(self.mesh.collect(free)))
 
     def release(self) -> None:
         """Free graphs and exchanges and put the weights' format back, on all ranks at the same time.
@@ -162,8 +184,7 @@ class Decoding:
             form = self._rank_0s(arguments | TUPLE)
             way = self._way_of_call(form)
             self.say(way.told)
-            x = form.tensors[INPUT]
-            self.prepare(way, (1 if way.axis.size > 1 else len(x), *x.shape[1:]))
+            self.prepare(way, _at_once(way, form.tensors[INPUT].shape))
             made = self._by_rows(self._strips if way.name == "strips" else self._alone, form, way.axis)
         return DecoderOutput(*made) if wrapped else made
 
@@ -180,11 +201,14 @@ class Decoding:
             return made
 
     def _way_of_call(self, form: Form) -> Way:
-        """Return how the rows of a call are decoded; rows that cannot be divided among ranks are decoded together."""
-        x = form.tensors[INPUT]
-        divisible = len(form.tensors) == 1 and self.unknown is None  # further tensors may have rows of their own
-        way = self.way(len(x), x.shape, "auto" if divisible or exact.is_on() else "strips")
-        if divisible and len(x) >= way.axis.size:
+        """Return how the rows of a call are decoded; further tensors may have rows of their own."""
+        return self._way_of_rows(form.tensors[INPUT].shape, len(form.tensors) == 1)
+
+    def _way_of_rows(self, shape: Sequence[int], alone: bool = True) -> Way:
+        """Return how rows are decoded; those that cannot be divided among ranks are decoded together."""
+        divisible = alone and self.unknown is None
+        way = self.way(shape[0], shape, "auto" if divisible or exact.is_on() else "strips")
+        if divisible and shape[0] >= way.axis.size:
             return way
         return replace(way, name="strips" if way.name == "strips" else "whole", axis=WHOLE)
 
@@ -258,7 +282,7 @@ def of(vae: Any, mesh: Mesh, transport: str) -> Decoding:
 
 def why_unknown(vae: Any) -> str | None:
     """Return why a VAE is never cut into strips, or None: a type of module, or a decode that is not diffusers' own."""
-    for name in METHODS:
+    for name in filter(partial(hasattr, vae), METHODS):
         if getattr(own(vae, name), "__func__", None) is not getattr(type(vae), name):
             return f"its {name} was replaced by another function"
     try:
@@ -266,6 +290,11 @@ def why_unknown(vae: Any) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _at_once(way: Way, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape (N, C, ..., h, w) of what is decoded at once of the rows of a call."""
+    return (1 if way.axis.size > 1 else shape[0], *shape[1:])
 
 
 def _on_one_rank(vae: Any, mesh: Mesh, channels_last: bool) -> ParallelVAE:

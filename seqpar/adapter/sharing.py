@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from seqpar.adapter import decoding
+from seqpar.adapter.refusal import refuse_sizes
 from seqpar.mesh import Mesh
-from seqpar.vae.shared import METHODS, User, share
+from seqpar.vae.shared import User, share
 
 Wished = Literal["auto"] | bool  # whether a pipeline's VAE computes by strips; see `seqpar.parallelize`
 
@@ -32,6 +33,7 @@ def share_vae(
 ) -> Callable[[], None]:
     """Let a pipeline's VAE, if it has one, take rank 0's input and, if wished and known, compute on all ranks.
 
+    A pipeline whose VAE does so also refuses, before it samples, sizes that cannot be decoded (`refuse_sizes`).
     check: called before each of its calls. Returns what ends this, on all ranks at the same time.
     """
     vae = getattr(pipe_or_transformer, "vae", None)
@@ -43,14 +45,15 @@ def share_vae(
             print(f"seqpar: every rank decodes whole pictures, because {reason}", flush=True)
         return share(vae, User(mesh, check))
     made = decoding.of(vae, mesh, transport)
-    end = share(vae, User(mesh, check, made.decode, made.encode))
+    ends = share(vae, User(mesh, check, made.decode, made.encode)), refuse_sizes(pipe_or_transformer, made)
 
     def ended() -> None:
-        end()
+        for end in ends:
+            end()
         made.release()
 
     return ended
 
 
 def _is_vae(vae: Any) -> bool:
-    return all(hasattr(vae, name) for name in METHODS)
+    return hasattr(vae, "decode")

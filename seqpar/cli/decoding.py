@@ -9,7 +9,6 @@ from seqpar.mesh import Axis, Mesh
 from seqpar.pipelines._family import Job
 from seqpar.planner.machine import Machine, here
 from seqpar.planner.plan import Plan
-from seqpar.planner.predict import GIB, USABLE
 from seqpar.planner.search import Ranking
 from seqpar.vae import decodable
 from seqpar.vae.decoder import way_of
@@ -62,7 +61,4 @@ def _shared(args: Args, job: Job, count: int, data: int) -> tuple[int, int]:
 
 def _left(ranking: Ranking, memory: float | None, kind: decodable.Kind) -> float | None:
     """Return the GiB that the model and the decoder's weights leave on a device; None if its memory is unknown."""
-    if memory is None:
-        return None
-    weights = sum(x.numel() for x in kind.build().parameters()) * kind.dtype.itemsize
-    return max(0.0, USABLE * memory - (ranking.ranked[0].memory.total + weights) / GIB)
+    return None if memory is None else decodable.left_gib(memory, ranking.ranked[0].memory.total, kind)

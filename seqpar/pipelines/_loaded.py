@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from seqpar.distributed import DistributedDiT, settled
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
 from seqpar.planner.plan import Plan, make, work_of
-from seqpar.planner.predict import Load
+from seqpar.planner.predict import Load, predict
 from seqpar.planner.search import Wish
 from seqpar.sampling.loop import Sampler
 from seqpar.vae.decoder import Way, decode, preview
@@ -66,13 +66,20 @@ class Loaded:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
         return decode(self.decoding, latents_NCHW, on_image, wish)
 
-    def check_decodable(self, count: int, latent: tuple[int, int]) -> None:
+    def check_decodable(self, count: int, latent: tuple[int, int], load: Callable[[], Load]) -> None:
         """Raise ValueError, with what would fit, if `count` latents of (height, width) cannot be decoded here.
 
-        Every rank must call this at the same time, with the same numbers.
+        load: returns the sampler's; called for sizes that need much memory. What the sampler keeps is not there for
+        decoding, also where it has not taken it yet. Every rank must call this at the same time, with the same numbers.
         """
+
+        def model() -> int:
+            ranking, mesh, run = self.dit.plan.ranking, self.dit.mesh, load()
+            run = replace(run, tokens=max(run.tokens, mesh.sequence.size), images=max(run.images, mesh.data.size))
+            return predict(ranking.work, run, self.dit.plan.layout, ranking.rates).memory.total
+
         if self.vae is not None:
-            self.decoding.check(count, (self.vae.config.latent_channels, *latent))
+            self.decoding.check(count, (self.vae.config.latent_channels, *latent), model)
 
     def way(self, count: int, pixels: tuple[int, int], wish: str = "auto") -> Way | None:
         """Return how `decode` decodes `count` pictures of a size, or None for previews."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,8 @@ class Pipeline(Loaded):
         """
         asked = list(prompts), steps, guidance, negative, seed, size, scheduler
         prompts, steps, guidance, negative, seed, size, scheduler = self.dit.mesh.share(asked)
-        self.check_decodable(len(prompts), self.files.latent_size(size))
+        load = partial(self.files.load_of, prompts, guidance.on, steps, self.dit.dtype, size)
+        self.check_decodable(len(prompts), self.files.latent_size(size), load)
         others = [negative or ""] if guidance.on else []
         self.dit.mesh.together(lambda: self.texts.encode([*prompts, *others]))
         (stepping, given), generator = self.files.timed(scheduler, steps, size), torch.Generator().manual_seed(seed)

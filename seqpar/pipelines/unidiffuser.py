@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -168,12 +168,9 @@ class Pipeline(Loaded):
         mesh, model = self.dit.mesh, self.dit.model
         # only rank 0 may have any, and all must check the same
         asked, given, noise = mesh.of_rank_0(lambda: (asked, _on_host(given), _on_host(noise)))
-        if asked.guidance.on and "other_timestep" not in model.PROMPT:
-            raise ValueError(f"got guidance in mode {self.dit.config.mode}, expected text2img or img2text; use scale 1")
+        self._check(asked)
         scheduler, evaluations = self._scheduler(asked.scheduler), self._evaluations(asked.scheduler, asked.steps)
         shapes, generator = self._shapes(asked), torch.Generator().manual_seed(asked.seed)
-        if "image" in model.STATE:
-            self.check_decodable(asked.count, self.files.latent_size(asked.size))
         start = noise or {name: self._draw(shapes[name], generator) for name in model.STATE}
         others = {name: shape for name, shape in shapes.items() if name not in model.STATE}
         drawn = self._others(given, others, generator, evaluations)
@@ -209,6 +206,14 @@ class Pipeline(Loaded):
     def _evaluations(self) -> Callable[[str | None, int], int]:
         """Return how often a scheduler of this name calls the model in so many steps; it keeps what it has found."""
         return cache(lambda name, steps: _evaluations(self._scheduler(name), steps))
+
+    def _check(self, asked: Asked) -> None:
+        """Raise ValueError for guidance in a mode without it, and for pictures that cannot be decoded here."""
+        if asked.guidance.on and "other_timestep" not in self.dit.model.PROMPT:
+            raise ValueError(f"got guidance in mode {self.dit.config.mode}, expected text2img or img2text; use scale 1")
+        if "image" in self.dit.model.STATE:
+            load = partial(self.files.load_of, asked.count, asked.guidance.on, asked.steps, self.dit.dtype, asked.size)
+            self.check_decodable(asked.count, self.files.latent_size(asked.size), load)
 
     def _shapes(self, asked: Asked) -> dict[str, tuple[int, ...]]:
         """Return the shape of each stream, in the order in which noise is drawn."""

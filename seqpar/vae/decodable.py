@@ -81,6 +81,15 @@ def free_gib(device: torch.device) -> float | None:
     return USABLE * (torch.cuda.mem_get_info(device)[0] + unused) / GIB
 
 
+def left_gib(device_gib: float, model: int, kind: Kind) -> float:
+    """Return the GiB that a model, with all that it keeps between steps, and the decoder's weights leave on a device.
+
+    device_gib: the device's memory. model: bytes of the model.
+    """
+    weights = sum(x.numel() for x in kind.build().parameters()) * kind.dtype.itemsize
+    return max(0.0, USABLE * device_gib - (model + weights) / GIB)
+
+
 def told(kind: Kind, shape: tuple[int, ...], ranks: int, pictures: int, rates: Rates, transport: str) -> str:
     """Return the line of a dry run: seconds and GiB of decoding.
 

@@ -136,7 +136,7 @@ class Later:
         """Write everything that somebody still has."""
         for reference, _ in [*self._kept.values()]:
             x = reference()
-            if x is not None:
+            if x is not None and self.how(x) is not None:  # what another one reads is written before it
                 self.write(x)
 
     def drop(self) -> None:

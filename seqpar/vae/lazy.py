@@ -236,7 +236,7 @@ def pad(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     if min(padding) < 0 or len(padding) > 6 or not any(padding):
         return x if not any(padding) else NotImplemented
-    chain = chain_of(turns, x)
+    chain = replace(chain_of(turns, x))  # one of its own, which counts as a reference to the source
     with torch._C.DisableTorchFunction():
         inner = Pending.of(chain, tuple(x.shape), x.dtype, turns.strip_bytes)
         return turns.keep(inner.padded(padding))

@@ -19,14 +19,20 @@ from tests.support import vaes
 
 
 def test_a_size_that_cannot_be_decoded_is_refused_before_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "total_gib", lambda device: 1e-3)
+    monkeypatch.setattr(decoding, "total_gib", lambda device: 8.0)
     monkeypatch.setattr(decoding, "free_gib", lambda device: 1e-3)
+    monkeypatch.setattr(decoding, "ALWAYS_FITS", 0.0)
     steps: list[int] = []
     with Pipeline.load(Files.locate("builtin"), Mesh.single()) as pipeline:
         with pytest.raises(ValueError, match=r"got \d+x\d+ pixels, whose decoding needs .* that are free; use at most"):
             pipeline.latents(["cat"], steps=2, guidance=Guidance(1.0), size=(512, 512), on_step=steps.append)
         assert steps == []
         monkeypatch.setattr(decoding, "free_gib", lambda device: 8.0)
+        monkeypatch.setattr(decoding, "total_gib", lambda device: 1e-3)
+        with pytest.raises(ValueError, match="that are free"):  # the model, as predicted, leaves nothing
+            pipeline.latents(["cat"], steps=2, guidance=Guidance(1.0), size=(512, 512), on_step=steps.append)
+        assert steps == []
+        monkeypatch.setattr(decoding, "total_gib", lambda device: 8.0)
         pipeline.latents(["cat"], steps=1, guidance=Guidance(1.0), on_step=steps.append)
     assert steps
 

@@ -220,17 +220,24 @@ class Pipeline(Loaded):
         """
         asked = list(prompts), steps, guidance, negative, seed, size, scheduler
         prompts, steps, guidance, negative, seed, size, scheduler = self.dit.mesh.share(asked)
-        load = partial(self.files.load_of, prompts, guidance.on, steps, self.dit.dtype, size)
-        self.check_decodable(len(prompts), self.files.latent_size(size), load)
+        latent = self._checked(prompts, guidance, steps, size)
         others = [negative or ""] if guidance.on else []
         self.dit.mesh.together(lambda: self.texts.encode([*prompts, *others]))
         (stepping, given), generator = self.files.timed(scheduler, steps, size), torch.Generator().manual_seed(seed)
         settings: Settings = {"steps": steps, "guidance": guidance, "schedule": given, "generator": generator}
         if others:
             settings["negative"] = self.texts.rows(others * len(prompts))
-        shape = len(prompts), self.dit.config.in_channels, *self.files.latent_size(size)
-        noise = draw_noise(shape, generator, drawn_in(self.dit.dtype))
+        noise = draw_noise((len(prompts), self.dit.config.in_channels, *latent), generator, drawn_in(self.dit.dtype))
         return self.sampler(stepping, noise, self.texts.rows(prompts), on_step=on_step, **settings)
+
+    def _checked(
+        self, prompts: Sequence[str], guidance: Guidance, steps: int, size: tuple[int, int] | None
+    ) -> tuple[int, int]:
+        """Return (height, width) of the latents; ValueError if they cannot be decoded here."""
+        latent = self.files.latent_size(size)
+        load = partial(self.files.load_of, prompts, guidance.on, steps, self.dit.dtype, size)
+        self.check_decodable(len(prompts), latent, load)
+        return latent
 
 
 def generate(

@@ -17,7 +17,7 @@ from seqpar.kernels import upsample
 from seqpar.vae import edges
 from seqpar.vae.attention import attention
 from seqpar.vae.norms import add, biased, divide, group_norm, left_out, norm_of_channels, over_channels, silu
-from seqpar.vae.padding import fill_halo, pad_strip
+from seqpar.vae.padding import pad_strip
 from seqpar.vae.place import Place
 
 Rule = Callable[[Place, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -80,10 +80,6 @@ def _with_halo(
     pad = sizes[0]
     if place.cut.axis.size == 1:
         return apply(strip, pad)
-    buffer = place.padded(strip, pad, pad)
-    if buffer is not None:
-        fill_halo(place, buffer, (pad, pad))
-        return apply(buffer, 0)
     if edges.fits(place, strip, *sizes):
         return edges.convolve(place, strip, pad, apply)
     return apply(pad_strip(place, strip, {place.cut.dim: (pad, pad)}), 0)

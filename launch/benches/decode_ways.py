@@ -113,7 +113,7 @@ def ways(case: Case) -> Iterator[Way]:
 
 
 def predicted(case: Case, count: Callable[[], Counted]) -> dict[str, float]:
-    """Return the planner's ms and GiB beside weights."""
+    """Return the planner's ms and GiB beside weights. The ms are those of our kernels, also for diffusers' rows."""
     machine, found = here(case.mesh.device, case.mesh.world.size, case.transport), count()
     rates = load(machine.device, machine.count, f"{case.dtype}".removeprefix("torch."))
     return {"ms": milliseconds(found, rates, machine.transport), "gib": found.gib}

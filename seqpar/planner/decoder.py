@@ -69,12 +69,13 @@ class Counted:
         return self.peak / GIB
 
 
-def count(run: Callable[[], object]) -> Counted:
+def count(run: Callable[[], object], copies: bool = True) -> Counted:
     """Return the operations of `run()` and the peak of the bytes that it allocates, on any device, also on meta.
 
-    Nothing that lived before the call is counted. What `run` returns is.
+    Nothing that lived before the call is counted. What `run` returns is. copies: whether convolutions of contiguous
+    tensors hold transposed copies. The meta device does not tell: its convolutions return contiguous tensors always.
     """
-    counter = Counter()
+    counter = Counter(copies)
     with torch.inference_mode(), counter:
         kept = run()
     del kept
@@ -107,8 +108,9 @@ def _us(operation: Operation, rates: Rates, transport: str) -> float:
 class Counter(TorchDispatchMode):
     """Counts operations and live bytes while it is active. peak: the most bytes that were live at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: bool = True) -> None:
         super().__init__()
+        self._copied = copies
         self.operations: list[Operation] = []
         self.live = self.peak = self.largest = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
@@ -120,13 +122,14 @@ class Counter(TorchDispatchMode):
         self._look()  # what was freed and allocated since, also by resizing a storage
         out = func(*args, **(kwargs or {}))
         inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(out))
-        operation = _operation(func, args, inputs, outputs)
+        copies = _copies(args, outputs) if self._copied and _is_convolution(func) else 0
+        operation = _operation(func, args, inputs, outputs, copies)
         if operation is not None:
             self.operations.append(operation)
         for tensor in outputs:
             self._hold(tensor)
         if func.overloadpacket not in FREE:
-            self._look(_copies(args, outputs) if _is_convolution(func) else 0)
+            self._look(copies)
         return out
 
     def _look(self, more: int = 0) -> None:
@@ -150,7 +153,9 @@ def follow(sent: int) -> None:
         counter.operations.append(Operation("exchange", 0, sent))
 
 
-def _operation(func: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Operation | None:
+def _operation(
+    func: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor], copies: int
+) -> Operation | None:
     """Return the cost of an operation; None for views and for operations that compute nothing."""
     if not outputs:
         return None
@@ -160,7 +165,7 @@ def _operation(func: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: 
         # a transposed convolution spreads each input value, the other ones gather each output value
         values = args[0] if _is_transposed(func, args) else out
         flops = 2.0 * values.numel() * weight[0].numel()
-        return Operation("convolution", flops, 2.0 * _copies(args, outputs), flops)
+        return Operation("convolution", flops, 2.0 * copies, flops)
     if name in PRODUCTS:
         return Operation("product", 2.0 * out.numel() * PRODUCTS[name](args), 0, out.numel())
     if name in ATTENTION:

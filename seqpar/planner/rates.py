@@ -84,7 +84,7 @@ _MIB = 1 << 20
 # 4096 -> 4096 at 128 to 8192 rows, 4096 -> 12288 at 8192. Weights: 4096 -> 12288 and -> 22016 at 128 rows. Attention:
 # flash-attn-4 at head dims 64 and 128, cuDNN at 72; its two largest points are what the steps of
 # docs/benchmarks/2026-11-20-h200-engine.md leave to attention, and small calls of 64 and 72 are those of 128.
-# Convolutions and attention at head dim 512: what diffusers' decoding of 512 to 4096 pixels a side leaves to them.
+# Convolutions in channels-last memory and attention at head dim 512: docs/benchmarks/2026-11-22-h200-decoder.md.
 # Exchanges: four ranks in a CUDA graph; each holds 0.25 to 256 MiB and sends three quarters of it.
 H200 = Rates(
     device="NVIDIA H200",
@@ -96,7 +96,7 @@ H200 = Rates(
         64: ((0.537e9, 66), (2.15e9, 243), (206e9, 547)),
         72: ((0.537e9, 66), (2.15e9, 243), (9.66e9, 282), (155e9, 328), (2470e9, 347)),
         128: ((0.537e9, 66), (2.15e9, 243), (137e9, 695), (2200e9, 697)),
-        512: ((34e9, 80), (141e12, 81)),
+        512: ((0.137e12, 300), (0.55e12, 480), (8.8e12, 530), (141e12, 485)),
     },
     copy=4.28,
     kernel_us=3.0,
@@ -112,7 +112,7 @@ H200 = Rates(
         "peer": ((0.1875 * _MIB, 6.0), (0.75 * _MIB, 8.2), (3 * _MIB, 13.8), (12 * _MIB, 40), (48 * _MIB, 144)),
     },
     memory=139,
-    convolution=((1e9, 40), (19e9, 125), (0.08e12, 140), (0.31e12, 144), (1.24e12, 162)),
+    convolution=((1e9, 100), (19e9, 450), (0.08e12, 650), (0.31e12, 700), (1.24e12, 650), (20e12, 630)),
 )
 # Rounded values for one server core a process and gloo between two processes: precise enough to rank layouts
 CPU = Rates(

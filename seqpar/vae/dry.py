@@ -75,8 +75,8 @@ def _counted(vae: Any, dtype: torch.dtype, shape: tuple[int, ...], ranks: int | 
     cut = _cut(vae, ranks, shape)
     rows = shape[-2:] if cut is None else (cut.mine, shape[-1]) if cut.dim == -2 else (shape[-2], cut.mine)
     z = torch.empty(*shape[:-2], *rows, dtype=dtype, device="meta")
-    if not turns:
-        return count(lambda: _decode(vae, z, cut, 0))
+    if not turns:  # strips at once lie channels-last, which convolutions of GPUs take as they are
+        return count(lambda: _decode(vae, z, cut, 0), copies=cut is None)
     largest = count(lambda: _decode(vae, z, cut, 0)).largest
     size = max(STRIP_BYTES, largest // (SHOTS if z.dim() == 4 else SHOTS_OF_VIDEO))
     return count(lambda: _decode(vae, z, cut, size))

@@ -14,8 +14,10 @@ from seqpar.vae.decodable import check_decodable
 from seqpar.vae.dry import Kind, counted
 from tests.support import vaes
 
-# latent rows, ms and GiB over weights of diffusers' decode of a square on an H200 in bf16
-MEASURED = ((64, 22.8, 0.6), (128, 86, 2.4), (256, 395, 9.5), (512, 2877, 38))
+# latent rows, and GiB over weights of diffusers' decode of a square on an H200 in bf16
+DIFFUSERS = ((64, 0.6), (128, 2.38), (256, 9.5), (512, 38))
+# latent rows, ranks, ms and GiB of ours: docs/benchmarks/2026-11-22-h200-decoder.md
+OURS = ((128, 1, 20.7, 1.38), (256, 1, 93.2, 5.50), (512, 1, 585, 22.0), (256, 2, 49.5, 2.81), (512, 2, 296, 11.0))
 SD = {
     "block_out_channels": [128, 256, 512, 512],
     "down_block_types": ["DownEncoderBlock2D"] * 4,
@@ -26,11 +28,16 @@ SD = {
 KL = Kind.of(AutoencoderKL, SD, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("side", "ms", "gib"), MEASURED)
-def test_predictions_are_near_what_was_measured(side: int, ms: float, gib: float) -> None:
-    found = counted(KL, (1, 4, side, side), plain=True)
-    assert found.gib == pytest.approx(gib, rel=0.02)
-    assert milliseconds(found, H200) == pytest.approx(ms, rel=0.15)
+@pytest.mark.parametrize(("side", "gib"), DIFFUSERS)
+def test_the_memory_of_diffusers_is_predicted(side: int, gib: float) -> None:
+    assert counted(KL, (1, 4, side, side), plain=True).gib == pytest.approx(gib, rel=0.02)
+
+
+@pytest.mark.parametrize(("side", "ranks", "ms", "gib"), OURS)
+def test_predictions_are_near_what_was_measured(side: int, ranks: int, ms: float, gib: float) -> None:
+    found = counted(KL, (1, 4, side, side), ranks)
+    assert found.gib == pytest.approx(gib, rel=0.1)
+    assert milliseconds(found, H200, "peer") == pytest.approx(ms, rel=0.15)
 
 
 def test_a_prediction_takes_less_than_a_second_and_no_memory() -> None:
@@ -43,8 +50,8 @@ def test_a_prediction_takes_less_than_a_second_and_no_memory() -> None:
 def test_ranks_and_strips_in_turn_need_less() -> None:
     at_once, shape = counted(KL, (1, 4, 512, 512)), (1, 4, 512, 512)
     assert counted(KL, shape, 4).gib < 0.35 * at_once.gib
-    assert counted(KL, shape, turns=True).gib < 0.6 * at_once.gib
-    assert counted(KL, shape, 2, turns=True).gib < 0.6 * counted(KL, shape, 2).gib
+    assert counted(KL, shape, turns=True).gib < 0.96 * at_once.gib
+    assert counted(KL, shape, 2, turns=True).gib < 0.96 * counted(KL, shape, 2).gib
     assert milliseconds(counted(KL, shape, 2), H200, "nccl") < 0.6 * milliseconds(at_once, H200)
 
 
@@ -76,12 +83,12 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     shape = (1, 4, 512, 512)
     assert not check_decodable(KL, shape, 1, None).turns
     assert check_decodable(KL, shape, 1, 40.0).told is None
-    told = check_decodable(KL, shape, 1, 30.0).told or ""
-    assert "decodes in strips in turn, in 21.0 GiB: at once it needs 38.0 GiB of 30.0 GiB" in told
+    told = check_decodable(KL, shape, 1, 21.5).told or ""
+    assert "decodes in strips in turn, in 21.0 GiB: at once it needs 22.0 GiB of 21.5 GiB" in told
     with pytest.raises(
         ValueError, match=r"got 4096x4096 pixels.*on one rank.*10.0 GiB.*use at most .*, or 4 ranks"
     ) as e:
         check_decodable(KL, shape, 1, 10.0)
     height, width = map(int, str(e.value).split("at most ")[-1].split(" pixels")[0].split("x"))
     assert check_decodable(KL, (1, 4, height // 8, width // 8), 1, 10.0).turns
-    assert check_decodable(KL, shape, 4, 8.0).turns
+    assert not check_decodable(KL, shape, 4, 8.0).turns

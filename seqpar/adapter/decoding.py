@@ -30,7 +30,7 @@ from seqpar.transports.collective.point_to_point import gather
 from seqpar.vae.decodable import Fit, check_decodable, fit_of, free_gib, kind_of, left_gib, total_gib
 from seqpar.vae.decoder import Way, way_of
 from seqpar.vae.dry import counted
-from seqpar.vae.known import check_modules, spatial_factor
+from seqpar.vae.known import check_modules, spatial_factor, why_changed
 from seqpar.vae.layout import wins
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.shared import METHODS, own
@@ -66,7 +66,7 @@ class Decoding:
     transport: the name of the one that moves the edges of strips. capture: captures calls as CUDA graphs; None runs
     them eagerly. kernels: whether a rank that decodes alone computes norms by our kernels, as strips do.
     channels_last: compute in channels-last memory, in which the weights of convolutions are until `release`.
-    unknown: why this VAE is never cut into strips, or None.
+    unknown: why this VAE is not cut into strips, or None; hooks and attention processors are looked at in each call.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class Decoding:
         kernels: bool = False,
         channels_last: bool = False,
     ) -> None:
-        self.mesh, self.vae, self.unknown = mesh, vae, why_unknown(vae)
+        self.mesh, self.vae, self._never = mesh, vae, why_unknown(vae)
+        self.unknown = self._never
         self._moves = load_transport(transport)
         cut = mesh.replica.size > 1 and self.unknown is None
         self._parallel = ParallelVAE(vae, mesh, self._moves, channels_last) if cut else None
@@ -228,11 +229,12 @@ class Decoding:
         """Return rank 0's arguments on this rank's device; graphs of weights that moved are captured again."""
         form, flags = form_of(arguments).each(plain), {name: getattr(self.vae, name, None) for name in FLAGS}
         shown = {**form.shown, **shapes(form.tensors), **{f"{name} of the VAE": flag for name, flag in flags.items()}}
-        addresses = self._addresses()
-        self._here, state = addresses is not None, (addresses, *flags.values())
-        if agree(self.mesh, shown | {"weights on this device": self._here}, vote=state != self._state):
+        unknown, addresses = self._never or why_changed(self.vae), self._addresses()
+        self._here, state = addresses is not None, (addresses, unknown, *flags.values())
+        shown |= {"weights on this device": self._here, "what keeps the VAE whole": unknown}
+        if agree(self.mesh, shown, vote=state != self._state):
             self._generation += 1
-        self._state = state
+        self.unknown, self._state = unknown, state
         return form.holding(broadcast(self.mesh, form.tensors)).each(lambda x: x.to(self.mesh.device))
 
     def _addresses(self) -> tuple[int, ...] | None:
@@ -243,7 +245,7 @@ class Decoding:
 
     def _why_whole(self, shape: Sequence[int], encode: bool = False) -> str | None:
         """Return why latents (or pictures, with `encode`) of this shape are not cut into strips, or None."""
-        if self._parallel is not None:
+        if self.unknown is None and self._parallel is not None:
             return self._parallel.why_whole(tuple(shape), encode)
         one = "one rank" if self.mesh.world.size == 1 else "each part of the data axis is one rank"
         return self.unknown or one
@@ -261,13 +263,13 @@ class Decoding:
 
     def _whole(self, z: Tensor, **others: Any) -> Any:
         """Return what `vae.decode` returns for whole latents, on this rank alone; in tiles if the user wants those."""
-        tiled = getattr(self.vae, "use_tiling", False)
-        decode = own(self.vae, "decode") if self._single is None or tiled else self._single.decode
+        theirs = self.unknown is not None or getattr(self.vae, "use_tiling", False)
+        decode = own(self.vae, "decode") if self._single is None or theirs else self._single.decode
         return decode(z, **others)
 
     def _is_small(self, x: Tensor, ranks: int) -> bool:
         """Return whether a call is captured: pictures of few pixels. Videos keep caches of frames and are large."""
-        if not self._captures or not self._here or (x.dim() == 5 and x.shape[2] > 1):
+        if not self._captures or not self._here or self.unknown is not None or (x.dim() == 5 and x.shape[2] > 1):
             return False
         rows, (height, width), factor = len(x), x.shape[-2:], spatial_factor(self.vae)
         return rows * height * width * factor**2 <= PIXELS * ranks

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -210,6 +212,68 @@ def test_what_is_asked_of_a_vae_is_checked_before_anything_changes(capsys: pytes
         seqpar.parallelize(pipe, Mesh.single(), vae=True)
     assert "forward" not in vars(pipe.transformer)
     assert capsys.readouterr().out == ""
+
+
+def attend(vae: Any, device: torch.device, kind: type = AttnProcessor) -> None:
+    """Let the VAE's attention compute by a processor of another type."""
+    for module in vae.modules():
+        if isinstance(module, Attention):
+            module.set_processor(kind())
+
+
+def offload(vae: Any, device: torch.device) -> None:
+    """Let the modules of the decoder come to the device one by one."""
+    apply_group_offloading(vae.decoder, device, torch.device("cpu"), offload_type="leaf_level")
+
+
+CHANGES: dict[str, Callable[[Any, torch.device], Any]] = {
+    "mid_block.attentions.0 has the attention processor diffusers": attend,
+    "encoder.conv_in has a hook": lambda vae, device: apply_layerwise_casting(vae, torch.float32, torch.float64),
+    "decoder.conv_in has a hook": offload,
+    "decoder has a hook": lambda vae, device: setattr(vae.decoder, "_hf_hook", Offload()),  # as sequential offloading
+}
+
+
+class Offload:
+    """A hook of accelerate that does nothing."""
+
+
+def changed(rank: int, world: int, device: torch.device) -> list[tuple[str, set[int], float]]:
+    """Return what is said of VAEs that change after they were shared, the heights they decode, and the errors."""
+    found, x = [], latents(1).to(device)
+    for change in (lambda vae, device: None, *CHANGES.values()):
+        vae = pipelines.decoder(1).to(device)
+        made = Decoding(vae, make_mesh(device, cfg=1) if world > 1 else Mesh.single(device), "collective", kernels=True)
+        change(vae, device)
+        with seen(vae.decoder) as shapes:
+            got = made.decode(x + rank).sample
+        error = (got - type(vae).decode(vae, x).sample).abs().max().item()
+        found.append((str(decoding.why_unknown(vae)), {shape[2] for shape in shapes}, error))
+        assert str(made.unknown) == found[-1][0]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_hooks_and_processors_that_strips_do_not_know_keep_a_vae_whole(ranks: Pool, world: int) -> None:
+    for first, *others in ranks.run(world, changed):
+        assert first[0] == "None"
+        assert (max(first[1]) < SHAPE[1]) == (world > 1)
+        assert first[2] < CLOSE
+        for (told, heights, error), name in zip(others, CHANGES, strict=True):
+            assert name in told
+            assert heights == {SHAPE[1]}
+            assert error < CLOSE
+
+
+def test_vae_true_refuses_what_strips_do_not_know_and_takes_what_is_put_back() -> None:
+    pipe = pipelines.flux()
+    attend(pipe.vae, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"got vae=True for a AutoencoderKL .* has the attention processor"):
+        seqpar.parallelize(pipe, Mesh.single(), vae=True)
+    pipe.vae.fuse_qkv_projections()
+    assert decoding.why_unknown(pipe.vae) is None
+    attend(pipe.vae, torch.device("cpu"), AttnProcessor2_0)
+    assert decoding.why_unknown(pipe.vae) is None
 
 
 def two_pipelines(rank: int, world: int, device: torch.device) -> list[float]:

@@ -33,6 +33,7 @@ from seqpar.vae.dry import counted
 from seqpar.vae.known import check_modules, spatial_factor, why_changed
 from seqpar.vae.layout import wins
 from seqpar.vae.parallel import ParallelVAE
+from seqpar.vae.place import channels_last
 from seqpar.vae.shared import METHODS, own
 from seqpar.vae.turns import STRIP_BYTES
 
@@ -89,10 +90,14 @@ class Decoding:
         self._strips = self._alone if self._parallel is None else Work(self._parallel.decode, self._moves.check)
         # all ranks that share a picture must agree on a capture; a rank that decodes alone also captures alone
         places = {self._strips: replace(mesh, sequence=mesh.replica), self._alone: Mesh.single(mesh.device)}
-        self._graphs = {work: Graphs(place, capture, GRAPHS) for work, place in places.items()}
+        self._graphs = {
+            work: Graphs(place, capture, GRAPHS, tells=work is not self._alone or mesh.is_main)
+            for work, place in places.items()
+        }
         self._captures = capture is not None and self.unknown is None
         self._state: Hashable = None
         self._here = self._turns = False
+        self._total: float | None = None
         self._generation, self._told = 0, set[str]()
 
     def way(self, count: int, shape: Sequence[int], wish: str = "auto") -> Way:
@@ -139,17 +144,25 @@ class Decoding:
         self, way: Way, shape: tuple[int, ...], fit: Callable[..., Fit], model: Callable[[], int] | None = None
     ) -> Fit | None:
         """Return how latents of a shape fit; None where that is not known, for tiles and for sizes that always fit."""
-        total = total_gib(self.mesh.device)
         tiled = way.name != "strips" and getattr(self.vae, "use_tiling", False)
-        if self.unknown is not None or total is None or tiled:
+        if self.unknown is not None or tiled or (total := self._smallest()) is None:
             return None
         ranks, kind = way.ranks if way.name == "strips" else 1, kind_of(self.vae)
         if counted(kind, shape, ranks).gib < ALWAYS_FITS * total:
             return None
         free = free_gib(self.mesh.device) or 0.0
         if model is not None:
-            free = min(free, left_gib(total, model(), kind))
+            free = min(free, left_gib(total_gib(self.mesh.device) or total, model(), kind))
         return fit(kind, shape, ranks, min(self.mesh.collect(free)))
+
+    def _smallest(self) -> float | None:
+        """Return the GiB of the smallest of all ranks' devices, by which all decide alike; None on a CPU."""
+        total = total_gib(self.mesh.device)
+        if total is None:
+            return None
+        if self._total is None:
+            self._total = min(self.mesh.collect(total))
+        return self._total
 
     def release(self) -> None:
         """Free graphs and exchanges and put the weights' format back, on all ranks at the same time.
@@ -197,6 +210,7 @@ class Decoding:
             if self._parallel is None or exact.is_on() or reason is not None:
                 self.say(Way("whole", self.mesh.world.size, WHOLE, reason if self.mesh.world.size > 1 else None).told)
                 return Work(own(self.vae, "encode"))(form.whole)
+            self._parallel.strip_bytes = None  # that of the last decoding
             made = Work(self._parallel.encode)(form.whole)
             self._moves.check()
             return made
@@ -230,8 +244,9 @@ class Decoding:
         form, flags = form_of(arguments).each(plain), {name: getattr(self.vae, name, None) for name in FLAGS}
         shown = {**form.shown, **shapes(form.tensors), **{f"{name} of the VAE": flag for name, flag in flags.items()}}
         unknown, addresses = self._never or why_changed(self.vae), self._addresses()
-        self._here, state = addresses is not None, (addresses, unknown, *flags.values())
+        self._here, state = addresses is not None, (addresses, unknown, *flags.values(), exact.is_on(), _arithmetic())
         shown |= {"weights on this device": self._here, "what keeps the VAE whole": unknown}
+        shown |= {"exact mode": exact.is_on(), "channels-last weights of the VAE": channels_last(self.vae)}
         if agree(self.mesh, shown, vote=state != self._state):
             self._generation += 1
         self.unknown, self._state = unknown, state
@@ -292,6 +307,16 @@ def why_unknown(vae: Any) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _arithmetic() -> tuple[object, ...]:
+    """Return the settings of this process by which kernels are chosen, which a CUDA graph keeps as they were.
+
+    TF32 is read by its newer name, which knows both; the older one raises an error if both were used.
+    """
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    precision = (cudnn.conv.fp32_precision, cudnn.fp32_precision, matmul.fp32_precision)
+    return *precision, cudnn.enabled, cudnn.deterministic, cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
 
 
 def _at_once(way: Way, shape: Sequence[int]) -> tuple[int, ...]:

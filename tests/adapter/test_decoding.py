@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,9 @@ from seqpar import exact
 from seqpar.adapter import decoding
 from seqpar.adapter.decoding import Decoding
 from seqpar.mesh import Axis, Mesh
+from seqpar.vae import parallel
 from seqpar.vae.decoder import decode, way_of
+from seqpar.vae.turns import STRIP_BYTES
 from tests.support import pipelines
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
@@ -65,7 +68,7 @@ def test_the_way_follows_groups_one_rank_and_exact_mode(monkeypatch: pytest.Monk
 # Calls like those of diffusers -----------------------------------------------------------------------------------
 
 
-@contextmanager
+@contextlib.contextmanager
 def seen(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
     """Record the shapes of the inputs of a module's calls."""
     shapes: list[tuple[int, ...]] = []
@@ -274,6 +277,58 @@ def test_vae_true_refuses_what_strips_do_not_know_and_takes_what_is_put_back() -
     assert decoding.why_unknown(pipe.vae) is None
     attend(pipe.vae, torch.device("cpu"), AttnProcessor2_0)
     assert decoding.why_unknown(pipe.vae) is None
+
+
+def unlike(rank: int, world: int, device: torch.device) -> tuple[str, list[int | None], tuple[int, ...], str]:
+    """Return what differs between ranks: an error of their weights' memory, and what is said of captures that fail.
+
+    Between them are the strips in turn of an encoding after a decoding, and the shape of a picture that one rank alone
+    would find small for its device.
+    """
+    vae, sizes = pipelines.decoder(1).to(device), list[int | None]()
+    made = Decoding(vae, make_mesh(device, cfg=1), "collective", failing)
+    if rank:
+        vae.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match="got channels-last weights of the VAE") as error:
+        made.decode(latents(1).to(device))
+    vae.to(memory_format=torch.contiguous_format)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "total_gib", lambda device: (1e-6, 1e6)[rank])
+        patch.setattr(decoding, "free_gib", lambda device: 1e-6)
+        patch.setattr(parallel, "maybe_in_turns", lambda run, place, size: sizes.append(size) or run())
+        picture_13HW = made.decode(latents(1).to(device)).sample
+        made.encode(picture(1).to(device))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        for _ in range(2):
+            made.decode(latents(2).to(device))
+    return str(error.value), sizes, tuple(picture_13HW.shape), said.getvalue()
+
+
+def failing(work: Callable[[], Any]) -> Any:
+    raise RuntimeError("no capture")
+
+
+def test_ranks_that_differ_decide_alike_and_one_prints(ranks: Pool) -> None:
+    first, second = ranks.run(2, unlike)
+    assert first[:3] == second[:3]
+    assert first[1] == [STRIP_BYTES, None]
+    assert first[3].count("calls run without CUDA graphs, because a capture failed: no capture") == 1
+    assert second[3] == ""
+
+
+def test_a_graph_of_other_arithmetic_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Replays()
+    made = Decoding(pipelines.decoder(1), Mesh.single(), "collective", captures)
+    settings = torch.backends.cudnn.flags(deterministic=True, allow_tf32=False), torch.backends.cudnn.flags()
+    for number, setting in enumerate(settings, start=1):
+        with setting:
+            made.decode(latents(1))
+            made.decode(latents(1))
+        assert len(captures.made) == number
+        assert [each.released for each in captures.made] == [True] * (number - 1) + [False]
+    monkeypatch.setattr(exact, "is_on", lambda: True)
+    made.decode(latents(1))
+    assert len(captures.made) == 3
 
 
 def two_pipelines(rank: int, world: int, device: torch.device) -> list[float]:

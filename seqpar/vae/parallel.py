@@ -128,7 +128,7 @@ class ParallelVAE:
 
         The hook of `enable_model_cpu_offload` moves the weights to the device.
         """
-        hook = getattr(self._vae, "_hf_hook", None)
+        hook: Any = getattr(self._vae, "_hf_hook", None)
         if hasattr(hook, "pre_forward"):
             hook.pre_forward(self._vae)
 

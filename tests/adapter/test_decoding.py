@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
+from diffusers.hooks.group_offloading import apply_group_offloading
+from diffusers.hooks.layerwise_casting import apply_layerwise_casting
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree

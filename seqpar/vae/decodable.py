@@ -18,6 +18,7 @@ from seqpar.vae.dry import Kind, counted
 from seqpar.vae.known import spatial_factor
 
 MOST_RANKS = 64  # that a refusal proposes
+COMMON_POOL = (0, 0)  # torch's id of the memory that is in no private pool
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,16 @@ def total_gib(device: torch.device) -> float | None:
 
 
 def free_gib(device: torch.device) -> float | None:
-    """Return the GiB that are free on this rank's device, and those that torch keeps unused; None on a CPU."""
+    """Return the GiB that are free on this rank's device, and those that torch keeps unused; None on a CPU.
+
+    Memory in the private pools of CUDA graphs counts as used: only those graphs can use it.
+    """
     if device.type != "cuda":
         return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = [each for each in torch.cuda.memory_snapshot() if each["device"] == index]
+    common = [each for each in segments if tuple(each["segment_pool_id"]) == COMMON_POOL]
+    unused = sum(each["total_size"] - each["active_size"] for each in common)
     return USABLE * (torch.cuda.mem_get_info(device)[0] + unused) / GIB
 
 

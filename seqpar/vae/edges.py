@@ -7,12 +7,14 @@ When it wins: with strips of many rows, where a padded copy would cost memory an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from seqpar.vae.padding import edge, memory_format
+from seqpar.vae.layout import memory_format
+from seqpar.vae.padding import edge
 from seqpar.vae.place import Place
 
 LEAST = 8  # rows of a strip for each row of padding: with fewer, slabs are as large as the strip
@@ -33,15 +35,14 @@ def convolve(place: Place, strip: Tensor, pad: int, apply: Callable[[Tensor, int
     """
     cut, n, rows = place.cut, len(strip), strip.shape[place.cut.dim]
     slabs = _slabs(place, strip, pad)
-    arrived = _start(
-        place,
-        first=None if cut.first else edge(place, strip, 0, pad),
-        last=None if cut.last else edge(place, strip, rows - pad, pad),
-        before=None if cut.first else edge(place, slabs[:n], 0, pad),
-        after=None if cut.last else edge(place, slabs[n:], 2 * pad, pad),
-    )
-    out = apply(strip, pad)
-    arrived()
+    blocks = {
+        "first": None if cut.first else edge(place, strip, 0, pad),
+        "last": None if cut.last else edge(place, strip, rows - pad, pad),
+        "before": None if cut.first else edge(place, slabs[:n], 0, pad),
+        "after": None if cut.last else edge(place, slabs[n:], 2 * pad, pad),
+    }
+    with _travelling(place, blocks):
+        out = apply(strip, pad)
     edges = apply(slabs[n * cut.first : n * (2 - cut.last)], 0)
     if not cut.first:
         out.narrow(cut.dim, 0, pad).copy_(edges[:n])
@@ -64,14 +65,23 @@ def _slabs(place: Place, strip: Tensor, pad: int) -> Tensor:
     return slabs
 
 
-def _start(place: Place, **blocks: Tensor | None) -> Callable[[], None]:
-    """Start to swap edges, beside the current stream if the place has a stream for it; return what waits for them."""
+@contextmanager
+def _travelling(place: Place, blocks: dict[str, Tensor | None]) -> Iterator[None]:
+    """While it is entered edges are swapped, beside the current stream if the place has a stream for it.
+
+    At its end they have arrived. The current stream waits for them after an error, too: else the memory of strip and
+    slabs would be given to others while the side stream still uses it.
+    """
     side = place.side
     if side is None:
         place.exchanges.swap(**blocks)
-        return lambda: None
+        yield
+        return
     here = torch.cuda.current_stream()
     side.wait_stream(here)
-    with torch.cuda.stream(side):
-        place.exchanges.swap(**blocks)
-    return lambda: here.wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            place.exchanges.swap(**blocks)
+        yield
+    finally:
+        here.wait_stream(side)

@@ -1,7 +1,7 @@
 """What the strips of one VAE tell each other: edge rows, sums of norms, keys and values.
 
 Exchanges are made at the first use of a shape and kept, so that a CUDA graph may replay them. A computation that runs
-several strips on one device gives `Place` an object with the same four methods.
+several strips on one device gives `Place` an object with the same three methods.
 """
 
 from __future__ import annotations

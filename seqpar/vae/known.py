@@ -115,9 +115,35 @@ def _kind(one: object) -> str:
     return f"{type(one).__module__}.{type(one).__qualname__}"
 
 
+def writes(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function writes into one of its arguments."""
+    name = getattr(function, "__name__", "")
+    if name in ("__setitem__", "__set__", "__delitem__") or (name.endswith("_") and not name.endswith("__")):
+        return True
+    if name.startswith("__i"):
+        return name not in ("__index__", "__int__", "__invert__", "__iter__", "__init__")
+    code = getattr(function, "__code__", None)  # of functions in Python, which take these two by position, too
+    named = {} if code is None else dict(zip(code.co_varnames[: code.co_argcount], args, strict=False))
+    given = ((named | {**kwargs}).get(name) for name in ("inplace", "out"))
+    return any(isinstance(x, Tensor) or bool(x) for x in given)
+
+
 def _getters(*names: str) -> list[Any]:
     return [getattr(Tensor, name).__get__ for name in names]
 
+
+METADATA: frozenset[Any] = frozenset(
+    (
+        *_getters("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta"),
+        *_getters("is_cuda", "is_cpu", "is_sparse", "is_quantized"),
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.element_size, Tensor.__len__),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__, torch.is_tensor),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+    )
+)
+"""Functions that read no values, only what a tensor without memory knows, too."""
+PLACES: frozenset[Any] = frozenset((Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset))
+"""Functions that read only where values lie."""
 
 LOCAL = frozenset(
     [
@@ -135,7 +161,12 @@ LOCAL = frozenset(
         *(torch.zeros_like, torch.ones_like, torch.zeros, torch.functional.meshgrid, F.linear),
     ]
 )
-"""Functions whose result on a strip is the strip of their result."""
+"""Functions whose result on a strip is the strip of their result.
+
+Of some this is true only as the modules in `MODULES` call them: `arange`, `meshgrid` and the indexing of rows depend
+on positions, and views, `cat` and `linear` on the dims. Nothing here checks their arguments. They are safe because a
+type of module is listed only after its strips were compared with whole pictures; look at them when you list another.
+"""
 
 
 def spatial_factor(vae: Any) -> int:

@@ -20,17 +20,7 @@ from torch import Tensor
 from seqpar.kernels.channel_norm import channel_norm
 from seqpar.kernels.group_norm import Affine, normalise
 from seqpar.kernels.residual import add
-
-# they read no values
-ABOUT: frozenset[Any] = frozenset(
-    (
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),
-        *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")),
-        *(Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_contiguous, Tensor.element_size),
-        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__hash__, torch.is_tensor),
-        *(Tensor.storage_offset, torch.is_floating_point, torch.is_complex, torch.numel),
-    )
-)
+from seqpar.vae.known import METADATA, PLACES, writes
 
 
 class Unwritten(Protocol):
@@ -124,9 +114,9 @@ class Later:
 
     def settle(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write what a function may read: its arguments, or everything if it writes, maybe into a norm's input."""
-        if not self._kept or function in ABOUT:
+        if not self._kept or function in METADATA or function in PLACES:
             return
-        if writes(function, kwargs):
+        if writes(function, args, kwargs):
             self.finish()
         for x in tensors((args, kwargs)):
             if self.how(x) is not None:
@@ -146,14 +136,6 @@ class Later:
             if x is not None and not isinstance(how, Biased):
                 x.data = x.new_empty(0)
         self._kept.clear()
-
-
-def writes(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a function writes into one of its arguments."""
-    name = getattr(function, "__name__", "")
-    inside = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__", "__init__")
-    special = inside or name in ("__setitem__", "__set__", "__delitem__")
-    return special or (name.endswith("_") and not name.endswith("__")) or bool(kwargs.get("inplace")) or "out" in kwargs
 
 
 def tensors(given: Any) -> Iterator[Tensor]:

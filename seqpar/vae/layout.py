@@ -22,6 +22,14 @@ def pixels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=FORMATS[x.ndim])
 
 
+def memory_format(x: Tensor) -> torch.memory_format:
+    """Return channels-last if a tensor lies so and not contiguously as well, else contiguous."""
+    last = FORMATS.get(x.ndim)
+    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
+
+
 def wins(vae: nn.Module, device: torch.device) -> bool:
     """Return whether a VAE should compute in channels-last memory: of pictures, on a GPU. Videos were not measured."""
     return device.type == "cuda" and not any(isinstance(module, nn.Conv3d) for module in vae.modules())

@@ -93,11 +93,9 @@ class Norm:
 
     def __call__(self, strip: Tensor) -> Tensor:
         """Return the norm of a strip."""
-        return (
-            torch.empty_like(strip).copy_(strip)
-            if strip.is_meta
-            else normalise(strip, self.moments, self.affine, self.silu)
-        )
+        if strip.is_meta:
+            return torch.empty_like(strip).copy_(strip)
+        return normalise(strip, self.moments, self.affine, self.silu)
 
 
 @dataclass(frozen=True)
@@ -110,11 +108,9 @@ class ChannelNorm:
 
     def __call__(self, strip: Tensor) -> Tensor:
         """Return the norm of a strip."""
-        return (
-            torch.empty_like(strip).copy_(strip)
-            if strip.is_meta
-            else channel_norm(strip, self.weight, self.bias, self.silu)
-        )
+        if strip.is_meta:
+            return torch.empty_like(strip).copy_(strip)
+        return channel_norm(strip, self.weight, self.bias, self.silu)
 
 
 def over_channels_later(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -182,11 +178,9 @@ def cast(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     target = target.dtype if isinstance(target, Tensor) and func is Tensor.type_as else target
     if target in (x.dtype, x.device):
         return x
-    return (
-        later(turns, x, Tensor.to, (HERE, target), dtype=target)
-        if isinstance(target, torch.dtype)
-        else (NotImplemented)
-    )
+    if not isinstance(target, torch.dtype):
+        return NotImplemented
+    return later(turns, x, Tensor.to, (HERE, target), dtype=target)
 
 
 def normalize(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -124,15 +124,19 @@ def biased(place: Place, y: Tensor, bias: Tensor) -> Tensor:
 
 
 def divide(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Apply the rule of division, which is local; by the number 1 it is its input, where plain torch makes a copy.
+    """Apply the rule of division, which is local; modules in `SCALED` by the number 1 save the copy of plain torch.
 
-    diffusers' residual blocks divide a sum that nobody else has by their scale, which is nearly always 1.
+    Elsewhere the input may have another user, who would see what an in-place function makes of the result.
     """
     if len(args) == 2 and not kwargs and isinstance(args[1], (int, float)) and args[1] == 1:
         x = args[0]
-        if isinstance(x, Tensor) and x.is_floating_point():
+        if isinstance(x, Tensor) and x.is_floating_point() and type(place.module()).__name__ in SCALED:
             return x
     return function(*args, **kwargs)
+
+
+SCALED = frozenset(("ResnetBlock2D", "Attention"))
+"""Modules of diffusers that divide a sum that nobody else has by their scale, which is nearly always 1."""
 
 
 @contextmanager
@@ -140,7 +144,8 @@ def single_functions(vae: nn.Module) -> Iterator[None]:
     """While it is entered, the modules in `FORWARDS` call one function each, which the rules then see.
 
     Wan and Qwen-Image write these as many functions, with conversions to fp32 in between. A module whose `forward` was
-    replaced by somebody else, to load its weights for example, is left alone.
+    replaced by somebody else, to load its weights for example, is left alone. The VAE object itself is changed
+    meanwhile (and `ParallelVAE` sets its `use_tiling`), so two threads must not call one VAE at the same time.
     """
     changed: list[nn.Module] = []
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqpar.vae.layout import memory_format
 from seqpar.vae.place import Place
 
 Pads = dict[int, tuple[int, int]]
@@ -81,11 +82,3 @@ def fill_edges(
     for step in range(after):
         source = end - 1 - (step + 1 if mode == "reflect" else 0)
         padded.narrow(dim, end + step, 1).copy_(padded.narrow(dim, source, 1))
-
-
-def memory_format(strip: Tensor) -> torch.memory_format:
-    """Return the memory format of a tensor, so that a convolution finds its input as it would unpadded."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(strip.ndim)
-    if last is None or strip.is_contiguous() or not strip.is_contiguous(memory_format=last):
-        return torch.contiguous_format
-    return last

@@ -17,15 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-METADATA = frozenset(
-    (
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_meta")),
-        *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "layout", "is_quantized", "is_sparse")),
-        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.element_size),
-        *(Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, Tensor.__len__),
-    )
-)
-"""Functions that read no values."""
+from seqpar.vae.known import METADATA
+from seqpar.vae.layout import memory_format
+
 HERE = object()  # stands for the value of the step before, among the arguments of a step
 
 
@@ -159,29 +153,11 @@ def _references(chain: Chain) -> tuple[int, int]:
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
     """Return memory for a result, channels-last where the source is."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.ndim)
-    wanted = last is not None and not like.is_contiguous() and like.is_contiguous(memory_format=last)
-    memory_format = last if wanted and last is not None and len(shape) == like.ndim else torch.contiguous_format
-    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=memory_format)
+    wanted = memory_format(like) if len(shape) == like.ndim else torch.contiguous_format
+    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=wanted)
 
 
 def strips(rows: int, total_bytes: int, strip_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield (first, last + 1) of strips of at most `strip_bytes` and at least one row."""
     count = max(1, strip_bytes * rows // max(1, total_bytes))
     yield from ((low, min(low + count, rows)) for low in range(0, rows, count))
-
-
-def mutates(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a function may write to one of its arguments."""
-    name = getattr(func, "__name__", "")
-    if kwargs.get("out") is not None or kwargs.get("inplace") or name in ("__setitem__", "__set__"):
-        return True
-    if name.startswith("__"):
-        return name in IN_PLACE
-    place = {F.silu: 1, F.relu: 1, F.dropout: 3, F.leaky_relu: 2}.get(func)
-    return name.endswith("_") or (place is not None and len(args) > place and bool(args[place]))
-
-
-IN_PLACE = frozenset(
-    f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-)

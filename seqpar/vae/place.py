@@ -1,10 +1,9 @@
-"""Where a rule stands: the cut, the exchanges, and the padded buffers that one rule hands to the next."""
+"""Where a rule stands: the cut, the exchanges, and which tensors one rule has padded for the next."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -14,15 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from seqpar.vae.cut import Cut
 from seqpar.vae.exchanges import Exchanges
 from seqpar.vae.later import Later
-
-
-@dataclass(frozen=True)
-class Padded:
-    """A buffer with `before` and `after` rows (along the cut dim) around a strip."""
-
-    buffer: Tensor
-    before: int
-    after: int
+from seqpar.vae.layout import memory_format
 
 
 class Place:
@@ -45,19 +36,7 @@ class Place:
         self.cut, self.exchanges, self._names = cut, exchanges, names
         self.channels_last, self.side = channels_last, side
         self.later = Later()
-        self._lent, self._halos = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
-
-    def lend(self, interior: Tensor, padded: Padded) -> None:
-        """Say that `interior` is the inside of a padded buffer, whose edge rows hold nothing yet.
-
-        A convolution then lets the neighbours' rows arrive in the edge rows, without a copy of the strip.
-        """
-        self._lent[interior] = padded
-
-    def padded(self, interior: Tensor, before: int, after: int) -> Tensor | None:
-        """Return the whole buffer whose inside is this tensor, if one with these edges was lent; else None."""
-        lent = self._lent.get(interior)
-        return lent.buffer if lent is not None and (lent.before, lent.after) == (before, after) else None
+        self._halos = WeakTensorKeyDictionary()
 
     def has_halo(self, buffer: Tensor, before: int, after: int) -> None:
         """Say that a tensor is a strip with `before` and `after` rows of its neighbours (or of the outer padding)."""
@@ -81,17 +60,23 @@ class Place:
 
     def where(self) -> str:
         """Return the name of the innermost module of the VAE that is running."""
+        module = self.module()
+        if module is None:
+            return "no module of the VAE"
+        return f"{self._names[module] or 'the VAE'} ({type(module).__name__})"
+
+    def module(self) -> nn.Module | None:
+        """Return the innermost module of the VAE that is running."""
         frame = sys._getframe(1)
         while frame is not None:
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module) and module in self._names:
-                return f"{self._names[module] or 'the VAE'} ({type(module).__name__})"
+                return module
             frame = frame.f_back
-        return "no module of the VAE"
+        return None
 
 
 def channels_last(vae: nn.Module) -> bool:
     """Return whether the weights of a VAE's convolutions are channels-last, so that its activations will be."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     weights = (module.weight for module in vae.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d)))
-    return any(not one.is_contiguous() and one.is_contiguous(memory_format=formats[one.ndim]) for one in weights)
+    return any(memory_format(weight) is not torch.contiguous_format for weight in weights)

@@ -14,6 +14,7 @@ from seqpar.kernels._triton import fused
 from seqpar.vae.lazy import Args, Kwargs, Norm, Turning, chain_of, extended, settled
 from seqpar.vae.norms import combine
 from seqpar.vae.pending import HERE, Chain, Pending, Step, empty, real, strips
+from seqpar.vae.rules import Settings, taken
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,10 @@ class Convolution:
 
 def convolve(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Convolve in strips if the input is pending or large, or the output is large."""
-    given = dict(zip(("input", "weight", "bias", "stride", "padding", "dilation", "groups"), args, strict=False))
-    given |= kwargs
-    x, weight = given["input"], real(given["weight"])
-    if x.ndim != weight.ndim or isinstance(given.get("padding", 0), str):
+    x, given = taken(*args, **kwargs)
+    if x.ndim != given.weight.ndim or isinstance(given.padding, str):
         return NotImplemented
-    made = _described(turns, func, x, weight, given)
+    made = _described(turns, func, x, given)
     with torch._C.DisableTorchFunction():
         shape = made.shape(_inner(x))
         if not (isinstance(x, Pending) or turns.large(x) or turns.exceeds(torch.Size(shape).numel(), x.dtype)):
@@ -85,9 +84,9 @@ def convolve(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return turns.convolved(_in_strips(turns, made, _inner(x), shape))
 
 
-def _described(turns: Turning, func: Any, x: Tensor, weight: Tensor, given: Kwargs) -> Convolution:
-    count = weight.ndim - 2
-    own, padding = _each(given.get("padding", 0), count), [0] * (2 * count)
+def _described(turns: Turning, func: Any, x: Tensor, given: Settings) -> Convolution:
+    own = given.along(given.padding)
+    padding = [0] * (2 * len(own))
     if isinstance(x, Pending) and x.value is None and x.padding and x.chain is not None:
         padding[: len(x.padding)] = x.padding
         chain = x.chain
@@ -97,17 +96,13 @@ def _described(turns: Turning, func: Any, x: Tensor, weight: Tensor, given: Kwar
     return Convolution(
         func,
         chain,
-        weight,
-        given.get("bias"),
-        _each(given.get("stride", 1), count),
+        real(given.weight),
+        given.bias,
+        given.along(given.stride),
         tuple(padding),
-        _each(given.get("dilation", 1), count),
-        given.get("groups", 1),
+        given.along(given.dilation),
+        given.groups,
     )
-
-
-def _each(value: Any, count: int) -> tuple[int, ...]:
-    return tuple(value) * (count // len(value)) if isinstance(value, list | tuple) else (value,) * count
 
 
 def _inner(x: Tensor) -> tuple[int, ...]:

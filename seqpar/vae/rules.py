@@ -17,14 +17,14 @@ from seqpar.kernels import upsample
 from seqpar.vae import edges
 from seqpar.vae.attention import attention
 from seqpar.vae.norms import add, biased, divide, group_norm, left_out, norm_of_channels, over_channels, silu
-from seqpar.vae.padding import fill_halo, pad_strip
+from seqpar.vae.padding import pad_strip
 from seqpar.vae.place import Place
 
 Rule = Callable[[Place, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
-class Convolution:
+class Settings:
     """What conv2d and conv3d take besides their input, under torch's names."""
 
     weight: Tensor
@@ -36,7 +36,8 @@ class Convolution:
 
     def along(self, value: Any) -> tuple[int, ...]:
         """Return a value for each dim of the kernel."""
-        return (value,) * (self.weight.ndim - 2) if isinstance(value, int) else tuple(value)
+        count = self.weight.ndim - 2
+        return (value,) * count if isinstance(value, int) else tuple(value) * (count // len(value))
 
     def padded(self, dim: int, pad: int) -> tuple[int, ...]:
         """Return the padding, with another one along a dim that is counted from the end."""
@@ -45,12 +46,17 @@ class Convolution:
         return tuple(pads)
 
 
+def taken(input: Tensor, *settings: Any, **named: Any) -> tuple[Tensor, Settings]:
+    """Return the input of conv2d or conv3d, and what they take besides, from their arguments."""
+    return input, Settings(*settings, **named)
+
+
 def convolve(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Apply the rule of conv2d and conv3d: padding along the cut dim becomes rows of the neighbours."""
-    return _convolve(place, function, args[0], Convolution(*args[1:], **kwargs))
+    return _convolve(place, function, *taken(*args, **kwargs))
 
 
-def _convolve(place: Place, function: Callable[..., Any], input: Tensor, given: Convolution) -> Tensor:
+def _convolve(place: Place, function: Callable[..., Any], input: Tensor, given: Settings) -> Tensor:
     at, weight = place.cut.dim, given.weight
     if isinstance(given.padding, str) or input.ndim != weight.ndim:
         shape = tuple(input.shape)
@@ -80,10 +86,6 @@ def _with_halo(
     pad = sizes[0]
     if place.cut.axis.size == 1:
         return apply(strip, pad)
-    buffer = place.padded(strip, pad, pad)
-    if buffer is not None:
-        fill_halo(place, buffer, (pad, pad))
-        return apply(buffer, 0)
     if edges.fits(place, strip, *sizes):
         return edges.convolve(place, strip, pad, apply)
     return apply(pad_strip(place, strip, {place.cut.dim: (pad, pad)}), 0)

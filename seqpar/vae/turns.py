@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from seqpar.vae.known import METADATA, writes
 from seqpar.vae.lazy import LAZY
-from seqpar.vae.pending import METADATA, Pending, mutates, real
+from seqpar.vae.pending import Pending, real
 from seqpar.vae.rows import convolve, normalise
 
 STRIP_BYTES = 64 << 20  # of a strip's input or output, whichever is larger: enough for fast convolutions
@@ -71,7 +72,7 @@ class Turns(TorchFunctionMode):
         if func in METADATA:
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
-        if mutates(func, args, kwargs):
+        if writes(func, args, kwargs):
             self._settle()
         elif (rule := RULES.get(func)) is not None:
             made = rule(self, func, args, kwargs)

@@ -19,9 +19,10 @@ from seqpar.vae.cut import Cut
 from seqpar.vae.exchanges import TransportExchanges
 from seqpar.vae.later import Later
 from seqpar.vae.mode import StripMode
-from seqpar.vae.norms import over_channels
+from seqpar.vae.norms import SCALED, over_channels
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.place import Place
+from seqpar.vae.rules import RULES
 from tests.support import vaes
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
@@ -223,6 +224,23 @@ def test_a_norm_of_a_convolution_that_lacks_its_bias_adds_it_once(order: str) ->
             close(got, right)
 
 
+def test_all_that_waits_is_written_once_before_a_function_that_writes() -> None:
+    """A norm reads the output of the convolution that waits for its bias: writing one of them writes both."""
+    x, bias = picture(), random((6,), 3, "cpu").double()
+    kernel = random((6, 6, 3, 3), 4, "cpu", torch.float64)
+    plain = F.conv2d(x, kernel, bias, padding=1)
+    entered, place = mode()
+    with torch.no_grad(), entered:
+        y = F.conv2d(x, kernel, bias, padding=1)
+        norm = F.group_norm(y, 3)
+        other = torch.zeros_like(x)
+        assert len(place.later) == 2
+        other.add_(1.0)
+        assert len(place.later) == 0
+    close(y, plain)
+    close(norm, F.group_norm(plain, 3))
+
+
 def test_sums_add_the_biases_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum that nothing settles would lack a bias: this is a negative control."""
     x, bias = picture(), random((6,), 3, "cpu").double()
@@ -242,9 +260,27 @@ def test_sums_add_the_biases_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> N
     assert float((got - both(torch.mul)).abs().max()) > 0.1
 
 
-def test_division_by_one_copies_nothing_and_other_divisions_divide() -> None:
-    x = picture()
+def test_division_by_one_copies_nothing_in_residual_blocks_and_copies_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vae, z = made("kl")
+    same: list[bool] = []
+    divide = RULES[Tensor.div]
+
+    def counted(place: Place, function: Any, args: Any, kwargs: Any) -> Tensor:
+        out = divide(place, function, args, kwargs)
+        same.append(out is args[0])
+        return out
+
+    x, before = picture(), picture()
     with torch.no_grad(), mode()[0]:
-        assert x / 1.0 is x
+        y = x / 1.0
+        y.add_(1.0)
+        close(x, before)
+        close(y, before + 1.0)
         close(x / 2.0, 0.5 * x)
         assert (torch.zeros(2, dtype=torch.int64) / 1).dtype == torch.get_default_dtype()
+    monkeypatch.setitem(RULES, Tensor.div, counted)  # type: ignore[misc]
+    single(vae).decode(z)
+    blocks = [module for module in vae.decoder.modules() if type(module).__name__ in SCALED]
+    assert same == [True] * len(blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 
 from seqpar.mesh import Axis
 from seqpar.transports import collective
-from seqpar.vae import known
+from seqpar.vae import edges, known
 from seqpar.vae.cut import Cut
 from seqpar.vae.exchanges import TransportExchanges
 from seqpar.vae.mode import StripMode
-from seqpar.vae.place import Padded, Place
+from seqpar.vae.place import Place
 from tests.support import vaes
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
@@ -71,24 +72,32 @@ def test_edge_rows_are_the_neighbours(ranks: Pool, latent: tuple[int, int], scal
             torch.testing.assert_close(result.cpu(), cut.take(expected, factor), rtol=1e-12, atol=1e-9, msg=name)
 
 
-def inside(rank: int, world: int, device: torch.device) -> tuple[bool, Tensor]:
-    """Return whether a convolution read a lent buffer instead of a copy, and what it made of it."""
-    axis = make_mesh(device).replica
-    place = Place(Cut(axis, (2, 2), -2, 2), TransportExchanges(axis, collective.Transport()), {})
-    strip = place.cut.take(coded(4, 2).to(device))
-    buffer = strip.new_full((2, 4, 4, 2), float("nan"))
-    interior = buffer[:, :, 1:3].copy_(strip)
-    place.lend(interior, Padded(buffer, 1, 1))
-    with torch.no_grad(), StripMode(place):
-        out = F.conv2d(interior, WEIGHT.to(device), padding=1)
-    return not bool(buffer.isnan().any()), out
+class Side:
+    """A stream that records which streams waited for it."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[Side] = []
+
+    def wait_stream(self, other: Side) -> None:
+        self.waited_for.append(other)
 
 
-def test_a_lent_buffer_is_used_without_a_copy(ranks: Pool) -> None:
-    expected = F.conv2d(coded(4, 2), WEIGHT, padding=1)
-    for rank, (used, out) in enumerate(ranks.run(2, inside)):
-        assert used
-        torch.testing.assert_close(out.cpu(), expected[:, :, 2 * rank : 2 * rank + 2])
+def test_edges_have_arrived_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the memory of a strip would be used again while its edges still travel."""
+    here, side = Side(), Side()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    cut = Cut.of(Axis("world"), 9, 4)
+    assert cut is not None
+    place = Place(cut, TransportExchanges(Axis("world"), collective.Transport()), {}, side=side)  # type: ignore[arg-type]
+
+    def fails(strip: Tensor, pad: int) -> Tensor:
+        assert here.waited_for == []
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        edges.convolve(place, coded(9, 4), 1, fails)
+    assert (here.waited_for, side.waited_for) == ([side], [here])
 
 
 class Odd(nn.Module):
@@ -152,3 +161,25 @@ def test_an_unpadded_strip_of_another_height_is_noticed_although_columns_fit() -
     assert cut.fits(torch.empty(1, 1, 16, 40))
     assert not cut.fits(torch.empty(1, 1, 24, 40))
     assert cut.shares(16) == (24, 16, 16)
+
+
+def test_functions_that_write_are_known_by_name_and_by_arguments() -> None:
+    x = torch.zeros(1)
+    write: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (Tensor.add_, (x, x), {}),
+        (Tensor.__iadd__, (x, x), {}),
+        (Tensor.__setitem__, (x, 0, 1), {}),
+        (torch.add, (x, x), {"out": x}),
+        (F.relu, (x, True), {}),
+        (F.leaky_relu, (x, 0.1), {"inplace": True}),
+        (F.normalize, (x, 2, 0, 1e-12, x), {}),
+    ]
+    read: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (Tensor.__int__, (x,), {}),
+        (torch.add, (x, x), {"out": None}),
+        (F.relu, (x, False), {}),
+        (F.silu, (x,), {"inplace": False}),
+        (F.normalize, (x,), {"out": None}),
+    ]
+    assert [known.writes(*each) for each in write] == [True] * len(write)
+    assert [known.writes(*each) for each in read] == [False] * len(read)

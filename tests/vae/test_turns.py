@@ -104,9 +104,20 @@ class Reads(nn.Module):
         )
 
 
-def test_what_somebody_still_reads_is_not_overwritten() -> None:
+class Pads(Reads):
+    """Pads a norm that waits, and reads the norm itself before a convolution takes what was padded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.silu(F.group_norm(self.first(x), 2))
+        padded = F.pad(h, (1, 1, 1, 1))
+        read = torch.sigmoid(h)
+        return F.conv2d(padded, self.second.weight) + read
+
+
+@pytest.mark.parametrize("kind", [Reads, Pads])
+def test_what_somebody_still_reads_is_not_overwritten(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    module, x = Reads().double(), torch.randn(2, 4, 9, 5, dtype=FP64)
+    module, x = kind().double(), torch.randn(2, 4, 9, 5, dtype=FP64)
     with torch.no_grad():
         expected = module(x.clone())
     assert (in_turns(lambda: module(x.clone()), strip_bytes=100) - expected).abs().max() <= 1e-12

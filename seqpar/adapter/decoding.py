@@ -30,9 +30,10 @@ from seqpar.transports.collective.point_to_point import gather
 from seqpar.vae.decodable import Fit, check_decodable, fit_of, free_gib, kind_of, left_gib, total_gib
 from seqpar.vae.decoder import Way, way_of
 from seqpar.vae.dry import counted
-from seqpar.vae.known import check_modules, spatial_factor
+from seqpar.vae.known import check_modules, spatial_factor, why_changed
 from seqpar.vae.layout import wins
 from seqpar.vae.parallel import ParallelVAE
+from seqpar.vae.place import channels_last
 from seqpar.vae.shared import METHODS, own
 from seqpar.vae.turns import STRIP_BYTES
 
@@ -66,7 +67,7 @@ class Decoding:
     transport: the name of the one that moves the edges of strips. capture: captures calls as CUDA graphs; None runs
     them eagerly. kernels: whether a rank that decodes alone computes norms by our kernels, as strips do.
     channels_last: compute in channels-last memory, in which the weights of convolutions are until `release`.
-    unknown: why this VAE is never cut into strips, or None.
+    unknown: why this VAE is not cut into strips, or None; hooks and attention processors are looked at in each call.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class Decoding:
         kernels: bool = False,
         channels_last: bool = False,
     ) -> None:
-        self.mesh, self.vae, self.unknown = mesh, vae, why_unknown(vae)
+        self.mesh, self.vae, self._never = mesh, vae, why_unknown(vae)
+        self.unknown = self._never
         self._moves = load_transport(transport)
         cut = mesh.replica.size > 1 and self.unknown is None
         self._parallel = ParallelVAE(vae, mesh, self._moves, channels_last) if cut else None
@@ -88,10 +90,14 @@ class Decoding:
         self._strips = self._alone if self._parallel is None else Work(self._parallel.decode, self._moves.check)
         # all ranks that share a picture must agree on a capture; a rank that decodes alone also captures alone
         places = {self._strips: replace(mesh, sequence=mesh.replica), self._alone: Mesh.single(mesh.device)}
-        self._graphs = {work: Graphs(place, capture, GRAPHS) for work, place in places.items()}
+        self._graphs = {
+            work: Graphs(place, capture, GRAPHS, tells=work is not self._alone or mesh.is_main)
+            for work, place in places.items()
+        }
         self._captures = capture is not None and self.unknown is None
         self._state: Hashable = None
         self._here = self._turns = False
+        self._total: float | None = None
         self._generation, self._told = 0, set[str]()
 
     def way(self, count: int, shape: Sequence[int], wish: str = "auto") -> Way:
@@ -138,17 +144,25 @@ class Decoding:
         self, way: Way, shape: tuple[int, ...], fit: Callable[..., Fit], model: Callable[[], int] | None = None
     ) -> Fit | None:
         """Return how latents of a shape fit; None where that is not known, for tiles and for sizes that always fit."""
-        total = total_gib(self.mesh.device)
         tiled = way.name != "strips" and getattr(self.vae, "use_tiling", False)
-        if self.unknown is not None or total is None or tiled:
+        if self.unknown is not None or tiled or (total := self._smallest()) is None:
             return None
         ranks, kind = way.ranks if way.name == "strips" else 1, kind_of(self.vae)
         if counted(kind, shape, ranks).gib < ALWAYS_FITS * total:
             return None
         free = free_gib(self.mesh.device) or 0.0
         if model is not None:
-            free = min(free, left_gib(total, model(), kind))
+            free = min(free, left_gib(total_gib(self.mesh.device) or total, model(), kind))
         return fit(kind, shape, ranks, min(self.mesh.collect(free)))
+
+    def _smallest(self) -> float | None:
+        """Return the GiB of the smallest of all ranks' devices, by which all decide alike; None on a CPU."""
+        total = total_gib(self.mesh.device)
+        if total is None:
+            return None
+        if self._total is None:
+            self._total = min(self.mesh.collect(total))
+        return self._total
 
     def release(self) -> None:
         """Free graphs and exchanges and put the weights' format back, on all ranks at the same time.
@@ -196,6 +210,7 @@ class Decoding:
             if self._parallel is None or exact.is_on() or reason is not None:
                 self.say(Way("whole", self.mesh.world.size, WHOLE, reason if self.mesh.world.size > 1 else None).told)
                 return Work(own(self.vae, "encode"))(form.whole)
+            self._parallel.strip_bytes = None  # that of the last decoding
             made = Work(self._parallel.encode)(form.whole)
             self._moves.check()
             return made
@@ -228,11 +243,13 @@ class Decoding:
         """Return rank 0's arguments on this rank's device; graphs of weights that moved are captured again."""
         form, flags = form_of(arguments).each(plain), {name: getattr(self.vae, name, None) for name in FLAGS}
         shown = {**form.shown, **shapes(form.tensors), **{f"{name} of the VAE": flag for name, flag in flags.items()}}
-        addresses = self._addresses()
-        self._here, state = addresses is not None, (addresses, *flags.values())
-        if agree(self.mesh, shown | {"weights on this device": self._here}, vote=state != self._state):
+        unknown, addresses = self._never or why_changed(self.vae), self._addresses()
+        self._here, state = addresses is not None, (addresses, unknown, *flags.values(), exact.is_on(), _arithmetic())
+        shown |= {"weights on this device": self._here, "what keeps the VAE whole": unknown}
+        shown |= {"exact mode": exact.is_on(), "channels-last weights of the VAE": channels_last(self.vae)}
+        if agree(self.mesh, shown, vote=state != self._state):
             self._generation += 1
-        self._state = state
+        self.unknown, self._state = unknown, state
         return form.holding(broadcast(self.mesh, form.tensors)).each(lambda x: x.to(self.mesh.device))
 
     def _addresses(self) -> tuple[int, ...] | None:
@@ -243,7 +260,7 @@ class Decoding:
 
     def _why_whole(self, shape: Sequence[int], encode: bool = False) -> str | None:
         """Return why latents (or pictures, with `encode`) of this shape are not cut into strips, or None."""
-        if self._parallel is not None:
+        if self.unknown is None and self._parallel is not None:
             return self._parallel.why_whole(tuple(shape), encode)
         one = "one rank" if self.mesh.world.size == 1 else "each part of the data axis is one rank"
         return self.unknown or one
@@ -261,13 +278,13 @@ class Decoding:
 
     def _whole(self, z: Tensor, **others: Any) -> Any:
         """Return what `vae.decode` returns for whole latents, on this rank alone; in tiles if the user wants those."""
-        tiled = getattr(self.vae, "use_tiling", False)
-        decode = own(self.vae, "decode") if self._single is None or tiled else self._single.decode
+        theirs = self.unknown is not None or getattr(self.vae, "use_tiling", False)
+        decode = own(self.vae, "decode") if self._single is None or theirs else self._single.decode
         return decode(z, **others)
 
     def _is_small(self, x: Tensor, ranks: int) -> bool:
         """Return whether a call is captured: pictures of few pixels. Videos keep caches of frames and are large."""
-        if not self._captures or not self._here or (x.dim() == 5 and x.shape[2] > 1):
+        if not self._captures or not self._here or self.unknown is not None or (x.dim() == 5 and x.shape[2] > 1):
             return False
         rows, (height, width), factor = len(x), x.shape[-2:], spatial_factor(self.vae)
         return rows * height * width * factor**2 <= PIXELS * ranks
@@ -290,6 +307,16 @@ def why_unknown(vae: Any) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _arithmetic() -> tuple[object, ...]:
+    """Return the settings of this process by which kernels are chosen, which a CUDA graph keeps as they were.
+
+    TF32 is read by its newer name, which knows both; the older one raises an error if both were used.
+    """
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    precision = (cudnn.conv.fp32_precision, cudnn.fp32_precision, matmul.fp32_precision)
+    return *precision, cudnn.enabled, cudnn.deterministic, cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
 
 
 def _at_once(way: Way, shape: Sequence[int]) -> tuple[int, ...]:

@@ -96,10 +96,12 @@ class Graphs:
     """Runs bodies, each kind of call as a graph from its second call on; keeps a bounded number of graphs.
 
     capture: captures calls; None runs all calls eagerly. Every rank of the sequence axis must make the same calls.
+    tells: whether the first rank of that axis prints why calls run without graphs.
     """
 
-    def __init__(self, mesh: Mesh, capture: Capture | None, limit: int = GRAPHS) -> None:
+    def __init__(self, mesh: Mesh, capture: Capture | None, limit: int = GRAPHS, tells: bool = True) -> None:
         self._mesh, self._capture, self._limit = mesh, capture, limit
+        self._tells = tells and mesh.sequence.rank == 0
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
 
@@ -159,7 +161,7 @@ class Graphs:
         if reasons:
             if captured is not None:
                 captured.release()
-            if self._mesh.sequence.rank == 0:
+            if self._tells:
                 print(f"seqpar: calls run without CUDA graphs, because a capture failed: {reasons[0]}", flush=True)
             self.release()
             self._capture = None

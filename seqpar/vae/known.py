@@ -64,12 +64,17 @@ MODULES = frozenset(
     for name in names
 )
 """The types of modules whose strips were tested, as module path and class name."""
+PROCESSORS = frozenset(f"diffusers.models.attention_processor.{name}AttnProcessor2_0" for name in ("", "Fused"))
+"""The types of attention processors whose strips were tested: diffusers' choice, also after `fuse_qkv_projections`."""
 
 
 def check_modules(vae: nn.Module) -> None:
-    """Raise ValueError for the first module whose type was not tested on strips; it names the module and its type."""
+    """Raise ValueError for the first module that was not tested on strips; it names the module and the reason.
+
+    Reasons are the type of a module, and what `why_changed` finds.
+    """
     for name, module in vae.named_modules():
-        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        kind = _kind(module)
         if kind not in MODULES:
             raise ValueError(
                 f"got a VAE whose module {name or '(the VAE itself)'} is a {kind}, expected types whose strips were "
@@ -81,6 +86,33 @@ def check_modules(vae: nn.Module) -> None:
                 f"got a VAE whose module {name} ({kind}) draws noise for its pixels (inject_noise), which strips would "
                 f"draw differently; decode whole pictures"
             )
+    changed = why_changed(vae)
+    if changed is not None:
+        raise ValueError(changed)
+
+
+def why_changed(vae: nn.Module) -> str | None:
+    """Return why a VAE of known modules has no strips as it is now, or None.
+
+    Users switch these on and off at any time: hooks that move or convert the weights of single modules when they are
+    called (offloading of groups, sequential offloading, layerwise casting), and other attention processors. The hook of
+    offloading the whole VAE is none of them. This takes less than a millisecond.
+    """
+    for name, module in vae.named_modules():
+        names = vars(module)
+        registry, processor = names.get("_diffusers_hook"), names.get("processor", names["_modules"].get("processor"))
+        if (name and "_hf_hook" in names) or (registry is not None and registry.hooks):
+            found = "has a hook (offloading or layerwise casting), expected none"
+        elif processor is not None and _kind(processor) not in PROCESSORS:
+            found = f"has the attention processor {_kind(processor)}, expected one whose strips were tested"
+        else:
+            continue
+        return f"got a VAE whose module {name or '(the VAE itself)'} {found}; decode whole pictures, or remove it"
+    return None
+
+
+def _kind(one: object) -> str:
+    return f"{type(one).__module__}.{type(one).__qualname__}"
 
 
 def writes(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

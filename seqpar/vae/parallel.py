@@ -7,6 +7,7 @@ When it wins: with fewer pictures than ranks, and where one device cannot hold t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,6 +108,7 @@ class ParallelVAE:
     def _run(self, cut: Cut, method: str, strip: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what a method of the VAE makes of this rank's strip."""
         self._transport.abandon()
+        self._arrive()
         strip = strip if self._restore is None else pixels_last(strip)
         tiled = getattr(self._vae, "use_tiling", False)
         if tiled:
@@ -115,10 +117,20 @@ class ParallelVAE:
         try:
             place = Place(cut, self._exchanges, self._names, channels_last(self._vae), self._side)
             with torch.no_grad(), single_functions(self._vae), StripMode(place):
-                return maybe_in_turns(lambda: self._own(method)(strip, *args, **kwargs), place, self.strip_bytes)
+                own = inspect.unwrap(getattr(type(self._vae), method)).__get__(self._vae)
+                return maybe_in_turns(lambda: own(strip, *args, **kwargs), place, self.strip_bytes)
         finally:
             if tiled:
                 self._vae.use_tiling = True
+
+    def _arrive(self) -> None:
+        """Do what diffusers' `apply_forward_hook` does around decode and encode, where no rules of strips hold.
+
+        The hook of `enable_model_cpu_offload` moves the weights to the device.
+        """
+        hook: Any = getattr(self._vae, "_hf_hook", None)
+        if hasattr(hook, "pre_forward"):
+            hook.pre_forward(self._vae)
 
     def _own(self, method: str) -> Callable[..., Any]:
         """Return a method of the VAE's class, also where the instance's was replaced."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from diffusers.hooks.group_offloading import apply_group_offloading
+from diffusers.hooks.layerwise_casting import apply_layerwise_casting
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -18,7 +22,9 @@ from seqpar import exact
 from seqpar.adapter import decoding
 from seqpar.adapter.decoding import Decoding
 from seqpar.mesh import Axis, Mesh
+from seqpar.vae import parallel
 from seqpar.vae.decoder import decode, way_of
+from seqpar.vae.turns import STRIP_BYTES
 from tests.support import pipelines
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
@@ -63,7 +69,7 @@ def test_the_way_follows_groups_one_rank_and_exact_mode(monkeypatch: pytest.Monk
 # Calls like those of diffusers -----------------------------------------------------------------------------------
 
 
-@contextmanager
+@contextlib.contextmanager
 def seen(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
     """Record the shapes of the inputs of a module's calls."""
     shapes: list[tuple[int, ...]] = []
@@ -210,6 +216,120 @@ def test_what_is_asked_of_a_vae_is_checked_before_anything_changes(capsys: pytes
         seqpar.parallelize(pipe, Mesh.single(), vae=True)
     assert "forward" not in vars(pipe.transformer)
     assert capsys.readouterr().out == ""
+
+
+def attend(vae: Any, device: torch.device, kind: type = AttnProcessor) -> None:
+    """Let the VAE's attention compute by a processor of another type."""
+    for module in vae.modules():
+        if isinstance(module, Attention):
+            module.set_processor(kind())
+
+
+def offload(vae: Any, device: torch.device) -> None:
+    """Let the modules of the decoder come to the device one by one."""
+    apply_group_offloading(vae.decoder, device, torch.device("cpu"), offload_type="leaf_level")
+
+
+CHANGES: dict[str, Callable[[Any, torch.device], Any]] = {
+    "mid_block.attentions.0 has the attention processor diffusers": attend,
+    "encoder.conv_in has a hook": lambda vae, device: apply_layerwise_casting(vae, torch.float32, torch.float64),
+    "decoder.conv_in has a hook": offload,
+    "decoder has a hook": lambda vae, device: setattr(vae.decoder, "_hf_hook", Offload()),  # as sequential offloading
+}
+
+
+class Offload:
+    """A hook of accelerate that does nothing."""
+
+
+def changed(rank: int, world: int, device: torch.device) -> list[tuple[str, set[int], float]]:
+    """Return what is said of VAEs that change after they were shared, the heights they decode, and the errors."""
+    found, x = [], latents(1).to(device)
+    for change in (lambda vae, device: None, *CHANGES.values()):
+        vae = pipelines.decoder(1).to(device)
+        made = Decoding(vae, make_mesh(device, cfg=1) if world > 1 else Mesh.single(device), "collective", kernels=True)
+        change(vae, device)
+        with seen(vae.decoder) as shapes:
+            got = made.decode(x + rank).sample
+        error = (got - type(vae).decode(vae, x).sample).abs().max().item()
+        found.append((str(decoding.why_unknown(vae)), {shape[2] for shape in shapes}, error))
+        assert str(made.unknown) == found[-1][0]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_hooks_and_processors_that_strips_do_not_know_keep_a_vae_whole(ranks: Pool, world: int) -> None:
+    for first, *others in ranks.run(world, changed):
+        assert first[0] == "None"
+        assert (max(first[1]) < SHAPE[1]) == (world > 1)
+        assert first[2] < CLOSE
+        for (told, heights, error), name in zip(others, CHANGES, strict=True):
+            assert name in told
+            assert heights == {SHAPE[1]}
+            assert error < CLOSE
+
+
+def test_vae_true_refuses_what_strips_do_not_know_and_takes_what_is_put_back() -> None:
+    pipe = pipelines.flux()
+    attend(pipe.vae, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"got vae=True for a AutoencoderKL .* has the attention processor"):
+        seqpar.parallelize(pipe, Mesh.single(), vae=True)
+    pipe.vae.fuse_qkv_projections()
+    assert decoding.why_unknown(pipe.vae) is None
+    attend(pipe.vae, torch.device("cpu"), AttnProcessor2_0)
+    assert decoding.why_unknown(pipe.vae) is None
+
+
+def unlike(rank: int, world: int, device: torch.device) -> tuple[str, list[int | None], tuple[int, ...], str]:
+    """Return what differs between ranks: an error of their weights' memory, and what is said of captures that fail.
+
+    Between them are the strips in turn of an encoding after a decoding, and the shape of a picture that one rank alone
+    would find small for its device.
+    """
+    vae, sizes = pipelines.decoder(1).to(device), list[int | None]()
+    made = Decoding(vae, make_mesh(device, cfg=1), "collective", failing)
+    if rank:
+        vae.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match="got channels-last weights of the VAE") as error:
+        made.decode(latents(1).to(device))
+    vae.to(memory_format=torch.contiguous_format)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "total_gib", lambda device: (1e-6, 1e6)[rank])
+        patch.setattr(decoding, "free_gib", lambda device: 1e-6)
+        patch.setattr(parallel, "maybe_in_turns", lambda run, place, size: sizes.append(size) or run())
+        picture_13HW = made.decode(latents(1).to(device)).sample
+        made.encode(picture(1).to(device))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        for _ in range(2):
+            made.decode(latents(2).to(device))
+    return str(error.value), sizes, tuple(picture_13HW.shape), said.getvalue()
+
+
+def failing(work: Callable[[], Any]) -> Any:
+    raise RuntimeError("no capture")
+
+
+def test_ranks_that_differ_decide_alike_and_one_prints(ranks: Pool) -> None:
+    first, second = ranks.run(2, unlike)
+    assert first[:3] == second[:3]
+    assert first[1] == [STRIP_BYTES, None]
+    assert first[3].count("calls run without CUDA graphs, because a capture failed: no capture") == 1
+    assert second[3] == ""
+
+
+def test_a_graph_of_other_arithmetic_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Replays()
+    made = Decoding(pipelines.decoder(1), Mesh.single(), "collective", captures)
+    settings = torch.backends.cudnn.flags(deterministic=True, allow_tf32=False), torch.backends.cudnn.flags()
+    for number, setting in enumerate(settings, start=1):
+        with setting:
+            made.decode(latents(1))
+            made.decode(latents(1))
+        assert len(captures.made) == number
+        assert [each.released for each in captures.made] == [True] * (number - 1) + [False]
+    monkeypatch.setattr(exact, "is_on", lambda: True)
+    made.decode(latents(1))
+    assert len(captures.made) == 3
 
 
 def two_pipelines(rank: int, world: int, device: torch.device) -> list[float]:

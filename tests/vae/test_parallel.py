@@ -213,6 +213,35 @@ def test_channels_last_stays(ranks: Pool) -> None:
         assert error <= 1e-5
 
 
+class Offload:
+    """The hook of `enable_model_cpu_offload`, as far as `decode` and `encode` call it: weights arrive with a call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.calls = device, 0
+
+    def pre_forward(self, module: torch.nn.Module) -> None:
+        """Move the weights, with functions that have no rule for strips."""
+        self.calls += 1
+        module.to(torch.device(self.device))
+
+
+def offloaded(rank: int, world: int, device: torch.device, tasks: list[Task]) -> list[tuple[Tensor, int]]:
+    vae = vaes.tiny("kl")
+    hook = Offload(device)
+    vae._hf_hook = hook
+    parallel = ParallelVAE(vae, make_mesh(device), collective.Transport())
+    return [(made(parallel, task, torch.float64, device), hook.calls) for task in tasks]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_offloaded_vae_arrives_before_its_strips(ranks: Pool, world: int) -> None:
+    tasks: list[Task] = [("kl", False, SIZES[1]), ("kl", True, SIZES[1])]
+    for results in ranks.run(world, offloaded, tasks):
+        for number, (task, (result, called)) in enumerate(zip(tasks, results, strict=True), start=1):
+            assert largest(result, truth(*task)) <= 1e-9, task
+            assert called == number
+
+
 def data_groups(rank: int, world: int, device: torch.device) -> tuple[Tensor, tuple[int, int, int]]:
     mesh = make_mesh(device, data=2, cfg=2, ulysses=1)
     parallel = ParallelVAE(vaes.tiny("kl").to(device), mesh, collective.Transport())

@@ -50,8 +50,11 @@ class Mesh:
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> Mesh:
-        """Return a mesh of one rank, which needs no process group."""
-        return Mesh(*(Axis(name) for name in (*AXES, "sequence", "replica", "world")), device=torch.device(device))
+        """Return a mesh of one rank, which needs no process group. A GPU without a number is the current one."""
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        return Mesh(*(Axis(name) for name in (*AXES, "sequence", "replica", "world")), device=device)
 
     @staticmethod
     def joined(device: torch.device | None = None) -> Mesh:

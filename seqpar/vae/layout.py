@@ -1,7 +1,8 @@
 """Channels-last memory for a VAE: its input, and the weights of its convolutions until their last user puts them back.
 
 When it wins: in bf16 and fp16 on GPUs, whose convolutions of contiguous pictures turn input and output around them.
-AutoencoderKL on two H200s, 2048 x 2048 pixels: 54.4 ms instead of 70.5, and 49.2 instead of 51.6 as a CUDA graph.
+AutoencoderKL on two H200s, 2048 x 2048 pixels: 49.5 ms instead of 51.6 as a CUDA graph. Wan's decoder on one, 81 frames
+of 720 x 1280: 2400 ms instead of 3120, in 8.8 GiB instead of 10.1.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def memory_format(x: Tensor) -> torch.memory_format:
     return last
 
 
-def wins(vae: nn.Module, device: torch.device) -> bool:
-    """Return whether a VAE should compute in channels-last memory: of pictures, on a GPU. Videos were not measured."""
-    return device.type == "cuda" and not any(isinstance(module, nn.Conv3d) for module in vae.modules())
+def wins(device: torch.device) -> bool:
+    """Return whether a VAE should compute in channels-last memory: on GPUs."""
+    return device.type == "cuda"
 
 
 def weights_pixels_last(vae: nn.Module) -> Callable[[], None]:

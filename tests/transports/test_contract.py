@@ -137,6 +137,8 @@ class Used:
         blocks[:2] = self._rank + 1000 * round_
         ends = self._rank > 0, self._rank < self._size - 1
         self.made.swap(*(block if ends[place % 2] else None for place, block in enumerate(blocks)))
+        if blocks.is_cuda and torch.cuda.is_current_stream_capturing():
+            return True  # nothing has moved, and a capture cannot read
         from_ = [
             number + 1000 * round_ if end else 0
             for number, end in zip((self._rank - 1, self._rank + 1), ends, strict=True)

@@ -11,7 +11,6 @@ from torch import nn
 
 from seqpar.adapter.decoding import Decoding
 from seqpar.mesh import Mesh
-from seqpar.vae.layout import wins
 from tests.support import vaes
 
 
@@ -46,9 +45,3 @@ def test_the_last_user_of_a_vae_puts_its_weights_back_and_it_is_saved_meanwhile(
     assert (of_copy.decode(z).sample - truth).abs().max() < 1e-12
     of_copy.release()
     assert not is_last(copied)
-
-
-def test_pictures_on_gpus_are_decoded_in_channels_last_memory() -> None:
-    cuda = torch.device("cuda")
-    assert {name for name in vaes.CASES if wins(vaes.tiny(name), cuda)} == {"kl", "flux 2"}
-    assert not wins(vaes.tiny("kl"), torch.device("cpu"))

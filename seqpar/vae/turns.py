@@ -4,8 +4,8 @@ Layer by layer, the inputs and outputs of convolutions are held whole. All that 
 activation, nearest upsampling, padding, the sum of a residual block) is `Pending`: a convolution computes it for the
 input rows of one strip of its output at a time. Each strip has its neighbours' rows from the whole input, so this is
 the same arithmetic as without strips. Sums are written over one of their operands where nothing else uses that.
-When it wins: only where memory is short. AutoencoderKL needs 55 % of the memory that diffusers needs, and 94 % of what our
-kernels need at once: 5.19, 9.50 and 5.50 GiB for 2048 x 2048 pixels on an H200.
+When it wins: only where memory is short. AutoencoderKL needs 55 % of the memory that diffusers needs, and 94 % of what
+our kernels need at once: 5.19, 9.50 and 5.50 GiB for 2048 x 2048 pixels on an H200.
 """
 
 from __future__ import annotations

@@ -31,9 +31,8 @@ from seqpar.vae.decodable import Fit, check_decodable, fit_of, free_gib, kind_of
 from seqpar.vae.decoder import Way, way_of
 from seqpar.vae.dry import counted
 from seqpar.vae.known import check_modules, spatial_factor, why_changed
-from seqpar.vae.layout import wins
+from seqpar.vae.layout import channels_last, wins
 from seqpar.vae.parallel import ParallelVAE
-from seqpar.vae.place import channels_last
 from seqpar.vae.shared import METHODS, own
 from seqpar.vae.turns import STRIP_BYTES
 

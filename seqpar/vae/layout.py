@@ -8,7 +8,7 @@ of 720 x 1280: 2400 ms instead of 3120, in 8.8 GiB instead of 10.1.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,11 @@ def wins(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def channels_last(vae: nn.Module) -> bool:
+    """Return whether the weights of a VAE's convolutions are channels-last, so that its activations will be."""
+    return any(memory_format(module.weight) is not torch.contiguous_format for module in _convolutions(vae))
+
+
 def weights_pixels_last(vae: nn.Module) -> Callable[[], None]:
     """Change the memory of the weights of convolutions to channels-last; return what ends this use of the VAE.
 
@@ -58,8 +63,7 @@ class _Weights:
         """Add a user; return what takes it away again."""
         key = object()
         if not self._users:
-            convolutions = [module for module in vae.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))]
-            self._changed += [module for module in convolutions if module.weight.is_contiguous()]
+            self._changed += [module for module in _convolutions(vae) if module.weight.is_contiguous()]
             self._write(pixels_last)
         self._users.add(key)
 
@@ -80,3 +84,7 @@ class _Weights:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Weights:
         """Return that of the VAE's copy, which nobody uses yet."""
         return _Weights(copy.deepcopy(self._changed, memo))
+
+
+def _convolutions(vae: nn.Module) -> Iterator[nn.Conv2d | nn.Conv3d]:
+    return (module for module in vae.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d)))

@@ -20,10 +20,10 @@ from seqpar.transports.collective.point_to_point import gather
 from seqpar.vae.cut import Cut
 from seqpar.vae.exchanges import TransportExchanges
 from seqpar.vae.known import check_modules, spatial_factor
-from seqpar.vae.layout import pixels_last, weights_pixels_last
+from seqpar.vae.layout import channels_last, pixels_last, weights_pixels_last
 from seqpar.vae.mode import StripMode
 from seqpar.vae.norms import single_functions
-from seqpar.vae.place import Place, channels_last
+from seqpar.vae.place import Place
 from seqpar.vae.turns import maybe_in_turns
 
 __all__ = ["Cut", "ParallelVAE", "Place"]

@@ -13,7 +13,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from seqpar.vae.cut import Cut
 from seqpar.vae.exchanges import Exchanges
 from seqpar.vae.later import Later
-from seqpar.vae.layout import memory_format
 
 
 class Place:
@@ -74,9 +73,3 @@ class Place:
                 return module
             frame = frame.f_back
         return None
-
-
-def channels_last(vae: nn.Module) -> bool:
-    """Return whether the weights of a VAE's convolutions are channels-last, so that its activations will be."""
-    weights = (module.weight for module in vae.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d)))
-    return any(memory_format(weight) is not torch.contiguous_format for weight in weights)

@@ -65,6 +65,8 @@ class Decode:
     """Time only rows whose name contains one of these words, and diffusers' eager one (ours, tiling, graph ...)."""
     graph_megapixels: float = 4.3
     """Capture CUDA graphs of decodings of at most this many million pixels."""
+    eager_megapixels: float = 1000.0
+    """Time diffusers' own decoding up to this many million pixels; larger ones only end without memory, after minutes."""
     tiling_megapixels: float = 1000.0
     """Time diffusers' tiling up to this many million pixels."""
     truth_megapixels: float = 4.7
@@ -151,6 +153,8 @@ def measure(args: Decode, case: Case, until: float) -> list[Line]:
 
 def _wanted(args: Decode, case: Case, way: Way) -> bool:
     if way.name == TILING and case.megapixels > args.tiling_megapixels:
+        return False
+    if way.name.startswith(EAGER) and case.megapixels > args.eager_megapixels:
         return False
     return way.name == EAGER or any(word in way.name for word in args.only or ("",))
 

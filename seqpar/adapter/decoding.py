@@ -293,7 +293,7 @@ def of(vae: Any, mesh: Mesh, transport: str) -> Decoding:
     """Return the decoding of a VAE, with CUDA graphs and in the memory that wins there if it computes on a GPU."""
     cuda = mesh.device.type == "cuda"
     capture = _telling(CudaCapture(), mesh) if cuda else None
-    return Decoding(vae, mesh, transport, capture, kernels=cuda, channels_last=wins(mesh.device))
+    return Decoding(vae, mesh, transport, capture, kernels=cuda, channels_last=wins(vae, mesh.device))
 
 
 def why_unknown(vae: Any) -> str | None:

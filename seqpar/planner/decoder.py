@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from seqpar.planner.predict import GIB
 from seqpar.planner.rates import Rates, rate_at, time_at
 
-Kind = Literal["convolution", "product", "attention", "pass", "exchange"]
+Kind = Literal["convolution", "convolution_3d", "product", "attention", "pass", "exchange"]
 aten = torch.ops.aten
 
 
@@ -97,8 +97,11 @@ def _us(operation: Operation, rates: Rates, transport: str) -> float:
     if operation.kind == "attention":
         nearest = min(rates.attention, key=lambda dim: max(dim, operation.size) / min(dim, operation.size))
         rate = rate_at(rates.attention[nearest], operation.flops)
+    elif operation.kind == "product":
+        rate = rate_at(rates.gemm, operation.size)
     else:
-        rate = rate_at(rates.convolution if operation.kind == "convolution" else rates.gemm, operation.size)
+        share = rates.convolution_3d if operation.kind == "convolution_3d" else 1.0
+        rate = share * rate_at(rates.convolution, operation.size)
     return max(1e-6 * operation.flops / rate, rates.kernel_us) + moved
 
 
@@ -165,7 +168,8 @@ def _operation(
         # a transposed convolution spreads each input value, the other ones gather each output value
         values = args[0] if _is_transposed(func, args) else out
         flops = 2.0 * values.numel() * weight[0].numel()
-        return Operation("convolution", flops, 2.0 * copies, flops)
+        kind: Kind = "convolution_3d" if weight.dim() == 5 else "convolution"
+        return Operation(kind, flops, 2.0 * copies, flops)
     if name in PRODUCTS:
         return Operation("product", 2.0 * out.numel() * PRODUCTS[name](args), 0, out.numel())
     if name in ATTENTION:

@@ -34,7 +34,8 @@ class Rates:
     attention: head dim -> (FLOPs of a call -> TFLOP/s). copy: TB/s, counting bytes read and written. kernel_us: the
     fixed us of an elementwise kernel, without its bytes. exchange: transport -> (bytes that the busiest rank sends ->
     us). memory: GiB of one device (None if unknown). convolution: FLOPs of a convolution -> TFLOP/s, without the
-    transposition of its input and output, for the decoder.
+    transposition of its input and output, for the decoder. convolution_3d: the share of that rate which convolutions over
+    frames, rows and columns reach.
     """
 
     device: str
@@ -48,6 +49,7 @@ class Rates:
     exchange: Mapping[str, Curve]
     memory: float | None = None
     convolution: Curve = ()
+    convolution_3d: float = 1.0
 
 
 def rate_at(curve: Curve, x: float) -> float:
@@ -113,6 +115,7 @@ H200 = Rates(
     },
     memory=139,
     convolution=((1e9, 100), (19e9, 450), (0.08e12, 650), (0.31e12, 700), (1.24e12, 650), (20e12, 630)),
+    convolution_3d=0.65,
 )
 # Rounded values for one server core a process and gloo between two processes: precise enough to rank layouts
 CPU = Rates(
@@ -152,6 +155,7 @@ def load(device: str, count: int, dtype: str) -> Rates:
         exchange={**default.exchange, **found.exchange},
         attention={**wide, **found.attention},
         convolution=found.convolution or default.convolution,
+        convolution_3d=default.convolution_3d,
         source=found.source + note,
     )
 

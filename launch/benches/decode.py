@@ -66,7 +66,7 @@ class Decode:
     graph_megapixels: float = 4.3
     """Capture CUDA graphs of decodings of at most this many million pixels."""
     eager_megapixels: float = 1000.0
-    """Time diffusers' own decoding up to this many million pixels; larger ones only end without memory, after minutes."""
+    """Time diffusers' own decoding up to this many million pixels; larger ones may only run out of memory, late."""
     tiling_megapixels: float = 1000.0
     """Time diffusers' tiling up to this many million pixels."""
     truth_megapixels: float = 4.7

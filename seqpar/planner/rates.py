@@ -34,8 +34,8 @@ class Rates:
     attention: head dim -> (FLOPs of a call -> TFLOP/s). copy: TB/s, counting bytes read and written. kernel_us: the
     fixed us of an elementwise kernel, without its bytes. exchange: transport -> (bytes that the busiest rank sends ->
     us). memory: GiB of one device (None if unknown). convolution: FLOPs of a convolution -> TFLOP/s, without the
-    transposition of its input and output, for the decoder. convolution_3d: the share of that rate that convolutions over
-    frames, rows and columns reach.
+    transposition of its input and output, for the decoder. convolution_3d: the share of that rate that convolutions
+    over frames, rows and columns reach.
     """
 
     device: str

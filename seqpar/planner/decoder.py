@@ -125,7 +125,10 @@ class Counter(TorchDispatchMode):
         self._look()  # what was freed and allocated since, also by resizing a storage
         out = func(*args, **(kwargs or {}))
         inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(out))
-        copies = _copies(args, outputs) if self._copied and _is_convolution(func) else 0
+        copies = 0
+        if _is_convolution(func):
+            copies = _copies(args, outputs) if self._copied else 0
+            copies += _huge(args, outputs)
         operation = _operation(func, args, inputs, outputs, copies)
         if operation is not None:
             self.operations.append(operation)
@@ -209,6 +212,16 @@ def _copies(args: tuple[Any, ...], outputs: list[Tensor]) -> int:
     if layout is not None and x.is_contiguous(memory_format=layout):
         return 0
     return _bytes(x) + _bytes(outputs[0])
+
+
+def _huge(args: tuple[Any, ...], outputs: list[Tensor]) -> int:
+    """Return the bytes of one more copy of a convolution's larger tensor if that has more than 2^32 elements, else 0.
+
+    Seen on H200s: a decoding of 8192 x 8192 on two needs 16 GiB more, as much as one tensor of 2^33 elements has, and
+    one of 4096 x 4096, whose largest tensor has 2^32, needs nothing more.
+    """
+    largest = max((args[0], outputs[0]), key=Tensor.numel)
+    return _bytes(largest) if largest.numel() > 2**32 else 0
 
 
 def _is_convolution(func: Any) -> bool:

@@ -48,6 +48,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return how many processes run the tests, a file each: the CPU's cores; on GPUs one, whose ranks have them all."""
+    return 0 if DEVICE == "cuda" else min(len(os.sched_getaffinity(0)), 8)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that need more GPUs than there are, and sort by world size so that process groups are reused."""
     gpus = torch.cuda.device_count() if DEVICE == "cuda" else None

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from seqpar.vae.known import METADATA, writes
 from seqpar.vae.lazy import LAZY
-from seqpar.vae.pending import Pending, real
+from seqpar.vae.pending import Pending, Work, real
 from seqpar.vae.rows import convolve, normalise
 
 STRIP_BYTES = 64 << 20  # of a strip's input or output, whichever is larger: enough for fast convolutions
@@ -58,11 +58,10 @@ class Turns(TorchFunctionMode):
 
     def __init__(self, place: Any = None, strip_bytes: int = STRIP_BYTES) -> None:
         super().__init__()
-        self.place, self.strip_bytes = place, strip_bytes
+        self.place = place
         self.dim: int = -2 if place is None else place.cut.dim
-        self._alive: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+        self.work = Work(strip_bytes, weakref.WeakValueDictionary())
         self._made = 0
-        self._last: weakref.ref[Tensor] | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -95,26 +94,17 @@ class Turns(TorchFunctionMode):
         """
         if self.place is not None:
             elements = elements // self.place.cut.mine * max(self.place.cut.sizes)
-        return elements * dtype.itemsize > self.strip_bytes
+        return elements * dtype.itemsize > self.work.strip_bytes
 
     def keep(self, made: Pending) -> Pending:
         """Remember a pending tensor: a function that writes in place must not change its source before it is used."""
         self._made += 1
-        self._alive[self._made] = made
+        self.work.alive[self._made] = made
         return made
-
-    def convolved(self, made: Tensor) -> Tensor:
-        """Remember the output of the last convolution, which a sum may be written over if nothing else uses it."""
-        self._last = weakref.ref(made)
-        return made
-
-    def is_last(self, x: object) -> bool:
-        """Return whether this is the output of the last convolution."""
-        return self._last is not None and self._last() is x
 
     def _settle(self) -> None:
         """Compute all pending tensors."""
-        for made in [*self._alive.values()]:
+        for made in [*self.work.alive.values()]:
             real(made)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,12 +53,13 @@ def test_statistics_of_one_strip_are_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_rows_without_their_neighbours_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = rows.Convolution.strip
+    own = rows.Convolution.rows
 
-    def alone(self: rows.Convolution, low: int, high: int, count: int) -> Tensor:
-        return own(self, low, high, high if self.stride[-2] == 1 else count)  # zeros after the strip
+    def alone(self: rows.Convolution, low: int, high: int) -> Tensor:
+        shape = (*self.given[:-2], high if self.stride[-2] == 1 else self.given[-2], self.given[-1])
+        return own(replace(self, given=shape), low, high)  # zeros after the strip
 
-    monkeypatch.setattr(rows.Convolution, "strip", alone)
+    monkeypatch.setattr(rows.Convolution, "rows", alone)
     assert furthest(turned("kl", 700), whole("kl")) > 1e-3
 
 

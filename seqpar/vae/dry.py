@@ -28,7 +28,7 @@ from seqpar.vae.place import Place
 from seqpar.vae.rules import RULES
 from seqpar.vae.turns import STRIP_BYTES, in_turns
 
-SHOTS, SHOTS_OF_VIDEO = 24, 6  # strips of the largest tensor in a dry run; real ones may be smaller and need less
+SHOTS, SHOTS_OF_VIDEO = 48, 6  # strips of the largest tensor in a dry run; real ones may be smaller and need less
 FRAMES = 4  # latent frames after which a video's decoding only repeats itself
 
 
@@ -79,7 +79,7 @@ def _counted(vae: Any, dtype: torch.dtype, shape: tuple[int, ...], ranks: int | 
         return count(lambda: _decode(vae, z, cut, 0), copies=cut is None)
     largest = count(lambda: _decode(vae, z, cut, 0)).largest
     size = max(STRIP_BYTES, largest // (SHOTS if z.dim() == 4 else SHOTS_OF_VIDEO))
-    return count(lambda: _decode(vae, z, cut, size))
+    return count(lambda: _decode(vae, z, cut, size), copies=cut is None)
 
 
 def _cut(vae: Any, ranks: int | None, shape: tuple[int, ...]) -> Cut | None:

@@ -27,6 +27,7 @@ class Turning(Protocol):
 
     dim: int
     work: Work
+    held_bytes: int
     place: Any
 
     def large(self, x: Any, grows: float = 1.0) -> bool:

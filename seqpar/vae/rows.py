@@ -190,7 +190,7 @@ def normalise(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     x = given["input"]
     if not turns.large(x):
         return NotImplemented
-    if not _stays(x):
+    if not _stays(turns, x):
         x = settled(turns, x)
     with torch._C.DisableTorchFunction():
         moments_NG3 = _moments(turns, x, given["num_groups"])
@@ -200,15 +200,15 @@ def normalise(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return extended(turns, x, Step(Norm(moments_NG3, affine), (HERE,)))
 
 
-def _stays(x: Tensor) -> bool:
+def _stays(turns: Turning, x: Tensor) -> bool:
     """Return whether a tensor should wait longer although its statistics must be computed now.
 
-    It waits for less than `DEPTH` convolutions, and has more bytes than what its computation would free.
+    It waits for less than `DEPTH` convolutions, and has more bytes than are to be held and than it would free.
     """
     if not isinstance(x, Pending) or x.chain is None or x.padding or not 0 < x.chain.depth < DEPTH:
         return False
     with torch._C.DisableTorchFunction():
-        return size_of(x) > sum(map(size_of, spare(x)))
+        return size_of(x) > max(turns.held_bytes, sum(map(size_of, spare(x))))
 
 
 def _moments(turns: Turning, x: Tensor, groups: int) -> Tensor:

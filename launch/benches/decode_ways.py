@@ -20,7 +20,7 @@ from seqpar.planner.machine import here
 from seqpar.planner.plan import choose_transport, load_transport
 from seqpar.planner.rates import load
 from seqpar.vae.decodable import kind_of
-from seqpar.vae.dry import SHARES, counted, held_bytes
+from seqpar.vae.dry import PICTURE, counted, held_bytes, shares
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.turns import STRIP_BYTES
 
@@ -107,9 +107,10 @@ def ways(case: Case) -> Iterator[Way]:
     if case.megapixels < SMALL:
         yield Way(f"{name}, parallelize", partial(_parallelized, case))
     if ranks == 1 or (case.frames == 1 and case.megapixels > HUGE):
-        for share in SHARES:
-            row, turns = f"{name}, strips in turn, holding 1/{share}", partial(count, ranks, turns=share)
-            yield Way(row, partial(_ours, case, on_gpu, share), facts={"channels_last": on_gpu}, counted=turns)
+        for share in shares(case.z.ndim):
+            row = f"{name}, strips in turn" + f", holding 1/{share}" * (case.z.ndim == PICTURE)
+            turns, facts = partial(count, ranks, turns=share), {"channels_last": on_gpu}
+            yield Way(row, partial(_ours, case, on_gpu, share), facts=facts, counted=turns)
     yield Way("diffusers, eager, again", partial(_theirs, case), everywhere=False)
 
 

@@ -14,10 +14,9 @@ import torch
 from seqpar.planner.decoder import milliseconds
 from seqpar.planner.predict import GIB, USABLE
 from seqpar.planner.rates import H200, Rates
-from seqpar.vae.dry import SHARES, Kind, counted, held_bytes
+from seqpar.vae.dry import LEAST, Kind, counted, held_bytes, shares
 from seqpar.vae.known import spatial_factor
 
-LEAST = SHARES[-1]  # the least memory that strips in turn need
 NCCL = "nccl"  # whose times a comparison of two ways of decoding takes
 MOST_RANKS = 64  # that a refusal proposes
 COMMON_POOL = (0, 0)  # torch's id of the memory that is in no private pool
@@ -71,7 +70,7 @@ def fit_of(kind: Kind, shape: tuple[int, ...], ranks: int, free: float | None) -
     at_once = counted(kind, shape, ranks)
     if free is None or at_once.gib <= free:
         return Fit(False, at_once.gib, None, free)
-    tried = ((share, counted(kind, shape, ranks, turns=share)) for share in SHARES)
+    tried = ((share, counted(kind, shape, ranks, turns=share)) for share in shares(len(shape)))
     share, found = next((each for each in tried if each[1].gib <= free), (LEAST, counted(kind, shape, ranks, LEAST)))
     slower = milliseconds(found, H200, NCCL) / milliseconds(at_once, H200, NCCL)
     return Fit(True, at_once.gib, found.gib, free, held_bytes(kind, shape, ranks, share), slower)

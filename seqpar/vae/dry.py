@@ -29,7 +29,8 @@ from seqpar.vae.rules import RULES
 from seqpar.vae.turns import STRIP_BYTES, in_turns
 
 SHOTS, SHOTS_OF_VIDEO = 32, 6  # strips of the largest tensor in a dry run; real ones may be smaller and need less
-SHARES = (1, 2, 4)  # of the largest tensor: what is held whole in strips in turn, from most memory to least
+PICTURE = 4  # dims of pictures
+LEAST = 4  # the share of the largest tensor's bytes by which strips in turn need least memory
 FRAMES = 4  # latent frames after which a video's decoding only repeats itself
 
 
@@ -58,9 +59,9 @@ class Kind:
 def counted(kind: Kind, shape: tuple[int, ...], ranks: int = 1, turns: int = 0, plain: bool = False) -> Counted:
     """Return the operations and the peak of the rank with most rows, without weights.
 
-    shape: of the latents (N, C, ..., h, w) that are decoded at once. turns: one of `SHARES` for strips in turn that
-    hold whole what has at most this share of the largest tensor's bytes (see `held_bytes`), 0 for none. A VAE or a size
-    that is not cut into strips is decoded whole by every rank. plain: by diffusers alone, on one rank.
+    shape: of the latents (N, C, ..., h, w) that are decoded at once. turns: one of `shares` for strips in turn that
+    hold whole what has at most one part in so many of the largest tensor's bytes (see `held_bytes`), 0 for none.
+    A VAE or a size that is not cut into strips is decoded whole by every rank. plain: by diffusers alone, on one rank.
     """
     vae = kind.build()
     frames = shape[2] if len(shape) == 5 else 1
@@ -73,8 +74,16 @@ def counted(kind: Kind, shape: tuple[int, ...], ranks: int = 1, turns: int = 0, 
     return repeated or _counted(vae, kind.dtype, shape, None if plain else ranks, turns)
 
 
+def shares(dims: int) -> tuple[int, ...]:
+    """Return the possible `turns` of `counted`, from most memory and least time to the opposite.
+
+    dims: of the latents. Strips of videos always hold the outputs of convolutions.
+    """
+    return (1, 2, LEAST) if dims == PICTURE else (LEAST,)
+
+
 def held_bytes(kind: Kind, shape: tuple[int, ...], ranks: int, turns: int) -> int:
-    """Return the `held_bytes` of `seqpar.vae.turns.in_turns` by which `counted` predicts; turns: one of `SHARES`."""
+    """Return the `held_bytes` of `seqpar.vae.turns.in_turns` by which `counted` predicts; turns: one of `shares`."""
     return counted(kind, shape, ranks).largest // turns
 
 

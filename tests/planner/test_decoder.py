@@ -10,8 +10,8 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from seqpar.planner.decoder import count, milliseconds
 from seqpar.planner.rates import H200
-from seqpar.vae.decodable import LEAST, check_decodable
-from seqpar.vae.dry import Kind, counted
+from seqpar.vae.decodable import check_decodable
+from seqpar.vae.dry import LEAST, Kind, counted
 from tests.support import vaes
 
 # latent rows, and GiB over weights of diffusers' decode of a square on an H200 in bf16

@@ -7,8 +7,8 @@ row of its output. It either computes its input whole and holds it, or computes 
 alone and again later (`seqpar/vae/rows.py`): the output of an upsampling convolution has four times the bytes of
 its input, and the inner tensor of a residual block lives beside the block's input. What is held is written over a
 tensor that nothing else reads.
-When it wins: only where memory is short. AutoencoderKL at 2048 x 2048 pixels in bf16 is predicted to need 1.8 GiB
-instead of 5.5 GiB at once (diffusers: 9.5 GiB), in 1.5 x the time of our kernels at once.
+When it wins: only where memory is short. AutoencoderKL at 2048 x 2048 pixels in bf16 on an H200 needs 1.8 GiB instead
+of 5.5 GiB at once (diffusers: 9.5 GiB), and 209 ms instead of 100 ms.
 """
 
 from __future__ import annotations

@@ -85,9 +85,9 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     assert check_decodable(KL, shape, 1, 40.0).told is None
     fits = [check_decodable(KL, shape, 1, free) for free in (21.5, 16.0, 10.0)]
     assert "decodes in strips in turn, in 16.8" in (fits[0].told or "")
-    assert "GiB and about 1.1 x the time: at once it needs 22.0 GiB of 21.5 GiB" in (fits[0].told or "")
+    assert "GiB and about 1.4 x the time: at once it needs 22.0 GiB of 21.5 GiB" in (fits[0].told or "")
     assert [fit.held_bytes >> 30 for fit in fits] == [8, 4, 2]  # the less memory, the more is computed again
-    assert fits[0].slower < fits[1].slower < fits[2].slower < 1.6
+    assert fits[0].slower < fits[1].slower < fits[2].slower < 1.8
     with pytest.raises(
         ValueError, match=r"got 4096x4096 pixels.*on one rank.*4.0 GiB.*use at most .*, or 2 ranks"
     ) as e:

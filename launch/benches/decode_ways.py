@@ -20,7 +20,7 @@ from seqpar.planner.machine import here
 from seqpar.planner.plan import choose_transport, load_transport
 from seqpar.planner.rates import load
 from seqpar.vae.decodable import kind_of
-from seqpar.vae.dry import counted
+from seqpar.vae.dry import PICTURE, counted, held_bytes, shares
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.turns import STRIP_BYTES
 
@@ -107,8 +107,10 @@ def ways(case: Case) -> Iterator[Way]:
     if case.megapixels < SMALL:
         yield Way(f"{name}, parallelize", partial(_parallelized, case))
     if ranks == 1 or (case.frames == 1 and case.megapixels > HUGE):
-        turns = partial(count, ranks, turns=True)
-        yield Way(f"{name}, strips in turn", partial(_ours, case, False, STRIP_BYTES), counted=turns)
+        for share in shares(case.z.ndim):
+            row = f"{name}, strips in turn" + f", holding 1/{share}" * (case.z.ndim == PICTURE)
+            turns, facts = partial(count, ranks, turns=share), {"channels_last": on_gpu}
+            yield Way(row, partial(_ours, case, on_gpu, share), facts=facts, counted=turns)
     yield Way("diffusers, eager, again", partial(_theirs, case), everywhere=False)
 
 
@@ -140,15 +142,17 @@ def _tiled(case: Case) -> Iterator[Decoding]:
 
 
 @contextmanager
-def _ours(case: Case, channels_last: bool, strip_bytes: int | None = None) -> Iterator[Decoding]:
+def _ours(case: Case, channels_last: bool, turns: int = 0) -> Iterator[Decoding]:
     """Decode by strips on all ranks; on one rank the same functions decode the whole.
 
-    strip_bytes: each rank computes what it has in strips of this size, one after the other.
+    turns: each rank computes what it has in strips, one after the other; see `seqpar.vae.dry.counted`.
     """
     mesh = case.mesh
     transport = load_transport(choose_transport(case.transport, mesh).name)
     vae = ParallelVAE(case.vae, mesh, transport, channels_last)
-    vae.strip_bytes = strip_bytes
+    if turns:
+        vae.strip_bytes = STRIP_BYTES
+        vae.held_bytes = held_bytes(kind_of(case.vae), tuple(case.z.shape), mesh.world.size, turns)
     try:
         if mesh.world.size > 1 and (why := vae.why_whole(tuple(case.z.shape))):
             raise ValueError(f"got a latent that is decoded whole on every rank: {why}")

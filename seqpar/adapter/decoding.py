@@ -138,6 +138,7 @@ class Decoding:
         self._turns = fit is not None and fit.turns
         for each in self._on_strips:
             each.strip_bytes = STRIP_BYTES if self._turns else None
+            each.held_bytes = 0 if fit is None else fit.held_bytes
 
     def _fit(
         self, way: Way, shape: tuple[int, ...], fit: Callable[..., Fit], model: Callable[[], int] | None = None

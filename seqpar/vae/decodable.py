@@ -13,10 +13,12 @@ import torch
 
 from seqpar.planner.decoder import milliseconds
 from seqpar.planner.predict import GIB, USABLE
-from seqpar.planner.rates import Rates
-from seqpar.vae.dry import Kind, counted
+from seqpar.planner.rates import H200, Rates
+from seqpar.vae.dry import LEAST, Kind, counted, held_bytes, shares
 from seqpar.vae.known import spatial_factor
 
+NCCL = "nccl"  # whose times a comparison of two ways of decoding takes
+STRIPS = 1.35  # measured time of strips in turn over that of the rates: 1.2 to 1.5 at 2048 to 4096 pixels a side
 MOST_RANKS = 64  # that a refusal proposes
 COMMON_POOL = (0, 0)  # torch's id of the memory that is in no private pool
 
@@ -25,13 +27,16 @@ COMMON_POOL = (0, 0)  # torch's id of the memory that is in no private pool
 class Fit:
     """How a decoding fits a device: the GiB over weights of the rank with most rows, at once and in strips in turn.
 
-    turns: whether it must run in strips in turn. free: the GiB that there are, None if that is unknown.
+    turns: whether it must run in strips in turn. free: the GiB that there are, None if that is unknown. held_bytes: of
+    strips in turn, see `seqpar.vae.turns`. slower: their predicted time over that at once, on an H200.
     """
 
     turns: bool
     at_once: float
     in_turns: float | None
     free: float | None
+    held_bytes: int = 0
+    slower: float = 1.0
 
     @property
     def told(self) -> str | None:
@@ -39,8 +44,8 @@ class Fit:
         if not self.turns:
             return None
         return (
-            f"the VAE decodes in strips in turn, in {self.in_turns:.1f} GiB: at once it needs {self.at_once:.1f} GiB "
-            f"of {self.free:.1f} GiB that are free"
+            f"the VAE decodes in strips in turn, in {self.in_turns:.1f} GiB and about {self.slower:.1f} x the time: at "
+            f"once it needs {self.at_once:.1f} GiB of {self.free:.1f} GiB that are free"
         )
 
 
@@ -63,10 +68,13 @@ def check_decodable(kind: Kind, shape: tuple[int, ...], ranks: int, free: float 
 
 def fit_of(kind: Kind, shape: tuple[int, ...], ranks: int, free: float | None) -> Fit:
     """Return how decoding fits, in turns also where not even this fits; see `check_decodable`."""
-    at_once = counted(kind, shape, ranks).gib
-    if free is None or at_once <= free:
-        return Fit(False, at_once, None, free)
-    return Fit(True, at_once, counted(kind, shape, ranks, turns=True).gib, free)
+    at_once = counted(kind, shape, ranks)
+    if free is None or at_once.gib <= free:
+        return Fit(False, at_once.gib, None, free)
+    tried = ((share, counted(kind, shape, ranks, turns=share)) for share in shares(len(shape)))
+    share, found = next((each for each in tried if each[1].gib <= free), (LEAST, counted(kind, shape, ranks, LEAST)))
+    slower = STRIPS * milliseconds(found, H200, NCCL) / milliseconds(at_once, H200, NCCL)
+    return Fit(True, at_once.gib, found.gib, free, held_bytes(kind, shape, ranks, share), slower)
 
 
 def total_gib(device: torch.device) -> float | None:
@@ -123,14 +131,14 @@ def _what_fits(kind: Kind, shape: tuple[int, ...], ranks: int, fit: Fit, factor:
     """Return the largest size of these proportions that fits, and the number of ranks on which the size would."""
     free = fit.free or 0.0
     smaller, step = _scaled(shape, free / (fit.in_turns or 1.0)), 0.97
-    while min(smaller[-2:]) > 1 and counted(kind, smaller, ranks, turns=True).gib > free:
+    while min(smaller[-2:]) > 1 and counted(kind, smaller, ranks, LEAST).gib > free:
         smaller = _scaled(smaller, step)
     fits = f"use at most {smaller[-2] * factor}x{smaller[-1] * factor} pixels"
     if min(smaller[-2:]) <= 1:
         fits = "free memory on the devices"
     more = 2 * ranks
     while more <= min(MOST_RANKS, max(shape[-2:])):
-        if counted(kind, shape, more, turns=True).gib <= free:
+        if counted(kind, shape, more, LEAST).gib <= free:
             return f"{fits}, or {more} ranks"
         more *= 2
     return fits

@@ -28,7 +28,9 @@ from seqpar.vae.place import Place
 from seqpar.vae.rules import RULES
 from seqpar.vae.turns import STRIP_BYTES, in_turns
 
-SHOTS, SHOTS_OF_VIDEO = 24, 6  # strips of the largest tensor in a dry run; real ones may be smaller and need less
+SHOTS, SHOTS_OF_VIDEO = 32, 6  # strips of the largest tensor in a dry run; real ones may be smaller and need less
+PICTURE = 4  # dims of pictures
+LEAST = 4  # the share of the largest tensor's bytes by which strips in turn need least memory
 FRAMES = 4  # latent frames after which a video's decoding only repeats itself
 
 
@@ -54,11 +56,12 @@ class Kind:
 
 
 @lru_cache(maxsize=64)
-def counted(kind: Kind, shape: tuple[int, ...], ranks: int = 1, turns: bool = False, plain: bool = False) -> Counted:
+def counted(kind: Kind, shape: tuple[int, ...], ranks: int = 1, turns: int = 0, plain: bool = False) -> Counted:
     """Return the operations and the peak of the rank with most rows, without weights.
 
-    shape: of the latents (N, C, ..., h, w) that are decoded at once. turns: see `seqpar.vae.turns`. A VAE or a size
-    that is not cut into strips is decoded whole by every rank. plain: by diffusers alone, on one rank.
+    shape: of the latents (N, C, ..., h, w) that are decoded at once. turns: one of `shares` for strips in turn that
+    hold whole what has at most one part in so many of the largest tensor's bytes (see `held_bytes`), 0 for none.
+    A VAE or a size that is not cut into strips is decoded whole by every rank. plain: by diffusers alone, on one rank.
     """
     vae = kind.build()
     frames = shape[2] if len(shape) == 5 else 1
@@ -71,15 +74,28 @@ def counted(kind: Kind, shape: tuple[int, ...], ranks: int = 1, turns: bool = Fa
     return repeated or _counted(vae, kind.dtype, shape, None if plain else ranks, turns)
 
 
-def _counted(vae: Any, dtype: torch.dtype, shape: tuple[int, ...], ranks: int | None, turns: bool) -> Counted:
+def shares(dims: int) -> tuple[int, ...]:
+    """Return the possible `turns` of `counted`, from most memory and least time to the opposite.
+
+    dims: of the latents. Strips of videos always hold the outputs of convolutions.
+    """
+    return (1, 2, LEAST) if dims == PICTURE else (LEAST,)
+
+
+def held_bytes(kind: Kind, shape: tuple[int, ...], ranks: int, turns: int) -> int:
+    """Return the `held_bytes` of `seqpar.vae.turns.in_turns` by which `counted` predicts; turns: one of `shares`."""
+    return counted(kind, shape, ranks).largest // turns
+
+
+def _counted(vae: Any, dtype: torch.dtype, shape: tuple[int, ...], ranks: int | None, turns: int) -> Counted:
     cut = _cut(vae, ranks, shape)
     rows = shape[-2:] if cut is None else (cut.mine, shape[-1]) if cut.dim == -2 else (shape[-2], cut.mine)
     z = torch.empty(*shape[:-2], *rows, dtype=dtype, device="meta")
     if not turns:  # strips at once lie channels-last, which convolutions of GPUs take as they are
-        return count(lambda: _decode(vae, z, cut, 0), copies=cut is None)
-    largest = count(lambda: _decode(vae, z, cut, 0)).largest
+        return count(lambda: _decode(vae, z, cut), copies=cut is None)
+    largest = count(lambda: _decode(vae, z, cut)).largest
     size = max(STRIP_BYTES, largest // (SHOTS if z.dim() == 4 else SHOTS_OF_VIDEO))
-    return count(lambda: _decode(vae, z, cut, size))
+    return count(lambda: _decode(vae, z, cut, (size, largest // turns)), copies=cut is None)
 
 
 def _cut(vae: Any, ranks: int | None, shape: tuple[int, ...]) -> Cut | None:
@@ -90,14 +106,14 @@ def _cut(vae: Any, ranks: int | None, shape: tuple[int, ...]) -> Cut | None:
     return None if ranks is None else Cut.of(Axis("dry", 0, ranks), shape[-2], shape[-1])
 
 
-def _decode(vae: Any, z: Tensor, cut: Cut | None, strip_bytes: int) -> Any:
-    """Decode latents or this rank's strip of them. strip_bytes: of strips in turn, 0 for none."""
+def _decode(vae: Any, z: Tensor, cut: Cut | None, turns: tuple[int, int] | None = None) -> Any:
+    """Decode latents or this rank's strip of them. turns: the bytes of strips in turn, and of what they hold."""
     own, place = type(vae).decode.__get__(vae), None
     if cut is None:
-        return in_turns(lambda: own(z), strip_bytes=strip_bytes) if strip_bytes else own(z)
+        return in_turns(lambda: own(z), None, *turns) if turns else own(z)
     place = Place(cut, DryExchanges(cut.axis), {module: name for name, module in vae.named_modules()})
     with single_functions(vae), StripMode(place, DRY):
-        made = in_turns(lambda: own(z), place, strip_bytes) if strip_bytes else own(z)
+        made = in_turns(lambda: own(z), place, *turns) if turns else own(z)
     strip = made[0]
     size = sum(cut.shares(strip.shape[cut.dim]))
     return strip.new_empty([size if dim == strip.ndim + cut.dim else n for dim, n in enumerate(strip.shape)])

@@ -16,7 +16,7 @@ from torch import Tensor
 from seqpar.kernels.channel_norm import channel_norm
 from seqpar.kernels.group_norm import Affine, normalise
 from seqpar.vae.norms import over_channels
-from seqpar.vae.pending import HERE, Chain, Pending, Step, computed, real
+from seqpar.vae.pending import HERE, Chain, Pending, Step, Work, computed, real
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -26,7 +26,8 @@ class Turning(Protocol):
     """What rules need of `seqpar.vae.turns.Turns`."""
 
     dim: int
-    strip_bytes: int
+    work: Work
+    held_bytes: int
     place: Any
 
     def large(self, x: Any, grows: float = 1.0) -> bool:
@@ -39,14 +40,6 @@ class Turning(Protocol):
 
     def keep(self, made: Pending) -> Pending:
         """See `Turns.keep`."""
-        ...
-
-    def convolved(self, made: Tensor) -> Tensor:
-        """See `Turns.convolved`."""
-        ...
-
-    def is_last(self, x: object) -> bool:
-        """See `Turns.is_last`."""
         ...
 
 
@@ -80,7 +73,7 @@ def extended(turns: Turning, x: Tensor, step: Step, shape: Any = None, dtype: An
 def _put(turns: Turning, before: Chain, step: Step, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
     with torch._C.DisableTorchFunction():
         chain = Chain(before.source, (*before.steps, step), turns.dim)
-        return turns.keep(Pending.of(chain, shape, dtype, turns.strip_bytes))
+        return turns.keep(Pending.of(chain, shape, dtype, turns.work))
 
 
 @dataclass(frozen=True)
@@ -151,14 +144,21 @@ def arithmetic(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if kwargs or len(args) != 2 or not any(waits(turns, x) for x in args):
         return NotImplemented
     left, right = args
-    swap = not waits(turns, left) or (not isinstance(left, Pending) and turns.is_last(right))
+    swap = not waits(turns, left)
     base, other = (right, left) if swap else (left, right)
-    other = settled(turns, other)
-    if not _is_shared(other, base, turns.dim) and not (isinstance(other, Tensor) and other.shape == base.shape):
+    if isinstance(other, Tensor) and other.shape == base.shape:
+        other = _operand(turns, other)
+    elif not _is_shared(other := settled(turns, other), base, turns.dim):
         return NotImplemented
     with torch._C.DisableTorchFunction():
         dtype = torch.result_type(left, right)
     return later(turns, base, func, (other, HERE) if swap else (HERE, other), dtype=dtype)
+
+
+def _operand(turns: Turning, x: Tensor) -> Tensor | Chain:
+    """Return the chain of an operand that waits for a convolution, or the values of any other one."""
+    found = chain_of(turns, x)
+    return found if found.depth else settled(turns, x)
 
 
 def _is_shared(other: Any, base: Tensor, dim: int) -> bool:
@@ -206,6 +206,8 @@ def upsample(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
     grows = torch.Size(factors).numel()
     if not (isinstance(x, Pending) or turns.large(x, grows)):
         return NotImplemented
+    if chain_of(turns, x).depth:  # its values are fewer than those that wait
+        x = settled(turns, x)
     scales = tuple(map(float, factors))
     step = Step(
         lambda strip: F.interpolate(strip, scale_factor=scales, mode=mode or "nearest"), (HERE,), factors[turns.dim]
@@ -232,7 +234,7 @@ def pad(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return x if not any(padding) else NotImplemented
     chain = replace(chain_of(turns, x))  # one of its own, which counts as a reference to the source
     with torch._C.DisableTorchFunction():
-        inner = Pending.of(chain, tuple(x.shape), x.dtype, turns.strip_bytes)
+        inner = Pending.of(chain, tuple(x.shape), x.dtype, turns.work)
         return turns.keep(inner.padded(padding))
 
 
@@ -271,10 +273,10 @@ def copied(turns: Turning, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     if func is Tensor.contiguous:
         return x
-    if x.padding or x.value is not None:
+    if x.padding or x.value is not None or chain_of(turns, x).depth:
         return NotImplemented
     with torch._C.DisableTorchFunction():
-        return computed(chain_of(turns, x), tuple(x.shape), x.dtype, turns.strip_bytes, over=False)
+        return computed(chain_of(turns, x), tuple(x.shape), x.dtype, turns.work.strip_bytes)
 
 
 def _at(args: Args, index: int, default: Any) -> Any:

@@ -36,7 +36,7 @@ class ParallelVAE:
     compute in channels-last memory; until `release` the weights of convolutions have this format, too. Raises
     ValueError for a VAE with a type of module whose strips were not tested. It computes no gradients.
     strip_bytes: may be set for the next calls, alike on all ranks: what a rank has is computed in strips of this size,
-    in turn, which needs less memory (`seqpar.vae.turns`); None computes it at once.
+    in turn, which needs less memory (`seqpar.vae.turns`); None computes it at once. held_bytes: see there.
     """
 
     def __init__(self, vae: Any, mesh: Mesh, transport: Transport, channels_last: bool = False) -> None:
@@ -48,6 +48,7 @@ class ParallelVAE:
         self._factor, self._told = spatial_factor(vae), set[str]()
         self._restore = weights_pixels_last(vae) if channels_last else None
         self.strip_bytes: int | None = None
+        self.held_bytes = 0
 
     def decode(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what `vae.decode` returns for whole latents (N, C, ..., h, w), with the whole sample on every rank.
@@ -118,7 +119,7 @@ class ParallelVAE:
             place = Place(cut, self._exchanges, self._names, channels_last(self._vae), self._side)
             with torch.no_grad(), single_functions(self._vae), StripMode(place):
                 own = inspect.unwrap(getattr(type(self._vae), method)).__get__(self._vae)
-                return maybe_in_turns(lambda: own(strip, *args, **kwargs), place, self.strip_bytes)
+                return maybe_in_turns(lambda: own(strip, *args, **kwargs), place, self.strip_bytes, self.held_bytes)
         finally:
             if tiled:
                 self._vae.use_tiling = True

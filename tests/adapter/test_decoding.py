@@ -297,7 +297,7 @@ def unlike(rank: int, world: int, device: torch.device) -> tuple[str, list[int |
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding, "total_gib", lambda device: (1e-6, 1e6)[rank])
         patch.setattr(decoding, "free_gib", lambda device: 1e-6)
-        patch.setattr(parallel, "maybe_in_turns", lambda run, place, size: sizes.append(size) or run())
+        patch.setattr(parallel, "maybe_in_turns", lambda run, place, size, held: sizes.append(size) or run())
         picture_13HW = made.decode(latents(1).to(device)).sample
         made.encode(picture(1).to(device))
     with contextlib.redirect_stdout(io.StringIO()) as said:

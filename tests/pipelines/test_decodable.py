@@ -47,14 +47,18 @@ def test_what_fits_only_in_strips_is_decoded_in_turns(
     monkeypatch.setattr(decoding, "total_gib", lambda device: 1e-6)
     monkeypatch.setattr(decoding, "free_gib", lambda device: 1e-5)
     monkeypatch.setattr(decoding, "STRIP_BYTES", 700)
-    monkeypatch.setattr(decoding, "fit_of", lambda kind, shape, ranks, free: Fit(True, 2.0, 1.0, 1.5))
+    monkeypatch.setattr(decoding, "fit_of", lambda kind, shape, ranks, free: Fit(True, 2.0, 1.0, 1.5, 900, 1.25))
     ran = []
     monkeypatch.setattr(
-        "seqpar.vae.parallel.maybe_in_turns", lambda run, place, size: ran.append(size) or _in_turns(run, place, size)
+        "seqpar.vae.parallel.maybe_in_turns",
+        lambda run, place, *sizes: ran.append(sizes) or _in_turns(run, place, *sizes),
     )
     assert torch.allclose(made.decode(z).sample, expected, atol=1e-5)
-    assert ran == [700]
-    assert "in strips in turn, in 1.0 GiB: at once it needs 2.0 GiB of 1.5 GiB" in capsys.readouterr().out
+    assert ran == [(700, 900)]
+    assert (
+        "in strips in turn, in 1.0 GiB and about 1.2 x the time: at once it needs 2.0 GiB of 1.5 GiB"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_dry_run_predicts_the_decoder() -> None:

@@ -108,10 +108,11 @@ def flow_timing(scheduler: Any, steps: int, tokens: int) -> dict[str, Any]:
             f"got scheduler {name!r}, expected one of flow matching that takes sigmas, like "
             f"FlowMatchEulerDiscreteScheduler or UniPCMultistepScheduler"
         )
-    given: dict[str, Any] = {} if flows else {"sigmas": np.linspace(1.0, 1 / steps, steps).tolist()}
+    timing: dict[str, Any] = {} if flows else {"sigmas": np.linspace(1.0, 1 / steps, steps).tolist()}
     if config.get("use_dynamic_shifting"):
-        few, many = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-        low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+        given = {key: value for key, value in config.items() if value is not None}
+        few, many = given.get("base_image_seq_len", 256), given.get("max_image_seq_len", 4096)
+        low, high = given.get("base_shift", 0.5), given.get("max_shift", 1.15)
         slope = (high - low) / (many - few)
-        given["mu"] = tokens * slope + (low - slope * few)
-    return given
+        timing["mu"] = tokens * slope + (low - slope * few)
+    return timing

@@ -14,7 +14,20 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from seqpar.weights.jsons import read_json
-from seqpar.weights.schemas import Channels, Heads, Layers, Number, Part, Schema, Tokens, Width, checked, shown
+from seqpar.weights.schemas import (
+    Channels,
+    Heads,
+    Layers,
+    Number,
+    Part,
+    Schema,
+    Tokens,
+    Width,
+    ZeroOrOne,
+    checked,
+    described,
+    shown,
+)
 
 INDEX, SCHEDULER = "model_index.json", "scheduler_config.json"
 LABEL = r"^\d{1,9}$"
@@ -113,7 +126,7 @@ class Autoencoder(Schema, frozen=True):
     shift_factor: Number | None = None
     latents_mean: list[Number] | None = None
     latents_std: list[Number] | None = None
-    force_upcast: bool | float | None = None  # 1.0 in some published files
+    force_upcast: bool | ZeroOrOne | None = None  # 1.0 in some published files
     use_quant_conv: bool | None = None
     use_post_quant_conv: bool | None = None
     mid_block_add_attention: bool | None = None
@@ -196,8 +209,9 @@ def check_scheduler(config: Mapping[str, Any], where: str = "a scheduler config"
     count, betas = found.num_train_timesteps or 1000, found.trained_betas
     if betas is not None and len(betas) < count:
         raise ValueError(f"got {where} with {len(betas)} trained_betas, expected num_train_timesteps, which is {count}")
-    few, many = found.base_image_seq_len, found.max_image_seq_len
-    if few is not None and many is not None and few >= many:
+    few = 256 if found.base_image_seq_len is None else found.base_image_seq_len
+    many = found.max_image_seq_len or 4096
+    if few >= many:
         raise ValueError(f"got {where} with base_image_seq_len={few}, expected less than max_image_seq_len={many}")
 
 
@@ -207,6 +221,8 @@ def check_autoencoder(config: Mapping[str, Any], where: object) -> None:
     where: its file, for the message.
     """
     found = checked(str(where), config, Autoencoder)
+    if "scaling_factor" in config and found.scaling_factor is None:  # diffusers would take the null as it is
+        raise ValueError(f"got {where} with scaling_factor=None, expected {described(Positive)}")
     widths = found.block_out_channels
     for name in ("down_block_types", "up_block_types"):
         kinds = getattr(found, name)

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _texts
-from seqpar.pipelines._folder import check_encoder, check_files
+from seqpar.pipelines._folder import check_encoder, check_files, naming
 from seqpar.pipelines._texts import Encode
-from seqpar.sampling.schedules import FAILURES
 from seqpar.weights.parts import read_encoder
 
 TOKENS = 512  # T5's tokens of a prompt, as diffusers' FluxPipeline has them by default
@@ -53,7 +52,8 @@ def _ready(source: Path | Any, tokens: int, device: torch.device, dtype: torch.d
             encoder.to(device)
 
     def encode(text: str) -> tuple[Tensor, ...]:
-        hidden, pooled = pipe.encode_prompt(text, device=device, max_sequence_length=tokens)[:2]
+        with naming("got text encoders that fail on a prompt"):
+            hidden, pooled = pipe.encode_prompt(text, device=device, max_sequence_length=tokens)[:2]
         return hidden[0], pooled[0]
 
     return encode
@@ -79,7 +79,5 @@ def load_encoders(folder: Path, dtype: torch.dtype) -> Any:
     """Return diffusers' FluxPipeline with text encoders and tokenizers alone, on the CPU; ValueError if it fails."""
     from diffusers.pipelines.flux.pipeline_flux import FluxPipeline  # needs transformers, which other models do not
 
-    try:
+    with naming(f"got text encoders in {folder} that do not load"):
         return FluxPipeline.from_pretrained(folder, transformer=None, vae=None, torch_dtype=dtype)
-    except (OSError, *FAILURES) as error:
-        raise ValueError(f"got text encoders in {folder} that do not load: {error}") from error

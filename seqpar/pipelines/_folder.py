@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import diffusers
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.modeling_utils import ModelMixin
+from huggingface_hub.errors import StrictDataclassError
 
 from seqpar.sampling.schedules import FAILURES
 from seqpar.vae.decoder import check_vae
@@ -26,7 +28,19 @@ from seqpar.weights.jsons import check_regular, read_json
 from seqpar.weights.parts import check_numbers, part_of, read_scheduler
 
 TEXT_BYTES = 1 << 27  # of tokenizers; those of published models have up to 40 MB
+BROKEN = (OSError, StrictDataclassError, *FAILURES)  # of loaders of diffusers and transformers
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Raise ValueError, with `what` before the reason, where diffusers or transformers fail on the files of a model."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except BROKEN as error:
+        raise ValueError(f"{what}: {' '.join(str(error).split())[:400]}") from error
 
 
 def check_parts(folder: Path, index: Mapping[str, Any]) -> None:
@@ -101,12 +115,9 @@ def layers_in(checkpoint: Checkpoint) -> set[int]:
 
 def _check_shapes(folder: Path, kind: Any, config: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     """Raise ValueError if a parameter of diffusers' model is missing in the checkpoint or has another shape."""
-    try:
-        with torch.device("meta"), WithoutValues():
-            model = kind.from_config(config)
-    except FAILURES as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"got {folder / 'config.json'}, which describes no {kind.__name__}: {reason}") from error
+    told = f"got {folder / 'config.json'}, which describes no {kind.__name__}"
+    with naming(told), torch.device("meta"), WithoutValues():
+        model = kind.from_config(config)
     for name, parameter in model.named_parameters():
         if name not in checkpoint.shapes:
             raise ValueError(f"{checkpoint.name}: wrong keys. Missing {name}, which a {kind.__name__} has")

@@ -23,8 +23,7 @@ import torch
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _schedulers
 from seqpar.pipelines._family import Order
-from seqpar.pipelines._folder import check_parts
-from seqpar.sampling.schedules import FAILURES
+from seqpar.pipelines._folder import check_parts, naming
 from seqpar.weights.jsons import read_json
 from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
 
@@ -69,14 +68,10 @@ class Adapted:
         return mesh.together(partial(self._load, mesh.device))
 
     def _load(self, device: torch.device) -> Any:
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", ".*torch_dtype.*", FutureWarning
-                )  # older diffusers know this name only
-                pipe = self.kind.from_pretrained(self.folder, torch_dtype=self.dtype)
-        except (OSError, *FAILURES) as error:  # what diffusers raises for files that do not fit
-            raise ValueError(f"got pipeline {self.folder}, which does not load: {error}") from error
+        with naming(f"got pipeline {self.folder}, which does not load"), warnings.catch_warnings():
+            # older diffusers know this name only
+            warnings.filterwarnings("ignore", ".*torch_dtype.*", FutureWarning)
+            pipe = self.kind.from_pretrained(self.folder, torch_dtype=self.dtype)
         if self.scheduler is not None:
             pipe.scheduler = _scheduler(dict(pipe.scheduler.config), self.scheduler)
         return pipe.to(device)

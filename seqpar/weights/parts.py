@@ -121,7 +121,7 @@ class Autoencoder(Schema, frozen=True):
     layers_per_block: Annotated[int, Meta(ge=1, le=64)] | None = None
     norm_num_groups: Channels | None = None
     act_fn: str | None = None
-    sample_size: Width | Annotated[list[Width], Meta(max_length=2)] | None = None
+    sample_size: Width | Annotated[list[Width], Meta(min_length=1, max_length=2)] | None = None
     scaling_factor: Positive | None = None
     shift_factor: Number | None = None
     latents_mean: list[Number] | None = None

@@ -17,7 +17,7 @@ from typing import Any
 
 import diffusers
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar.models import dit, flux, large_dit, uvit
@@ -141,7 +141,7 @@ ANY = st.recursive(
 CHANGES = st.lists(st.tuples(st.integers(0, 30), ANY), min_size=1, max_size=3)
 
 
-@settings(max_examples=1000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1000, deadline=None, database=None)
 @given(st.sampled_from(sorted(READERS)), CHANGES, st.lists(st.integers(0, 30), max_size=2))
 def test_a_mutated_config_is_read_or_refused_by_one_short_message(
     name: str, changes: list[tuple[int, Any]], dropped: list[int]

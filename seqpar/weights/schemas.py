@@ -116,7 +116,7 @@ def _text(info: types.Type) -> str:
         case types.ListType() | types.VarTupleType():
             return f"a list{_length(info)} of {_text(info.item_type)}"
         case types.TupleType(item_types=items):
-            return f"a list of {len(items)}: {', '.join(map(_text, items))}"
+            return f"a list of {len(items)}, each {_text(items[0])}"
         case types.DictType(value_type=values):
             return f"an object whose values are {_text(values)}"
     plain = {types.BoolType: "true or false", types.StrType: "text", types.NoneType: f"null{VARIANT}"}

@@ -12,9 +12,9 @@ import diffusers
 from seqpar.cli.args import ConvertArgs
 from seqpar.cli.job import DTYPES
 from seqpar.vae.decoder import decoder_tensors
-from seqpar.weights.checkpoint import read_json
 from seqpar.weights.export import folder_config, known_to_diffusers, tensors_of, write_folder
 from seqpar.weights.find import Blueprint, locate, resolve
+from seqpar.weights.jsons import read_json
 from seqpar.weights.layout import CONFIG, PARTS, PIPELINE, Layout, layout_of
 
 

@@ -7,16 +7,20 @@ and v), so that diffusers' parameters can be views of ours.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
+from seqpar.weights import schemas
 from seqpar.weights.checkpoint import KeyMap, Source
 
 PATCH = 2  # diffusers' pipeline cuts the latent into patches of 2 x 2, and its transformer has a patch size of 1
 
 
+RotaryPart = Annotated[int, Meta(ge=0, le=4096, multiple_of=2)]
+Values = Annotated[int, Meta(ge=PATCH**2, le=1 << 16, multiple_of=PATCH**2)]  # of a patch of the latent
 _COPIED = (
     "num_layers",
     "num_single_layers",
@@ -25,26 +29,32 @@ _COPIED = (
     "joint_attention_dim",
     "pooled_projection_dim",
     "guidance_embeds",
+    "axes_dims_rope",
 )
-_READ = {*_COPIED, "axes_dims_rope", "in_channels", "out_channels", "patch_size"}
+
+
+class Fields(schemas.Schema, frozen=True, forbid_unknown_fields=True):
+    """The fields of diffusers' config; its pipeline makes the patches."""
+
+    num_layers: schemas.Layers | None = None
+    num_single_layers: schemas.Layers | None = None
+    num_attention_heads: schemas.Heads | None = None
+    attention_head_dim: schemas.HeadDim | None = None
+    joint_attention_dim: schemas.Width | None = None
+    pooled_projection_dim: schemas.Width | None = None
+    guidance_embeds: bool | None = None
+    axes_dims_rope: tuple[RotaryPart, RotaryPart, RotaryPart] | None = None
+    in_channels: Values = 16 * PATCH**2
+    out_channels: Values | None = None
+    patch_size: Literal[1] = 1
 
 
 def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `seqpar.models.flux.Config` from diffusers' config; `ValueError` for an unknown variant."""
-    unknown = [key for key in config if not key.startswith("_") and key not in _READ]
-    if unknown:
-        raise ValueError(f"got a FLUX.1 config with the unknown field {unknown[0]}={config[unknown[0]]!r}")
-    if (patch := config.get("patch_size", 1)) != 1:
-        raise ValueError(f"got a FLUX.1 config with patch_size={patch}, expected 1: the pipeline makes the patches")
-    area = PATCH**2
-    inputs = config.get("in_channels", 16 * area)
-    outputs = config.get("out_channels") or inputs
-    if inputs % area or outputs % area:
-        raise ValueError(f"got a FLUX.1 config with {inputs} and {outputs} channels, expected multiples of {area}")
-    found = {key: config[key] for key in _COPIED if key in config}
-    if "axes_dims_rope" in config:
-        found["axes_dims_rope"] = tuple(config["axes_dims_rope"])
-    return {**found, "in_channels": inputs // area, "out_channels": outputs // area}
+    read = schemas.checked("a FLUX.1 config", config, Fields)
+    found = {key: value for key in _COPIED if (value := getattr(read, key)) is not None}
+    outputs = read.out_channels or read.in_channels
+    return {**found, "in_channels": read.in_channels // PATCH**2, "out_channels": outputs // PATCH**2}
 
 
 def _rows(*tensors: Tensor) -> Tensor:

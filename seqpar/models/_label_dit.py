@@ -100,11 +100,3 @@ def confirm(kind: str, said: Mapping[str, Any], found: Mapping[str, Any]) -> Non
             raise ValueError(
                 f"got a {kind} whose files say {name}={said[name]!r}, but whose tensors have {found[name]!r}"
             )
-
-
-def whole_numbers(kind: str, config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise ValueError if one of these fields of a config is there and is no number from 1."""
-    for name in names:
-        value = config.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"got a {kind} config with {name}={value!r}, expected a whole number from 1")

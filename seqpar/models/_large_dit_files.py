@@ -9,22 +9,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from seqpar.models import _layers
-from seqpar.models._label_dit import confirm, is_diffusers, original_heads, whole_numbers
+from seqpar.models._label_dit import confirm, is_diffusers, original_heads
+from seqpar.weights import schemas
 from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
 
 CHANNELS = 4  # of the latent; the patch size follows
 CLASS = "DiTLLaMA2DModel"  # ppdiffusers' name; diffusers has no such model
-_COUNTS = ("num_attention_heads", "attention_head_dim", "num_layers", "patch_size", "in_channels", "out_channels")
-_READ = {
-    *_COUNTS,
-    *("sample_size", "n_kv_heads", "num_classes", "norm_eps", "qk_norm", "learn_sigma", "block_norm", "qk_norm_groups"),
-    *("mlp_ratio", "multiple_of", "ffn_dim_multiplier", "class_dropout_prob"),  # the sizes that they make are in shapes
-}
+
+
+class Fields(schemas.Schema, frozen=True, forbid_unknown_fields=True):
+    """The fields of ppdiffusers' config.json, and two of ours: block_norm and qk_norm_groups."""
+
+    num_attention_heads: schemas.Heads
+    attention_head_dim: schemas.HeadDim
+    num_layers: schemas.Layers | None = None
+    patch_size: schemas.Patch | None = None
+    in_channels: schemas.Channels | None = None
+    out_channels: schemas.Channels | None = None
+    sample_size: schemas.Side | None = None
+    n_kv_heads: schemas.Heads | None = None
+    num_classes: schemas.Classes | None = None
+    norm_eps: schemas.Epsilon | None = None
+    qk_norm: bool | None = None
+    learn_sigma: bool | None = None
+    block_norm: Literal["rms", "layer"] | None = None
+    qk_norm_groups: schemas.Heads | None = None
+    # the sizes that these make are in the shapes
+    mlp_ratio: schemas.Number | None = None
+    multiple_of: schemas.Width | None = None
+    ffn_dim_multiplier: schemas.Number | None = None
+    class_dropout_prob: schemas.Part | None = None
 
 
 def sizes(
@@ -79,20 +98,14 @@ def _from_training(found: Mapping[str, Any], said: Mapping[str, Any], presets: M
 
 def _from_config(found: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return heads and variants of ppdiffusers' config.json, which must state the sizes of the tensors."""
-    if unknown := next((key for key in config if not key.startswith("_") and key not in _READ), None):
-        raise ValueError(f"got a Large-DiT config with an unknown field {unknown}={config[unknown]!r}")
-    whole_numbers("Large-DiT", config, (*_COUNTS, "sample_size", "n_kv_heads", "num_classes", "qk_norm_groups"))
-    heads, dim = config.get("num_attention_heads"), config.get("attention_head_dim")
-    if heads is None or dim is None or heads * dim != found["width"]:
+    read = schemas.checked("a Large-DiT config", config, Fields)
+    heads, dim = read.num_attention_heads, read.attention_head_dim
+    if heads * dim != found["width"]:
         expected = f"a product of {found['width']}, the width of the tensors"
         raise ValueError(f"got a Large-DiT config with {heads} heads of width {dim}, expected {expected}")
-    if not isinstance(eps := config.get("norm_eps", 1e-5), (int, float)) or not 0 < eps < 1:
-        raise ValueError(f"got a Large-DiT config with norm_eps={eps!r}, expected a small number over 0")
     confirm("Large-DiT", config, {key: value for key, value in found.items() if key != "num_key_value_heads"})
     made = _heads(found, heads)
     confirm("Large-DiT", {"n_kv_heads": config.get("n_kv_heads")}, {"n_kv_heads": made["num_key_value_heads"]})
-    if config.get("block_norm", "rms") not in ("rms", "layer"):
-        raise ValueError(f"got a Large-DiT config with block_norm={config['block_norm']!r}, expected 'rms' or 'layer'")
     kept = ("sample_size", "norm_eps", "block_norm", "qk_norm_groups")
     return made | {name: config[name] for name in kept if config.get(name) is not None}
 

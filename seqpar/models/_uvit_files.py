@@ -7,13 +7,13 @@ an unused copy of the patch convolution. In both, version 1 keeps the position o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from seqpar.models import _layers
-from seqpar.models._label_dit import whole_numbers
+from seqpar.weights import schemas
 from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
 
 HEAD_DIM = 64  # of every published UniDiffuser; the shapes do not tell it
@@ -36,56 +36,58 @@ _COPIED = {
 }
 """diffusers' name of a size -> ours."""
 
-_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
-    "activation_fn": ("gelu",),
-    "attention_bias": (False,),
-    "block_type": ("unidiffuser",),
-    "cross_attention_dim": (None,),
-    "dropout": (0.0, 0),
-    "norm_elementwise_affine": (True,),
-    "norm_type": ("layer_norm",),
-    "num_vector_embeds": (None,),
-    "only_cross_attention": (False,),
-    "pre_layer_norm": (False,),
-    "upcast_attention": (False,),
-    "use_linear_projection": (False,),
-    "use_patch_pos_embed": (False,),
-    "use_timestep_embedding": (False,),
-}
-"""The values of a diffusers config that the model implements; other values of these fields are refused."""
+_UNUSED = ("out_channels", "norm_num_groups", "num_embeds_ada_norm", "ff_final_dropout")
 
-_DEFAULTS = {"num_attention_heads": 16, "attention_head_dim": 88, "num_layers": 1, "num_text_tokens": 77}
-_DEFAULTS |= {"text_dim": 768, "clip_img_dim": 512, "use_data_type_embedding": False, "activation_fn": "geglu"}
-"""diffusers' values for fields that a config lacks."""
 
-_UNUSED = {"norm_num_groups", "num_embeds_ada_norm", "ff_final_dropout", "out_channels"}
+class Fields(schemas.Schema, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fields of diffusers' config, with its defaults, and with the values that the model implements."""
+
+    num_attention_heads: schemas.Heads = 16
+    attention_head_dim: schemas.HeadDim = 88
+    num_layers: schemas.Layers = 1
+    in_channels: schemas.Channels
+    sample_size: schemas.Side
+    patch_size: schemas.Patch
+    num_text_tokens: schemas.Tokens = 77
+    text_dim: schemas.Width = 768
+    clip_img_dim: schemas.Width = 512
+    use_data_type_embedding: bool = False
+    activation_fn: Literal["gelu"]  # diffusers' default is another one
+    out_channels: schemas.Channels | None = None
+    attention_bias: schemas.No = False
+    block_type: Literal["unidiffuser"] = "unidiffuser"
+    cross_attention_dim: None = None
+    dropout: schemas.Zero = 0.0
+    norm_elementwise_affine: schemas.Yes = True
+    norm_type: Literal["layer_norm"] = "layer_norm"
+    num_vector_embeds: None = None
+    only_cross_attention: schemas.No = False
+    pre_layer_norm: schemas.No = False
+    upcast_attention: schemas.No = False
+    use_linear_projection: schemas.No = False
+    use_patch_pos_embed: schemas.No = False
+    use_timestep_embedding: schemas.No = False
+    # these have no effect
+    norm_num_groups: schemas.Width | None = None
+    num_embeds_ada_norm: schemas.Classes | None = None
+    ff_final_dropout: bool | None = None
 
 
 def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `seqpar.models.uvit.Config` from diffusers' config; `ValueError` for an unknown variant."""
-    given = _DEFAULTS | {key: value for key, value in config.items() if not key.startswith("_")}
-    for key, value in given.items():
-        if key in _IMPLEMENTED and value not in _IMPLEMENTED[key]:
-            expected = f"{_IMPLEMENTED[key][0]!r}: the other variant is not implemented"
-            raise ValueError(f"got a UniDiffuser config with {key}={value!r}, expected {expected}")
-        if key not in _IMPLEMENTED and key not in _COPIED and key not in _UNUSED:
-            raise ValueError(f"got a UniDiffuser config with the unknown field {key}={value!r}, expected diffusers'")
-    if missing := [key for key in _COPIED if given.get(key) is None]:
-        raise ValueError(f"got a UniDiffuser config without {missing[0]}, expected all sizes")
-    whole_numbers("UniDiffuser", given, [key for key in (*_COPIED, "out_channels") if key != DATA_TYPE])
-    if not isinstance(given[DATA_TYPE], bool):
-        raise ValueError(f"got a UniDiffuser config with {DATA_TYPE}={given[DATA_TYPE]!r}, expected true or false")
-    found = {ours: given[theirs] for theirs, ours in _COPIED.items()}
-    return {**found, "out_channels": given.get("out_channels") or found["in_channels"]}
+    read = schemas.checked("a UniDiffuser config", config, Fields)
+    found = {ours: getattr(read, theirs) for theirs, ours in _COPIED.items()}
+    return {**found, "out_channels": read.out_channels or read.in_channels}
 
 
 def config_of(config: Any) -> dict[str, Any]:
     """Return diffusers' config.json of a U-ViT with this `Config`."""
+    fixed = Fields(in_channels=1, sample_size=1, patch_size=1, activation_fn="gelu")
     return {
         "_class_name": "UniDiffuserModel",
         **{theirs: getattr(config, ours) for theirs, ours in _COPIED.items()},
         "out_channels": config.out_channels,
-        **{name: values[0] for name, values in _IMPLEMENTED.items()},
+        **{name: getattr(fixed, name) for name in Fields.__struct_fields__ if name not in (*_COPIED, *_UNUSED)},
     }
 
 

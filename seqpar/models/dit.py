@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.models import _layers
-from seqpar.models._label_dit import LabelDiT, confirm, is_diffusers, original_heads, whole_numbers
+from seqpar.models._label_dit import LabelDiT, confirm, is_diffusers, original_heads
 from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Prepare, Projected
+from seqpar.weights import schemas
 from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
 
 NORM = Norm("layer", 1e-6)  # the norm before attention and before the final layer, in both variants
@@ -159,34 +160,34 @@ PRESETS: dict[str, Config] = {
 
 # Checkpoints ---------------------------------------------------------------------------------------------------
 
-# the values of a diffusers config that this file implements; other values of these fields are refused
-_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
-    "norm_type": ("ada_norm_zero",),
-    "activation_fn": ("gelu-approximate",),
-    "norm_elementwise_affine": (False,),
-    "upcast_attention": (False,),
-    "dropout": (0.0, 0),
-    "cross_attention_dim": (None,),
-    "num_vector_embeds": (None,),
-    "only_cross_attention": (False,),
-    "use_linear_projection": (False,),
-    "double_self_attention": (False,),
-    "attention_bias": (True, False),
-    # ours: diffusers computes with the first value whatever a config says
-    "freq_shift": (1.0, 0.0),
-    "pos_scaling": ("interpolate", "none"),
-}
-_SIZES_READ = (
-    "num_attention_heads",
-    "attention_head_dim",
-    "num_layers",
-    "patch_size",
-    "in_channels",
-    "out_channels",
-    "sample_size",
-    "num_embeds_ada_norm",
-)
-_READ = {*_SIZES_READ, "norm_eps", "norm_num_groups"}
+
+class Fields(schemas.Schema, frozen=True, forbid_unknown_fields=True):
+    """The fields of diffusers' config, with the values that this file implements."""
+
+    num_attention_heads: schemas.Heads | None = None
+    attention_head_dim: schemas.HeadDim | None = None
+    num_layers: schemas.Layers | None = None
+    patch_size: schemas.Patch | None = None
+    in_channels: schemas.Channels | None = None
+    out_channels: schemas.Channels | None = None
+    sample_size: schemas.Side | None = None
+    num_embeds_ada_norm: schemas.Classes = 1000
+    norm_eps: schemas.Epsilon = 1e-5
+    norm_num_groups: schemas.Width | None = None
+    attention_bias: bool | None = None
+    norm_type: Literal["ada_norm_zero"] | None = None
+    activation_fn: Literal["gelu-approximate"] | None = None
+    norm_elementwise_affine: schemas.No | None = None
+    upcast_attention: schemas.No | None = None
+    dropout: schemas.Zero | None = None
+    cross_attention_dim: None = None
+    num_vector_embeds: None = None
+    only_cross_attention: schemas.No | None = None
+    use_linear_projection: schemas.No | None = None
+    double_self_attention: schemas.No | None = None
+    # ours: diffusers computes with 1 and "interpolate" whatever a config says
+    freq_shift: schemas.ZeroOrOne | None = None
+    pos_scaling: Literal["interpolate", "none"] | None = None
 
 
 def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
@@ -200,22 +201,16 @@ def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] |
 
 
 def _from_diffusers(config: Mapping[str, Any]) -> Config:
-    for key, value in config.items():
-        if key in _IMPLEMENTED and value not in _IMPLEMENTED[key]:
-            raise ValueError(
-                f"got a DiT config with {key}={value!r}, expected {_IMPLEMENTED[key][0]!r}: the other "
-                f"variant is not implemented"
-            )
-        if not key.startswith("_") and value is not None and key not in _IMPLEMENTED and key not in _READ:
-            raise ValueError(f"got a DiT config with an unknown field {key}={value!r}, expected one of diffusers'")
-    whole_numbers("DiT", config, _SIZES_READ)
-    if not isinstance(eps := config.get("norm_eps", 1e-5), (int, float)) or not 0 < eps < 1:
-        raise ValueError(f"got a DiT config with norm_eps={eps!r}, expected a small number over 0")
-    known = {f.name for f in fields(Config)}
-    read = {key: value for key, value in config.items() if key in known and value is not None}
-    read.setdefault("out_channels", config.get("in_channels", Config.in_channels))
-    theirs = {"freq_shift": 1.0, "pos_scaling": "interpolate", "mlp_norm_eps": config.get("norm_eps", 1e-5)}
-    return replace(Config(**theirs | read), num_classes=config.get("num_embeds_ada_norm", 1000))
+    found = schemas.checked("a DiT config", config, Fields)
+    known = {f.name for f in fields(Config)} & {*Fields.__struct_fields__}
+    read = {key: value for key in known if (value := getattr(found, key)) is not None}
+    read.setdefault("out_channels", read.get("in_channels", Config.in_channels))
+    theirs = {"freq_shift": 1.0, "pos_scaling": "interpolate", "mlp_norm_eps": found.norm_eps}
+    made = replace(Config(**theirs | read), num_classes=found.num_embeds_ada_norm)
+    if made.width % 4 or made.sample_size % made.patch_size:
+        sizes = f"width {made.width}, sample_size {made.sample_size} and patch_size {made.patch_size}"
+        raise ValueError(f"got a DiT config with {sizes}, expected a multiple of 4, and whole patches")
+    return made
 
 
 def _from_shapes(shapes: Mapping[str, tuple[int, ...]], said: Mapping[str, Any]) -> Config:
@@ -316,7 +311,8 @@ def folder_config(config: Config) -> tuple[str, dict[str, Any]]:
 
     The two fields of our own keep the original's arithmetic when we load the folder; diffusers computes by its own.
     """
-    same = (*_SIZES_READ[:-1], "attention_bias")
+    same = ("num_attention_heads", "attention_head_dim", "num_layers", "patch_size", "in_channels", "out_channels")
+    same = (*same, "sample_size", "attention_bias")
     ours = {"freq_shift": config.freq_shift, "pos_scaling": config.pos_scaling}
     return "diffusers", {
         "_class_name": "DiTTransformer2DModel",

@@ -19,8 +19,8 @@ import seqpar.pipelines
 from seqpar.planner.predict import Load
 from seqpar.protocols import plugin, plugins
 from seqpar.sampling.guidance import Guidance
-from seqpar.weights.checkpoint import read_json
 from seqpar.weights.find import Blueprint, locate, resolve
+from seqpar.weights.parts import read_pipeline
 
 BUILTIN = Path(__file__).parents[1] / "assets" / "emoji-dit"
 ANY = "adapted"  # the family of all pipelines that have no file of their own
@@ -108,7 +108,7 @@ def family_of(name: str, heads: int | None = None) -> tuple[ModuleType, Path | N
             if module.PROMPT == blueprint.module.Model.PROMPT:
                 return module, path
         raise ValueError(f"got {blueprint.name}, expected a model that a pipeline here runs; use it as a library")
-    kind = read_json(index).get("_class_name")
+    kind = read_pipeline(index.parent)["_class_name"]
     found = next((module for module in modules if kind in module.PIPELINES), None)
     return found or plugin(seqpar.pipelines, ANY, "family"), path
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _texts
+from seqpar.pipelines._folder import check_encoder, check_files, naming
 from seqpar.pipelines._texts import Encode
-from seqpar.weights.checkpoint import read_json
+from seqpar.weights.parts import read_encoder
 
 TOKENS = 512  # T5's tokens of a prompt, as diffusers' FluxPipeline has them by default
 # part -> (the size in its config.json, the size of the transformer that it must equal)
@@ -51,7 +52,8 @@ def _ready(source: Path | Any, tokens: int, device: torch.device, dtype: torch.d
             encoder.to(device)
 
     def encode(text: str) -> tuple[Tensor, ...]:
-        hidden, pooled = pipe.encode_prompt(text, device=device, max_sequence_length=tokens)[:2]
+        with naming("got text encoders that fail on a prompt"):
+            hidden, pooled = pipe.encode_prompt(text, device=device, max_sequence_length=tokens)[:2]
         return hidden[0], pooled[0]
 
     return encode
@@ -64,10 +66,11 @@ def check_encoders(folder: Path, index: Mapping[str, Any], config: Any) -> None:
     """
     _texts.check_named(folder, index, (*ENCODERS, *TOKENIZERS))
     for name, (size, wanted) in ENCODERS.items():
-        got, expected = read_json(folder / name / "config.json").get(size), getattr(config, wanted)
+        got, expected = read_encoder(folder / name).get(size), getattr(config, wanted)
         if got != expected:
             raise ValueError(f"got {name} of {size} {got}, expected the transformer's {wanted} of {expected}")
-        _texts.check_encoder(folder / name)
+        check_files(folder / name)
+        check_encoder(folder / name)
     for name in TOKENIZERS:
         _texts.check_tokenizer(folder / name)
 
@@ -76,7 +79,5 @@ def load_encoders(folder: Path, dtype: torch.dtype) -> Any:
     """Return diffusers' FluxPipeline with text encoders and tokenizers alone, on the CPU; ValueError if it fails."""
     from diffusers.pipelines.flux.pipeline_flux import FluxPipeline  # needs transformers, which other models do not
 
-    try:
+    with naming(f"got text encoders in {folder} that do not load"):
         return FluxPipeline.from_pretrained(folder, transformer=None, vae=None, torch_dtype=dtype)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise ValueError(f"got text encoders in {folder} that do not load: {error}") from error

@@ -12,7 +12,8 @@ import numpy as np
 
 from seqpar.sampling.original import respace
 from seqpar.sampling.schedules import FAILURES
-from seqpar.sampling.steppers import why_not_driven
+from seqpar.sampling.steppers import Decision, decide, why_not_driven
+from seqpar.weights.parts import check_scheduler
 
 
 def build(config: Mapping[str, Any], name: str | None = None, **changes: Any) -> Any:
@@ -21,6 +22,7 @@ def build(config: Mapping[str, Any], name: str | None = None, **changes: Any) ->
     changes: settings that replace those of the configuration. Raises ValueError, with the reason, if it cannot be built
     or if the denoising loop cannot use it.
     """
+    check_scheduler(config)
     chosen = name or config.get("_class_name", "DDIMScheduler")
     known = [other for other in dir(diffusers) if other.endswith("Scheduler")]
     if chosen not in known:
@@ -28,7 +30,7 @@ def build(config: Mapping[str, Any], name: str | None = None, **changes: Any) ->
     kind = getattr(diffusers, chosen)
     try:
         scheduler = kind.from_config(config, **changes)
-    except (ImportError, TypeError, ValueError, NotImplementedError) as error:
+    except FAILURES as error:
         raise ValueError(f"got scheduler {chosen!r}, which cannot be built: {' '.join(str(error).split())}") from error
     if (reason := why_not_driven(scheduler)) is not None:
         raise ValueError(f"got scheduler {chosen!r}, which {reason}; expected one like DDIMScheduler")
@@ -53,6 +55,16 @@ def set_steps(scheduler: Any, steps: int, respacing: str | None = None) -> None:
     except FAILURES as error:
         name = type(scheduler).__name__
         raise ValueError(f"got {steps} steps, which {name} cannot do: {error}; try more or fewer") from error
+
+
+def tried(scheduler: Any, eta: float | None = None) -> Decision:
+    """Return the way in which a scheduler, whose timesteps are set, steps; `ValueError` if one of its steps fails."""
+    try:
+        return decide(scheduler, {"eta": eta})
+    except ValueError:
+        raise
+    except FAILURES as error:  # such as an index past the end of its tables
+        raise ValueError(f"got scheduler {type(scheduler).__name__!r}, which fails in its step: {error}") from error
 
 
 def variance_settings(config: Mapping[str, Any], name: str | None, model: Any) -> dict[str, Any]:
@@ -96,10 +108,11 @@ def flow_timing(scheduler: Any, steps: int, tokens: int) -> dict[str, Any]:
             f"got scheduler {name!r}, expected one of flow matching that takes sigmas, like "
             f"FlowMatchEulerDiscreteScheduler or UniPCMultistepScheduler"
         )
-    given: dict[str, Any] = {} if flows else {"sigmas": np.linspace(1.0, 1 / steps, steps).tolist()}
+    timing: dict[str, Any] = {} if flows else {"sigmas": np.linspace(1.0, 1 / steps, steps).tolist()}
     if config.get("use_dynamic_shifting"):
-        few, many = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-        low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+        given = {key: value for key, value in config.items() if value is not None}
+        few, many = given.get("base_image_seq_len", 256), given.get("max_image_seq_len", 4096)
+        low, high = given.get("base_shift", 0.5), given.get("max_shift", 1.15)
         slope = (high - low) / (many - few)
-        given["mu"] = tokens * slope + (low - slope * few)
-    return given
+        timing["mu"] = tokens * slope + (low - slope * few)
+    return timing

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from seqpar.mesh import Mesh
-from seqpar.weights.checkpoint import find_checkpoint, open_checkpoint
+from seqpar.pipelines._folder import check_files
+from seqpar.weights.parts import part_of
 
 Encode = Callable[[str], tuple[Tensor, ...]]
 
@@ -87,7 +88,7 @@ def check_named(folder: Path, index: Mapping[str, Any], names: Sequence[str]) ->
     """Raise ValueError if a pipeline's model_index.json lacks one of these parts, or transformers is not installed."""
     check_installed()
     for name in names:
-        if not (index.get(name) or [None])[0]:
+        if part_of(index, name) is None:
             raise ValueError(f"got pipeline {folder} without {name}, expected one: prompts need it")
 
 
@@ -99,17 +100,11 @@ def check_installed() -> None:
         )
 
 
-def check_encoder(folder: Path) -> None:
-    """Raise ValueError if the weights of an encoder of transformers are missing or truncated; reads headers."""
-    stems = ("model", "pytorch_model")
-    found = next((stem for stem in stems if next(folder.glob(f"{stem}.*"), None)), stems[0])
-    open_checkpoint(find_checkpoint(folder, found))
-
-
 def check_tokenizer(folder: Path) -> None:
-    """Raise ValueError if this is not the folder of a tokenizer."""
+    """Raise ValueError if this is not the folder of a tokenizer, or if a file in it cannot be read."""
     if not (folder / "tokenizer_config.json").is_file():
         raise ValueError(f"got {folder} without tokenizer_config.json, expected a tokenizer's folder")
+    check_files(folder)
 
 
 def _free(device: torch.device) -> None:

@@ -12,15 +12,17 @@ import torch
 from seqpar.models.uvit import Config, Mode
 from seqpar.pipelines import _family, _schedulers, _texts
 from seqpar.pipelines._family import NO_VAE_FACTOR
+from seqpar.pipelines._folder import check_encoder, check_files
 from seqpar.planner.plan import work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.sampling.request import set_timesteps
 from seqpar.sampling.schedules import FAILURES
-from seqpar.sampling.steppers import check_eta, decide
+from seqpar.sampling.steppers import check_eta
 from seqpar.vae.decoder import check_vae, vae_factor
-from seqpar.weights.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_json
+from seqpar.weights.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 from seqpar.weights.find import Blueprint, locate, resolve
 from seqpar.weights.layout import layout_of
+from seqpar.weights.parts import read_encoder, read_pipeline, read_scheduler
 
 PREFIX = "encode_prefix."  # of the caption decoder's layer that makes prompts narrower
 PARTS = ("text_encoder", "clip_tokenizer", "text_decoder")
@@ -125,7 +127,7 @@ class Files:
         if vae.latent_channels != channels:
             raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
         check_encoders(places, blueprint.config)
-        told = DEFAULT if places.scheduler is None else read_json(places.scheduler / "scheduler_config.json")
+        told = DEFAULT if places.scheduler is None else read_scheduler(places.scheduler)
         return Files(blueprint, places, vae, told)
 
     @property
@@ -150,7 +152,7 @@ class Files:
         except FAILURES as error:
             told = f"which {type(scheduler).__name__} cannot do: {error}; try more or fewer"
             raise ValueError(f"got {steps} steps, {told}") from error
-        decide(scheduler, {"eta": eta})  # raises ValueError if a step of the scheduler fails
+        _schedulers.tried(scheduler, eta)
         return scheduler
 
     def scheduler(self, name: str | None) -> Any:
@@ -188,7 +190,7 @@ def places_of(path: Path) -> Places:
         return Places.of_original(layout.parts, layout.refused)
     if not (path / "model_index.json").is_file():
         raise ValueError(f"got {path} without model_index.json, expected a pipeline's folder with its text encoder")
-    _texts.check_named(path, read_json(path / "model_index.json"), PARTS)
+    _texts.check_named(path, read_pipeline(path), PARTS)
     return Places.of(path)
 
 
@@ -211,10 +213,10 @@ def check_encoders(places: Places, config: Any) -> None:
 
     config: the U-ViT's `Config`. Reads configs and headers, no weights.
     """
-    _texts.check_encoder(places.text_encoder)
+    check_files(places.text_encoder)
+    check_encoder(places.text_encoder)
     _texts.check_tokenizer(places.clip_tokenizer)
-    told = read_json(places.text_encoder / "config.json")
-    told = CLIP_DEFAULTS | told.get("text_config", told)  # CLIP's own folder also has the half that sees pictures
+    told = CLIP_DEFAULTS | read_encoder(places.text_encoder)
     tokens, width = told["max_position_embeddings"], told["hidden_size"]
     if tokens != config.text_tokens:
         raise ValueError(f"got a text encoder of {tokens} tokens, expected the model's {config.text_tokens}")

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _texts
+from seqpar.pipelines._folder import naming
 from seqpar.pipelines._texts import Encode
 from seqpar.pipelines._unidiffuser_files import PREFIX, Places, caption_decoder
 from seqpar.vae.shared import own
-
-FAILURES = (OSError, ValueError, RuntimeError, ImportError)  # of loaders of transformers and diffusers
 
 
 class Texts(_texts.Texts):
@@ -47,11 +46,9 @@ def load_encoders(places: Places, dtype: torch.dtype) -> tuple[Any, Any, Callabl
     import transformers  # seconds to import, and other models do not need it
 
     tokenizers: Any = transformers.AutoTokenizer
-    try:
+    with naming(f"got a text encoder in {places.text_encoder} that does not load"):
         tokenizer = tokenizers.from_pretrained(places.clip_tokenizer, trust_remote_code=False)
         encoder = _text_encoder(places.text_encoder, dtype)
-    except FAILURES as error:
-        raise ValueError(f"got a text encoder in {places.text_encoder} that does not load: {error}") from error
     decoder = caption_decoder(places)
     keys = sorted(key for key in decoder.shapes if PREFIX in key)  # bias, weight; none if the widths are equal
     bias, weight = (decoder.read(key).to(dtype) for key in keys) if keys else (None, None)
@@ -149,19 +146,15 @@ def _captioner(places: Places) -> tuple[Any, Any]:
     from diffusers.pipelines.deprecated.unidiffuser.modeling_text_decoder import UniDiffuserTextDecoder
 
     tokenizers: Any = transformers.AutoTokenizer
-    try:
+    with naming(f"got a caption decoder in {places.decoder} that does not load"):
         decoder = UniDiffuserTextDecoder.from_pretrained(places.decoder)
         return decoder, tokenizers.from_pretrained(places.text_tokenizer, trust_remote_code=False)
-    except FAILURES as error:
-        raise ValueError(f"got a caption decoder in {places.decoder} that does not load: {error}") from error
 
 
 def _seer(places: Places, dtype: torch.dtype) -> tuple[Any, Any]:
     """Return CLIP's image encoder and the function that prepares pictures for it."""
     import transformers
 
-    try:
+    with naming(f"got an image encoder in {places.image_encoder} that does not load"):
         encoder = transformers.CLIPVisionModelWithProjection.from_pretrained(places.image_encoder, dtype=dtype)
         return encoder, transformers.CLIPImageProcessor.from_pretrained(places.image_processor)
-    except FAILURES as error:
-        raise ValueError(f"got an image encoder in {places.image_encoder} that does not load: {error}") from error

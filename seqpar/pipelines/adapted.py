@@ -23,17 +23,12 @@ import torch
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _schedulers
 from seqpar.pipelines._family import Order
-from seqpar.weights.checkpoint import read_json
+from seqpar.pipelines._folder import check_parts, naming
+from seqpar.weights.jsons import read_json
+from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
 
 PIPELINES = ()  # those of no other file
 PROMPT = None
-FAILURES = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    ImportError,
-    TypeError,
-)  # what diffusers raises for files that do not fit
 
 
 @dataclass(frozen=True)
@@ -73,14 +68,10 @@ class Adapted:
         return mesh.together(partial(self._load, mesh.device))
 
     def _load(self, device: torch.device) -> Any:
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", ".*torch_dtype.*", FutureWarning
-                )  # older diffusers know this name only
-                pipe = self.kind.from_pretrained(self.folder, torch_dtype=self.dtype)
-        except FAILURES as error:
-            raise ValueError(f"got pipeline {self.folder}, which does not load: {error}") from error
+        with naming(f"got pipeline {self.folder}, which does not load"), warnings.catch_warnings():
+            # older diffusers know this name only
+            warnings.filterwarnings("ignore", ".*torch_dtype.*", FutureWarning)
+            pipe = self.kind.from_pretrained(self.folder, torch_dtype=self.dtype)
         if self.scheduler is not None:
             pipe.scheduler = _scheduler(dict(pipe.scheduler.config), self.scheduler)
         return pipe.to(device)
@@ -101,14 +92,16 @@ def check(order: Order, path: Path | None, why: str | None = None) -> Adapted:
     """
     if path is None:
         raise ValueError(f"got model {order.model}, expected a folder or hub id of a diffusers pipeline")
-    kind = _kind(read_json(path / "model_index.json"), path)
+    index = read_pipeline(path)
+    kind = _kind(index, path)
     given = inspect.signature(kind.__call__).parameters
     video = "num_frames" in given
     _check_flags(order, kind.__name__, given)
     if video:
         _check_exporter(kind.__name__)
     if order.scheduler is not None:
-        _scheduler(read_json(path / "scheduler" / "scheduler_config.json"), order.scheduler)
+        _scheduler(read_scheduler(path / "scheduler"), order.scheduler)
+    check_parts(path, index)
     embeds = bool(read_json(path / "transformer" / "config.json").get("guidance_embeds"))
     arguments = _arguments(order, kind.__name__, given, embeds)
     reason = why or f"seqpar has no loop of its own for {kind.__name__}"
@@ -146,7 +139,7 @@ def _kind(index: Mapping[str, Any], path: Path) -> Any:
         )
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(f"got a {name}, which needs another package; pip install transformers")
-    if not (index.get("transformer") or [None])[0]:
+    if part_of(index, "transformer") is None:
         raise ValueError(f"got a {name} without a transformer, expected a pipeline that has one")
     return kind
 

@@ -25,10 +25,10 @@ from seqpar.sampling.ddpm import check_variances
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Request
-from seqpar.sampling.steppers import check_eta, decide
+from seqpar.sampling.steppers import check_eta
 from seqpar.vae.decoder import check_vae, load_vae, vae_factor
-from seqpar.weights.checkpoint import read_json
 from seqpar.weights.find import Blueprint, locate, resolve
+from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
 
 __all__ = ["BUILTIN", "Files", "Pipeline", "check", "generate"]
 
@@ -65,9 +65,8 @@ class Files:
         blueprint = locate(name if path is None else path, heads)
         if path is None or not (path / "model_index.json").is_file():
             return Files(blueprint, None, None, {})
-        index, channels = read_json(path / "model_index.json"), blueprint.config.in_channels
-        # as in diffusers, a part that a pipeline lacks is absent or [null, null]
-        vae = check_vae(path / "vae") if (index.get("vae") or [None])[0] else None
+        index, channels = read_pipeline(path), blueprint.config.in_channels
+        vae = check_vae(path / "vae") if part_of(index, "vae") else None
         if vae is not None and vae.latent_channels != channels:
             raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
         return Files(blueprint, path, vae, _labels.listed(index, blueprint.config.num_classes))
@@ -125,7 +124,7 @@ class Files:
         predicts them and the configuration names no other variance_type.
         Raises ValueError, with the reason, if it cannot be built or the denoising loop cannot use it.
         """
-        config = read_json(self.folder / "scheduler" / "scheduler_config.json") if self.folder else DDIM_DEFAULT
+        config = read_scheduler(self.folder / "scheduler") if self.folder else DDIM_DEFAULT
         return _schedulers.build(config, name, **_schedulers.variance_settings(config, name, self.blueprint.config))
 
     def schedule(self, name: str | None, steps: int, eta: float | None = None, respacing: str | None = None) -> Any:
@@ -136,7 +135,7 @@ class Files:
         scheduler = self.scheduler(name)
         check_eta(scheduler, eta)
         _schedulers.set_steps(scheduler, steps, respacing)
-        if decide(scheduler, {"eta": eta}).learned:  # raises ValueError if a step of the scheduler fails
+        if _schedulers.tried(scheduler, eta).learned:
             check_variances(self.blueprint.config)
         return scheduler
 

@@ -34,10 +34,11 @@ from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Settings, set_timesteps
 from seqpar.sampling.schedules import FAILURES
-from seqpar.sampling.steppers import check_eta, decide
+from seqpar.sampling.steppers import check_eta
 from seqpar.vae.decoder import check_vae, load_vae, vae_factor
-from seqpar.weights.checkpoint import read_json
 from seqpar.weights.find import Blueprint, from_diffusers, locate, resolve
+from seqpar.weights.jsons import read_json
+from seqpar.weights.parts import read_pipeline, read_scheduler
 
 PIPELINES = ("FluxPipeline",)
 PROMPT = ("encoder_hidden_states", "pooled_projections")
@@ -76,12 +77,12 @@ class Files:
             raise ValueError(
                 f"got {path} without model_index.json, expected a pipeline's folder with its text encoders"
             )
-        index, channels = read_json(path / "model_index.json"), blueprint.config.in_channels
+        index, channels = read_pipeline(path), blueprint.config.in_channels
         vae = check_vae(path / "vae")
         if vae.latent_channels != channels:
             raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
         _flux_text.check_encoders(path, index, blueprint.config)
-        return Files(blueprint, path, vae, read_json(path / "scheduler" / "scheduler_config.json"))
+        return Files(blueprint, path, vae, read_scheduler(path / "scheduler"))
 
     @property
     def factor(self) -> int:
@@ -111,7 +112,7 @@ class Files:
             set_timesteps(scheduler, steps, given)
         except FAILURES as error:
             raise ValueError(f"got {steps} steps, which {chosen} cannot do: {error}; try more or fewer") from error
-        decide(scheduler, {"eta": eta})  # raises ValueError if a step of the scheduler fails
+        _schedulers.tried(scheduler, eta)
         return scheduler, given
 
     def timed(self, name: str | None, steps: int, size: tuple[int, int] | None) -> tuple[Any, dict[str, Any]]:

@@ -21,8 +21,10 @@ from seqpar.mesh import Axis, Mesh
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.weights import vae_keys
-from seqpar.weights.checkpoint import Checkpoint, KeyMap, check, find_checkpoint, open_checkpoint, read_json
+from seqpar.weights.checkpoint import Checkpoint, KeyMap, check, find_checkpoint, open_checkpoint
+from seqpar.weights.jsons import read_json
 from seqpar.weights.loading import load
+from seqpar.weights.parts import check_autoencoder
 
 WISHES = ("auto", "strips", "pictures")  # how a caller may ask for pictures to be decoded
 # what diffusers raises for a config that describes no decoder
@@ -190,6 +192,7 @@ def _opened(path: Path) -> tuple[Any, Checkpoint, KeyMap]:
     else:
         told, checkpoint = path, open_checkpoint(path)
         config = vae_keys.config_of(checkpoint.shapes)
+    check_autoencoder(config, told)
     try:
         with torch.device("meta"):
             model: Any = AutoencoderKL.from_config(config)

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from seqpar.weights import paddle, pickles
+from seqpar.weights.jsons import read_index
 
 SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 # of diffusers, then of ppdiffusers
@@ -28,7 +29,6 @@ NAMES = (
 )
 INDEX = ".index.json"
 WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # other dtypes hold no weights
-JSON_BYTES = 1 << 26  # far more than any config or index has
 
 
 @dataclass(frozen=True)
@@ -112,19 +112,6 @@ def find_checkpoint(folder: Path, stem: str | None = None) -> Path:
     if found[0].with_name(found[0].name + INDEX) in found:
         raise ValueError(f"got both {found[0].name} and its index in {folder}, expected one of them; remove the other")
     return found[0]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; `ValueError` if the file is missing or holds no JSON object."""
-    try:
-        if not path.is_file() or path.stat().st_size > JSON_BYTES:
-            raise ValueError(f"there is no file of at most {JSON_BYTES} bytes")
-        value = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"got {path}, expected a readable JSON file: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"got {path} holding a {type(value).__name__}, expected a JSON object")
-    return value
 
 
 def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
@@ -220,9 +207,7 @@ def _from_paddle(opened: Checkpoint) -> Checkpoint:
 
 
 def _sharded(index: Path) -> Checkpoint:
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not places or not all(_beside(name) for name in places.values()):
-        raise ValueError(f"got index {index}, expected a weight_map of keys to names of weight files beside it")
+    places = read_index(index)
     files = {name: open_checkpoint(index.parent / name) for name in sorted(set(places.values()))}
     lost = [key for key, name in places.items() if key not in files[name].shapes]
     if lost:
@@ -231,8 +216,3 @@ def _sharded(index: Path) -> Checkpoint:
     dtypes = {key: files[name].dtypes[key] for key, name in places.items()}
     spots = {key: files[name].places[key] for key, name in places.items() if key in files[name].places}
     return Checkpoint(str(index), shapes, lambda key: files[places[key]].read(key), dtypes, places=spots)
-
-
-def _beside(name: object) -> bool:
-    """Return whether this is the name of a weight file in the same folder."""
-    return isinstance(name, str) and Path(name).name == name and not name.endswith(".json")

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from seqpar.weights.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_json
+from seqpar.weights.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 from seqpar.weights.consolidated import is_part, open_consolidated, parts_in
+from seqpar.weights.jsons import read_json
 
 PIPELINE, CONFIG = "model_index.json", "config.json"
 PARTS = ("transformer", "unet")  # the folder of the model that is sampled; UniDiffuser's is named unet

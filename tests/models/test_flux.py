@@ -318,10 +318,11 @@ def test_presets_are_the_published_sizes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_single_layers": 0}, "got 19 double and 0 single blocks, expected at least one of each"),
+        ({"num_single_layers": 0}, "num_single_layers=0, expected a whole number from 1 to 4096"),
         ({"patch_size": 2}, "got a FLUX.1 config with patch_size=2, expected 1"),
-        ({"in_channels": 63}, "got a FLUX.1 config with 63 and 63 channels, expected multiples of 4"),
-        ({"axes_dims_rope": (16, 56)}, r"got axes_dims_rope \(16, 56\), expected three even numbers with sum 128"),
+        ({"in_channels": 63}, "in_channels=63, expected a whole number from 4 to 65536, a multiple of 4"),
+        ({"axes_dims_rope": (16, 56)}, r"axes_dims_rope=\(16, 56\), expected a list of 3, each a whole number"),
+        ({"axes_dims_rope": (16, 56, 58)}, r"got axes_dims_rope \(16, 56, 58\), expected three .* with sum 128"),
         ({"quantization_config": {}}, "got a FLUX.1 config with the unknown field quantization_config"),
     ],
 )

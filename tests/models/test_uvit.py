@@ -266,8 +266,8 @@ def test_original_files_and_diffusers_folders_load(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"activation_fn": "geglu"}, "got a UniDiffuser config with activation_fn='geglu', expected 'gelu'"),
-        ({"pre_layer_norm": True}, "got a UniDiffuser config with pre_layer_norm=True, expected False"),
-        ({"patch_size": None}, "got a UniDiffuser config without patch_size, expected all sizes"),
+        ({"pre_layer_norm": True}, "got a UniDiffuser config with pre_layer_norm=True, expected false"),
+        ({"patch_size": None}, "got a UniDiffuser config without patch_size, expected a whole number"),
         ({"patch_size": 0}, "got a UniDiffuser config with patch_size=0, expected a whole number from 1"),
         ({"num_layers": 2.0}, "got a UniDiffuser config with num_layers=2.0, expected a whole number"),
         ({"num_attention_heads": "2"}, "got a UniDiffuser config with num_attention_heads='2', expected a whole"),

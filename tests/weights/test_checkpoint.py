@@ -145,11 +145,12 @@ FOLDERS: dict[str, tuple[Spoil, str]] = {
         config(_class_name="SD3Transformer2DModel"),
         r"SD3Transformer2DModel, which no model of seqpar recognises",
     ),
-    "too many layers": (config(num_layers=10**12), r"num_layers=1000000000000, expected no more layers than its"),
-    "too wide": (config(num_attention_heads=10**15), r"with sizes of which no model can be made: "),
+    "too many layers": (config(num_layers=10**12), r"num_layers=1000000000000, expected a whole number from 1 to 4096"),
+    "more layers than tensors": (config(num_layers=4000), r"num_layers=4000, expected no more layers than its"),
+    "too wide": (config(num_attention_heads=10**15), r"num_attention_heads=1000000000000000, expected .* to 4096"),
     "negative layers": (config(num_layers=-3), r"num_layers=-3, expected a whole number from 1"),
     "layers in words": (config(num_layers="three"), r"num_layers='three', expected a whole number from 1"),
-    "epsilon in words": (config(norm_eps="small"), r"norm_eps='small', expected a small number over 0"),
+    "epsilon in words": (config(norm_eps="small"), r"norm_eps='small', expected a number over 0 to below 1"),
     "heads are true": (config(num_attention_heads=True), r"num_attention_heads=True, expected a whole number"),
     "file and index": (
         lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": "b.safetensors"}})),
@@ -163,7 +164,7 @@ FOLDERS: dict[str, tuple[Spoil, str]] = {
     "index is absolute": (index(lambda i: moved(i, "/etc/passwd")), r"names of weight files beside it"),
     "index names itself": (index(lambda i: moved(i, INDEX)), r"names of weight files beside it"),
     "index of numbers": (index(lambda i: moved(i, 3)), r"names of weight files beside it"),
-    "index is a list": (index(lambda i: [1]), r"index\.json holding a list, expected a JSON object"),
+    "index is a list": (index(lambda i: [1]), r"index\.json, expected a weight_map of keys"),
     "no such shard": (index(lambda i: moved(i, "gone.safetensors")), r"gone\.safetensors, expected a file"),
 }
 

@@ -1,0 +1,120 @@
+"""Tests that parts of a pipeline folder that do not fit their files are refused before diffusers reads them.
+
+diffusers and transformers wait for a pipe, build as many layers as a config says, and give weights that a file lacks
+random values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from seqpar.pipelines import adapted, class_labels
+from seqpar.pipelines._family import BUILTIN, Order
+from tests.support import pipelines
+
+
+@pytest.fixture(scope="module")
+def pixart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a pipeline without a loop of ours."""
+    folder = tmp_path_factory.mktemp("pixart")
+    pipelines.pixart().save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def changed(path: Path, **fields: object) -> Iterator[None]:
+    """Let fields of a JSON file have these values inside a block."""
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | fields))
+    try:
+        yield
+    finally:
+        path.write_text(before)
+
+
+def check(folder: Path) -> adapted.Adapted:
+    return adapted.check(Order(str(folder), torch.float32, prompts=("a cat",)), folder)
+
+
+PARTS = [
+    ("text_encoder/config.json", {"num_layers": 3}, r"num_layers=3, expected 2, as model\.safetensors has"),
+    ("text_encoder/config.json", {"num_layers": 10**12}, r"num_layers=1000000000000, expected at most 4096"),
+    ("text_encoder/config.json", {"d_model": -(10**12)}, r"d_model=-1000000000000, expected at most"),
+    ("transformer/config.json", {"num_layers": 10**12}, r"num_layers=1000000000000, expected at most 4096"),
+    ("transformer/config.json", {"num_layers": 3}, r"wrong keys\. Missing transformer_blocks\.2\."),
+    ("transformer/config.json", {"cross_attention_dim": 8}, r"of shape \(40, 40\), expected \(40, 8\) as config\.json"),
+    (
+        "transformer/config.json",
+        {"attention_head_dim": "x"},
+        r"config\.json, which describes no PixArtTransformer2DMod",
+    ),
+    ("vae/config.json", {"scaling_factor": 0}, r"scaling_factor=0, expected a number over 0"),
+    ("vae/config.json", {"scaling_factor": None}, r"scaling_factor=None, expected a number over 0"),
+    ("vae/config.json", {"layers_per_block": 10**12}, r"layers_per_block=1000000000000, expected at most 4096"),
+    ("vae/config.json", {"out_channels": 4}, r"out_channels=4, expected 3"),
+    ("vae/config.json", {"up_block_types": ["UpDecoderBlock2D"]}, r"1 up_block_types, expected 2"),
+    ("scheduler/scheduler_config.json", {"solver_order": "x"}, r"solver_order='x', expected a whole number from 1"),
+    (
+        "model_index.json",
+        {"text_encoder": ["a"]},
+        r"text_encoder=\['a'\], expected \[library, class\] or \[null, null\]",
+    ),
+    ("model_index.json", {"_class_name": ["PixArtAlphaPipeline"]}, r"expected the name of a pipeline's class"),
+]
+
+
+def test_a_part_that_does_not_fit_its_files_is_refused(pixart: Path) -> None:
+    assert check(pixart).count == 1  # negative control
+    for file, fields, message in PARTS:
+        with changed(pixart / file, **fields), pytest.raises(ValueError, match=message):
+            check(pixart)
+    for place in ("tokenizer/more.json", "transformer/readme.md", "text_encoder/config.bak"):
+        os.mkfifo(pixart / place)
+        with pytest.raises(ValueError, match=r"expected a readable file: it is no regular file"):
+            check(pixart)
+        (pixart / place).unlink()
+    index = pixart / "vae" / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
+    with pytest.raises(ValueError, match=r"got both diffusion_pytorch_model\.safetensors and its index"):
+        check(pixart)  # diffusers would load the other one than was checked
+    index.unlink()
+    check(pixart)
+
+
+SCHEDULERS = [
+    ({"steps_offset": 5000}, "fails in its step"),
+    ({"trained_betas": [0.1, 0.2]}, r"2 trained_betas, expected num_train_timesteps, which is 1000"),
+    ({"trained_betas": 5}, r"trained_betas=5, expected a list of length 1 to 100000"),
+    ({"num_train_timesteps": 10**12}, r"num_train_timesteps=1000000000000, expected a whole number from 1 to 100000"),
+    ({"beta_end": "x"}, r"beta_end='x', expected a number from 0 to 1"),
+    ({"beta_end": float("nan")}, r"beta_end=nan, expected a number from 0 to 1"),
+    ({"beta_schedule": "x"}, "which cannot be built"),
+    ({"prediction_type": None}, "fails in its step|prediction_type"),
+    ({"_class_name": ["DDIMScheduler"]}, r"_class_name=\['DDIMScheduler'\], expected a class"),
+    ({"_class_name": "PNDMScheduler", "skip_prk_steps": "no"}, "skip_prk_steps='no', expected true or false"),
+]
+INDICES = [
+    ({"id2label": 5}, "id2label=5, expected an object"),
+    ({"id2label": {"x": "cat"}}, "id2label={'x': 'cat'}, expected an object"),
+    ({"id2label": {"0": 5}}, "id2label={'0': 5}, expected an object"),
+    ({"vae": 1.5}, r"vae=1\.5, expected \[library, class\]"),
+]
+
+
+def test_any_field_of_schedulers_and_indices_is_checked(tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(BUILTIN, tmp_path / "copy"))
+    class_labels.Files.locate(copy).schedule(None, 4)  # negative control
+    for fields, message in SCHEDULERS:
+        with changed(copy / "scheduler" / "scheduler_config.json", **fields), pytest.raises(ValueError, match=message):
+            class_labels.Files.locate(copy).schedule(None, 4)
+    for fields, message in INDICES:
+        with changed(copy / "model_index.json", **fields), pytest.raises(ValueError, match=message):
+            class_labels.Files.locate(copy)

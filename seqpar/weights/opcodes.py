@@ -201,10 +201,9 @@ def word(value: object) -> str:
 
 def sizes_of(shape: object) -> tuple[int, ...]:
     """Return a shape of which torch can make an empty tensor; ValueError for anything else."""
-    if not isinstance(shape, (tuple, list)) or len(shape) > MOST_DIMS:
+    whole = isinstance(shape, (tuple, list)) and all(type(size) is int and 0 <= size < 1 << 48 for size in shape)
+    if not isinstance(shape, (tuple, list)) or not whole or len(shape) > MOST_DIMS:
         raise ValueError(f"an array whose shape is no tuple of at most {MOST_DIMS} numbers")
-    if not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
-        raise ValueError("an array whose shape is no tuple of numbers from 0 to 2^48")
     if prod(max(size, 1) for size in shape) >= 1 << 48:
         raise ValueError(f"an array of shape {tuple(shape)}, which is larger than any file")
     return tuple(shape)
@@ -262,8 +261,10 @@ OBJECTS: dict[int, Act] = _acts(
     {
         "a": lambda r: r.append(r.pop()),
         "e": lambda r: r.append(r.since_mark()),
+        "\x8f": lambda r: r.push([]),  # a set, read as a list
+        "\x90": lambda r: r.append(r.since_mark()),
         "\x81": lambda r: r.reduce(),  # an object of a class, without its __init__: read like a call
         "U": lambda r: r.text("B", "latin1"),  # a text of Python 2
-        "Q": lambda r: r.stored(r.pop()[0]),
+        "Q": lambda r: r.push(r.stored(r.pop()[0])),
     }
 )

@@ -199,6 +199,11 @@ def word(value: object) -> str:
     return value
 
 
+def shown(key: object) -> str:
+    """Return the name of a tensor for a message, as it is if it is a short printable text."""
+    return key if isinstance(key, str) and key.isprintable() and 0 < len(key) <= 100 else ascii(key)[:100]
+
+
 def sizes_of(shape: object) -> tuple[int, ...]:
     """Return a shape of which torch can make an empty tensor; ValueError for anything else."""
     whole = isinstance(shape, (tuple, list)) and all(type(size) is int and 0 <= size < 1 << 48 for size in shape)

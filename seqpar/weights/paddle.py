@@ -1,8 +1,9 @@
 """Reads PaddlePaddle's `.pdparams` files without Paddle, mapped into memory.
 
 `paddle.save` pickles a dict of numpy arrays (protocol 2 to 4). The reader of `seqpar/weights/opcodes.py` calls nothing
-that the pickle names: names are compared with those that numpy writes, and bytes become views of the file. Two facts of the format: bfloat16 numbers are stored as uint16, and the weights of linear layers are
-(in, out), which is transposed from torch's.
+that the pickle names: names are compared with those that numpy writes, and bytes become views of the file. Two facts of
+the format: bfloat16 numbers are stored as uint16, and the weights of linear layers are (in, out), which is transposed
+from torch's.
 """
 
 from __future__ import annotations

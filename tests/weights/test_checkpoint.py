@@ -248,8 +248,14 @@ PICKLES: dict[str, tuple[Spoil, str]] = {
     "numbers as keys": (saved(lambda p: {1: torch.ones(2)}), r"found a tensor under 1"),
     "no tensor": (saved(lambda p: state() | {"step": 7}), r"found a int under 'step'"),
     "sparse": (saved(lambda p: {"a": torch.eye(2).to_sparse()}), r"found a sparse tensor under 'a'"),
-    "meta": (saved(lambda p: {"a": torch.ones(2, device="meta")}), r"found a tensor on a device without numbers \(meta\) under 'a'"),
-    "a huge view": (saved(lambda p: {"a": torch.ones(1).expand(10**7, 10**7)}), r"a tensor that is larger than its bytes in the file under 'a'"),
+    "meta": (
+        saved(lambda p: {"a": torch.ones(2, device="meta")}),
+        r"found a tensor on a device without numbers \(meta\) under 'a'",
+    ),
+    "a huge view": (
+        saved(lambda p: {"a": torch.ones(1).expand(10**7, 10**7)}),
+        r"a tensor that is larger than its bytes in the file under 'a'",
+    ),
 }
 
 

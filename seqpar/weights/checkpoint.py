@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         there = "it is a folder, a pipe or a device" if path.exists() else "there is none"
         raise ValueError(f"got checkpoint {path}, expected a file; {there}")
     opened = _opened(path)
+    if not opened.shapes:
+        raise ValueError(f"got checkpoint {path} without a tensor, expected the weights of a model")
     if odd := [key for key in opened.shapes if not key.isprintable() or not 0 < len(key) <= MOST_LETTERS]:
         expected = f"names of at most {MOST_LETTERS} printable letters"
         raise ValueError(f"got checkpoint {path} with a tensor named {shown(odd[0])}, expected {expected}")
@@ -161,6 +164,17 @@ def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
             raise ValueError(f"{checkpoint.name}: got {got}, which cannot make {name}: {error}") from error
         if made != tuple(parameter.shape):
             raise ValueError(f"{checkpoint.name}: got {got}, expected {tuple(parameter.shape)} for {name}")
+
+
+@contextmanager
+def named(checkpoint: Checkpoint) -> Iterator[None]:
+    """Give errors about what is in a checkpoint its name, where they do not say it."""
+    try:
+        yield
+    except ValueError as error:
+        if checkpoint.name in str(error):
+            raise
+        raise ValueError(f"{checkpoint.name}: {error}") from error
 
 
 def shape_of(shapes: Mapping[str, tuple[int, ...]], key: str, dims: int) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 A pickle is a program. Python's own unpickler runs what it names, and a restricted one can still be made to hang: tuples
 of tuples take exponential time to hash, numbers can be chosen so that all of them collide in a dict. This reader calls
-nothing, never hashes or prints what is nested, and has bounds on opcodes, items and texts. So it ends after about two
-seconds and a few hundred megabytes, whatever a file says. When it wins: for every file that others wrote.
+nothing, never hashes or prints what is nested, and has bounds on opcodes, items and texts. So it ends after a few
+seconds and about a hundred megabytes, whatever a file says. When it wins: for every file that others wrote.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
-MOST_OPCODES = 1 << 21  # of a file: a tensor takes about 35
+MOST_OPCODES = 1 << 20  # of a file: a tensor takes about 35
 MOST_ITEMS = 1 << 20  # of the stack and the memo: far more than any state dict has
 MOST_DIMS = 64  # of a tensor; numpy has no more
 MOST_LETTERS = 256  # of a name in a module

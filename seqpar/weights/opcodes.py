@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, ClassVar
 
 MOST_OPCODES = 1 << 20  # of a file: a tensor takes about 35
-MOST_ITEMS = 1 << 20  # of the stack and the memo: far more than any state dict has
+MOST_ITEMS = 1 << 19  # of the stack and the memo: far more than any state dict has
 MOST_DIMS = 64  # of a tensor; numpy has no more
 MOST_LETTERS = 256  # of a name in a module
 # what reading an altered file raises; errors of this reader itself are ValueError
@@ -37,6 +37,9 @@ class Name:
 
 class Mark:
     """The opcode MARK on the stack."""
+
+
+MARK = Mark()
 
 
 class Reader:
@@ -133,7 +136,7 @@ class Reader:
     def since_mark(self) -> list[Any]:
         """Take the values since the last mark off the stack, and the mark."""
         for index in range(len(self._stack) - 1, -1, -1):
-            if isinstance(self._stack[index], Mark):
+            if self._stack[index] is MARK:
                 taken = self._stack[index + 1 :]
                 del self._stack[index:]
                 return taken
@@ -226,7 +229,7 @@ OPCODES: dict[int, Act] = _acts(
     {
         "\x80": lambda r: r.number("B"),  # the protocol
         "\x95": lambda r: r.number("Q"),  # a frame: its bytes follow all the same
-        "(": lambda r: r.push(Mark()),
+        "(": lambda r: r.push(MARK),
         "}": lambda r: r.push({}),
         ")": lambda r: r.push(()),
         "]": lambda r: r.push([]),

@@ -160,7 +160,7 @@ def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
         got = f"{', '.join(source.keys)} of shape {', '.join(map(str, shapes))}"
         try:
             made = tuple(source.combine(*(torch.empty(shape, device="meta") for shape in shapes)).shape)
-        except (RuntimeError, IndexError, ValueError) as error:
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
             raise ValueError(f"{checkpoint.name}: got {got}, which cannot make {name}: {error}") from error
         if made != tuple(parameter.shape):
             raise ValueError(f"{checkpoint.name}: got {got}, expected {tuple(parameter.shape)} for {name}")

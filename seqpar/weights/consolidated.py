@@ -103,7 +103,8 @@ def _whole(key: str, parts: Sequence[Checkpoint]) -> tuple[int, ...]:
         raise ValueError(f"got {parts[0].name} with {key} of shape {first}, expected more than {dim} dims")
     for part in parts[1:]:
         same = [size for at, size in enumerate(part.shapes[key]) if at != dim]
-        if same != [size for at, size in enumerate(first) if at != dim] or part.dtypes[key] != parts[0].dtypes[key]:
+        whole = [size for at, size in enumerate(first) if at != dim]
+        if same != whole or len(part.shapes[key]) != len(first) or part.dtypes[key] != parts[0].dtypes[key]:
             got = f"{part.name} with {key} of shape {part.shapes[key]} and {part.dtypes[key]}"
             raise ValueError(f"got {got}, expected one that fits {first} and {parts[0].dtypes[key]} of the first file")
     if dim is None:

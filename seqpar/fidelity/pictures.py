@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from seqpar.weights.pickles import read_state
 
 WINDOW, SIGMA = 11, 1.5  # of SSIM's Gaussian weights, in pixels
 C1, C2 = 0.01**2, 0.03**2  # (K1 L)^2 and (K2 L)^2 for values in [0, 1], L = 1
@@ -85,26 +86,13 @@ def load_lpips(weights: Path) -> Any:
     """
     lpips = importlib.import_module("lpips")
     network = lpips.LPIPS(net="alex", pnet_rand=True, verbose=False)
-    given = _tensors(weights)
+    given, _ = read_state(weights)
     for name, parameter in network.net.named_parameters():  # "slice2.3.weight" is torchvision's "features.3.weight"
         key = f"features.{name.partition('.')[2]}"
         if key not in given or given[key].shape != parameter.shape:
             raise ValueError(f"got {weights} without {key} of shape {tuple(parameter.shape)}, expected an AlexNet")
         parameter.data.copy_(given[key])
     return network.eval().requires_grad_(False)
-
-
-def _tensors(path: Path) -> dict[str, Any]:
-    """Return the tensors of a file; ValueError for a file that holds anything else, of which nothing is unpickled."""
-    try:
-        given = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(
-            f"got {path}, which does not load as a file of tensors: {str(error).splitlines()[0]}"
-        ) from error
-    if not isinstance(given, dict):
-        raise ValueError(f"got {path} with a {type(given).__name__}, expected named tensors")
-    return given
 
 
 def _lpips(network: Any, got_N3HW: Tensor, truth_N3HW: Tensor) -> Tensor:

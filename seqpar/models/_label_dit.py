@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from seqpar.models import _layers
 from seqpar.protocols import Condition, SequenceModel, state_dtype
+from seqpar.weights.checkpoint import shape_of
 
 FREQUENCIES = 256  # width of the timestep sinusoid, in every published model
 
@@ -61,6 +62,15 @@ class LabelDiT(SequenceModel):
     def null_prompt(self, prompt: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the label that means "no class"."""
         return {name: torch.full_like(label, self.config.num_classes) for name, label in prompt.items()}
+
+
+def count_classes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the number of classes of an original checkpoint; ValueError if it has none, as no label can be asked."""
+    rows = shape_of(shapes, "y_embedder.embedding_table.weight", 2)[0]
+    if rows < 2:
+        got = f"a checkpoint with y_embedder.embedding_table.weight of {rows} row"
+        raise ValueError(f"got {got}, expected one for each class, and one for no class")
+    return rows - 1
 
 
 def is_diffusers(config: Mapping[str, Any] | None) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from seqpar.models import _layers
-from seqpar.models._label_dit import confirm, is_diffusers, original_heads
+from seqpar.models._label_dit import confirm, count_classes, is_diffusers, original_heads
 from seqpar.weights import schemas
 from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
 
@@ -77,7 +77,7 @@ def _from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         "patch_size": patch,
         "in_channels": CHANNELS,
         "out_channels": _layers.output_channels(final, shape_of(shapes, final, 2)[0], patch),
-        "num_classes": shape_of(shapes, "y_embedder.embedding_table.weight", 2)[0] - 1,
+        "num_classes": count_classes(shapes),
         "qk_norm": any(".attention.q_norm." in key or ".attention.k_norm." in key for key in shapes),
     }
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.models import _layers
-from seqpar.models._label_dit import LabelDiT, confirm, is_diffusers, original_heads
+from seqpar.models._label_dit import LabelDiT, confirm, count_classes, is_diffusers, original_heads
 from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.weights import schemas
@@ -232,7 +232,7 @@ def _from_shapes(shapes: Mapping[str, tuple[int, ...]], said: Mapping[str, Any])
         in_channels=channels,
         out_channels=_layers.output_channels(final, shape_of(shapes, final, 2)[0], patch),
         sample_size=round(tokens**0.5) * patch,
-        num_classes=shape_of(shapes, "y_embedder.embedding_table.weight", 2)[0] - 1,
+        num_classes=count_classes(shapes),
         attention_bias=any(key.endswith(".attn.qkv.bias") for key in shapes),
     )
     confirm("DiT", args, {"num_classes": found.num_classes, "image_size": found.sample_size * 8})

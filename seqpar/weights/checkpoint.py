@@ -6,9 +6,9 @@ wrong file is refused after reading its header, not gigabytes of weights. `seqpa
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from seqpar.weights import paddle, pickles
+from seqpar.weights.headers import read_header
 from seqpar.weights.jsons import read_index
+from seqpar.weights.opcodes import MOST_LETTERS, shown
 
 SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 # of diffusers, then of ppdiffusers
@@ -85,10 +87,21 @@ def from_state_dict(name: str, state: Mapping[str, Tensor], about: Mapping[str, 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a .safetensors, .bin, .pt, .pth or .pdparams file, or the index of a sharded checkpoint.
 
-    Raises ValueError if the file is missing or truncated, or if it holds anything other than tensors.
+    Raises ValueError if the file is missing or truncated, or if it holds anything other than named tensors.
     """
     if not path.is_file():
-        raise ValueError(f"got checkpoint {path}, expected a file; there is none")
+        there = "it is a folder, a pipe or a device" if path.exists() else "there is none"
+        raise ValueError(f"got checkpoint {path}, expected a file; {there}")
+    opened = _opened(path)
+    if not opened.shapes:
+        raise ValueError(f"got checkpoint {path} without a tensor, expected the weights of a model")
+    if odd := [key for key in opened.shapes if not key.isprintable() or not 0 < len(key) <= MOST_LETTERS]:
+        expected = f"names of at most {MOST_LETTERS} printable letters"
+        raise ValueError(f"got checkpoint {path} with a tensor named {shown(odd[0])}, expected {expected}")
+    return opened
+
+
+def _opened(path: Path) -> Checkpoint:
     if path.name.endswith(INDEX):
         return _sharded(path)
     if path.suffix == ".safetensors":
@@ -133,10 +146,21 @@ def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
         got = f"{', '.join(source.keys)} of shape {', '.join(map(str, shapes))}"
         try:
             made = tuple(source.combine(*(torch.empty(shape, device="meta") for shape in shapes)).shape)
-        except (RuntimeError, IndexError, ValueError) as error:
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
             raise ValueError(f"{checkpoint.name}: got {got}, which cannot make {name}: {error}") from error
         if made != tuple(parameter.shape):
             raise ValueError(f"{checkpoint.name}: got {got}, expected {tuple(parameter.shape)} for {name}")
+
+
+@contextmanager
+def named(checkpoint: Checkpoint) -> Iterator[None]:
+    """Give errors about what is in a checkpoint its name, where they do not say it."""
+    try:
+        yield
+    except ValueError as error:
+        if checkpoint.name in str(error):
+            raise
+        raise ValueError(f"{checkpoint.name}: {error}") from error
 
 
 def shape_of(shapes: Mapping[str, tuple[int, ...]], key: str, dims: int) -> tuple[int, ...]:
@@ -165,34 +189,24 @@ def count_layers(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
 
 def _some(keys: Iterable[str], most: int = 4) -> str:
     keys = sorted(keys)
-    return ", ".join(keys[:most]) + (f", and {len(keys) - most} more" if len(keys) > most else "") or "none"
+    return ", ".join(map(shown, keys[:most])) + (f", and {len(keys) - most} more" if len(keys) > most else "") or "none"
 
 
 def _safetensors(path: Path) -> Checkpoint:
     try:
+        found, told = read_header(path)
         file = safe_open(path, framework="pt")
-        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        shapes = {key: tuple(part.get_shape()) for key, part in slices.items()}
-        # an empty slice has the dtype, and reads nothing
-        dtypes = {key: part[:0].dtype if shapes[key] else file.get_tensor(key).dtype for key, part in slices.items()}
-        places = _places(path)
-    except (SafetensorError, OSError, RuntimeError, AttributeError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"got checkpoint {path}, which is truncated or not a safetensors file: {error}") from error
-    opened = Checkpoint(str(path), shapes, file.get_tensor, dtypes, places=places)
-    paddles = path.name.startswith("diffusion_paddle_model") and (file.metadata() or {}).get("format") != "pt"
+    opened = Checkpoint(
+        str(path),
+        {key: entry.shape for key, entry in found.items()},
+        file.get_tensor,
+        {key: entry.dtype for key, entry in found.items()},
+        places={key: Place(path, entry.start) for key, entry in found.items()},
+    )
+    paddles = path.name.startswith("diffusion_paddle_model") and told.get("format") != "pt"
     return _from_paddle(opened) if paddles else opened
-
-
-def _places(path: Path) -> dict[str, Place]:
-    """Return key -> where its tensor lies in a safetensors file, whose header the library has already checked."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    return {
-        key: Place(path, 8 + length + entry["data_offsets"][0])
-        for key, entry in header.items()
-        if key != "__metadata__"
-    }
 
 
 def _from_paddle(opened: Checkpoint) -> Checkpoint:

@@ -56,7 +56,7 @@ def open_consolidated(path: Path) -> Checkpoint:
     Raises ValueError if parts are missing, do not fit together, or have a key that is not known to be split or whole.
     """
     parts = parts_in(path) if path.is_dir() else _siblings(path)
-    _check_numbers(parts)
+    _check_numbers(parts, path)
     opened = [open_checkpoint(part) for part in parts]
     arguments = parts[0].parent / ARGUMENTS
     about = {"args": read_arguments(arguments)} if arguments.is_file() else {}
@@ -103,7 +103,8 @@ def _whole(key: str, parts: Sequence[Checkpoint]) -> tuple[int, ...]:
         raise ValueError(f"got {parts[0].name} with {key} of shape {first}, expected more than {dim} dims")
     for part in parts[1:]:
         same = [size for at, size in enumerate(part.shapes[key]) if at != dim]
-        if same != [size for at, size in enumerate(first) if at != dim] or part.dtypes[key] != parts[0].dtypes[key]:
+        whole = [size for at, size in enumerate(first) if at != dim]
+        if same != whole or len(part.shapes[key]) != len(first) or part.dtypes[key] != parts[0].dtypes[key]:
             got = f"{part.name} with {key} of shape {part.shapes[key]} and {part.dtypes[key]}"
             raise ValueError(f"got {got}, expected one that fits {first} and {parts[0].dtypes[key]} of the first file")
     if dim is None:
@@ -120,13 +121,15 @@ def _siblings(path: Path) -> list[Path]:
     return [path.with_name(name) for name in names if path.with_name(name).is_file()]
 
 
-def _check_numbers(parts: Sequence[Path]) -> None:
-    """Raise ValueError unless these are the parts 0 to N-1 of N."""
+def _check_numbers(parts: Sequence[Path], path: Path) -> None:
+    """Raise ValueError unless these are the parts 0 to N-1 of N, from one on."""
     found = [FILE.fullmatch(part.name) for part in parts]
     numbers = [(int(match[2]), int(match[3])) for match in found if match]
-    count = numbers[0][1] if numbers else 0
+    if not numbers:
+        raise ValueError(f"got {path}, whose name is of no part: parts of N files are numbered from 00 to N-1")
+    count = numbers[0][1]
     if numbers != [(rank, count) for rank in range(count)]:
-        names = ", ".join(part.name for part in parts) or "none"
+        names = ", ".join(part.name for part in parts)
         raise ValueError(f"got the parts {names}, expected all of 00 to {count - 1:02d} of {count}; add the missing")
 
 

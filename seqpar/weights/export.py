@@ -6,17 +6,20 @@ of consecutive numbers it tells where each number of the file goes.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from seqpar.weights.checkpoint import KeyMap, Source
+from seqpar.weights.checkpoint import Checkpoint, KeyMap, Source
 from seqpar.weights.find import Blueprint
 
 STEM = "diffusion_pytorch_model"
@@ -36,7 +39,7 @@ def tensors_of(blueprint: Blueprint, dtype: torch.dtype | None) -> Iterator[tupl
     shapes = _shapes(config, checkpoint.shapes, target)
     kept = dict.fromkeys(target.repeats.values())
     for ours, source in target.sources.items():
-        made = keys.sources[ours].combine(*(checkpoint.read(key) for key in keys.sources[ours].keys))
+        made = _made(checkpoint, keys.sources[ours])
         for key, tensor in taken_apart(made.to(dtype or made.dtype), source, shapes).items():
             if key in kept:
                 kept[key] = tensor
@@ -88,6 +91,24 @@ def known_to_diffusers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("freq_shift", "pos_scaling")}
 
 
+def _made(checkpoint: Checkpoint, source: Source) -> Tensor:
+    """Return the tensor of a source; ValueError if its keys cannot be read, as from a file that has become shorter."""
+    try:
+        return source.combine(*map(checkpoint.read, source.keys))
+    except (SafetensorError, RuntimeError, IndexError) as error:
+        raise ValueError(f"{checkpoint.name}: got {', '.join(source.keys)}, which do not load: {error}") from error
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Turn the library's own error of writing, such as one of a full disk, into an OSError that names the folder."""
+    try:
+        yield
+    except SafetensorError as error:
+        code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
+        raise OSError(code, f"cannot write the weights: {error}", str(folder)) from error
+
+
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Write config.json and safetensors files with an index if there are several; return the number of bytes."""
     folder.mkdir(parents=True)
@@ -96,7 +117,8 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Iterable[tupl
     written: list[list[str]] = []
 
     def write() -> None:
-        save_file(held, folder / f"{len(written)}.part", metadata={"format": "pt"})
+        with _told(folder):
+            save_file(held, folder / f"{len(written)}.part", metadata={"format": "pt"})
         written.append([*held])
         held.clear()
 

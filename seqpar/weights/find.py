@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 import seqpar.models
 from seqpar.mesh import Mesh
 from seqpar.protocols import SequenceModel, plugins
-from seqpar.weights.checkpoint import Checkpoint, KeyMap, check, from_state_dict
+from seqpar.weights.checkpoint import Checkpoint, KeyMap, check, from_state_dict, named
 from seqpar.weights.layout import layout_of, open_model
 from seqpar.weights.loading import load
 
@@ -137,7 +137,8 @@ def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None, heads: 
     if config is None:  # an original file: what is known beside it
         said = {**checkpoint.about, **({} if heads is None else {"heads": heads})} or None
     for module in _modules():
-        found = module.recognise(checkpoint.shapes, said)
+        with named(checkpoint):
+            found = module.recognise(checkpoint.shapes, said)
         if found is not None:
             _check_heads(checkpoint.name, found[0], heads)
             _check_layers(checkpoint, found[0])

@@ -121,7 +121,7 @@ def truncate_vae(folder: Path) -> None:
         (truncate_vae, "vae.*truncated or not a safetensors file"),
         (lambda folder: (folder / VAE_FILE).unlink(), "vae without weights"),
         (edit_weights(lambda t: t.pop("decoder.conv_in.bias")), r"Missing 1: decoder\.conv_in\.bias"),
-        (edit_weights(dict.clear), r"Missing 136: decoder\.conv_in\.bias"),
+        (edit_weights(dict.clear), "without a tensor, expected the weights of a model"),
         (edit_weights(lambda t: t.update(lora=torch.ones(1))), "Unknown 1: lora"),
         (
             edit_weights(lambda t: t.update({"decoder.conv_in.bias": torch.ones(3)})),

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from seqpar.adapter.signature import Form, form_of
-from seqpar.mesh import Mesh
+from seqpar.deadlines import Calls
+from seqpar.mesh import Mesh, collected
 from seqpar.sampling.graph import StepGraph
 
 GRAPHS = 8  # kinds of calls that are kept; a pipeline has one or two for each size of picture
@@ -104,6 +104,7 @@ class Graphs:
         self._tells = tells and mesh.sequence.rank == 0
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._calls = Calls()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -113,6 +114,11 @@ class Graphs:
 
         generation: a number that is equal on all ranks and changes whenever a captured call is no longer valid.
         """
+        kind = id(body), arguments.kind
+        with self._mesh.call(self._mesh.sequence, "a call of a transformer or VAE", self._calls.is_first(kind)):
+            return self._ran(body, arguments, generation)
+
+    def _ran(self, body: Computes, arguments: Form, generation: int) -> Form:
         key = None if arguments.kind is None else (id(body), arguments.kind)
         if self._capture is None or key is None or torch.is_autocast_enabled(self._mesh.device.type):
             return _eager(body, arguments)
@@ -167,6 +173,7 @@ class Graphs:
             self._capture = None
             return None
         assert captured is not None
+        self._calls.forget(key)
         self._graphs[key] = _Graph(inputs, captured, generation)
         return self._graphs[key]
 
@@ -186,8 +193,4 @@ def _copied(results: Any) -> Form:
 
 def _every(mesh: Mesh, reason: str | None) -> list[str | None]:
     """Return the reason of every rank of the sequence axis; each must call this at the same time."""
-    if mesh.sequence.size == 1:
-        return [reason]
-    reasons: list[str | None] = [None] * mesh.sequence.size
-    dist.all_gather_object(reasons, reason, group=mesh.sequence.group)
-    return reasons
+    return collected(mesh.sequence, mesh.device, reason, "why a capture failed")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from seqpar.deadlines import Calls
 from seqpar.distributed import DistributedDiT
 from seqpar.kernels.ddim import guide
 from seqpar.sampling.ddpm import check_variances
@@ -57,7 +58,7 @@ class Run:
             for name, state in self._states.items()
         }
         self._starts = {name: state.tokens.clone() for name, state in self._states.items()}
-        self._index = 0
+        self._index, self._calls = 0, Calls()
         self._segment = self._segments[0]
         self._segment.load(0)
 
@@ -79,18 +80,23 @@ class Run:
         return why_not_captured(self._dit, self._course.decision)
 
     def step(self) -> None:
-        """Queue the next step, as a replay if its graph was captured; after the last step the first one follows."""
+        """Queue the next step, as a replay if its graph was captured; after the last step the first one follows.
+
+        Raises TimeoutError if it is known by now that this rank waits for another in vain.
+        """
         self._load()
-        segment = self._segment
-        if segment.graph is not None:
-            segment.graph.replay()
-        else:
-            outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count))
-            for name, out in outputs.items():
-                cond, uncond = self._guided(name, *self._parted(name, out))
-                self._steppers[name](cond, uncond, self._index, self._count, self._bad)
-            self._count.add_(1).remainder_(len(self.timesteps))  # a benchmark may run more steps
+        segment, what = self._segment, f"step {self._index + 1} of {len(self.timesteps)}"
+        with self._dit.mesh.call(self._dit.mesh.replica, what, self._calls.is_first(segment.steps)):
+            if segment.graph is not None:
+                segment.graph.replay()
+            else:
+                outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count))
+                for name, out in outputs.items():
+                    cond, uncond = self._guided(name, *self._parted(name, out))
+                    self._steppers[name](cond, uncond, self._index, self._count, self._bad)
+                self._count.add_(1).remainder_(len(self.timesteps))  # a benchmark may run more steps
         self._index = (self._index + 1) % len(self.timesteps)
+        self._dit.check_now()
 
     def capture(self) -> None:
         """Capture the segment of the next step as a CUDA graph, so that its steps are replays; keeps the state."""
@@ -99,7 +105,9 @@ class Run:
             changed = [self._count, self._bad]
             for name, stepper in self._steppers.items():
                 changed += [self._states[name].tokens, *(stepper.kept if isinstance(stepper, Traced) else ())]
-            self._segment.graph = StepGraph(self._same_step, changed)
+            with self._dit.mesh.call(self._dit.mesh.replica, "the capture of a step", True):
+                self._segment.graph = StepGraph(self._same_step, changed)
+            self._calls.forget(self._segment.steps)
 
     def _same_step(self) -> None:
         """Run `step`, but leave the host's step index unchanged."""

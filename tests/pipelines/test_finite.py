@@ -29,8 +29,8 @@ class Identity:
         self.mesh, self._spoil = mesh, spoil
         self.vae: Any = SimpleNamespace(config=CONFIG, dtype=torch.float32)
 
-    def rank_0s(self, latents: Tensor) -> Tensor:
-        return latents
+    def rank_0s(self, latents_NCHW: Tensor) -> Tensor:
+        return latents_NCHW
 
     def way(self, count: int, shape: Any, wish: str = "auto") -> Way:
         return Way("pictures", self.mesh.world.size, self.mesh.world)
@@ -39,10 +39,11 @@ class Identity:
 
     def say(self, text: str | None) -> None: ...
 
-    def alone(self, latent: Tensor) -> Tensor:
-        return torch.where(latent == 9.0, self._spoil, latent)
+    def alone(self, latent_1Chw: Tensor) -> Tensor:
+        return torch.where(latent_1Chw == 9.0, self._spoil, latent_1Chw)
 
-    strips = alone
+    def strips(self, latent_1Chw: Tensor) -> Tensor:
+        return self.alone(latent_1Chw)
 
 
 def decoded(rank: int, world: int, device: torch.device, spoil: float) -> str:

@@ -83,7 +83,8 @@ def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[st
     if reports:
         rank, first = min(reports.items(), key=lambda pair: pair[1].time)
         if first.kind == "failure":
-            return first.text if rank == 0 else f"rank {rank}: {first.text}", first.code
+            rank_0s = 0 in reports and reports[0].text == first.text  # what all ranks saw needs no number
+            return first.text if rank_0s else f"rank {rank}: {first.text}", first.code
         return f"rank {rank} failed, which is a bug:\n{first.text.rstrip()}", first.code
     rank, code = next(iter(codes.items()))
     if code < 0:

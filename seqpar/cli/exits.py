@@ -38,7 +38,8 @@ BLAME_S = 2.0
 MISTAKE, FAILURE, STOPPED = 2, 1, 128 + signal.SIGINT  # exit codes; shells have the last one after Ctrl-C
 REPORTS, STARTER = "SEQPAR_REPORTS", "SEQPAR_STARTER"  # environment of a rank: a folder, a process id
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun shows what a rank wrote here in its own report
-FAILURES = (TimeoutError, ConnectionError, torch.OutOfMemoryError, MemoryError, FloatingPointError, dist.DistError)
+LOST = (ConnectionError, dist.DistError)  # another process has left, or cannot be reached
+FAILURES = (TimeoutError, torch.OutOfMemoryError, MemoryError, FloatingPointError, *LOST)
 # errors of the system that are no mistake in a path: no space, no quota, a broken disk, no memory, no free handles
 SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 NO_HOST_MEMORY = "DefaultCPUAllocator: "  # torch has no error class for it
@@ -116,36 +117,37 @@ def guarded(work: Callable[[int], None]) -> None:
     except BrokenPipeError:  # who reads our output has left, as `head` does
         os._exit(128 + signal.SIGPIPE)
     except BaseException as error:  # told now, because leaving the group may wait for others for ever
-        _tell(rank, folder, Report.of(error), line_of(error))
+        _tell(rank, folder, error)
     meshes.close()
 
 
-def _tell(rank: int, folder: str | None, report: Report, line: str) -> None:
+def _tell(rank: int, folder: str | None, error: BaseException) -> None:
     """Tell why this rank ends, and exit. Under torchrun rank 0 prints first, others only if it had nothing to say."""
+    report, line = Report.of(error), line_of(error)
     if folder is not None:
         report.write(folder, rank)
-    elif report.kind == "bug":
-        _wait_for_blame(rank, line)
-        print(report.text, end="", file=sys.stderr, flush=True)
-        _to_torchrun(report)
-    elif rank == 0:
-        print(report.text, file=sys.stderr, flush=True)
-        _to_torchrun(report)
     else:
-        _wait(GRACE_S)
-        print(f"rank {rank}: {report.text}", file=sys.stderr, flush=True)
-        _to_torchrun(report)
+        if report.kind == "bug" or isinstance(error, LOST):
+            _wait_for_blame(rank, line)
+        elif rank > 0:
+            _wait(GRACE_S)
+        text = report.text.rstrip() if report.kind == "bug" else f"error: {line}"
+        if _to_torchrun(report) and report.kind == "bug":  # whose report has the traceback
+            text = f"error: a bug: {type(error).__name__}: {line}"
+        print(text if rank == 0 else f"rank {rank}: {text}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     # not sys.exit: a process group whose other ranks wait in a collective would hold the exit up
     os._exit(report.code)
 
 
-def _to_torchrun(report: Report) -> None:
-    """Have torchrun's report show the message where it otherwise says how to get one."""
+def _to_torchrun(report: Report) -> bool:
+    """Have torchrun's report show the message where it otherwise says how to get one; return whether it will."""
     file = os.environ.get(ERROR_FILE)
-    if file is not None:
-        message = {"message": report.text, "extraInfo": {"timestamp": str(int(report.time))}}
-        Path(file).write_text(json.dumps({"message": message}))
+    if file is None:
+        return False
+    message = {"message": report.text, "extraInfo": {"timestamp": str(int(report.time))}}
+    Path(file).write_text(json.dumps({"message": message}))
+    return True
 
 
 def _wait_for_blame(rank: int, line: str) -> None:

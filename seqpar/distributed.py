@@ -25,11 +25,14 @@ from seqpar.planner.search import Wish
 from seqpar.protocols import Attend, SequenceModel
 from seqpar.shard import Shard, Tokens, check_tokens
 from seqpar.streams import Split, completed
-from seqpar.transports._contract import Gather
+from seqpar.transports._contract import Gather, Transport
+from seqpar.transports._kept import Kept
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.weights.find import Blueprint, from_diffusers, locate
 
 SCALARS = ("timestep", "guidance")  # inputs that may be one number for all images
+KINDS = 8  # attentions and tables of positions that are kept: new sizes must not fill the memory
+GATHERS = 32  # gathers that are kept; a run has one or two for each stream of its state
 
 
 class DistributedDiT(nn.Module):
@@ -64,8 +67,8 @@ class DistributedDiT(nn.Module):
         self.model, self.plan = built.to(self.mesh.device), plan
         self.strategy, self.local, self.transport = plan.strategy, plan.local, plan.transport
         self._moves = load_transport(self.transport.name)
-        self._attends: dict[tuple[int, Tokens], Attend] = {}
-        self._gathers: dict[tuple[str, str, torch.Size, torch.dtype], Gather] = {}
+        self._attends = Kept[Attend](self.mesh.sequence, KINDS)
+        self._gathers = Kept[Gather](self.mesh.replica, GATHERS)
         self._releases = 0
         self._positions: dict[tuple[tuple[int, ...], Split], dict[str, Tensor]] = {}
 
@@ -140,30 +143,32 @@ class DistributedDiT(nn.Module):
         sample = self.model.unpatchify(out[:rows], *size).to(hidden_states.dtype)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
-    def attend(self, batch: int, tokens: Tokens) -> Attend:
-        """Return the sharded attention for this batch and split of tokens; it is built once and owns its buffers."""
-        if (batch, tokens) not in self._attends:
-            build = load_strategy(self.strategy.name).build
-            self._attends[batch, tokens] = build(self.mesh, tokens, load_local(self.local.name), self._moves)
-        return self._attends[batch, tokens]
+    def attend(self, batch: int, tokens: Tokens, user: object | None = None) -> Attend:
+        """Return the sharded attention for this batch and split of tokens; it owns its buffers.
+
+        It is kept for later calls until `KINDS` others were used after it. user: an object that needs it as long as it
+        exists, as a run whose CUDA graph reads the buffers.
+        """
+        build, local = load_strategy(self.strategy.name).build, load_local(self.local.name)
+        return self._attends.of((batch, tokens), self._moves, lambda own: build(self.mesh, tokens, local, own), user)
 
     def positions(self, size: tuple[int, ...], split: Split) -> dict[str, Tensor]:
-        """Return this rank's rows of each stream's positions for a latent of this size; they are computed once."""
+        """Return this rank's rows of each stream's positions for a latent of this size, kept for the last sizes."""
         if (size, split) not in self._positions:
+            for oldest in [*self._positions][: max(0, len(self._positions) + 1 - KINDS)]:
+                del self._positions[oldest]
             rows = self.model.stream_positions(size, split.lengths)
             self._positions[size, split] = {name: split.mine(name, x, dim=0) for name, x in rows.items()}
         return self._positions[size, split]
 
-    def gathering(self, use: str, axis: Axis, like: Tensor) -> Gather:
+    def gathering(self, use: str, axis: Axis, like: Tensor, user: object | None = None) -> Gather:
         """Return the exchange that gathers tensors like this one from all ranks of an axis on each of them.
 
-        It is made once for each use, so that runs share it.
+        Runs share it; all ranks of a replica must ask for it. It is kept as `attend` says, for `GATHERS` others.
         """
-        key = (use, axis.name, like.shape, like.dtype)
-        if key not in self._gathers:
-            with torch.inference_mode(False):  # its buffers outlive the caller's mode
-                self._gathers[key] = self._moves.gather(axis, (1,) * axis.size, tuple(like.shape), like)
-        return self._gathers[key]
+        sizes, shape = (1,) * axis.size, tuple(like.shape)
+        key = use, axis.name, shape, like.dtype
+        return self._gathers.of(key, self._moves, lambda own: own.gather(axis, sizes, shape, like), user)
 
     def check_delivered(self) -> None:
         """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
@@ -171,8 +176,9 @@ class DistributedDiT(nn.Module):
 
     def release(self) -> None:
         """Free the buffers of all exchanges, on all ranks at the same time; the next call makes new ones."""
-        self._attends.clear()
-        self._gathers.clear()
+        self._attends.release()
+        self._gathers.release()
+        self._positions.clear()
         self._releases += 1
         self._moves.release()
 

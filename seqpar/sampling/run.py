@@ -245,7 +245,7 @@ class Run:
         # rank 0 of the cfg axis computes the conditional branch, rank 1 the unconditional one
         tokens, mesh = self._states[name].tokens, self._dit.mesh
         used = out[..., : tokens.shape[-1] * (2 if self._course.decision.learned else 1)]
-        swap = self._dit.gathering(f"branches of {name}", mesh.cfg, tokens.new_empty(used.shape))
+        swap = self._dit.gathering(f"branches of {name}", mesh.cfg, tokens.new_empty(used.shape), self)
         swap.outbox().copy_(used.to(tokens.dtype)[None])
         cond, uncond = swap.deliver()
         return cond, uncond
@@ -264,7 +264,7 @@ class Run:
         both = torch.stack((cond[..., : guided.shape[-1]].to(guided.dtype), guided)).double()
         sums = torch.stack((both.sum(dim=(2, 3)), both.square().sum(dim=(2, 3))))
         if mesh.sequence.size > 1:
-            exchange = self._dit.gathering(f"deviations of {name}", mesh.sequence, sums)
+            exchange = self._dit.gathering(f"deviations of {name}", mesh.sequence, sums, self)
             exchange.outbox().copy_(sums[None])
             sums = exchange.deliver().sum(dim=0)
         total, squares = sums

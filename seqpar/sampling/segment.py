@@ -54,7 +54,7 @@ class Segment:
         self._constant = {name: x.clone() for name, x in self._rows(encoded, given.row_B).items()}
         self._mask = self._masked(encoded, given.row_B)
         self._positions = dit.positions(size, self.split)
-        self._attend = dit.attend(len(given.row_B), self.split.tokens)
+        self._attend = dit.attend(len(given.row_B), self.split.tokens, self)
         self._first = torch.zeros((), dtype=torch.int64, device=dit.device)
         self._row_B = given.row_B.clone()
         self._table: dict[str, Tensor] = {}

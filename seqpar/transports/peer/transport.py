@@ -6,6 +6,7 @@ middle-sized blocks; see `seqpar.transports.peer.exchange`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -80,6 +81,19 @@ def _tried(transport: Transport, axis: Axis, device: torch.device) -> str | None
     return None if arrived == wanted else f"a test exchange delivered {arrived}, expected {wanted}"
 
 
+@dataclass
+class _Record:
+    """What a transport and its parts share.
+
+    late: the first wait that missed the deadline; None before the first exchange. made: number -> (axis, what it moves,
+    exchange), for all exchanges that were not freed. count: how many were ever made.
+    """
+
+    late: Late | None = None
+    made: dict[int, tuple[Axis, str, Any]] = field(default_factory=dict)
+    count: int = 0
+
+
 class Transport(_contract.Transport):
     """Makes exchanges through peer memory; see `seqpar.transports._contract.Transport`.
 
@@ -89,8 +103,8 @@ class Transport(_contract.Transport):
     def __init__(self, deadline_s: float = _contract.DEADLINE_S) -> None:
         super().__init__()
         self._deadline_s = deadline_s
-        self._late: Late | None = None
-        self._made: list[tuple[Axis, str, Any]] = []
+        self._record = _Record()
+        self._made: dict[int, tuple[Axis, str, Any]] = {}
 
     def _heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         """Make both halves of the exchange in one arena."""
@@ -124,10 +138,11 @@ class Transport(_contract.Transport):
 
         Only this rank raises; the program that started the ranks must end the others.
         """
-        if self._late is None or not any(note := self._late.note.tolist()):
+        record = self._record.late
+        if record is None or not any(note := record.note.tolist()):
             return
         number, behind, count = note
-        axis, what, exchange = self._made[(number - 1) // 2]
+        axis, what, exchange = self._record.made[(number - 1) // 2]
         peers = exchange.all_flags[(number - 1) % 2].ranks
         late = [_world_rank(axis, rank) for bit, rank in enumerate(peers) if behind >> bit & 1]
         raise TimeoutError(
@@ -138,20 +153,25 @@ class Transport(_contract.Transport):
 
     def _release(self) -> None:
         """Free the arenas. After a wait in vain nothing is freed, because the other ranks may never get here."""
-        if self._late is None or not int(self._late.note[0]):
-            for _, _, exchange in self._made:
+        if self._record.late is None or not int(self._record.late.note[0]):
+            for number, (_, _, exchange) in self._made.items():
                 exchange.arena.close()
-        self._made.clear()
-        self._late = None
+                del self._record.made[number]
+        self._separate()
+        self._record = _Record()
+
+    def _separate(self) -> None:
+        self._made = {}
 
     def _keep(self, axis: Axis, what: str, exchange: T) -> T:
-        self._made.append((axis, what, exchange))
+        self._made[self._record.count] = self._record.made[self._record.count] = axis, what, exchange
+        self._record.count += 1
         return exchange
 
     def _next(self, device: torch.device) -> tuple[Late, int]:
         """Return the shared record of late ranks and the number of the next exchange's first flags (each has two)."""
-        self._late = self._late or Late.on(device, self._deadline_s)
-        return self._late, 2 * len(self._made)
+        self._record.late = self._record.late or Late.on(device, self._deadline_s)
+        return self._record.late, 2 * self._record.count
 
 
 def _world_rank(axis: Axis, rank: int) -> int:

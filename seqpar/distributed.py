@@ -25,7 +25,7 @@ from seqpar.planner.search import Wish
 from seqpar.protocols import Attend, SequenceModel
 from seqpar.shard import Shard, Tokens, check_tokens
 from seqpar.streams import Split, completed
-from seqpar.transports._contract import Gather, Transport
+from seqpar.transports._contract import Gather
 from seqpar.transports._kept import Kept
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.weights.find import Blueprint, from_diffusers, locate

@@ -111,6 +111,7 @@ class Segment:
             torch.cuda.synchronize()
             self.graph.release()
             self.graph = None
+            torch.cuda.empty_cache()  # neither a capture nor peer memory could take what a graph's pool leaves there
 
     def _encode(self, given: Conditions) -> Encoded:
         with torch.no_grad():

@@ -44,9 +44,7 @@ class Kept(Generic[T]):
     def __len__(self) -> int:
         return len(self._kinds)
 
-    def of(
-        self, kind: Hashable, moves: Transport, make: Callable[[Transport], T], user: object | None = None
-    ) -> T:
+    def of(self, kind: Hashable, moves: Transport, make: Callable[[Transport], T], user: object | None = None) -> T:
         """Return the value of a kind, made at its first use with a part of the transport `moves`.
 
         user: an object that needs the value as long as it exists; without one it may be freed by a later call of `of`.

@@ -54,7 +54,7 @@ class Soak:
     steps: int = 4
     """Denoising steps of a picture."""
     seconds: float = 600
-    """After this time since the first picture only the last one of each part is made."""
+    """After this time only the last picture of a part is made."""
     cfg: int = 1
     """Ranks of the cfg axis for the pictures; with 2, all of them are guided."""
     strategy: str = "auto"
@@ -101,9 +101,8 @@ def measured(args: Soak, device: torch.device) -> Iterator[Line]:
     if args.pictures or args.sizes:
         mesh = Mesh.from_env(cfg=args.cfg, device=device)
         with Pipeline.load(files, mesh, dtype, args.strategy, "auto", args.transport) as pipeline:
-            end = time.monotonic() + args.seconds
             for name, kinds in parts.items():
-                yield from soaked(name, pipeline, kinds, args.steps, end)
+                yield from soaked(name, pipeline, kinds, args.steps, time.monotonic() + args.seconds)
             pipeline.dit.release()
     yield from replays(args.replays, dtype, device)
 
@@ -187,9 +186,9 @@ def mixed_right(lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:
     """Yield what was found in pictures of changing kinds, and whether it is right."""
     mine = [line for line in lines if line["part"] == "mixed"]
     later = [line for line in mine if line["time"] > 2]
-    if not later:
+    if not mine:
         return
-    yield from (grown("pictures", name, later) for name in MEMORY if later[-1][name])
+    yield from (grown("pictures", name, later) for name in MEMORY if later and later[-1][name])
     yield slower(later)
     first, last = mine[0]["digest"], mine[-1]["digest"]
     yield f"pictures: the first has digest {first}, the last, of the same kind and seed, {last}", first == last

@@ -8,6 +8,7 @@ gathers once at the end instead of once a step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
-from seqpar.inputs import from_rank_0
+from seqpar.arguments import check_dense, check_dtype, check_floats, check_kind
+from seqpar.inputs import agree, broadcast, shapes
 from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import Plan, for_library, load_local, load_strategy, load_transport
 from seqpar.planner.predict import TABLE_BYTES
@@ -55,6 +57,7 @@ class DistributedDiT(nn.Module):
         *,
         plan: Plan | None = None,
     ) -> None:
+        _check_choices(mesh, plan)
         super().__init__()
         blueprint = None if isinstance(model, SequenceModel) else from_diffusers(model)
         config = model.config if blueprint is None else blueprint.config
@@ -70,6 +73,7 @@ class DistributedDiT(nn.Module):
         self._attends = Kept[Attend](self.mesh.sequence, KINDS)
         self._gathers = Kept[Gather](self.mesh.replica, GATHERS)
         self._releases = 0
+        self._right: list[tuple[weakref.ref[Tensor], object]] = []  # the prompt that was found right last
         self._positions: dict[tuple[tuple[int, ...], Split], dict[str, Tensor]] = {}
 
     @classmethod
@@ -91,6 +95,9 @@ class DistributedDiT(nn.Module):
         arguments are those of the class. Raises the same ValueError on every rank, before any weights are
         loaded, if something does not fit.
         """
+        _check_choices(mesh, plan)
+        check_kind("path", path, str, Path, Blueprint, expected="a name, folder or file of a model")
+        check_dtype(dtype)
         ranks = mesh or Mesh.joined()
         blueprint = path if isinstance(path, Blueprint) else ranks.together(lambda: locate(path, heads))
         wish = Wish(strategy=strategy, local=local, transport=transport)
@@ -140,7 +147,7 @@ class DistributedDiT(nn.Module):
         parts = [batch.sizes[d * cfg.size : (d + 1) * cfg.size] for d in range(data.size)]
         out = gather(out, cfg, parts[data.rank]) if cfg.size > 1 else out
         out = gather(out, data, tuple(map(sum, parts))) if data.size > 1 else out
-        sample = self.model.unpatchify(out[:rows], *size).to(hidden_states.dtype)
+        sample = self.model.unpatchify(out[:rows], *size).to(shared["hidden_states"].dtype)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
     def attend(self, batch: int, tokens: Tokens, user: object | None = None) -> Attend:
@@ -225,7 +232,9 @@ class DistributedDiT(nn.Module):
             except (TypeError, ValueError, RuntimeError) as error:  # other ranks may have no error, so all must be told
                 refused[f"argument {name}"] = f"{type(value).__name__}, which is no tensor ({error})"
         wants_gradients = isinstance(x, Tensor) and x.requires_grad
-        given = from_rank_0(self.mesh, tensors, {"requires_grad": wants_gradients, **refused})
+        form = {**shapes(tensors), "requires_grad": wants_gradients, **refused, **_unusable(tensors)}
+        wrong = self._why_no_prompt(tensors) if self.mesh.is_main else None
+        wrong = self.mesh.share(wrong) if agree(self.mesh, form, vote=wrong is not None) else None
         if refused:
             name, got = next(iter(refused.items()))
             raise ValueError(f"got {name} of type {got}, expected a tensor or a number")
@@ -233,10 +242,35 @@ class DistributedDiT(nn.Module):
             raise ValueError(
                 "got hidden_states that require gradients, expected none: a sharded model is for inference"
             )
+        for reason in (*_unusable(tensors).values(), wrong):
+            if reason is not None:
+                raise ValueError(reason)
+        given = broadcast(self.mesh, tensors)
         self._check_call(given)
         return given
 
+    def _why_no_prompt(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """Return why the values of a prompt have no meaning, or None; a tensor that was found right is not read again.
+
+        A pipeline passes the same labels at every step, and reading them waits for the device.
+        """
+        prompt = {name: x for name, x in tensors.items() if name in self.model.PROMPT}
+        if set(prompt) != set(self.model.PROMPT) or _unusable(prompt):
+            return None  # another check refuses it
+        seen = [x() for x, _ in self._right]
+        if len(seen) == len(prompt) and all(x is y for x, y in zip(seen, prompt.values(), strict=True)):
+            if [_version(x) for x in prompt.values()] == [version for _, version in self._right]:
+                return None
+        try:
+            self.model.check_prompt(prompt)
+        except ValueError as error:
+            return str(error)
+        self._right = [(weakref.ref(x), _version(x)) for x in prompt.values()]
+        return None
+
     def _check_call(self, given: Mapping[str, Tensor]) -> None:
+        if "hidden_states" not in given:
+            raise ValueError(f"got no hidden_states, expected a tensor (B, {self.config.in_channels}, H, W)")
         x, labels = given["hidden_states"], given.keys() - {"hidden_states", "timestep"}
         if x.dim() not in (4, 5) or x.shape[1] != self.config.in_channels:
             raise ValueError(
@@ -249,6 +283,8 @@ class DistributedDiT(nn.Module):
             raise ValueError(f"got arguments timestep={'timestep' in given}, {sorted(labels)}, expected {names}")
         for name, value in given.items():
             one = name in SCALARS and value.numel() == 1
+            if name in SCALARS and value.dim() > 1:
+                raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected () or ({len(x)},)")
             if len(x) == 0 or (value.shape[:1] != x.shape[:1] and not one):
                 expected = f"{len(x) or 'some'} rows, one an image"
                 raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected {expected}")
@@ -261,6 +297,30 @@ class DistributedDiT(nn.Module):
             whole = whole.reshape(-1).expand(rows) if name in SCALARS else whole
             made[name] = whole if rows >= parts else torch.cat([whole] * -(-parts // rows))[:parts]
         return made
+
+
+def _check_choices(mesh: object, plan: object) -> None:
+    """Refuse a mesh or plan that is none."""
+    check_kind("mesh", mesh, Mesh, type(None), expected="a seqpar.Mesh, as of Mesh.from_env(), or None")
+    check_kind("plan", plan, Plan, type(None), expected="a seqpar.planner.plan.Plan, or None")
+
+
+def _version(x: Tensor) -> object:
+    """Return what changes when a tensor is written to; a tensor of inference mode does not count writes."""
+    return object() if x.is_inference() else x._version
+
+
+def _unusable(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return why tensors of a call cannot be used, by name."""
+    found = {}
+    for name, x in tensors.items():
+        try:
+            (check_floats if name == "hidden_states" else check_dense)(name, x)
+            if x.is_complex():
+                found[name] = f"got {name} of {x.dtype}, expected real numbers"
+        except ValueError as error:
+            found[name] = str(error)
+    return {f"use of {name}": why for name, why in found.items()}
 
 
 def settled(plan: Plan, mesh: Mesh | None) -> Mesh:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
 from seqpar.kernels.ddim import guide
+from seqpar.sampling.arguments import check_model, check_request
 from seqpar.sampling.ddpm import check_variances
 from seqpar.sampling.graph import StepGraph
 from seqpar.sampling.guidance import check_layout
@@ -29,6 +30,8 @@ Branches = tuple[Tensor, Tensor | None]
 
 def begin(dit: DistributedDiT, request: Request) -> Run:
     """Return a new run of rank 0's request; every rank must call this at the same time."""
+    check_model(dit)
+    check_request(dit, request)
     return Run(dit, course(rank_0s(dit.mesh, request)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.arguments import MOST_STEPS, check_dtype, check_kind, check_picture, check_whole, shown
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _family, _labels, _schedulers
@@ -22,6 +21,7 @@ from seqpar.pipelines._pictures import to_pil
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Wish
+from seqpar.sampling.arguments import check_loading, check_pictures
 from seqpar.sampling.ddpm import check_variances
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
@@ -207,10 +207,13 @@ class Pipeline(Loaded):
     ) -> Request:
         """Return the inputs of the run that `latents` makes of these arguments, from those of rank 0."""
         mesh = self.dit.mesh
-        mesh.together(lambda: _check_wish(classes, size, seed, settings))
+        asked = settings.get("steps"), settings.get("guidance"), size, seed
+        mesh.together(lambda: check_pictures("classes", classes, *asked))
         classes, size, seed = mesh.share((list(classes), size, seed))
-        if scheduler is None or isinstance(scheduler, str):
-            scheduler = self.files.scheduler(self.dit.mesh.share(scheduler))
+        named, name = mesh.share(
+            (True, scheduler) if scheduler is None or isinstance(scheduler, str) else (False, None)
+        )
+        scheduler = self.files.scheduler(name) if named else scheduler
         prompt = {"class_labels": torch.tensor(self.files.class_ids(classes))}
         height, width = self.files.latent_size(size)
         self.dit.check_size(height, width)
@@ -232,11 +235,9 @@ def generate(
     dtype: torch.dtype = torch.float32,
 ) -> list[Image.Image]:
     """Return a picture of each class on every rank, from rank 0's arguments; this one call does everything."""
-    check_kind("mesh", mesh, Mesh, type(None), expected="a seqpar.Mesh, as of Mesh.from_env(), or None")
-    check_kind("model", model, str, Path, expected="a name, folder or file of a model")
-    check_dtype(dtype)
-    ranks = mesh or Mesh.joined()
-    ranks.together(lambda: _check_wish(classes, None, seed, {"steps": steps, "guidance": Guidance(guidance)}))
+    ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
+    ranks.together(lambda: check_loading(mesh, model, dtype))
+    ranks.together(lambda: check_pictures("classes", classes, steps, Guidance(guidance), None, seed))
     classes, model, steps, guidance, seed, dtype = ranks.share((list(classes), model, steps, guidance, seed, dtype))
     wanted = Guidance(guidance)
     files = ranks.together(lambda: Files.locate(model))
@@ -246,15 +247,6 @@ def generate(
     with Pipeline.load(files, mesh, dtype, plan=plan) as pipeline:
         made = pipeline.latents(ids, steps=steps, guidance=wanted, seed=seed, scheduler=scheduler)
         return to_pil(pipeline.decode(made))
-
-
-def _check_wish(classes: object, size: object, seed: object, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments of a picture that are of other types or out of range."""
-    if isinstance(classes, str) or not isinstance(classes, Iterable):
-        raise ValueError(f"got classes={shown(classes)}, expected a list of names or numbers, one a picture")
-    check_picture(size, seed)
-    check_whole("steps", settings.get("steps"), 1, MOST_STEPS)
-    check_kind("guidance", settings.get("guidance"), Guidance, expected="seqpar.Guidance(scale)")
 
 
 def check(order: Order, path: Path | None) -> Job:

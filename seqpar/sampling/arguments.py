@@ -5,13 +5,15 @@ What depends on the schedule or on several arguments together is checked where i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from seqpar.arguments import MOST_STEPS, check_floats, check_kind, check_named, check_real, check_whole, shown
 from seqpar.distributed import DistributedDiT
+from seqpar.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.request import Request
 
@@ -24,15 +26,17 @@ def check_model(dit: object) -> None:
     check_kind("dit", dit, DistributedDiT, expected="a seqpar.DistributedDiT; make one of the model")
 
 
-def check_request(dit: DistributedDiT, request: Request) -> None:
+def check_request(dit: DistributedDiT, request: Request, on_step: object = print) -> None:
     """Raise the same ValueError on all ranks if an argument of any rank cannot be used; every rank must call this.
 
     Values of the prompt are checked on rank 0, because other ranks use its values.
     """
-    dit.mesh.together(lambda: _check(dit, request))
+    dit.mesh.together(lambda: _check(dit, request, on_step))
 
 
-def _check(dit: DistributedDiT, request: Request) -> None:
+def _check(dit: DistributedDiT, request: Request, on_step: object) -> None:
+    if not callable(on_step):
+        raise ValueError(f"got on_step={shown(on_step)}, expected a function of the step's index")
     _check_scheduler(request.scheduler)
     _check_settings(request)
     noise = request.noise if isinstance(request.noise, Mapping) else {"": request.noise}
@@ -72,3 +76,19 @@ def _check_settings(request: Request) -> None:
     for first, dit in request.segments.items():
         check_whole("the first evaluation of a segment", first, 0, MOST_STEPS)
         check_model(dit)
+
+
+def check_pictures(name: str, wanted: object, steps: object, guidance: object, size: object, seed: object) -> None:
+    """Refuse arguments of pictures that are of other types or out of range. name: of `wanted`, classes or prompts."""
+    if isinstance(wanted, (str, Mapping)) or not isinstance(wanted, Iterable):
+        raise ValueError(f"got {name}={shown(wanted)}, expected a list, one entry a picture")
+    check_picture(size, seed)
+    check_whole("steps", steps, 1, MOST_STEPS)
+    check_kind("guidance", guidance, Guidance, expected="seqpar.Guidance(scale)")
+
+
+def check_loading(mesh: object, model: object, dtype: object) -> None:
+    """Refuse what no model can be loaded from or onto."""
+    check_kind("mesh", mesh, Mesh, type(None), expected="a seqpar.Mesh, as of Mesh.from_env(), or None")
+    check_kind("model", model, str, Path, expected="a name, folder or file of a model")
+    check_dtype(dtype)

@@ -12,7 +12,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from seqpar.arguments import check_kind, shown
+from seqpar.arguments import check_kind
 from seqpar.distributed import DistributedDiT
 from seqpar.protocols import state_dtype
 from seqpar.sampling.arguments import check_model, check_request
@@ -85,10 +85,8 @@ class Sampler:
     ) -> Tensor:
         """Denoise noise into latents; see `sample` for the arguments and the errors."""
         self._made = None
-        if not callable(on_step):
-            raise ValueError(f"got on_step={shown(on_step)}, expected a function of the step's index")
         request = Request(scheduler, noise, prompt, **settings)
-        check_request(self.dit, request)
+        check_request(self.dit, request, on_step)
         made = course(rank_0s(self.dit.mesh, request), self._decided)
         run, captured = self._ready(made), self._graph and why_not_captured(self.dit, made.decision) is None
         for index in range(len(made.timesteps_S)):

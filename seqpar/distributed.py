@@ -57,7 +57,7 @@ class DistributedDiT(nn.Module):
         *,
         plan: Plan | None = None,
     ) -> None:
-        _check_choices(mesh, plan)
+        _ranks_of(mesh).together(lambda: _check_choices(mesh, plan))
         super().__init__()
         blueprint = None if isinstance(model, SequenceModel) else from_diffusers(model)
         config = model.config if blueprint is None else blueprint.config
@@ -95,10 +95,8 @@ class DistributedDiT(nn.Module):
         arguments are those of the class. Raises the same ValueError on every rank, before any weights are
         loaded, if something does not fit.
         """
-        _check_choices(mesh, plan)
-        check_kind("path", path, str, Path, Blueprint, expected="a name, folder or file of a model")
-        check_dtype(dtype)
-        ranks = mesh or Mesh.joined()
+        ranks = _ranks_of(mesh)
+        ranks.together(lambda: _check_choices(mesh, plan, path, dtype))
         blueprint = path if isinstance(path, Blueprint) else ranks.together(lambda: locate(path, heads))
         wish = Wish(strategy=strategy, local=local, transport=transport)
         plan = plan_of(blueprint.config, blueprint.meta(), dtype, mesh, wish) if plan is None else alone(plan, wish)
@@ -258,9 +256,9 @@ class DistributedDiT(nn.Module):
         if set(prompt) != set(self.model.PROMPT) or _unusable(prompt):
             return None  # another check refuses it
         seen = [x() for x, _ in self._right]
-        if len(seen) == len(prompt) and all(x is y for x, y in zip(seen, prompt.values(), strict=True)):
-            if [_version(x) for x in prompt.values()] == [version for _, version in self._right]:
-                return None
+        same = len(seen) == len(prompt) and all(x is y for x, y in zip(seen, prompt.values(), strict=True))
+        if same and [_version(x) for x in prompt.values()] == [version for _, version in self._right]:
+            return None
         try:
             self.model.check_prompt(prompt)
         except ValueError as error:
@@ -299,8 +297,15 @@ class DistributedDiT(nn.Module):
         return made
 
 
-def _check_choices(mesh: object, plan: object) -> None:
-    """Refuse a mesh or plan that is none."""
+def _ranks_of(mesh: object) -> Mesh:
+    """Return the mesh, or one on which all ranks can learn that it is none."""
+    return mesh if isinstance(mesh, Mesh) else Mesh.joined()
+
+
+def _check_choices(mesh: object, plan: object, path: object = "", dtype: object = torch.float32) -> None:
+    """Refuse a mesh, plan, path or dtype that is none."""
+    check_kind("path", path, str, Path, Blueprint, expected="a name, folder or file of a model")
+    check_dtype(dtype)
     check_kind("mesh", mesh, Mesh, type(None), expected="a seqpar.Mesh, as of Mesh.from_env(), or None")
     check_kind("plan", plan, Plan, type(None), expected="a seqpar.planner.plan.Plan, or None")
 

@@ -11,7 +11,17 @@ from typing import Any
 
 import torch
 
-from seqpar.arguments import MOST_STEPS, check_floats, check_kind, check_named, check_real, check_whole, shown
+from seqpar.arguments import (
+    MOST_STEPS,
+    check_dtype,
+    check_floats,
+    check_kind,
+    check_named,
+    check_picture,
+    check_real,
+    check_whole,
+    shown,
+)
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.sampling.guidance import Guidance

@@ -15,6 +15,7 @@ python launch/bench.py load --gpus 2                                     # loadi
 python launch/bench.py numerics --models builtin large-dit-7b            # error of each step beside plain bf16's
 python launch/bench.py schedules                                         # a step under each scheduler beside DDIM
 python launch/bench.py record --trees ../other                           # digests and ms a step of two versions
+torchrun --nproc_per_node=2 launch/bench.py soak                         # 200 pictures, 100 sizes: memory, time, bits
 torchrun --nproc_per_node=4 launch/bench.py rates                        # measured once, kept for --mesh auto
 """
 
@@ -46,6 +47,7 @@ from launch.benches import (
     record,
     scale,
     schedules,
+    soak,
     start,
     steps,
     tiles,
@@ -69,6 +71,7 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     measure.Rates: measure.main,
     record.Record: record.main,
     schedules.Schedules: schedules.main,
+    soak.Soak: soak.main,
 }
 ON_GPUS = (kernels.Kernels, tiles.Tiles, ladder.Ladder, schedules.Schedules)
 

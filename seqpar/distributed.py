@@ -8,6 +8,7 @@ gathers once at the end instead of once a step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -17,8 +18,9 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
+from seqpar.arguments import check_dense, check_dtype, check_floats, check_kind
 from seqpar.deadlines import Calls
-from seqpar.inputs import from_rank_0
+from seqpar.inputs import agree, broadcast, shapes
 from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import Plan, for_library, load_local, load_strategy, load_transport
 from seqpar.planner.predict import TABLE_BYTES
@@ -27,11 +29,14 @@ from seqpar.protocols import Attend, SequenceModel
 from seqpar.shard import Shard, Tokens, check_tokens
 from seqpar.streams import Split, completed
 from seqpar.transports._contract import Gather
+from seqpar.transports._kept import Kept
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.watch import drain
 from seqpar.weights.find import Blueprint, from_diffusers, locate
 
 SCALARS = ("timestep", "guidance")  # inputs that may be one number for all images
+KINDS = 8  # attentions and tables of positions that are kept: new sizes must not fill the memory
+GATHERS = 32  # gathers that are kept; a run has one or two for each stream of its state
 
 
 class DistributedDiT(nn.Module):
@@ -54,6 +59,7 @@ class DistributedDiT(nn.Module):
         *,
         plan: Plan | None = None,
     ) -> None:
+        _ranks_of(mesh).together(lambda: _check_choices(mesh, plan))
         super().__init__()
         blueprint = None if isinstance(model, SequenceModel) else from_diffusers(model)
         config = model.config if blueprint is None else blueprint.config
@@ -66,9 +72,10 @@ class DistributedDiT(nn.Module):
         self.model, self.plan = built.to(self.mesh.device), plan
         self.strategy, self.local, self.transport = plan.strategy, plan.local, plan.transport
         self._moves = load_transport(self.transport.name)
-        self._attends: dict[tuple[int, Tokens], Attend] = {}
-        self._gathers: dict[tuple[str, str, torch.Size, torch.dtype], Gather] = {}
+        self._attends = Kept[Attend](self.mesh.sequence, KINDS)
+        self._gathers = Kept[Gather](self.mesh.replica, GATHERS)
         self._releases, self._calls = 0, Calls()
+        self._right: list[tuple[weakref.ref[Tensor], object]] = []  # the prompt that was found right last
         self._positions: dict[tuple[tuple[int, ...], Split], dict[str, Tensor]] = {}
 
     @classmethod
@@ -90,7 +97,8 @@ class DistributedDiT(nn.Module):
         arguments are those of the class. Raises the same ValueError on every rank, before any weights are
         loaded, if something does not fit.
         """
-        ranks = mesh or Mesh.joined()
+        ranks = _ranks_of(mesh)
+        ranks.together(lambda: _check_choices(mesh, plan, path, dtype))
         blueprint = path if isinstance(path, Blueprint) else ranks.together(lambda: locate(path, heads))
         wish = Wish(strategy=strategy, local=local, transport=transport)
         plan = plan_of(blueprint.config, blueprint.meta(), dtype, mesh, wish) if plan is None else alone(plan, wish)
@@ -141,33 +149,35 @@ class DistributedDiT(nn.Module):
             parts = [batch.sizes[d * cfg.size : (d + 1) * cfg.size] for d in range(data.size)]
             out = gather(out, cfg, parts[data.rank]) if cfg.size > 1 else out
             out = gather(out, data, tuple(map(sum, parts))) if data.size > 1 else out
-        sample = self.model.unpatchify(out[:rows], *size).to(hidden_states.dtype)
+        sample = self.model.unpatchify(out[:rows], *size).to(shared["hidden_states"].dtype)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
-    def attend(self, batch: int, tokens: Tokens) -> Attend:
-        """Return the sharded attention for this batch and split of tokens; it is built once and owns its buffers."""
-        if (batch, tokens) not in self._attends:
-            build = load_strategy(self.strategy.name).build
-            self._attends[batch, tokens] = build(self.mesh, tokens, load_local(self.local.name), self._moves)
-        return self._attends[batch, tokens]
+    def attend(self, batch: int, tokens: Tokens, user: object | None = None) -> Attend:
+        """Return the sharded attention for this batch and split of tokens; it owns its buffers.
+
+        It is kept for later calls until `KINDS` others were used after it. user: an object that needs it as long as it
+        exists, as a run whose CUDA graph reads the buffers.
+        """
+        build, local = load_strategy(self.strategy.name).build, load_local(self.local.name)
+        return self._attends.of((batch, tokens), self._moves, lambda own: build(self.mesh, tokens, local, own), user)
 
     def positions(self, size: tuple[int, ...], split: Split) -> dict[str, Tensor]:
-        """Return this rank's rows of each stream's positions for a latent of this size; they are computed once."""
+        """Return this rank's rows of each stream's positions for a latent of this size, kept for the last sizes."""
         if (size, split) not in self._positions:
+            for oldest in [*self._positions][: max(0, len(self._positions) + 1 - KINDS)]:
+                del self._positions[oldest]
             rows = self.model.stream_positions(size, split.lengths)
             self._positions[size, split] = {name: split.mine(name, x, dim=0) for name, x in rows.items()}
         return self._positions[size, split]
 
-    def gathering(self, use: str, axis: Axis, like: Tensor) -> Gather:
+    def gathering(self, use: str, axis: Axis, like: Tensor, user: object | None = None) -> Gather:
         """Return the exchange that gathers tensors like this one from all ranks of an axis on each of them.
 
-        It is made once for each use, so that runs share it.
+        Runs share it; all ranks of a replica must ask for it. It is kept as `attend` says, for `GATHERS` others.
         """
-        key = (use, axis.name, like.shape, like.dtype)
-        if key not in self._gathers:
-            with torch.inference_mode(False):  # its buffers outlive the caller's mode
-                self._gathers[key] = self._moves.gather(axis, (1,) * axis.size, tuple(like.shape), like)
-        return self._gathers[key]
+        sizes, shape = (1,) * axis.size, tuple(like.shape)
+        key = use, axis.name, shape, like.dtype
+        return self._gathers.of(key, self._moves, lambda own: own.gather(axis, sizes, shape, like), user)
 
     def check_delivered(self) -> None:
         """Raise TimeoutError if a rank waited in vain for another one; see `seqpar.transports._contract.Transport`."""
@@ -184,8 +194,9 @@ class DistributedDiT(nn.Module):
 
     def release(self) -> None:
         """Free the buffers of all exchanges, on all ranks at the same time; the next call makes new ones."""
-        self._attends.clear()
-        self._gathers.clear()
+        self._attends.release()
+        self._gathers.release()
+        self._positions.clear()
         self._releases += 1
         self._moves.release()
 
@@ -232,7 +243,9 @@ class DistributedDiT(nn.Module):
             except (TypeError, ValueError, RuntimeError) as error:  # other ranks may have no error, so all must be told
                 refused[f"argument {name}"] = f"{type(value).__name__}, which is no tensor ({error})"
         wants_gradients = isinstance(x, Tensor) and x.requires_grad
-        given = from_rank_0(self.mesh, tensors, {"requires_grad": wants_gradients, **refused})
+        form = {**shapes(tensors), "requires_grad": wants_gradients, **refused, **_unusable(tensors)}
+        wrong = self._why_no_prompt(tensors) if self.mesh.is_main else None
+        wrong = self.mesh.share(wrong) if agree(self.mesh, form, vote=wrong is not None) else None
         if refused:
             name, got = next(iter(refused.items()))
             raise ValueError(f"got {name} of type {got}, expected a tensor or a number")
@@ -240,10 +253,35 @@ class DistributedDiT(nn.Module):
             raise ValueError(
                 "got hidden_states that require gradients, expected none: a sharded model is for inference"
             )
+        for reason in (*_unusable(tensors).values(), wrong):
+            if reason is not None:
+                raise ValueError(reason)
+        given = broadcast(self.mesh, tensors)
         self._check_call(given)
         return given
 
+    def _why_no_prompt(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """Return why the values of a prompt have no meaning, or None; a tensor that was found right is not read again.
+
+        A pipeline passes the same labels at every step, and reading them waits for the device.
+        """
+        prompt = {name: x for name, x in tensors.items() if name in self.model.PROMPT}
+        if set(prompt) != set(self.model.PROMPT) or _unusable(prompt):
+            return None  # another check refuses it
+        seen = [x() for x, _ in self._right]
+        same = len(seen) == len(prompt) and all(x is y for x, y in zip(seen, prompt.values(), strict=True))
+        if same and [_version(x) for x in prompt.values()] == [version for _, version in self._right]:
+            return None
+        try:
+            self.model.check_prompt(prompt)
+        except ValueError as error:
+            return str(error)
+        self._right = [(weakref.ref(x), _version(x)) for x in prompt.values()]
+        return None
+
     def _check_call(self, given: Mapping[str, Tensor]) -> None:
+        if "hidden_states" not in given:
+            raise ValueError(f"got no hidden_states, expected a tensor (B, {self.config.in_channels}, H, W)")
         x, labels = given["hidden_states"], given.keys() - {"hidden_states", "timestep"}
         if x.dim() not in (4, 5) or x.shape[1] != self.config.in_channels:
             raise ValueError(
@@ -256,6 +294,8 @@ class DistributedDiT(nn.Module):
             raise ValueError(f"got arguments timestep={'timestep' in given}, {sorted(labels)}, expected {names}")
         for name, value in given.items():
             one = name in SCALARS and value.numel() == 1
+            if name in SCALARS and value.dim() > 1:
+                raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected () or ({len(x)},)")
             if len(x) == 0 or (value.shape[:1] != x.shape[:1] and not one):
                 expected = f"{len(x) or 'some'} rows, one an image"
                 raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected {expected}")
@@ -268,6 +308,37 @@ class DistributedDiT(nn.Module):
             whole = whole.reshape(-1).expand(rows) if name in SCALARS else whole
             made[name] = whole if rows >= parts else torch.cat([whole] * -(-parts // rows))[:parts]
         return made
+
+
+def _ranks_of(mesh: object) -> Mesh:
+    """Return the mesh, or one on which all ranks can learn that it is none."""
+    return mesh if isinstance(mesh, Mesh) else Mesh.joined()
+
+
+def _check_choices(mesh: object, plan: object, path: object = "", dtype: object = torch.float32) -> None:
+    """Refuse a mesh, plan, path or dtype that is none."""
+    check_kind("path", path, str, Path, Blueprint, expected="a name, folder or file of a model")
+    check_dtype(dtype)
+    check_kind("mesh", mesh, Mesh, type(None), expected="a seqpar.Mesh, as of Mesh.from_env(), or None")
+    check_kind("plan", plan, Plan, type(None), expected="a seqpar.planner.plan.Plan, or None")
+
+
+def _version(x: Tensor) -> object:
+    """Return what changes when a tensor is written to; a tensor of inference mode does not count writes."""
+    return object() if x.is_inference() else x._version
+
+
+def _unusable(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return why tensors of a call cannot be used, by name."""
+    found = {}
+    for name, x in tensors.items():
+        try:
+            (check_floats if name == "hidden_states" else check_dense)(name, x)
+            if x.is_complex():
+                found[name] = f"got {name} of {x.dtype}, expected real numbers"
+        except ValueError as error:
+            found[name] = str(error)
+    return {f"use of {name}": why for name, why in found.items()}
 
 
 def settled(plan: Plan, mesh: Mesh | None) -> Mesh:

@@ -305,6 +305,8 @@ def fill(
     """Return the four axis sizes, choosing those that are None; `ValueError` if their product is not `world`."""
     given = {"data": data, "cfg": cfg, "ring": ring, "ulysses": ulysses}
     for name, size in given.items():
+        if size is not None and type(size) is not int:
+            raise ValueError(f"got {name}={size!r}, expected a whole number")
         if size is not None and size < 1:
             raise ValueError(f"got {name}={size}, expected at least 1")
     if cfg is not None and cfg > 2:

@@ -5,6 +5,7 @@ Letters: l tokens on this rank, B batch rows, D head dim; `seqpar.protocols` lis
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,8 +48,8 @@ class Places:
 class Outboxes(tuple[Outbox, ...]):
     """The outboxes of one slot of an exchange: made once with its buffers, so that no call computes addresses."""
 
-    turns: tuple[Outboxes, ...] = ()
-    """The outboxes of all slots of the exchange, if several slots take turns; set by `take_turns`."""
+    turns: weakref.ref[Slots] | None = None
+    """The outboxes of all slots of the exchange, which keeps them, if several take turns; set by `take_turns`."""
 
     @cached_property
     def places(self) -> Places:
@@ -58,12 +59,14 @@ class Outboxes(tuple[Outbox, ...]):
     def split(self, sizes: Sequence[int]) -> tuple[Outboxes, ...]:
         """The outboxes of neighbouring parts of this rank's tokens, `sizes` tokens each; the parts cover all tokens.
 
-        A part of all tokens is this object itself. The parts are made once, for all slots that take turns and with
+        A single part is this object itself. The parts are made once, for all slots that take turns and with
         their tables, so that a call during a capture of a CUDA graph copies nothing from the host.
         """
-        key = tuple(sizes)
+        key, slots = tuple(sizes), self.turns and self.turns()
+        if len(key) == 1:  # not kept: an object that held itself would keep its buffers until it is found as garbage
+            return self._split(key)
         if key not in self._splits:
-            for slot in self.turns or (self,):
+            for slot in slots or (self,):
                 slot._splits[key] = slot._split(key)
         return self._splits[key]
 
@@ -77,18 +80,23 @@ class Outboxes(tuple[Outbox, ...]):
             raise ValueError(f"got streams of {sizes} tokens on this rank, expected {total} tokens together")
         parts = []
         for start, size in zip(starts(sizes), sizes, strict=True):
-            part = self if size == total else Outboxes(_narrowed(box, start, size) for box in self)
+            part = self if len(sizes) == 1 else Outboxes(_narrowed(box, start, size) for box in self)
             if size:
                 _ = part.places
             parts.append(part)
         return tuple(parts)
 
 
-def take_turns(slots: Sequence[Outboxes]) -> list[Outboxes]:
+class Slots(list[Outboxes]):
+    """The outboxes of all slots of one exchange, which must keep this object."""
+
+
+def take_turns(slots: Sequence[Outboxes]) -> Slots:
     """Set `turns` of each of these outboxes to all slots of their exchange, and return them (see `Outboxes.split`)."""
-    for slot in slots:
-        slot.turns = tuple(slots)
-    return list(slots)
+    made = Slots(slots)
+    for slot in made:
+        slot.turns = weakref.ref(made)
+    return made
 
 
 def _narrowed(box: Outbox, start: int, size: int) -> Outbox:

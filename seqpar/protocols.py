@@ -215,6 +215,9 @@ class SequenceModel(nn.Module):
         """Return the prompt of the unconditional branch, if the caller gives none."""
         raise NotImplementedError
 
+    def check_prompt(self, prompt: Mapping[str, Tensor]) -> None:
+        """Raise `ValueError` if values of a prompt have no meaning; this may wait for the device."""
+
     def check_size(self, *size: int) -> None:
         """Raise `ValueError` if a latent of this (frames,) height and width cannot be split into patches."""
         patch = self.patch[-len(size) :]

@@ -221,6 +221,8 @@ def _checked(module: nn.Module, plan: Cuts | Mapping[str, Any] | None) -> Cuts:
         raise ValueError(f"got a {name} with accelerate's hooks, expected none: its weights must stay on the GPU")
     if getattr(module, "is_cache_enabled", False):
         raise ValueError(f"got a {name} with a cache between steps, expected none; call disable_cache() first")
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"got a {name} without parameters, expected a diffusers transformer")
     if next(module.parameters()).device.type == "meta":
         raise ValueError(f"got a {name} without weights (on the meta device), expected a loaded one")
     return plans.of(module, plan)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.arguments import check_labels
 from seqpar.models import _layers
 from seqpar.protocols import Condition, SequenceModel, state_dtype
 from seqpar.weights.checkpoint import shape_of
@@ -58,6 +59,11 @@ class LabelDiT(SequenceModel):
         for index, block in enumerate(self.blocks):
             blocks[:, index] = modulated(block.get_submodule("modulation")).unflatten(-1, (6, -1))
         return {"blocks": blocks, "final": modulated(self.final_modulation).unflatten(-1, (2, -1))}
+
+    def check_prompt(self, prompt: Mapping[str, Tensor]) -> None:
+        """Raise `ValueError` for labels that are no classes."""
+        for name, labels in prompt.items():
+            check_labels(name, labels, self.config.num_classes)
 
     def null_prompt(self, prompt: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the label that means "no class"."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar.adapter import decoding
+from seqpar.arguments import check_floats
 from seqpar.distributed import DistributedDiT, settled
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
@@ -18,7 +19,7 @@ from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.search import Wish
 from seqpar.sampling.loop import Sampler
-from seqpar.vae.decoder import Way, decode, preview
+from seqpar.vae.decoder import WISHES, Way, decode, preview
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,20 @@ class Loaded:
 
         on_image, wish: see `seqpar.vae.decoder.decode`.
         """
+        self.dit.mesh.together(lambda: self._check_latents(latents_NCHW, wish))
         if self.vae is None:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
         return decode(self.decoding, latents_NCHW, on_image, wish)
+
+    def _check_latents(self, latents_NCHW: object, wish: str) -> None:
+        """Raise ValueError for what is no latents of this decoder."""
+        if wish not in WISHES:
+            raise ValueError(f"got wish={wish!r}, expected {', '.join(WISHES)}")
+        check_floats("latents", latents_NCHW)
+        assert isinstance(latents_NCHW, Tensor)
+        channels, shape = None if self.vae is None else self.vae.config.latent_channels, tuple(latents_NCHW.shape)
+        if len(shape) != 4 or 0 in shape or channels not in (None, shape[1]):
+            raise ValueError(f"got latents of shape {shape}, expected (N, {channels or 'C'}, H, W)")
 
     def check_decodable(self, count: int, latent: tuple[int, int], load: Callable[[], Load]) -> None:
         """Raise ValueError, with what would fit, if `count` latents of (height, width) cannot be decoded here.

@@ -21,6 +21,7 @@ from seqpar.pipelines._pictures import to_pil
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Wish
+from seqpar.sampling.arguments import check_loading, check_pictures
 from seqpar.sampling.ddpm import check_variances
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
@@ -204,9 +205,14 @@ class Pipeline(Loaded):
         **settings: Unpack[Sampling],
     ) -> Request:
         """Return the inputs of the run that `latents` makes of these arguments, from those of rank 0."""
-        classes, size, seed = self.dit.mesh.share((list(classes), size, seed))
-        if scheduler is None or isinstance(scheduler, str):
-            scheduler = self.files.scheduler(self.dit.mesh.share(scheduler))
+        mesh = self.dit.mesh
+        asked = settings.get("steps"), settings.get("guidance"), size, seed
+        mesh.together(lambda: check_pictures("classes", classes, *asked))
+        classes, size, seed = mesh.share((list(classes), size, seed))
+        named, name = mesh.share(
+            (True, scheduler) if scheduler is None or isinstance(scheduler, str) else (False, None)
+        )
+        scheduler = self.files.scheduler(name) if named else scheduler
         prompt = {"class_labels": torch.tensor(self.files.class_ids(classes))}
         height, width = self.files.latent_size(size)
         self.dit.check_size(height, width)
@@ -228,7 +234,9 @@ def generate(
     dtype: torch.dtype = torch.float32,
 ) -> list[Image.Image]:
     """Return a picture of each class on every rank, from rank 0's arguments; this one call does everything."""
-    ranks = mesh or Mesh.joined()
+    ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
+    ranks.together(lambda: check_loading(mesh, model, dtype))
+    ranks.together(lambda: check_pictures("classes", classes, steps, Guidance(guidance), None, seed))
     classes, model, steps, guidance, seed, dtype = ranks.share((list(classes), model, steps, guidance, seed, dtype))
     wanted = Guidance(guidance)
     files = ranks.together(lambda: Files.locate(model))

@@ -30,6 +30,7 @@ from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Wish
+from seqpar.sampling.arguments import check_loading, check_pictures
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Settings, set_timesteps
@@ -219,6 +220,7 @@ class Pipeline(Loaded):
         does not; a scale over 1 adds the branch of the negative prompt (None stands for an empty text). Prompts that
         are not encoded yet take the encoders' memory for the time of this call. scheduler: the class name of another.
         """
+        self.dit.mesh.together(lambda: check_pictures("prompts", prompts, steps, guidance, size, seed))
         asked = list(prompts), steps, guidance, negative, seed, size, scheduler
         prompts, steps, guidance, negative, seed, size, scheduler = self.dit.mesh.share(asked)
         latent = self._checked(prompts, guidance, steps, size)
@@ -256,7 +258,9 @@ def generate(
 
     guidance: see `Pipeline.latents`; None takes the default of the model, without a negative prompt.
     """
-    ranks = mesh or Mesh.joined()
+    ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
+    ranks.together(lambda: check_loading(mesh, model, dtype))
+    ranks.together(lambda: check_pictures("prompts", prompts, steps, guidance or Guidance(), size, seed))
     asked = list(prompts), model, steps, guidance, size, seed, dtype
     prompts, model, steps, guidance, size, seed, dtype = ranks.share(asked)
     files = ranks.together(lambda: Files.locate(model))

@@ -32,6 +32,7 @@ from seqpar.pipelines._unidiffuser_files import Files, Places
 from seqpar.pipelines._unidiffuser_parts import Texts, captions, image_streams
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.search import Wish
+from seqpar.sampling.arguments import check_loading, check_pictures
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.noise import draw_steps
@@ -144,6 +145,7 @@ class Pipeline(Loaded):
             raise ValueError(f"got prompts in mode {self.dit.config.mode}, expected text2img; see `streams`")
 
         def encoded() -> list[str]:
+            check_pictures("prompts", prompts, steps, guidance, size, seed)
             self.texts.encode(prompts)
             return [*prompts]
 
@@ -296,7 +298,9 @@ def generate(
     dtype: torch.dtype = torch.float32,
 ) -> list[Image.Image]:
     """Return a picture of each prompt on every rank, from rank 0's arguments; this one call does everything."""
-    ranks = mesh or Mesh.joined()
+    ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
+    ranks.together(lambda: check_loading(mesh, model, dtype))
+    ranks.together(lambda: check_pictures("prompts", prompts, steps, Guidance(guidance), size, seed))
     asked = (list(prompts), model, steps, guidance, size, seed, dtype)
     prompts, model, steps, guidance, size, seed, dtype = ranks.share(asked)
     files = ranks.together(lambda: Files.locate(model))

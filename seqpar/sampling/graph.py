@@ -8,6 +8,7 @@ in device memory, no host sync.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class StepGraph:
             for tensor, value in zip(state, before, strict=True):
                 tensor.copy_(value)
 
-        stream = torch.cuda.Stream()
+        stream = _aside(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):  # the same step each time, because its tables may hold no other
@@ -54,3 +55,9 @@ class StepGraph:
     def release(self) -> None:
         """Free the graph's memory; call this before the process group ends."""
         self._graph.reset()
+
+
+@cache
+def _aside(device: int) -> torch.cuda.Stream:
+    """Return the stream of all warm-ups on a device, because memory that one stream has freed serves only that one."""
+    return torch.cuda.Stream(device)

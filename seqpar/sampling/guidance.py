@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
+
+from seqpar.arguments import shown
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,18 @@ class Guidance:
     def __post_init__(self) -> None:
         if isinstance(self.embedded, bool):
             raise ValueError(f"got embedded={self.embedded}, expected the scale, as in Guidance(1.0, embedded=3.5)")
+        if self.scales is not None and not isinstance(self.scales, tuple):
+            raise ValueError(f"got guidance scales={shown(self.scales)}, expected a tuple of numbers, or None")
         for scale in (self.scale, *(self.scales or ())):
-            if not math.isfinite(scale):
-                raise ValueError(f"got guidance {scale}, expected a finite number; 1 or less is no guidance")
+            if not _is_number(scale):
+                raise ValueError(f"got guidance {shown(scale)}, expected a finite number; 1 or less is no guidance")
         for scale in self._embedded:
-            if not math.isfinite(scale):
-                raise ValueError(f"got embedded guidance {scale}, expected a finite number")
-        if not 0 <= self.rescale <= 1:
-            raise ValueError(f"got rescale {self.rescale}, expected 0 (none) to 1 (all)")
+            if not _is_number(scale):
+                raise ValueError(f"got embedded guidance {shown(scale)}, expected a finite number")
+        if not _is_number(self.rescale) or not 0 <= self.rescale <= 1:
+            raise ValueError(f"got rescale {shown(self.rescale)}, expected 0 (none) to 1 (all)")
+        if self.channels is not None and (isinstance(self.channels, bool) or not isinstance(self.channels, int)):
+            raise ValueError(f"got guidance on channels={shown(self.channels)}, expected a whole number, or None")
 
     @property
     def on(self) -> bool:
@@ -58,6 +65,10 @@ class Guidance:
     def _embedded(self) -> tuple[float, ...]:
         embedded = self.embedded
         return () if embedded is None else embedded if isinstance(embedded, tuple) else (embedded,)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _vector(scales: tuple[float, ...], evaluations: int) -> Tensor:

@@ -12,8 +12,10 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
+from seqpar.arguments import check_kind
 from seqpar.distributed import DistributedDiT
 from seqpar.protocols import state_dtype
+from seqpar.sampling.arguments import check_model, check_request
 from seqpar.sampling.request import Course, Request, Settings, course, rank_0s
 from seqpar.sampling.run import Run, why_not_captured
 from seqpar.sampling.steppers import Decision, decide
@@ -56,6 +58,8 @@ class Sampler:
     """
 
     def __init__(self, dit: DistributedDiT, *, graph: bool = True) -> None:
+        check_model(dit)
+        check_kind("graph", graph, bool, expected="True or False")
         self.dit = dit
         self._graph = graph
         self._run: Run | None = None
@@ -82,7 +86,9 @@ class Sampler:
     ) -> Tensor:
         """Denoise noise into latents; see `sample` for the arguments and the errors."""
         self._made = None
-        made = course(rank_0s(self.dit.mesh, Request(scheduler, noise, prompt, **settings)), self._decided)
+        request = Request(scheduler, noise, prompt, **settings)
+        check_request(self.dit, request, on_step)
+        made = course(rank_0s(self.dit.mesh, request), self._decided)
         run, captured = self._ready(made), self._graph and why_not_captured(self.dit, made.decision) is None
         for index in range(len(made.timesteps_S)):
             if captured:

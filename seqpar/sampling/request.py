@@ -229,4 +229,10 @@ def course(request: Request, decided: Callable[[Any, Mapping[str, Any], int], De
 def set_timesteps(scheduler: Any, steps: int, schedule: Mapping[str, Any]) -> None:
     """Set a scheduler's timesteps by a number of steps, or by the sigmas or timesteps that `schedule` holds."""
     given = schedule.keys() & {"sigmas", "timesteps"}
-    scheduler.set_timesteps(*([] if given else [steps]), **schedule)
+    try:
+        scheduler.set_timesteps(*([] if given else [steps]), **schedule)
+    except TypeError as error:
+        names = ", ".join(sorted(schedule)) or "nothing"
+        raise ValueError(
+            f"got schedule with {names}, expected arguments of {type(scheduler).__name__}.set_timesteps: {error}"
+        ) from error

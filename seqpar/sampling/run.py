@@ -14,6 +14,7 @@ from torch import Tensor
 from seqpar.deadlines import Calls
 from seqpar.distributed import DistributedDiT
 from seqpar.kernels.ddim import guide
+from seqpar.sampling.arguments import check_model, check_request
 from seqpar.sampling.ddpm import check_variances
 from seqpar.sampling.graph import StepGraph
 from seqpar.sampling.guidance import check_layout
@@ -30,6 +31,8 @@ Branches = tuple[Tensor, Tensor | None]
 
 def begin(dit: DistributedDiT, request: Request) -> Run:
     """Return a new run of rank 0's request; every rank must call this at the same time."""
+    check_model(dit)
+    check_request(dit, request)
     return Run(dit, course(rank_0s(dit.mesh, request)))
 
 
@@ -253,7 +256,7 @@ class Run:
         # rank 0 of the cfg axis computes the conditional branch, rank 1 the unconditional one
         tokens, mesh = self._states[name].tokens, self._dit.mesh
         used = out[..., : tokens.shape[-1] * (2 if self._course.decision.learned else 1)]
-        swap = self._dit.gathering(f"branches of {name}", mesh.cfg, tokens.new_empty(used.shape))
+        swap = self._dit.gathering(f"branches of {name}", mesh.cfg, tokens.new_empty(used.shape), self)
         swap.outbox().copy_(used.to(tokens.dtype)[None])
         cond, uncond = swap.deliver()
         return cond, uncond
@@ -272,7 +275,7 @@ class Run:
         both = torch.stack((cond[..., : guided.shape[-1]].to(guided.dtype), guided)).double()
         sums = torch.stack((both.sum(dim=(2, 3)), both.square().sum(dim=(2, 3))))
         if mesh.sequence.size > 1:
-            exchange = self._dit.gathering(f"deviations of {name}", mesh.sequence, sums)
+            exchange = self._dit.gathering(f"deviations of {name}", mesh.sequence, sums, self)
             exchange.outbox().copy_(sums[None])
             sums = exchange.deliver().sum(dim=0)
         total, squares = sums

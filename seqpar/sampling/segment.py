@@ -54,7 +54,7 @@ class Segment:
         self._constant = {name: x.clone() for name, x in self._rows(encoded, given.row_B).items()}
         self._mask = self._masked(encoded, given.row_B)
         self._positions = dit.positions(size, self.split)
-        self._attend = dit.attend(len(given.row_B), self.split.tokens)
+        self._attend = dit.attend(len(given.row_B), self.split.tokens, self)
         self._first = torch.zeros((), dtype=torch.int64, device=dit.device)
         self._row_B = given.row_B.clone()
         self._table: dict[str, Tensor] = {}
@@ -111,6 +111,7 @@ class Segment:
             torch.cuda.synchronize()
             self.graph.release()
             self.graph = None
+            torch.cuda.empty_cache()  # neither a capture nor peer memory could take what a graph's pool leaves there
 
     def _encode(self, given: Conditions) -> Encoded:
         with torch.no_grad():

@@ -8,7 +8,9 @@ transport alive as long as any of its exchanges, and refuses calls of exchanges 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Self
 from weakref import WeakSet
 
 import torch
@@ -54,6 +56,16 @@ class Transport:
         self.exchanges: WeakSet[Turns] = WeakSet()
         self.unfinished: list[Turns] = []
         self.watch: Watch | None = None
+
+    def part(self) -> Self:
+        """Return a transport whose `release` frees its own exchanges only, so that those of one use can be freed.
+
+        The order of calls is shared: `abandon` of either ends what is unfinished in both, in reverse order.
+        """
+        made = copy(self)
+        made.exchanges = WeakSet()
+        made._separate()
+        return made
 
     def heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         """Make an exchange from sharded tokens to sharded heads, and the one back; the two must alternate."""
@@ -126,11 +138,15 @@ class Transport:
         return None
 
     def release(self) -> None:
-        """Free all buffers; every rank must call this. Exchanges made before refuse every later call."""
+        """Free all buffers; every rank must call this. Exchanges made before refuse every later call.
+
+        Parts are released by their own calls, before this one.
+        """
         for turns in self.exchanges:
             turns.release()
+        # in place, because parts share the list
+        self.unfinished[:] = [turns for turns in self.unfinished if turns not in self.exchanges]
         self.exchanges.clear()
-        self.unfinished.clear()
         self._release()
 
     def _heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
@@ -147,6 +163,12 @@ class Transport:
 
     def _halo(self, axis: Axis, capacity: int, like: Tensor) -> Halo:
         raise NotImplementedError
+
+    def _separate(self) -> None:
+        """Begin with no exchanges, as a part of the transport that this one was copied from.
+
+        A transport without memory that outlives its exchange has nothing to do.
+        """
 
     def _release(self) -> None:
         """Free the memory that outlives its exchange; a transport without such memory does nothing."""

@@ -7,6 +7,7 @@ middle-sized blocks; see `seqpar.transports.peer.exchange`.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from seqpar.transports.peer.arena import first_told, why_no_peers
 from seqpar.transports.peer.blocks import PeerGather, PeerRotation
 from seqpar.transports.peer.exchange import PeerHeads, PeerKeyValues, PeerOverlappedKeyValues
 from seqpar.transports.peer.halo import PeerHalo
-from seqpar.watch import drain
+from seqpar.watch import Watch, drain
 
 T = TypeVar("T")
 SETTLE_S = 0.01  # after its first number, the rest of a record has arrived in host memory
@@ -84,6 +85,35 @@ def _tried(transport: Transport, axis: Axis, device: torch.device) -> str | None
     return None if arrived == wanted else f"a test exchange delivered {arrived}, expected {wanted}"
 
 
+@dataclass(eq=False)
+class _Record:
+    """What a transport and its parts share.
+
+    follows: whether the deadline is the watch's, which changes from call to call. late: the first wait that missed the
+    deadline; None before the first exchange. made: number -> (axis, what it moves, exchange), for all exchanges that
+    were not freed. count: how many were ever made.
+    """
+
+    follows: bool
+    deadline_s: float
+    late: Late | None = None
+    made: dict[int, tuple[Axis, str, Any]] = field(default_factory=dict)
+    count: int = 0
+
+    def begin(self, device: torch.device, watch: Watch | None) -> None:
+        """Make the record on the device of the first exchange."""
+        if self.follows and watch is not None:
+            self.deadline_s = watch.limit_s
+            watch.follow(self)
+        self.late = Late.on(device, self.deadline_s)
+
+    def limit(self, deadline_s: float) -> None:
+        """Set the deadline of what is queued from now on, if it is the watch's."""
+        if self.follows and self.late is not None and deadline_s != self.deadline_s:
+            self.deadline_s = deadline_s
+            self.late.limit(deadline_s)
+
+
 class Transport(_contract.Transport):
     """Makes exchanges through peer memory; see `seqpar.transports._contract.Transport`.
 
@@ -93,9 +123,8 @@ class Transport(_contract.Transport):
 
     def __init__(self, deadline_s: float | None = None) -> None:
         super().__init__()
-        self._follows, self._deadline_s = deadline_s is None, Deadlines().first_s if deadline_s is None else deadline_s
-        self._late: Late | None = None
-        self._made: list[tuple[Axis, str, Any]] = []
+        self._record = _Record(deadline_s is None, Deadlines().first_s if deadline_s is None else deadline_s)
+        self._made: dict[int, tuple[Axis, str, Any]] = {}
 
     def _heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         """Make both halves of the exchange in one arena."""
@@ -124,57 +153,56 @@ class Transport(_contract.Transport):
         made = PeerHalo(axis, capacity, like, *self._next(like.device))
         return self._keep(axis, f"edges of at most {capacity} elements", made)
 
-    def limit(self, deadline_s: float) -> None:
-        """Set the deadline of what is queued from now on, if this transport follows the watch."""
-        if self._follows and self._late is not None and deadline_s != self._deadline_s:
-            self._deadline_s = deadline_s
-            self._late.limit(deadline_s)
-
     def check(self) -> None:
         """Raise `TimeoutError` if this rank waited in vain; see the base class.
 
         Only this rank raises; the program that started the ranks must end the others.
         """
-        if self._late is not None:
-            drain(self.watch, self._late.note.device, self.late)
+        record = self._record.late
+        if record is not None:
+            drain(self.watch, record.note.device, self.late)
         self.check_now()
 
     def late(self) -> str | None:
         """Return the error of the first wait that missed its deadline, or None; this does not wait for the device."""
-        if self._late is None or not int(self._late.seen[0]):
+        record = self._record.late
+        if record is None or not int(record.seen[0]):
             return None
-        if self._late.note.is_cuda:
+        if record.note.is_cuda:
             time.sleep(SETTLE_S)
-        number, behind, count = self._late.seen.tolist()
-        axis, what, exchange = self._made[(number - 1) // 2]
+        number, behind, count = record.seen.tolist()
+        axis, what, exchange = self._record.made[(number - 1) // 2]
         peers = exchange.all_flags[(number - 1) % 2].ranks
         late = [_world_rank(axis, rank) for bit, rank in enumerate(peers) if behind >> bit & 1]
         return (
-            f"rank {_world_rank(axis, axis.rank)} waited {self._deadline_s:g} s in vain for rank "
+            f"rank {_world_rank(axis, axis.rank)} waited {self._record.deadline_s:g} s in vain for rank "
             f"{', '.join(map(str, late))} (axis {axis.name}, exchange {count} of {what}); it died or is stuck: see its "
             f"output"
         )
 
     def _release(self) -> None:
         """Free the arenas. After a wait in vain nothing is freed, because the other ranks may never get here."""
-        if self._late is None or not int(self._late.seen[0]):
-            for _, _, exchange in self._made:
+        if self._record.late is None or not int(self._record.late.seen[0]):
+            for number, (_, _, exchange) in self._made.items():
                 exchange.arena.close()
-        self._made.clear()
-        self._late = None
+                del self._record.made[number]
+        self._separate()
+        self._record = _Record(self._record.follows, self._record.deadline_s)
+
+    def _separate(self) -> None:
+        self._made = {}
 
     def _keep(self, axis: Axis, what: str, exchange: T) -> T:
-        self._made.append((axis, what, exchange))
+        self._made[self._record.count] = self._record.made[self._record.count] = axis, what, exchange
+        self._record.count += 1
         return exchange
 
     def _next(self, device: torch.device) -> tuple[Late, int]:
         """Return the shared record of late ranks and the number of the next exchange's first flags (each has two)."""
-        if self._late is None:
-            if self._follows and self.watch is not None:
-                self._deadline_s = self.watch.limit_s
-                self.watch.follow(self)
-            self._late = Late.on(device, self._deadline_s)
-        return self._late, 2 * len(self._made)
+        if self._record.late is None:
+            self._record.begin(device, self.watch)
+        assert self._record.late is not None
+        return self._record.late, 2 * self._record.count
 
 
 def _world_rank(axis: Axis, rank: int) -> int:

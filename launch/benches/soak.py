@@ -1,0 +1,235 @@
+"""Many pictures in one process: memory must stay flat, pictures must not become slower, bits must stay the same.
+
+Three parts. `pictures` of changing kinds (size, classes, guidance, scheduler) come in a random order. Memory must be
+flat once each kind has come twice, the second half must not be slower than the first, and the last picture, whose kind
+and seed are those of the first, must have the same bits. Then pictures of `sizes` different sizes follow, over which
+memory must be bounded. Last, each strategy replays the graph of one step `replays` times, by each transport, while
+ranks are held up at random; each time round the state must have the same bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from launch.benches.held import replays
+from launch.benches.timing import append, command, environment
+from seqpar.mesh import Mesh, default_dtype
+from seqpar.pipelines.class_labels import Files, Pipeline
+from seqpar.sampling.guidance import Guidance
+from seqpar.sampling.loop import digest
+
+KINDS = 20  # of pictures in the first part
+MOST_SLOWER = 1.1  # the later pictures of a kind, in times of the earlier ones
+MOST_LARGER = 1.05  # memory of the later pictures, in times of the earlier ones
+ROOM = 64 << 20  # bytes that do not count: what an allocator takes at a time, and Python's own
+MEMORY = ("allocated", "used", "host")
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Soak:
+    """Make many pictures in one process and replay many steps; fail if memory grows, time grows or bits change."""
+
+    model: str = "builtin"
+    """"builtin", a diffusers pipeline folder of a model of classes, or a preset (random weights, no decoder)."""
+    pictures: int = 200
+    """Pictures of changing kinds; 0 leaves this part out."""
+    sizes: int = 100
+    """Different sizes, one picture each; 0 leaves this part out."""
+    replays: int = 10_000
+    """Steps of each strategy and transport; 0 leaves this part out."""
+    scale: int = 1
+    """Factor of all sizes, which are half to three times the model's own otherwise."""
+    steps: int = 4
+    """Denoising steps of a picture."""
+    seconds: float = 600
+    """After this time only the last picture of a part is made."""
+    cfg: int = 1
+    """Ranks of the cfg axis for the pictures; with 2, all of them are guided."""
+    strategy: str = "auto"
+    """Strategy of the pictures."""
+    transport: str = "auto"
+    """Transport of the pictures."""
+    out: Path | None = None
+    """Append JSON lines here."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What distinguishes pictures. size: (height, width) in pixels, None for the model's own."""
+
+    size: tuple[int, int] | None
+    classes: tuple[int, ...]
+    guidance: Guidance
+    scheduler: str
+
+
+def main(args: Soak) -> None:
+    """Run the parts, print their verdicts, append the lines; exit with code 1 if one of them failed."""
+    mesh = Mesh.joined()
+    env = {"gpus": mesh.world.size, "command": command(), "env": environment(mesh.device)}
+    lines = []
+    for line in measured(args, mesh.device):
+        lines.append(line)
+        append([{"bench": "soak", **line, **env}], args.out if mesh.is_main else None)
+    said = [verdict for judge in (mixed_right, bounded_right, replays_right) for verdict in judge(lines)]
+    if mesh.is_main:
+        for text, right in said:
+            print(f"{'ok    ' if right else 'FAILED'} {text}", flush=True)
+    if not all(right for _, right in said):
+        raise SystemExit(1)
+
+
+def measured(args: Soak, device: torch.device) -> Iterator[Line]:
+    """Yield the lines of all parts; `replays` uses the built-in model."""
+    files, dtype = Files.locate(args.model), default_dtype(device)
+    parts = {
+        "mixed": mixed(files, args.pictures, args.scale, args.cfg > 1),
+        "sizes": sized(files, args.sizes, args.scale),
+    }
+    if args.pictures or args.sizes:
+        mesh = Mesh.from_env(cfg=args.cfg, device=device)
+        with Pipeline.load(files, mesh, dtype, args.strategy, "auto", args.transport) as pipeline:
+            for name, kinds in parts.items():
+                yield from soaked(name, pipeline, kinds, args.steps, time.monotonic() + args.seconds)
+            pipeline.dit.release()
+    yield from replays(args.replays, dtype, device)
+
+
+# Pictures ---------------------------------------------------------------------------------------------------------
+
+
+def mixed(files: Files, count: int, scale: int = 1, guided: bool = False) -> list[Kind]:
+    """Kinds in a random order in which each comes equally often; the first picture's kind is also the last one's."""
+    drawn, own = random.Random(0), files.latent_size(None)[0] * files.factor
+    sides = [scale * own * times // 2 for times in (1, 2, 3, 4)]
+    every = itertools.product(
+        [None, *itertools.product(sides, sides)],
+        [(7,), (1, 7)],
+        [Guidance(3.0 if guided else 1.0), Guidance(4.0), Guidance(4.0, rescale=0.5)],
+        ["DDIMScheduler", "DPMSolverMultistepScheduler", "EulerDiscreteScheduler", "DDPMScheduler"],
+    )
+    kinds = drawn.sample([Kind(*one) for one in every], KINDS)
+    order = [kinds[index % KINDS] for index in range(count)]
+    drawn.shuffle(order)
+    return [*order[:-1], order[0]] if order else []
+
+
+def sized(files: Files, count: int, scale: int = 1) -> list[Kind]:
+    """One kind for each of many sizes, the largest first."""
+    own, unit = files.latent_size(None)[0], files.blueprint.config.patch_size
+    sides, factor = range(own // 2, 3 * own, unit), scale * files.factor
+    every = [(factor * height, factor * width) for height, width in itertools.product(sides, sides)]
+    chosen = random.Random(1).sample(every, min(count, len(every)))
+    largest = max(chosen, key=prod, default=None)
+    chosen.sort(key=lambda size: size != largest)
+    return [Kind(size, (7,), Guidance(4.0), "DDIMScheduler") for size in chosen]
+
+
+def soaked(
+    part: str, pipeline: Pipeline, kinds: Sequence[Kind], steps: int, end: float = float("inf")
+) -> Iterator[Line]:
+    """Yield a line for each picture: its kind, seconds, the digest of its latents, bytes of memory afterwards.
+
+    end: the time after which only the last picture is made.
+    """
+    mesh, numbers = pipeline.dit.mesh, {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
+    seen: dict[Kind, int] = {}
+    for index, kind in enumerate(kinds):
+        if index + 1 < len(kinds) and mesh.share(time.monotonic()) > end:
+            continue
+        seen[kind] = seen.get(kind, 0) + 1
+        start, settings = time.perf_counter(), {"steps": steps, "guidance": kind.guidance}
+        scheduler = pipeline.files.scheduler(kind.scheduler)
+        made = pipeline.latents(kind.classes, size=kind.size, scheduler=scheduler, seed=numbers[kind], **settings)
+        pipeline.decode(made)
+        settle(mesh.device)
+        case = {"kind": numbers[kind], "time": seen[kind], "seconds": time.perf_counter() - start}
+        yield {"part": part, "picture": index, **case, "digest": digest(made), **memory(mesh)}
+
+
+def settle(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory(mesh: Mesh) -> dict[str, int]:
+    """Bytes on the rank that has most: in torch's tensors, of the device as a whole (other ranks' mappings included),
+    and resident on the host.
+    """
+    found = {"host": 0, "allocated": 0, "used": 0}
+    with suppress(OSError):  # a system without /proc
+        found["host"] = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    if mesh.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(mesh.device)
+        found |= {"allocated": torch.cuda.memory_allocated(mesh.device), "used": total - free}
+    every = mesh.collect(found)
+    return {name: max(each[name] for each in every) for name in found}
+
+
+# Verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def mixed_right(lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:
+    """Yield what was found in pictures of changing kinds, and whether it is right."""
+    mine = [line for line in lines if line["part"] == "mixed"]
+    later = [line for line in mine if line["time"] > 2]
+    if not mine:
+        return
+    yield from (grown("pictures", name, later) for name in MEMORY if later and later[-1][name])
+    yield slower(later)
+    first, last = mine[0]["digest"], mine[-1]["digest"]
+    yield f"pictures: the first has digest {first}, the last, of the same kind and seed, {last}", first == last
+    kinds = len({line["kind"] for line in mine})
+    sets = len({(line["kind"], line["digest"]) for line in mine})
+    yield f"pictures: {len(mine)} of {kinds} kinds have {sets} sets of bits", sets == kinds
+
+
+def bounded_right(lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:
+    """Yield what was found in pictures of many sizes."""
+    mine = [line for line in lines if line["part"] == "sizes"]
+    if len(mine) > 3:
+        yield from (grown(f"{len(mine)} sizes", name, mine) for name in MEMORY if mine[-1][name])
+
+
+def replays_right(lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:
+    """Yield what was found in replays."""
+    for line in (line for line in lines if line["part"] == "replays"):
+        how = "replays" if line["graph"] else "steps without a graph"
+        told = f"{line['strategy']:9} by {line['transport']:10} {line['replays']} {how} in {line['seconds']:.1f} s"
+        yield f"{told}: {line['bits']} set(s) of bits, {line['digest']}", line["bits"] == 1
+
+
+def grown(part: str, name: str, lines: Sequence[Line]) -> tuple[str, bool]:
+    """Compare the most memory of the last quarter of the pictures with that of the pictures before it."""
+    cut = len(lines) * 3 // 4
+    before, after = (max((line[name] for line in some), default=0) for some in (lines[:cut], lines[cut:]))
+    told = f"{part}: {name} memory at most {before / 2**20:.0f} MiB, in the last quarter {after / 2**20:.0f} MiB"
+    return told, after <= max(MOST_LARGER * before, before + ROOM)
+
+
+def slower(lines: Sequence[Line]) -> tuple[str, bool]:
+    """Compare the seconds of each kind's later pictures with those of its earlier ones."""
+    ratios = []
+    for _, group in itertools.groupby(sorted(lines, key=lambda line: line["kind"]), key=lambda line: line["kind"]):
+        seconds = [line["seconds"] for line in group]
+        half = len(seconds) // 2
+        if half:
+            ratios.append(median(seconds[half:]) / median(seconds[:half]))
+    ratio = median(ratios) if ratios else 1.0
+    return (
+        f"pictures: the later ones of a kind take {ratio:.3f} times the seconds of the earlier ones",
+        ratio <= MOST_SLOWER,
+    )

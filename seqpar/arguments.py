@@ -1,0 +1,103 @@
+"""Checks of what callers of the library pass: each raises `ValueError` with what was got and what is expected.
+
+They look at the caller's own values, before anything is allocated or exchanged. Values that every rank takes from rank
+0 are checked where all ranks learn of the error (`Mesh.together`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MOST_STEPS = 10_000  # denoising steps; the longest published schedules have 1,000
+MOST_SIDE = 1 << 16  # pixels along a side of a picture
+
+
+def shown(value: object) -> str:
+    """Return a short text of a value, with its type where the text does not tell it."""
+    text = repr(value)
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    return text if value is None or isinstance(value, (bool, int, float, str)) else f"{type(value).__name__} {text}"
+
+
+def check_whole(name: str, value: object, least: int, most: int) -> None:
+    """Refuse what is no whole number from `least` to `most`; True and False are no numbers."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
+        raise ValueError(f"got {name}={shown(value)}, expected a whole number from {least} to {most}")
+
+
+def check_real(name: str, value: object) -> None:
+    """Refuse what is no finite number."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"got {name}={shown(value)}, expected a finite number")
+
+
+def check_kind(name: str, value: object, *kinds: type, expected: str) -> None:
+    """Refuse what is of none of these types. expected: what to pass, for the message."""
+    if not isinstance(value, kinds):
+        raise ValueError(f"got {name}={shown(value)}, expected {expected}")
+
+
+def check_dtype(dtype: object) -> None:
+    """Refuse what is no dtype of weights."""
+    if dtype not in FLOATS:
+        expected = ", ".join(str(each) for each in FLOATS)
+        raise ValueError(f"got dtype={shown(dtype)}, expected one of {expected}")
+
+
+def check_dense(name: str, value: object) -> None:
+    """Refuse what is no plain tensor with data: other layouts, quantised tensors, the meta device, numpy arrays."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"got {name} of type {type(value).__name__}, expected a tensor")
+    if value.layout != torch.strided or value.is_quantized or value.is_meta:
+        kind = "quantised" if value.is_quantized else "meta" if value.is_meta else str(value.layout)
+        raise ValueError(f"got {name} as a tensor that is {kind}, expected a dense one with data; convert it first")
+
+
+def check_floats(name: str, value: object) -> None:
+    """Refuse what is no dense tensor of real floating-point numbers of at least 16 bits."""
+    check_dense(name, value)
+    assert isinstance(value, torch.Tensor)
+    if value.dtype not in FLOATS:
+        raise ValueError(f"got {name} of {value.dtype}, expected floating-point numbers; pass {name}.float()")
+
+
+def check_named(name: str, value: object) -> Mapping[str, Any]:
+    """Return a mapping of dense tensors with names, and refuse everything else."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"got {name}={shown(value)}, expected a mapping of names to tensors")
+    for key, x in value.items():
+        check_dense(f"{name} {key}", x)
+        if x.dim() == 0:
+            raise ValueError(f"got {name} {key} of shape (), expected one row an image")
+    return value
+
+
+def check_labels(name: str, labels: torch.Tensor, most: int) -> None:
+    """Refuse class labels that are not (B,) whole numbers from 0 to `most`, the number of the class "none"."""
+    if labels.dim() != 1 or labels.dtype not in (torch.int64, torch.int32):
+        dtype = str(labels.dtype).removeprefix("torch.")
+        raise ValueError(f"got {name} of shape {tuple(labels.shape)}, {dtype}, expected (images,), int64")
+    if labels.numel() and not 0 <= (found := _outside(labels, most)) <= most:
+        raise ValueError(f"got {name} {found}, expected 0 to {most - 1}, or {most} for no class")
+
+
+def _outside(labels: torch.Tensor, most: int) -> int:
+    """Return the least label if it is negative, else the largest; a device is waited for once."""
+    least, largest = torch.stack(labels.aminmax()).tolist()
+    return least if least < 0 else largest
+
+
+def check_picture(size: object, seed: object) -> None:
+    """Refuse what is no size in pixels (None stands for the model's own), or no seed."""
+    if size is not None:
+        if not isinstance(size, (tuple, list)) or len(size) != 2:
+            raise ValueError(f"got size={shown(size)}, expected (height, width) in pixels, or None")
+        for name, side in zip(("height", "width"), size, strict=True):
+            check_whole(name, side, 1, MOST_SIDE)
+    check_whole("seed", seed, -(2**63), 2**64 - 1)

@@ -44,6 +44,10 @@ def run(args: Args) -> None:
         pipeline = job.pipeline.load(**job.loading, **hook, plan=plan)
     loaded = time.perf_counter() - started
     _say(ranks, summary(args, pipeline, job, plan))
+    if args.verify:
+        from seqpar.cli import verifying  # imports what no other run needs
+
+        verifying.of_job(pipeline, job)
     with pipeline, Progress(job.evaluations, ranks) as progress:
         latents = pipeline.latents(**job.settings, on_step=progress)
         per_step = progress.finish()

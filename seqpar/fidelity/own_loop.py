@@ -9,10 +9,9 @@ beside them takes twice as much as they do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from seqpar import exact
 from seqpar.distributed import DistributedDiT
 from seqpar.fidelity.blocks import Compared, Share, watched
 from seqpar.fidelity.compare import Error, Place, digest, error
+from seqpar.fidelity.held import held
 from seqpar.fidelity.judging import full_precision, plain_engine
 from seqpar.fidelity.verdict import AFTER, BITS, WHOLE, Measured
 from seqpar.fidelity.widened import widened
@@ -34,7 +34,6 @@ from seqpar.shard import Shard
 
 WIDE = {torch.float32: torch.float64, torch.float64: torch.float64}  # the reference of other data types is fp32
 Streams = Mapping[str, Tensor]
-T = TypeVar("T")
 
 
 def measure(dit: DistributedDiT, request: Request, evaluations: int) -> Measured:
@@ -59,9 +58,9 @@ class Loop:
         self._dit, self._request, self._made = dit, request, made
         self._models = [dit.model, *(each.model for each in request.segments.values())]
         self._ranks = begin(dit, _again(request))
-        self._alone = _held(dit.mesh, lambda: begin(*_plain(dit, request)))
-        self._exact = _held(dit.mesh, lambda: begin(*_plain(dit, request, dit.local.name))) if _is_exact(dit) else None
-        self._truth = _held(dit.mesh, self._begin_truth)
+        self._alone = held(dit.mesh, lambda: begin(*_plain(dit, request)))
+        self._exact = held(dit.mesh, lambda: begin(*_plain(dit, request, dit.local.name))) if _is_exact(dit) else None
+        self._truth = held(dit.mesh, self._begin_truth)
 
     @property
     def steps(self) -> int:
@@ -88,7 +87,7 @@ class Loop:
         if digest(again) != made.bits[-1]:
             made.find(whole, BITS.format("the same evaluation had before"))
         self._check_exact(index, inputs, ours, compared)
-        return _held(mesh, lambda: self._by_one(index, inputs, ours, compared))
+        return held(mesh, lambda: self._by_one(index, inputs, ours, compared))
 
     def _by_one(self, index: int, inputs: Streams, ours: Streams, compared: Compared) -> tuple[Streams, Error]:
         made = self._made
@@ -184,17 +183,3 @@ def _is_exact(dit: DistributedDiT) -> bool:
     """Return whether the ranks must have the bits of one rank."""
     return exact.is_on() and (dit.mesh.sequence.size == 1 or facts_of(dit.strategy.name).moves_only)
 
-
-def _held(mesh: Mesh, work: Callable[[], T]) -> T:
-    """Return the result of one rank's work; the same ValueError on every rank if it fails, or lacks memory, on one."""
-
-    def tried() -> T:
-        try:
-            return work()
-        except torch.OutOfMemoryError as failed:
-            raise ValueError(
-                "got a run that does not fit one rank alone, expected one that does; verify a smaller size, which "
-                "takes the same path"
-            ) from failed
-
-    return mesh.together(tried)

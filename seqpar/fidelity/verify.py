@@ -24,6 +24,7 @@ from seqpar.fidelity.verdict import Measured, Verdict, VerificationError, judged
 from seqpar.fidelity.widened import other_weights
 from seqpar.mesh import Mesh
 from seqpar.pipelines._loaded import Loaded
+from seqpar.planner.plan import Plan
 from seqpar.sampling.request import Request
 
 __all__ = ["EVALUATIONS", "Verdict", "VerificationError", "verify"]
@@ -47,9 +48,7 @@ def verify(target: Any, *args: Any, evaluations: int = EVALUATIONS, **kwargs: An
     elif isinstance(target, Loaded):
         verdict = _pipeline(target, args, kwargs, evaluations)
     else:
-        from seqpar.fidelity.calls import verified_calls  # imports the adapter, which a loop of our own does not need
-
-        verdict = verified_calls(target, args, kwargs, evaluations)
+        verdict = _calls(target, args, kwargs, evaluations)
     return verdict
 
 
@@ -95,13 +94,27 @@ def _request(dit: DistributedDiT, request: Request, evaluations: int) -> Verdict
     with Watch(dit.mesh) as watch:
         made = own_loop.measure(dit, request, evaluations)
         models = [dit.model, *(each.model for each in request.segments.values())]
-        return watch.verdict(made, models, _what(dit))
+        return watch.verdict(made, models, _what(dit.mesh, dit.plan, dit.dtype))
 
 
-def _what(dit: DistributedDiT) -> str:
-    mesh, sharded = dit.mesh, dit.mesh.sequence.size > 1
-    names = [str(mesh), *([dit.strategy.name] if sharded else []), dit.transport.name, dit.local.name]
-    return f"{mesh.world.size} ranks ({', '.join(names)}), {str(dit.dtype).removeprefix('torch.')}"
+def _calls(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], evaluations: int) -> Verdict:
+    """Verify the transformer's calls of a diffusers pipeline, or those of a transformer."""
+    from seqpar.fidelity import calls  # imports the adapter, which a loop of our own does not need
+
+    mesh = calls.mesh_of(target)
+    with Watch(mesh) as watch:
+        made = calls.recorded(target, args, kwargs, evaluations)
+        if not made:
+            raise ValueError(f"got a {type(target).__name__} that did not call its transformer, expected a call")
+        measured = calls.measure(made)
+        models = list({id(each.module): each.module for each in made}.values())
+        return watch.verdict(measured, models, _what(mesh, calls.plan_of(made[0]), measured.dtype))
+
+
+def _what(mesh: Mesh, plan: Plan, dtype: torch.dtype) -> str:
+    sharded = [plan.strategy.name] if mesh.sequence.size > 1 else []
+    names = [str(mesh), *sharded, plan.transport.name, plan.local.name]
+    return f"{mesh.world.size} ranks ({', '.join(names)}), {str(dtype).removeprefix('torch.')}"
 
 
 class Watch:

@@ -10,7 +10,7 @@ blocks as well. Schedulers, text encoders and the VAE are not verified.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,8 @@ from seqpar.adapter.parallelize import transformers_of
 from seqpar.adapter.promises import Promise, plain
 from seqpar.adapter.signature import Form, form_of
 from seqpar.fidelity.blocks import Compared, Share, watched
-from seqpar.fidelity.compare import Place, digest, error
+from seqpar.fidelity.compare import Error, Place, digest, error
+from seqpar.fidelity.conditioning import Conditioning
 from seqpar.fidelity.held import held
 from seqpar.fidelity.judging import full_precision
 from seqpar.fidelity.verdict import WHOLE, Measured
@@ -33,6 +34,7 @@ from seqpar.fidelity.widened import wide, widened
 from seqpar.mesh import Mesh
 from seqpar.planner.plan import Plan
 
+Results = dict[str, Tensor]
 ROOM = 10 * WHOLE  # positions of one call of a step
 
 
@@ -165,24 +167,42 @@ class _Look:
     def by_one(self, measured: Measured) -> None:
         """Compute the call on this rank alone, in fp32 (fp64 for fp64) and in the model's data type, and compare."""
         made, compared, dtype = self.made, self._compared, torch.promote_types(measured.dtype, torch.float32)
-        given = self._given.each(lambda x: wide(x, dtype))
-        with full_precision(), widened([made.module, self._inside.module], dtype):
-            truth = self._read(given, compared.truth)
-        alone = self._read(self._given, compared.plain)
+        given, ours = self._given.each(lambda x: wide(x, dtype)), dict(self._ours.tensors)
+        truth, alone = self._by_own(given, dtype) if self._inside.alone is None else self._by_native(given, dtype)
         self._add_blocks(measured)
-        ours = dict(self._ours.tensors)
-        measured.add(made.place(WHOLE, "the result"), error(ours, truth), error(alone, truth))
+        measured.add(made.place(WHOLE, "the result"), *_errors(ours, alone, truth))
         measured.bits.append(digest(ours))
+        if self._inside.alone is not None:  # the native model is right, too: with diffusers' own conditioning
+            with self._wide(dtype):
+                truth = self._forward(given)
+            alone = self._forward(self._given)
+            measured.add(made.place(WHOLE + 1, "the result, by diffusers' own forward"), *_errors(ours, alone, truth))
 
-    def _read(self, given: Form, seen: Callable[[str, Tensor], None]) -> dict[str, Tensor]:
-        """Return the results of the transformer's own forward, and show the blocks of what computed them on the ranks."""
-        with watched([self._inside.module], seen):
-            if self._inside.alone is not None:
-                self._inside.alone(given.whole)
-                return self._forward(given)
-            return self._forward(given)
+    def _by_own(self, given: Form, dtype: torch.dtype) -> tuple[Results, Results]:
+        """Return the results of the transformer's own forward in the wider type, and in its own."""
+        conditioning, module = Conditioning(self.made.module), self._inside.module
+        with watched([module], lambda name, x: None), conditioning.recorded():
+            self._forward(self._given)
+        with watched([module], self._compared.truth), self._wide(dtype), conditioning.replayed(dtype):
+            truth = self._forward(given)
+        with watched([module], self._compared.plain):
+            return truth, self._forward(self._given)
 
-    def _forward(self, given: Form) -> dict[str, Tensor]:
+    def _by_native(self, given: Form, dtype: torch.dtype) -> tuple[Results, Results]:
+        """Return the results of the native model on one rank in the wider type, and in its own."""
+        module, alone = self._inside.module, self._inside.alone
+        assert alone is not None
+        with watched([module], self._compared.truth), self._wide(dtype):
+            truth = dict(form_of(alone(given.whole)).tensors)
+        with watched([module], self._compared.plain):
+            return truth, dict(form_of(alone(self._given.whole)).tensors)
+
+    @contextmanager
+    def _wide(self, dtype: torch.dtype) -> Iterator[None]:
+        with full_precision(), widened([self.made.module, self._inside.module], dtype):
+            yield
+
+    def _forward(self, given: Form) -> Results:
         forward: Any = self.made.call.__wrapped__
         return dict(form_of(tuple(forward(**given.whole, return_dict=False))).tensors)
 
@@ -193,3 +213,7 @@ class _Look:
             measured.add(self.made.place(place.position, place.name), mine, single.alone[place])
         measured.found += single.found
         measured.blocks = max(measured.blocks, single.blocks)
+
+
+def _errors(ours: Results, alone: Results, truth: Results) -> tuple[Error, Error]:
+    return error(ours, truth), error(alone, truth)

@@ -17,7 +17,7 @@ from seqpar.fidelity.blocks import Compared
 from seqpar.fidelity.compare import FACTOR, FLOORS, Error, Finding, Place, bound, first_over
 from seqpar.mesh import Mesh
 
-WHOLE, AFTER = 10**6, 10**6 + 1  # positions of a step's prediction and of the state after it: they follow its blocks
+WHOLE, AFTER = 10**6, 2 * 10**6  # positions of a step's prediction and of the state after it: they follow its blocks
 OWN_FACTOR = 2.0  # of the state of a run of its own
 BITS = "other bits than {}, expected the same"
 
@@ -70,13 +70,17 @@ class Measured:
         return min(found, key=lambda each: each.place, default=None)
 
     def worst(self) -> tuple[float, Place]:
-        """Return the largest error in units of one rank's (of the smallest that counts, if it has none), and where."""
-        floor, ratios = FLOORS.get(self.dtype, 0.0), dict[Place, float]()
-        for place, error in self.mine.items():
-            unit = max(self.alone[place].rms, floor / FACTOR)
-            ratios[place] = error.rms / unit if unit else (0.0 if error.rms == 0 else math.inf)
+        """Return the largest error in units of one rank's, and its place."""
+        ratios = {place: self.ratio(place) for place in self.mine}
         place = max(ratios, key=lambda each: (math.isnan(ratios[each]), ratios[each]))
         return ratios[place], place
+
+    def ratio(self, place: Place) -> float:
+        """Return the error at a place in units of one rank's, or of the smallest that counts; 0 for other findings."""
+        if place not in self.mine:
+            return 0.0
+        error, unit = self.mine[place].rms, max(self.alone[place].rms, FLOORS.get(self.dtype, 0.0) / FACTOR)
+        return error / unit if unit else (0.0 if error == 0 else math.inf)
 
 
 @dataclass(frozen=True)
@@ -114,12 +118,13 @@ def judged(mesh: Mesh, measured: Measured, what: str, cost: tuple[float, float |
 
     what, notes: see `Verdict`. cost: seconds, and the GiB of this rank.
     """
-    mine = measured.first(), measured.worst(), measured.bits, cost[1]
-    every = mesh.collect(mine)
-    first = [(each[0], rank) for rank, each in enumerate(every) if each[0] is not None]
+    first = measured.first()
+    size = 0.0 if first is None else measured.ratio(first.place)
+    every = mesh.collect((first, measured.worst(), measured.bits, cost[1], size))
+    firsts = [(each[0], each[4], rank) for rank, each in enumerate(every) if each[0] is not None]
     finding = None
-    if first:
-        found, rank = min(first, key=lambda each: (each[0].place, each[1]))
+    if firsts:  # of several ranks, the one that is most wrong there
+        found, _, rank = min(firsts, key=lambda each: (each[0].place, not math.isnan(each[1]), -each[1]))
         finding = f"{found.place} on rank {rank}: {found.reason}"
     elif different := next((rank for rank, each in enumerate(every) if each[2] != every[0][2]), None):
         finding = f"the end of the run: rank {different} has {BITS.format('rank 0')}"

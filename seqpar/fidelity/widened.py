@@ -7,8 +7,9 @@ When it wins: where a model's weights in fp32 would not fit beside those that ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from torch import Tensor, nn
 
 from seqpar.mesh import Mesh
 
+# the methods by which models make their modulation. A timestep is rounded to the model's data type on its way there,
+# which changes the modulation more than all blocks round; every way of computing does so alike, and the reference, too
+MODULATED = ("modulate", "modulate_call")
+ROUNDED = ("pooled_projections",)  # their arguments that have the model's data type
 LEAST = 2  # bytes of a floating-point weight that can be converted as it is; smaller ones are quantised
 
 
@@ -49,19 +54,62 @@ def wide(x: Any, dtype: torch.dtype) -> Any:
 def widened(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
     """Let all layers of some models read their weights in this data type or a wider one.
 
-    The weights themselves stay as they are. Raises ValueError for quantised weights.
+    The weights themselves stay as they are. Models of this package compute their modulation as always, see `MODULATED`.
+    Raises ValueError for quantised weights.
     """
+    models = list({id(model): model for model in models}.values())
     layers = [layer for model in models for layer in model.modules()]
     for layer in layers:
         _refuse_quantised(layer)
-    before = [(vars(layer), layer._parameters, layer._buffers) for layer in layers]
+    before = [(layer, layer._parameters, layer._buffers) for layer in layers]
+    wider = [(layer, _Wide(own, dtype), _Wide(buffers, dtype)) for layer, own, buffers in before]
+
+    def narrow(work: Callable[[], Any]) -> Any:
+        _put(before)
+        try:
+            return work()
+        finally:
+            _put(wider)
+
     try:
-        for named, parameters, buffers in before:
-            named["_parameters"], named["_buffers"] = _Wide(parameters, dtype), _Wide(buffers, dtype)
+        _put(wider)
+        for model in models:
+            _modulate_as_always(model, narrow, dtype)
         yield
     finally:
-        for named, parameters, buffers in before:
-            named["_parameters"], named["_buffers"] = parameters, buffers
+        _put(before)
+        for model in models:
+            for name in MODULATED:
+                vars(model).pop(name, None)
+
+
+def _put(tables: Iterable[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
+    for layer, parameters, buffers in tables:
+        vars(layer)["_parameters"], vars(layer)["_buffers"] = parameters, buffers
+
+
+def _modulate_as_always(model: nn.Module, narrow: Callable[[Callable[[], Any]], Any], dtype: torch.dtype) -> None:
+    """Let a model compute its modulation from its own weights, and widen what that returns."""
+    for name in MODULATED:
+        own: Any = getattr(type(model), name, None)
+        if own is not None:
+            vars(model)[name] = partial(_modulated, model, own, narrow, dtype)
+
+
+def _modulated(
+    model: nn.Module, own: Any, narrow: Any, dtype: torch.dtype, *args: Any, **kwargs: Any
+) -> dict[str, Tensor]:
+    def work() -> Mapping[str, Tensor]:
+        theirs = next(model.parameters()).dtype
+        given = {key: _narrowed(x, theirs) if key in ROUNDED else x for key, x in kwargs.items()}
+        args_ = [_narrowed(x, theirs) if index > 1 else x for index, x in enumerate(args)]
+        return own(model, *args_, **given)
+
+    return {name: wide(x, dtype) for name, x in narrow(work).items()}
+
+
+def _narrowed(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _refuse_quantised(layer: nn.Module) -> None:

@@ -76,8 +76,7 @@ class Loop:
         """Compare the evaluation of this number; return the reference's state after it, and one rank's error in it."""
         mesh, made, whole = self._dit.mesh, self._made, Place(index, WHOLE)
         with self._wide():
-            inputs = self._truth.inputs()
-        inputs = from_rank_0(mesh, inputs)
+            inputs = from_rank_0(mesh, _copied(self._truth.inputs()))
         compared = Compared(_share(self._dit, self._request, self._ranks))
         with watched(self._models, compared.keep):
             ours = self._ranks.predict_on(index, inputs)
@@ -95,7 +94,7 @@ class Loop:
             with watched(self._models, compared.truth):
                 truth = self._truth.predict_on(index, inputs)
             self._truth.step()
-            after = self._truth.inputs()
+            after = _copied(self._truth.inputs())
         with watched(self._models, compared.plain):
             plain = self._alone.predict_on(index, inputs)
         self._alone.step()
@@ -146,11 +145,16 @@ def _states(dit: DistributedDiT, request: Request, steps: int, graph: bool) -> l
             if graph and run.why_no_graph is None:
                 run.capture()
             run.step()
-            found.append({name: x.clone() for name, x in run.inputs().items()})
+            found.append(_copied(run.inputs()))
         dit.check_delivered()
         return found
     finally:
         run.release()
+
+
+def _copied(streams: Streams) -> Streams:
+    """Return copies, because a stream of tokens on one rank is the buffer that the next step writes to."""
+    return {name: x.clone() for name, x in streams.items()}
 
 
 def _plain(dit: DistributedDiT, request: Request, local: str = "reference") -> tuple[DistributedDiT, Request]:

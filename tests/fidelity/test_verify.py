@@ -133,11 +133,11 @@ def pipe_of(kind: str, mesh: Mesh, device: torch.device, layout: Layout) -> tupl
     strategy, _, transport = layout
     name, _, how = kind.partition(" ")
     wish = Wish(strategy=strategy, transport=transport)
-    asked = {"prompt": "a red cat", "generator": torch.Generator().manual_seed(1), "height": 32, "width": 48}
+    asked = {"prompt": "a red cat", "height": 32, "width": 48}
     if how == "ours":
         found = {"flux": flux, "unidiffuser": unidiffuser}[name].Pipeline.of(pipelines_of(name, device), mesh, wish=wish)
         guidance = Guidance(2.0, embedded=3.5) if name == "flux" else Guidance(4.0)
-        return found, {"prompts": ["a red cat"], "guidance": guidance}
+        return found, {"prompts": ["a red cat"], "guidance": guidance, "size": (32, 48)}
     pipe = pipelines_of(name, device)
     pipe.to(BF16)
     given = {"flux": {"true_cfg_scale": 2.0, "negative_prompt": "x"}, "sd3": {"guidance_scale": 4.0}}[name]
@@ -154,19 +154,19 @@ def called(
 ) -> tuple[str, str, str]:
     """Return what is found in two steps of a run, and digests of the run before and after."""
     pipe, asked = pipe_of(kind, mesh_for(layout[0], world, device, layout[1]), device, layout)
+    ours = hasattr(pipe, "latents")
+
+    def seeded() -> dict[str, Any]:
+        return asked if ours else {**asked, "generator": torch.Generator().manual_seed(1)}
 
     def latents() -> str:
-        ours = hasattr(pipe, "latents")
-        made = pipe.latents(**asked, steps=2) if ours else pipe(**asked, num_inference_steps=2).images
-        return digest(made)
+        return digest(pipe.latents(**asked, steps=2) if ours else pipe(**seeded(), num_inference_steps=2).images)
 
-    asked["generator"] = torch.Generator().manual_seed(1)
     before, found = latents(), "holds"
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
         fault(patch, rank)
         try:
-            assert verify(pipe, **asked, evaluations=2).blocks >= 3
+            assert verify(pipe, **seeded(), evaluations=2).blocks >= 3
         except VerificationError as error:
             found = str(error)
-    asked["generator"] = torch.Generator().manual_seed(1)
     return found, before, latents()

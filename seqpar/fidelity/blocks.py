@@ -86,7 +86,8 @@ class Share:
 class Compared:
     """Errors of a rank's blocks: `mine` are those of the ranks' run, `alone` those of one rank in the same data type.
 
-    equal: whether an output has one rank's bits, if that was asked (`same`). A sharded run is read first (`keep`), then the reference (`truth`), then the plain run (`plain`).
+    equal: whether an output has one rank's bits, if that was asked (`same`). A sharded run is read first (`keep`), then
+    the reference (`truth`), then the plain run (`plain`).
     """
 
     share: Share

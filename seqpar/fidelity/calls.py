@@ -51,7 +51,9 @@ class Made:
 
     def place(self, position: int, name: str) -> Place:
         """Return a place of this call."""
-        return Place(self.step, self.turn * ROOM + position, name if self.turn == 0 else f"{name}, call {self.turn + 1},")
+        return Place(
+            self.step, self.turn * ROOM + position, name if self.turn == 0 else f"{name}, call {self.turn + 1},"
+        )
 
 
 class _Recorder:
@@ -166,7 +168,7 @@ class _Look:
 
     def by_one(self, measured: Measured) -> None:
         """Compute the call on this rank alone, in fp32 (fp64 for fp64) and in the model's data type, and compare."""
-        made, compared, dtype = self.made, self._compared, torch.promote_types(measured.dtype, torch.float32)
+        made, dtype = self.made, torch.promote_types(measured.dtype, torch.float32)
         given, ours = self._given.each(lambda x: wide(x, dtype)), dict(self._ours.tensors)
         truth, alone = self._by_own(given, dtype) if self._inside.alone is None else self._by_native(given, dtype)
         self._add_blocks(measured)

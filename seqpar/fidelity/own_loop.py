@@ -124,9 +124,7 @@ class Loop:
             return begin(dit, request)
 
 
-def _own_runs(
-    dit: DistributedDiT, request: Request, states: list[tuple[Streams, Error]], made: Measured
-) -> None:
+def _own_runs(dit: DistributedDiT, request: Request, states: list[tuple[Streams, Error]], made: Measured) -> None:
     """Compare the states of two runs of the ranks with the reference's, and their bits with each other."""
     runs = [_states(dit, request, len(states), graph) for graph in (True, False)]
     for index, (truth, alone) in enumerate(states):
@@ -178,7 +176,9 @@ def _share(dit: DistributedDiT, request: Request, run: Run) -> Share:
     """Return which rows and tokens this rank has: rows are those of all images with the prompt, then without it."""
     mesh, images = dit.mesh, len(next(iter(request.latents(dit.model.STATE).values())))
     branches = 2 if request.guidance.on else 1
-    rows = torch.arange(branches * images).view(branches, images)[:, Shard(images, mesh.data.size).slice(mesh.data.rank)]
+    rows = torch.arange(branches * images).view(branches, images)[
+        :, Shard(images, mesh.data.size).slice(mesh.data.rank)
+    ]
     rows = rows if mesh.cfg.size == 1 else rows[mesh.cfg.rank : mesh.cfg.rank + 1]
     return Share(run.split.lengths, mesh.sequence.size, mesh.sequence.rank, rows.flatten(), branches * images)
 
@@ -186,4 +186,3 @@ def _share(dit: DistributedDiT, request: Request, run: Run) -> Share:
 def _is_exact(dit: DistributedDiT) -> bool:
     """Return whether the ranks must have the bits of one rank."""
     return exact.is_on() and (dit.mesh.sequence.size == 1 or facts_of(dit.strategy.name).moves_only)
-

@@ -104,8 +104,9 @@ class Verdict:
 
     def __str__(self) -> str:
         memory = "" if self.gib is None else f", {self.gib:.1f} GiB at most"
+        compared = f"{self.steps} evaluations of {self.blocks} block outputs"
         lines = [
-            f"verify    {self.what}: {self.steps} evaluations of {self.blocks} block outputs ({self.seconds:.1f} s{memory})",
+            f"verify    {self.what}: {compared} ({self.seconds:.1f} s{memory})",
             f"verify    largest error {self.ratio:.2f} times that of one rank in the same data type, at {self.where}",
             *(f"verify    {note}" for note in self.notes),
             f"verify    {'every step holds' if self.finding is None else f'FAILS at {self.finding}'}",
@@ -113,7 +114,9 @@ class Verdict:
         return "\n".join(lines)
 
 
-def judged(mesh: Mesh, measured: Measured, what: str, cost: tuple[float, float | None], notes: Sequence[str]) -> Verdict:
+def judged(
+    mesh: Mesh, measured: Measured, what: str, cost: tuple[float, float | None], notes: Sequence[str]
+) -> Verdict:
     """Return the verdict over all ranks, the same on each; every rank must call this at the same time.
 
     what, notes: see `Verdict`. cost: seconds, and the GiB of this rank.

@@ -3,8 +3,8 @@
 It takes the first evaluations of the model in the run's own size, layout and data type. The accepted error is 1.25
 times that of one rank in the same data type, both compared with one rank in a wider one (fp32 for 16 bits, fp64 for
 fp32); in exact mode, strategies that only move data must have one rank's bits. Text encoders and VAEs are not verified.
-When it wins: for the first run on a new machine, a new driver or a new version of torch. It costs about ten steps of one
-rank alone for each evaluation, because the reference computes without TF32, and needs one rank to hold the run.
+When it wins: for the first run on a new machine, driver or version of torch. An evaluation costs about as much as ten
+to twenty of one rank alone, because the reference computes without TF32, and one rank must have the memory for the run.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _what(mesh: Mesh, plan: Plan, dtype: torch.dtype) -> str:
 
 
 class Watch:
-    """Measures what a verification costs, and ends it: prints the verdict on rank 0 and raises if something is wrong."""
+    """Measures what a verification costs, and ends it: rank 0 prints the verdict, and all raise if something is wrong."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._started = mesh, time.perf_counter()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from seqpar.planner.search import Wish
 from seqpar.sampling.loop import digest
 from seqpar.transports.collective.exchange import CollectiveToHeads
 from seqpar.weights.find import Blueprint
-from tests.fidelity.test_judging import Fault, lost_shard, narrow_sums, rotary_off_by_one, swapped_branches
+from tests.fidelity.test_judging import Fault, lost_shard, rotary_off_by_one, swapped_branches
 from tests.models.test_large_dit import TINY, ours
 from tests.support import pipelines
 from tests.support.meshes import mesh_for
@@ -112,11 +111,11 @@ BF16, FP32 = torch.bfloat16, torch.float32
     [
         (("ulysses", 1, "peer"), BF16, none, "holds"),
         (("ring", 1, "collective"), FP32, none, "holds"),
-        (("kv_gather", 1, "collective"), FP32, rotary_off_by_one, "blocks.0, output 1 of step 1 on rank 1: "),
+        (("kv_gather", 1, "collective"), FP32, rotary_off_by_one, "blocks.0, output 1 of step 1 on rank "),
         (("ulysses", 2, "collective"), BF16, swapped_branches, "prediction of step 1 on rank 1: "),
         (("ulysses", 1, "collective"), BF16, lost_shard, "blocks.0, output 1 of step 1 on rank 0: "),
-        (("ulysses", 1, "collective"), BF16, lost_in_block_5_of_step_2, "blocks.4, output 1 of step 2 on rank 1: "),
-        (("ulysses", 1, "peer"), BF16, stale_flag, "blocks.0, output 1 of step 1 on rank 0: "),
+        (("ulysses", 1, "collective"), BF16, lost_in_block_5_of_step_2, "blocks.4, output 1 of step 2 on rank "),
+        (("ulysses", 1, "peer"), BF16, stale_flag, "blocks.0, output 1 of step 1 on rank "),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -135,7 +134,9 @@ def pipe_of(kind: str, mesh: Mesh, device: torch.device, layout: Layout) -> tupl
     wish = Wish(strategy=strategy, transport=transport)
     asked = {"prompt": "a red cat", "height": 32, "width": 48}
     if how == "ours":
-        found = {"flux": flux, "unidiffuser": unidiffuser}[name].Pipeline.of(pipelines_of(name, device), mesh, wish=wish)
+        found = {"flux": flux, "unidiffuser": unidiffuser}[name].Pipeline.of(
+            pipelines_of(name, device), mesh, wish=wish
+        )
         guidance = Guidance(2.0, embedded=3.5) if name == "flux" else Guidance(4.0)
         return found, {"prompts": ["a red cat"], "guidance": guidance, "size": (32, 48)}
     pipe = pipelines_of(name, device)
@@ -151,8 +152,8 @@ def pipelines_of(name: str, device: torch.device) -> Any:
 
 def called(
     rank: int, world: int, device: torch.device, kind: str, layout: Layout, fault: Fault
-) -> tuple[str, str, str]:
-    """Return what is found in two steps of a run, and digests of the run before and after."""
+) -> tuple[str, str, str, str]:
+    """Return what is found in two steps of a run without and with a fault, and digests of the run before and after."""
     pipe, asked = pipe_of(kind, mesh_for(layout[0], world, device, layout[1]), device, layout)
     ours = hasattr(pipe, "latents")
 
@@ -162,11 +163,134 @@ def called(
     def latents() -> str:
         return digest(pipe.latents(**asked, steps=2) if ours else pipe(**seeded(), num_inference_steps=2).images)
 
-    before, found = latents(), "holds"
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+    def found(fault: Fault) -> str:
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+            fault(patch, rank)
+            try:
+                return "holds" if verify(pipe, **seeded(), evaluations=2).blocks >= 3 else "no blocks"
+            except VerificationError as error:
+                return str(error)
+
+    before = latents()
+    return found(none), "holds" if fault is none else found(fault), before, latents()
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "fault", "found"),
+    [
+        ("flux ours", ("ulysses", 2, "collective"), none, "holds"),
+        ("unidiffuser ours", ("ring", 1, "peer"), none, "holds"),
+        ("flux native", ("ulysses", 1, "collective"), lost_shard, "blocks.0.text, output 1 of step 1 on rank "),
+        ("flux generic", ("ulysses", 2, "collective"), none, "holds"),
+        ("sd3 generic", ("ulysses", 1, "collective"), lost_shard, "transformer_blocks.0, output 1 of step 1 on rank "),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_pipelines_are_verified_and_left_as_they_were(
+    ranks: Pool, kind: str, layout: Layout, fault: Fault, found: str
+) -> None:
+    first, second = ranks.run(2, called, kind, layout, fault)
+    assert first == second
+    assert first[0] == "holds", first[0]
+    assert found in first[1], first[1]
+    assert first[2] == first[3]
+
+
+def test_weights_that_differ_between_ranks_are_found(ranks: Pool) -> None:
+    assert ranks.run(2, with_weights) == [["rank 1 has other weights than rank 0: bias", None]] * 2
+
+
+def with_weights(rank: int, world: int, device: torch.device) -> list[str | None]:
+    """Return what is found where one rank has another weight, and where all have the same."""
+    layer, mesh = linear(), Mesh.joined(device)
+    layer.bias.view(torch.int16)[1] += rank
+    return [other_weights(mesh, layer), other_weights(mesh, linear())]
+
+
+def linear(seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(3, 2, dtype=BF16).requires_grad_(False)
+
+
+def test_layers_read_wider_weights_for_a_time_and_quantised_ones_are_refused() -> None:
+    layer, x = linear(), torch.ones(1, 3, dtype=torch.float64)
+    with widened([layer], torch.float64):
+        assert torch.equal(layer(x), x @ layer.weight.T + layer.bias)
+        assert {each.dtype for each in (*layer.parameters(), layer.weight)} == {torch.float64}
+    assert isinstance(layer.weight, nn.Parameter)
+    assert {each.dtype for each in (*layer.parameters(), layer.weight)} == {BF16}
+    layer.weight = nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match=r"Linear.weight, a Parameter of torch.float8_e4m3fn"), widened([layer], FP32):
+        pass
+
+
+def test_a_ranks_tokens_of_joined_streams_are_taken_in_every_order_that_fits() -> None:
+    whole, lengths = torch.arange(14.0).view(2, 7, 1), {"text": 3, "image": 4}
+    for ordered, expected in ((True, [[2, 5, 6]]), (False, [[2, 5, 6], [2, 3, 6]])):
+        share = Share(lengths, 2, 1, ordered=ordered)
+        assert [take(whole)[0, :, 0].tolist() for take in share.ways(whole, whole[:, :3])] == expected
+    (rows,) = Share(lengths, 2, 1, torch.tensor([1]), 2).ways(whole, whole[:1, :3])
+    assert rows(whole)[..., 0].tolist() == [[9, 12, 13]]
+    with pytest.raises(ValueError, match="expected a share of the tokens of"):
+        Share(lengths, 2, 1).ways(whole, whole[:, :5])
+
+
+def test_only_blocks_that_are_called_count() -> None:
+    model = large_dit.Model(TINY)
+    assert [name for name, _ in blocks_of(model)] == [f"blocks.{i}" for i in range(TINY.num_layers)]
+
+
+def test_in_exact_mode_the_first_place_without_the_bits_of_one_rank_is_named(ranks: Pool) -> None:
+    found = ranks.run(2, exactly)
+    assert found[0] == found[1]
+    assert ": blocks.0" in found[0]
+    assert "other bits than one rank has" in found[0]
+    assert exactly(0, 1, torch.device("cpu")).startswith("holds")
+
+
+def exactly(rank: int, world: int, device: torch.device) -> str:
+    """Return what is found where one rank's bits are expected: of a ring, which has others, or of one rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_loop, "_is_exact", lambda dit: True)
+        return verified(rank, world, device, ("ring" if world > 1 else "ulysses", 1, "auto"), BF16, none)
+
+
+def test_what_is_not_finite_or_not_asked_rightly_does_not_hold() -> None:
+    pipeline = labels(0, 1, torch.device("cpu"), ("ulysses", 1, "auto"), torch.float16)
+    pipeline.dit.model.get_parameter("blocks.3.fc2.bias").fill_(torch.inf)
+    with redirect_stdout(io.StringIO()), pytest.raises(VerificationError, match=r"blocks.3, .* that are not finite"):
+        verify(pipeline, ["3"], **LABELS)
+    with pytest.raises(ValueError, match="expected a number from 1"):
+        verify(pipeline, ["3"], evaluations=0)
+    with pytest.raises(ValueError, match=r"not parallelized, expected seqpar.parallelize before verify"):
+        verify(nn.Linear(1, 1))
+
+
+def sampled(rank: int, world: int, device: torch.device, out: Path, fault: Fault) -> tuple[str, str]:
+    """Return what `seqpar sample --verify` prints, and how it ends."""
+    args = Args(
+        classes=("cat",), steps=2, mesh="cfg=1", strategy="ulysses", transport="collective", verify=True, out=out
+    )
+    with redirect_stdout(io.StringIO()) as shown, pytest.MonkeyPatch.context() as patch:
         fault(patch, rank)
         try:
-            assert verify(pipe, **seeded(), evaluations=2).blocks >= 3
-        except VerificationError as error:
-            found = str(error)
-    return found, before, latents()
+            run(args)
+        except FloatingPointError as error:
+            return shown.getvalue(), str(error)
+    return shown.getvalue(), ""
+
+
+def test_the_command_makes_pictures_only_if_the_run_holds(ranks: Pool, tmp_path: Path) -> None:
+    out = tmp_path / "cat.png"
+    (shown, ended), (_, other) = ranks.run(2, sampled, out, lost_shard)
+    assert ended == other
+    assert ended.startswith("the ranks do not compute what one rank computes: blocks.0")
+    assert "verify    FAILS at blocks.0" in shown
+    assert not out.exists()
+    shown, ended = ranks.run(2, sampled, out, none)[0]
+    assert ended == ""
+    assert (
+        "verify    2 ranks (ulysses 2, ulysses, collective, sdpa), float32: 2 evaluations of 14 block outputs" in shown
+    )
+    assert "verify    every step holds" in shown
+    assert out.exists()

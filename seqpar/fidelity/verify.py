@@ -118,7 +118,7 @@ def _what(mesh: Mesh, plan: Plan, dtype: torch.dtype) -> str:
 
 
 class Watch:
-    """Measures what a verification costs, and ends it: rank 0 prints the verdict, and all raise if something is wrong."""
+    """Measures what a verification costs, and ends it: rank 0 prints the verdict, all raise if something is wrong."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._started = mesh, time.perf_counter()

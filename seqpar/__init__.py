@@ -1,7 +1,7 @@
 """seqpar: sequence-parallel inference for diffusion transformers.
 
 `parallelize` makes a diffusers pipeline run on all GPUs, `DistributedDiT` runs one model on a `Mesh`, `sample` is the
-denoising loop, and `seqpar.pipelines.class_labels.generate` makes pictures.
+denoising loop, and `seqpar.pipelines.class_labels.generate` makes pictures. `verify` compares several ranks with one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from seqpar.adapter.parallelize import parallelize, release
     from seqpar.deadlines import Deadlines
     from seqpar.distributed import DistributedDiT
+    from seqpar.fidelity.verify import verify
     from seqpar.mesh import Mesh
     from seqpar.sampling.guidance import Guidance
     from seqpar.sampling.loop import Sampler, sample
 
 __version__ = "0.1.0"
 
-__all__ = ["Deadlines", "DistributedDiT", "Guidance", "Mesh", "Sampler", "parallelize", "release", "sample"]
+__all__ = ["Deadlines", "DistributedDiT", "Guidance", "Mesh", "Sampler", "parallelize", "release", "sample", "verify"]
 
 _MODULES = {
     "Deadlines": "seqpar.deadlines",
@@ -30,6 +31,7 @@ _MODULES = {
     "parallelize": "seqpar.adapter.parallelize",
     "release": "seqpar.adapter.parallelize",
     "sample": "seqpar.sampling.loop",
+    "verify": "seqpar.fidelity.verify",
 }
 
 

@@ -6,10 +6,27 @@ forward with its tokens split. When each wins is said in their files; whoever ca
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from seqpar.adapter.forward import Ranks
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What computes a call, for those who look into it.
+
+    module: its blocks compute the call. ranks: their exchanges, plan and the tokens of the last call. alone: computes
+    the call with the same module on one rank, with attention by its formula; None where the transformer's own forward
+    is what one rank computes, which has to be free of hooks for it (`release`).
+    """
+
+    module: nn.Module
+    ranks: Ranks
+    alone: Callable[[Mapping[str, Any]], tuple[Tensor, ...]] | None = None
 
 
 class Body(Protocol):
@@ -44,6 +61,10 @@ class Body(Protocol):
 
         It says what computes, and has the texts of `seqpar.adapter.adapters.told`.
         """
+        ...
+
+    def inside(self, arguments: Mapping[str, Any]) -> Inside:
+        """Return what computes a call with these arguments."""
         ...
 
     def check_delivered(self) -> None:

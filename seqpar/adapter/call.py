@@ -55,14 +55,19 @@ class Call:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the transformer's own forward returns, on every rank."""
+        arguments = self.named(args, kwargs)
+        return_dict = arguments.pop("return_dict", True)
+        with torch.inference_mode(False), torch.no_grad():
+            results = self._results(self.rank_0s(arguments)).whole
+        return self._output(*results) if return_dict else results
+
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by their names; those that are left out are missing."""
         arguments = self._signature.bind(*args, **kwargs).arguments
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 arguments |= arguments.pop(name, {})
-        return_dict = arguments.pop("return_dict", True)
-        with torch.inference_mode(False), torch.no_grad():
-            results = self._results(self._rank_0s(arguments)).whole
-        return self._output(*results) if return_dict else results
+        return arguments
 
     @contextmanager
     def labelled(self, label: str, context: AbstractContextManager[Any]) -> Iterator[Any]:
@@ -88,8 +93,8 @@ class Call:
 
     # Rank 0's arguments ------------------------------------------------------------------------------------------
 
-    def _rank_0s(self, arguments: dict[str, Any]) -> Form:
-        """Return rank 0's arguments on this rank's device."""
+    def rank_0s(self, arguments: dict[str, Any]) -> Form:
+        """Return rank 0's arguments on this rank's device; every rank must call this at the same time."""
         form = form_of(arguments).each(plain)
         gradients = sorted(path for path, x in form.tensors.items() if x.requires_grad)
         state = self._looked()

@@ -44,6 +44,7 @@ class Ranks:
     def __init__(self, mesh: Mesh, plan: Plan) -> None:
         self.mesh, self.plan = mesh, plan
         self.now: Forward | None = None
+        self.last = Forward()  # the forward that was started last, also after its end
         self._releases = 0
         self._moves = load_transport(plan.transport.name)
         self._attends: dict[tuple[JointShard, bool], Attend] = {}
@@ -75,7 +76,7 @@ class Ranks:
 
     def begin(self) -> Forward:
         """Start a forward. It frees nothing: a graph that was found valid may be replayed after it."""
-        self.now = Forward()
+        self.now = self.last = Forward()
         return self.now
 
     def cut(self, x: Tensor, cut: Cut) -> Tensor:

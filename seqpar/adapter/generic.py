@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from seqpar.adapter import cuts as plans
 from seqpar.adapter.adapters import Watch
+from seqpar.adapter.body import Inside
 from seqpar.adapter.cuts import Cuts, Place
 from seqpar.adapter.forward import Ranks
 from seqpar.adapter.hooks import Cutter, Installed
@@ -83,6 +84,10 @@ class Generic:
     def told(self) -> Mapping[str, str]:
         """See `seqpar.adapter.body.Body`."""
         return {"computation": "by its own modules", **self._watch.told()}
+
+    def inside(self, arguments: Mapping[str, Any]) -> Inside:
+        """See `seqpar.adapter.body.Body`."""
+        return Inside(self._module, self._ranks)
 
     def check_delivered(self) -> None:
         """See `seqpar.adapter.body.Body`."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,12 +23,13 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, Fl
 from torch import Tensor, nn
 
 from seqpar.adapter import adapters, adopt, generic, hooks
+from seqpar.adapter.body import Inside
 from seqpar.adapter.cuts import Cuts, Gather
 from seqpar.adapter.forward import Ranks
 from seqpar.mesh import Mesh
 from seqpar.models import flux
 from seqpar.models._flux_conditioning import alone, shares
-from seqpar.planner.plan import Plan
+from seqpar.planner.plan import Choice, Plan
 from seqpar.shard import JointShard
 from seqpar.streams import Split
 from seqpar.weights.checkpoint import KeyMap
@@ -102,16 +105,33 @@ class Native:
     @torch.no_grad()
     def __call__(self, arguments: Mapping[str, Any], /) -> tuple[Tensor, ...]:
         """See `seqpar.adapter.body.Body`."""
+        model = self._taken(arguments)
+        if isinstance(model, generic.Generic):
+            return model(arguments)
+        self._ranks.abandon()
+        return (self._predict(model, _checked(model, arguments)),)
+
+    def _taken(self, arguments: Mapping[str, Any]) -> flux.Model | generic.Generic:
+        """Return what computes a call, with the weights as they are now; prints why it is not the native model."""
         scale = (arguments.get("joint_attention_kwargs") or {}).get("scale")
         self._refresh(1.0 if scale is None else scale)
         why = self._why or why_not_call(arguments)
         if why is None and self._model is not None:
             why = flux.why_not_autocast(self._mesh.device, self._model.dtype)
         if why is not None:
-            return self._generic(why)(arguments)
+            return self._generic(why)
         assert self._model is not None
-        self._ranks.abandon()
-        return (self._predict(self._model, _checked(self._model, arguments)),)
+        return self._model
+
+    def inside(self, arguments: Mapping[str, Any]) -> Inside:
+        """See `seqpar.adapter.body.Body`."""
+        model = self._taken(arguments)
+        if isinstance(model, generic.Generic):
+            return model.inside(arguments)
+        alone, local = copy(self), Choice("reference", "one rank, to compare with")
+        alone._mesh = Mesh.single(self._mesh.device)
+        alone._ranks = Ranks(alone._mesh, replace(self._plan, local=local, transport=replace(local, name="collective")))
+        return Inside(model, self._ranks, lambda given: (alone._predict(model, _checked(model, given)),))
 
     def why_eager(self) -> str | None:
         """See `seqpar.adapter.body.Body`."""

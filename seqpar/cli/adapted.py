@@ -36,6 +36,10 @@ def run_adapted(args: Args, job: Adapted, ranks: Mesh) -> None:
         pipe = job.load(ranks)
     vae = VAE[args.vae]
     parallelize(pipe, _mesh(args), strategy=args.strategy, local=args.local, transport=args.transport, vae=vae)
+    if args.verify:
+        from seqpar.cli import verifying  # imports what no other run needs
+
+        verifying.of_pipe(pipe, job)
     forget_encoders(pipe)
     loaded = time.perf_counter() - started
     pipe.set_progress_bar_config(disable=job.counts_steps or not ranks.is_main)

@@ -92,6 +92,9 @@ class Args(Flags):
     """Number of GPUs of this machine to use, one process each; without --gpus and --ranks one process runs."""
     ranks: int | None = None
     """Number of processes: as --gpus if this machine has GPUs, otherwise processes on the CPU."""
+    verify: bool = False
+    """Before the pictures are made, compare a few steps with those of one rank, block by block, and stop with the first
+    block and step that is wrong; for the first run on a new machine (docs/fidelity.md)."""
     dry_run: tuple[int, ...] | None = None
     """Print what `seqpar plan` prints and load no weights: for the processes that run, or for each number of GPUs that
     is given, as --dry-run 1 2 4 8."""

@@ -20,6 +20,7 @@ from seqpar.mesh import Mesh
 from seqpar.pipelines._family import Job
 from seqpar.pipelines._pictures import grid, save, to_pil
 from seqpar.pipelines.adapted import Adapted
+from seqpar.planner.plan import Plan
 from seqpar.sampling.loop import digest
 
 
@@ -44,7 +45,7 @@ def run(args: Args) -> None:
         hook = {"on_prompt": encoded} if "prompts" in job.loading else {}
         pipeline = job.pipeline.load(**job.loading, **hook, plan=plan)
     loaded = time.perf_counter() - started
-    _say(ranks, summary(args, pipeline, job, plan))
+    _introduce(args, pipeline, job, plan)
     with pipeline, Progress(job.evaluations, ranks) as progress:
         latents = pipeline.latents(**job.settings, on_step=progress)
         per_step = progress.finish()
@@ -53,6 +54,15 @@ def run(args: Args) -> None:
     seconds = f"{loaded:.1f} s to load, {time.perf_counter() - started:.1f} s in all"
     speed = "a step not measured (one alone is warm-up)" if per_step is None else f"{per_step:.1f} ms a step"
     _say(ranks, f"{files}: {job.load.images} pictures, {speed}, {seconds}, latents {bits}")
+
+
+def _introduce(args: Args, pipeline: Any, job: Job, plan: Plan) -> None:
+    """Show what is run, and verify it if that is asked; see `seqpar.fidelity.verify`."""
+    _say(pipeline.dit.mesh, summary(args, pipeline, job, plan))
+    if args.verify:
+        from seqpar.cli import verifying  # imports what no other run needs
+
+        verifying.of_job(pipeline, job)
 
 
 def _encoding(job: Job, mesh: Mesh) -> Bar:

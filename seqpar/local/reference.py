@@ -1,6 +1,6 @@
 """Attention computed by its formula in fp32 (fp64 for fp64): the truth that other implementations are compared with.
 
-When it wins: it is never the fastest, because it builds the whole score matrix. It runs everywhere and takes any head
+When it wins: it is never the fastest, because it builds the score matrix. It runs everywhere and takes any head
 dim.
 """
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from seqpar.masks import is_kept
 from seqpar.protocols import state_dtype
+
+MOST = 2**29  # scores at a time: 2 GiB in fp32
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool = False) -> str | None:
@@ -34,8 +36,18 @@ def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: boo
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
     """Return softmax(q k^T / sqrt(D)) v and the log-sum-exp of the scores; see `seqpar.protocols.Core`.
 
-    Masked keys have a weight of exactly 0. If all keys are masked, the output is 0 and the log-sum-exp -inf.
+    Masked keys have a weight of exactly 0. If all keys are masked, the output is 0 and the log-sum-exp -inf. Scores of
+    more than `MOST` numbers are computed for some queries at a time.
     """
+    batch, queries, heads, _ = q_BLHD.shape
+    rows = max(1, MOST // max(1, batch * heads * k_BLGD.shape[1]))
+    if queries <= rows:
+        return _attend(q_BLHD, k_BLGD, v_BLGD, mask_BL)
+    parts = [_attend(q, k_BLGD, v_BLGD, mask_BL) for q in q_BLHD.split(rows, dim=1)]
+    return torch.cat([out for out, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)
+
+
+def _attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None) -> tuple[Tensor, Tensor]:
     wide, group = state_dtype(q_BLHD.dtype), q_BLHD.shape[2] // k_BLGD.shape[2]
     q, k, v = (x.transpose(1, 2).to(wide) for x in (q_BLHD, k_BLGD, v_BLGD))
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))

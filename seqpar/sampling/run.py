@@ -23,7 +23,7 @@ from seqpar.sampling.segment import Conditions, Segment
 from seqpar.sampling.state import State
 from seqpar.sampling.steppers import DDIM, DDPM, Decision, Replicated, Stepper, Traced, make_stepper, restart_stepper
 from seqpar.shard import Shard
-from seqpar.streams import check_lengths, completed, distinct, stacked
+from seqpar.streams import Split, check_lengths, completed, distinct, stacked
 
 Branches = tuple[Tensor, Tensor | None]
 """The model's outputs with the prompt and without it (None if there is one branch), (n, l, at least C*p*p) each."""
@@ -76,6 +76,11 @@ class Run:
     def tokens(self) -> Tensor:
         """Return this rank's tokens of the state's first stream, as the next input of the model, (n, l, C*p*p)."""
         return next(iter(self._states.values())).tokens
+
+    @property
+    def split(self) -> Split:
+        """Return which tokens of each stream this rank has in the next step."""
+        return self._segment.split
 
     @property
     def why_no_graph(self) -> str | None:

@@ -324,7 +324,8 @@ def test_the_parts_of_a_split_are_made_once_for_all_slots() -> None:
     assert all("places" in vars(part) for boxes in (first, second) for part in boxes._splits[3, 4])
     assert image.places.table[1, 0, 0, 0] == slots[0][0, 3].data_ptr()
     assert second.split((3, 4))[1].places.table[2, 0, 2, 0] == slots[1][1, 3, 0, 2].data_ptr()
-    assert first.split((7,))[0] is first and kept[0] is first
+    assert first.split((7,))[0] is first
+    assert kept[0] is first
     with pytest.raises(ValueError, match=r"got streams of \(3, 5\) tokens on this rank, expected 7 tokens together"):
         first.split((3, 5))
 

@@ -186,3 +186,11 @@ def test_sdpa_says_which_head_dims_it_takes_in_half_precision(dim: int, takes: b
     cuda = torch.device("cuda")
     assert (sdpa.why_not(cuda, torch.bfloat16, dim) is None) == takes
     assert sdpa.why_not(cuda, torch.float32, 320) is None
+
+
+def test_the_formula_takes_many_scores_by_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (random((2, 11, n, 8), seed) for seed, n in enumerate((4, 2, 2)))
+    whole = reference.attend(q, k, v, masks(2, 11))
+    monkeypatch.setattr(reference, "MOST", 3 * 2 * 4 * 11)
+    for got, expected in zip(reference.attend(q, k, v, masks(2, 11)), whole, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-14, atol=1e-14)

@@ -10,6 +10,7 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
+from seqpar.adapter.body import Inside
 from seqpar.adapter.graphs import Captured
 from tests.support.meshes import random
 
@@ -78,6 +79,10 @@ class Recorder:
     def told(self) -> dict[str, str]:
         """Return nothing that ranks compare."""
         return {}
+
+    def inside(self, arguments: Mapping[str, Any]) -> Inside:
+        """Raise, because nothing looks into it."""
+        raise NotImplementedError
 
     def check_delivered(self) -> None:
         """Count the checks."""

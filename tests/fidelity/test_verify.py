@@ -1,0 +1,296 @@
+"""Tests of `verify`: faults that are planted into the ranks' run are found and named, and correct runs hold."""
+
+from __future__ import annotations
+
+import io
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqpar
+from seqpar import Guidance
+from seqpar.cli.args import Args
+from seqpar.cli.sample import run
+from seqpar.distributed import DistributedDiT
+from seqpar.fidelity import own_loop
+from seqpar.fidelity.blocks import Share, blocks_of
+from seqpar.fidelity.verify import VerificationError, verify
+from seqpar.fidelity.widened import other_weights, widened
+from seqpar.kernels.flags import Flags
+from seqpar.mesh import Mesh
+from seqpar.models import large_dit
+from seqpar.pipelines import flux, unidiffuser
+from seqpar.pipelines.class_labels import Files, Pipeline
+from seqpar.planner.search import Wish
+from seqpar.sampling.loop import digest
+from seqpar.transports.collective.exchange import CollectiveToHeads
+from seqpar.weights.find import Blueprint
+from tests.fidelity.test_judging import Fault, lost_shard, rotary_off_by_one, swapped_branches
+from tests.models.test_large_dit import TINY, ours
+from tests.support import pipelines
+from tests.support.meshes import mesh_for
+from tests.support.pool import Pool
+
+LABELS = {"guidance": Guidance(4.0), "size": (64, 64)}
+LATE_S = 0.003
+Layout = tuple[str, int, str]
+"""Strategy, size of the cfg axis, transport."""
+
+
+def none(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Plant nothing."""
+
+
+def stale_flag(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let rank 0 find flags of peer memory raised already, as if they were left from before, and rank 1 be late."""
+    true, forward = Flags.of, nn.Linear.forward
+
+    def of(*args: Any) -> Flags:
+        made = true(*args)
+        made.counts[1] = -(10**6) if rank == 0 else 0
+        return made
+
+    def late(layer: nn.Linear, x: Tensor) -> Tensor:
+        time.sleep(LATE_S if rank == 1 else 0)
+        return forward(layer, x)
+
+    patch.setattr(Flags, "of", of)
+    patch.setattr(nn.Linear, "forward", late)
+
+
+def lost_in_block_5_of_step_2(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let rank 1 lose the first rank's values in one block of one step, whichever of the step's runs it is."""
+    true, calls = CollectiveToHeads.deliver, list[int]()
+
+    def lossy(exchange: Any, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = true(exchange, met)
+        calls.append(1)
+        block, step = (len(calls) - 1) % 7, (len(calls) - 1) // 14  # two runs of the seven blocks in each step
+        if rank == 1 and (block, step) == (4, 1):
+            v[:, : exchange._layout.tokens[0]] = 0
+        return q, k, v
+
+    patch.setattr(CollectiveToHeads, "deliver", lossy)
+
+
+def labels(rank: int, world: int, device: torch.device, layout: Layout, dtype: torch.dtype, config: Any = None) -> Any:
+    """Return a pipeline of the built-in model, or of a tiny Large-DiT with this config, without a decoder."""
+    strategy, cfg, transport = layout
+    files = Files.locate("builtin") if config is None else Files(Blueprint("tiny", large_dit, config), None, None, {})
+    model = files.blueprint.build(dtype, device) if config is None else ours(config, device).to(dtype)
+    dit = DistributedDiT(model, mesh_for(strategy, world, device, cfg), strategy, transport=transport)
+    return Pipeline(dit, files, None)
+
+
+def verified(
+    rank: int, world: int, device: torch.device, layout: Layout, dtype: torch.dtype, fault: Fault, tiny: bool = False
+) -> str:
+    """Return what is found; every rank must find the same."""
+    pipeline = labels(rank, world, device, layout, dtype, TINY if tiny else None)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
+        fault(patch, rank)
+        try:
+            found = verify(pipeline, ["3"], **LABELS)
+        except VerificationError as error:
+            assert bool(shown.getvalue()) is (rank == 0)
+            return str(error)
+    assert found.blocks >= 2
+    return f"holds {found.ratio:.2f}" if found.ratio < 1.6 else str(found)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "fault", "found"),
+    [
+        (("ulysses", 1, "peer"), BF16, none, "holds"),
+        (("ring", 1, "collective"), FP32, none, "holds"),
+        (("kv_gather", 1, "collective"), FP32, rotary_off_by_one, "blocks.0, output 1 of step 1 on rank "),
+        (("ulysses", 2, "collective"), BF16, swapped_branches, "prediction of step 1 on rank 1: "),
+        (("ulysses", 1, "collective"), BF16, lost_shard, "blocks.0, output 1 of step 1 on rank 0: "),
+        (("ulysses", 1, "collective"), BF16, lost_in_block_5_of_step_2, "blocks.4, output 1 of step 2 on rank "),
+        (("ulysses", 1, "peer"), BF16, stale_flag, "blocks.0, output 1 of step 1 on rank "),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_the_first_block_and_step_that_are_wrong_are_named(
+    ranks: Pool, layout: Layout, dtype: torch.dtype, fault: Fault, found: str
+) -> None:
+    answers = ranks.run(2, verified, layout, dtype, fault, fault is rotary_off_by_one)
+    assert answers[0] == answers[1]
+    assert found in answers[0], answers[0]
+
+
+def pipe_of(kind: str, mesh: Mesh, device: torch.device, layout: Layout) -> tuple[Any, dict[str, Any]]:
+    """Return a tiny pipeline, ours or a parallelized one of diffusers, and the arguments of a run."""
+    strategy, _, transport = layout
+    name, _, how = kind.partition(" ")
+    wish = Wish(strategy=strategy, transport=transport)
+    asked = {"prompt": "a red cat", "height": 32, "width": 48}
+    if how == "ours":
+        found = {"flux": flux, "unidiffuser": unidiffuser}[name].Pipeline.of(
+            pipelines_of(name, device), mesh, wish=wish
+        )
+        guidance = Guidance(2.0, embedded=3.5) if name == "flux" else Guidance(4.0)
+        return found, {"prompts": ["a red cat"], "guidance": guidance, "size": (32, 48)}
+    pipe = pipelines_of(name, device)
+    pipe.to(BF16)
+    given = {"flux": {"true_cfg_scale": 2.0, "negative_prompt": "x"}, "sd3": {"guidance_scale": 4.0}}[name]
+    seqpar.parallelize(pipe, mesh, strategy=strategy, transport=transport, native=how == "native")
+    return pipe, {**asked, **given, "output_type": "latent"}
+
+
+def pipelines_of(name: str, device: torch.device) -> Any:
+    return getattr(pipelines, name)(*([False] if name == "unidiffuser" else [])).to(device)
+
+
+def called(
+    rank: int, world: int, device: torch.device, kind: str, layout: Layout, fault: Fault
+) -> tuple[str, str, str, str]:
+    """Return what is found in two steps of a run without and with a fault, and digests of the run before and after."""
+    pipe, asked = pipe_of(kind, mesh_for(layout[0], world, device, layout[1]), device, layout)
+    ours = hasattr(pipe, "latents")
+
+    def seeded() -> dict[str, Any]:
+        return asked if ours else {**asked, "generator": torch.Generator().manual_seed(1)}
+
+    def latents() -> str:
+        return digest(pipe.latents(**asked, steps=2) if ours else pipe(**seeded(), num_inference_steps=2).images)
+
+    def found(fault: Fault) -> str:
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+            fault(patch, rank)
+            try:
+                return "holds" if verify(pipe, **seeded(), evaluations=2).blocks >= 3 else "no blocks"
+            except VerificationError as error:
+                return str(error)
+
+    before = latents()
+    return found(none), "holds" if fault is none else found(fault), before, latents()
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "fault", "found"),
+    [
+        ("flux ours", ("ulysses", 2, "collective"), none, "holds"),
+        ("unidiffuser ours", ("ring", 1, "peer"), none, "holds"),
+        ("flux native", ("ulysses", 1, "collective"), lost_shard, "blocks.0.text, output 1 of step 1 on rank "),
+        ("flux generic", ("ulysses", 2, "collective"), none, "holds"),
+        ("sd3 generic", ("ulysses", 1, "collective"), lost_shard, "transformer_blocks.0, output 1 of step 1 on rank "),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_pipelines_are_verified_and_left_as_they_were(
+    ranks: Pool, kind: str, layout: Layout, fault: Fault, found: str
+) -> None:
+    first, second = ranks.run(2, called, kind, layout, fault)
+    assert first == second
+    assert first[0] == "holds", first[0]
+    assert found in first[1], first[1]
+    assert first[2] == first[3]
+
+
+def test_weights_that_differ_between_ranks_are_found(ranks: Pool) -> None:
+    assert ranks.run(2, with_weights) == [["rank 1 has other weights than rank 0: bias", None]] * 2
+
+
+def with_weights(rank: int, world: int, device: torch.device) -> list[str | None]:
+    """Return what is found where one rank has another weight, and where all have the same."""
+    layer, mesh = linear(), Mesh.joined(device)
+    layer.bias.view(torch.int16)[1] += rank
+    return [other_weights(mesh, layer), other_weights(mesh, linear())]
+
+
+def linear(seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(3, 2, dtype=BF16).requires_grad_(False)
+
+
+def test_layers_read_wider_weights_for_a_time_and_quantised_ones_are_refused() -> None:
+    layer, x = linear(), torch.ones(1, 3, dtype=torch.float64)
+    with widened([layer], torch.float64):
+        assert torch.equal(layer(x), x @ layer.weight.T + layer.bias)
+        assert {each.dtype for each in (*layer.parameters(), layer.weight)} == {torch.float64}
+    assert isinstance(layer.weight, nn.Parameter)
+    assert {each.dtype for each in (*layer.parameters(), layer.weight)} == {BF16}
+    layer.weight = nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match=r"Linear.weight, a Parameter of torch.float8_e4m3fn"), widened([layer], FP32):
+        pass
+
+
+def test_a_ranks_tokens_of_joined_streams_are_taken_in_every_order_that_fits() -> None:
+    whole, lengths = torch.arange(14.0).view(2, 7, 1), {"text": 3, "image": 4}
+    for ordered, expected in ((True, [[2, 5, 6]]), (False, [[2, 5, 6], [2, 3, 6]])):
+        share = Share(lengths, 2, 1, ordered=ordered)
+        assert [take(whole)[0, :, 0].tolist() for take in share.ways(whole, whole[:, :3])] == expected
+    (rows,) = Share(lengths, 2, 1, torch.tensor([1]), 2).ways(whole, whole[:1, :3])
+    assert rows(whole)[..., 0].tolist() == [[9, 12, 13]]
+    with pytest.raises(ValueError, match="expected a share of the tokens of"):
+        Share(lengths, 2, 1).ways(whole, whole[:, :5])
+
+
+def test_only_blocks_that_are_called_count() -> None:
+    model = large_dit.Model(TINY)
+    assert [name for name, _ in blocks_of(model)] == [f"blocks.{i}" for i in range(TINY.num_layers)]
+
+
+def test_in_exact_mode_the_first_place_without_the_bits_of_one_rank_is_named(ranks: Pool) -> None:
+    found = ranks.run(2, exactly)
+    assert found[0] == found[1]
+    assert ": blocks.0" in found[0]
+    assert "other bits than one rank has" in found[0]
+    assert exactly(0, 1, torch.device("cpu")).startswith("holds")
+
+
+def exactly(rank: int, world: int, device: torch.device) -> str:
+    """Return what is found where one rank's bits are expected: of a ring, which has others, or of one rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_loop, "_is_exact", lambda dit: True)
+        return verified(rank, world, device, ("ring" if world > 1 else "ulysses", 1, "auto"), BF16, none)
+
+
+def test_what_is_not_finite_or_not_asked_rightly_does_not_hold() -> None:
+    pipeline = labels(0, 1, torch.device("cpu"), ("ulysses", 1, "auto"), torch.float16)
+    pipeline.dit.model.get_parameter("blocks.3.fc2.bias").fill_(torch.inf)
+    with redirect_stdout(io.StringIO()), pytest.raises(VerificationError, match=r"blocks.3, .* that are not finite"):
+        verify(pipeline, ["3"], **LABELS)
+    with pytest.raises(ValueError, match="expected a number from 1"):
+        verify(pipeline, ["3"], evaluations=0)
+    with pytest.raises(ValueError, match=r"not parallelized, expected seqpar.parallelize before verify"):
+        verify(nn.Linear(1, 1))
+
+
+def sampled(rank: int, world: int, device: torch.device, out: Path, fault: Fault) -> tuple[str, str]:
+    """Return what `seqpar sample --verify` prints, and how it ends."""
+    args = Args(
+        classes=("cat",), steps=2, mesh="cfg=1", strategy="ulysses", transport="collective", verify=True, out=out
+    )
+    with redirect_stdout(io.StringIO()) as shown, pytest.MonkeyPatch.context() as patch:
+        fault(patch, rank)
+        try:
+            run(args)
+        except FloatingPointError as error:
+            return shown.getvalue(), str(error)
+    return shown.getvalue(), ""
+
+
+def test_the_command_makes_pictures_only_if_the_run_holds(ranks: Pool, tmp_path: Path) -> None:
+    out = tmp_path / "cat.png"
+    (shown, ended), (_, other) = ranks.run(2, sampled, out, lost_shard)
+    assert ended == other
+    assert ended.startswith("the ranks do not compute what one rank computes: blocks.0")
+    assert "verify    FAILS at blocks.0" in shown
+    assert not out.exists()
+    shown, ended = ranks.run(2, sampled, out, none)[0]
+    assert ended == ""
+    assert (
+        "verify    2 ranks (ulysses 2, ulysses, collective, sdpa), float32: 2 evaluations of 14 block outputs" in shown
+    )
+    assert "verify    every step holds" in shown
+    assert out.exists()

@@ -15,6 +15,7 @@ python launch/bench.py load --gpus 2                                     # loadi
 python launch/bench.py numerics --models builtin large-dit-7b            # error of each step beside plain bf16's
 python launch/bench.py schedules                                         # a step under each scheduler beside DDIM
 python launch/bench.py record --trees ../other                           # digests and ms a step of two versions
+python launch/bench.py faults                                            # jobs with faults in them: how they end
 torchrun --nproc_per_node=4 launch/bench.py rates                        # measured once, kept for --mesh auto
 """
 
@@ -33,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # benches are not installed:
 from launch.benches import (
     decode,
     exchange,
+    faults,
     kernels,
     ladder,
     ladder_unidiffuser,
@@ -66,6 +68,7 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     measure.Rates: measure.main,
     record.Record: record.main,
     schedules.Schedules: schedules.main,
+    faults.Faults: faults.main,
 }
 ON_GPUS = (kernels.Kernels, tiles.Tiles, ladder.Ladder, schedules.Schedules)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import io
 import json
 import os
 import random
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 PLANTED = "SEQPAR_PLANTED"  # environment of the job: a `Plant` as JSON
 What = Literal["nothing", "mark", "kill", "stop", "leave", "raise", "memory", "late", "slow", "disk"]
@@ -161,37 +162,17 @@ def _plant_in_writing(plant: Plant) -> None:
     """Let the fault happen when the first bytes of the picture are written, but not all of them."""
     from seqpar.pipelines import _pictures
 
-    def opened(path: Any, mode: str = "r", *arguments: Any, **more: Any) -> IO[Any]:
-        file = builtins.open(path, mode, *arguments, **more)
-        if "b" in mode and set(mode) & set("xwa"):
-            write = file.write
+    class Half(io.FileIO):
+        def write(self, data: Any) -> int:
+            half = super().write(data[: len(data) // 2])
+            happen(plant)
+            return half + super().write(data[half:])
 
-            def some(data: Any) -> int:
-                write(data[: len(data) // 2])
-                file.flush()
-                happen(plant)
-                return write(data[len(data) // 2 :])
-
-            file = _Replaced(file, some)
-        return file
+    def opened(path: Any, mode: str = "r", *arguments: Any, **more: Any) -> Any:
+        writes = "b" in mode and set(mode) & set("xwa")
+        return Half(path, mode) if writes else builtins.open(path, mode, *arguments, **more)
 
     setattr(_pictures, "open", opened)  # noqa: B010 (the module has no such name of its own)
-
-
-class _Replaced:
-    """A file whose `write` is another function."""
-
-    def __init__(self, file: IO[bytes], write: Callable[[Any], int]) -> None:
-        self._file, self.write = file, write
-
-    def __enter__(self) -> _Replaced:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 def start_planted_ranks() -> None:

@@ -83,6 +83,7 @@ def _become(words: tuple[str, ...] | list[str], environment: dict[str, str]) -> 
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
+    multiprocessing.set_start_method("fork", force=True)  # as in a new Python: semaphores are unlinked at once
     tempfile.tempdir = None  # the folder of temporary files is the job's
     sys.argv = ["seqpar", *words]
     from launch.benches import planted

@@ -154,6 +154,8 @@ def _watched(job: Job, process: Started, began: float) -> tuple[int | None, floa
             return code, time.time()
         if time.time() - began > job.limit_s:
             _kill(alive)
+            while process.poll() is None:
+                time.sleep(LOOK_S)
             return None, time.time()
         waiting = _sent(job, process, alive, waiting)
         time.sleep(LOOK_S)

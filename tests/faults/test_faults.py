@@ -93,7 +93,7 @@ def test_negative_control_what_is_left_is_noticed(tmp_path: Path) -> None:
     deadlines, killed = Deadlines(0.1, 0.1), replace(NOTHING, code=1, message="error: rank 1")
     scripts = {
         "hang": ("sleep 60", "left processes after 1 s"),
-        "orphan": ("sleep 60 & exit 1", "left processes after 1 s"),
+        "orphan": ("sleep 60 & sleep 0.3; exit 1", "left processes after 1 s"),
         "shared": ("echo > /dev/shm/seqpar-test-$$; exit 1", "left /dev/shm/seqpar-test-"),
         "temporary": ("echo > $0/tmp/seqpar-x; exit 1", f"left {tmp_path}/temporary/tmp/seqpar-x"),
         "partial": ("echo > $0/out/.picture.part.png; exit 1", f"left {tmp_path}/partial/out/.picture.part.png"),

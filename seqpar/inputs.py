@@ -9,17 +9,14 @@ When it wins: always; a comparison of the inputs would send as many bytes and al
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.mesh import Mesh, gathered
+from seqpar.mesh import Mesh, finish, gathered
 
-# what a process group says when other ranks did not come or closed their connections
-LOST = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "connection refused")
 ALIGN = 16  # bytes; tensors start at multiples of it in the buffer, so that views of any dtype are possible
 
 
@@ -33,8 +30,8 @@ def agree(mesh: Mesh, form: Mapping[str, object], vote: bool = False) -> bool:
         return vote
     texts = {name: repr(value) for name, value in sorted(form.items())}
     digest = hashlib.blake2b(repr(texts).encode(), digest_size=8).digest()
-    with _named(mesh, "the comparison of the forms of all ranks' inputs"):
-        every = gathered(mesh, torch.tensor([int.from_bytes(digest, "big", signed=True), vote]))
+    mine = torch.tensor([int.from_bytes(digest, "big", signed=True), vote])
+    every = gathered(mesh, mine, "the comparison of the forms of all ranks' inputs")
     digests, votes = every.T.tolist()
     if len(set(digests)) > 1:
         raise ValueError(_difference(mesh.collect(texts)))
@@ -48,7 +45,7 @@ def from_rank_0(
 
     form: other settings that must be equal on all ranks. Raises the same ValueError on every rank if names, shapes,
     dtypes or `form` differ between ranks. Every rank must call this at the same time: raises TimeoutError if one does
-    not within the timeout of the process group, or dies.
+    not within the deadline of the host (`seqpar.deadlines`), or has ended.
     """
     agree(mesh, {**shapes(tensors), **(form or {})})
     return broadcast(mesh, tensors)
@@ -68,29 +65,10 @@ def broadcast(mesh: Mesh, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, room in rooms.items():
             room.copy_(tensors[name].detach())
     if len(buffer):
-        with _named(mesh, "the broadcast of rank 0's inputs"):
-            dist.broadcast(buffer, src=0, group=mesh.world.group)
+        group = mesh.world.group
+        what = "the broadcast of rank 0's inputs"
+        finish(mesh.world, buffer.device, lambda wait: dist.broadcast(buffer, 0, group, not wait), what)
     return rooms
-
-
-@contextmanager
-def _named(mesh: Mesh, what: str) -> Iterator[None]:
-    """Raise TimeoutError, which says what was waited for, where a collective of all ranks ends without an answer.
-
-    A process group tells of both with plain RuntimeErrors that differ only in their texts: of ranks that did not come
-    in time, and of connections that were closed, as by a rank that died. Other errors pass as they are.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        told = str(error)
-        if not any(word in told.lower() for word in LOST):
-            raise
-        raise TimeoutError(
-            f"rank {mesh.world.rank} waited in vain in {what}, which all {mesh.world.size} ranks take part in at every "
-            f"call; at least one other rank did not come (it is not known which): it died, is stuck, or did not make "
-            f"this call; see the output of the other ranks ({told.splitlines()[0]})"
-        ) from error
 
 
 def _rooms(mesh: Mesh, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:

@@ -1,7 +1,7 @@
 """The process mesh with the axes data x cfg x ring x ulysses; it is built once and passed on as an argument.
 
-This is the only file that reads rank and world size from torch.distributed. Rank = ((d*C + c)*R + r)*U + u, so that
-neighbours on the `ulysses` axis are neighbours on the machine, because that axis moves the most bytes.
+Only this file and `processes.py` read rank and world size from torch.distributed. Rank = ((d*C + c)*R + r)*U + u, so
+that neighbours on the `ulysses` axis are neighbours on the machine, because that axis moves the most bytes.
 """
 
 from __future__ import annotations
@@ -9,27 +9,41 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from seqpar.deadlines import Deadlines
+from seqpar.processes import close as close
+from seqpar.processes import group_timeout, join, watch
+from seqpar.watch import Watch
+
 T = TypeVar("T")
 AXES = ("data", "cfg", "ring", "ulysses")
+SHARED = "a small object of rank 0"
 HEAD, SMALL = 8, 16376  # bytes: a pickled object's length, and the longest one that travels in the same exchange
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh: this rank's place on it, its size and its process group (None for size 1)."""
+    """One axis of the mesh: this rank's place on it, its size and its process group (None for size 1).
+
+    watch: ends waits in vain for the other ranks; None where nobody watches.
+    """
 
     name: str
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    watch: Watch | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the numbers of the axis's ranks among all processes; empty without a process group."""
+        return () if self.group is None else tuple(dist.get_process_group_ranks(self.group))
 
 
 @dataclass(frozen=True)
@@ -57,11 +71,14 @@ class Mesh:
         return Mesh(*(Axis(name) for name in (*AXES, "sequence", "replica", "world")), device=device)
 
     @staticmethod
-    def joined(device: torch.device | None = None) -> Mesh:
-        """Return a mesh of all processes whose axes have size 1; ranks can exchange objects on it to agree on axes."""
-        rank, world = join(device)
+    def joined(device: torch.device | None = None, *, deadlines: Deadlines | None = None) -> Mesh:
+        """Return a mesh of all processes whose axes have size 1; ranks can exchange objects on it to agree on axes.
+
+        deadlines: see `from_env`.
+        """
+        rank, world = join(device, deadlines)
         mesh = Mesh.single(device or pick_device(world))
-        return mesh if world == 1 else replace(mesh, world=Axis("world", rank, world, dist.group.WORLD))
+        return mesh if world == 1 else replace(mesh, world=Axis("world", rank, world, dist.group.WORLD, watch()))
 
     @staticmethod
     def from_env(
@@ -72,18 +89,21 @@ class Mesh:
         *,
         guidance: bool = False,
         device: torch.device | None = None,
+        deadlines: Deadlines | None = None,
     ) -> Mesh:
         """Return the mesh of all processes that torchrun started (or of the existing group), else of one process.
 
         cfg: None means 2 if there is guidance and the number of remaining ranks is even, else 1. ulysses: None means
-        all remaining ranks. Raises ValueError if the product of the axes is not the number of processes.
+        all remaining ranks. deadlines: how long ranks wait for each other, for all meshes of this process from now on;
+        None leaves them as they are (`Deadlines()` at first). Raises ValueError if the product of the axes is not the
+        number of processes.
         """
-        rank, world = join(device)
+        rank, world = join(device, deadlines)
         device = device or pick_device(world)
         sizes = fill(world, data, cfg, ring, ulysses, guidance)
         if world == 1:
             return Mesh.single(device)
-        everyone = Axis("world", rank, world, dist.group.WORLD)
+        everyone = Axis("world", rank, world, dist.group.WORLD, watch())
         axes = {"replica": everyone, **_groups(rank, torch.arange(world).view(sizes))}
         return Mesh(**axes, world=everyone, device=device)
 
@@ -105,13 +125,18 @@ class Mesh:
         if rank >= ranks:
             return None
         assert isinstance(group, dist.ProcessGroup)
-        everyone = Axis("world", rank, ranks, group)
+        everyone = Axis("world", rank, ranks, group, watch())
         return Mesh(**{"replica": everyone, **axes}, world=everyone, device=device)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Return axis name -> size."""
         return {name: getattr(self, name).size for name in AXES}
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Return how long this rank waits for others."""
+        return Deadlines() if self.world.watch is None else self.world.watch.deadlines
 
     @property
     def is_main(self) -> bool:
@@ -128,10 +153,11 @@ class Mesh:
         told = pickle.dumps(value) if self.is_main else b""
         device, group = host(self), self.world.group
         letter = _letter(told, SMALL).to(device)
-        dist.broadcast(letter, src=0, group=group)
+        finish(self.world, device, lambda wait: dist.broadcast(letter, 0, group, not wait), SHARED)
         if (length := _length(letter)) > SMALL:
-            letter = _letter(told, length).to(device)
-            dist.broadcast(letter, src=0, group=group)
+            longer = _letter(told, length).to(device)
+            finish(self.world, device, lambda wait: dist.broadcast(longer, 0, group, not wait), SHARED)
+            return _opened(longer)
         return _opened(letter)
 
     def of_rank_0(self, work: Callable[[], T]) -> T:
@@ -188,14 +214,29 @@ def host(mesh: Mesh) -> torch.device:
     return torch.device("cpu") if "cpu:" in config else mesh.device
 
 
-def gathered(mesh: Mesh, mine: torch.Tensor) -> torch.Tensor:
-    """Return a small tensor of one dimension from every rank, in rank order: (ranks, its length)."""
+def gathered(mesh: Mesh, mine: torch.Tensor, what: str = "small objects of all ranks") -> torch.Tensor:
+    """Return a small tensor of one dimension from every rank, in rank order: (ranks, its length).
+
+    what: is gathered, for the error of a rank that waits in vain.
+    """
     mine = mine.to(host(mesh))
     every = mine.new_empty(mesh.world.size * len(mine))
     # torch 2.13 renames this function and warns about the older name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(every, mine, group=mesh.world.group)
+    finish(mesh.world, mine.device, lambda wait: gather(every, mine, group=mesh.world.group, async_op=not wait), what)
     return every.view(mesh.world.size, -1)
+
+
+def finish(axis: Axis, device: torch.device, start: Callable[[bool], dist.Work | None], what: str) -> None:
+    """Start an exchange of tensors on a device, and wait for it as long as ranks may work on their hosts.
+
+    start(wait): starts it; with `wait` it waits itself, as by NCCL, for which the device waits and not the host.
+    Raises TimeoutError, which names what was waited for, if a rank does not come or has ended.
+    """
+    if axis.watch is None or device.type == "cuda":
+        start(True)
+    elif (work := start(False)) is not None:
+        axis.watch.host(work, what, axis.ranks)
 
 
 def _letter(told: bytes, room: int) -> torch.Tensor:
@@ -213,18 +254,6 @@ def _length(letter: torch.Tensor) -> int:
 
 def _opened(letter: torch.Tensor) -> Any:
     return pickle.loads(letter[HEAD : HEAD + _length(letter)].cpu().numpy().tobytes())
-
-
-def join(device: torch.device | None = None, timeout_s: float = 600) -> tuple[int, int]:
-    """Start the process group if torchrun asks for one and none exists; return (rank, world size)."""
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return 0, 1
-    cuda = torch.cuda.is_available() and (device is None or device.type == "cuda")
-    # gloo beside NCCL exchanges small host objects without a GPU, and without waiting for one
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
-    return dist.get_rank(), dist.get_world_size()
 
 
 def pick_device(world: int) -> torch.device:
@@ -283,7 +312,7 @@ def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
     There is no `replica` among them where it is the world and not also `sequence`, which has a communicator already.
     Every process creates every group in the same order, because torch requires it.
     """
-    axes, made = {}, {}
+    axes, made, timeout = {}, {}, group_timeout()
     joined: list[tuple[str, tuple[int, ...]]] = [("sequence", (2, 3))]
     if len(ranks_DCRU) > 1 or ranks_DCRU.shape[1] == 1:
         joined.append(("replica", (1, 2, 3)))
@@ -292,16 +321,13 @@ def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
         lines = ranks_DCRU.permute(*others, *dims).flatten(0, len(others) - 1).flatten(1).tolist()
         key = tuple(map(tuple, lines))
         if key not in made:  # sequence often has the same ranks as ulysses, and then shares its communicator
-            made[key] = dist.new_subgroups_by_enumeration(lines)[0] if len(lines[0]) > 1 else None
+            several = len(lines[0]) > 1
+            made[key] = dist.new_subgroups_by_enumeration(lines, timeout)[0] if several else None
         group, mine = made[key], next((line for line in lines if rank in line), None)
         if mine is None:
             continue
         assert group is None or isinstance(group, dist.ProcessGroup)
-        axes[name] = Axis(name, mine.index(rank), len(mine), group)
+        axes[name] = Axis(name, mine.index(rank), len(mine), group, None if group is None else watch())
+        if group is not None:
+            watch().groups.append(group)
     return axes
-
-
-def close() -> None:
-    """Destroy the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

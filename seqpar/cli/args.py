@@ -72,6 +72,11 @@ class Flags:
     """The same latents, bit by bit, on any number of GPUs, at any size; a little slower (seqpar/exact.py)."""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Data type of weights and activations; auto is bf16 on GPUs and fp32 on CPUs."""
+    first_deadline_s: float = 120.0
+    """Seconds that a rank waits for another in an exchange until all have finished the first call of a shape, in which
+    kernels compile and graphs are captured."""
+    deadline_s: float = 30.0
+    """Seconds that a rank waits for another in an exchange after that; then the run ends and names the late rank."""
     out: Path = Path("seqpar.png")
     """File of the picture (.png, its metadata holds every parameter) or of the video (.mp4). Several pictures of
     prompts get numbers: seqpar-1.png, seqpar-2.png."""

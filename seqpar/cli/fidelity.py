@@ -12,6 +12,7 @@ from seqpar.cli.args import Args, FidelityArgs, Flags
 from seqpar.cli.job import DTYPES, check, scales
 from seqpar.cli.plan import wish_of
 from seqpar.cli.summary import versions
+from seqpar.deadlines import Deadlines
 from seqpar.distributed import plan_of
 from seqpar.fidelity import outliers
 from seqpar.fidelity.judging import Judged, Subject, judge
@@ -34,7 +35,7 @@ def run_fidelity(args: FidelityArgs) -> None:
     """The whole path from flags to the table; ValueError if a way does not hold. Every rank calls it."""
     if args.exact:
         exact.turn_on()  # before anything touches a GPU
-    ranks = Mesh.joined()
+    ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
     job, dtypes = ranks.together(lambda: (checked(args, ranks), _dtypes(args, ranks.device)))
     wish, meshes, counts = wish_of(as_sample(args)), Meshes(ranks), args.counts or range(1, ranks.world.size + 1)
     tried, notes = ways(counts, meshes, wish, work_of(job.blueprint.config), job.load)

@@ -15,6 +15,7 @@ from seqpar.cli.plan import dry_run, wish_of
 from seqpar.cli.planning import shared_plan
 from seqpar.cli.progress import Bar, Progress
 from seqpar.cli.summary import parameters, summary
+from seqpar.deadlines import Deadlines
 from seqpar.mesh import Mesh
 from seqpar.pipelines._family import Job
 from seqpar.pipelines._pictures import grid, numbered, save, to_pil
@@ -26,7 +27,7 @@ def run(args: Args) -> None:
     """The whole path from flags to a file, or to the tables of a dry run. Every rank calls it."""
     if args.exact and args.dry_run is None:
         exact.turn_on()  # before anything touches a GPU
-    ranks = Mesh.joined()
+    ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
     job = ranks.together(lambda: check(args, ranks))
     if isinstance(job, Adapted):
         from seqpar.cli.adapted import run_adapted  # takes seconds to import, which a loop of our own does not need

@@ -1,0 +1,114 @@
+"""Starts and ends the process group of all ranks, and keeps the watch over them; `seqpar.mesh` makes axes of it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from seqpar.deadlines import Deadlines
+from seqpar.watch import Watch
+
+
+def join(device: torch.device | None = None, deadlines: Deadlines | None = None) -> tuple[int, int]:
+    """Start the process group if torchrun asks for one and none exists; return (rank, world size).
+
+    deadlines: see `Mesh.from_env`. Raises TimeoutError, which names the ranks that did not start in time.
+    """
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return 0, 1
+        cuda = torch.cuda.is_available() and (device is None or device.type == "cuda")
+        limits = deadlines or Deadlines()
+        store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=limits.first_s)))
+        _gather_all(store, rank, world, limits.first_s)
+        # gloo beside NCCL exchanges small host objects without a GPU, and without waiting for one
+        backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=limits.host_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    if deadlines is not None and dist.get_world_size() > 1:
+        watch().deadlines = deadlines
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _gather_all(store: Store, rank: int, world: int, limit_s: float) -> None:
+    """Wait until all ranks have started."""
+    run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives the ranks that torchrun starts again
+    keys = [f"seqpar/started/{run}/{other}" for other in range(world)]
+    store.set(keys[rank], "1")
+    try:
+        store.wait(keys, timedelta(seconds=limit_s))
+    except RuntimeError as error:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise TimeoutError(
+            f"rank {rank} waited {limit_s:g} s in vain for rank {', '.join(map(str, missing))} of {world} to start; it "
+            f"died, was not started, or starts too slowly: see its output, or wait longer with --first-deadline-s"
+        ) from error
+
+
+class _Watched:
+    """The watch of this process, and the process group of all ranks that it watches."""
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.watch: Watch | None = None
+
+    def now(self) -> Watch:
+        """Return the watch of the process group as it is now."""
+        group = dist.group.WORLD
+        if self.watch is None or self.group is not group:
+            self.end()
+            self.group = group
+            self.watch = Watch(dist.get_rank(), dist.get_world_size(), Deadlines(), _connection())
+            atexit.register(self.end)
+        return self.watch
+
+    def end(self) -> None:
+        """Tell the other ranks that this one leaves."""
+        if self.watch is not None:
+            self.watch.close()
+        self.group = self.watch = None
+
+
+@cache
+def _watched() -> _Watched:
+    """Return the only one of this process, as a process has one process group of all ranks."""
+    return _Watched()
+
+
+def watch() -> Watch:
+    """Return the watch over the ranks of this process's group of all ranks."""
+    return _watched().now()
+
+
+def _connection() -> Any:
+    """Return a connection to the store of the process group that nothing else uses, or None where it is a file.
+
+    A file of a store only grows.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    under = getattr(store, "_underlying_non_prefix_store", store)
+    return store.clone() if isinstance(under, dist.TCPStore) else None  # pyright: ignore[reportPrivateImportUsage]
+
+
+def group_timeout() -> timedelta:
+    """Return the timeout of groups whose ranks exchange in calls only.
+
+    NCCL counts from when an exchange is queued, which may be long before it starts; there the watch keeps the deadline.
+    """
+    limits = watch().deadlines
+    on_gpus = "nccl" in dist.get_backend_config()
+    return timedelta(seconds=max(limits.host_s, limits.first_s) if on_gpus else limits.first_s)
+
+
+def close() -> None:
+    """Destroy the process group, if there is one, and tell the other ranks."""
+    _watched().end()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,113 @@
+"""Signs of life: every rank tells the others twice a second that it lives and how far it has come.
+
+A rank that waits for another cannot see why: the other one may be computing, stopped, or gone. So a thread of every
+rank writes a number that grows, and counts of what the rank has begun, to the store of the process group, which no
+collective uses. When it wins: a message can name the late rank, and a rank that only is busy is not taken for dead.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Protocol
+
+BEAT_S = 0.5
+LETTER = "seqpar/pulse/{}"
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that is used here."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def set_timeout(self, timeout: timedelta, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Sign:
+    """The last sign of a rank. beat: grows while the rank lives; left: whether it has ended by itself.
+
+    begun: the number of calls and exchanges that it has begun, by their names. seen_s: when this rank first read this
+    beat, by the clock of `time.monotonic`.
+    """
+
+    beat: int
+    left: bool
+    begun: Mapping[str, int]
+    seen_s: float = field(default=0.0, compare=False)
+
+    def silent_s(self, since: float) -> float:
+        """Return for how many seconds this rank has shown nothing, counted from `since` on at most."""
+        return time.monotonic() - max(self.seen_s, since)
+
+
+class Pulse:
+    """Writes this rank's signs and reads those of others, in a thread that ends with the process.
+
+    store: used by this thread alone. every: called after each beat; it may call `read`.
+    """
+
+    def __init__(self, rank: int, store: Store, patience_s: float, every: Callable[[], None]) -> None:
+        self._rank, self._store, self._every = rank, store, every
+        self._begun: dict[str, int] = {}
+        self._beat, self._left = 0, False
+        self._signs: dict[int, Sign] = {}
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self.silent_since: float | None = None  # since when the store has not answered
+        store.set_timeout(timedelta(seconds=patience_s))
+        self._thread = threading.Thread(target=self._run, daemon=True, name="seqpar-pulse")
+        self._thread.start()
+
+    def begin(self, what: str) -> int:
+        """Count that this rank begins something that several ranks do; return how often it has begun it."""
+        self._begun[what] = count = self._begun.get(what, 0) + 1
+        return count
+
+    def read(self, ranks: Collection[int]) -> dict[int, Sign]:
+        """Return the last sign of other ranks, as far as they have given one; RuntimeError if the store is gone."""
+        with self._lock:
+            for rank in ranks:
+                key = LETTER.format(rank)
+                if rank == self._rank or (rank not in self._signs and not self._store.check([key])):
+                    continue
+                told = json.loads(self._store.get(key))
+                before, sign = self._signs.get(rank), Sign(told["beat"], told["left"], told["begun"])
+                if before is None or before != sign:
+                    self._signs[rank] = replace(sign, seen_s=time.monotonic())
+            return {rank: self._signs[rank] for rank in ranks if rank in self._signs}
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one ends by itself; no sign comes after this one."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        self._thread.join(timeout=2 * BEAT_S)
+        self._left = True
+        try:
+            self._tell()
+        except RuntimeError:
+            return  # the store has ended before this rank, so nobody asks any more
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                self._tell()
+                self.silent_since = None
+            except RuntimeError:  # the process that holds the store has ended or is stopped
+                self.silent_since = self.silent_since or time.monotonic()
+            self._every()
+            self._over.wait(BEAT_S)
+
+    def _tell(self) -> None:
+        with self._lock:
+            self._beat += 1
+            letter: dict[str, Any] = {"beat": self._beat, "left": self._left, "begun": dict(self._begun)}
+            self._store.set(LETTER.format(self._rank), json.dumps(letter))

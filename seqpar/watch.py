@@ -1,0 +1,285 @@
+"""The watch of a process over the ranks that it waits for: waits in vain end with an error that names the late rank.
+
+The host waits in three places. In a host exchange of all ranks it waits by slices, and looks between them whether the
+others live and have come. In an exchange by gloo it waits until the deadline. In a call that was queued on a GPU it
+waits for the device, whose kernels may wait for other ranks for ever (NCCL's own timer does not see what a CUDA graph
+replays). There a thread looks whether the call ends. If it does not, and a rank shows no sign of life or has not begun
+the call, the thread aborts the communicators, so that the kernels end, and the main thread raises the error.
+When it wins: always on several ranks; it costs an event a call.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from seqpar.deadlines import Deadlines
+from seqpar.pulse import BEAT_S, Pulse, Sign, Store
+
+# what a process group says when other ranks did not come or closed their connections
+LOST = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "connection refused")
+SLICE_S = 0.5  # of a wait, between two looks
+GRACE_S = 5.0  # for the main thread to raise the error of a failed watch
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What is waited for. ranks: of the process group. key, count: what each of them has begun if it has come so far.
+
+    limit_s: how long a rank may show no sign of life, or not begin it; with `busy` it may begin it later.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    key: str
+    count: int
+    limit_s: float
+    busy: bool = False
+    event: torch.cuda.Event | None = None
+
+
+class Watch:
+    """Watches the other ranks of a process group; see the module. rank, world: this rank and the number of all.
+
+    store: a connection to the group's store that nothing else uses; None watches by deadlines alone and names ranks
+    only where an exchange knows them. last_words: ends a process whose main thread cannot be woken; it gets the error.
+    """
+
+    def __init__(self, rank: int, world: int, deadlines: Deadlines, store: Store | None) -> None:
+        self.rank, self.world, self.deadlines = rank, world, deadlines
+        self.failed: str | None = None
+        self.groups: list[dist.ProcessGroup] = []
+        self.last_words: Callable[[str], NoReturn] = _end
+        self._raised = threading.Event()
+        self._is_first = True
+        self._calls: deque[Wait] = deque()
+        self._oldest: tuple[Wait | None, float] = None, 0.0
+        patience = max(1.0, deadlines.later_s)
+        self._pulse = None if store is None else Pulse(rank, store, patience, self._look)
+
+    @property
+    def limit_s(self) -> float:
+        """Return the deadline of exchanges in the call that runs now; between calls the longer one."""
+        return self.deadlines.first_s if self._is_first else self.deadlines.later_s
+
+    @contextmanager
+    def call(self, what: str, ranks: tuple[int, ...], is_first: bool, device: torch.device) -> Iterator[None]:
+        """Queue a call in which these ranks exchange data; raises TimeoutError if a wait is known to be in vain.
+
+        is_first: whether the longer deadline holds (`seqpar.deadlines.Calls`). Calls within a call belong to it.
+        """
+        self.raise_if_failed()
+        before, self._is_first = self._is_first, is_first
+        wait = self._begun(what, ranks, "calls")
+        try:
+            yield
+            if device.type == "cuda" and self._pulse is not None:
+                while self._calls and _is_over(self._calls[0]):
+                    self._calls.popleft()
+                event = torch.cuda.Event()
+                event.record()
+                self._calls.append(replace(wait, event=event))
+        finally:
+            self._is_first = before
+
+    def raise_if_failed(self) -> None:
+        """Raise TimeoutError if a wait of this rank is known to be in vain; this does not wait for the device."""
+        if self.failed is not None:
+            self._raised.set()
+            raise TimeoutError(self.failed)
+
+    def drain(self, device: torch.device, also: Callable[[], object] = lambda: None) -> None:
+        """Wait for the device until it is done, or until `also` or this watch tells an error, and raise that."""
+        if device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            pause = 0.0
+            while not event.query() and self.failed is None and also() is None:
+                time.sleep(pause)
+                pause = min(pause + 1e-6, 1e-3)
+        self.raise_if_failed()
+
+    def host(self, work: dist.Work, what: str, ranks: tuple[int, ...]) -> None:
+        """Wait for a host exchange, to which ranks may come late because they work on their hosts.
+
+        Raises TimeoutError if a rank has ended or is stopped, or does not come within the deadline of the host.
+        """
+        wait = replace(self._begun(what, ranks, "host exchanges"), limit_s=self.deadlines.first_s, busy=True)
+        start, longest = time.monotonic(), max(self.deadlines.host_s, self.deadlines.first_s)
+        while True:
+            try:
+                work.wait(timedelta(seconds=min(SLICE_S, wait.limit_s)))
+                return
+            except RuntimeError as error:
+                if work.is_completed():  # the exchange itself has failed
+                    if not is_lost(error):
+                        raise
+                    raise self._lost(wait, start) from error
+            self.raise_if_failed()
+            told = self._late(wait, start)
+            if told is not None or time.monotonic() - start > longest:
+                raise TimeoutError(told or self._told(wait, longest, "all show signs of life"))
+
+    def exchange(self, work: dist.Work, what: str, ranks: tuple[int, ...]) -> None:
+        """Wait for an exchange by gloo until the deadline; raises TimeoutError, which names the late ranks."""
+        with self.named(what, ranks):
+            work.wait(timedelta(seconds=self.limit_s))
+
+    @contextmanager
+    def named(self, what: str, ranks: tuple[int, ...]) -> Iterator[None]:
+        """Raise TimeoutError, which names the late ranks, where an exchange times out or loses its connections."""
+        wait, start = self._begun(what, ranks, "exchanges"), time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_lost(error):
+                raise
+            raise self._lost(wait, start) from error
+
+    def close(self) -> None:
+        """Tell the other ranks that this process leaves the group, and watch no more."""
+        self._calls.clear()
+        if self._pulse is not None:
+            self._pulse.leave()
+
+    def _begun(self, what: str, ranks: tuple[int, ...], kind: str) -> Wait:
+        """Count that this rank begins something, so that others can see that it has come."""
+        key = f"{kind} of {ranks}"
+        return Wait(what, ranks, key, 0 if self._pulse is None else self._pulse.begin(key), self.limit_s)
+
+    def _lost(self, wait: Wait, start: float) -> TimeoutError:
+        """Return the error of an exchange that timed out, or whose connections broke, by the signs of its ranks."""
+        waited = time.monotonic() - start
+        self._raised.set()
+        if self.failed is not None:
+            return TimeoutError(self.failed)
+        reasons = self._reasons(wait)
+        return TimeoutError(
+            self._named(wait, waited, reasons) if reasons else self._told(wait, waited, "it is not known which")
+        )
+
+    # The thread --------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Look whether the oldest call on the device waits in vain; called after each beat."""
+        while self._calls and _is_over(self._calls[0]):
+            self._calls.popleft()
+        wait = self._calls[0] if self._calls else None
+        if self._oldest[0] is not wait:
+            self._oldest = wait, time.monotonic()
+        if wait is None or self.failed is not None:
+            return
+        told = self._late(wait, self._oldest[1])
+        waited = time.monotonic() - self._oldest[1]
+        if told is None and waited > max(self.deadlines.host_s, wait.limit_s):
+            told = self._told(wait, waited, "all show signs of life, so a device may hang")
+        if told is not None:
+            self._fail(told)
+
+    def _fail(self, told: str) -> None:
+        """Wake the main thread; where that is impossible, end the process."""
+        self.failed = told
+        for group in self.groups:
+            # one thread each, because an abort waits until the graphs that hold the communicator are gone
+            threading.Thread(target=_abort, args=(group,), daemon=True).start()
+
+        def end() -> None:
+            if not self._raised.wait(GRACE_S):
+                self.last_words(told)
+
+        threading.Thread(target=end, daemon=True).start()
+
+    # What is known of other ranks --------------------------------------------------------------------------------
+
+    def _late(self, wait: Wait, start: float) -> str | None:
+        """Return the error if a rank has ended, shows no sign of life, or has not begun what this one waits for."""
+        waited = time.monotonic() - start
+        found = {
+            rank: reason
+            for rank, sign in self._signs(wait.ranks).items()
+            if (reason := _why_late(wait, sign, start, waited)) is not None
+        }
+        silent = None if self._pulse is None else self._pulse.silent_since
+        if not found and silent is not None and time.monotonic() - max(silent, start) > wait.limit_s:
+            return self._told(wait, waited, "the store of the process group does not answer, either")
+        return self._named(wait, waited, found) if found else None
+
+    def _reasons(self, wait: Wait) -> dict[int, str]:
+        """Return why ranks are late in an exchange that has failed already: those that show no sign any more."""
+        before = self._signs(wait.ranks)
+        if not before:
+            return {}
+        time.sleep(4 * BEAT_S)
+        found = {}
+        for rank, sign in self._signs(wait.ranks).items():
+            if sign.left:
+                found[rank] = "its process has ended by itself"
+            elif rank in before and before[rank].beat == sign.beat:
+                found[rank] = "it shows no sign of life: it died or is stopped"
+        behind = {rank: sign.begun.get(wait.key, 0) < wait.count for rank, sign in before.items()}
+        return found or {rank: "it runs, but did not come" for rank, late in behind.items() if late}
+
+    def _signs(self, ranks: Collection[int]) -> dict[int, Sign]:
+        if self._pulse is None:
+            return {}
+        try:
+            return self._pulse.read([rank for rank in ranks if rank != self.rank])
+        except RuntimeError:
+            return {}  # the store is gone, which `silent_since` tells
+
+    def _named(self, wait: Wait, waited: float, reasons: dict[int, str]) -> str:
+        ranks, whose = ", ".join(map(str, reasons)), "; ".join(dict.fromkeys(reasons.values()))
+        return (
+            f"rank {self.rank} waited {waited:.3g} s in vain for rank {ranks} ({wait.what}); {whose}; see the output "
+            f"of rank {ranks}"
+        )
+
+    def _told(self, wait: Wait, waited: float, more: str) -> str:
+        return (
+            f"rank {self.rank} waited {waited:.3g} s in vain for another rank of {list(wait.ranks)} ({wait.what}); "
+            f"{more}; it died, is stuck, or did not make this call: see the output of the other ranks"
+        )
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Return whether an error says that other ranks did not come or closed their connections.
+
+    A process group tells of both with plain RuntimeErrors that differ only in their texts.
+    """
+    return any(word in str(error).lower() for word in LOST)
+
+
+def _why_late(wait: Wait, sign: Sign, start: float, waited: float) -> str | None:
+    behind = sign.begun.get(wait.key, 0) < wait.count
+    if sign.left and behind:
+        return "its process has ended by itself"
+    if (silent := sign.silent_s(start)) > wait.limit_s:
+        return f"it has shown no sign of life for {silent:.3g} s: it died or is stopped"
+    if behind and not wait.busy and waited > wait.limit_s:
+        return "it lives, but has not begun this call"
+    return None
+
+
+def _is_over(call: Wait) -> bool:
+    return call.event is None or call.event.query()
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    """End all exchanges of a group on GPUs; kernels that wait for other ranks then end with wrong data."""
+    group._get_backend(torch.device("cuda")).abort()
+
+
+def _end(told: str) -> NoReturn:
+    print(f"error: {told}", file=sys.stderr, flush=True)
+    os._exit(1)

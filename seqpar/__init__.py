@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from seqpar.adapter.parallelize import parallelize, release
+    from seqpar.deadlines import Deadlines
     from seqpar.distributed import DistributedDiT
     from seqpar.mesh import Mesh
     from seqpar.sampling.guidance import Guidance
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["DistributedDiT", "Guidance", "Mesh", "Sampler", "parallelize", "release", "sample"]
+__all__ = ["Deadlines", "DistributedDiT", "Guidance", "Mesh", "Sampler", "parallelize", "release", "sample"]
 
 _MODULES = {
+    "Deadlines": "seqpar.deadlines",
     "DistributedDiT": "seqpar.distributed",
     "Guidance": "seqpar.sampling.guidance",
     "Mesh": "seqpar.mesh",

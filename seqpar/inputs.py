@@ -31,7 +31,7 @@ def agree(mesh: Mesh, form: Mapping[str, object], vote: bool = False) -> bool:
     texts = {name: repr(value) for name, value in sorted(form.items())}
     digest = hashlib.blake2b(repr(texts).encode(), digest_size=8).digest()
     mine = torch.tensor([int.from_bytes(digest, "big", signed=True), vote])
-    every = gathered(mesh, mine, "the comparison of the forms of all ranks' inputs")
+    every = gathered(mesh.world, mesh.device, mine, "the comparison of the forms of all ranks' inputs")
     digests, votes = every.T.tolist()
     if len(set(digests)) > 1:
         raise ValueError(_difference(mesh.collect(texts)))

@@ -151,7 +151,7 @@ class Mesh:
         if self.world.size == 1:
             return value
         told = pickle.dumps(value) if self.is_main else b""
-        device, group = host(self), self.world.group
+        device, group = host(self.world, self.device), self.world.group
         letter = _letter(told, SMALL).to(device)
         finish(self.world, device, lambda wait: dist.broadcast(letter, 0, group, not wait), SHARED)
         if (length := _length(letter)) > SMALL:
@@ -199,32 +199,36 @@ class Mesh:
 
     def collect(self, value: T) -> list[T]:
         """Return a small picklable object of every rank, in rank order, on every rank."""
-        if self.world.size == 1:
-            return [value]
-        told = pickle.dumps(value)
-        letters = gathered(self, _letter(told, SMALL))
-        if (longest := max(map(_length, letters))) > SMALL:
-            letters = gathered(self, _letter(told, longest))
-        return [_opened(letter) for letter in letters]
+        return collected(self.world, self.device, value)
 
 
-def host(mesh: Mesh) -> torch.device:
+def collected(axis: Axis, device: torch.device, value: T, what: str = "small objects of all ranks") -> list[T]:
+    """Return a small picklable object of every rank of an axis, in rank order, on every rank of it; see `gathered`."""
+    if axis.size == 1:
+        return [value]
+    told = pickle.dumps(value)
+    letters = gathered(axis, device, _letter(told, SMALL), what)
+    if (longest := max(map(_length, letters))) > SMALL:
+        letters = gathered(axis, device, _letter(told, longest), what)
+    return [_opened(letter) for letter in letters]
+
+
+def host(axis: Axis, device: torch.device) -> torch.device:
     """Return the device for exchanging small objects: the CPU if the process group supports it, else this rank's."""
-    config = dist.get_backend_config(mesh.world.group)
-    return torch.device("cpu") if "cpu:" in config else mesh.device
+    return torch.device("cpu") if "cpu:" in dist.get_backend_config(axis.group) else device
 
 
-def gathered(mesh: Mesh, mine: torch.Tensor, what: str = "small objects of all ranks") -> torch.Tensor:
-    """Return a small tensor of one dimension from every rank, in rank order: (ranks, its length).
+def gathered(axis: Axis, device: torch.device, mine: torch.Tensor, what: str) -> torch.Tensor:
+    """Return a small tensor of one dimension from every rank of an axis, in rank order: (ranks, its length).
 
-    what: is gathered, for the error of a rank that waits in vain.
+    device: on which the ranks compute. what: is gathered, for the error of a rank that waits in vain.
     """
-    mine = mine.to(host(mesh))
-    every = mine.new_empty(mesh.world.size * len(mine))
+    mine = mine.to(host(axis, device))
+    every = mine.new_empty(axis.size * len(mine))
     # torch 2.13 renames this function and warns about the older name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    finish(mesh.world, mine.device, lambda wait: gather(every, mine, group=mesh.world.group, async_op=not wait), what)
-    return every.view(mesh.world.size, -1)
+    finish(axis, mine.device, lambda wait: gather(every, mine, group=axis.group, async_op=not wait), what)
+    return every.view(axis.size, -1)
 
 
 def finish(axis: Axis, device: torch.device, start: Callable[[bool], dist.Work | None], what: str) -> None:

@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,14 @@ class Wait:
     event: torch.cuda.Event | None = None
 
 
+class Follows(Protocol):
+    """A transport whose waits are on the device."""
+
+    def limit(self, deadline_s: float) -> None:
+        """Set the deadline of what is queued from now on."""
+        ...
+
+
 class Watch:
     """Watches the other ranks of a process group; see the module. rank, world: this rank and the number of all.
 
@@ -62,7 +71,8 @@ class Watch:
         self.groups: list[dist.ProcessGroup] = []
         self.last_words: Callable[[str], NoReturn] = _end
         self._raised = threading.Event()
-        self._is_first = True
+        self._is_first, self._inside = True, False
+        self._followers: WeakSet[Follows] = WeakSet()
         self._calls: deque[Wait] = deque()
         self._oldest: tuple[Wait | None, float] = None, 0.0
         patience = max(1.0, deadlines.later_s)
@@ -79,8 +89,13 @@ class Watch:
 
         is_first: whether the longer deadline holds (`seqpar.deadlines.Calls`). Calls within a call belong to it.
         """
+        if self._inside or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            yield
+            return
         self.raise_if_failed()
-        before, self._is_first = self._is_first, is_first
+        self._inside, self._is_first = True, is_first
+        for follower in self._followers:
+            follower.limit(self.limit_s)
         wait = self._begun(what, ranks, "calls")
         try:
             yield
@@ -90,8 +105,12 @@ class Watch:
                 event = torch.cuda.Event()
                 event.record()
                 self._calls.append(replace(wait, event=event))
+        except RuntimeError as error:
+            if self.failed is None:
+                raise
+            raise TimeoutError(self.failed) from error  # what an aborted exchange says
         finally:
-            self._is_first = before
+            self._inside, self._is_first = False, True
 
     def raise_if_failed(self) -> None:
         """Raise TimeoutError if a wait of this rank is known to be in vain; this does not wait for the device."""
@@ -99,16 +118,9 @@ class Watch:
             self._raised.set()
             raise TimeoutError(self.failed)
 
-    def drain(self, device: torch.device, also: Callable[[], object] = lambda: None) -> None:
-        """Wait for the device until it is done, or until `also` or this watch tells an error, and raise that."""
-        if device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            pause = 0.0
-            while not event.query() and self.failed is None and also() is None:
-                time.sleep(pause)
-                pause = min(pause + 1e-6, 1e-3)
-        self.raise_if_failed()
+    def follow(self, transport: Follows) -> None:
+        """Tell a transport the deadline of each call from now on, as long as it lives."""
+        self._followers.add(transport)
 
     def host(self, work: dist.Work, what: str, ranks: tuple[int, ...]) -> None:
         """Wait for a host exchange, to which ranks may come late because they work on their hosts.
@@ -143,7 +155,7 @@ class Watch:
         try:
             yield
         except RuntimeError as error:
-            if not is_lost(error):
+            if self.failed is None and not is_lost(error):
                 raise
             raise self._lost(wait, start) from error
 
@@ -241,15 +253,26 @@ class Watch:
     def _named(self, wait: Wait, waited: float, reasons: dict[int, str]) -> str:
         ranks, whose = ", ".join(map(str, reasons)), "; ".join(dict.fromkeys(reasons.values()))
         return (
-            f"rank {self.rank} waited {waited:.3g} s in vain for rank {ranks} ({wait.what}); {whose}; see the output "
-            f"of rank {ranks}"
+            f"rank {self.rank} waited {round(waited, 1):g} s in vain for rank {ranks} ({wait.what}); {whose}; see its "
+            f"output"
         )
 
     def _told(self, wait: Wait, waited: float, more: str) -> str:
         return (
-            f"rank {self.rank} waited {waited:.3g} s in vain for another rank of {list(wait.ranks)} ({wait.what}); "
-            f"{more}; it died, is stuck, or did not make this call: see the output of the other ranks"
+            f"rank {self.rank} waited {round(waited, 1):g} s in vain for another rank of {list(wait.ranks)} "
+            f"({wait.what}); {more}; it died, is stuck, or did not make this call: see the output of the other ranks"
         )
+
+
+def drain(watch: Watch | None, device: torch.device, also: Callable[[], object] = lambda: None) -> None:
+    """Wait for the device until it is done, or until `also` or the watch tells an error."""
+    if device.type != "cuda":
+        return
+    event, pause = torch.cuda.Event(), 0.0
+    event.record(torch.cuda.current_stream(device))
+    while not event.query() and also() is None and (watch is None or watch.failed is None):
+        time.sleep(pause)
+        pause = min(pause + 1e-6, 1e-3)
 
 
 def is_lost(error: RuntimeError) -> bool:
@@ -265,7 +288,7 @@ def _why_late(wait: Wait, sign: Sign, start: float, waited: float) -> str | None
     if sign.left and behind:
         return "its process has ended by itself"
     if (silent := sign.silent_s(start)) > wait.limit_s:
-        return f"it has shown no sign of life for {silent:.3g} s: it died or is stopped"
+        return f"it has shown no sign of life for {round(silent, 1):g} s: it died or is stopped"
     if behind and not wait.busy and waited > wait.limit_s:
         return "it lives, but has not begun this call"
     return None

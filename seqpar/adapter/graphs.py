@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from seqpar.adapter.signature import Form, form_of
-from seqpar.mesh import Mesh
+from seqpar.mesh import Mesh, collected
 from seqpar.sampling.graph import StepGraph
 
 GRAPHS = 8  # kinds of calls that are kept; a pipeline has one or two for each size of picture
@@ -186,8 +185,4 @@ def _copied(results: Any) -> Form:
 
 def _every(mesh: Mesh, reason: str | None) -> list[str | None]:
     """Return the reason of every rank of the sequence axis; each must call this at the same time."""
-    if mesh.sequence.size == 1:
-        return [reason]
-    reasons: list[str | None] = [None] * mesh.sequence.size
-    dist.all_gather_object(reasons, reason, group=mesh.sequence.group)
-    return reasons
+    return collected(mesh.sequence, mesh.device, reason, "why a capture failed")

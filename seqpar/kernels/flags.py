@@ -20,23 +20,33 @@ from seqpar.kernels._triton import compiled, fused, jit, tl, triton
 
 NANOSECONDS = 10**9
 A_SECOND = 1000  # reads of the flags that count as a second in Triton's interpreter, which has no timer
+NANOSECONDS_A_LOOK = tl and tl.constexpr(NANOSECONDS // A_SECOND)
 LOOKS = tl and tl.constexpr(1024)  # reads of the flags between two reads of the clock: about a millisecond
 
 
 class Late(NamedTuple):
-    """The record of the first wait that missed its deadline. All flags of a transport share it.
+    """The record of the first wait that missed its deadline, and the deadline. All flags of a transport share it.
 
-    note: (3,) int64 on the device: 1 + number of the flags, one bit for each late peer, the count that the wait needed;
-    zeros as long as no wait has missed its deadline.
+    note: (2,) int64 on the device: 1 + number of the late flags, 0 as long as no wait has missed its deadline; and the
+    deadline in nanoseconds, which kernels read, so that it can change between replays of a CUDA graph. seen: (3,) int64
+    in host memory, where the host reads it while the device computes: 1 + number of the flags, one bit for each late
+    peer, the count that the wait needed.
     """
 
     note: Tensor
-    deadline_s: float
+    seen: Tensor
 
     @staticmethod
     def on(device: torch.device, deadline_s: float) -> Late:
         """Return an empty record."""
-        return Late(torch.zeros(3, dtype=torch.int64, device=device), deadline_s)
+        seen = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        made = Late(torch.zeros(2, dtype=torch.int64, device=device), seen)
+        made.limit(deadline_s)
+        return made
+
+    def limit(self, deadline_s: float) -> None:
+        """Set the deadline of the waits that are queued on the current stream from now on."""
+        self.note[1:].fill_(int(deadline_s * NANOSECONDS))
 
 
 @dataclass(frozen=True)
@@ -90,13 +100,14 @@ def reference(flags: Flags, tell: bool, wait: bool) -> None:
     if not wait:
         return
     flags.counts[1] += 1
-    wanted, end = int(flags.counts[1]), time.monotonic() + flags.late.deadline_s
+    wanted, end = int(flags.counts[1]), time.monotonic() + int(flags.late.note[1]) / NANOSECONDS
     while int(flags.mine.min()) < wanted:
         if int(flags.late.note[0]):  # after the first late rank the run must end: later waits neither wait nor record
             return
         if time.monotonic() > end:
             behind = sum(1 << peer for peer, count in enumerate(flags.mine.tolist()) if count < wanted)
-            flags.late.note.copy_(torch.tensor([flags.number + 1, behind, wanted]))
+            flags.late.seen.copy_(torch.tensor([flags.number + 1, behind, wanted]))
+            flags.late.note[0] = flags.number + 1
             return
         time.sleep(0)  # let other ranks run: the late rank may share this core
 
@@ -111,8 +122,7 @@ def meeting(flags: Flags | None) -> tuple[tuple[Tensor | int, ...] | None, int, 
     if flags is None:
         return None, 1, True
     timer, peers = compiled(exchange), len(flags.theirs)
-    budget = int(flags.late.deadline_s * (NANOSECONDS if timer else A_SECOND))
-    data = (flags.addresses, flags.mine, flags.counts, flags.late.note, flags.number + 1, peers, budget)
+    data = (flags.addresses, flags.mine, flags.counts, flags.late.note, flags.late.seen, flags.number + 1, peers)
     return data, triton.next_power_of_2(peers), timer
 
 
@@ -142,7 +152,7 @@ def last_meets(flags, programs, LANES: tl.constexpr, TIMER: tl.constexpr):
 @jit
 def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr, TIMER: tl.constexpr):
     """Tell, wait, or both; only one program may call this. flags: see `meeting`."""
-    addresses, mine, counts, note, number, count, budget = flags
+    addresses, mine, counts, note, seen, number, count = flags
     lane = tl.arange(0, LANES)
     here = lane < count
     if TELL:
@@ -154,7 +164,8 @@ def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr,
         wanted = tl.load(counts + 1) + 1
         # after the first late rank the run must end: later waits neither wait nor record
         clean = tl.load(note) == 0
-        left = tl.where(clean, budget, 0).to(tl.int64)
+        budget = tl.load(note + 1)
+        left = tl.where(clean, budget if TIMER else budget // NANOSECONDS_A_LOOK, 0).to(tl.int64)
         polls = tl.zeros((), tl.int64)
         start = polls
         spent = polls
@@ -163,8 +174,9 @@ def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr,
         )
         missing = tl.sum(behind.to(tl.int32), 0)
         while (missing > 0) & (spent < left):  # pyright: ignore[reportOperatorIssue]
-            seen = tl.atomic_add(mine + lane, tl.zeros((LANES,), tl.int64), here, sem="acquire", scope="sys")
-            behind = here & (seen < wanted)
+            behind = here & (
+                tl.atomic_add(mine + lane, tl.zeros((LANES,), tl.int64), here, sem="acquire", scope="sys") < wanted
+            )
             missing = tl.sum(behind.to(tl.int32), 0)
             polls += 1
             if not TIMER:
@@ -175,9 +187,10 @@ def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr,
                 spent = now - start
         if clean & (missing > 0):  # pyright: ignore[reportOperatorIssue]
             bit = tl.full((LANES,), 1, tl.int64) << lane
-            tl.store(note + 1, tl.sum(tl.where(behind, bit, 0), 0))
-            tl.store(note + 2, wanted)
+            tl.store(seen + 1, tl.sum(tl.where(behind, bit, 0), 0))
+            tl.store(seen + 2, wanted)
             tl.store(note, tl.zeros((), tl.int64) + number)
+            tl.store(seen, tl.zeros((), tl.int64) + number)
         tl.store(counts + 1, wanted)
 
 

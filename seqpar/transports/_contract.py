@@ -19,9 +19,9 @@ from seqpar.transports import _turns
 from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports._turns import TurnError, Turns
+from seqpar.watch import Watch
 
 __all__ = ["Facts", "Gather", "Halo", "KeyValues", "Rotation", "ToHeads", "ToTokens", "Transport", "TurnError"]
-DEADLINE_S = 120.0  # how long a rank waits for another: longer than any kernel takes to compile
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,11 @@ class Transport:
     def __init__(self) -> None:
         self.exchanges: WeakSet[Turns] = WeakSet()
         self.unfinished: list[Turns] = []
+        self.watch: Watch | None = None
 
     def heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         """Make an exchange from sharded tokens to sharded heads, and the one back; the two must alternate."""
+        self.watch = self.watch or axis.watch
         return _turns.both_ways(self._heads(axis, layout), self, layout.device)
 
     def key_values(self, axis: Axis, layout: HeadLayout, overlap: bool = False) -> KeyValues:
@@ -63,10 +65,12 @@ class Transport:
 
         overlap: `start_keys` and `start_values` send k and v while this rank computes the next projection.
         """
+        self.watch = self.watch or axis.watch
         return _turns.key_values(self._key_values(axis, layout, overlap), self, layout.device, overlap)
 
     def ring(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Rotation:
         """Make a ring; rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
+        self.watch = self.watch or axis.watch
         return _turns.RotationInTurn(self._ring(axis, sizes, shape, like), self, like.device)
 
     def gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
@@ -74,6 +78,7 @@ class Transport:
 
         Each call makes a new gather with its own buffers.
         """
+        self.watch = self.watch or axis.watch
         return _turns.gather(self._gather(axis, sizes, shape, like), self, like.device)
 
     def halo(self, axis: Axis, capacity: int, like: Tensor) -> Halo:
@@ -86,6 +91,7 @@ class Transport:
                 f"got a halo of {capacity} elements of {like.dtype}, expected 0 to 2^31 - 1 bytes of elements of at "
                 f"most 8 bytes; swap several blocks, or complex numbers as real ones"
             )
+        self.watch = self.watch or axis.watch
         with torch.inference_mode(False):  # buffers outlive the caller's mode
             made = self._halo(axis, capacity, like) if axis.size > 1 else _turns.NoNeighbours()
         return _turns.HaloInTurn(made, self, axis, capacity, like)
@@ -102,10 +108,22 @@ class Transport:
             self.unfinished[-1].finish()
 
     def check(self) -> None:
-        """Raise `TimeoutError` if this rank waited for another in vain, and name that rank. Waits for the device.
+        """Raise `TimeoutError` if this rank waited for another in vain, and name that rank.
 
-        A transport whose exchanges raise this error themselves has nothing to check.
+        A transport whose exchanges do not raise this error themselves waits for the device.
         """
+        self.check_now()
+
+    def check_now(self) -> None:
+        """Raise `TimeoutError` if it is known that this rank waited in vain; this does not wait for the device."""
+        if self.watch is not None:
+            self.watch.raise_if_failed()
+        if (told := self.late()) is not None:
+            raise TimeoutError(told)
+
+    def late(self) -> str | None:
+        """Return what is known of a wait in vain that the watch does not see, or None."""
+        return None
 
     def release(self) -> None:
         """Free all buffers; every rank must call this. Exchanges made before refuse every later call."""

@@ -21,6 +21,7 @@ from seqpar.mesh import Axis
 from seqpar.outboxes import Outbox, Outboxes
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.collective.point_to_point import CollectiveGather
+from seqpar.transports.collective.waiting import Waits
 
 
 class AllToAll:
@@ -37,7 +38,7 @@ class AllToAll:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._axis = axis
+        self._axis, self._waits = axis, Waits(axis, "an exchange of heads", device)
         self._send_bytes = [prod(shape) * dtype.itemsize for shape in send_shapes]
         self._recv_bytes = [prod(shape) * dtype.itemsize for shape in recv_shapes]
         self._send = torch.empty(sum(map(prod, send_shapes)), dtype=dtype, device=device)
@@ -56,11 +57,9 @@ class AllToAll:
 
         After `start`, wait for the exchange that it began.
         """
-        if self._work is None:
-            self._exchange(wait=True)
-        else:
-            self._work.wait()
-            self._work = None
+        work = self._exchange(wait=not self._waits.on_host) if self._work is None else self._work
+        self._work = None
+        self._waits.end(() if work is None else (work,))
         return self._recv
 
     def _exchange(self, wait: bool) -> dist.Work | None:
@@ -69,7 +68,7 @@ class AllToAll:
         # sent as bytes, so that every dtype takes the same path, also one that the backend does not know
         recv, send = self._recv.view(torch.uint8), self._send.view(torch.uint8)
         sizes, group = (self._recv_bytes, self._send_bytes), self._axis.group
-        return dist.all_to_all_single(recv, send, *sizes, group=group, async_op=not wait)
+        return self._waits.begun(lambda: dist.all_to_all_single(recv, send, *sizes, group=group, async_op=not wait))
 
 
 class CollectiveToHeads:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.mesh import Axis
+from seqpar.transports.collective.waiting import Waits
 
 
 class CollectiveRotation:
@@ -21,6 +22,7 @@ class CollectiveRotation:
     def __init__(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> None:
         """Make buffers; rank r's block is (sizes[r], *shape), with dtype and device of `like`."""
         self._axis, self._sizes = axis, sizes
+        self._waits = Waits(axis, f"blocks of a ring of {sum(sizes)} tokens", like.device)
         count = 1 if axis.size == 1 else 2
         self._blocks = [like.new_empty((max(sizes), *shape)) for _ in range(count)]
 
@@ -37,8 +39,7 @@ class CollectiveRotation:
             last = step + 1 == self._axis.size
             moves = [] if last else self._pass_on(block, there[: self._sizes[self._owner(step + 1)]])
             yield owner, block
-            for move in moves:
-                move.wait()
+            self._waits.end(moves)
             here, there = there, here
 
     def _owner(self, step: int) -> int:
@@ -46,12 +47,11 @@ class CollectiveRotation:
 
     def _pass_on(self, block: Tensor, room: Tensor) -> list[dist.Work]:
         after, before = (self._axis.rank + 1) % self._axis.size, (self._axis.rank - 1) % self._axis.size
-        return dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, _bytes(block), group=self._axis.group, group_peer=after),
-                dist.P2POp(dist.irecv, _bytes(room), group=self._axis.group, group_peer=before),
-            ]
-        )
+        moves = [
+            dist.P2POp(dist.isend, _bytes(block), group=self._axis.group, group_peer=after),
+            dist.P2POp(dist.irecv, _bytes(room), group=self._axis.group, group_peer=before),
+        ]
+        return self._waits.begun(lambda: dist.batch_isend_irecv(moves))
 
 
 class CollectiveGather:
@@ -59,6 +59,7 @@ class CollectiveGather:
 
     def __init__(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> None:
         self._axis = axis
+        self._waits = Waits(axis, f"a gather of {sum(sizes)} rows", like.device)
         self._whole = like.new_empty((sum(sizes), *shape))
         self._slots = self._whole.split(sizes)
         self._moves: list[dist.Work] | None = None
@@ -77,15 +78,14 @@ class CollectiveGather:
                 moves.append(dist.P2POp(dist.isend, mine, group=group, group_peer=peer))
             if self._slots[peer].numel():
                 moves.append(dist.P2POp(dist.irecv, _bytes(self._slots[peer]), group=group, group_peer=peer))
-        self._moves = dist.batch_isend_irecv(moves) if moves else []
+        self._moves = self._waits.begun(lambda: dist.batch_isend_irecv(moves)) if moves else []
 
     def deliver(self) -> Tensor:
         """Return the whole tensor, valid until the next call; starts the exchange if `start` was not called."""
         if self._moves is None:
             self.start()
-        for move in self._moves or ():
-            move.wait()
-        self._moves = None
+        moves, self._moves = self._moves, None
+        self._waits.end(moves or ())
         return self._whole
 
 
@@ -98,6 +98,7 @@ class CollectiveHalo:
 
     def __init__(self, axis: Axis, capacity: int, like: Tensor) -> None:
         self._group = axis.group
+        self._waits = Waits(axis, "edges of neighbours", like.device)
         self._sides = [
             (neighbour, like.new_empty(capacity), like.new_empty(capacity)) if 0 <= neighbour < axis.size else None
             for neighbour in (axis.rank - 1, axis.rank + 1)
@@ -118,8 +119,7 @@ class CollectiveHalo:
                 moves.append(dist.P2POp(dist.irecv, _bytes(room), group=self._group, group_peer=neighbour))
                 if room is not incoming:
                     late.append((incoming, room))
-        for move in dist.batch_isend_irecv(moves) if moves else ():
-            move.wait()
+        self._waits.end(self._waits.begun(lambda: dist.batch_isend_irecv(moves)) if moves else ())
         for incoming, room in late:
             incoming.copy_(room)
 

@@ -1,8 +1,8 @@
 """An arena: memory on every rank of an axis that all of these ranks have mapped and can write.
 
-GPUs use torch's symmetric memory over NVLink, CPUs use shared files in memory. Both follow the same protocol, so tests
-on CPUs cover what runs on GPUs. When it wins: a kernel writes where the reader will read, without a send buffer, a
-collective or a copy on arrival. All ranks must be processes of one machine.
+GPUs use torch's symmetric memory over NVLink, CPUs use shared files in memory, without names. Both follow the same
+protocol, so tests on CPUs cover what runs on GPUs. When it wins: a kernel writes where the reader will read, without a
+send buffer, a collective or a copy on arrival. All ranks must be processes of one machine.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from math import prod
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.kernels._triton import triton
-from seqpar.mesh import Axis
+from seqpar.mesh import Axis, collected
 
 T = TypeVar("T")
 GRANULE = 1 << 21  # bytes; the driver allocates no less
@@ -90,10 +90,8 @@ def why_no_peers(axis: Axis, device: torch.device) -> str | None:
 
 def together(axis: Axis, value: T) -> list[T]:
     """Return a small picklable object of every rank of the axis, in order. No rank returns before all have called."""
-    values: list[T] = [value] * axis.size
-    if axis.size > 1:
-        dist.all_gather_object(values, value, group=axis.group)
-    return values
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return collected(axis, here, value, f"axis {axis.name}, memory that its ranks share")
 
 
 def first_told(axis: Axis, reason: str | None) -> str | None:
@@ -169,29 +167,34 @@ def _alone(axis: Axis) -> dist.ProcessGroup:
 
 
 def _on_cpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor], object]:
-    folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    paths = together(axis, folder / f"seqpar-{uuid.uuid4().hex}")
-    try:
-        if (error := first_told(axis, _reserve(paths[axis.rank], nbytes))) is not None:
-            raise ValueError(error)
-        found = [torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
-        together(axis, None)  # all ranks have mapped all files, so they can be deleted and none is left behind
-    finally:
-        paths[axis.rank].unlink(missing_ok=True)
+    with _shared_file(nbytes) as (path, error):
+        told = together(axis, (path, error))
+        if (failed := next((error for _, error in told if error is not None), None)) is not None:
+            raise ValueError(failed)
+        found = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path, _ in told]
+        together(axis, None)  # all ranks have mapped all files, so that they can be closed
     return found, None
 
 
-def _reserve(path: Path, nbytes: int) -> str | None:
-    """Make a file of that size and reserve its memory; return why that fails, or None.
+@contextmanager
+def _shared_file(nbytes: int) -> Iterator[tuple[str, str | None]]:
+    """Make a file in memory of that size; yield its path for processes of this machine, and why that failed, or None.
 
-    Without the reservation, a write that finds no memory would kill the process.
+    On Linux it has no name in any folder, so that nothing is left behind by a rank that is killed here. Its memory is
+    reserved, because a write that finds no memory would kill the process.
     """
-    try:
-        with path.open("wb") as file:
+    with _anonymous() if hasattr(os, "memfd_create") else tempfile.NamedTemporaryFile(prefix="seqpar-") as file:
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}" if hasattr(os, "memfd_create") else str(file.name)
+        try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             else:
                 file.truncate(nbytes)
-    except OSError as error:
-        return f"got {nbytes} bytes of shared memory in {path.parent}, which fails: {error.strerror or error}"
-    return None
+            error = None
+        except OSError as failed:
+            error = f"got {nbytes} bytes of shared memory, which fails: {failed.strerror or failed}"
+        yield path, error
+
+
+def _anonymous() -> IO[bytes]:
+    return os.fdopen(os.memfd_create("seqpar"), "w+b")

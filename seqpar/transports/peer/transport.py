@@ -6,12 +6,14 @@ middle-sized blocks; see `seqpar.transports.peer.exchange`.
 
 from __future__ import annotations
 
+import time
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from seqpar.deadlines import Deadlines
 from seqpar.kernels.flags import Late
 from seqpar.mesh import Axis, Mesh
 from seqpar.transports import _contract
@@ -21,8 +23,10 @@ from seqpar.transports.peer.arena import first_told, why_no_peers
 from seqpar.transports.peer.blocks import PeerGather, PeerRotation
 from seqpar.transports.peer.exchange import PeerHeads, PeerKeyValues, PeerOverlappedKeyValues
 from seqpar.transports.peer.halo import PeerHalo
+from seqpar.watch import drain
 
 T = TypeVar("T")
+SETTLE_S = 0.01  # after its first number, the rest of a record has arrived in host memory
 TRIAL_S = 30.0  # deadline of the test exchange: longer than ranks need to compile the kernel of the flags
 FACTS = _contract.Facts(
     rates={"cuda": "peer", "cpu": "peer"},
@@ -84,11 +88,12 @@ class Transport(_contract.Transport):
     """Makes exchanges through peer memory; see `seqpar.transports._contract.Transport`.
 
     All waits share one deadline, and one record of the first wait that missed it (`seqpar.kernels.flags.Late`).
+    deadline_s: None follows the watch of the first axis (`seqpar.watch`), whose deadlines change from call to call.
     """
 
-    def __init__(self, deadline_s: float = _contract.DEADLINE_S) -> None:
+    def __init__(self, deadline_s: float | None = None) -> None:
         super().__init__()
-        self._deadline_s = deadline_s
+        self._follows, self._deadline_s = deadline_s is None, Deadlines().first_s if deadline_s is None else deadline_s
         self._late: Late | None = None
         self._made: list[tuple[Axis, str, Any]] = []
 
@@ -119,18 +124,32 @@ class Transport(_contract.Transport):
         made = PeerHalo(axis, capacity, like, *self._next(like.device))
         return self._keep(axis, f"edges of at most {capacity} elements", made)
 
+    def limit(self, deadline_s: float) -> None:
+        """Set the deadline of what is queued from now on, if this transport follows the watch."""
+        if self._follows and self._late is not None and deadline_s != self._deadline_s:
+            self._deadline_s = deadline_s
+            self._late.limit(deadline_s)
+
     def check(self) -> None:
         """Raise `TimeoutError` if this rank waited in vain; see the base class.
 
         Only this rank raises; the program that started the ranks must end the others.
         """
-        if self._late is None or not any(note := self._late.note.tolist()):
-            return
-        number, behind, count = note
+        if self._late is not None:
+            drain(self.watch, self._late.note.device, self.late)
+        self.check_now()
+
+    def late(self) -> str | None:
+        """Return the error of the first wait that missed its deadline, or None; this does not wait for the device."""
+        if self._late is None or not int(self._late.seen[0]):
+            return None
+        if self._late.note.is_cuda:
+            time.sleep(SETTLE_S)
+        number, behind, count = self._late.seen.tolist()
         axis, what, exchange = self._made[(number - 1) // 2]
         peers = exchange.all_flags[(number - 1) % 2].ranks
         late = [_world_rank(axis, rank) for bit, rank in enumerate(peers) if behind >> bit & 1]
-        raise TimeoutError(
+        return (
             f"rank {_world_rank(axis, axis.rank)} waited {self._deadline_s:g} s in vain for rank "
             f"{', '.join(map(str, late))} (axis {axis.name}, exchange {count} of {what}); it died or is stuck: see its "
             f"output"
@@ -138,7 +157,7 @@ class Transport(_contract.Transport):
 
     def _release(self) -> None:
         """Free the arenas. After a wait in vain nothing is freed, because the other ranks may never get here."""
-        if self._late is None or not int(self._late.note[0]):
+        if self._late is None or not int(self._late.seen[0]):
             for _, _, exchange in self._made:
                 exchange.arena.close()
         self._made.clear()
@@ -150,7 +169,11 @@ class Transport(_contract.Transport):
 
     def _next(self, device: torch.device) -> tuple[Late, int]:
         """Return the shared record of late ranks and the number of the next exchange's first flags (each has two)."""
-        self._late = self._late or Late.on(device, self._deadline_s)
+        if self._late is None:
+            if self._follows and self.watch is not None:
+                self._deadline_s = self.watch.limit_s
+                self.watch.follow(self)
+            self._late = Late.on(device, self._deadline_s)
         return self._late, 2 * len(self._made)
 
 

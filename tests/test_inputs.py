@@ -231,7 +231,10 @@ def deserted(rank: int, world: int, device: torch.device, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("an absence", "TimeoutError: rank 0 waited 1 s in vain for another rank of [0, 1] (the comparison of the forms"),
+        (
+            "an absence",
+            "TimeoutError: rank 0 waited 1 s in vain for another rank of [0, 1] (the comparison of the forms",
+        ),
         ("a mistake", "RuntimeError: shape '[3]' is invalid"),
     ],
 )

@@ -25,7 +25,7 @@ SHARED = Path("/dev/shm")
 KEPT = ("torchinductor_", "torchelastic_")  # caches of torch, and the logs of torchrun's own agent
 SETTLE_S = 1.0  # a file that another job is about to remove is gone after this time
 DIGEST = re.compile(r"latents ([0-9a-f]{16})")
-BAR = re.compile(r"\r[^\r\n]*?/s\]|\r")
+BAR = re.compile(r"[^\r\n]*?\d+/\d+ \[[^\]\r\n]*/s\]|\r")
 Process = tuple[int, int]
 """A process: its id, and when it started, in ticks since the machine did."""
 

@@ -11,7 +11,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -84,11 +84,11 @@ def main(args: Faults) -> None:
     if args.side_by_side < 1 or not 0 < args.stopped_s < args.deadline_s <= args.first_deadline_s:
         raise ValueError(f"got {args}, expected jobs, and 0 < --stopped-s < --deadline-s <= --first-deadline-s")
     before = used()
-    clean = {transport: job(args, NOTHING, "seqpar", transport) for transport in args.transports}
-    rows = [replace(row, wrong=judged(args, row, clean)) for row in run_all(args, planned(args))]
-    rows = [*clean.values(), *rows]
+    rows = list(run_all(args, [(NOTHING, "seqpar", transport) for transport in args.transports], {}))
+    clean = {row.transport: row.outcome.digest for row in rows}
+    rows += run_all(args, planned(args), clean)
     kept = [f"GPU {index} holds {more} MB more" for index, more in enumerate(freed(before)) if more > FREE_MB]
-    print("\n".join(table([Row.cells(row) for row in rows])), *kept, sep="\n", flush=True)
+    print("", *table([COLUMNS, ["---"] * len(COLUMNS), *map(Row.cells, rows)]), *kept, sep="\n", flush=True)
     append([line(args, row, kept) for row in rows], args.out)
     if kept or any(row.wrong for row in rows):
         raise SystemExit(1)
@@ -107,22 +107,26 @@ def planned(args: Faults) -> list[tuple[Case, str, str]]:
     return found
 
 
-def run_all(args: Faults, jobs: Sequence[tuple[Case, str, str]]) -> list[Row]:
-    """Run the jobs, some at the same time; each may be followed at once by a job without a fault."""
+def run_all(args: Faults, jobs: Sequence[tuple[Case, str, str]], clean: Mapping[str, str | None]) -> list[Row]:
+    """Run the jobs, some at the same time, and print each row; a job may be followed at once by one without a fault.
+
+    clean: transport -> digest of the latents of a job without a fault.
+    """
 
     def one(planned: tuple[Case, str, str]) -> list[Row]:
         case, starter, transport = planned
-        rows = [job(args, case, starter, transport)]
+        rows = [job(args, case, starter, transport, clean)]
         if args.again and "killed" in case.name and starter == "seqpar":
-            rows.append(job(args, replace(NOTHING, name=f"again after: {case.name}"), starter, transport))
+            rows.append(job(args, replace(NOTHING, name=f"again after: {case.name}"), starter, transport, clean))
+        print(*table([row.cells() for row in rows]), sep="\n", flush=True)
         return rows
 
     with ThreadPoolExecutor(args.side_by_side) as pool:
         return [row for rows in pool.map(one, jobs) for row in rows]
 
 
-def job(args: Faults, case: Case, starter: str, transport: str) -> Row:
-    """Run one job in a folder of its own."""
+def job(args: Faults, case: Case, starter: str, transport: str, clean: Mapping[str, str | None]) -> Row:
+    """Run one job in a folder of its own and judge it."""
     ranks = ("--ranks", "2") if starter == "seqpar" else ()
     words = ("sample", *ranks, *WORDS, "--transport", transport, *args.deadlines.flags())
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
@@ -130,13 +134,10 @@ def job(args: Faults, case: Case, starter: str, transport: str) -> Row:
         plant = replace(case.plant, folder=folder)
         limit = ENOUGH_S + args.first_deadline_s + args.deadline_s
         done = carried_out(Job(words, Path(folder), plant, case.signals, limit), STARTERS[starter])
-    return Row(case, starter, transport, done)
-
-
-def judged(args: Faults, row: Row, clean: dict[str, Row]) -> list[str]:
-    """Return what is wrong with a row. torchrun has exit codes and a report of its own, and waits 30 s for a rank."""
-    found = wrong(row.case, row.outcome, args.deadlines, clean[row.transport].outcome.digest)
-    return [text for text in found if row.starter == "seqpar" or not text.startswith(("exit code", "last line"))]
+    found = wrong(case, done, args.deadlines, clean.get(transport))
+    if starter == "torchrun":  # it has exit codes and a report of its own
+        found = [text for text in found if not text.startswith(("exit code", "last line"))]
+    return Row(case, starter, transport, done, found)
 
 
 def used() -> list[int]:
@@ -159,8 +160,7 @@ def freed(before: Sequence[int]) -> list[int]:
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a Markdown table."""
-    shown = [COLUMNS, ["---"] * len(COLUMNS), *rows]
-    return ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in shown]
+    return ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
 
 
 def line(args: Faults, row: Row, kept: Sequence[str]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 
 from seqpar import mesh as meshes
+from seqpar.cli.stopped import end_stopped_ranks
 
 GRACE_S = 5.0  # other ranks give rank 0 this long to tell its message
 STOPPED = 130  # exit code after Ctrl-C, as shells have it
@@ -59,6 +60,7 @@ def guarded(work: Callable[[int], None]) -> None:
     except SystemExit as stop:  # from the parser of the flags, which has printed, or from a launch that failed
         _leave(rank, stop.code)
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        end_stopped_ranks()
         _tell(rank, folder, f"error: {error}")
         _leave(rank, 1)
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -81,6 +82,9 @@ def _start(job: Job) -> None:
 def _become(words: tuple[str, ...] | list[str], environment: dict[str, str]) -> None:
     """Run `launch.benches.planted WORDS` in this process and end it as Python would."""
     os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # the agent's handlers are not those of its ranks
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
     multiprocessing.set_start_method("fork", force=True)  # as in a new Python: semaphores are unlinked at once

@@ -146,16 +146,19 @@ def _plant_in_arenas(plant: Plant) -> None:
     """Let the fault happen in the rank whose memory exists, but which has not told the others so."""
     from seqpar.transports.peer import arena
 
-    def after(make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*arguments: Any) -> Any:
-            done = make(*arguments)
+    told, meet = arena.together, arena._Rendezvous.meet
+
+    def together(axis: Any, value: Any) -> Any:
+        if isinstance(value, tuple):  # where its memory is, and why that fails
             happen(plant)
-            return done
+        return told(axis, value)
 
-        return made
+    def met(*arguments: Any) -> Any:
+        happen(plant)
+        return meet(*arguments)
 
-    arena._reserve = after(arena._reserve)
-    arena._Rendezvous.meet = after(arena._Rendezvous.meet)
+    arena.together = together
+    arena._Rendezvous.meet = met
 
 
 def _plant_in_writing(plant: Plant) -> None:

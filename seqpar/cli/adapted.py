@@ -17,11 +17,11 @@ from diffusers.utils.export_utils import export_to_video
 from seqpar.adapter.parallelize import parallelize
 from seqpar.adapter.sharing import Wished
 from seqpar.cli.args import Args
-from seqpar.cli.job import output
+from seqpar.cli.job import outputs
 from seqpar.cli.progress import Progress
 from seqpar.cli.summary import versions
 from seqpar.mesh import Mesh
-from seqpar.pipelines._pictures import numbered, save, written
+from seqpar.pipelines._pictures import save, written
 from seqpar.pipelines.adapted import Adapted, forget_encoders
 from seqpar.planner.plan import parse_mesh
 
@@ -45,7 +45,7 @@ def run_adapted(args: Args, job: Adapted, ranks: Mesh) -> None:
         made = job.make(pipe, progress)
         per_step = progress.finish() if job.counts_steps else None
     bits = digest(made)
-    paths = numbered(output(args, job.video), len(made))
+    paths = outputs(args, job)
     if ranks.is_main:
         shown = asdict(args) | {"out": str(args.out), "versions": versions(), "pixels": bits, "ms_per_step": per_step}
         for path, one in zip(paths, made, strict=True):

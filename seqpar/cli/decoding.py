@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from seqpar.cli.args import Args
@@ -35,13 +38,30 @@ def line(args: Args, job: Job, ranking: Ranking, machine: Machine) -> str | None
 
 
 def check(args: Args, job: Job, plan: Plan, ranks: Mesh) -> None:
-    """Raise ValueError, before any weight is read, if the pictures of a job cannot be decoded on these GPUs."""
+    """Raise ValueError, before any weight is read, if the pictures of a job cannot be decoded or kept here."""
+    _check_memory(job, ranks)
     found = _decoder(job)
     if found is None or ranks.device.type != "cuda":
         return
     share, _ = _shared(args, job, ranks.world.size, plan.layout.data)
     memory = here(ranks.device, ranks.world.size, plan.transport.name).memory
     decodable.check_decodable(*found, share, _left(plan.ranking, memory, found[0]))
+
+
+def _check_memory(job: Job, mesh: Mesh) -> None:
+    """Raise ValueError if the decoded pictures of a run, which every rank holds, exceed the memory of its device."""
+    height, width = job.pixels
+    gpu, here = mesh.device.type == "cuda", min(mesh.world.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    nbytes = job.load.images * 3 * height * width * torch.float32.itemsize * (1 if gpu else here)
+    if gpu:
+        memory = torch.cuda.get_device_properties(mesh.device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if nbytes > memory:
+        raise ValueError(
+            f"got {job.load.images} pictures of {height}x{width} pixels, which take {nbytes / 2**30:.1f} GiB once they "
+            f"are decoded, expected at most {memory / 2**30:.1f} GiB; use a smaller --size or --repeat, and run again"
+        )
 
 
 def _decoder(job: Job) -> Found | None:

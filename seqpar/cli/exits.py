@@ -1,13 +1,20 @@
-"""How a process ends: a mistake is one message and a non-zero exit, no rank hangs, and ranks end with their starter.
+"""How a process ends: one message, an exit code that says whose fault it was, no rank that hangs or stays.
 
-Under torchrun rank 0 prints the message. Ranks that `seqpar` itself started (`seqpar/cli/ranks.py`) leave a report
-instead, and their starter prints one of the reports.
+Exit codes: 2 for what the user got wrong (flags, files), 1 for what went wrong (a time limit, memory, a full disk,
+numbers that are not finite, a bug), 128 + n for the signal n. torchrun itself always ends with 1.
+
+Under torchrun rank 0 prints the message and hands it to torchrun's report. Ranks that `seqpar` itself started
+(`seqpar/cli/ranks.py`) leave a report of ours instead, and their starter prints one of the reports.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import shutil
+import signal
 import sys
 import threading
 import time
@@ -15,25 +22,49 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from seqpar import mesh as meshes
 from seqpar.cli.stopped import end_stopped_ranks
 
+Kind = Literal["mistake", "failure", "bug"]
 GRACE_S = 5.0  # other ranks give rank 0 this long to tell its message
-STOPPED = 130  # exit code after Ctrl-C, as shells have it
+# A rank whose connections break has often done nothing wrong. It waits this long before it says so: torchrun's agent
+# looks ten times a second, and ends it in this time if another rank has died.
+BLAME_S = 2.0
+MISTAKE, FAILURE, STOPPED = 2, 1, 128 + signal.SIGINT  # exit codes; shells have the last one after Ctrl-C
 REPORTS, STARTER = "SEQPAR_REPORTS", "SEQPAR_STARTER"  # environment of a rank: a folder, a process id
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun shows what a rank wrote here in its own report
+FAILURES = (TimeoutError, ConnectionError, torch.OutOfMemoryError, MemoryError, FloatingPointError, dist.DistError)
+# errors of the system that are no mistake in a path: no space, no quota, a broken disk, no memory, no free handles
+SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+NO_HOST_MEMORY = "DefaultCPUAllocator: "  # torch has no error class for it
+LONGEST = 1500  # characters of a message: it may quote a flag or a file's contents
 
 
 @dataclass(frozen=True)
 class Report:
-    """Why a rank ended: the user's mistake, or a bug of the program with its traceback."""
+    """Why a rank ended: the user's mistake, what went wrong, or a bug of the program with its traceback."""
 
-    kind: Literal["mistake", "bug"]
+    kind: Kind
     text: str
     time: float
+
+    @property
+    def code(self) -> int:
+        """Return the exit code."""
+        return MISTAKE if self.kind == "mistake" else FAILURE
+
+    @staticmethod
+    def of(error: BaseException) -> Report:
+        """Return the report of an error that ends this process now."""
+        kind = kind_of(error)
+        text = traceback.format_exc() if kind == "bug" else f"error: {line_of(error)}"
+        return Report(kind, text, time.time())
 
     def write(self, folder: str, rank: int) -> None:
         """Leave the report where `read` finds it; it appears whole or not at all."""
@@ -48,47 +79,95 @@ class Report:
         return dict(sorted(found.items()))
 
 
-def guarded(work: Callable[[int], None]) -> None:
-    """Run `work(rank)`; an error that a user can cause ends in a message, any other is a bug and ends in a traceback.
+def kind_of(error: BaseException) -> Kind:
+    """Return whether the user, the machine or the program is to blame for an error."""
+    system = isinstance(error, OSError) and error.errno in SYSTEM
+    if isinstance(error, FAILURES) or system or (isinstance(error, RuntimeError) and NO_HOST_MEMORY in str(error)):
+        return "failure"
+    return "mistake" if isinstance(error, (ValueError, OSError)) else "bug"
 
-    Returns only if `work` did; otherwise the process exits at once with a non-zero code.
+
+def line_of(error: BaseException) -> str:
+    """Return an error's message as one line of limited length that a terminal shows as it is."""
+    parts = [part.strip() for part in str(error).splitlines() if part.strip()]
+    text = "; ".join(parts) or type(error).__name__
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def guarded(work: Callable[[int], None]) -> None:
+    """Run `work(rank)`; an error that a bug did not cause ends in one line, a bug ends in a traceback.
+
+    Returns only if `work` did; otherwise the process exits at once with the code of the error.
     """
     rank, folder = int(os.environ.get("RANK", "0")), os.environ.pop(REPORTS, None)
-    _end_with_the_starter()
+    _end_with_the_starter(folder)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that cannot be encoded must not end finished work
+            stream.reconfigure(errors="backslashreplace")
     try:
         work(rank)
     except SystemExit as stop:  # from the parser of the flags, which has printed, or from a launch that failed
         _leave(rank, stop.code)
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        end_stopped_ranks()
-        _tell(rank, folder, f"error: {error}")
-        _leave(rank, 1)
     except KeyboardInterrupt:
         if rank == 0 and folder is None:
             print("stopped", file=sys.stderr, flush=True)
         os._exit(STOPPED)
-    except BaseException:  # a bug: told now, because leaving the group may wait for others for ever
-        _tell_bug(rank, folder)
-        os._exit(1)
+    except BrokenPipeError:  # who reads our output has left, as `head` does
+        os._exit(128 + signal.SIGPIPE)
+    except BaseException as error:  # told now, because leaving the group may wait for others for ever
+        report = Report.of(error)
+        end_stopped_ranks()
+        _tell(rank, folder, report, line_of(error))
     meshes.close()
 
 
-def _tell(rank: int, folder: str | None, message: str) -> None:
-    """Report a mistake. Under torchrun rank 0 prints first, and others only if rank 0 had nothing to say and runs."""
+def _tell(rank: int, folder: str | None, report: Report, line: str) -> None:
+    """Tell why this rank ends, and exit. Under torchrun rank 0 prints first, others only if it had nothing to say."""
     if folder is not None:
-        Report("mistake", message, time.time()).write(folder, rank)
+        report.write(folder, rank)
+    elif report.kind == "bug":
+        _wait_for_blame(rank, line)
+        print(report.text, end="", file=sys.stderr, flush=True)
+        _to_torchrun(report)
     elif rank == 0:
-        print(message, file=sys.stderr, flush=True)
+        print(report.text, file=sys.stderr, flush=True)
+        _to_torchrun(report)
     else:
-        time.sleep(GRACE_S)
-        print(f"rank {rank}: {message}", file=sys.stderr, flush=True)
+        _wait(GRACE_S)
+        print(f"rank {rank}: {report.text}", file=sys.stderr, flush=True)
+        _to_torchrun(report)
+    sys.stdout.flush()
+    # not sys.exit: a process group whose other ranks wait in a collective would hold the exit up
+    os._exit(report.code)
 
 
-def _tell_bug(rank: int, folder: str | None) -> None:
-    if folder is None:
-        traceback.print_exc()
-    else:
-        Report("bug", traceback.format_exc(), time.time()).write(folder, rank)
+def _to_torchrun(report: Report) -> None:
+    """Have torchrun's report show the message where it otherwise says how to get one."""
+    file = os.environ.get(ERROR_FILE)
+    if file is not None:
+        message = {"message": report.text, "extraInfo": {"timestamp": str(int(report.time))}}
+        Path(file).write_text(json.dumps({"message": message}))
+
+
+def _wait_for_blame(rank: int, line: str) -> None:
+    """Wait before a bug is told: if torchrun's agent ends this rank in this time, another one was the first to fail."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _wait(BLAME_S, f"error: another rank ended first; rank 0 then saw: {line}" if rank == 0 else None)
+
+
+def _wait(seconds: float, last: str | None = None) -> None:
+    """Sleep. If torchrun's agent ends this rank meanwhile, print `last` and leave without a line in its report."""
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        if last is not None:
+            print(last, file=sys.stderr, flush=True)
+        os._exit(0)  # the agent knows already that the run has failed, and lists whatever ends with another code
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.signal(signal.SIGTERM, ended)
+    time.sleep(seconds)
 
 
 def _leave(rank: int, code: int | str | None) -> None:
@@ -96,14 +175,16 @@ def _leave(rank: int, code: int | str | None) -> None:
     if not code:
         return
     if rank > 0:
-        time.sleep(GRACE_S)
+        _wait(GRACE_S)
     sys.stdout.flush()
-    # not sys.exit: a process group whose other ranks wait in a collective would hold the exit up
-    os._exit(code if isinstance(code, int) else 1)
+    os._exit(code if isinstance(code, int) else FAILURE)
 
 
-def _end_with_the_starter() -> None:
-    """End this rank when the process that started it is gone, also while the rank waits for others or for a GPU."""
+def _end_with_the_starter(folder: str | None) -> None:
+    """End this rank when the process that started it is gone, also while the rank waits for others or for a GPU.
+
+    folder: where ranks leave reports; a starter that was killed could not remove it.
+    """
     starter = os.environ.pop(STARTER, None)
     if starter is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -112,6 +193,8 @@ def _end_with_the_starter() -> None:
     def watch() -> None:
         while os.getppid() == expected:
             time.sleep(1)
-        os._exit(1)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(FAILURE)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -32,7 +32,7 @@ RANDOM = (
 
 
 def run_fidelity(args: FidelityArgs) -> None:
-    """The whole path from flags to the table; ValueError if a way does not hold. Every rank calls it."""
+    """The whole path from flags to the table; FloatingPointError if a way does not hold. Every rank calls it."""
     if args.exact:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
@@ -54,7 +54,7 @@ def run_fidelity(args: FidelityArgs) -> None:
         facts = {**asdict(args), "out": str(args.out), "lpips": str(args.lpips), "versions": versions()}
         write(args.out, text, rows, [picture for each in judged for picture in each.pictures], facts)
     if failed:
-        raise ValueError(f"got {failed[0]} ({len(failed)} finding(s) in all; see {args.out / 'table.md'})")
+        raise FloatingPointError(f"got {failed[0]} ({len(failed)} finding(s) in all; see {args.out / 'table.md'})")
 
 
 def as_sample(args: FidelityArgs) -> Args:

@@ -1,7 +1,11 @@
-"""Checked flags: everything that can be wrong with them is found here, before any weight is read."""
+"""Checked flags: everything that can be wrong with them is found here, before any weight is read.
+
+Numbers are bounded before anything of their size is made, so that no flag makes this check itself long or large.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,20 +15,59 @@ import seqpar.local
 import seqpar.transports
 from seqpar.cli.args import Args
 from seqpar.mesh import Mesh, default_dtype
-from seqpar.pipelines._family import Job, Order, family_of
-from seqpar.pipelines._pictures import check_writable
+from seqpar.pipelines._family import Job, Order, family_of, is_builtin
+from seqpar.pipelines._pictures import bytes_of, check_writable, numbered
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import parse_mesh
 from seqpar.protocols import plugin
 from seqpar.sampling.guidance import Guidance, check_layout
+from seqpar.weights.find import resolve
 
+MOST = {  # largest values of flags that stand for an amount of work or memory
+    "steps": 100_000,
+    "pictures": 65_536,  # in one run; the next --seed makes others
+    "side": 131_072,  # pixels of a --size
+    "heads": 65_536,
+    "frames": 100_000,
+    "fps": 1000,
+}
+MOST_PLANNED = (512, 1024)  # GPUs of one plan, and of all plans of a command: time grows with the square of a number
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def checked(args: Args, mesh: Mesh) -> Job | Adapted:
+    """The job that the flags describe; the same ValueError on every rank for what is wrong. Every rank calls it.
+
+    Rank 0 looks for the model first, so that the hub is asked once for a name that it does not know.
+    """
+    mesh.together(lambda: check_flags(args))
+    if mesh.world.size > 1:
+        why = mesh.share(_why_not_found(args.model) if mesh.is_main else None)
+        if why is not None:
+            raise ValueError(why)
+    return mesh.together(lambda: check(args, mesh))
+
+
+def _why_not_found(name: str) -> str | None:
+    """Why there is no path of this name, or None."""
+    try:
+        if not is_builtin(name):
+            resolve(name)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def check_flags(args: Args) -> None:
+    """Raise ValueError for flags that are wrong whatever the model is."""
+    _check_ranges(args)
+    _check_names(args)
+    parse_size(args.size)
 
 
 def check(args: Args, mesh: Mesh) -> Job | Adapted:
     """The job that the flags describe; `ValueError` for any flag that is wrong. Reads headers of files, no weights."""
-    _check_ranges(args)
-    _check_names(args)
+    check_flags(args)
     family, path = family_of(args.model, args.heads)
     order = order_of(args, mesh)
     if "class_labels" not in (family.PROMPT or ()):
@@ -32,7 +75,7 @@ def check(args: Args, mesh: Mesh) -> Job | Adapted:
     job: Job | Adapted = family.check(order, path)
     if args.dry_run is None:
         video = isinstance(job, Adapted) and job.video
-        check_writable(output(args, video), ".mp4" if video else ".png")
+        check_writable(outputs(args, job)[-1], ".mp4" if video else ".png")
     aim, axes = parse_mesh(args.mesh)
     _check_heads(args, job)
     if isinstance(job, Adapted):
@@ -45,9 +88,20 @@ def check(args: Args, mesh: Mesh) -> Job | Adapted:
     return job
 
 
-def output(args: Args, video: bool) -> Path:
-    """The file to write; the default name ends in .mp4 for a video."""
-    return args.out.with_suffix(".mp4") if video and args.out == Args.out else args.out
+def outputs(args: Args, job: Job | Adapted) -> list[Path]:
+    """The files to write, the one with the longest name last; the default name ends in .mp4 for a video."""
+    if isinstance(job, Job):
+        return [args.out] if job.sheet else numbered(args.out, job.load.images)
+    default = job.video and args.out == Args.out
+    return numbered(args.out.with_suffix(".mp4") if default else args.out, job.count)
+
+
+def disk_bytes(args: Args, job: Job | Adapted) -> int:
+    """The most bytes that the files of a run take; little more than nothing where the pipeline chooses the size."""
+    if isinstance(job, Job):
+        return bytes_of(job.load.images, job.pixels, job.sheet)
+    size = parse_size(args.size) or (1, 1)
+    return bytes_of(job.count, (1, 1) if job.video else size, sheet=False)
 
 
 def order_of(args: Args, mesh: Mesh) -> Order:
@@ -72,6 +126,9 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     sides = text.lower().split("x")
     if len(sides) > 2 or not all(side.isdecimal() for side in sides):
         raise ValueError(f"got --size {text}, expected pixels like 256 or 256x384 (height x width)")
+    most = MOST["side"]
+    if any(len(side) > len(str(most)) or int(side) > most for side in sides):
+        raise ValueError(f"got --size {text}, expected at most {most} pixels along a side")
     return int(sides[0]), int(sides[-1])
 
 
@@ -93,16 +150,35 @@ def _check_heads(args: Args, job: Job | Adapted) -> None:
 
 
 def _check_ranges(args: Args) -> None:
-    if any(count < 1 for count in args.dry_run or ()):
-        raise ValueError(f"got --dry-run {args.dry_run}, expected numbers of processes, from 1")
-    if args.heads is not None and args.heads < 1:
-        raise ValueError(f"got --heads {args.heads}, expected at least 1")
+    """Raise ValueError for a number that is out of its range."""
+    _check_counts(args.dry_run or ())
     if args.steps < 1 or args.repeat < 1:
         raise ValueError(f"got --steps {args.steps} --repeat {args.repeat}, expected at least 1 of each")
+    for name in ("steps", "heads", "frames", "fps"):
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= MOST[name]:
+            least = "at least 1" if value < 1 else f"at most {MOST[name]}"
+            raise ValueError(f"got --{name} {value}, expected {least}")
+    named = max(len(args.classes), len(args.prompt), 1)
+    if args.repeat * named > MOST["pictures"]:
+        raise ValueError(
+            f"got {named} x --repeat {args.repeat} pictures, expected at most {MOST['pictures']} in a run; make others "
+            f"by runs with another --seed"
+        )
     if args.vae == "strips" and args.exact:
         raise ValueError("got --vae strips with --exact, expected pictures: strips round sums in another order")
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"got --seed {args.seed}, expected 0 to 2**63 - 1")
+
+
+def _check_counts(counts: Sequence[int]) -> None:
+    """Raise ValueError for numbers of processes that no plan is made for."""
+    most, total = MOST_PLANNED
+    if any(count < 1 for count in counts):
+        raise ValueError(f"got --dry-run {counts}, expected numbers of processes, from 1")
+    if any(count > most for count in counts) or sum(counts) > total:
+        shown = " ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
+        raise ValueError(f"got plans for {shown} GPUs, expected numbers up to {most}, together at most {total}")
 
 
 def _check_names(args: Args) -> None:

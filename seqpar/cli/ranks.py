@@ -23,6 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from seqpar.cli.exits import REPORTS, STARTER, Report
 
 SHUTDOWN_S = 5  # a rank that does not end in this time is killed
+MOST = 128  # processes of one machine, each of which needs about 1 GB of host memory
 
 
 def wanted(gpus: int | None, ranks: int | None) -> int:
@@ -32,6 +33,8 @@ def wanted(gpus: int | None, ranks: int | None) -> int:
     for name, count in (("gpus", gpus), ("ranks", ranks)):
         if count is not None and count < 1:
             raise ValueError(f"got --{name} {count}, expected at least 1")
+        if count is not None and count > MOST:
+            raise ValueError(f"got --{name} {count}, expected at most {MOST} processes on one machine")
     if gpus is not None and gpus > (there := torch.cuda.device_count()):
         raise ValueError(
             f"got --gpus {gpus} on a machine with {there} GPU(s), expected at most {there}"
@@ -66,18 +69,24 @@ def start(words: Sequence[str], count: int) -> None:
 def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[str, int]:
     """The message and the exit code for failed ranks: rank -> exit code (a negative one is a signal), and its report.
 
-    In order: a mistake (rank 0's if it has told one), a signal that the agent does not send to the others, the first
-    bug, any other end.
+    In order: a mistake (rank 0's if it has told one), what went wrong first, a signal that the agent does not send to
+    the others, the first bug, any other end. A deadline comes before signals, because the rank that it names may have
+    been stopped and then killed with the job; the agent sees a rank that was killed first long before a deadline.
     """
     for rank, report in reports.items():
         if report.kind == "mistake":
-            return report.text if rank == 0 else f"rank {rank}: {report.text}", 1
+            return report.text if rank == 0 else f"rank {rank}: {report.text}", report.code
+    if 128 + signal.SIGPIPE in codes.values():
+        return "stopped: nothing reads the output any more", 128 + signal.SIGPIPE
+    if failures := {rank: report for rank, report in reports.items() if report.kind == "failure"}:
+        rank, first = min(failures.items(), key=lambda pair: pair[1].time)
+        return first.text if rank == 0 else f"rank {rank}: {first.text}", first.code
     for rank, code in codes.items():
         if code < 0 and code != -signal.SIGTERM:
             return _ended_by(rank, -code), 128 - code
     if reports:
         rank, first = min(reports.items(), key=lambda pair: pair[1].time)
-        return f"rank {rank} failed, which is a bug:\n{first.text.rstrip()}", 1
+        return f"rank {rank} failed, which is a bug:\n{first.text.rstrip()}", first.code
     rank, code = next(iter(codes.items()))
     if code < 0:
         return _ended_by(rank, -code), 128 - code

@@ -14,11 +14,11 @@ CUDA graph. The same in a narrower data type is the "plain" run of that type. A 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from seqpar.planner.search import Wish
 from seqpar.protocols import SequenceModel
 from seqpar.sampling.request import Request
 
+T = TypeVar("T")
 OWN_FACTOR = 2.0  # of the error of a run of its own
 Errors = Mapping[Place, Error]
 
@@ -169,15 +170,23 @@ def _bench(
     pipeline = replace(subject.pipeline, dit=dit, vae=_cast(subject.pipeline.vae, dtype))
     name = _name(dtype)
     try:
-        made = ranks.together(lambda: record(dit, subject.request, truth, graph=False))
+        made = ranks.together(lambda: _refused(lambda: record(dit, subject.request, truth, graph=False)))
+        like = ranks.of_rank_0(lambda: _refused(lambda: likeness(pipeline.decode(_latents(dit, made)), picture, lpips)))
     except ValueError as error:  # overflow in this data type, which is no error of a way of computing
         return f"{subject.name}: {name} is not judged, because one rank alone fails in it: {error}"
     same, own = ranks.share((on_same_inputs(made, truth), on_own_inputs(made, truth)))
-    like = likeness(pipeline.decode(_latents(dit, made)), picture, lpips) if ranks.is_main else None
     row = Row(subject.name, dtype, None, dit.local.name, same, own, 1.0, made.bits, like)
     bounds = {place: bound(error, dtype) for place, error in same.items()}
     loose = {place: bound(error, dtype, OWN_FACTOR) for place, error in own.items()}
     return Bench(subject, dtype, pipeline, truth, picture, bounds, loose, row, lpips)
+
+
+def _refused(work: Callable[[], T]) -> T:
+    """Return the result of `work`; ValueError, which ranks share, where its numbers stop being finite."""
+    try:
+        return work()
+    except FloatingPointError as error:
+        raise ValueError(str(error)) from error
 
 
 def _rows(bench: Bench, ways: Sequence[Way], meshes: Meshes, wish: Wish) -> tuple[list[Row], list[Pictures]]:
@@ -199,7 +208,7 @@ def _measured(bench: Bench, way: Way, meshes: Meshes, wish: Wish) -> tuple[list[
     if mesh is not None:
         try:
             mine, got = _computed(bench, way, mesh, wish)
-        except ValueError as error:  # raised alike on all ranks of the way
+        except (ValueError, FloatingPointError) as error:  # raised alike on all ranks of the way
             mine = Measured(failed=str(error))
     return [each for each in ranks.collect(mine) if each is not None], got if ranks.is_main else None
 

@@ -47,7 +47,7 @@ def record(dit: DistributedDiT, request: Request, on: Trajectory | None = None, 
 
     on: the run on whose inputs the model predicts; None means its own. graph: replay steps as CUDA graphs if possible;
     predictions never are. The request's generator is left as it is, so that every run of a request adds the same noise.
-    Raises ValueError if the latents stop being finite. Every rank must call this at the same time.
+    Raises FloatingPointError if the latents stop being finite. Every rank must call this at the same time.
     """
     run = begin(dit, replace(request, generator=_copied(request.generator)))
     try:

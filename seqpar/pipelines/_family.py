@@ -99,7 +99,7 @@ def family_of(name: str, heads: int | None = None) -> tuple[ModuleType, Path | N
     heads: see `seqpar.weights.find.locate`. Raises ValueError if nothing has this name or no model of seqpar fits its
     files.
     """
-    path = BUILTIN if name == "builtin" else resolve(name)
+    path = BUILTIN if is_builtin(name) else resolve(name)
     modules = [plugin(seqpar.pipelines, each, "family") for each in plugins(seqpar.pipelines)]
     index = None if path is None else path / "model_index.json"
     if index is None or not index.is_file():
@@ -111,6 +111,11 @@ def family_of(name: str, heads: int | None = None) -> tuple[ModuleType, Path | N
     kind = read_json(index).get("_class_name")
     found = next((module for module in modules if kind in module.PIPELINES), None)
     return found or plugin(seqpar.pipelines, ANY, "family"), path
+
+
+def is_builtin(name: str | Path) -> bool:
+    """Return whether a name stands for the model that comes with the package, whatever its case."""
+    return str(name).lower() == "builtin"
 
 
 def latent_size(pixels: tuple[int, int] | None, factor: int, config: Any) -> tuple[int, int]:

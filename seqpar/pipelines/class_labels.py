@@ -15,7 +15,7 @@ from torch import Tensor
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _family, _labels, _schedulers
-from seqpar.pipelines._family import BUILTIN, NO_VAE_FACTOR, Job, Order
+from seqpar.pipelines._family import BUILTIN, NO_VAE_FACTOR, Job, Order, is_builtin
 from seqpar.pipelines._loaded import Loaded
 from seqpar.pipelines._pictures import to_pil
 from seqpar.planner.plan import Plan, make, work_of
@@ -61,7 +61,7 @@ class Files:
         which then has no decoder. heads: see there. Raises ValueError if a file does not fit; reads only the headers of
         weight files.
         """
-        path = BUILTIN if str(name) == "builtin" else resolve(name)
+        path = BUILTIN if is_builtin(name) else resolve(name)
         blueprint = locate(name if path is None else path, heads)
         if path is None or not (path / "model_index.json").is_file():
             return Files(blueprint, None, None, {})

@@ -39,7 +39,8 @@ def sample(
     values; those of other ranks must have the same shapes, dtypes and number of steps.
     graph: replay the step as a CUDA graph if possible (`why_no_graph` gives the reason if not).
     on_step(index): called when a step has been queued; on a GPU the step may still be running.
-    Raises ValueError for arguments that do not fit, and if the latents stop being finite (it names the step).
+    Raises ValueError for arguments that do not fit, and FloatingPointError if the latents stop being finite (it names
+    the step).
     """
     with Sampler(dit, graph=graph) as sampler:
         return sampler(scheduler, noise, prompt, on_step=on_step, **settings)
@@ -170,9 +171,12 @@ def digest(latents: Tensor) -> str:
 
 
 def check_finite(first_bad: int, timesteps: Tensor) -> None:
-    """Raise ValueError if a step produced NaN or infinity; first_bad: its index, or the number of steps if none did."""
+    """Raise FloatingPointError if a step produced NaN or infinity.
+
+    first_bad: the step's index, or the number of steps if none did.
+    """
     if first_bad < len(timesteps):
-        raise ValueError(
+        raise FloatingPointError(
             f"latents stopped being finite at step {first_bad + 1} of {len(timesteps)} (timestep "
             f"{timesteps[first_bad].item():g}); try dtype fp32, a lower guidance, or check the weights"
         )

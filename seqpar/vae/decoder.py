@@ -114,7 +114,8 @@ def decode(
     """Decode rank 0's latents (N, C, h, w) into pictures (N, 3, H, W) in [0, 1], fp32, on every rank.
 
     on: the VAE, diffusers' AutoencoderKL, on the ranks of a mesh. on_image(index): called when this rank has queued
-    the decoding of one of its images, or its part of one. wish: see `way_of`.
+    the decoding of one of its images, or its part of one. wish: see `way_of`. Raises FloatingPointError on every rank
+    if a picture is not finite.
     """
     latents_NCHW = on.rank_0s(latents_NCHW)
     way = on.way(len(latents_NCHW), latents_NCHW.shape, wish)
@@ -122,7 +123,9 @@ def decode(
     on.prepare(way, (1, *latents_NCHW.shape[1:]))
     shard, one = way.shard(len(latents_NCHW)), on.strips if way.name == "strips" else on.alone
     images = _pictures(on.vae, latents_NCHW[shard.slice(way.axis.rank)], one, on_image)
-    return gather(images, way.axis, shard.sizes) if way.axis.size > 1 else images
+    images = gather(images, way.axis, shard.sizes) if way.axis.size > 1 else images
+    _check_finite(images, on.vae.dtype)
+    return images
 
 
 def _pictures(
@@ -135,9 +138,22 @@ def _pictures(
     with torch.inference_mode(False), torch.no_grad():  # exchanges that are made here outlive the caller's mode
         for index, (image, latent) in enumerate(zip(images, latents_NCHW.to(vae.dtype), strict=True)):
             decoded = one(latent[None] / config.scaling_factor + shift)[0]
-            image.copy_((decoded.float() / 2 + 0.5).clamp(0, 1))
+            values = decoded.float()
+            # where a value is infinite, the difference is NaN, which no clamp hides
+            image.copy_((values / 2 + 0.5).clamp(0, 1) + (values - values))
             on_image(index)
     return images
+
+
+def _check_finite(images_N3HW: Tensor, dtype: torch.dtype) -> None:
+    """Raise FloatingPointError if pictures hold NaN, which a file would show as black. dtype: the decoder's."""
+    bad = (~images_N3HW.isfinite().all(dim=3).all(dim=2).all(dim=1)).nonzero().flatten().tolist()
+    if bad:
+        raise FloatingPointError(
+            f"the decoder made pixels that are not finite in {len(bad)} of {len(images_N3HW)} pictures (the first is "
+            f"picture {bad[0] + 1}) in {str(dtype).removeprefix('torch.')}; try dtype fp32 or bf16, or check the "
+            f"decoder's weights and scaling_factor"
+        )
 
 
 def preview(latents_NCHW: Tensor, factor: int) -> Tensor:

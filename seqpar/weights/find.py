@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from filelock import FileLock
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -23,17 +17,10 @@ import seqpar.models
 from seqpar.mesh import Mesh
 from seqpar.protocols import SequenceModel, plugins
 from seqpar.weights.checkpoint import Checkpoint, KeyMap, check, from_state_dict
+from seqpar.weights.hub import download
 from seqpar.weights.layout import layout_of, open_model
 from seqpar.weights.loading import load
 
-# a pipeline's parts, without files of other formats at the top of many repositories
-DOWNLOADED = [
-    *("model_index.json", "config.json", "diffusion_pytorch_model*"),
-    *("transformer/*", "transformer_2/*", "unet/*", "vae/*", "scheduler/*"),
-    *("text_encoder/*", "text_encoder_2/*", "text_encoder_3/*", "tokenizer/*", "tokenizer_2/*", "tokenizer_3/*"),
-    *("text_decoder/*", "text_tokenizer/*", "clip_tokenizer/*", "clip_image_processor/*"),
-    *("image_encoder/*", "image_processor/*", "feature_extractor/*", "processor/*", "connectors/*"),
-]
 INIT_STD = 0.02  # standard deviation of the random weights of presets
 
 
@@ -103,7 +90,7 @@ def resolve(name: str | Path) -> Path | None:
         return None
     path = Path(name)
     if not path.exists():
-        path = _download(str(name))
+        path = download(str(name), list(_presets()))
     if path.is_dir() and layout_of(path) is None:
         raise ValueError(
             f"got model {name}, which is not a diffusers folder (no model_index.json or config.json), and has no files "
@@ -179,18 +166,3 @@ def _modules() -> list[ModuleType]:
 
 def _presets() -> dict[str, tuple[ModuleType, Any]]:
     return {preset: (module, config) for module in _modules() for preset, config in module.PRESETS.items()}
-
-
-def _download(name: str) -> Path:
-    presets = ", ".join(_presets())
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise ValueError(f"got model {name!r}: there is no such path; presets with random weights: {presets}")
-    # one process of a host downloads; the others wait here and then find every file in the cache
-    lock = Path(tempfile.gettempdir(), f"seqpar-{os.getuid()}-{name.replace('/', '--')}.lock")
-    try:
-        with FileLock(lock):
-            return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise ValueError(
-            f"got model {name!r}: no such path, no preset ({presets}), and not from the hub: {error}"
-        ) from error

@@ -95,7 +95,7 @@ def test_a_dry_run_refuses_what_a_run_would(capsys: pytest.CaptureFixture[str], 
 
 def test_a_refused_plan_is_one_line_and_a_failure() -> None:
     done = seqpar("plan", "--gpus", "2", "--strategy", "foo")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("error: got strategy 'foo'")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""

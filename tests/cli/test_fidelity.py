@@ -26,7 +26,7 @@ def printed(rank: int, world: int, device: torch.device, args: FidelityArgs, bro
             lost_shard(patch, rank)
         try:
             run_fidelity(args)
-        except ValueError as error:
+        except FloatingPointError as error:
             ended = str(error)
     return shown.getvalue(), ended
 

@@ -94,7 +94,7 @@ def test_a_mistake_is_one_line_and_torchrun_reports_nothing(
     folder: Path, tmp_path: Path, flags: tuple[str, ...], message: str
 ) -> None:
     done = seqpar("sample", "--ranks", "2", *words(folder, tmp_path / "x.png", flags))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""

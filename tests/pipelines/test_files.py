@@ -24,6 +24,7 @@ from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.steppers import decide
 from seqpar.vae.decoder import check_vae, load_vae
 from seqpar.weights import find as _find
+from seqpar.weights import hub
 from tests.support.pool import Pool
 
 
@@ -35,7 +36,8 @@ def copy(tmp_path: Path) -> Path:
 
 def test_a_hub_id_brings_decoder_scheduler_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(_find, "snapshot_download", lambda name, **_: asked.append(name) or str(BUILTIN))
+    monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: None)
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: asked.append(name) or str(BUILTIN))
     files, builtin = Files.locate("someone/emoji-dit"), Files.locate("builtin")
     assert asked == ["someone/emoji-dit"]
     assert files.folder == BUILTIN
@@ -271,7 +273,8 @@ def downloaded(rank: int, world: int, device: torch.device, folder: str) -> list
         return str(BUILTIN)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_find, "snapshot_download", download)
+        patch.setattr(hub.HfApi, "model_info", lambda *_, **__: None)
+        patch.setattr(hub, "snapshot_download", download)
         mesh = Mesh.joined(device)
         assert mesh.together(lambda: _find.resolve("someone/a-model")) == BUILTIN
         mesh.collect(rank)

@@ -259,7 +259,7 @@ def not_finite(rank: int, world: int, device: torch.device) -> str:
             steps=STEPS,
             guidance=Guidance(3.0),
         )
-    except ValueError as error:
+    except FloatingPointError as error:
         return str(error)
     return "nothing"
 

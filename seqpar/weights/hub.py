@@ -1,0 +1,100 @@
+"""Gets a model's files from the Hugging Face hub: asks once, with a short time-out, and then downloads.
+
+A name that is neither a path nor a preset may be a hub id. Whether the hub has it costs one question, which is not
+repeated; without a network, or with the hub's own switch (HF_HUB_OFFLINE=1), files that were downloaded before are
+used, at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+from huggingface_hub import HfApi, constants, errors, snapshot_download
+from huggingface_hub.utils import logging
+
+# a pipeline's parts, without files of other formats at the top of many repositories
+DOWNLOADED = [
+    *("model_index.json", "config.json", "diffusion_pytorch_model*"),
+    *("transformer/*", "transformer_2/*", "unet/*", "vae/*", "scheduler/*"),
+    *("text_encoder/*", "text_encoder_2/*", "text_encoder_3/*", "tokenizer/*", "tokenizer_2/*", "tokenizer_3/*"),
+    *("text_decoder/*", "text_tokenizer/*", "clip_tokenizer/*", "clip_image_processor/*"),
+    *("image_encoder/*", "image_processor/*", "feature_extractor/*", "processor/*", "connectors/*"),
+]
+ID = r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}"  # owner/name
+# the last one is the base of what its HTTP client raises
+NETWORK = (OSError, errors.HfHubHTTPError, getattr(errors, "HTTPError", OSError))
+SHOWN = 200  # characters of a name in a message
+ASK_S = 5.0  # seconds that the hub has to say whether it knows a name
+
+
+def download(name: str, presets: Sequence[str]) -> Path:
+    """Return the folder of a hub id, downloaded or from the cache; ValueError, with a line, if there is none.
+
+    presets: the names that were tried before, for the message.
+    """
+    if not re.fullmatch(ID, name):
+        raise ValueError(f"got model {_short(name)}: {_nowhere(presets)}")
+    # one process of a host downloads; the others wait here and then find every file in the cache
+    lock = Path(tempfile.gettempdir(), f"seqpar-{os.getuid()}-{name.replace('/', '--')}.lock")
+    try:
+        with FileLock(lock), _silent():
+            reason = _why_not(name)
+            if reason is not None:
+                return _cached(name, presets, reason)
+            return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
+    except (*NETWORK, errors.HFValidationError) as error:
+        raise ValueError(f"got model {name!r}, which cannot be downloaded from the hub: {_first(error)}") from error
+
+
+def _why_not(name: str) -> str | None:
+    """Return why nothing can be downloaded from the hub now, or None."""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE says not to ask the hub"
+    try:
+        HfApi().model_info(name, timeout=ASK_S)
+    except errors.GatedRepoError:
+        return "the hub gives it to users who accepted its terms (set HF_TOKEN)"
+    except errors.RepositoryNotFoundError:
+        return "the hub has none of this name, or it is private (set HF_TOKEN)"
+    except NETWORK as error:
+        return f"the hub gave no answer ({_first(error)})"
+    return None
+
+
+def _cached(name: str, presets: Sequence[str], reason: str) -> Path:
+    """Return the folder of files that were downloaded before; ValueError, with the reason for asking, without them."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=DOWNLOADED, local_files_only=True))
+    except errors.LocalEntryNotFoundError as error:
+        raise ValueError(f"got model {name!r}: {_nowhere(presets)}, no files of it are here, and {reason}") from error
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Silence the hub's warnings about questions that it repeats; what they say is in our message."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _nowhere(presets: Sequence[str]) -> str:
+    return f"there is no such path; presets with random weights: {', '.join(presets)}"
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= SHOWN else f"{name[:SHOWN]}...")
+
+
+def _first(error: BaseException) -> str:
+    """Return the first line of a message, or the name of an error without one."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -9,8 +9,8 @@ import errno
 import json
 import os
 import secrets
-import signal
 import shutil
+import signal
 import stat
 import tempfile
 import threading

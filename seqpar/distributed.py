@@ -17,6 +17,7 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
+from seqpar.deadlines import Calls
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import Plan, for_library, load_local, load_strategy, load_transport
@@ -27,6 +28,7 @@ from seqpar.shard import Shard, Tokens, check_tokens
 from seqpar.streams import Split, completed
 from seqpar.transports._contract import Gather
 from seqpar.transports.collective.point_to_point import gather
+from seqpar.watch import drain
 from seqpar.weights.find import Blueprint, from_diffusers, locate
 
 SCALARS = ("timestep", "guidance")  # inputs that may be one number for all images
@@ -66,7 +68,7 @@ class DistributedDiT(nn.Module):
         self._moves = load_transport(self.transport.name)
         self._attends: dict[tuple[int, Tokens], Attend] = {}
         self._gathers: dict[tuple[str, str, torch.Size, torch.dtype], Gather] = {}
-        self._releases = 0
+        self._releases, self._calls = 0, Calls()
         self._positions: dict[tuple[tuple[int, ...], Split], dict[str, Tensor]] = {}
 
     @classmethod
@@ -133,10 +135,12 @@ class DistributedDiT(nn.Module):
         batch = Shard(len(given["hidden_states"]), data.size * cfg.size)
         mine = batch.slice(data.rank * cfg.size + cfg.rank)
         given = {name: value[mine] for name, value in given.items()}
-        out = self._predict(given.pop("hidden_states"), given.pop("timestep"), given)
-        parts = [batch.sizes[d * cfg.size : (d + 1) * cfg.size] for d in range(data.size)]
-        out = gather(out, cfg, parts[data.rank]) if cfg.size > 1 else out
-        out = gather(out, data, tuple(map(sum, parts))) if data.size > 1 else out
+        is_first = self._calls.is_first(tuple((name, x.shape) for name, x in sorted(shared.items())))
+        with self.mesh.call(self.mesh.world, "a call of the transformer", is_first):
+            out = self._predict(given.pop("hidden_states"), given.pop("timestep"), given)
+            parts = [batch.sizes[d * cfg.size : (d + 1) * cfg.size] for d in range(data.size)]
+            out = gather(out, cfg, parts[data.rank]) if cfg.size > 1 else out
+            out = gather(out, data, tuple(map(sum, parts))) if data.size > 1 else out
         sample = self.model.unpatchify(out[:rows], *size).to(hidden_states.dtype)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
@@ -166,8 +170,17 @@ class DistributedDiT(nn.Module):
         return self._gathers[key]
 
     def check_delivered(self) -> None:
-        """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
+        """Raise TimeoutError if a rank waited in vain for another one; see `seqpar.transports._contract.Transport`."""
         self._moves.check()
+
+    def check_now(self) -> None:
+        """Raise TimeoutError if it is known by now that this rank waits for another one in vain."""
+        self._moves.check_now()
+
+    def wait(self) -> None:
+        """Wait for the device, and raise TimeoutError as soon as it is known that a rank waits in vain."""
+        drain(self.mesh.world.watch, self.device, self._moves.late)
+        self._moves.check_now()
 
     def release(self) -> None:
         """Free the buffers of all exchanges, on all ranks at the same time; the next call makes new ones."""

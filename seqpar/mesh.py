@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeVar
@@ -138,6 +139,15 @@ class Mesh:
         """Return how long this rank waits for others."""
         return Deadlines() if self.world.watch is None else self.world.watch.deadlines
 
+    def call(self, axis: Axis, what: str, is_first: bool) -> AbstractContextManager[None]:
+        """Return a context in which a call is queued that exchanges data on an axis; the watch looks whether it ends.
+
+        what: the call, for the error. is_first: whether the longer deadline holds (`seqpar.deadlines.Calls`).
+        """
+        if axis.watch is None:
+            return nullcontext()
+        return axis.watch.call(what, axis.ranks, is_first, self.device)
+
     @property
     def is_main(self) -> bool:
         """Return whether this is rank 0, which prints and writes for all."""
@@ -169,6 +179,8 @@ class Mesh:
         if self.is_main:
             try:
                 result = work()
+            except TimeoutError:
+                raise  # the other ranks have ended or are stopped, so nothing can be shared with them
             except (ValueError, OSError) as raised:
                 error = raised
         if self.world.size > 1:
@@ -188,6 +200,8 @@ class Mesh:
         result, error = None, None
         try:
             result = work()
+        except TimeoutError:
+            raise  # other ranks have ended or are stopped, so nothing can be shared with them
         except (ValueError, OSError) as raised:
             error = raised
         errors = self.collect(None if error is None else str(error))

@@ -74,6 +74,7 @@ class Watch:
         self._is_first, self._inside = True, False
         self._followers: WeakSet[Follows] = WeakSet()
         self._calls: deque[Wait] = deque()
+        self._lock = threading.Lock()
         self._oldest: tuple[Wait | None, float] = None, 0.0
         patience = max(1.0, deadlines.later_s)
         self._pulse = None if store is None else Pulse(rank, store, patience, self._look)
@@ -100,11 +101,9 @@ class Watch:
         try:
             yield
             if device.type == "cuda" and self._pulse is not None:
-                while self._calls and _is_over(self._calls[0]):
-                    self._calls.popleft()
                 event = torch.cuda.Event()
                 event.record()
-                self._calls.append(replace(wait, event=event))
+                self._unfinished(replace(wait, event=event))
         except RuntimeError as error:
             if self.failed is None:
                 raise
@@ -181,13 +180,20 @@ class Watch:
             self._named(wait, waited, reasons) if reasons else self._told(wait, waited, "it is not known which")
         )
 
+    def _unfinished(self, new: Wait | None = None) -> Wait | None:
+        """Add a call on the device, and return the oldest one that is not over, if there is one."""
+        with self._lock:
+            if new is not None:
+                self._calls.append(new)
+            while self._calls and (event := self._calls[0].event) is not None and event.query():
+                self._calls.popleft()
+            return self._calls[0] if self._calls else None
+
     # The thread --------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """Look whether the oldest call on the device waits in vain; called after each beat."""
-        while self._calls and _is_over(self._calls[0]):
-            self._calls.popleft()
-        wait = self._calls[0] if self._calls else None
+        wait = self._unfinished()
         if self._oldest[0] is not wait:
             self._oldest = wait, time.monotonic()
         if wait is None or self.failed is not None:
@@ -204,7 +210,7 @@ class Watch:
         self.failed = told
         for group in self.groups:
             # one thread each, because an abort waits until the graphs that hold the communicator are gone
-            threading.Thread(target=_abort, args=(group,), daemon=True).start()
+            threading.Thread(target=_abort, args=(group,), daemon=True, name="seqpar-abort").start()
 
         def end() -> None:
             if not self._raised.wait(GRACE_S):
@@ -292,10 +298,6 @@ def _why_late(wait: Wait, sign: Sign, start: float, waited: float) -> str | None
     if behind and not wait.busy and waited > wait.limit_s:
         return "it lives, but has not begun this call"
     return None
-
-
-def _is_over(call: Wait) -> bool:
-    return call.event is None or call.event.query()
 
 
 def _abort(group: dist.ProcessGroup) -> None:

@@ -36,10 +36,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds that a rank waits for another: in first calls of a shape, and later."""
+    """Seconds that a rank waits for another: in first calls of a shape, and later; and until all processes are gone."""
 
     first: float
     later: float
+    more: float = MORE_S
 
     def flags(self) -> tuple[str, ...]:
         """Return the flags of the command."""
@@ -49,7 +50,7 @@ class Deadlines:
         """Return the seconds after which no process may be left; None for a job that goes on."""
         if case.code == 0:
             return None
-        return MORE_S + {"nothing": 0.0, "first": self.first, "later": self.later}[case.within]
+        return self.more + {"nothing": 0.0, "first": self.first, "later": self.later}[case.within]
 
 
 def _later(number: signal.Signals, after_s: float = 0.3) -> tuple[Signal, ...]:

@@ -22,6 +22,7 @@ from seqpar import exact
 from seqpar.adapter.graphs import Capture, Captured, CudaCapture, Graphs
 from seqpar.adapter.promises import plain
 from seqpar.adapter.signature import Form, form_of
+from seqpar.deadlines import Calls
 from seqpar.inputs import agree, broadcast, shapes
 from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import load_transport
@@ -97,7 +98,7 @@ class Decoding:
         self._state: Hashable = None
         self._here = self._turns = False
         self._total: float | None = None
-        self._generation, self._told = 0, set[str]()
+        self._generation, self._told, self._calls = 0, set[str](), Calls()
 
     def way(self, count: int, shape: Sequence[int], wish: str = "auto") -> Way:
         """See `seqpar.vae.decoder.Decoder`."""
@@ -210,7 +211,9 @@ class Decoding:
                 self.say(Way("whole", self.mesh.world.size, WHOLE, reason if self.mesh.world.size > 1 else None).told)
                 return Work(own(self.vae, "encode"))(form.whole)
             self._parallel.strip_bytes = None  # that of the last decoding
-            made = Work(self._parallel.encode)(form.whole)
+            is_first = self._calls.is_first(("encode", form.tensors[INPUT].shape))
+            with self.mesh.call(self.mesh.replica, "an encoding by strips", is_first):
+                made = Work(self._parallel.encode)(form.whole)
             self._moves.check()
             return made
 
@@ -271,7 +274,10 @@ class Decoding:
         ):
             results = self._graphs[work].run(work, form, self._generation).whole
         else:
-            results = work(form.whole)
+            axis = self.mesh.replica if work is self._strips else WHOLE
+            is_first = self._calls.is_first((axis.name, form.tensors[INPUT].shape))
+            with self.mesh.call(axis, "a decoding by strips", is_first):
+                results = work(form.whole)
         work.check_delivered()
         return results
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from seqpar.adapter.signature import Form, form_of
+from seqpar.deadlines import Calls
 from seqpar.mesh import Mesh, collected
 from seqpar.sampling.graph import StepGraph
 
@@ -103,6 +104,7 @@ class Graphs:
         self._tells = tells and mesh.sequence.rank == 0
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._calls = Calls()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -112,6 +114,11 @@ class Graphs:
 
         generation: a number that is equal on all ranks and changes whenever a captured call is no longer valid.
         """
+        kind = id(body), arguments.kind
+        with self._mesh.call(self._mesh.sequence, "a call of a transformer or VAE", self._calls.is_first(kind)):
+            return self._ran(body, arguments, generation)
+
+    def _ran(self, body: Computes, arguments: Form, generation: int) -> Form:
         key = None if arguments.kind is None else (id(body), arguments.kind)
         if self._capture is None or key is None or torch.is_autocast_enabled(self._mesh.device.type):
             return _eager(body, arguments)
@@ -166,6 +173,7 @@ class Graphs:
             self._capture = None
             return None
         assert captured is not None
+        self._calls.forget(key)
         self._graphs[key] = _Graph(inputs, captured, generation)
         return self._graphs[key]
 

@@ -89,7 +89,7 @@ class Sampler:
                 run.capture()
             run.step()
             on_step(index)
-        self.dit.check_delivered()  # before the next collective, which would wait for a rank that has died
+        self.dit.wait()  # before the next collective, which would wait for a rank that has died
         # copies, because without a gather a stream of tokens is the buffer that the next call writes to
         self._made = {name: x.clone() for name, x in run.all_latents().items()}
         check_finite(run.first_bad(), run.timesteps)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from seqpar.deadlines import Calls
 from seqpar.distributed import DistributedDiT
 from seqpar.kernels.ddim import guide
 from seqpar.sampling.ddpm import check_variances
@@ -57,7 +58,7 @@ class Run:
             for name, state in self._states.items()
         }
         self._starts = {name: state.tokens.clone() for name, state in self._states.items()}
-        self._index = 0
+        self._index, self._calls = 0, Calls()
         self._segment = self._segments[0]
         self._segment.load(0)
 
@@ -79,8 +80,17 @@ class Run:
         return why_not_captured(self._dit, self._course.decision)
 
     def step(self) -> None:
-        """Queue the next step, as a replay if its graph was captured; after the last step the first one follows."""
+        """Queue the next step, as a replay if its graph was captured; after the last step the first one follows.
+
+        Raises TimeoutError if it is known by now that this rank waits for another in vain.
+        """
         self._load()
+        what = f"step {self._index + 1} of {len(self.timesteps)}"
+        with self._dit.mesh.call(self._dit.mesh.replica, what, self._calls.is_first(self._segment.steps)):
+            self._queue()
+        self._dit.check_now()
+
+    def _queue(self) -> None:
         segment = self._segment
         if segment.graph is not None:
             segment.graph.replay()
@@ -99,12 +109,14 @@ class Run:
             changed = [self._count, self._bad]
             for name, stepper in self._steppers.items():
                 changed += [self._states[name].tokens, *(stepper.kept if isinstance(stepper, Traced) else ())]
-            self._segment.graph = StepGraph(self._same_step, changed)
+            with self._dit.mesh.call(self._dit.mesh.replica, "the capture of a step", True):
+                self._segment.graph = StepGraph(self._same_step, changed)
+            self._calls.forget(self._segment.steps)
 
     def _same_step(self) -> None:
-        """Run `step`, but leave the host's step index unchanged."""
+        """Run a step, but leave the host's step index unchanged."""
         index = self._index
-        self.step()
+        self._queue()
         self._index = index
 
     def predict(self, step: Tensor | None = None) -> dict[str, Tensor]:

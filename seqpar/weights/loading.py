@@ -23,7 +23,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from seqpar.mesh import Mesh
+from seqpar.mesh import Axis, Mesh, finish
 from seqpar.weights.checkpoint import Checkpoint, KeyMap, check
 from seqpar.weights.staging import Staging
 
@@ -32,11 +32,11 @@ READERS = 8  # threads a rank at most: one copies less from the page cache, or a
 
 @dataclass(frozen=True)
 class Team:
-    """The ranks of one host, which read a checkpoint together. ranks: their numbers among all; group: None if alone."""
+    """The ranks of one host, which read a checkpoint together. ranks: their numbers among all; axis: None if alone."""
 
     rank: int = 0
     ranks: Sequence[int] = (0,)
-    group: dist.ProcessGroup | None = None
+    axis: Axis | None = None
 
     @staticmethod
     def of(mesh: Mesh | None) -> Team:
@@ -48,7 +48,8 @@ class Team:
         mine = next(team for team in teams if mesh.world.rank in team)
         group = mesh.world.group if len(teams) == 1 else dist.new_subgroups_by_enumeration(teams)[0]
         assert group is None or isinstance(group, dist.ProcessGroup)
-        return Team(mine.index(mesh.world.rank), mine, group)
+        rank = mine.index(mesh.world.rank)
+        return Team(rank, mine, Axis("host", rank, len(mine), group, mesh.world.watch))
 
     @property
     def size(self) -> int:
@@ -108,8 +109,10 @@ def _read(
 
 def _give(tensor: Tensor, team: Team, reader: int) -> None:
     """Broadcast a parameter from the rank of this host that has read it."""
-    if team.size > 1 and team.group is not None:
-        dist.broadcast(tensor, src=team.ranks[reader], group=team.group)
+    if team.size > 1 and team.axis is not None:
+        group, source = team.axis.group, team.ranks[reader]
+        what = "weights that a rank has read"
+        finish(team.axis, tensor.device, lambda wait: dist.broadcast(tensor, source, group, not wait), what)
 
 
 def shares(checkpoint: Checkpoint, keys: KeyMap, parts: int) -> dict[str, int]:

@@ -21,7 +21,9 @@ from tests.faults.forked import forked
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 
-DEADLINES = Deadlines(first=8.0, later=4.0)
+# short where a deadline must pass; else long, because ranks of a busy machine may be late. The bench allows 5 s more.
+SHORT = Deadlines(first=6.0, later=3.0, more=15.0)
+LONG = Deadlines(first=60.0, later=60.0, more=15.0)
 STOPPED_S = 1.5
 SIDE_BY_SIDE = 3
 # the quick ones of `CASES`, each over the transport that says more
@@ -49,13 +51,18 @@ def case_of(name: str) -> Case:
     return for_a_while(next(case for case in CASES if case.name == name), STOPPED_S)
 
 
+def deadlines_of(case: Case) -> Deadlines:
+    """Return the deadlines that a job with this fault gets."""
+    return LONG if case.within == "nothing" else SHORT
+
+
 def ended(name: str, transport: str) -> Outcome:
     """Return how a job with this fault ends."""
     case = case_of(name)
-    words = ("sample", "--ranks", "2", *WORDS, "--transport", transport, *DEADLINES.flags())
+    words = ("sample", "--ranks", "2", *WORDS, "--transport", transport, *deadlines_of(case).flags())
     with tempfile.TemporaryDirectory(prefix="seqpar-faults-") as folder:
         plant = replace(case.plant, folder=folder)
-        return carried_out(Job(words, Path(folder), plant, case.signals, limit_s=60), forked)
+        return carried_out(Job(words, Path(folder), plant, case.signals, limit_s=90), forked)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +81,7 @@ def test_a_fault_ends_in_time_and_leaves_nothing(
     bits = outcomes[NOTHING.name, "peer"].result().digest
     assert bits is not None
     outcome = outcomes[name, transport].result()
-    assert wrong(case_of(name), outcome, DEADLINES, bits) == [], outcome.text
+    assert wrong(case_of(name), outcome, deadlines_of(case_of(name)), bits) == [], "\n".join(outcome.lines)
 
 
 def scripted(folder: Path, script: str) -> Outcome:

@@ -90,6 +90,8 @@ def plant(plant: Plant, rank: int) -> None:
     if rank != plant.rank or plant.what == "nothing":
         return
     if plant.place == "start":
+        import seqpar.cli.sample  # noqa: F401 (takes seconds, in the other ranks as well)
+
         happen(plant)
     elif plant.place == "arena":
         _plant_in_arenas(plant)

@@ -45,9 +45,9 @@ class Faults:
     """Number of jobs that run at the same time, on the same GPUs."""
     first_deadline_s: float = 30.0
     """Seconds that a rank waits for another in first calls."""
-    deadline_s: float = 8.0
+    deadline_s: float = 12.0
     """Seconds that a rank waits for another later."""
-    stopped_s: float = 4.0
+    stopped_s: float = 10.0
     """Seconds for which a rank is stopped that goes on."""
     again: bool = True
     """Run a job without a fault at once after jobs whose processes were killed."""

@@ -21,8 +21,11 @@ torchrun --nproc_per_node=4 launch/bench.py rates                        # measu
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Union
 
@@ -84,7 +87,24 @@ def run(rank: int) -> None:
     args = tyro.cli(benches, description=__doc__, console_outputs=rank == 0)
     if isinstance(args, ON_GPUS) and not torch.cuda.is_available():
         raise ValueError("got no GPU, expected one: this bench times its kernels and graphs; run it where there is one")
+    check(args)
     BENCHES[type(args)](args)
+
+
+def check(args: Any) -> None:
+    """Raise ValueError for numbers that are none, and for a file of lines that cannot be written at the end."""
+    for field in fields(args):
+        value = getattr(args, field.name)
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, float) and math.isnan(each):
+                raise ValueError(f"got --{field.name.replace('_', '-')} {each}, expected a number")
+    out: Path | None = getattr(args, "out", None)
+    if out is None:
+        return
+    if out.is_dir():
+        raise ValueError(f"got --out {out}, which is a folder; expected the name of a file for JSON lines")
+    if not out.absolute().parent.is_dir() or not os.access(out if out.exists() else out.absolute().parent, os.W_OK):
+        raise ValueError(f"got --out {out}, which cannot be written; expected a file in a folder that exists")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def check(args: Exchange, world: int) -> None:
     """Raise `ValueError` for flags that cannot be measured."""
     if world < 2:
         raise ValueError("got 1 process, expected at least 2; start with torchrun --nproc_per_node=2")
-    if min(args.batch, args.heads, args.head_dim, args.rounds) < 1 or args.seconds <= 0:
+    if min(args.batch, args.heads, args.head_dim, args.rounds) < 1 or not args.seconds > 0:
         raise ValueError(
             f"got --batch {args.batch} --heads {args.heads} --head-dim {args.head_dim} --rounds {args.rounds} "
             f"--seconds {args.seconds:g}, expected at least 1 of each, and more than 0 seconds"

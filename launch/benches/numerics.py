@@ -57,6 +57,8 @@ class Numerics:
 
 def main(args: Numerics) -> None:
     """Measure each model, print a row, append the line."""
+    if not args.models:
+        raise ValueError("got --models without a name, expected builtin, folders or presets")
     every = [locate(model, args.steps) for model in args.models]
     for model, files in zip(args.models, every, strict=True):
         line = measure(model, files, args.steps, pick_device(1))

@@ -16,7 +16,7 @@ import seqpar.transports
 from seqpar.cli.args import Args
 from seqpar.mesh import Mesh, default_dtype
 from seqpar.pipelines._family import Job, Order, family_of, is_builtin
-from seqpar.pipelines._pictures import bytes_of, check_writable, numbered
+from seqpar.pipelines._pictures import bytes_of, check_room, check_writable, numbered
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import parse_mesh
 from seqpar.protocols import plugin
@@ -38,14 +38,18 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 def checked(args: Args, mesh: Mesh) -> Job | Adapted:
     """The job that the flags describe; the same ValueError on every rank for what is wrong. Every rank calls it.
 
-    Rank 0 looks for the model first, so that the hub is asked once for a name that it does not know.
+    Rank 0 looks for the model first, so that the hub is asked once for a name that it does not know. OSError (no space
+    left) if the files of the run do not fit on rank 0's disk.
     """
     mesh.together(lambda: check_flags(args))
     if mesh.world.size > 1:
         why = mesh.share(_why_not_found(args.model) if mesh.is_main else None)
         if why is not None:
             raise ValueError(why)
-    return mesh.together(lambda: check(args, mesh))
+    job = mesh.together(lambda: check(args, mesh))
+    if args.dry_run is None:
+        check_room(outputs(args, job)[-1], _disk_bytes(args, job), mesh)
+    return job
 
 
 def _why_not_found(name: str) -> str | None:
@@ -96,7 +100,7 @@ def outputs(args: Args, job: Job | Adapted) -> list[Path]:
     return numbered(args.out.with_suffix(".mp4") if default else args.out, job.count)
 
 
-def disk_bytes(args: Args, job: Job | Adapted) -> int:
+def _disk_bytes(args: Args, job: Job | Adapted) -> int:
     """The most bytes that the files of a run take; little more than nothing where the pipeline chooses the size."""
     if isinstance(job, Job):
         return bytes_of(job.load.images, job.pixels, job.sheet)

@@ -10,7 +10,7 @@ from torch import Tensor
 from seqpar import exact
 from seqpar.cli import decoding
 from seqpar.cli.args import Args
-from seqpar.cli.job import checked, disk_bytes, outputs
+from seqpar.cli.job import checked, outputs
 from seqpar.cli.plan import dry_run, wish_of
 from seqpar.cli.planning import shared_plan
 from seqpar.cli.progress import Bar, Progress
@@ -18,7 +18,7 @@ from seqpar.cli.summary import parameters, summary
 from seqpar.deadlines import Deadlines
 from seqpar.mesh import Mesh
 from seqpar.pipelines._family import Job
-from seqpar.pipelines._pictures import check_room, grid, save, to_pil
+from seqpar.pipelines._pictures import grid, save, to_pil
 from seqpar.pipelines.adapted import Adapted
 from seqpar.sampling.loop import digest
 
@@ -29,8 +29,6 @@ def run(args: Args) -> None:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
     job = checked(args, ranks)
-    if args.dry_run is None:
-        check_room(outputs(args, job)[-1], disk_bytes(args, job), ranks)
     if isinstance(job, Adapted):
         from seqpar.cli.adapted import run_adapted  # takes seconds to import, which a loop of our own does not need
 

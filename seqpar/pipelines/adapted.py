@@ -11,14 +11,16 @@ import gc
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import torch
+from diffusers.image_processor import VaeImageProcessor
 
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _schedulers
@@ -86,12 +88,20 @@ class Adapted:
         return pipe.to(device)
 
     def make(self, pipe: Any, on_step: Callable[[int], None]) -> list[Any]:
-        """Return the pictures as PIL images, or the videos as arrays (frames, height, width, 3) in [0, 1]."""
+        """Return the pictures as PIL images, or the videos as arrays (frames, height, width, 3) in [0, 1].
+
+        Raises FloatingPointError if one of them is not finite.
+        """
         arguments = dict(self.arguments)
         if self.counts_steps:
             arguments["callback_on_step_end"] = partial(_counted, on_step)
         result = pipe(**arguments, generator=torch.Generator().manual_seed(self.seed))
-        return list(result.frames if self.video else result.images)
+        made = list(result.frames if self.video else result.images)
+        if self.arguments.get("output_type") == "np":
+            _check_finite(made, self.dtype)
+        if self.video or not isinstance(made[0], np.ndarray):
+            return made
+        return VaeImageProcessor.numpy_to_pil(np.stack(made))
 
 
 def check(order: Order, path: Path | None, why: str | None = None) -> Adapted:
@@ -173,7 +183,7 @@ def _arguments(order: Order, name: str, given: Mapping[str, Any], embeds: bool) 
             made[argument] = value
     if "true_cfg_scale" in given:
         made |= _distilled(order, name, embeds, len(prompts))
-    if "num_frames" in given:
+    if "output_type" in given:  # arrays show NaN, which pictures hide as black
         made["output_type"] = "np"
     return made
 
@@ -222,6 +232,16 @@ def forget_encoders(pipe: Any) -> None:
             torch.cuda.empty_cache()
 
     handles += [module.register_forward_pre_hook(forget) for module in transformers_of(pipe).values()]
+
+
+def _check_finite(made: Sequence[Any], dtype: torch.dtype) -> None:
+    """Raise FloatingPointError if one of the arrays that a pipeline made holds NaN."""
+    bad = [number for number, each in enumerate(made, 1) if not np.isfinite(each).all()]
+    if bad:
+        raise FloatingPointError(
+            f"the decoder made pixels that are not finite in {len(bad)} of {len(made)} results (the first is number "
+            f"{bad[0]}) in {str(dtype).removeprefix('torch.')}; try dtype fp32 or bf16, or check the weights"
+        )
 
 
 def _counted(on_step: Callable[[int], None], pipe: Any, index: int, timestep: Any, tensors: Any) -> dict[str, Any]:

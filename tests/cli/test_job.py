@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,19 @@ from tests.support.tiny import diffusers_dit, original_state_dict
         ({"respacing": "25", "scheduler": "LCMScheduler"}, "got respacing '25' with LCMScheduler, expected DDIM"),
         ({"vae": "strips", "exact": True}, "got --vae strips with --exact, expected pictures"),
         ({"heads": 0}, "got --heads 0, expected at least 1"),
+        ({"repeat": 10**9}, "got 1 x --repeat 1000000000 pictures, expected at most 65536 in a run"),
+        ({"repeat": 40_000, "classes": ("1", "2")}, "got 2 x --repeat 40000 pictures"),
+        ({"dry_run": (10**9,)}, "got plans for 1000000000 GPUs, expected numbers up to 512, together at most 1024"),
+        ({"dry_run": (1,) * 10**6}, r"got plans for 1 1 1 1 1 1 1 1 \.\.\. GPUs"),
+        ({"dry_run": (0,)}, "expected numbers of processes, from 1"),
+        ({"steps": 10**9}, "got --steps 1000000000, expected at most 100000"),
+        ({"size": "9" * 5000}, "expected at most 131072 pixels along a side"),
+        ({"size": "64x131073"}, "got --size 64x131073, expected at most 131072"),
+        ({"frames": 0}, "got --frames 0, expected at least 1"),
+        ({"fps": 10**9}, "got --fps 1000000000, expected at most 1000"),
         ({"heads": 3, "model": "dit-s/8"}, "got 3 heads for dit-s/8, expected the 6 that"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_the_check_refuses_before_weights_load_and_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
@@ -50,9 +61,19 @@ def test_the_check_refuses_before_weights_load_and_leaves_no_folder(
 
     monkeypatch.setattr(Blueprint, "build", refuse)
     args = Args(**{"out": tmp_path / "new" / "x.png", **change})
+    started = time.perf_counter()
     with pytest.raises(ValueError, match=message):
         check(args, Mesh.single())
+    assert time.perf_counter() - started < 5  # whatever the numbers are
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("name", ["BuiltIn", "DIT-S/8"])
+def test_a_model_is_found_whatever_the_case_of_its_name(tmp_path: Path, name: str) -> None:
+    job = check(Args(model=name, out=tmp_path / "x.png"), Mesh.single())
+    assert isinstance(job, Job)
+    assert (job.blueprint.checkpoint is None) == (name == "DIT-S/8")
 
 
 def test_heads_of_original_files_are_named_by_a_flag(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.cli.processes import COMMAND, LIMIT_S, environment, seqpar, torchrun
 from tests.cli.test_mistakes import words
 
 LONG = ("--model", "dit-s/8", "--size", "256", "--classes", "1", "--steps", "900", "--mesh", "ulysses=2")
+FAILURE = Report("failure", "error: full", 1.0)
 MISTAKE, BUG, LATER = (
     Report("mistake", "error: got x", 2.0),
     Report("bug", "Traceback: x", 1.0),
@@ -28,11 +29,12 @@ MISTAKE, BUG, LATER = (
 
 
 @contextmanager
-def running(out: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def running(out: Path, temporary: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A command whose two ranks are in their steps, and the ranks' process ids."""
     flags = ("sample", "--ranks", "2", *LONG, "--out", str(out))
     pipe = subprocess.PIPE
-    with subprocess.Popen([*COMMAND, *flags], text=True, env=environment(), stdout=pipe, stderr=pipe) as process:
+    env = environment() | {"TMPDIR": str(temporary)}
+    with subprocess.Popen([*COMMAND, *flags], text=True, env=env, stdout=pipe, stderr=pipe) as process:
         try:
             assert process.stdout is not None
             assert any(line.startswith("graph") for line in process.stdout)
@@ -67,9 +69,10 @@ def alive(pid: int) -> bool:
     ids=["rank killed", "Ctrl-C", "starter killed"],
 )
 def test_a_signal_ends_all_ranks_with_one_line(
-    tmp_path: Path, who: str, number: signal.Signals, code: int, message: str
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, who: str, number: signal.Signals, code: int, message: str
 ) -> None:
-    with running(tmp_path / "x.png") as (process, pids):
+    temporary = tmp_path_factory.mktemp("temporary")
+    with running(tmp_path / "x.png", temporary) as (process, pids):
         assert len(pids) == 2
         assert all(map(alive, pids))
         os.kill(pids[1] if who == "rank" else process.pid, number)
@@ -80,6 +83,7 @@ def test_a_signal_ends_all_ranks_with_one_line(
     )
     assert gone(pids)
     assert not list(tmp_path.iterdir())
+    assert not list(temporary.glob("seqpar-*"))  # nor the folder of reports
 
 
 @pytest.mark.parametrize(
@@ -104,8 +108,13 @@ def test_a_mistake_is_one_line_and_torchrun_reports_nothing(
 def test_under_torchrun_a_mistake_is_our_message_once(folder: Path, tmp_path: Path) -> None:
     done = torchrun(*words(folder, tmp_path / "x.png", ("--classes", "99")))
     assert done.returncode != 0
-    assert done.stderr.count("error: got class '99', expected a number 0 to 9") == 1
-    assert "ChildFailedError" in done.stderr  # torchrun's report, which `seqpar` does not have
+    message = "error: got class '99', expected a number 0 to 9"
+    first, *rest = done.stderr.splitlines()
+    assert first == message
+    assert "ChildFailedError" in done.stderr  # torchrun's report, which `seqpar` does not have, and which quotes ours:
+    assert [line for line in rest if message in line] == [f"  traceback : {message}"]
+    assert "NO_OTHER_FAILURES" in done.stderr
+    assert len(rest) <= 40
     assert "step/s" not in done.stderr
     assert done.stdout == ""
     assert not list(tmp_path.iterdir())
@@ -114,9 +123,12 @@ def test_under_torchrun_a_mistake_is_our_message_once(folder: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("codes", "reports", "message", "code"),
     [
-        ({1: 1, 0: -15}, {1: MISTAKE}, "rank 1: error: got x", 1),  # rank 0 did not come to speak
-        ({0: 1, 1: 1}, {0: MISTAKE, 1: Report("mistake", "other", 1.0)}, "error: got x", 1),
-        ({0: 1, 1: 1}, {0: BUG, 1: MISTAKE}, "rank 1: error: got x", 1),  # rank 0 lost its connection to rank 1
+        ({1: 1, 0: -15}, {1: MISTAKE}, "rank 1: error: got x", 2),  # rank 0 did not come to speak
+        ({0: 1, 1: 1}, {0: MISTAKE, 1: Report("mistake", "other", 1.0)}, "error: got x", 2),
+        ({0: 1, 1: 1}, {0: BUG, 1: MISTAKE}, "rank 1: error: got x", 2),  # rank 0 lost its connection to rank 1
+        ({0: 1, 1: 1}, {0: LATER, 1: FAILURE}, "rank 1: error: full", 1),
+        ({0: 1, 1: 2}, {0: FAILURE, 1: MISTAKE}, "rank 1: error: got x", 2),
+        ({0: 141, 1: -15}, {}, "stopped: nothing reads the output any more", 141),
         ({0: 1, 1: -9}, {0: BUG}, "error: rank 1 was ended by SIGKILL", 137),
         ({0: 1, 1: -11}, {0: BUG}, "error: rank 1 was ended by SIGSEGV", 139),
         ({0: 1, 1: 1}, {0: LATER, 1: BUG}, "rank 1 failed, which is a bug:\nTraceback: x", 1),

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from launch import bench as entry
-from launch.benches import table, timing
+from launch.benches import numerics, table, timing
+from launch.benches.exchange import Exchange
 from launch.benches.steps import Steps, check, layouts
 
 ROOT = Path(__file__).parents[3]
@@ -129,10 +130,32 @@ def test_a_bench_of_kernels_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyP
 def test_a_mistake_is_one_message(tmp_path: Path, flags: tuple[str, ...], ranks: int, message: str) -> None:
     out = tmp_path / "lines.jsonl"
     done = bench(*flags, "--out", str(out), ranks=ranks)
-    assert done.returncode == 1
-    assert (done.stdout + done.stderr).count(message) == 1, done.stderr
+    assert done.returncode == (1 if ranks > 1 else 2)
+    assert done.stderr.startswith(message)
+    assert (done.stdout + done.stderr).count(message) == ranks  # the second one is in torchrun's own report
     assert ranks > 1 or "Traceback" not in done.stderr  # torchrun prints a traceback of its own
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (Exchange(seconds=float("nan")), "got --seconds nan, expected a number"),
+        (Exchange(megabytes=(1.0, float("nan"))), "got --megabytes nan, expected a number"),
+        (Steps(out=Path("/")), "got --out /, which is a folder"),
+        (Steps(out=Path("/nowhere/lines.jsonl")), "got --out /nowhere/lines.jsonl, which cannot be written"),
+    ],
+    ids=str,
+)
+def test_no_bench_starts_with_flags_that_it_cannot_end_with(args: Steps | Exchange, message: str) -> None:
+    entry.check(Steps(out=Path("lines.jsonl")))  # a negative control
+    with pytest.raises(ValueError, match=message):
+        entry.check(args)
+
+
+def test_numerics_of_no_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="got --models without a name"):
+        numerics.main(numerics.Numerics(models=()))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)

@@ -1,0 +1,60 @@
+"""What a process says at its end: one line, and a code that tells the user's mistakes from what went wrong."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+
+from seqpar.cli.exits import LONGEST, Report, line_of
+
+NO_MEMORY = "[enforce fail at alloc_cpu.cpp:130] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (ValueError("got x"), "mistake", 2),
+        (FileNotFoundError(errno.ENOENT, "No such file", "x"), "mistake", 2),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), "mistake", 2),
+        (TimeoutError("rank 1 did not come"), "failure", 1),
+        (OSError(errno.ENOSPC, "No space left on device", "x.png"), "failure", 1),
+        (ConnectionResetError("gone"), "failure", 1),
+        (FloatingPointError("latents stopped being finite"), "failure", 1),
+        (torch.OutOfMemoryError("CUDA out of memory"), "failure", 1),
+        (RuntimeError(NO_MEMORY), "failure", 1),
+        (MemoryError(), "failure", 1),
+        (RuntimeError("shape"), "bug", 1),
+        (KeyError("x"), "bug", 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_code_tells_mistakes_from_what_went_wrong(error: Exception, kind: str, code: int) -> None:
+    try:
+        raise error
+    except Exception as raised:
+        report = Report.of(raised)
+    assert (report.kind, report.code) == (kind, code)
+    assert ("Traceback" in report.text) == (kind == "bug")
+    assert report.text.startswith("error: ") or kind == "bug"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a\n\n  b\r\nc", "a; b; c"),
+        ("\x1b[31mred\x00\u202e", r"\x1b[31mred\x00\u202e"),
+        ("", "ValueError"),
+        ("a caf\u00e9", "a caf\u00e9"),
+    ],
+)
+def test_a_message_is_one_line_that_terminals_show_as_it_is(text: str, line: str) -> None:
+    assert line_of(ValueError(text)) == line
+
+
+def test_a_message_that_quotes_a_long_flag_keeps_its_ends() -> None:
+    line = line_of(ValueError(f"got {'x' * 10**6}, expected y"))
+    assert len(line) <= LONGEST + 5
+    assert line.startswith("got x")
+    assert line.endswith(", expected y")

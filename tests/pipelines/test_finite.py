@@ -1,0 +1,97 @@
+"""Pixels that are not finite are an error on every rank, and never a black picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.cli.args import Args
+from seqpar.cli.sample import run
+from seqpar.mesh import Mesh
+from seqpar.pipelines import class_labels
+from seqpar.pipelines.adapted import Adapted
+from seqpar.vae.decoder import Way, decode, load_vae
+from tests.support.pool import Pool
+
+CONFIG = SimpleNamespace(block_out_channels=(1,), scaling_factor=1.0, shift_factor=None)
+
+
+class Identity:
+    """A decoder of three channels that makes its input, as `decode` calls one."""
+
+    def __init__(self, mesh: Mesh, spoil: float) -> None:
+        self.mesh, self._spoil = mesh, spoil
+        self.vae: Any = SimpleNamespace(config=CONFIG, dtype=torch.float32)
+
+    def rank_0s(self, latents_NCHW: Tensor) -> Tensor:
+        return latents_NCHW
+
+    def way(self, count: int, shape: Any, wish: str = "auto") -> Way:
+        return Way("pictures", self.mesh.world.size, self.mesh.world)
+
+    def prepare(self, way: Way, shape: Any) -> None: ...
+
+    def say(self, text: str | None) -> None: ...
+
+    def alone(self, latent_1Chw: Tensor) -> Tensor:
+        return torch.where(latent_1Chw == 9.0, self._spoil, latent_1Chw)
+
+    def strips(self, latent_1Chw: Tensor) -> Tensor:
+        return self.alone(latent_1Chw)
+
+
+def decoded(rank: int, world: int, device: torch.device, spoil: float) -> str:
+    """The error of decoding three pictures, of which the last one, and with it the last rank, makes one bad value."""
+    mesh, latents = Mesh.joined(device), torch.zeros(3, 3, 4, 4, device=device)
+    latents[2, 1, 3, 0] = 9.0
+    try:
+        made = decode(Identity(mesh, spoil), latents)
+    except FloatingPointError as error:
+        return str(error)
+    assert made.unique().tolist() == [0.5, 1.0]
+    return "nothing"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_rank_raises_for_one_bad_value(ranks: Pool, world: int) -> None:
+    for spoil in (float("nan"), float("inf"), -float("inf")):
+        for told in ranks.run(world, decoded, spoil):
+            assert told.startswith("the decoder made pixels that are not finite in 1 of 3 pictures (the first is pict")
+    assert set(ranks.run(world, decoded, 9.0)) == {"nothing"}  # a negative control: a large value is white
+
+
+def test_a_decoder_of_nan_ends_a_run_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoiled(*args: Any) -> Any:
+        vae = load_vae(*args)
+        next(vae.decoder.conv_out.parameters()).data[0] = float("nan")
+        return vae
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(class_labels, "load_vae", spoiled)
+    with pytest.raises(FloatingPointError, match="try dtype fp32 or bf16, or check the decoder's weights"):
+        run(Args(classes=("cat",), steps=1, out=tmp_path / "x.png"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("video", [False, True])
+def test_diffusers_own_pipelines_are_checked_too(video: bool) -> None:
+    made = np.linspace(0, 1, 2 * 4 * 4 * 3).reshape(2, 4, 4, 3)
+
+    def pipe(**_: Any) -> Any:
+        return SimpleNamespace(images=made, frames=made[:, None])
+
+    kind = SimpleNamespace(__call__=lambda self: None)
+    arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
+    job = Adapted(kind, Path(), torch.float32, arguments, 0, None, video, "")
+    shown = job.make(pipe, lambda index: None)
+    want = made[:, None] if video else (255 * made).round().astype("uint8")
+    assert all(np.array_equal(np.asarray(one), each) for one, each in zip(shown, want, strict=True))
+    made[1, 2, 3, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"not finite in 1 of 2 results \(the first is number 2\)"):
+        job.make(pipe, lambda index: None)

@@ -85,22 +85,18 @@ class Run:
         Raises TimeoutError if it is known by now that this rank waits for another in vain.
         """
         self._load()
-        what = f"step {self._index + 1} of {len(self.timesteps)}"
-        with self._dit.mesh.call(self._dit.mesh.replica, what, self._calls.is_first(self._segment.steps)):
-            self._queue()
-        self._dit.check_now()
-
-    def _queue(self) -> None:
-        segment = self._segment
-        if segment.graph is not None:
-            segment.graph.replay()
-        else:
-            outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count))
-            for name, out in outputs.items():
-                cond, uncond = self._guided(name, *self._parted(name, out))
-                self._steppers[name](cond, uncond, self._index, self._count, self._bad)
-            self._count.add_(1).remainder_(len(self.timesteps))  # a benchmark may run more steps
+        segment, what = self._segment, f"step {self._index + 1} of {len(self.timesteps)}"
+        with self._dit.mesh.call(self._dit.mesh.replica, what, self._calls.is_first(segment.steps)):
+            if segment.graph is not None:
+                segment.graph.replay()
+            else:
+                outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count))
+                for name, out in outputs.items():
+                    cond, uncond = self._guided(name, *self._parted(name, out))
+                    self._steppers[name](cond, uncond, self._index, self._count, self._bad)
+                self._count.add_(1).remainder_(len(self.timesteps))  # a benchmark may run more steps
         self._index = (self._index + 1) % len(self.timesteps)
+        self._dit.check_now()
 
     def capture(self) -> None:
         """Capture the segment of the next step as a CUDA graph, so that its steps are replays; keeps the state."""
@@ -114,9 +110,9 @@ class Run:
             self._calls.forget(self._segment.steps)
 
     def _same_step(self) -> None:
-        """Run a step, but leave the host's step index unchanged."""
+        """Run `step`, but leave the host's step index unchanged."""
         index = self._index
-        self._queue()
+        self.step()
         self._index = index
 
     def predict(self, step: Tensor | None = None) -> dict[str, Tensor]:

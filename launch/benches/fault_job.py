@@ -22,7 +22,8 @@ from launch.benches.planted import PLANTED, Plant
 ROOT = Path(__file__).parents[2]
 LOOK_S = 0.02  # between two looks at the processes
 SHARED = Path("/dev/shm")
-KEPT = ("torchinductor_", "torchelastic_")  # caches of torch, and the logs of torchrun's own agent
+# caches of torch, the logs of torchrun's own agent, and semaphores, which Python's own tracker of resources removes
+KEPT = ("torchinductor_", "torchelastic_", "sem.mp-")
 SETTLE_S = 1.0  # a file that another job is about to remove is gone after this time
 DIGEST = re.compile(r"latents ([0-9a-f]{16})")
 BAR = re.compile(r"[^\r\n]*?\d+/\d+ \[[^\]\r\n]*/s\]|\r")

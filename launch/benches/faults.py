@@ -22,6 +22,7 @@ import torch
 from launch.benches.fault_cases import CASES, NOTHING, Case, Deadlines, for_a_while, wrong
 from launch.benches.fault_job import Job, Outcome, Started, by_command, by_torchrun, carried_out
 from launch.benches.timing import append, command, environment
+from seqpar.transports import _folder
 
 WORDS = ("--model", "builtin", "--classes", "cat", "--steps", "6", "--mesh", "ulysses=2")
 STARTERS: dict[str, Callable[[Job], Started]] = {"seqpar": by_command, "torchrun": by_torchrun}
@@ -37,8 +38,8 @@ class Faults:
 
     only: tuple[str, ...] = ()
     """Run the faults whose name contains one of these words."""
-    transports: tuple[str, ...] = ("peer", "collective")
-    """Transports to run each fault over."""
+    transports: tuple[str, ...] = ()
+    """Transports to run each fault over; all by default."""
     starters: tuple[str, ...] = ("seqpar", "torchrun")
     """"seqpar" (the command starts its ranks) and torchrun (some of the faults)."""
     side_by_side: int = 2
@@ -53,6 +54,11 @@ class Faults:
     """Run a job without a fault at once after jobs whose processes were killed."""
     out: Path | None = None
     """Append JSON lines here."""
+
+    @property
+    def over(self) -> list[str]:
+        """Return the names of transports."""
+        return list(self.transports or _folder.names())
 
     @property
     def deadlines(self) -> Deadlines:
@@ -84,7 +90,7 @@ def main(args: Faults) -> None:
     if args.side_by_side < 1 or not 0 < args.stopped_s < args.deadline_s <= args.first_deadline_s:
         raise ValueError(f"got {args}, expected jobs, and 0 < --stopped-s < --deadline-s <= --first-deadline-s")
     before = used()
-    rows = list(run_all(args, [(NOTHING, "seqpar", transport) for transport in args.transports], {}))
+    rows = list(run_all(args, [(NOTHING, "seqpar", transport) for transport in args.over], {}))
     clean = {row.transport: row.outcome.digest for row in rows}
     rows += run_all(args, planned(args), clean)
     kept = [f"GPU {index} holds {more} MB more" for index, more in enumerate(freed(before)) if more > FREE_MB]
@@ -103,7 +109,8 @@ def planned(args: Faults) -> list[tuple[Case, str, str]]:
                 starter == "torchrun" and case.name not in UNDER_TORCHRUN
             ):
                 continue
-            found += [(case, starter, each) for each in args.transports if each in case.transports]
+            fits = [each for each in args.over if not case.in_place or _folder.facts(each).in_place]
+            found += [(case, starter, each) for each in fits]
     return found
 
 

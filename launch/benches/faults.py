@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 
 from launch.benches.fault_cases import CASES, NOTHING, Case, Deadlines, for_a_while, wrong
 from launch.benches.fault_job import Job, Outcome, Started, by_command, by_torchrun, carried_out
+from launch.benches.start import CACHES
 from launch.benches.timing import append, command, environment
 from seqpar.transports import _folder
 
@@ -52,6 +54,8 @@ class Faults:
     """Seconds for which a rank is stopped that goes on."""
     again: bool = True
     """Run a job without a fault at once after jobs whose processes were killed."""
+    caches: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
+    """Environment of the jobs: folders of caches that they share."""
     out: Path | None = None
     """Append JSON lines here."""
 
@@ -90,14 +94,22 @@ def main(args: Faults) -> None:
     if args.side_by_side < 1 or not 0 < args.stopped_s < args.deadline_s <= args.first_deadline_s:
         raise ValueError(f"got {args}, expected jobs, and 0 < --stopped-s < --deadline-s <= --first-deadline-s")
     before = used()
-    rows = list(run_all(args, [(NOTHING, "seqpar", transport) for transport in args.over], {}))
-    clean = {row.transport: row.outcome.digest for row in rows}
-    rows += run_all(args, planned(args), clean)
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        args = replace(args, caches=cached(Path(folder)))
+        rows = list(run_all(args, [(NOTHING, "seqpar", transport) for transport in args.over], {}))
+        clean = {row.transport: row.outcome.digest for row in rows}
+        rows += run_all(args, planned(args), clean)
     kept = [f"GPU {index} holds {more} MB more" for index, more in enumerate(freed(before)) if more > FREE_MB]
     print("", *table([COLUMNS, ["---"] * len(COLUMNS), *map(Row.cells, rows)]), *kept, sep="\n", flush=True)
     append([line(args, row, kept) for row in rows], args.out)
     if kept or any(row.wrong for row in rows):
         raise SystemExit(1)
+
+
+def cached(folder: Path) -> tuple[tuple[str, str], ...]:
+    """Return the environment of jobs that share caches of compiled kernels; these are no temporary files of a job."""
+    names = [name for name in CACHES if name != "TMPDIR"]
+    return tuple((name, os.environ.get(name, str(folder / name.lower()))) for name in names)
 
 
 def planned(args: Faults) -> list[tuple[Case, str, str]]:
@@ -140,7 +152,7 @@ def job(args: Faults, case: Case, starter: str, transport: str, clean: Mapping[s
         case = for_a_while(case, args.stopped_s)
         plant = replace(case.plant, folder=folder)
         limit = ENOUGH_S + args.first_deadline_s + args.deadline_s
-        done = carried_out(Job(words, Path(folder), plant, case.signals, limit), STARTERS[starter])
+        done = carried_out(Job(words, Path(folder), plant, case.signals, limit, args.caches), STARTERS[starter])
     found = wrong(case, done, args.deadlines, clean.get(transport))
     if starter == "torchrun":  # it has exit codes and a report of its own
         found = [text for text in found if not text.startswith(("exit code", "last line"))]

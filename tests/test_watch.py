@@ -1,0 +1,250 @@
+"""Tests of deadlines and the watch: ranks that are gone, stopped, busy or late, in each place where a rank waits."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from seqpar import DistributedDiT
+from seqpar.deadlines import KINDS, Calls, Deadlines
+from seqpar.kernels.flags import Late
+from seqpar.mesh import Axis, Mesh
+from seqpar.processes import _gather_all
+from seqpar.transports import _folder
+from seqpar.watch import Watch, is_lost
+from tests.support.meshes import mesh_for
+from tests.support.pool import Pool
+from tests.support.tiny import diffusers_dit
+from tests.test_distributed import local
+
+SHORT = Deadlines(first_s=1.5, later_s=1.0, host_s=4.0)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, 10**7, True, "30", None])
+def test_a_deadline_that_is_no_number_of_seconds_is_refused(value: Any) -> None:
+    for name in ("first_s", "later_s", "host_s"):
+        with pytest.raises(ValueError, match=f"got a deadline {name}="):
+            Deadlines(**{name: value})
+
+
+def test_the_first_two_calls_of_a_kind_have_the_longer_deadline() -> None:
+    calls = Calls()
+    assert [calls.is_first("a") for _ in range(4)] == [True, True, False, False]
+    assert calls.is_first("b")
+    calls.forget("a")  # as after a capture
+    assert calls.is_first("a")
+    for kind in range(2 * KINDS):
+        calls.is_first(kind)
+    assert len(calls._counts) == KINDS
+
+
+class Never:
+    """An exchange on the host that never ends."""
+
+    def wait(self, timeout: timedelta) -> None:
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class Event:
+    """A call on a device that has ended or not."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.over
+
+
+@contextmanager
+def watches(count: int = 2) -> Iterator[list[Watch]]:
+    """Yield the watches of ranks that share a store, all in this process."""
+    store = dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=10))  # pyright: ignore[reportPrivateImportUsage]
+    made = [Watch(rank, count, SHORT, _connection(store)) for rank in range(count)]
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.close()
+
+
+def _connection(store: Any) -> Any:
+    return store.clone()
+
+
+def stop(watch: Watch) -> None:
+    """Let a rank show no more signs of life, as one that was stopped."""
+    assert watch._pulse is not None
+    watch._pulse._over.set()
+
+
+def told(work: Callable[[], object]) -> tuple[str, float]:
+    """Return the TimeoutError of some work, and the seconds until then."""
+    start = time.monotonic()
+    with pytest.raises(TimeoutError) as caught:
+        work()
+    return str(caught.value), time.monotonic() - start
+
+
+def test_a_host_exchange_waits_for_a_rank_that_lives_and_not_for_others() -> None:
+    with watches(2) as (mine, other), watches(2) as (left, gone), watches(2) as (here, stopped):
+        jobs = {
+            "busy": lambda: mine.host(Never(), "an exchange", (0, 1)),  # pyright: ignore[reportArgumentType]
+            "gone": lambda: left.host(Never(), "an exchange", (0, 1)),  # pyright: ignore[reportArgumentType]
+            "stopped": lambda: here.host(Never(), "an exchange", (0, 1)),  # pyright: ignore[reportArgumentType]
+        }
+        time.sleep(1.2)  # every rank has been seen
+        gone.close()
+        stop(stopped)
+        found: dict[str, tuple[str, float]] = {}
+        threads = [
+            threading.Thread(target=lambda n=n, job=job: found.update({n: told(job)})) for n, job in jobs.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert other.failed is None
+    text, seconds = found["gone"]
+    assert "rank 0 waited" in text
+    assert "in vain for rank 1 (an exchange); its process has ended by itself" in text
+    assert seconds < SHORT.first_s
+    text, seconds = found["stopped"]
+    assert "in vain for rank 1 (an exchange); it has shown no sign of life for" in text
+    assert SHORT.first_s <= seconds < SHORT.host_s
+    text, seconds = found["busy"]
+    assert "another rank of [0, 1] (an exchange); all show signs of life" in text
+    assert seconds >= SHORT.host_s
+
+
+def test_a_call_on_a_device_that_waits_in_vain_is_told_from_one_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is faked: its event is over or not. What a graph of NCCL waits for is seen by no other timer."""
+    gpu, ended, words, events = torch.device("cuda", 0), [], [], []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(Event()) or events[-1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("seqpar.watch._abort", ended.append)
+    monkeypatch.setattr("seqpar.watch.GRACE_S", 0.2)
+    with watches() as late, watches() as stopped, watches() as computes:
+        for name, (mine, other) in {"late": late, "stopped": stopped, "computes": computes}.items():
+            mine.groups.append(name)  # pyright: ignore[reportArgumentType]
+            mine.last_words = words.append  # pyright: ignore[reportAttributeAccessIssue]
+            with mine.call("step 7", (0, 1), False, gpu):
+                assert mine.limit_s == SHORT.later_s
+            if name != "late":
+                with other.call("step 7", (0, 1), False, CPU):
+                    pass
+        stop(stopped[1])
+        time.sleep(2.6)
+        assert computes[0].failed is None
+        events[-1].over = True
+        computes[0].raise_if_failed()
+        assert sorted(ended) == ["late", "stopped"]  # the groups whose exchanges were aborted
+        reasons = {"it lives, but has not begun this call": late[0], "it has shown no sign of life": stopped[0]}
+        for reason, mine in reasons.items():
+            text, _ = told(mine.raise_if_failed)
+            assert "rank 0 waited" in text
+            assert f"in vain for rank 1 (step 7); {reason}" in text
+            assert text in words  # nothing had raised the error in the time of grace
+            assert told(lambda mine=mine: mine.call("step 8", (0, 1), False, gpu).__enter__())[0] == text
+
+
+def test_deadlines_change_from_call_to_call_also_on_devices() -> None:
+    class Moves:
+        def __init__(self) -> None:
+            self.late, self.limits = Late.on(CPU, 9.0), []
+
+        def limit(self, deadline_s: float) -> None:
+            self.limits.append(deadline_s)
+
+    watch, moves = Watch(0, 2, SHORT, None), Moves()
+    watch.follow(moves)
+    assert watch.limit_s == SHORT.first_s
+    for is_first in (True, False, False):
+        with watch.call("a call", (0, 1), is_first, CPU), watch.call("within it", (0, 1), True, CPU):
+            assert watch.limit_s == (SHORT.first_s if is_first else SHORT.later_s)
+    assert moves.limits == [SHORT.first_s, SHORT.later_s, SHORT.later_s]
+    before = moves.late.note.data_ptr()
+    moves.late.limit(0.5)
+    assert (moves.late.note.tolist(), moves.late.note.data_ptr()) == ([0, 500_000_000], before)  # where kernels read it
+
+
+def test_only_errors_of_lost_ranks_are_taken_for_those() -> None:
+    assert is_lost(RuntimeError("[...] Connection closed by peer [127.0.0.1]:4748"))
+    assert not is_lost(RuntimeError("shape '[3]' is invalid"))
+
+
+def test_a_rank_that_never_starts_is_named() -> None:
+    store = dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=10))  # pyright: ignore[reportPrivateImportUsage]
+    store.set("seqpar/started/0/2", "1")
+    text, seconds = told(lambda: _gather_all(store, 0, 3, 0.5))
+    assert text.startswith("rank 0 waited 0.5 s in vain for rank 1 of 3 to start")
+    assert seconds < 3
+
+
+def left_alone(rank: int, world: int, device: torch.device, transport: str, port: int) -> tuple[str, float, bool]:
+    """Call a model three times, and once more without rank 1; return rank 0's error, its seconds, whether it is quick.
+
+    The signs of life go through a store of their own, as the pool's store is a file.
+    """
+    store = dist.TCPStore("localhost", port, world, rank == 0, timedelta(seconds=10))  # pyright: ignore
+    mesh = mesh_for("ulysses", world, device)
+    watch = Watch(rank, world, Deadlines(first_s=30, later_s=1, host_s=60), _connection(store))
+    mesh = _watched(mesh, watch)
+    try:
+        model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
+        dit = DistributedDiT(model, mesh, "ulysses", local(device), transport)
+        x, t = torch.ones(1, 4, 8, 8, device=device, dtype=dit.dtype), torch.tensor([3], device=device)
+        for _ in range(3):
+            dit(x, t, class_labels=t)
+        mesh.collect(0)
+        start = time.monotonic()
+        if rank == 0:
+            with pytest.raises(TimeoutError) as caught:
+                dit(x, t, class_labels=t)
+            seconds = time.monotonic() - start
+            return str(caught.value), seconds, seconds < 10  # not the first deadline
+        dit._shared(x, t, {"class_labels": t})
+        time.sleep(3.2)
+        return "nothing", 0.0, True
+    finally:
+        watch.close()
+
+
+def _watched(mesh: Mesh, watch: Watch) -> Mesh:
+    """Return the mesh with another watch on all of its axes."""
+    axes = {field.name: getattr(mesh, field.name) for field in fields(mesh)}
+    return replace(
+        mesh, **{name: replace(x, watch=x.watch and watch) for name, x in axes.items() if isinstance(x, Axis)}
+    )
+
+
+@pytest.mark.parametrize("transport", _folder.names())
+def test_a_call_without_one_rank_ends_after_the_later_deadline_and_names_it(ranks: Pool, transport: str) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    (text, seconds, quick), (other, _, _) = ranks.run(2, left_alone, transport, port)
+    assert "rank 0 waited 1" in text
+    assert "in vain for rank 1 (axis ulysses, " in text
+    assert seconds >= 1
+    assert quick
+    assert other == "nothing"
+    if transport == "collective":
+        ranks.close()  # the group of an exchange that timed out is not used again

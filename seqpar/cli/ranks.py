@@ -80,7 +80,8 @@ def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[st
         return "stopped: nothing reads the output any more", 128 + signal.SIGPIPE
     if failures := {rank: report for rank, report in reports.items() if report.kind == "failure"}:
         rank, first = min(failures.items(), key=lambda pair: pair[1].time)
-        return first.text if rank == 0 else f"rank {rank}: {first.text}", first.code
+        rank_0s = 0 in failures and failures[0].text == first.text  # what all ranks saw needs no number
+        return first.text if rank_0s else f"rank {rank}: {first.text}", first.code
     for rank, code in codes.items():
         if code < 0 and code != -signal.SIGTERM:
             return _ended_by(rank, -code), 128 - code

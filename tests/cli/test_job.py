@@ -11,6 +11,7 @@ import pytest
 import torch
 import tyro
 
+from seqpar.cli import decoding
 from seqpar.cli.args import Args
 from seqpar.cli.job import check, parse_size
 from seqpar.mesh import Mesh
@@ -74,6 +75,16 @@ def test_a_model_is_found_whatever_the_case_of_its_name(tmp_path: Path, name: st
     job = check(Args(model=name, out=tmp_path / "x.png"), Mesh.single())
     assert isinstance(job, Job)
     assert (job.blueprint.checkpoint is None) == (name == "DIT-S/8")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_more_pictures_than_memory_holds_are_refused(tmp_path: Path) -> None:
+    job = check(Args(out=tmp_path / "x.png"), Mesh.single())
+    assert isinstance(job, Job)
+    decoding._check_memory(job, Mesh.single())
+    many = replace(job, load=replace(job.load, images=10**6), pixels=(1024, 1024))
+    with pytest.raises(ValueError, match=r"got 1000000 pictures of 1024x1024 pixels, which take 11718\.8 GiB"):
+        decoding._check_memory(many, Mesh.single())
 
 
 def test_heads_of_original_files_are_named_by_a_flag(tmp_path: Path) -> None:

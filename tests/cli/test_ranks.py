@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,7 @@ def test_under_torchrun_a_mistake_is_our_message_once(folder: Path, tmp_path: Pa
         ({0: 1, 1: 1}, {0: BUG, 1: MISTAKE}, "rank 1: error: got x", 2),  # rank 0 lost its connection to rank 1
         ({0: 1, 1: 1}, {0: LATER, 1: FAILURE}, "rank 1: error: full", 1),
         ({0: 1, 1: 2}, {0: FAILURE, 1: MISTAKE}, "rank 1: error: got x", 2),
+        ({0: 1, 1: 1}, {0: replace(FAILURE, time=9.0), 1: FAILURE}, "error: full", 1),  # all ranks saw it
         ({0: 141, 1: -15}, {}, "stopped: nothing reads the output any more", 141),
         ({0: 1, 1: -9}, {0: BUG}, "error: rank 1 was ended by SIGKILL", 137),
         ({0: 1, 1: -11}, {0: BUG}, "error: rank 1 was ended by SIGSEGV", 139),

@@ -16,6 +16,7 @@ python launch/bench.py numerics --models builtin large-dit-7b            # error
 python launch/bench.py schedules                                         # a step under each scheduler beside DDIM
 python launch/bench.py record --trees ../other                           # digests and ms a step of two versions
 torchrun --nproc_per_node=2 launch/bench.py soak                         # 200 pictures, 100 sizes: memory, time, bits
+python launch/bench.py faults                                            # jobs with faults in them: how they end
 torchrun --nproc_per_node=4 launch/bench.py rates                        # measured once, kept for --mesh auto
 """
 
@@ -37,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # benches are not installed:
 from launch.benches import (
     decode,
     exchange,
+    faults,
     kernels,
     ladder,
     ladder_unidiffuser,
@@ -72,6 +74,7 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     record.Record: record.main,
     schedules.Schedules: schedules.main,
     soak.Soak: soak.main,
+    faults.Faults: faults.main,
 }
 ON_GPUS = (kernels.Kernels, tiles.Tiles, ladder.Ladder, schedules.Schedules)
 

@@ -20,6 +20,8 @@ if DEVICE == "cpu":
 # what tests compute is small: threads would spend more time waiting for each other, here and in processes of tests
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# as `seqpar` sets it for its ranks; a forked rank has the setting of the server that has imported torch
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # rates measured on this machine must not influence the tests
 os.environ["SEQPAR_CACHE"] = os.path.join(tempfile.gettempdir(), "seqpar-tests-without-rates")

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from seqpar import mesh as meshes
+from seqpar.cli.stopped import end_stopped_ranks
 
 Kind = Literal["mistake", "failure", "bug"]
 GRACE_S = 5.0  # other ranks give rank 0 this long to tell its message
@@ -117,6 +118,7 @@ def guarded(work: Callable[[int], None]) -> None:
     except BrokenPipeError:  # who reads our output has left, as `head` does
         os._exit(128 + signal.SIGPIPE)
     except BaseException as error:  # told now, because leaving the group may wait for others for ever
+        end_stopped_ranks()
         _tell(rank, folder, error)
     meshes.close()
 

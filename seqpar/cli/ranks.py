@@ -69,22 +69,24 @@ def start(words: Sequence[str], count: int) -> None:
 def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[str, int]:
     """The message and the exit code for failed ranks: rank -> exit code (a negative one is a signal), and its report.
 
-    In order: a mistake (rank 0's if it has told one), a signal that the agent does not send to the others, what went
-    wrong first or the first bug, any other end.
+    In order: a mistake (rank 0's if it has told one), what went wrong first, a signal that the agent does not send to
+    the others, the first bug, any other end. A deadline comes before signals, because the rank that it names may have
+    been stopped and then killed with the job; the agent sees a rank that was killed first long before a deadline.
     """
     for rank, report in reports.items():
         if report.kind == "mistake":
             return report.text if rank == 0 else f"rank {rank}: {report.text}", report.code
     if 128 + signal.SIGPIPE in codes.values():
         return "stopped: nothing reads the output any more", 128 + signal.SIGPIPE
+    if failures := {rank: report for rank, report in reports.items() if report.kind == "failure"}:
+        rank, first = min(failures.items(), key=lambda pair: pair[1].time)
+        rank_0s = 0 in failures and failures[0].text == first.text  # what all ranks saw needs no number
+        return first.text if rank_0s else f"rank {rank}: {first.text}", first.code
     for rank, code in codes.items():
         if code < 0 and code != -signal.SIGTERM:
             return _ended_by(rank, -code), 128 - code
     if reports:
         rank, first = min(reports.items(), key=lambda pair: pair[1].time)
-        if first.kind == "failure":
-            rank_0s = 0 in reports and reports[0].text == first.text  # what all ranks saw needs no number
-            return first.text if rank_0s else f"rank {rank}: {first.text}", first.code
         return f"rank {rank} failed, which is a bug:\n{first.text.rstrip()}", first.code
     rank, code = next(iter(codes.items()))
     if code < 0:

@@ -10,12 +10,15 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import stat
 import tempfile
+import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 import torch
@@ -113,8 +116,9 @@ def written(path: Path) -> Iterator[Path]:
     temporary = _temporary(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        os.replace(temporary, target)
+        with _removed_by_sigterm(temporary):
+            yield temporary
+            os.replace(temporary, target)
     except OSError as error:  # a full disk is told without a name, or with that of the temporary file
         temporary.unlink(missing_ok=True)
         if error.errno is None or error.filename not in (None, str(temporary)):
@@ -123,6 +127,25 @@ def written(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def _removed_by_sigterm(temporary: Path) -> Iterator[None]:
+    """Remove the file if this process is told to end meanwhile: torchrun's agent does that where another rank fails."""
+    if threading.current_thread() is not threading.main_thread():  # signals come to the main thread alone
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        temporary.unlink(missing_ok=True)
+        signal.signal(number, before)
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _temporary(target: Path) -> Path:

@@ -27,6 +27,8 @@ PRELOADED = [
     "torch",
     "seqpar.distributed",
     "seqpar.sampling.loop",
+    "seqpar.cli.sample",
+    "seqpar.cli.ranks",
     "diffusers.pipelines.flux.pipeline_flux",
     "accelerate",
     "peft",

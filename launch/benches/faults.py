@@ -1,0 +1,203 @@
+"""Faults: jobs of two ranks that are killed, stopped, interrupted or run out of something; how do they end?
+
+Each job is started as a user starts it, a fault happens in it, and the table says what its exit code and last line
+were, how many seconds after the fault its last process was gone, and what was left: processes, files in shared memory,
+temporary files, half a picture, memory of GPUs. The bench ends with 1 if anything is not as `fault_cases.py` says.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from launch.benches.fault_cases import CASES, NOTHING, Case, Deadlines, for_a_while, wrong
+from launch.benches.fault_job import Job, Outcome, Started, by_command, by_torchrun, carried_out
+from launch.benches.start import CACHES
+from launch.benches.timing import append, command, environment
+from seqpar.transports import _folder
+
+WORDS = ("--model", "builtin", "--classes", "cat", "--steps", "6", "--mesh", "ulysses=2")
+STARTERS: dict[str, Callable[[Job], Started]] = {"seqpar": by_command, "torchrun": by_torchrun}
+ENOUGH_S = 100.0  # besides all deadlines: to start, and to end
+FREE_MB = 64  # memory of a GPU may differ by this much after all jobs
+COLUMNS = ("fault", "starter", "transport", "code", "seconds", "verdict", "message")
+UNDER_TORCHRUN = ("rank 1 killed", "rank 1 stopped in a step", "rank 1 raises", "Ctrl-C in a step")
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Run jobs of two ranks with a fault in each, and check how they end."""
+
+    only: tuple[str, ...] = ()
+    """Run the faults whose name contains one of these words."""
+    transports: tuple[str, ...] = ()
+    """Transports to run each fault over; all by default."""
+    starters: tuple[str, ...] = ("seqpar", "torchrun")
+    """"seqpar" (the command starts its ranks) and torchrun (some of the faults)."""
+    side_by_side: int = 2
+    """Number of jobs that run at the same time, on the same GPUs."""
+    first_deadline_s: float = 30.0
+    """Seconds that a rank waits for another in first calls."""
+    deadline_s: float = 12.0
+    """Seconds that a rank waits for another later."""
+    stopped_s: float = 10.0
+    """Seconds for which a rank is stopped that goes on."""
+    again: bool = True
+    """Run a job without a fault at once after jobs whose processes were killed."""
+    caches: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
+    """Environment of the jobs: folders of caches that they share."""
+    out: Path | None = None
+    """Append JSON lines here."""
+
+    @property
+    def over(self) -> list[str]:
+        """Return the names of transports."""
+        return list(self.transports or _folder.names())
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Return both deadlines."""
+        return Deadlines(self.first_deadline_s, self.deadline_s)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One job: its case and how it ended."""
+
+    case: Case
+    starter: str
+    transport: str
+    outcome: Outcome
+    wrong: list[str] = field(default_factory=list)
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of the table."""
+        code, verdict = str(self.outcome.code), "; ".join(self.wrong) or "right"
+        seconds = f"{self.outcome.seconds:.1f}"
+        return self.case.name, self.starter, self.transport, code, seconds, verdict, self.outcome.message[:160]
+
+
+def main(args: Faults) -> None:
+    """Run all jobs, print the table, append the lines; `SystemExit` if a job did not end as it must."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(f"got {os.environ['WORLD_SIZE']} processes, expected one: start this bench without torchrun")
+    if args.side_by_side < 1 or not 0 < args.stopped_s < args.deadline_s <= args.first_deadline_s:
+        raise ValueError(f"got {args}, expected jobs, and 0 < --stopped-s < --deadline-s <= --first-deadline-s")
+    before = used()
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        args = replace(args, caches=cached(Path(folder)))
+        rows = list(run_all(args, [(NOTHING, "seqpar", transport) for transport in args.over], {}))
+        clean = {row.transport: row.outcome.digest for row in rows}
+        rows += run_all(args, planned(args), clean)
+    kept = [f"GPU {index} holds {more} MB more" for index, more in enumerate(freed(before)) if more > FREE_MB]
+    print("", *table([COLUMNS, ["---"] * len(COLUMNS), *map(Row.cells, rows)]), *kept, sep="\n", flush=True)
+    append([line(args, row, kept) for row in rows], args.out)
+    if kept or any(row.wrong for row in rows):
+        raise SystemExit(1)
+
+
+def cached(folder: Path) -> tuple[tuple[str, str], ...]:
+    """Return the environment of jobs that share caches of compiled kernels; these are no temporary files of a job."""
+    names = [name for name in CACHES if name != "TMPDIR"]
+    return tuple((name, os.environ.get(name, str(folder / name.lower()))) for name in names)
+
+
+def planned(args: Faults) -> list[tuple[Case, str, str]]:
+    """Return case, starter and transport of each job."""
+    found = []
+    for starter in args.starters:
+        for case in CASES:
+            if (args.only and not any(word in case.name for word in args.only)) or (
+                starter == "torchrun" and case.name not in UNDER_TORCHRUN
+            ):
+                continue
+            fits = [each for each in args.over if not case.in_place or _folder.facts(each).in_place]
+            found += [(case, starter, each) for each in fits]
+    return found
+
+
+def run_all(args: Faults, jobs: Sequence[tuple[Case, str, str]], clean: Mapping[str, str | None]) -> list[Row]:
+    """Run the jobs, some at the same time, and print each row; a job may be followed at once by one without a fault.
+
+    clean: transport -> digest of the latents of a job without a fault.
+    """
+
+    def one(planned: tuple[Case, str, str]) -> list[Row]:
+        case, starter, transport = planned
+        rows = [job(args, case, starter, transport, clean)]
+        if args.again and "killed" in case.name and starter == "seqpar":
+            rows.append(job(args, replace(NOTHING, name=f"again after: {case.name}"), starter, transport, clean))
+        print(*table([row.cells() for row in rows]), sep="\n", flush=True)
+        return rows
+
+    with ThreadPoolExecutor(args.side_by_side) as pool:
+        return [row for rows in pool.map(one, jobs) for row in rows]
+
+
+def job(args: Faults, case: Case, starter: str, transport: str, clean: Mapping[str, str | None]) -> Row:
+    """Run one job in a folder of its own and judge it."""
+    ranks = ("--ranks", "2") if starter == "seqpar" else ()
+    words = ("sample", *ranks, *WORDS, "--transport", transport, *args.deadlines.flags())
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        case = for_a_while(case, args.stopped_s)
+        plant = replace(case.plant, folder=folder)
+        limit = ENOUGH_S + args.first_deadline_s + args.deadline_s
+        done = carried_out(Job(words, Path(folder), plant, case.signals, limit, args.caches), STARTERS[starter])
+    found = wrong(case, done, args.deadlines, clean.get(transport))
+    if starter == "torchrun":  # it has exit codes and a report of its own
+        found = [text for text in found if not text.startswith(("exit code", "last line"))]
+    return Row(case, starter, transport, done, found)
+
+
+def used() -> list[int]:
+    """Return the MB in use on each GPU."""
+    if not torch.cuda.is_available():
+        return []
+    ask = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(text) for text in subprocess.run(ask, capture_output=True, text=True, check=True).stdout.split()]
+
+
+def freed(before: Sequence[int]) -> list[int]:
+    """Return how many MB more each GPU holds than before, once the driver has had time to free them."""
+    end = time.monotonic() + 10
+    while max(more := [now - then for now, then in zip(used(), before, strict=True)], default=0) > FREE_MB:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.5)
+    return more
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    return ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
+
+
+def line(args: Faults, row: Row, kept: Sequence[str]) -> dict[str, Any]:
+    """Return the JSON line of a row."""
+    case = {"fault": row.case.name, "starter": row.starter, "transport": row.transport}
+    deadlines = {"first": args.first_deadline_s, "later": args.deadline_s}
+    done = row.outcome
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        "bench": "faults",
+        "case": case | {"deadline_s": deadlines, "side_by_side": args.side_by_side},
+        "gpus": 2 if device.type == "cuda" else 0,
+        "code": done.code,
+        "seconds": round(done.seconds, 2),
+        "message": done.message,
+        "left": [*done.left, *kept],
+        "wrong": row.wrong,
+        "latents": done.digest,
+        "command": command(),
+        "env": environment(device),
+    }

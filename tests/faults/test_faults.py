@@ -1,0 +1,123 @@
+"""However a rank fails, the job ends in time with one message and leaves nothing; a late rank harms nothing.
+
+The jobs are those of `launch/bench.py faults`, which runs every fault, on GPUs too. Here a few run side by side.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.benches.fault_cases import CASES, NOTHING, Case, Deadlines, for_a_while, wrong
+from launch.benches.fault_job import Job, Outcome, carried_out
+from launch.benches.faults import WORDS
+from tests.faults.forked import forked
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+
+# short where a deadline must pass; else long, because ranks of a busy machine may be late. The bench allows 5 s more.
+SHORT = Deadlines(first=6.0, later=3.0, more=15.0)
+LONG = Deadlines(first=60.0, later=60.0, more=15.0)
+STOPPED_S = 1.5
+SIDE_BY_SIDE = 3
+# the quick ones of `CASES`, each over the transport that says more
+HERE = (
+    ("rank 1 stopped in a step", "peer"),
+    ("rank 1 stopped in a step", "collective"),
+    ("rank 1 stopped in its first exchange", "collective"),
+    ("rank 1 never starts", "collective"),
+    ("rank 1 leaves with code 0", "peer"),
+    ("rank 1 stopped for a while", "peer"),
+    ("rank 1 late at every exchange", "collective"),
+    ("rank 1 raises", "collective"),
+    ("rank 1 out of memory", "peer"),
+    ("rank 1 killed while an arena is made", "peer"),
+    ("terminated while the picture is written", "peer"),
+    ("starter killed", "collective"),
+    ("disk full while the picture is written", "collective"),
+)
+
+
+def case_of(name: str) -> Case:
+    """Return the case with this name, as it runs here."""
+    if name == NOTHING.name:
+        return NOTHING
+    return for_a_while(next(case for case in CASES if case.name == name), STOPPED_S)
+
+
+def deadlines_of(case: Case) -> Deadlines:
+    """Return the deadlines that a job with this fault gets."""
+    return LONG if case.within == "nothing" else SHORT
+
+
+def ended(name: str, transport: str) -> Outcome:
+    """Return how a job with this fault ends."""
+    case = case_of(name)
+    words = ("sample", "--ranks", "2", *WORDS, "--transport", transport, *deadlines_of(case).flags())
+    with tempfile.TemporaryDirectory(prefix="seqpar-faults-") as folder:
+        plant = replace(case.plant, folder=folder)
+        return carried_out(Job(words, Path(folder), plant, case.signals, limit_s=90), forked)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[dict[tuple[str, str], Future[Outcome]]]:
+    """Return how the jobs end; some run at the same time, and each starts as soon as another one is gone."""
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        jobs = ((NOTHING.name, "peer"), *HERE)
+        yield {job: pool.submit(ended, *job) for job in jobs}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(("name", "transport"), HERE, ids=lambda word: word.replace(" ", "-"))
+def test_a_fault_ends_in_time_and_leaves_nothing(
+    outcomes: dict[tuple[str, str], Future[Outcome]], name: str, transport: str
+) -> None:
+    bits = outcomes[NOTHING.name, "peer"].result().digest
+    assert bits is not None
+    outcome = outcomes[name, transport].result()
+    assert wrong(case_of(name), outcome, deadlines_of(case_of(name)), bits) == [], "\n".join(outcome.lines)
+
+
+def scripted(folder: Path, script: str) -> Outcome:
+    """Return how a shell script ends, watched as a job; `$0` is its folder."""
+
+    def start(job: Job) -> subprocess.Popen[bytes]:
+        (job.folder / "told").write_text("")
+        return subprocess.Popen(["sh", "-c", script, str(job.folder)])
+
+    folder.mkdir()
+    return carried_out(Job((), folder, limit_s=1), start)
+
+
+def test_negative_control_what_is_left_is_noticed(tmp_path: Path) -> None:
+    """Scripts that end as no job may: the checks above must see each of them."""
+    deadlines, killed = Deadlines(0.1, 0.1), replace(NOTHING, code=1, message="error: rank 1")
+    scripts = {
+        "hang": ("sleep 60", "left processes after 1 s"),
+        "orphan": ("sleep 60 & sleep 0.3; exit 1", "left processes after 1 s"),
+        "shared": ("echo > /dev/shm/seqpar-test-$$; exit 1", "left /dev/shm/seqpar-test-"),
+        "temporary": ("echo > $0/tmp/seqpar-x; exit 1", f"left {tmp_path}/temporary/tmp/seqpar-x"),
+        "partial": ("echo > $0/out/.picture.part.png; exit 1", f"left {tmp_path}/partial/out/.picture.part.png"),
+        "picture": ("echo > $0/out/picture.png; exit 1", "a picture"),
+        "code": ("exit 0", "exit code 0, expected 1"),
+        "message": ("exit 1", "last line '', expected 'error: rank 1'"),
+    }
+    with ThreadPoolExecutor(len(scripts)) as pool:
+        ends = list(pool.map(lambda name: scripted(tmp_path / name, scripts[name][0]), scripts))
+    for path in (path for end in ends for path in end.left if path.startswith("/dev/shm/seqpar-test-")):
+        Path(path).unlink(missing_ok=True)
+    for (_, message), end in zip(scripts.values(), ends, strict=True):
+        found = wrong(killed, end, deadlines, None)
+        assert any(text.startswith(message) for text in found), (message, found)
+    late = Outcome(1, 9.0, "error: rank 1 waited", (), picture=False)
+    assert wrong(killed, late, deadlines, None) == ["gone after 9.0 s, expected 5"]
+    assert wrong(NOTHING, replace(late, code=0, picture=True), deadlines, "0" * 16) == [
+        f"latents None, expected {'0' * 16}"
+    ]
+    assert wrong(killed, replace(late, seconds=5.0), deadlines, None) == []

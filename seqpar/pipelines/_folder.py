@@ -28,7 +28,8 @@ from seqpar.weights.jsons import check_regular, read_json
 from seqpar.weights.parts import check_numbers, part_of, read_scheduler
 
 TEXT_BYTES = 1 << 27  # of tokenizers; those of published models have up to 40 MB
-BROKEN = (OSError, StrictDataclassError, *FAILURES)  # of loaders of diffusers and transformers
+# what loaders of diffusers and transformers raise; NameError for a name that no branch on a config has set
+BROKEN = (OSError, NameError, StrictDataclassError, *FAILURES)
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 
 

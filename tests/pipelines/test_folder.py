@@ -56,6 +56,7 @@ PARTS = [
         {"attention_head_dim": "x"},
         r"config\.json, which describes no PixArtTransformer2DMod",
     ),
+    ("transformer/config.json", {"activation_fn": "x"}, r"config\.json, which describes no PixArtTransformer2DModel"),
     ("vae/config.json", {"scaling_factor": 0}, r"scaling_factor=0, expected a number over 0"),
     ("vae/config.json", {"scaling_factor": None}, r"scaling_factor=None, expected a number over 0"),
     ("vae/config.json", {"layers_per_block": 10**12}, r"layers_per_block=1000000000000, expected at most 4096"),

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from seqpar.deadlines import Deadlines
 from seqpar.processes import close as close
 from seqpar.processes import group_timeout, join, watch
-from seqpar.watch import Watch
+from seqpar.watch import LostRankError, Watch
 
 T = TypeVar("T")
 AXES = ("data", "cfg", "ring", "ulysses")
@@ -179,8 +179,6 @@ class Mesh:
         if self.is_main:
             try:
                 result = work()
-            except TimeoutError:
-                raise  # the other ranks have ended or are stopped, so nothing can be shared with them
             except (ValueError, OSError) as raised:
                 error = raised
         if self.world.size > 1:
@@ -200,7 +198,7 @@ class Mesh:
         result, error = None, None
         try:
             result = work()
-        except TimeoutError:
+        except LostRankError:
             raise  # other ranks have ended or are stopped, so nothing can be shared with them
         except (ValueError, OSError) as raised:
             error = raised

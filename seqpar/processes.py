@@ -58,6 +58,7 @@ class _Watched:
     def __init__(self) -> None:
         self.group: dist.ProcessGroup | None = None
         self.watch: Watch | None = None
+        atexit.register(self.end)
 
     def now(self) -> Watch:
         """Return the watch of the process group as it is now."""
@@ -66,7 +67,6 @@ class _Watched:
             self.end()
             self.group = group
             self.watch = Watch(dist.get_rank(), dist.get_world_size(), Deadlines(), _connection())
-            atexit.register(self.end)
         return self.watch
 
     def end(self) -> None:

@@ -34,6 +34,10 @@ SLICE_S = 0.5  # of a wait, between two looks
 GRACE_S = 5.0  # for the main thread to raise the error of a failed watch
 
 
+class LostRankError(TimeoutError):
+    """This rank waited for another one in vain."""
+
+
 @dataclass(frozen=True)
 class Wait:
     """What is waited for. ranks: of the process group. key, count: what each of them has begun if it has come so far.
@@ -107,7 +111,7 @@ class Watch:
         except RuntimeError as error:
             if self.failed is None:
                 raise
-            raise TimeoutError(self.failed) from error  # what an aborted exchange says
+            raise LostRankError(self.failed) from error  # what an aborted exchange says
         finally:
             self._inside, self._is_first = False, True
 
@@ -115,7 +119,7 @@ class Watch:
         """Raise TimeoutError if a wait of this rank is known to be in vain; this does not wait for the device."""
         if self.failed is not None:
             self._raised.set()
-            raise TimeoutError(self.failed)
+            raise LostRankError(self.failed)
 
     def follow(self, transport: Follows) -> None:
         """Tell a transport the deadline of each call from now on, as long as it lives."""
@@ -140,7 +144,7 @@ class Watch:
             self.raise_if_failed()
             told = self._late(wait, start)
             if told is not None or time.monotonic() - start > longest:
-                raise TimeoutError(told or self._told(wait, longest, "all show signs of life"))
+                raise LostRankError(told or self._told(wait, longest, "all show signs of life"))
 
     def exchange(self, work: dist.Work, what: str, ranks: tuple[int, ...]) -> None:
         """Wait for an exchange by gloo until the deadline; raises TimeoutError, which names the late ranks."""
@@ -169,14 +173,14 @@ class Watch:
         key = f"{kind} of {ranks}"
         return Wait(what, ranks, key, 0 if self._pulse is None else self._pulse.begin(key), self.limit_s)
 
-    def _lost(self, wait: Wait, start: float) -> TimeoutError:
+    def _lost(self, wait: Wait, start: float) -> LostRankError:
         """Return the error of an exchange that timed out, or whose connections broke, by the signs of its ranks."""
         waited = time.monotonic() - start
         self._raised.set()
         if self.failed is not None:
-            return TimeoutError(self.failed)
+            return LostRankError(self.failed)
         reasons = self._reasons(wait)
-        return TimeoutError(
+        return LostRankError(
             self._named(wait, waited, reasons) if reasons else self._told(wait, waited, "it is not known which")
         )
 

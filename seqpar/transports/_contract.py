@@ -21,7 +21,7 @@ from seqpar.transports import _turns
 from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports._turns import TurnError, Turns
-from seqpar.watch import Watch
+from seqpar.watch import LostRankError, Watch
 
 __all__ = ["Facts", "Gather", "Halo", "KeyValues", "Rotation", "ToHeads", "ToTokens", "Transport", "TurnError"]
 
@@ -131,7 +131,7 @@ class Transport:
         if self.watch is not None:
             self.watch.raise_if_failed()
         if (told := self.late()) is not None:
-            raise TimeoutError(told)
+            raise LostRankError(told)
 
     def late(self) -> str | None:
         """Return what is known of a wait in vain that the watch does not see, or None."""

@@ -311,8 +311,11 @@ class DistributedDiT(nn.Module):
 
 
 def _ranks_of(mesh: object) -> Mesh:
-    """Return the mesh, or one on which all ranks can learn that it is none."""
-    return mesh if isinstance(mesh, Mesh) else Mesh.joined()
+    """Return the mesh, or one on which all ranks can learn that it is none; ValueError if only some ranks have one."""
+    ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
+    if len(set(ranks.collect(mesh is None))) > 1:
+        raise ValueError("got a mesh on some ranks and none on others, expected the same mesh on all")
+    return ranks
 
 
 def _check_choices(mesh: object, plan: object, path: object = "", dtype: object = torch.float32) -> None:

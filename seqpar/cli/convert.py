@@ -23,9 +23,11 @@ def run_convert(args: ConvertArgs) -> None:
     if args.target.exists():
         raise ValueError(f"got target {args.target}, which exists, expected a new folder; remove it or name another")
     path = resolve(args.source)
-    layout = None if path is None else layout_of(path)
-    if path is None or layout is None:
+    if path is None:
         raise ValueError(f"got {args.source}, a preset with random weights, expected a checkpoint to convert")
+    layout = layout_of(path)
+    if layout is None:
+        raise ValueError(f"got {args.source}, expected a file or folder of a model to convert")
     blueprint = locate(path, args.heads)
     folder_config(blueprint)  # raises for a model that needs no conversion
     unfinished = args.target.with_name(args.target.name + ".part")

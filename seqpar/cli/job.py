@@ -79,7 +79,8 @@ def check(args: Args, mesh: Mesh) -> Job | Adapted:
     job: Job | Adapted = family.check(order, path)
     if args.dry_run is None:
         video = isinstance(job, Adapted) and job.video
-        check_writable(outputs(args, job)[-1], ".mp4" if video else ".png")
+        *others, last = outputs(args, job)
+        check_writable(last, ".mp4" if video else ".png", others)
     aim, axes = parse_mesh(args.mesh)
     _check_heads(args, job)
     if isinstance(job, Adapted):

@@ -22,7 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from seqpar.sampling.schedules import FAILURES
 from seqpar.vae.decoder import check_vae
-from seqpar.weights.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
+from seqpar.weights.checkpoint import SUFFIXES, Checkpoint, find_checkpoint, open_checkpoint
 from seqpar.weights.find import WithoutValues
 from seqpar.weights.jsons import check_regular, read_json
 from seqpar.weights.parts import check_numbers, part_of, read_scheduler
@@ -30,6 +30,8 @@ from seqpar.weights.parts import check_numbers, part_of, read_scheduler
 TEXT_BYTES = 1 << 27  # of tokenizers; those of published models have up to 40 MB
 # what loaders of diffusers and transformers raise; NameError for a name that no branch on a config has set
 BROKEN = (OSError, NameError, StrictDataclassError, *FAILURES)
+STEMS = ("model", "pytorch_model")  # of the names of transformers' weight files
+WITHOUT_WEIGHTS = ("Tokenizer", "TokenizerFast", "Processor", "ImageProcessor", "FeatureExtractor")  # ends of classes
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 
 
@@ -57,7 +59,7 @@ def check_parts(folder: Path, index: Mapping[str, Any]) -> None:
         library, kind = part
         if name == "scheduler":
             read_scheduler(folder / name)
-        elif (folder / name / "config.json").is_file():
+        elif (folder / name / "config.json").is_file() and not kind.endswith(WITHOUT_WEIGHTS):
             check_model(folder / name, getattr(diffusers, kind, None) if library == "diffusers" else None)
 
 
@@ -97,9 +99,8 @@ def check_encoder(folder: Path) -> None:
     """
     config = read_json(folder / "config.json")
     check_numbers(config, folder / "config.json")
-    stems = ("model", "pytorch_model")
-    found = next((stem for stem in stems if next(folder.glob(f"{stem}.*"), None)), stems[0])
-    checkpoint = open_checkpoint(find_checkpoint(folder, found))
+    stems = [stem for stem in STEMS if any((folder / (stem + suffix)).is_file() for suffix in SUFFIXES)]
+    checkpoint = open_checkpoint(find_checkpoint(folder, (stems or STEMS)[0]))
     counted = config.get("text_config") or config
     named = next((name for name in LAYERS if isinstance(counted.get(name), int)), None)
     counts = layers_in(checkpoint)

@@ -159,15 +159,18 @@ def numbered(path: Path, count: int) -> list[Path]:
     return [path.with_stem(f"{path.stem}-{number:0{width}}") for number in range(1, count + 1)] if count > 1 else [path]
 
 
-def check_writable(path: Path, suffix: str = ".png") -> None:
+def check_writable(path: Path, suffix: str = ".png", others: Sequence[Path] = ()) -> None:
     """Raise ValueError if `written` could not write to this path, so that a long run does not fail at its end.
 
-    suffix: the ending that the name must have, .png for pictures and .mp4 for videos.
+    suffix: the ending that the name must have, .png for pictures and .mp4 for videos. others: further files of the run,
+    in the same folder and with names that are no longer; one of them may be there already, and be no file.
     """
     if path.suffix.lower() != suffix:
         raise ValueError(f"got output {path}, expected a name that ends in {suffix}")
     target = Path(os.path.realpath(path))
     try:
+        for other in others:
+            _check_target(other, Path(os.path.realpath(other)))
         _check_target(path, target)
         parent = _existing(target)
         for name in target.relative_to(parent).parts:  # new folders and the file

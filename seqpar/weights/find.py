@@ -84,13 +84,16 @@ def locate(name: str | Path, heads: int | None = None) -> Blueprint:
 def resolve(name: str | Path) -> Path | None:
     """Return the path of the file or folder that a name stands for, or None for a preset.
 
-    A hub id is downloaded. Raises ValueError if nothing has this name, or if the folder is not one of a model.
+    A hub id is downloaded. Raises ValueError if nothing has this name, if it is a pipe or a device, or if the folder is
+    not one of a model.
     """
     if str(name).lower() in _presets():
         return None
     path = Path(name)
     if not path.exists():
         path = download(str(name), list(_presets()))
+    if not (path.is_file() or path.is_dir()):
+        raise ValueError(f"got model {name}, expected a file or folder; it is a pipe or a device")
     if path.is_dir() and layout_of(path) is None:
         raise ValueError(
             f"got model {name}, which is not a diffusers folder (no model_index.json or config.json), and has no files "

@@ -75,11 +75,11 @@ def _layout_of_file(path: Path) -> Layout:
 
 def open_model(path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
     """Open the checkpoint of the model that a path stands for, with its config.json, or None if it has none."""
-    if path.is_file() and not is_part(path):
-        return open_checkpoint(path), None
+    if not path.is_dir() and not (path.is_file() and is_part(path)):
+        return open_checkpoint(path), None  # which refuses pipes and devices
     layout = layout_of(path)
     if layout is None:
-        raise ValueError(f"got {path}, expected a folder or file of one of the layouts in seqpar/weights/layout.py")
+        raise ValueError(f"got folder {path}, expected one of a model: with {PIPELINE}, {CONFIG} or original files")
     if layout.kind == "consolidated":
         return open_consolidated(path), None
     if layout.kind == "pipeline":

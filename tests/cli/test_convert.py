@@ -118,6 +118,7 @@ def test_large_dit_becomes_a_folder_that_says_its_heads(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["convert", "dit-s/2", "new"], "a preset with random weights, expected a checkpoint"),
+        (["convert", "/dev/null", "new"], r"got model /dev/null, expected a file or folder; it is a pipe or a device"),
         (["convert", "SOURCE", "SOURCE"], "which exists, expected a new folder"),
         (["convert", "SOURCE", "new"], "expected its number of heads from you"),
     ],

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from seqpar.pipelines import adapted, class_labels
 from seqpar.pipelines._family import BUILTIN, Order
@@ -88,6 +89,19 @@ def test_a_part_that_does_not_fit_its_files_is_refused(pixart: Path) -> None:
         check(pixart)  # diffusers would load the other one than was checked
     index.unlink()
     check(pixart)
+
+
+def test_files_that_hold_no_weights_for_us_do_not_refuse_a_pipeline(pixart: Path) -> None:
+    """Some published tokenizers have a config.json, and some folders halved weights beside pickled ones."""
+    (pixart / "tokenizer" / "config.json").write_text("{}")
+    encoder = pixart / "text_encoder"
+    state = load_file(encoder / "model.safetensors")
+    torch.save(state, encoder / "pytorch_model.bin")
+    (encoder / "model.safetensors").rename(encoder / "model.fp16.safetensors")
+    check(pixart)
+    (encoder / "model.fp16.safetensors").rename(encoder / "model.safetensors")
+    (encoder / "pytorch_model.bin").unlink()
+    (pixart / "tokenizer" / "config.json").unlink()
 
 
 SCHEDULERS = [

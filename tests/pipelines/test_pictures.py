@@ -81,6 +81,13 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, name: str, message: s
         check_writable(tmp_path / name)
 
 
+def test_each_of_several_pictures_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "x-1.png").mkdir()
+    check_writable(tmp_path / "x-2.png")
+    with pytest.raises(ValueError, match=r"x-1\.png, which is a folder"):
+        check_writable(tmp_path / "x-2.png", others=[tmp_path / "x-1.png"])
+
+
 def test_the_longest_name_is_written_and_a_link_stays_one(tmp_path: Path) -> None:
     path, link = tmp_path / f"{'x' * 251}.png", tmp_path / "link.png"
     link.symlink_to(tmp_path / "deep" / "there.png")

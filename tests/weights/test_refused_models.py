@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors import SafetensorError
 from seqpar.cli.main import command
 from seqpar.weights import export
 from seqpar.weights.find import locate
+from seqpar.weights.layout import open_model
 from tests.weights.test_checkpoint import HEADS, ORIGINALS
 
 
@@ -46,3 +48,13 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match=r"cannot write the weights: .*No space left.*out") as error:
         export.write_folder(tmp_path / "out", {}, [("a", torch.ones(2))])
     assert error.value.errno == errno.ENOSPC
+
+
+def test_a_pipe_is_refused_and_called_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=r"got model .*model\.pt, expected a file or folder; it is a pipe or a device"):
+        locate(tmp_path / "model.pt")
+    with pytest.raises(
+        ValueError, match=r"got checkpoint .*model\.pt, expected a file; it is a folder, a pipe or a dev"
+    ):
+        open_model(tmp_path / "model.pt")

@@ -31,7 +31,7 @@ TEXT_BYTES = 1 << 27  # of tokenizers; those of published models have up to 40 M
 # what loaders of diffusers and transformers raise; NameError for a name that no branch on a config has set
 BROKEN = (OSError, NameError, StrictDataclassError, *FAILURES)
 STEMS = ("model", "pytorch_model")  # of the names of transformers' weight files
-WITHOUT_WEIGHTS = ("Tokenizer", "TokenizerFast", "Processor", "ImageProcessor", "FeatureExtractor")  # ends of classes
+WITHOUT_WEIGHTS = re.compile("Token|Processor|FeatureExtractor")  # in the names of classes
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 
 
@@ -59,7 +59,7 @@ def check_parts(folder: Path, index: Mapping[str, Any]) -> None:
         library, kind = part
         if name == "scheduler":
             read_scheduler(folder / name)
-        elif (folder / name / "config.json").is_file() and not kind.endswith(WITHOUT_WEIGHTS):
+        elif (folder / name / "config.json").is_file() and not WITHOUT_WEIGHTS.search(kind):
             check_model(folder / name, getattr(diffusers, kind, None) if library == "diffusers" else None)
 
 

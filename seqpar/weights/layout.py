@@ -52,7 +52,7 @@ def layout_of(path: Path) -> Layout | None:
         return _layout_of_file(path)
     if (path / PIPELINE).is_file():
         return Layout("pipeline", {part.name: part for part in path.iterdir() if (part / CONFIG).is_file()})
-    if (path / CONFIG).is_file():
+    if (path / CONFIG).exists():  # whose reader refuses a pipe
         return Layout("model", {"transformer": path})
     if not path.is_dir():
         return None

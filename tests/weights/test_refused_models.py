@@ -58,3 +58,7 @@ def test_a_pipe_is_refused_and_called_one(tmp_path: Path) -> None:
         ValueError, match=r"got checkpoint .*model\.pt, expected a file; it is a folder, a pipe or a dev"
     ):
         open_model(tmp_path / "model.pt")
+    (tmp_path / "model").mkdir()
+    os.mkfifo(tmp_path / "model" / "config.json")
+    with pytest.raises(ValueError, match=r"got .*config\.json, expected a readable JSON file: it is no regular file"):
+        locate(tmp_path / "model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from seqpar import Guidance
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.distributed import DistributedDiT
-from seqpar.fidelity import own_loop
-from seqpar.fidelity.blocks import Share, blocks_of
+from seqpar.fidelity import blocks, own_loop
+from seqpar.fidelity.blocks import Compared, Share, blocks_of
 from seqpar.fidelity.verify import VerificationError, verify
 from seqpar.fidelity.widened import other_weights, widened
 from seqpar.kernels.flags import Flags
@@ -235,6 +235,15 @@ def test_a_ranks_tokens_of_joined_streams_are_taken_in_every_order_that_fits() -
         Share(lengths, 2, 1).ways(whole, whole[:, :5])
 
 
+def test_a_rank_that_returns_none_of_its_tokens_is_refused() -> None:
+    whole = torch.ones(1, 7, 2)
+    for total, parts, refused in ((7, 2, True), (7, 9, False)):  # the ninth rank of nine has no token of seven
+        compared = Compared(Share({"image": total}, parts, parts - 1))
+        compared.keep("block", whole[:, :0])
+        with pytest.raises(ValueError, match="expected a share") if refused else nullcontext():
+            compared.truth("block", whole)
+
+
 def test_only_blocks_that_are_called_count() -> None:
     model = large_dit.Model(TINY)
     assert [name for name, _ in blocks_of(model)] == [f"blocks.{i}" for i in range(TINY.num_layers)]
@@ -260,8 +269,14 @@ def test_what_is_not_finite_or_not_asked_rightly_does_not_hold() -> None:
     pipeline.dit.model.get_parameter("blocks.3.fc2.bias").fill_(torch.inf)
     with redirect_stdout(io.StringIO()), pytest.raises(VerificationError, match=r"blocks.3, .* that are not finite"):
         verify(pipeline, ["3"], **LABELS)
-    with pytest.raises(ValueError, match="expected a number from 1"):
-        verify(pipeline, ["3"], evaluations=0)
+    pipeline.dit.model.get_parameter("blocks.3.fc2.bias").zero_()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+        patch.setattr(blocks, "blocks_of", lambda model: [])
+        with pytest.raises(VerificationError, match="the blocks: none was compared"):
+            verify(pipeline, ["3"], **LABELS, evaluations=1)
+    for wrong in (0, True, 2.5):
+        with pytest.raises(ValueError, match="got evaluations="):
+            verify(pipeline, ["3"], evaluations=wrong)
     with pytest.raises(ValueError, match=r"not parallelized, expected seqpar.parallelize before verify"):
         verify(nn.Linear(1, 1))
 

@@ -6,7 +6,7 @@ They look at the caller's own values, before anything is allocated or exchanged.
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MOST_STEPS = 10_000  # denoising steps; the longest published schedules have 1,000
-MOST_REAL = sys.float_info.max  # NaN and infinity are no settings, nor whole numbers that are no float
 MOST_SIDE = 1 << 16  # pixels along a side of a picture
 
 
@@ -34,8 +33,15 @@ def check_whole(name: str, value: object, least: int, most: int) -> None:
 
 def check_real(name: str, value: object) -> None:
     """Refuse what is no finite number."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not -MOST_REAL <= value <= MOST_REAL:
+    if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
         raise ValueError(f"got {name}={shown(value)}, expected a finite number")
+
+
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that is larger than any float
+        return False
 
 
 def check_kind(name: str, value: object, *kinds: type, expected: str) -> None:

@@ -203,6 +203,11 @@ class DistributedDiT(nn.Module):
         self._moves.release()
 
     @property
+    def releases(self) -> int:
+        """Return how often the exchanges were freed, after which graphs that were captured before must not replay."""
+        return self._releases
+
+    @property
     def state(self) -> object:
         """Return a key that stays equal while exchanges and weights keep their addresses, so that a graph is valid."""
         return self._releases, self.dtype, tuple(parameter.data_ptr() for parameter in self.parameters())

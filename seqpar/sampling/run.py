@@ -96,7 +96,7 @@ class Run:
         segment, what = self._segment, f"step {self._index + 1} of {len(self.timesteps)}"
         with self._dit.mesh.call(self._dit.mesh.replica, what, self._calls.is_first(segment.steps)):
             if segment.graph is not None:
-                segment.graph.replay()
+                segment.replay()
             else:
                 outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count))
                 for name, out in outputs.items():

@@ -275,7 +275,8 @@ def test_what_is_not_finite_or_not_asked_rightly_does_not_hold() -> None:
         patch.setattr(blocks, "blocks_of", lambda model: [])
         with pytest.raises(VerificationError, match="the blocks: none was compared"):
             verify(pipeline, ["3"], **LABELS, evaluations=1)
-    for wrong in (0, True, 2.5):
+    wrongs: list[Any] = [0, True, 2.5]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="got evaluations="):
             verify(pipeline, ["3"], evaluations=wrong)
     with pytest.raises(ValueError, match=r"not parallelized, expected seqpar.parallelize before verify"):

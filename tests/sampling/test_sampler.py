@@ -122,6 +122,6 @@ def test_a_graph_is_not_replayed_after_its_buffers_were_freed() -> None:
     run._segment.graph = graph = Mock()
     run.step()
     dit.release()
-    with pytest.raises(ValueError, match="got a step after .*release, expected a new run"):
+    with pytest.raises(ValueError, match=r"got a step after .*release, expected a new run"):
         run.step()
     assert graph.replay.call_count == 1

@@ -111,10 +111,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
     ("layout", "dtype", "fault", "found"),
     [
         (("ulysses", 1, "peer"), BF16, none, "holds"),
-        (("ring", 1, "collective"), FP32, none, "holds"),
         (("kv_gather", 1, "collective"), FP32, rotary_off_by_one, "blocks.0, output 1 of step 1 on rank "),
         (("ulysses", 2, "collective"), BF16, swapped_branches, "prediction of step 1 on rank 1: "),
-        (("ulysses", 1, "collective"), BF16, lost_shard, "blocks.0, output 1 of step 1 on rank 0: "),
         (("ulysses", 1, "collective"), BF16, lost_in_block_5_of_step_2, "blocks.4, output 1 of step 2 on rank "),
         (("ulysses", 1, "peer"), BF16, stale_flag, "blocks.0, output 1 of step 1 on rank "),
     ],

@@ -33,8 +33,15 @@ def check_whole(name: str, value: object, least: int, most: int) -> None:
 
 def check_real(name: str, value: object) -> None:
     """Refuse what is no finite number."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
         raise ValueError(f"got {name}={shown(value)}, expected a finite number")
+
+
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that is larger than any float
+        return False
 
 
 def check_kind(name: str, value: object, *kinds: type, expected: str) -> None:

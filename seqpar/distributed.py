@@ -9,7 +9,7 @@ gathers once at the end instead of once a step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -170,10 +170,12 @@ class DistributedDiT(nn.Module):
             self._positions[size, split] = {name: split.mine(name, x, dim=0) for name, x in rows.items()}
         return self._positions[size, split]
 
-    def gathering(self, use: str, axis: Axis, like: Tensor, user: object | None = None) -> Gather:
+    def gathering(self, use: Hashable, axis: Axis, like: Tensor, user: object | None = None) -> Gather:
         """Return the exchange that gathers tensors like this one from all ranks of an axis on each of them.
 
         Runs share it; all ranks of a replica must ask for it. It is kept as `attend` says, for `GATHERS` others.
+        use: must differ on all ranks if the shape differs on one, because ranks free the same exchanges: shares of 9
+        and of 10 tokens have one shape on the first of two ranks and two shapes on the second.
         """
         sizes, shape = (1,) * axis.size, tuple(like.shape)
         key = use, axis.name, shape, like.dtype
@@ -199,6 +201,11 @@ class DistributedDiT(nn.Module):
         self._positions.clear()
         self._releases += 1
         self._moves.release()
+
+    @property
+    def releases(self) -> int:
+        """Return how often the exchanges were freed, after which graphs that were captured before must not replay."""
+        return self._releases
 
     @property
     def state(self) -> object:

@@ -29,7 +29,7 @@ def labels(*numbers: Any, **options: Any) -> dict[str, Tensor]:
 SAMPLE: list[tuple[str, list[Any], str]] = [
     ("steps", [-1, 0, 2.5, "4", True, None, 10**9], "got steps="),
     ("guidance", [4.0, None, "4", Guidance], "expected seqpar.Guidance"),
-    ("eta", ["x", True, float("nan")], "got eta="),
+    ("eta", ["x", True, float("nan"), 10**400], "got eta="),
     ("generator", [5, torch.Generator], "got generator="),
     ("begin", [-1, 1.0, "x", None], "got begin="),
     ("respacing", [250, [1]], "got respacing="),

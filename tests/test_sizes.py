@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar import DistributedDiT, Guidance, Sampler
+from seqpar import DistributedDiT, Guidance, Sampler, distributed, sample
 from seqpar.attention.ulysses import Ulysses
 from seqpar.distributed import GATHERS, KINDS
 from seqpar.sampling.loop import draw_noise
@@ -70,3 +70,20 @@ def test_many_sizes_do_not_fill_the_memory(ranks: Pool, transport: str, cfg: int
         assert buffers <= 2 * (gathers if cfg == 2 else attends)
         assert alive <= 2 * KINDS  # those of other tests' models may still exist
         assert same == (True, True, True)
+
+
+def uneven(rank: int, world: int, device: torch.device) -> list[int]:
+    """Sample sizes whose shares of tokens have fewer shapes on one rank than on another; return the gathers kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "GATHERS", 3)
+        dit = DistributedDiT(diffusers_dit().to(device), mesh_for("ulysses", world, device, cfg=2), "ulysses")
+    kept = []
+    for columns in (9, 10, 11, 12, 9):  # shares of 9 to 12 tokens have 2 shapes on the first rank and 3 on the other
+        sample(dit, *inputs((2, 2 * columns)), steps=1, guidance=Guidance(3.0), graph=False)
+        kept.append(len(dit._gathers))
+    dit.release()
+    return kept
+
+
+def test_ranks_with_shares_of_other_shapes_free_the_same_gathers(ranks: Pool) -> None:
+    assert ranks.run(4, uneven) == [[1, 2, 3, 3, 3]] * 4

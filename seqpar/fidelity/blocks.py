@@ -109,10 +109,11 @@ class Compared:
     def truth(self, name: str, whole: Tensor) -> None:
         """Measure the kept output by the reference, and keep the reference in its place."""
         mine = self._known(name)
+        ways = self.share.ways(whole, mine)  # also of a rank without tokens here, which must have no share of them
         if not mine.numel():
             self._takes[name] = lambda x: x.new_empty(0)
             return
-        tried = [(error({name: mine}, {name: take(whole)}), take) for take in self.share.ways(whole, mine)]
+        tried = [(error({name: mine}, {name: take(whole)}), take) for take in ways]
         # a fault is far from every choice; between choices that fit, the order of streams decides
         self.mine[name], take = min(tried, key=lambda each: (each[0].rms != each[0].rms, each[0].rms))
         self._takes[name], self._kept[name] = take, take(whole).clone()

@@ -69,8 +69,9 @@ class Loop:
 
     def release(self) -> None:
         """Free what the runs keep."""
-        for run in (self._ranks, self._alone, self._truth):
-            run.release()
+        for run in (self._ranks, self._alone, self._truth, self._exact):
+            if run is not None:
+                run.release()
 
     def evaluate(self, index: int) -> tuple[Streams, Error]:
         """Compare the evaluation of this number; return the reference's state after it, and one rank's error in it."""

@@ -123,15 +123,17 @@ def judged(
     """
     first = measured.first()
     size = 0.0 if first is None else measured.ratio(first.place)
-    every = mesh.collect((first, measured.worst(), measured.bits, cost[1], size))
+    every = mesh.collect((first, measured.worst(), measured.bits, cost[1], size, measured.blocks))
     firsts = [(each[0], each[4], rank) for rank, each in enumerate(every) if each[0] is not None]
-    finding = None
+    blocks, finding = max(each[5] for each in every), None  # a rank without tokens of a stream has fewer than others
     if firsts:  # of several ranks, the one that is most wrong there
         found, _, rank = min(firsts, key=lambda each: (each[0].place, not math.isnan(each[1]), -each[1]))
         finding = f"{found.place} on rank {rank}: {found.reason}"
     elif different := next((rank for rank, each in enumerate(every) if each[2] != every[0][2]), None):
         finding = f"the end of the run: rank {different} has {BITS.format('rank 0')}"
+    elif not blocks:
+        finding = "the blocks: none was compared, because no hook of a block was called"
     ratio, place = max((each[1] for each in every), key=lambda each: (math.isnan(each[0]), each[0]))
     memory = max((each[3] for each in every if each[3] is not None), default=None)
     steps = len({place.step for place in measured.mine})
-    return Verdict(what, steps, measured.blocks, ratio, str(place), finding, cost[0], memory, tuple(notes))
+    return Verdict(what, steps, blocks, ratio, str(place), finding, cost[0], memory, tuple(notes))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.arguments import MOST_STEPS, check_whole
 from seqpar.distributed import DistributedDiT
 from seqpar.fidelity import own_loop
 from seqpar.fidelity.compare import Place
@@ -25,6 +26,7 @@ from seqpar.fidelity.widened import other_weights
 from seqpar.mesh import Mesh
 from seqpar.pipelines._loaded import Loaded
 from seqpar.planner.plan import Plan
+from seqpar.sampling.arguments import check_request
 from seqpar.sampling.request import Request
 
 __all__ = ["EVALUATIONS", "Verdict", "VerificationError", "verify"]
@@ -41,8 +43,6 @@ def verify(target: Any, *args: Any, evaluations: int = EVALUATIONS, **kwargs: An
     of steps makes so many. Raises VerificationError with the first place at which the ranks are wrong, and ValueError
     for arguments that do not fit or a run that one rank alone cannot hold.
     """
-    if not isinstance(evaluations, int) or evaluations < 1:
-        raise ValueError(f"got evaluations {evaluations!r}, expected a number from 1")
     if isinstance(target, DistributedDiT):
         verdict = _request(target, _asked(*args, **kwargs), evaluations)
     elif isinstance(target, Loaded):
@@ -50,6 +50,12 @@ def verify(target: Any, *args: Any, evaluations: int = EVALUATIONS, **kwargs: An
     else:
         verdict = _calls(target, args, kwargs, evaluations)
     return verdict
+
+
+def _agreed(mesh: Mesh, evaluations: int) -> int:
+    """Return rank 0's number of evaluations; the same ValueError on every rank if one passes what is no number."""
+    mesh.together(lambda: check_whole("evaluations", evaluations, 1, MOST_STEPS))
+    return mesh.share(evaluations)
 
 
 def _asked(scheduler: Any, noise: Any, prompt: Any, **settings: Any) -> Request:
@@ -81,6 +87,7 @@ class _Stand:
 
 def _pipeline(pipeline: Loaded, args: tuple[Any, ...], kwargs: Mapping[str, Any], evaluations: int) -> Verdict:
     """Verify the request that a pipeline makes of the arguments of its `latents`."""
+    evaluations = _agreed(pipeline.dit.mesh, evaluations)
     probe, stand = replace(pipeline), _Stand(pipeline.dit, evaluations)
     vars(probe)["sampler"] = stand
     made: Any = probe
@@ -91,6 +98,8 @@ def _pipeline(pipeline: Loaded, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 def _request(dit: DistributedDiT, request: Request, evaluations: int) -> Verdict:
     """Verify a request of our own loop."""
+    evaluations = _agreed(dit.mesh, evaluations)
+    check_request(dit, request)
     with Watch(dit.mesh) as watch:
         made = own_loop.measure(dit, request, evaluations)
         models = [dit.model, *(each.model for each in request.segments.values())]
@@ -102,6 +111,7 @@ def _calls(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], evalua
     from seqpar.fidelity import calls  # imports the adapter, which a loop of our own does not need
 
     mesh = calls.mesh_of(target)
+    evaluations = _agreed(mesh, evaluations)
     with Watch(mesh) as watch:
         made = calls.recorded(target, args, kwargs, evaluations)
         if not made:
@@ -129,7 +139,9 @@ class Watch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Do nothing: an error says what it cost."""
+        """Give the reference's memory back, which the run's CUDA graphs and peer memory could not take otherwise."""
+        if self._mesh.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def verdict(self, made: Measured, models: list[Any], what: str, notes: tuple[str, ...] = ()) -> Verdict:
         """Return the verdict over all ranks, or raise VerificationError with its finding."""

@@ -96,7 +96,7 @@ class Run:
         segment, what = self._segment, f"step {self._index + 1} of {len(self.timesteps)}"
         with self._dit.mesh.call(self._dit.mesh.replica, what, self._calls.is_first(segment.steps)):
             if segment.graph is not None:
-                segment.graph.replay()
+                segment.replay()
             else:
                 outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count))
                 for name, out in outputs.items():
@@ -261,7 +261,8 @@ class Run:
         # rank 0 of the cfg axis computes the conditional branch, rank 1 the unconditional one
         tokens, mesh = self._states[name].tokens, self._dit.mesh
         used = out[..., : tokens.shape[-1] * (2 if self._course.decision.learned else 1)]
-        swap = self._dit.gathering(f"branches of {name}", mesh.cfg, tokens.new_empty(used.shape), self)
+        use = f"branches of {name}", self._states[name].shard
+        swap = self._dit.gathering(use, mesh.cfg, tokens.new_empty(used.shape), self)
         swap.outbox().copy_(used.to(tokens.dtype)[None])
         cond, uncond = swap.deliver()
         return cond, uncond

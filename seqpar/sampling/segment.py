@@ -44,7 +44,7 @@ class Segment:
         """Set up the segment. lengths: tokens of each stream of the state; size: size of the first stream's latent."""
         self.steps = steps
         self.graph: StepGraph | None = None
-        self.model, self._given = dit.model, given
+        self.model, self._given, self._dit, self._releases = dit.model, given, dit, dit.releases
         encoded = self._encode(given)
         self._whole = _whole(given, encoded)
         others = {name: x.shape[1] for name, x in encoded.streams.items()}
@@ -104,6 +104,13 @@ class Segment:
             conditioning["mask"] = self._mask
         drawn = {name: x.index_select(0, step.view(1))[0] for name, x in self._drawn.items()}
         return {**state, **self._constant, **drawn}, self._positions, conditioning, self._attend
+
+    def replay(self) -> None:
+        """Replay the captured step; ValueError if the buffers that it reads were freed in the meantime."""
+        if self._dit.releases != self._releases:
+            raise ValueError("got a step after DistributedDiT.release, expected a new run, which makes new buffers")
+        assert self.graph is not None
+        self.graph.replay()
 
     def release(self) -> None:
         """Free the CUDA graph and its memory, if there is one."""

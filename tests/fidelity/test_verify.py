@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import time
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from seqpar import Guidance
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.distributed import DistributedDiT
-from seqpar.fidelity import own_loop
-from seqpar.fidelity.blocks import Share, blocks_of
+from seqpar.fidelity import blocks, own_loop
+from seqpar.fidelity.blocks import Compared, Share, blocks_of
 from seqpar.fidelity.verify import VerificationError, verify
 from seqpar.fidelity.widened import other_weights, widened
 from seqpar.kernels.flags import Flags
@@ -111,10 +111,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
     ("layout", "dtype", "fault", "found"),
     [
         (("ulysses", 1, "peer"), BF16, none, "holds"),
-        (("ring", 1, "collective"), FP32, none, "holds"),
         (("kv_gather", 1, "collective"), FP32, rotary_off_by_one, "blocks.0, output 1 of step 1 on rank "),
         (("ulysses", 2, "collective"), BF16, swapped_branches, "prediction of step 1 on rank 1: "),
-        (("ulysses", 1, "collective"), BF16, lost_shard, "blocks.0, output 1 of step 1 on rank 0: "),
         (("ulysses", 1, "collective"), BF16, lost_in_block_5_of_step_2, "blocks.4, output 1 of step 2 on rank "),
         (("ulysses", 1, "peer"), BF16, stale_flag, "blocks.0, output 1 of step 1 on rank "),
     ],
@@ -236,6 +234,15 @@ def test_a_ranks_tokens_of_joined_streams_are_taken_in_every_order_that_fits() -
         Share(lengths, 2, 1).ways(whole, whole[:, :5])
 
 
+def test_a_rank_that_returns_none_of_its_tokens_is_refused() -> None:
+    whole = torch.ones(1, 7, 2)
+    for total, parts, refused in ((7, 2, True), (7, 9, False)):  # the ninth rank of nine has no token of seven
+        compared = Compared(Share({"image": total}, parts, parts - 1))
+        compared.keep("block", whole[:, :0])
+        with pytest.raises(ValueError, match="expected a share") if refused else nullcontext():
+            compared.truth("block", whole)
+
+
 def test_only_blocks_that_are_called_count() -> None:
     model = large_dit.Model(TINY)
     assert [name for name, _ in blocks_of(model)] == [f"blocks.{i}" for i in range(TINY.num_layers)]
@@ -261,8 +268,15 @@ def test_what_is_not_finite_or_not_asked_rightly_does_not_hold() -> None:
     pipeline.dit.model.get_parameter("blocks.3.fc2.bias").fill_(torch.inf)
     with redirect_stdout(io.StringIO()), pytest.raises(VerificationError, match=r"blocks.3, .* that are not finite"):
         verify(pipeline, ["3"], **LABELS)
-    with pytest.raises(ValueError, match="expected a number from 1"):
-        verify(pipeline, ["3"], evaluations=0)
+    pipeline.dit.model.get_parameter("blocks.3.fc2.bias").zero_()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+        patch.setattr(blocks, "blocks_of", lambda model: [])
+        with pytest.raises(VerificationError, match="the blocks: none was compared"):
+            verify(pipeline, ["3"], **LABELS, evaluations=1)
+    wrongs: list[Any] = [0, True, 2.5]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match="got evaluations="):
+            verify(pipeline, ["3"], evaluations=wrong)
     with pytest.raises(ValueError, match=r"not parallelized, expected seqpar.parallelize before verify"):
         verify(nn.Linear(1, 1))
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from seqpar import DistributedDiT, Guidance, Sampler, sample
 from seqpar.sampling import loop
 from seqpar.sampling.loop import draw_noise
+from seqpar.sampling.request import Request
+from seqpar.sampling.run import begin
 from tests.sampling.test_sampling import STEPS, scheduler
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
@@ -111,3 +113,15 @@ def test_a_scheduler_that_steps_on_the_host_is_never_kept() -> None:
     for call in (runs[1].rewind, lambda: runs[1].place(noise)):
         with pytest.raises(ValueError, match="got a scheduler"):
             call()
+
+
+def test_a_graph_is_not_replayed_after_its_buffers_were_freed() -> None:
+    dit = DistributedDiT(diffusers_dit())
+    (schedule, noise, prompt), guidance = order(*FIRST)
+    run = begin(dit, Request(schedule, noise, prompt, STEPS, guidance))
+    run._segment.graph = graph = Mock()
+    run.step()
+    dit.release()
+    with pytest.raises(ValueError, match=r"got a step after .*release, expected a new run"):
+        run.step()
+    assert graph.replay.call_count == 1

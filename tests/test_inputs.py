@@ -202,7 +202,7 @@ def unequal(rank: int, world: int, device: torch.device, what: str) -> list[str]
 def test_inputs_of_unequal_form_end_in_one_error_on_every_rank(ranks: Pool, what: str) -> None:
     answers = ranks.run(3, unequal, what)
     assert len({first for first, _ in answers}) == 1
-    assert "on rank 2, expected" in answers[0][0]
+    assert "on rank 2, expected" in answers[0][0] or answers[0][0].startswith("rank 2: got ")
     assert all(second == "nothing" for _, second in answers)
 
 
@@ -231,7 +231,6 @@ def deserted(rank: int, world: int, device: torch.device, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("an absence", "TimeoutError: rank 0 waited 1[.0-9]* s in vain for another rank of .0, 1. .the comparison of"),
         ("an absence", "LostRankError: rank 0 waited 1[.0-9]* s in vain for another rank of .0, 1. .the comparison of"),
         ("a mistake", "RuntimeError: shape '.3.' is invalid"),
     ],

@@ -1,5 +1,6 @@
 """Plots from the JSON lines of `launch/bench.py`: the ladder as bars beside its ceiling, ms a step over GPUs, the parts
-of a process's start, errors of steps, exchanges beside the bandwidth of the links, scaling beside its ceiling.
+of a process's start, errors of steps, exchanges beside the bandwidth of the links, scaling beside its ceiling, memory
+and time of a long-lived process.
 
 python launch/benches/plot.py docs/benchmarks/2026-11-20-h200-engine.jsonl        # writes .png files beside it
 """
@@ -32,12 +33,36 @@ def main(path: Path) -> None:
         ("numerics", numerics),
         ("exchange", exchange),
         ("scale", scale),
+        ("soak", soak),
     ):
         if mine := [line for line in lines if line["bench"] == kind]:
             target = path.with_name(f"{path.stem}-{kind}.png")
             figure = draw(mine)
             figure.savefig(target, dpi=120, bbox_inches="tight")
             print(target)
+
+
+def soak(lines: Sequence[Line]) -> Any:
+    """Two panels for each part of a soak: memory after each picture, and the seconds that each picture took."""
+    parts = [part for part in ("mixed", "sizes") if any(line["part"] == part for line in lines)]
+    figure, panels = plt.subplots(2, max(1, len(parts)), figsize=(5.5 * max(1, len(parts)), 5), squeeze=False)
+    for part, (memory, time) in zip(parts, panels.T, strict=False):
+        mine = [line for line in lines if line["part"] == part]
+        kinds = {"used": "device, all of it", "allocated": "device, tensors", "host": "host"}
+        for (key, name), color in zip(kinds.items(), (OURS, INK, THEIRS), strict=True):
+            if any(line.get(key) for line in mine):
+                memory.plot([line[key] / 2**30 for line in mine], color=color, label=name)
+        memory.set(title=f"{part}: {len(mine)} pictures, {len({line['kind'] for line in mine})} kinds", ylabel="GiB")
+        memory.set_ylim(bottom=0)
+        for first, color in ((True, THEIRS), (False, OURS)):
+            found = [(line["picture"], line["seconds"]) for line in mine if (line["time"] == 1) == first]
+            at, seconds = zip(*found, strict=True) if found else ((), ())
+            time.scatter(at, seconds, color=color, s=9, label="first of a kind" if first else "later ones of a kind")
+        time.set(xlabel="picture", ylabel="s", yscale="log")
+    panels[0, 0].legend(frameon=False)
+    panels[1, 0].legend(frameon=False)
+    figure.tight_layout()
+    return figure
 
 
 def ladder(lines: Sequence[Line]) -> Any:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from seqpar.deadlines import Deadlines
 from seqpar.processes import close as close
 from seqpar.processes import group_timeout, join, watch
+from seqpar.shared_errors import Told
 from seqpar.watch import LostRankError, Watch
 
 T = TypeVar("T")
@@ -171,29 +172,30 @@ class Mesh:
         return _opened(letter)
 
     def of_rank_0(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 alone and return its result on every rank; if it fails, raise one ValueError on all.
+        """Run `work` on rank 0 alone and return its result on every rank; if it fails, raise one error on all.
 
         It is `together` and `share` in one exchange.
         """
-        result, error = None, None
+        result, error, told = None, None, None
         if self.is_main:
             try:
                 result = work()
+            except LostRankError:
+                raise
             except (ValueError, OSError) as raised:
-                error = raised
+                error, told = raised, Told.of(raised)
         if self.world.size > 1:
-            result, told = self.share((result, None if error is None else f"rank 0: {error}"))
-        else:
-            told = None if error is None else str(error)
+            result, told = self.share((result, told))
         if told is not None:
-            raise ValueError(told) from error
+            raise told.error(f"rank 0: {told.text}" if self.world.size > 1 else None) from error
         return result  # pyright: ignore[reportReturnType]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank and return its result; if it fails on any, raise the same ValueError on all.
+        """Run `work` on every rank and return its result; if it fails on any, raise the same error on all.
 
-        Without this, the other ranks would wait for the failed one. Only errors that a user can cause are shared
-        (ValueError, OSError); any other exception is a bug and is raised unchanged.
+        Without this, the other ranks would wait for the failed one. Only errors that a user or the system can cause are
+        shared, as a ValueError, TimeoutError or OSError (`seqpar.shared_errors`); any other exception is a bug and is
+        raised unchanged.
         """
         result, error = None, None
         try:
@@ -202,12 +204,13 @@ class Mesh:
             raise  # other ranks have ended or are stopped, so nothing can be shared with them
         except (ValueError, OSError) as raised:
             error = raised
-        errors = self.collect(None if error is None else str(error))
-        failed = next((rank for rank, message in enumerate(errors) if message is not None), None)
+        errors = self.collect(None if error is None else Told.of(error))
+        failed = next(((rank, told) for rank, told in enumerate(errors) if told is not None), None)
         if failed is None:
             return result  # pyright: ignore[reportReturnType]
-        everywhere = all(message == errors[failed] for message in errors)
-        raise ValueError(errors[failed] if everywhere else f"rank {failed}: {errors[failed]}") from error
+        rank, told = failed
+        everywhere = all(each is not None and each.text == told.text for each in errors)
+        raise told.error(None if everywhere else f"rank {rank}: {told.text}") from error
 
     def collect(self, value: T) -> list[T]:
         """Return a small picklable object of every rank, in rank order, on every rank."""

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn, Protocol
 from weakref import WeakSet
@@ -27,31 +27,14 @@ import torch.distributed as dist
 
 from seqpar.deadlines import Deadlines
 from seqpar.pulse import BEAT_S, Pulse, Sign, Store
+from seqpar.waits import Wait, is_lost, text_of_late, text_of_unknown, why_late
 
-# what a process group says when other ranks did not come or closed their connections
-LOST = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "connection refused")
 SLICE_S = 0.5  # of a wait, between two looks
 GRACE_S = 5.0  # for the main thread to raise the error of a failed watch
 
 
 class LostRankError(TimeoutError):
     """This rank waited for another one in vain."""
-
-
-@dataclass(frozen=True)
-class Wait:
-    """What is waited for. ranks: of the process group. key, count: what each of them has begun if it has come so far.
-
-    limit_s: how long a rank may show no sign of life, or not begin it; with `busy` it may begin it later.
-    """
-
-    what: str
-    ranks: tuple[int, ...]
-    key: str
-    count: int
-    limit_s: float
-    busy: bool = False
-    event: torch.cuda.Event | None = None
 
 
 class Follows(Protocol):
@@ -144,7 +127,7 @@ class Watch:
             self.raise_if_failed()
             told = self._late(wait, start)
             if told is not None or time.monotonic() - start > longest:
-                raise LostRankError(told or self._told(wait, longest, "all show signs of life"))
+                raise LostRankError(told or text_of_unknown(self.rank, wait, longest, "all show signs of life"))
 
     def exchange(self, work: dist.Work, what: str, ranks: tuple[int, ...]) -> None:
         """Wait for an exchange by gloo until the deadline; raises TimeoutError, which names the late ranks."""
@@ -179,10 +162,9 @@ class Watch:
         self._raised.set()
         if self.failed is not None:
             return LostRankError(self.failed)
-        reasons = self._reasons(wait)
-        return LostRankError(
-            self._named(wait, waited, reasons) if reasons else self._told(wait, waited, "it is not known which")
-        )
+        if reasons := self._reasons(wait):
+            return LostRankError(text_of_late(self.rank, wait, waited, reasons))
+        return LostRankError(text_of_unknown(self.rank, wait, waited, "it is not known which"))
 
     def _unfinished(self, new: Wait | None = None) -> Wait | None:
         """Add a call on the device, and return the oldest one that is not over, if there is one."""
@@ -205,7 +187,7 @@ class Watch:
         told = self._late(wait, self._oldest[1])
         waited = time.monotonic() - self._oldest[1]
         if told is None and waited > max(self.deadlines.host_s, wait.limit_s):
-            told = self._told(wait, waited, "all show signs of life, so a device may hang")
+            told = text_of_unknown(self.rank, wait, waited, "all show signs of life, so a device may hang")
         if told is not None:
             self._fail(told)
 
@@ -230,12 +212,12 @@ class Watch:
         found = {
             rank: reason
             for rank, sign in self._signs(wait.ranks).items()
-            if (reason := _why_late(wait, sign, start, waited)) is not None
+            if (reason := why_late(wait, sign, start, waited)) is not None
         }
         silent = None if self._pulse is None else self._pulse.silent_since
         if not found and silent is not None and time.monotonic() - max(silent, start) > wait.limit_s:
-            return self._told(wait, waited, "the store of the process group does not answer, either")
-        return self._named(wait, waited, found) if found else None
+            return text_of_unknown(self.rank, wait, waited, "the store of the process group does not answer, either")
+        return text_of_late(self.rank, wait, waited, found) if found else None
 
     def _reasons(self, wait: Wait) -> dict[int, str]:
         """Return why ranks are late in an exchange that has failed already: those that show no sign any more."""
@@ -260,19 +242,6 @@ class Watch:
         except RuntimeError:
             return {}  # the store is gone, which `silent_since` tells
 
-    def _named(self, wait: Wait, waited: float, reasons: dict[int, str]) -> str:
-        ranks, whose = ", ".join(map(str, reasons)), "; ".join(dict.fromkeys(reasons.values()))
-        return (
-            f"rank {self.rank} waited {round(waited, 1):g} s in vain for rank {ranks} ({wait.what}); {whose}; see its "
-            f"output"
-        )
-
-    def _told(self, wait: Wait, waited: float, more: str) -> str:
-        return (
-            f"rank {self.rank} waited {round(waited, 1):g} s in vain for another rank of {list(wait.ranks)} "
-            f"({wait.what}); {more}; it died, is stuck, or did not make this call: see the output of the other ranks"
-        )
-
 
 def drain(watch: Watch | None, device: torch.device, also: Callable[[], object] = lambda: None) -> None:
     """Wait for the device until it is done, or until `also` or the watch tells an error."""
@@ -283,25 +252,6 @@ def drain(watch: Watch | None, device: torch.device, also: Callable[[], object] 
     while not event.query() and also() is None and (watch is None or watch.failed is None):
         time.sleep(pause)
         pause = min(pause + 1e-6, 1e-3)
-
-
-def is_lost(error: RuntimeError) -> bool:
-    """Return whether an error says that other ranks did not come or closed their connections.
-
-    A process group tells of both with plain RuntimeErrors that differ only in their texts.
-    """
-    return any(word in str(error).lower() for word in LOST)
-
-
-def _why_late(wait: Wait, sign: Sign, start: float, waited: float) -> str | None:
-    behind = sign.begun.get(wait.key, 0) < wait.count
-    if sign.left and behind:
-        return "its process has ended by itself"
-    if (silent := sign.silent_s(start)) > wait.limit_s:
-        return f"it has shown no sign of life for {round(silent, 1):g} s: it died or is stopped"
-    if behind and not wait.busy and waited > wait.limit_s:
-        return "it lives, but has not begun this call"
-    return None
 
 
 def _abort(group: dist.ProcessGroup) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from seqpar.cli.exits import Kind, kind_of
 from seqpar.mesh import SMALL, Mesh, fill, pick_device
 from tests.support.pool import Pool
 
@@ -73,23 +78,34 @@ def test_a_replica_is_the_ranks_that_share_pictures(ranks: Pool) -> None:
         assert seen == [(rank % 2, pair), (rank, [0, 1, 2, 3]), (rank % 2, pair)]
 
 
-def agree(rank: int, world: int, device: torch.device) -> str:
-    mesh = Mesh.from_env(device=device)
-
-    def work() -> int:
-        if rank == 1:
-            raise ValueError("only here")
-        return rank
-
-    try:
-        mesh.together(work)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+FULL = (errno.ENOSPC, os.strerror(errno.ENOSPC), "x.png")
 
 
-def test_an_error_on_one_rank_is_raised_on_all(ranks: Pool) -> None:
-    assert ranks.run(2, agree) == ["rank 1: only here"] * 2
+def agree(rank: int, world: int, device: torch.device) -> list[tuple[str, Kind, str]]:
+    """Return the class, the blame and the text of errors of one rank, by `together` and by `of_rank_0`."""
+    mesh, found = Mesh.from_env(device=device), []
+    errors = ValueError("only here"), FileNotFoundError("no file"), TimeoutError("late"), OSError(*FULL)
+    for error, ways in product(errors, ((mesh.together, 1), (mesh.of_rank_0, 0))):
+
+        def work(error: Exception = error, wrong: int = ways[1]) -> None:
+            if rank == wrong:
+                raise error
+
+        with pytest.raises((ValueError, OSError)) as caught:
+            ways[0](work)
+        found.append((type(caught.value).__name__, kind_of(caught.value), str(caught.value)))
+    return found
+
+
+def test_an_error_on_one_rank_is_raised_on_all_with_the_same_blame(ranks: Pool) -> None:
+    kinds: dict[str, tuple[str, Kind]] = {
+        "only here": ("ValueError", "mistake"),
+        "no file": ("ValueError", "mistake"),
+        "late": ("TimeoutError", "failure"),
+        str(OSError(*FULL)): ("OSError", "failure"),
+    }
+    wanted = [(*kind, f"rank {rank}: {text}") for text, kind in kinds.items() for rank in (1, 0)]
+    assert ranks.run(2, agree) == [wanted] * 2
 
 
 def objects(rank: int, world: int, device: torch.device) -> tuple[list[tuple[int, int]], list[list[tuple[int, int]]]]:

@@ -22,7 +22,8 @@ from seqpar.kernels.flags import Late
 from seqpar.mesh import Axis, Mesh
 from seqpar.processes import _gather_all
 from seqpar.transports import _folder
-from seqpar.watch import Watch, is_lost
+from seqpar.waits import is_lost
+from seqpar.watch import Watch
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit

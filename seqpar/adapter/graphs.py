@@ -115,6 +115,8 @@ class Graphs:
         generation: a number that is equal on all ranks and changes whenever a captured call is no longer valid.
         """
         kind = id(body), arguments.kind
+        if kind in self._graphs and self._graphs[kind].generation != generation:
+            self._drop(kind)
         with self._mesh.call(self._mesh.sequence, "a call of a transformer or VAE", self._calls.is_first(kind)):
             return self._ran(body, arguments, generation)
 
@@ -123,9 +125,6 @@ class Graphs:
         if self._capture is None or key is None or torch.is_autocast_enabled(self._mesh.device.type):
             return _eager(body, arguments)
         graph = self._graphs.get(key)
-        if graph is not None and graph.generation != generation:
-            self._drop(key)
-            graph = None
         if graph is None:
             if not self._is_second(key):
                 return _eager(body, arguments)
@@ -178,6 +177,7 @@ class Graphs:
         return self._graphs[key]
 
     def _drop(self, key: Hashable) -> None:
+        self._calls.forget(key)  # the next capture is again what ranks wait longer for
         self._graphs.pop(key).captured.release()
 
 

@@ -9,7 +9,6 @@ Under torchrun rank 0 prints the message and hands it to torchrun's report. Rank
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -30,6 +29,7 @@ import torch.distributed as dist
 
 from seqpar import mesh as meshes
 from seqpar.cli.stopped import end_stopped_ranks
+from seqpar.shared_errors import SYSTEM
 
 Kind = Literal["mistake", "failure", "bug"]
 GRACE_S = 5.0  # other ranks give rank 0 this long to tell its message
@@ -41,8 +41,6 @@ REPORTS, STARTER = "SEQPAR_REPORTS", "SEQPAR_STARTER"  # environment of a rank: 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun shows what a rank wrote here in its own report
 LOST = (ConnectionError, dist.DistError)  # another process has left, or cannot be reached
 FAILURES = (TimeoutError, torch.OutOfMemoryError, MemoryError, FloatingPointError, *LOST)
-# errors of the system that are no mistake in a path: no space, no quota, a broken disk, no memory, no free handles
-SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 NO_HOST_MEMORY = "DefaultCPUAllocator: "  # torch has no error class for it
 LONGEST = 1500  # characters of a message: it may quote a flag or a file's contents
 

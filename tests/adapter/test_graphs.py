@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -100,6 +101,15 @@ def test_a_change_of_state_is_captured_again() -> None:
     for generation in (0, 0, 0, 1, 1):
         run(graphs, body, arguments(1), generation)
     assert [(each.replays, each.released) for each in captures.made] == [(2, True), (2, False)]
+
+
+def test_ranks_wait_longer_for_each_call_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(Mesh, "call", lambda self, axis, what, is_first: seen.append(is_first) or nullcontext())
+    _, body, _, graphs = made()
+    for generation in (0, 0, 0, 0, 0, 1):
+        run(graphs, body, arguments(1), generation)
+    assert seen == [True, True, True, True, False, True]
 
 
 def test_the_graph_used_longest_ago_makes_room() -> None:

@@ -1,0 +1,39 @@
+"""`Told`: an error of one rank, as it is told to the others so that all of them raise the same one.
+
+What the user got wrong is a ValueError on every rank. What went wrong (a time limit, a full disk) keeps its class, so
+that a program, and the exit code of the command, can tell both apart.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+
+# errors of the system that are no mistake in a path: no space, no quota, a broken disk, no memory, no free handles
+SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+
+
+@dataclass(frozen=True)
+class Told:
+    """An error's text; number: its `errno` if it is one of `SYSTEM`; late: whether it is a TimeoutError."""
+
+    text: str
+    number: int | None = None
+    late: bool = False
+
+    @staticmethod
+    def of(error: ValueError | OSError) -> Told:
+        """Return what the other ranks must know of an error."""
+        number = error.errno if isinstance(error, OSError) and error.errno in SYSTEM else None
+        return Told(str(error), number, isinstance(error, TimeoutError))
+
+    def error(self, text: str | None = None) -> ValueError | OSError:
+        """Return the error to raise, with another text if one is given."""
+        text = self.text if text is None else text
+        if self.late:
+            return TimeoutError(text)
+        if self.number is None:
+            return ValueError(text)
+        made = OSError(text)
+        made.errno = self.number  # not as an argument, which would come before the text once more
+        return made

@@ -119,15 +119,22 @@ class Watch:
             try:
                 work.wait(timedelta(seconds=min(SLICE_S, wait.limit_s)))
                 return
-            except RuntimeError as error:
-                if work.is_completed():  # the exchange itself has failed
-                    if not is_lost(error):
-                        raise
-                    raise self._lost(wait, start) from error
+            except RuntimeError:  # the end of the slice, or of the exchange
+                if work.is_completed() and self._succeeded(work, wait, start):
+                    return
             self.raise_if_failed()
             told = self._late(wait, start)
             if told is not None or time.monotonic() - start > longest:
                 raise LostRankError(told or text_of_unknown(self.rank, wait, longest, "all show signs of life"))
+
+    def _succeeded(self, work: dist.Work, wait: Wait, start: float) -> bool:
+        """Return True for a completed exchange, which may have ended between a slice's end and this; else raise why."""
+        try:
+            return work.wait()
+        except RuntimeError as error:
+            if not is_lost(error):
+                raise
+            raise self._lost(wait, start) from error
 
     def exchange(self, work: dist.Work, what: str, ranks: tuple[int, ...]) -> None:
         """Wait for an exchange by gloo until the deadline; raises TimeoutError, which names the late ranks."""

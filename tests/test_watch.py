@@ -62,6 +62,21 @@ class Never:
         return False
 
 
+class Just:
+    """An exchange on the host that ends just after a slice of the wait for it, well or with an error."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout is not None or self.error:
+            raise RuntimeError("Operation timed out!" if timeout is not None else self.error)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
 class Event:
     """A call on a device that has ended or not."""
 
@@ -102,6 +117,15 @@ def told(work: Callable[[], object]) -> tuple[str, float]:
     with pytest.raises(TimeoutError) as caught:
         work()
     return str(caught.value), time.monotonic() - start
+
+
+def test_a_host_exchange_that_ends_between_two_looks_is_not_lost() -> None:
+    mine = Watch(0, 2, SHORT, None)
+    mine.host(Just(), "an exchange", (0, 1))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TimeoutError, match="in vain for another rank"):
+        mine.host(Just("Connection closed by peer"), "an exchange", (0, 1))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RuntimeError, match="shape"):
+        mine.host(Just("shape '[3]' is invalid"), "an exchange", (0, 1))  # pyright: ignore[reportArgumentType]
 
 
 def test_a_host_exchange_waits_for_a_rank_that_lives_and_not_for_others() -> None:

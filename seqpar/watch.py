@@ -30,7 +30,7 @@ from seqpar.pulse import BEAT_S, Pulse, Sign, Store
 from seqpar.waits import Wait, is_lost, text_of_late, text_of_unknown, why_late
 
 SLICE_S = 0.5  # of a wait, between two looks
-GRACE_S = 5.0  # for the main thread to raise the error of a failed watch
+GRACE_S = 3.0  # for the main thread to raise the error of a failed watch
 
 
 class LostRankError(TimeoutError):
@@ -84,19 +84,22 @@ class Watch:
         self._inside, self._is_first = True, is_first
         for follower in self._followers:
             follower.limit(self.limit_s)
-        wait = self._begun(what, ranks, "calls")
+        wait, on_device = self._begun(what, ranks, "calls"), device.type == "cuda" and self._pulse is not None
+        if on_device:  # watched from now on, because NCCL's first exchange holds the host up until all ranks have come
+            self._unfinished(wait)
         try:
             yield
-            if device.type == "cuda" and self._pulse is not None:
+            if on_device:
                 event = torch.cuda.Event()
                 event.record()
-                self._unfinished(replace(wait, event=event))
+                self._unfinished(replace(wait, event=event), wait)
         except RuntimeError as error:
             if self.failed is None:
                 raise
             raise LostRankError(self.failed) from error  # what an aborted exchange says
         finally:
             self._inside, self._is_first = False, True
+            self._forget(wait)
 
     def raise_if_failed(self) -> None:
         """Raise TimeoutError if a wait of this rank is known to be in vain; this does not wait for the device."""
@@ -173,14 +176,25 @@ class Watch:
             return LostRankError(text_of_late(self.rank, wait, waited, reasons))
         return LostRankError(text_of_unknown(self.rank, wait, waited, "it is not known which"))
 
-    def _unfinished(self, new: Wait | None = None) -> Wait | None:
-        """Add a call on the device, and return the oldest one that is not over, if there is one."""
+    def _unfinished(self, new: Wait | None = None, before: Wait | None = None) -> Wait | None:
+        """Add a call on the device, in the place of `before` if that is given; return the oldest one that is not over.
+
+        A call without an event is still being queued.
+        """
         with self._lock:
-            if new is not None:
+            if new is not None and before is not None and before in self._calls:
+                self._calls[self._calls.index(before)] = new
+            elif new is not None:
                 self._calls.append(new)
             while self._calls and (event := self._calls[0].event) is not None and event.query():
                 self._calls.popleft()
             return self._calls[0] if self._calls else None
+
+    def _forget(self, wait: Wait) -> None:
+        """Watch a call no more that an error ended while it was queued."""
+        with self._lock:
+            if wait in self._calls:
+                self._calls.remove(wait)
 
     # The thread --------------------------------------------------------------------------------------------------
 

@@ -190,6 +190,21 @@ def test_a_call_on_a_device_that_waits_in_vain_is_told_from_one_that_computes(mo
             assert told(lambda mine=mine: mine.call("step 8", (0, 1), False, gpu).__enter__())[0] == text
 
 
+def test_a_call_that_holds_the_host_up_while_it_is_queued_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL's first exchange does, which waits on the host until all ranks have come."""
+    gpu, words = torch.device("cuda", 0), []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("seqpar.watch.GRACE_S", 0.2)
+    with watches() as (mine, other):
+        mine.last_words = words.append  # pyright: ignore[reportAttributeAccessIssue]
+        time.sleep(0.6)
+        stop(other)
+        with mine.call("step 1", (0, 1), False, gpu):
+            time.sleep(SHORT.later_s + 1.6)
+        assert "in vain for rank 1 (step 1); it has shown no sign of life" in words[0]
+
+
 def test_deadlines_change_from_call_to_call_also_on_devices() -> None:
     class Moves:
         def __init__(self) -> None:
@@ -231,6 +246,7 @@ def left_alone(rank: int, world: int, device: torch.device, transport: str, port
     store = dist.TCPStore("localhost", port, world, rank == 0, timedelta(seconds=10))  # pyright: ignore
     mesh = mesh_for("ulysses", world, device)
     watch = Watch(rank, world, Deadlines(first_s=30, later_s=1, host_s=60), _connection(store))
+    watch.groups += [group for group in {mesh.world.group, mesh.sequence.group} if group is not None]
     mesh = _watched(mesh, watch)
     try:
         model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
@@ -272,7 +288,8 @@ def test_a_call_without_one_rank_ends_after_the_later_deadline_and_names_it(rank
         port = free.getsockname()[1]
     (text, seconds, quick), (other, _, _) = ranks.run(2, left_alone, transport, port)
     assert "rank 0 waited 1" in text
-    assert "in vain for rank 1 (axis ulysses, " in text
+    what = "a call of the transformer" if ranks.device == "cuda" and transport == "collective" else "axis ulysses, "
+    assert f"in vain for rank 1 ({what}" in text
     assert seconds >= 1
     assert quick
     assert other == "nothing"

@@ -67,7 +67,8 @@ CASES = (
     Case("rank 1 never starts", Plant("stop", "start"), 1, "rank 1", within="first"),
     Case("rank 1 stopped for a while", Plant("stop"), 0, signals=(Signal(signal.SIGCONT, CONTINUED_S, "stopped"),)),
     Case("rank 1 late at every exchange", Plant("late", "exchange"), 0),
-    Case("rank 1 leaves with code 0", Plant("leave"), 1, "rank 1", within="later"),
+    # on GPUs the host runs ahead, so that the others may still wait in a first call
+    Case("rank 1 leaves with code 0", Plant("leave"), 1, "rank 1", within="first"),
     Case("rank 1 raises", Plant("raise"), 1, "planted bug"),
     Case("rank 1 out of memory", Plant("memory"), 1, "rank 1.*memory"),
     Case("rank 1 killed while an arena is made", Plant("kill", "arena"), 137, KILLED.format(rank=1), in_place=True),

@@ -6,6 +6,7 @@ whose parent has died. When it wins: it counts time from the fault itself, which
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import signal
@@ -137,7 +138,12 @@ def carried_out(job: Job, start: Callable[[Job], Started] = by_command) -> Outco
     code, gone = _watched(job, process, began)
     moment = job.plant.moment()
     since = float(moment.read_text()) if moment.exists() else began
-    left = [*_left(SHARED, shared), *_left(job.folder / "tmp", set()), *_left(job.out.parent, {job.out.name})]
+    # the folder of the user's name is CuTe DSL's, which keeps compiled kernels there
+    left = [
+        *_left(SHARED, shared),
+        *_left(job.folder / "tmp", {getpass.getuser()}),
+        *_left(job.out.parent, {job.out.name}),
+    ]
     if code is None:
         left.append(f"processes after {job.limit_s:g} s")
     told = (job.folder / "told").read_text(errors="replace")

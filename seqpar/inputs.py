@@ -67,7 +67,8 @@ def broadcast(mesh: Mesh, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if len(buffer):
         group = mesh.world.group
         what = "the broadcast of rank 0's inputs"
-        finish(mesh.world, buffer.device, lambda wait: dist.broadcast(buffer, 0, group, not wait), what)
+        with mesh.call(mesh.world, what, True):  # by NCCL the device waits, which only the watch over calls sees
+            finish(mesh.world, buffer.device, lambda wait: dist.broadcast(buffer, 0, group, not wait), what)
     return rooms
 
 

@@ -67,6 +67,8 @@ class _Watched:
             self.end()
             self.group = group
             self.watch = Watch(dist.get_rank(), dist.get_world_size(), Deadlines(), _connection())
+            if group is not None:
+                self.watch.groups.append(group)
         return self.watch
 
     def end(self) -> None:

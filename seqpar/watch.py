@@ -158,6 +158,7 @@ class Watch:
     def close(self) -> None:
         """Tell the other ranks that this process leaves the group, and watch no more."""
         self._calls.clear()
+        self.groups.clear()
         if self._pulse is not None:
             self._pulse.leave()
 

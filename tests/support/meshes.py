@@ -67,6 +67,11 @@ def _mesh(group: object, device: torch.device, **axes: Any) -> Mesh:
     return Mesh.from_env(**axes, device=device)
 
 
+def forget() -> None:
+    """Keep no mesh any longer."""
+    _mesh.cache_clear()
+
+
 def mesh(device: torch.device, **axes: int) -> Mesh:
     """Return the mesh of these axes, made once per process group because every mesh holds communicators."""
     return _mesh(dist.group.WORLD, device, **axes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from seqpar.processes import close
 
 TIMEOUT_S = 60  # of one call: a rank that waits longer for the others fails
 # what the server of CPU ranks imports, once for all of them
@@ -144,8 +147,10 @@ def _serve(rank: int, device: str, pipe: Connection) -> None:
 
 
 def _leave_group() -> str:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """End the process group. Meshes that are kept would keep its threads, which look for work all the time."""
+    if "tests.support.meshes" in sys.modules:
+        sys.modules["tests.support.meshes"].forget()
+    close()
     return ""
 
 

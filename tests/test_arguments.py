@@ -64,7 +64,7 @@ def test_sample_refuses_what_it_cannot_use() -> None:
     dit = DistributedDiT(diffusers_dit(), Mesh.single())
     given = {"scheduler": scheduler(), "noise": NOISE, "prompt": labels(3), **SETTINGS}
     assert sample(dit, **given).shape == NOISE.shape
-    assert sample(dit, **{**given, "prompt": labels(CLASSES)}).isfinite().all()  # the class "none"
+    assert sample(dit, **{**given, "prompt": labels(CLASSES)}).isfinite().all()  # the class "none"  # pyright: ignore[reportArgumentType]
     for name, values, expected in SAMPLE:
         for value in values:
             with pytest.raises(ValueError, match=expected):
@@ -119,7 +119,7 @@ def test_pipelines_and_models_refuse_what_they_cannot_use() -> None:
             parallelize(model, Mesh.single())
     for given in ({"mesh": 5}, {"plan": 5}, {"mesh": Mesh.single(), "strategy": 5}):
         with pytest.raises(ValueError, match="got "):
-            DistributedDiT(diffusers_dit(), **given)
+            DistributedDiT(diffusers_dit(), **given)  # pyright: ignore[reportArgumentType]
     for given in ({"path": 5}, {"path": "dit-s/8", "dtype": torch.int8}):
         with pytest.raises(ValueError, match="got "):
             DistributedDiT.from_pretrained(**{"mesh": Mesh.single(), **given})

@@ -100,10 +100,10 @@ def _request(dit: DistributedDiT, request: Request, evaluations: int) -> Verdict
     """Verify a request of our own loop."""
     evaluations = _agreed(dit.mesh, evaluations)
     check_request(dit, request)
-    with Watch(dit.mesh) as watch:
+    with Costing(dit.mesh) as costing:
         made = own_loop.measure(dit, request, evaluations)
         models = [dit.model, *(each.model for each in request.segments.values())]
-        return watch.verdict(made, models, _what(dit.mesh, dit.plan, dit.dtype))
+        return costing.verdict(made, models, _what(dit.mesh, dit.plan, dit.dtype))
 
 
 def _calls(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], evaluations: int) -> Verdict:
@@ -112,13 +112,13 @@ def _calls(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], evalua
 
     mesh = calls.mesh_of(target)
     evaluations = _agreed(mesh, evaluations)
-    with Watch(mesh) as watch:
+    with Costing(mesh) as costing:
         made = calls.recorded(target, args, kwargs, evaluations)
         if not made:
             raise ValueError(f"got a {type(target).__name__} that did not call its transformer, expected a call")
         measured = calls.measure(made)
         models = list({id(each.module): each.module for each in made}.values())
-        return watch.verdict(measured, models, _what(mesh, calls.plan_of(made[0]), measured.dtype))
+        return costing.verdict(measured, models, _what(mesh, calls.plan_of(made[0]), measured.dtype))
 
 
 def _what(mesh: Mesh, plan: Plan, dtype: torch.dtype) -> str:
@@ -127,13 +127,13 @@ def _what(mesh: Mesh, plan: Plan, dtype: torch.dtype) -> str:
     return f"{mesh.world.size} ranks ({', '.join(names)}), {str(dtype).removeprefix('torch.')}"
 
 
-class Watch:
+class Costing:
     """Measures what a verification costs, and ends it: rank 0 prints the verdict, all raise if something is wrong."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._started = mesh, time.perf_counter()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Costing:
         if self._mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._mesh.device)
         return self

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -93,15 +94,17 @@ def main(args: Faults) -> None:
         raise ValueError(f"got {os.environ['WORLD_SIZE']} processes, expected one: start this bench without torchrun")
     if args.side_by_side < 1 or not 0 < args.stopped_s < args.deadline_s <= args.first_deadline_s:
         raise ValueError(f"got {args}, expected jobs, and 0 < --stopped-s < --deadline-s <= --first-deadline-s")
+    env = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # this may take memory of a GPU
     before = used()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         args = replace(args, caches=cached(Path(folder)))
-        rows = list(run_all(args, [(NOTHING, "seqpar", transport) for transport in args.over], {}))
+        rows = run_all(args, [(NOTHING, "seqpar", transport) for transport in args.over], {}, env)
         clean = {row.transport: row.outcome.digest for row in rows}
-        rows += run_all(args, planned(args), clean)
-    kept = [f"GPU {index} holds {more} MB more" for index, more in enumerate(freed(before)) if more > FREE_MB]
+        rows += run_all(args, planned(args), clean, env)
+    more = freed(before)
+    kept = [f"GPU {index} holds {megabytes} MB more" for index, megabytes in enumerate(more) if megabytes > FREE_MB]
     print("", *table([COLUMNS, ["---"] * len(COLUMNS), *map(Row.cells, rows)]), *kept, sep="\n", flush=True)
-    append([line(args, row, kept) for row in rows], args.out)
+    append([{"bench": "faults", "jobs": len(rows), "megabytes_more_on_each_gpu": more, "command": command()}], args.out)
     if kept or any(row.wrong for row in rows):
         raise SystemExit(1)
 
@@ -126,10 +129,12 @@ def planned(args: Faults) -> list[tuple[Case, str, str]]:
     return found
 
 
-def run_all(args: Faults, jobs: Sequence[tuple[Case, str, str]], clean: Mapping[str, str | None]) -> list[Row]:
-    """Run the jobs, some at the same time, and print each row; a job may be followed at once by one without a fault.
+def run_all(
+    args: Faults, jobs: Sequence[tuple[Case, str, str]], clean: Mapping[str, str | None], env: Mapping[str, str]
+) -> list[Row]:
+    """Run the jobs, some at the same time, and write each row; a job may be followed at once by one without a fault.
 
-    clean: transport -> digest of the latents of a job without a fault.
+    clean: transport -> digest of the latents of a job without a fault; env: of the lines.
     """
 
     def one(planned: tuple[Case, str, str]) -> list[Row]:
@@ -137,9 +142,12 @@ def run_all(args: Faults, jobs: Sequence[tuple[Case, str, str]], clean: Mapping[
         rows = [job(args, case, starter, transport, clean)]
         if args.again and "killed" in case.name and starter == "seqpar":
             rows.append(job(args, replace(NOTHING, name=f"again after: {case.name}"), starter, transport, clean))
-        print(*table([row.cells() for row in rows]), sep="\n", flush=True)
+        with written:  # at once, so that a bench that is cut off keeps what it found
+            print(*table([row.cells() for row in rows]), sep="\n", flush=True)
+            append([line(args, row, env) for row in rows], args.out)
         return rows
 
+    written = threading.Lock()
     with ThreadPoolExecutor(args.side_by_side) as pool:
         return [row for rows in pool.map(one, jobs) for row in rows]
 
@@ -182,22 +190,21 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
 
 
-def line(args: Faults, row: Row, kept: Sequence[str]) -> dict[str, Any]:
+def line(args: Faults, row: Row, env: Mapping[str, str]) -> dict[str, Any]:
     """Return the JSON line of a row."""
     case = {"fault": row.case.name, "starter": row.starter, "transport": row.transport}
     deadlines = {"first": args.first_deadline_s, "later": args.deadline_s}
     done = row.outcome
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
         "bench": "faults",
         "case": case | {"deadline_s": deadlines, "side_by_side": args.side_by_side},
-        "gpus": 2 if device.type == "cuda" else 0,
+        "gpus": 2 if torch.cuda.is_available() else 0,
         "code": done.code,
         "seconds": round(done.seconds, 2),
         "message": done.message,
-        "left": [*done.left, *kept],
+        "left": done.left,
         "wrong": row.wrong,
         "latents": done.digest,
         "command": command(),
-        "env": environment(device),
+        "env": env,
     }

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from seqpar.deadlines import Deadlines
 from seqpar.processes import close as close
 from seqpar.processes import group_timeout, join, watch
+from seqpar.processes import last_words as last_words
 from seqpar.shared_errors import Told
 from seqpar.watch import LostRankError, Watch
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,7 @@ class _Watched:
     def __init__(self) -> None:
         self.group: dist.ProcessGroup | None = None
         self.watch: Watch | None = None
+        self.last_words: Callable[[str], NoReturn] | None = None
         atexit.register(self.end)
 
     def now(self) -> Watch:
@@ -67,6 +69,7 @@ class _Watched:
             self.end()
             self.group = group
             self.watch = Watch(dist.get_rank(), dist.get_world_size(), Deadlines(), _connection())
+            self.watch.last_words = self.last_words or self.watch.last_words
             if group is not None:
                 self.watch.groups.append(group)
         return self.watch
@@ -87,6 +90,11 @@ def _watched() -> _Watched:
 def watch() -> Watch:
     """Return the watch over the ranks of this process's group of all ranks."""
     return _watched().now()
+
+
+def last_words(tell: Callable[[str], NoReturn]) -> None:
+    """End this process by `tell`, which gets the error, if a watch cannot wake the main thread from a vain wait."""
+    _watched().last_words = tell
 
 
 def _connection() -> Any:

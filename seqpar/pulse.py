@@ -52,17 +52,17 @@ class Sign:
 class Pulse:
     """Writes this rank's signs and reads those of others, in a thread that ends with the process.
 
-    store: used by this thread alone. every: called after each beat; it may call `read`.
+    store: used by this thread alone. patience_s: returns for how many seconds the store may not answer. every: called
+    after each beat; it may call `read`.
     """
 
-    def __init__(self, rank: int, store: Store, patience_s: float, every: Callable[[], None]) -> None:
-        self._rank, self._store, self._every = rank, store, every
+    def __init__(self, rank: int, store: Store, patience_s: Callable[[], float], every: Callable[[], None]) -> None:
+        self._rank, self._store, self._patience_s, self._every = rank, store, patience_s, every
         self._begun: dict[str, int] = {}
         self._beat, self._left = 0, False
         self._signs: dict[int, Sign] = {}
         self._lock, self._over = threading.Lock(), threading.Event()
         self.silent_since: float | None = None  # since when the store has not answered
-        store.set_timeout(timedelta(seconds=patience_s))
         self._thread = threading.Thread(target=self._run, daemon=True, name="seqpar-pulse")
         self._thread.start()
 
@@ -98,6 +98,7 @@ class Pulse:
 
     def _run(self) -> None:
         while not self._over.is_set():
+            self._store.set_timeout(timedelta(seconds=self._patience_s()))  # deadlines may have changed
             try:
                 self._tell()
                 self.silent_since = None

@@ -63,8 +63,9 @@ class Watch:
         self._calls: deque[Wait] = deque()
         self._lock = threading.Lock()
         self._oldest: tuple[Wait | None, float] = None, 0.0
-        patience = max(1.0, deadlines.later_s)
-        self._pulse = None if store is None else Pulse(rank, store, patience, self._look)
+        self._pulse = None
+        if store is not None:
+            self._pulse = Pulse(rank, store, lambda: max(1.0, self.deadlines.later_s), self._look)
 
     @property
     def limit_s(self) -> float:
@@ -187,7 +188,7 @@ class Watch:
                 self._calls[self._calls.index(before)] = new
             elif new is not None:
                 self._calls.append(new)
-            while self._calls and (event := self._calls[0].event) is not None and event.query():
+            while self._calls and (event := self._calls[0].event) is not None and _is_over(event):
                 self._calls.popleft()
             return self._calls[0] if self._calls else None
 
@@ -274,6 +275,14 @@ def drain(watch: Watch | None, device: torch.device, also: Callable[[], object] 
     while not event.query() and also() is None and (watch is None or watch.failed is None):
         time.sleep(pause)
         pause = min(pause + 1e-6, 1e-3)
+
+
+def _is_over(event: torch.cuda.Event) -> bool:
+    """Return whether a call has ended; so it has where the device has failed, which the main thread is told."""
+    try:
+        return event.query()
+    except RuntimeError:
+        return True
 
 
 def _abort(group: dist.ProcessGroup) -> None:

@@ -205,6 +205,25 @@ def test_a_call_that_holds_the_host_up_while_it_is_queued_is_watched(monkeypatch
         assert "in vain for rank 1 (step 1); it has shown no sign of life" in words[0]
 
 
+def test_a_device_that_fails_does_not_end_the_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Event):
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "Event", Broken)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with watches() as (mine, other):
+        with mine.call("step 1", (0, 1), False, torch.device("cuda", 0)):
+            pass
+        mine.deadlines = replace(SHORT, later_s=2.5)
+        time.sleep(0.7)
+        assert mine._pulse is not None
+        before = other._signs((0,))[0].beat
+        time.sleep(1.2)
+        assert other._signs((0,))[0].beat > before
+        assert mine._pulse._store.timeout.total_seconds() == 2.5  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_deadlines_change_from_call_to_call_also_on_devices() -> None:
     class Moves:
         def __init__(self) -> None:

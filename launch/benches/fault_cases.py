@@ -80,13 +80,19 @@ CASES = (
 )
 
 
-def wrong(case: Case, outcome: Outcome, deadlines: Deadlines, bits: str | None) -> list[str]:
-    """Return what is not as it must be, nothing if all is. bits: the digest of a job without a fault."""
+def wrong(
+    case: Case, outcome: Outcome, deadlines: Deadlines, bits: str | None, message: str | None = None
+) -> list[str]:
+    """Return what is not as it must be, nothing if all is.
+
+    bits: the digest of a job without a fault; message: the line that says how the job ended, the last one by default.
+    """
+    message = outcome.message if message is None else message
     found = [f"left {name}" for name in outcome.left]
     if outcome.code != case.code:
         found.append(f"exit code {outcome.code}, expected {case.code}")
-    if not re.search(case.message, outcome.message):
-        found.append(f"last line {outcome.message!r}, expected {case.message!r}")
+    if not re.search(case.message, message):
+        found.append(f"last line {message!r}, expected {case.message!r}")
     bound = deadlines.bound(case)
     if bound is not None and outcome.seconds > bound:
         found.append(f"gone after {outcome.seconds:.1f} s, expected {bound:g}")

@@ -8,6 +8,7 @@ temporary files, half a picture, memory of GPUs. The bench ends with 1 if anythi
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
 import threading
@@ -32,7 +33,14 @@ STARTERS: dict[str, Callable[[Job], Started]] = {"seqpar": by_command, "torchrun
 ENOUGH_S = 100.0  # besides all deadlines: to start, and to end
 FREE_MB = 64  # memory of a GPU may differ by this much after all jobs
 COLUMNS = ("fault", "starter", "transport", "code", "seconds", "verdict", "message")
-UNDER_TORCHRUN = ("rank 1 killed", "rank 1 stopped in a step", "rank 1 raises", "Ctrl-C in a step")
+# torchrun ends with 1, and with a report of its own; what one of the lines before that says:
+UNDER_TORCHRUN = {
+    "rank 1 killed": "Signal 9",
+    "rank 1 stopped in a step": "error: rank 0 waited .* rank 1",
+    "rank 0 stopped in a step": "rank 1: error: rank 1 waited .* rank 0",
+    "rank 1 raises": "planted bug",
+    "Ctrl-C in a step": "^stopped",
+}
 
 
 @dataclass(frozen=True)
@@ -79,13 +87,14 @@ class Row:
     starter: str
     transport: str
     outcome: Outcome
+    message: str
     wrong: list[str] = field(default_factory=list)
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the table."""
         code, verdict = str(self.outcome.code), "; ".join(self.wrong) or "right"
         seconds = f"{self.outcome.seconds:.1f}"
-        return self.case.name, self.starter, self.transport, code, seconds, verdict, self.outcome.message[:160]
+        return self.case.name, self.starter, self.transport, code, seconds, verdict, self.message[:160]
 
 
 def main(args: Faults) -> None:
@@ -161,10 +170,12 @@ def job(args: Faults, case: Case, starter: str, transport: str, clean: Mapping[s
         plant = replace(case.plant, folder=folder)
         limit = ENOUGH_S + args.first_deadline_s + args.deadline_s
         done = carried_out(Job(words, Path(folder), plant, case.signals, limit, args.caches), STARTERS[starter])
-    found = wrong(case, done, args.deadlines, clean.get(transport))
-    if starter == "torchrun":  # it has exit codes and a report of its own
-        found = [text for text in found if not text.startswith(("exit code", "last line"))]
-    return Row(case, starter, transport, done, found)
+    message = done.message
+    if starter == "torchrun":
+        case = replace(case, code=1, message=UNDER_TORCHRUN[case.name])
+        message = next((text for text in done.lines if re.search(case.message, text)), message)
+    found = wrong(case, done, args.deadlines, clean.get(transport), message)
+    return Row(case, starter, transport, done, message, found)
 
 
 def used() -> list[int]:
@@ -201,7 +212,7 @@ def line(args: Faults, row: Row, env: Mapping[str, str]) -> dict[str, Any]:
         "gpus": 2 if torch.cuda.is_available() else 0,
         "code": done.code,
         "seconds": round(done.seconds, 2),
-        "message": done.message,
+        "message": row.message,
         "left": done.left,
         "wrong": row.wrong,
         "latents": done.digest,

@@ -22,17 +22,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from seqpar import mesh as meshes
-from seqpar.cli.stopped import end_stopped_ranks
+from seqpar.cli.interrupted import ends_when_interrupted
+from seqpar.cli.stopped import end_ranks, stopped_ranks
 from seqpar.shared_errors import SYSTEM
 
 Kind = Literal["mistake", "failure", "bug"]
 GRACE_S = 5.0  # other ranks give rank 0 this long to tell its message
+LAST_GRACE_S = 1.0  # the same for ranks whose main thread has been given time already
 # A rank whose connections break has often done nothing wrong. It waits this long before it says so: torchrun's agent
 # looks ten times a second, and ends it in this time if another rank has died.
 BLAME_S = 2.0
@@ -105,37 +107,49 @@ def guarded(work: Callable[[int], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that cannot be encoded must not end finished work
             stream.reconfigure(errors="backslashreplace")
-    try:
-        work(rank)
-    except SystemExit as stop:  # from the parser of the flags, which has printed, or from a launch that failed
-        _leave(rank, stop.code)
-    except KeyboardInterrupt:
-        if rank == 0 and folder is None:
-            print("stopped", file=sys.stderr, flush=True)
-        os._exit(STOPPED)
-    except BrokenPipeError:  # who reads our output has left, as `head` does
-        os._exit(128 + signal.SIGPIPE)
-    except BaseException as error:  # told now, because leaving the group may wait for others for ever
-        end_stopped_ranks()
-        _tell(rank, folder, error)
-    meshes.close()
+    meshes.last_words(lambda told: _tell(rank, folder, meshes.LostRankError(told), LAST_GRACE_S))
+    with ends_when_interrupted(lambda: _stopped(rank, folder)):
+        try:
+            try:
+                work(rank)
+            except SystemExit as stop:  # from the parser of the flags, which has printed, or from a launch that failed
+                _leave(rank, stop.code)
+            meshes.close()
+        except KeyboardInterrupt:
+            _stopped(rank, folder)
+        except BrokenPipeError:  # who reads our output has left, as `head` does
+            os._exit(128 + signal.SIGPIPE)
+        except BaseException as error:  # told now, because leaving the group may wait for others for ever
+            _tell(rank, folder, error, GRACE_S)
 
 
-def _tell(rank: int, folder: str | None, error: BaseException) -> None:
-    """Tell why this rank ends, and exit. Under torchrun rank 0 prints first, others only if it had nothing to say."""
-    report, line = Report.of(error), line_of(error)
+def _stopped(rank: int, folder: str | None) -> NoReturn:
+    """Exit after Ctrl-C."""
+    if rank == 0 and folder is None:
+        print("stopped", file=sys.stderr, flush=True)
+    os._exit(STOPPED)
+
+
+def _tell(rank: int, folder: str | None, error: BaseException, grace_s: float) -> NoReturn:
+    """Tell why this rank ends, end ranks that cannot end themselves, and exit.
+
+    Under torchrun rank 0 prints first, and others after `grace_s` if it had nothing to say; at once if a rank is
+    stopped, because torchrun's agent ends this one as soon as it sees that one end.
+    """
+    report, line, stopped = Report.of(error), line_of(error), stopped_ranks()
     if folder is not None:
         report.write(folder, rank)
     else:
         if report.kind == "bug" or isinstance(error, LOST):
             _wait_for_blame(rank, line)
-        elif rank > 0:
-            _wait(GRACE_S)
+        elif rank > 0 and not stopped:
+            _wait(grace_s)
         text = report.text.rstrip() if report.kind == "bug" else f"error: {line}"
         if _to_torchrun(report) and report.kind == "bug":  # whose report has the traceback
             text = f"error: a bug: {type(error).__name__}: {line}"
         print(text if rank == 0 else f"rank {rank}: {text}", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    end_ranks(stopped)
     # not sys.exit: a process group whose other ranks wait in a collective would hold the exit up
     os._exit(report.code)
 
@@ -164,7 +178,7 @@ def _wait(seconds: float, last: str | None = None) -> None:
             print(last, file=sys.stderr, flush=True)
         os._exit(0)  # the agent knows already that the run has failed, and lists whatever ends with another code
 
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, ended)
     time.sleep(seconds)
 

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from seqpar.cli.exits import REPORTS, STARTER, Report
+from seqpar.transports._sockets import remove_dead_sockets
 
 SHUTDOWN_S = 5  # a rank that does not end in this time is killed
 MOST = 128  # processes of one machine, each of which needs about 1 GB of host memory
@@ -64,6 +65,8 @@ def start(words: Sequence[str], count: int) -> None:
             message, code = verdict(codes, Report.read(folder))
             print(message, file=sys.stderr, flush=True)
             raise SystemExit(code) from None
+        finally:
+            remove_dead_sockets()
 
 
 def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[str, int]:

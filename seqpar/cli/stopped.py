@@ -9,19 +9,30 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 AGENT = "TORCHELASTIC_RUN_ID"  # environment of a rank whose parent is torchrun's agent: all its children are ranks
 
 
-def end_stopped_ranks() -> None:
-    """Kill the stopped ones among the ranks that were started with this one."""
+def stopped_ranks() -> list[int]:
+    """Return the process ids of the stopped ones among the ranks that were started with this one."""
     if AGENT not in os.environ:
-        return
+        return []
+    found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if state == "T" and int(parent) == os.getppid():
-                os.kill(int(path.parent.name), signal.SIGKILL)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it has ended since, or belongs to someone else
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended since
+        if state == "T" and int(parent) == os.getppid():
+            found.append(int(path.parent.name))
+    return found
+
+
+def end_ranks(processes: Sequence[int]) -> None:
+    """Kill these processes, as far as they are still there and belong to this user."""
+    for process in processes:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)

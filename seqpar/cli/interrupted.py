@@ -1,0 +1,41 @@
+"""Ends a process soon after Ctrl-C, also while its main thread waits in native code for a GPU or for other ranks.
+
+Python runs its handler of SIGINT in the main thread and between two of its own instructions, so that a thread which
+waits for a kernel, which waits for another rank, would come to it after the deadline. When it wins: an interrupted run
+on GPUs ends in two seconds, whatever it waits for. The C part of Python's handler writes to a pipe at once, and
+a thread reads there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+GRACE_S = 2.0  # for the main thread to end by itself, which removes unfinished files
+
+
+@contextmanager
+def ends_when_interrupted(end: Callable[[], NoReturn]) -> Iterator[None]:
+    """Call `end` in a thread when a SIGINT in this context has not ended the process within `GRACE_S`."""
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+
+    def watch() -> None:
+        while number := os.read(told, 1):
+            if number[0] == signal.SIGINT:
+                time.sleep(GRACE_S)
+                end()
+        os.close(told)
+
+    threading.Thread(target=watch, daemon=True, name="seqpar-interrupted").start()
+    before = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(tell)

@@ -21,13 +21,16 @@ GRACE_S = 2.0  # for the main thread to end by itself, which removes unfinished 
 
 @contextmanager
 def ends_when_interrupted(end: Callable[[], NoReturn]) -> Iterator[None]:
-    """Call `end` in a thread when a SIGINT in this context has not ended the process within `GRACE_S`."""
+    """Call `end` in a thread when a SIGINT in this context has not ended the process within `GRACE_S`.
+
+    Where something else handles SIGINT, as torchrun's agent does while it ends its ranks, that is left to it.
+    """
     told, tell = os.pipe()
     os.set_blocking(tell, False)
 
     def watch() -> None:
         while number := os.read(told, 1):
-            if number[0] == signal.SIGINT:
+            if number[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 time.sleep(GRACE_S)
                 end()
         os.close(told)

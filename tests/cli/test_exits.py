@@ -67,7 +67,7 @@ def test_a_message_that_quotes_a_long_flag_keeps_its_ends() -> None:
 
 # the main thread locks a mutex twice, so that it waits in C for ever and no handler of Python's runs
 STUCK = """
-import ctypes, sys
+import ctypes, signal, sys, time
 import torch.distributed as dist
 from seqpar import processes
 from seqpar.cli.exits import guarded
@@ -76,7 +76,12 @@ def work(rank):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
+    if sys.argv[1] == "handled":
+        signal.signal(signal.SIGINT, lambda *_: print("handled", file=sys.stderr))
+        library.pthread_mutex_unlock(mutex)
     print("ready", flush=True)
+    if sys.argv[1] == "handled":
+        time.sleep(4)
     if sys.argv[1] == "vain":
         processes.watch()._fail("rank 0 waited in vain for rank 1")
     library.pthread_mutex_lock(mutex)
@@ -91,9 +96,16 @@ def test_a_process_that_waits_in_native_code_ends_after_ctrl_c_and_after_a_vain_
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     settings = {"env": {**os.environ, "PYTHONPATH": path}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, "-c", STUCK]
-    jobs = {word: subprocess.Popen([*command, word], text=True, **settings) for word in ("interrupted", "vain")}
-    assert jobs["interrupted"].stdout is not None
-    assert jobs["interrupted"].stdout.readline() == "ready\n"
-    jobs["interrupted"].send_signal(signal.SIGINT)
+    words = ("interrupted", "vain", "handled")
+    jobs = {word: subprocess.Popen([*command, word], text=True, **settings) for word in words}
+    for word in ("interrupted", "handled"):
+        output = jobs[word].stdout
+        assert output is not None
+        assert output.readline() == "ready\n"
+        jobs[word].send_signal(signal.SIGINT)
     ends = {word: (job.communicate(timeout=60)[1].splitlines()[-1], job.returncode) for word, job in jobs.items()}
-    assert ends == {"interrupted": ("stopped", 130), "vain": ("error: rank 0 waited in vain for rank 1", 1)}
+    assert ends == {
+        "interrupted": ("stopped", 130),
+        "vain": ("error: rank 0 waited in vain for rank 1", 1),
+        "handled": ("handled", 0),  # as by torchrun's agent
+    }

@@ -1,6 +1,6 @@
 """Replays of a step's graph while ranks are held up at random: each time round the state must have the same bits.
 
-It is the third part of `launch/benches/soak.py`. A rank is held up by a kernel that only waits, queued between two
+It is the last part of `launch/benches/soak.py`. A rank is held up by a kernel that only waits, queued between two
 steps, so that the other ranks' kernels wait for its blocks in the middle of a graph; on CPUs by a sleep.
 """
 

@@ -44,7 +44,8 @@ def main(path: Path) -> None:
 
 def soak(lines: Sequence[Line]) -> Any:
     """Two panels for each part of a soak: memory after each picture, and the seconds that each picture took."""
-    parts = [part for part in ("mixed", "sizes") if any(line["part"] == part for line in lines)]
+    order = ("mixed", "sizes", "calls native", "calls generic")
+    parts = [part for part in order if any(line["part"] == part for line in lines)]
     figure, panels = plt.subplots(2, max(1, len(parts)), figsize=(5.5 * max(1, len(parts)), 5), squeeze=False)
     for part, (memory, time) in zip(parts, panels.T, strict=False):
         mine = [line for line in lines if line["part"] == part]
@@ -52,7 +53,7 @@ def soak(lines: Sequence[Line]) -> Any:
         for (key, name), color in zip(kinds.items(), (OURS, INK, THEIRS), strict=True):
             if any(line.get(key) for line in mine):
                 memory.plot([line[key] / 2**30 for line in mine], color=color, label=name)
-        memory.set(title=f"{part}: {len(mine)} pictures, {len({line['kind'] for line in mine})} kinds", ylabel="GiB")
+        memory.set(title=f"{part}: {len(mine)}, of {len({line['kind'] for line in mine})} kinds", ylabel="GiB")
         memory.set_ylim(bottom=0)
         for first, color in ((True, THEIRS), (False, OURS)):
             found = [(line["picture"], line["seconds"]) for line in mine if (line["time"] == 1) == first]

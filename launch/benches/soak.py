@@ -1,9 +1,10 @@
 """Many pictures in one process: memory must stay flat, pictures must not become slower, bits must stay the same.
 
-Three parts. `pictures` of changing kinds (size, classes, guidance, scheduler) come in a random order. Memory must be
+Four parts. `pictures` of changing kinds (size, classes, guidance, scheduler) come in a random order. Memory must be
 flat once each kind has come twice, the second half must not be slower than the first, and the last picture, whose kind
 and seed are those of the first, must have the same bits. Then pictures of `sizes` different sizes follow, over which
-memory must be bounded. Last, each strategy replays the graph of one step `replays` times, by each transport, while
+memory must be bounded, and `calls` of a parallelized diffusers transformer with other pictures and prompts, over which
+it must be bounded too. Last, each strategy replays the graph of one step `replays` times, by each transport, while
 ranks are held up at random; each time round the state must have the same bits.
 """
 
@@ -13,7 +14,6 @@ import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
+from launch.benches.called import WAYS, calls
 from launch.benches.held import replays
+from launch.benches.resident import memory
 from launch.benches.timing import append, command, environment
 from seqpar.mesh import Mesh, default_dtype
 from seqpar.pipelines.class_labels import Files, Pipeline
@@ -33,6 +35,7 @@ KINDS = 20  # of pictures in the first part
 MOST_SLOWER = 1.1  # the later pictures of a kind, in times of the earlier ones
 MOST_LARGER = 1.05  # memory of the later pictures, in times of the earlier ones
 ROOM = 64 << 20  # bytes that do not count: what an allocator takes at a time, and Python's own
+BOUNDED = ("sizes", *(f"calls {way}" for way in WAYS))
 MEMORY = ("allocated", "used", "host")
 Line = dict[str, Any]
 
@@ -47,6 +50,8 @@ class Soak:
     """Pictures of changing kinds; 0 leaves this part out."""
     sizes: int = 100
     """Different sizes, one picture each; 0 leaves this part out."""
+    calls: int = 100
+    """Kinds of calls (sizes and prompts) of a parallelized FLUX.1 with few blocks; 0 leaves this part out."""
     replays: int = 10_000
     """Steps of each strategy and transport; 0 leaves this part out."""
     scale: int = 1
@@ -104,6 +109,7 @@ def measured(args: Soak, device: torch.device) -> Iterator[Line]:
             for name, kinds in parts.items():
                 yield from soaked(name, pipeline, kinds, args.steps, time.monotonic() + args.seconds)
             pipeline.dit.release()
+    yield from calls(args.calls, dtype, device)
     yield from replays(args.replays, dtype, device)
 
 
@@ -154,29 +160,9 @@ def soaked(
         scheduler = pipeline.files.scheduler(kind.scheduler)
         made = pipeline.latents(kind.classes, size=kind.size, scheduler=scheduler, seed=numbers[kind], **settings)
         pipeline.decode(made)
-        settle(mesh.device)
+        found = {"digest": digest(made), **memory(mesh)}
         case = {"kind": numbers[kind], "time": seen[kind], "seconds": time.perf_counter() - start}
-        yield {"part": part, "picture": index, **case, "digest": digest(made), **memory(mesh)}
-
-
-def settle(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def memory(mesh: Mesh) -> dict[str, int]:
-    """Bytes on the rank that has most: in torch's tensors, of the device as a whole (other ranks' mappings included),
-    and resident on the host.
-    """
-    found = {"host": 0, "allocated": 0, "used": 0}
-    with suppress(OSError):  # a system without /proc
-        found["host"] = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    if mesh.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(mesh.device)
-        found |= {"allocated": torch.cuda.memory_allocated(mesh.device), "used": total - free}
-    every = mesh.collect(found)
-    return {name: max(each[name] for each in every) for name in found}
+        yield {"part": part, "picture": index, **case, **found}
 
 
 # Verdicts ---------------------------------------------------------------------------------------------------------
@@ -200,10 +186,14 @@ def mixed_right(lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:
 
 
 def bounded_right(lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:
-    """Yield what was found in pictures of many sizes."""
-    mine = [line for line in lines if line["part"] == "sizes"]
-    if len(mine) > 3:
-        yield from (grown(f"{len(mine)} sizes", name, mine) for name in MEMORY if mine[-1][name])
+    """Yield what was found in pictures of many sizes, and in calls of many shapes."""
+    for part in BOUNDED:
+        mine = [line for line in lines if line["part"] == part]
+        if len(mine) > 3:
+            yield from (grown(f"{len(mine)} {part}", name, mine) for name in MEMORY if mine[-1][name])
+        if mine and mine[0]["kind"] == mine[-1]["kind"]:
+            first, last = mine[0]["digest"], mine[-1]["digest"]
+            yield f"{part}: the first has digest {first}, the last, of the same kind, {last}", first == last
 
 
 def replays_right(lines: Sequence[Line]) -> Iterator[tuple[str, bool]]:

@@ -16,14 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqpar import DistributedDiT
+from seqpar import DistributedDiT, Guidance
 from seqpar.deadlines import KINDS, Calls, Deadlines
 from seqpar.kernels.flags import Late
 from seqpar.mesh import Axis, Mesh
 from seqpar.processes import _gather_all
+from seqpar.sampling.request import Request
+from seqpar.sampling.run import begin
 from seqpar.transports import _folder
 from seqpar.waits import is_lost
 from seqpar.watch import Watch
+from tests.sampling.test_sampling import scheduler
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
@@ -257,10 +260,13 @@ def test_a_rank_that_never_starts_is_named() -> None:
     assert seconds < 3
 
 
-def left_alone(rank: int, world: int, device: torch.device, transport: str, port: int) -> tuple[str, float, bool]:
-    """Call a model three times, and once more without rank 1; return rank 0's error, its seconds, whether it is quick.
+def left_alone(
+    rank: int, world: int, device: torch.device, transport: str, port: int, way: str
+) -> tuple[str, float, bool]:
+    """Do work on a model three times, and once more without rank 1; return rank 0's error, seconds, whether quick.
 
-    The signs of life go through a store of their own, as the pool's store is a file.
+    way: calls of the model, or steps of the loop, which are replays of a CUDA graph on GPUs. The signs of life go
+    through a store of their own, as the pool's store is a file.
     """
     store = dist.TCPStore("localhost", port, world, rank == 0, timedelta(seconds=10))  # pyright: ignore
     mesh = mesh_for("ulysses", world, device)
@@ -271,25 +277,36 @@ def left_alone(rank: int, world: int, device: torch.device, transport: str, port
         model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
         dit = DistributedDiT(model, mesh, "ulysses", local(device), transport)
         x, t = torch.ones(1, 4, 8, 8, device=device, dtype=dit.dtype), torch.tensor([3], device=device)
+        work = _steps(dit) if way == "steps" else lambda: dit(x, t, class_labels=t)
         for _ in range(3):
-            dit(x, t, class_labels=t)
+            work()
         mesh.collect(0)
         start = time.monotonic()
         if rank == 0:
             with pytest.raises(TimeoutError) as caught:
-                _ended(dit, x, t)
+                _ended(dit, work)
             seconds = time.monotonic() - start
             return str(caught.value), seconds, seconds < 10  # not the first deadline
-        dit._shared(x, t, {"class_labels": t})
+        if way == "calls":
+            dit._shared(x, t, {"class_labels": t})
         time.sleep(3.2)
         return "nothing", 0.0, True
     finally:
         watch.close()
 
 
-def _ended(dit: DistributedDiT, x: torch.Tensor, t: torch.Tensor) -> None:
-    dit(x, t, class_labels=t)
-    dit.wait()  # on GPUs the call is only queued
+def _steps(dit: DistributedDiT) -> Callable[[], object]:
+    """Return what does a step of a run; on GPUs it is a replay, which no timer of NCCL's sees."""
+    conditions = {"class_labels": torch.tensor([3])}
+    run = begin(dit, Request(scheduler(), torch.ones(1, 4, 8, 8), conditions, 5, Guidance(3.0)))
+    if dit.device.type == "cuda":
+        run.capture()
+    return run.step
+
+
+def _ended(dit: DistributedDiT, work: Callable[[], object]) -> None:
+    work()
+    dit.wait()  # on GPUs the work is only queued
 
 
 def _watched(mesh: Mesh, watch: Watch) -> Mesh:
@@ -300,14 +317,18 @@ def _watched(mesh: Mesh, watch: Watch) -> Mesh:
     )
 
 
+@pytest.mark.parametrize("way", ["calls", "steps"])
 @pytest.mark.parametrize("transport", _folder.names())
-def test_a_call_without_one_rank_ends_after_the_later_deadline_and_names_it(ranks: Pool, transport: str) -> None:
+def test_a_call_without_one_rank_ends_after_the_later_deadline_and_names_it(
+    ranks: Pool, transport: str, way: str
+) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    (text, seconds, quick), (other, _, _) = ranks.run(2, left_alone, transport, port)
+    (text, seconds, quick), (other, _, _) = ranks.run(2, left_alone, transport, port, way)
     assert "rank 0 waited 1" in text
-    what = "a call of the transformer" if ranks.device == "cuda" and transport == "collective" else "axis ulysses, "
+    nccl = ranks.device == "cuda" and transport == "collective"
+    what = ("step 4 of 5" if way == "steps" else "a call of the transformer") if nccl else "axis ulysses, "
     assert f"in vain for rank 1 ({what}" in text
     assert seconds >= 1
     assert quick

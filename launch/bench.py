@@ -76,12 +76,13 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     soak.Soak: soak.main,
     faults.Faults: faults.main,
 }
+CLEAN_UP_S = 120.0  # after Ctrl-C: benches end the jobs that they have started, and remove their folders
 ON_GPUS = (kernels.Kernels, tiles.Tiles, ladder.Ladder, schedules.Schedules)
 
 
 def main() -> None:
     """Run the bench that the flags name; a mistake ends in one message and a non-zero exit on every rank."""
-    guarded(run)
+    guarded(run, CLEAN_UP_S)
 
 
 def run(rank: int) -> None:

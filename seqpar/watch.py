@@ -97,6 +97,7 @@ class Watch:
         except RuntimeError as error:
             if self.failed is None:
                 raise
+            self._raised.set()
             raise LostRankError(self.failed) from error  # what an aborted exchange says
         finally:
             self._inside, self._is_first = False, True

@@ -92,7 +92,7 @@ def wrong(
     if outcome.code != case.code:
         found.append(f"exit code {outcome.code}, expected {case.code}")
     if not re.search(case.message, message):
-        found.append(f"last line {message!r}, expected {case.message!r}")
+        found.append(f"message {message!r}, expected {case.message!r}")
     bound = deadlines.bound(case)
     if bound is not None and outcome.seconds > bound:
         found.append(f"gone after {outcome.seconds:.1f} s, expected {bound:g}")

@@ -33,12 +33,12 @@ STARTERS: dict[str, Callable[[Job], Started]] = {"seqpar": by_command, "torchrun
 ENOUGH_S = 100.0  # besides all deadlines: to start, and to end
 FREE_MB = 64  # memory of a GPU may differ by this much after all jobs
 COLUMNS = ("fault", "starter", "transport", "code", "seconds", "verdict", "message")
-# torchrun ends with 1, and with a report of its own; what one of the lines before that says:
+# torchrun ends with 1, and with a report of its own; what one of all lines says:
 UNDER_TORCHRUN = {
     "rank 1 killed": "Signal 9",
     "rank 1 stopped in a step": "error: rank 0 waited .* rank 1",
     "rank 0 stopped in a step": "rank 1: error: rank 1 waited .* rank 0",
-    "rank 1 raises": "planted bug",
+    "rank 1 raises": "^rank 1: error: a bug: .*planted bug",
     "Ctrl-C in a step": "^stopped",
 }
 

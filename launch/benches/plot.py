@@ -53,7 +53,7 @@ def soak(lines: Sequence[Line]) -> Any:
         for (key, name), color in zip(kinds.items(), (OURS, INK, THEIRS), strict=True):
             if any(line.get(key) for line in mine):
                 memory.plot([line[key] / 2**30 for line in mine], color=color, label=name)
-        memory.set(title=f"{part}: {len(mine)}, of {len({line['kind'] for line in mine})} kinds", ylabel="GiB")
+        memory.set(title=f"{part}: {len(mine)} lines of {len({line['kind'] for line in mine})} kinds", ylabel="GiB")
         memory.set_ylim(bottom=0)
         for first, color in ((True, THEIRS), (False, OURS)):
             found = [(line["picture"], line["seconds"]) for line in mine if (line["time"] == 1) == first]

@@ -14,11 +14,12 @@ def memory(mesh: Mesh) -> dict[str, int]:
     """Bytes on the rank that has most: in torch's tensors, of the device as a whole (other ranks' mappings included),
     and resident on the host, once the device has done its work.
     """
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
     found = {"host": 0, "allocated": 0, "used": 0}
     with suppress(OSError):  # a system without /proc
         found["host"] = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)
         free, total = torch.cuda.mem_get_info(mesh.device)
         found |= {"allocated": torch.cuda.memory_allocated(mesh.device), "used": total - free}
     every = mesh.collect(found)

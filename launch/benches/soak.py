@@ -51,7 +51,7 @@ class Soak:
     sizes: int = 100
     """Different sizes, one picture each; 0 leaves this part out."""
     calls: int = 100
-    """Kinds of calls (sizes and prompts) of a parallelized FLUX.1 with few blocks; 0 leaves this part out."""
+    """Kinds of calls (size, prompt; at most 484) of a parallelized FLUX.1 with few blocks; 0 leaves this part out."""
     replays: int = 10_000
     """Steps of each strategy and transport; 0 leaves this part out."""
     scale: int = 1
@@ -160,9 +160,9 @@ def soaked(
         scheduler = pipeline.files.scheduler(kind.scheduler)
         made = pipeline.latents(kind.classes, size=kind.size, scheduler=scheduler, seed=numbers[kind], **settings)
         pipeline.decode(made)
-        found = {"digest": digest(made), **memory(mesh)}
+        bits = digest(made)
         case = {"kind": numbers[kind], "time": seen[kind], "seconds": time.perf_counter() - start}
-        yield {"part": part, "picture": index, **case, **found}
+        yield {"part": part, "picture": index, **case, "digest": bits, **memory(mesh)}
 
 
 # Verdicts ---------------------------------------------------------------------------------------------------------

@@ -35,10 +35,12 @@ from seqpar.shared_errors import SYSTEM
 Kind = Literal["mistake", "failure", "bug"]
 GRACE_S = 5.0  # other ranks give rank 0 this long to tell its message
 LAST_GRACE_S = 1.0  # the same for ranks whose main thread has been given time already
+INTERRUPTED_S = 2.0  # for the main thread to end after Ctrl-C
 # A rank whose connections break has often done nothing wrong. It waits this long before it says so: torchrun's agent
 # looks ten times a second, and ends it in this time if another rank has died.
 BLAME_S = 2.0
 MISTAKE, FAILURE, STOPPED = 2, 1, 128 + signal.SIGINT  # exit codes; shells have the last one after Ctrl-C
+PROCESS = ".process"  # name of the file in the folder of reports that holds a rank's process id, after the rank
 REPORTS, STARTER = "SEQPAR_REPORTS", "SEQPAR_STARTER"  # environment of a rank: a folder, a process id
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun shows what a rank wrote here in its own report
 LOST = (ConnectionError, dist.DistError)  # another process has left, or cannot be reached
@@ -97,18 +99,21 @@ def line_of(error: BaseException) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def guarded(work: Callable[[int], None]) -> None:
+def guarded(work: Callable[[int], None], interrupted_s: float = INTERRUPTED_S) -> None:
     """Run `work(rank)`; an error that a bug did not cause ends in one line, a bug ends in a traceback.
 
-    Returns only if `work` did; otherwise the process exits at once with the code of the error.
+    Returns only if `work` did; otherwise the process exits at once with the code of the error. interrupted_s: how long
+    `work` may clean up after Ctrl-C.
     """
     rank, folder = int(os.environ.get("RANK", "0")), os.environ.pop(REPORTS, None)
     _end_with_the_starter(folder)
+    if folder is not None:
+        Path(folder, f"{rank}{PROCESS}").write_text(str(os.getpid()))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that cannot be encoded must not end finished work
             stream.reconfigure(errors="backslashreplace")
     meshes.last_words(lambda told: _tell(rank, folder, meshes.LostRankError(told), LAST_GRACE_S))
-    with ends_when_interrupted(lambda: _stopped(rank, folder)):
+    with ends_when_interrupted(lambda: _stopped(rank, folder), interrupted_s):
         try:
             try:
                 work(rank)
@@ -125,33 +130,42 @@ def guarded(work: Callable[[int], None]) -> None:
 
 def _stopped(rank: int, folder: str | None) -> NoReturn:
     """Exit after Ctrl-C."""
-    if rank == 0 and folder is None:
-        print("stopped", file=sys.stderr, flush=True)
-    os._exit(STOPPED)
+    try:
+        if rank == 0 and folder is None:
+            print("stopped", file=sys.stderr, flush=True)
+    finally:  # also where nobody reads the output any more
+        os._exit(STOPPED)
 
 
 def _tell(rank: int, folder: str | None, error: BaseException, grace_s: float) -> NoReturn:
     """Tell why this rank ends, end ranks that cannot end themselves, and exit.
 
-    Under torchrun rank 0 prints first, and others after `grace_s` if it had nothing to say; at once if a rank is
-    stopped, because torchrun's agent ends this one as soon as it sees that one end.
+    grace_s: see `_say`; 0 if a rank is stopped, because torchrun's agent ends this one as soon as that one has ended.
     """
-    report, line, stopped = Report.of(error), line_of(error), stopped_ranks()
-    if folder is not None:
-        report.write(folder, rank)
-    else:
-        if report.kind == "bug" or isinstance(error, LOST):
-            _wait_for_blame(rank, line)
-        elif rank > 0 and not stopped:
-            _wait(grace_s)
-        text = report.text.rstrip() if report.kind == "bug" else f"error: {line}"
-        if _to_torchrun(report) and report.kind == "bug":  # whose report has the traceback
-            text = f"error: a bug: {type(error).__name__}: {line}"
-        print(text if rank == 0 else f"rank {rank}: {text}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    end_ranks(stopped)
-    # not sys.exit: a process group whose other ranks wait in a collective would hold the exit up
-    os._exit(report.code)
+    report, stopped = Report.of(error), stopped_ranks()
+    try:
+        if folder is not None:
+            report.write(folder, rank)
+        else:
+            _say(rank, report, error, 0.0 if stopped else grace_s)
+        sys.stdout.flush()
+    finally:  # also where the disk is full, or nobody reads the output any more
+        end_ranks(stopped)
+        # not sys.exit: a process group whose other ranks wait in a collective would hold the exit up
+        os._exit(report.code)
+
+
+def _say(rank: int, report: Report, error: BaseException, grace_s: float) -> None:
+    """Print why this rank ends. Under torchrun rank 0 prints first, others after `grace_s` if it had nothing to say."""
+    line = line_of(error)
+    if report.kind == "bug" or isinstance(error, LOST):
+        _wait_for_blame(rank, line)
+    elif rank > 0:
+        _wait(grace_s)
+    text = report.text.rstrip() if report.kind == "bug" else f"error: {line}"
+    if _to_torchrun(report) and report.kind == "bug":  # whose report has the traceback
+        text = f"error: a bug: {type(error).__name__}: {line}"
+    print(text if rank == 0 else f"rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
 def _to_torchrun(report: Report) -> bool:

@@ -2,7 +2,7 @@
 
 Python runs its handler of SIGINT in the main thread and between two of its own instructions, so that a thread which
 waits for a kernel, which waits for another rank, would come to it after the deadline. When it wins: an interrupted run
-on GPUs ends in two seconds, whatever it waits for. The C part of Python's handler writes to a pipe at once, and
+on GPUs ends in seconds, whatever it waits for. The C part of Python's handler writes to a pipe at once, and
 a thread reads there.
 """
 
@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-GRACE_S = 2.0  # for the main thread to end by itself, which removes unfinished files
-
 
 @contextmanager
-def ends_when_interrupted(end: Callable[[], NoReturn]) -> Iterator[None]:
-    """Call `end` in a thread when a SIGINT in this context has not ended the process within `GRACE_S`.
+def ends_when_interrupted(end: Callable[[], NoReturn], grace_s: float) -> Iterator[None]:
+    """Call `end` in a thread when a SIGINT in this context has not ended the process within `grace_s`.
 
+    In this time the main thread may end by itself, and remove unfinished files.
     Where something else handles SIGINT, as torchrun's agent does while it ends its ranks, that is left to it.
     """
     told, tell = os.pipe()
@@ -31,7 +30,7 @@ def ends_when_interrupted(end: Callable[[], NoReturn]) -> Iterator[None]:
     def watch() -> None:
         while number := os.read(told, 1):
             if number[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                time.sleep(GRACE_S)
+                time.sleep(grace_s)
                 end()
         os.close(told)
 

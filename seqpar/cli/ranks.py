@@ -20,8 +20,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from seqpar.cli.exits import REPORTS, STARTER, Report
-from seqpar.transports._sockets import remove_dead_sockets
+from seqpar.cli.exits import PROCESS, REPORTS, STARTER, Report
+from seqpar.transports._sockets import remove_sockets
 
 SHUTDOWN_S = 5  # a rank that does not end in this time is killed
 MOST = 128  # processes of one machine, each of which needs about 1 GB of host memory
@@ -66,7 +66,7 @@ def start(words: Sequence[str], count: int) -> None:
             print(message, file=sys.stderr, flush=True)
             raise SystemExit(code) from None
         finally:
-            remove_dead_sockets()
+            remove_sockets([int(path.read_text()) for path in Path(folder).glob(f"*{PROCESS}")])
 
 
 def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[str, int]:

@@ -23,9 +23,9 @@ def stopped_ranks() -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended since
+            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
+        except OSError:
+            continue  # it has ended since, or belongs to someone else
         if state == "T" and int(parent) == os.getppid():
             found.append(int(path.parent.name))
     return found

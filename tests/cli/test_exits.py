@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
 
-from seqpar.cli.exits import LONGEST, Report, line_of
+from seqpar.cli.exits import INTERRUPTED_S, LONGEST, Report, line_of
+from seqpar.cli.stopped import AGENT, end_ranks, stopped_ranks
 
 NO_MEMORY = "[enforce fail at alloc_cpu.cpp:130] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
 
@@ -94,18 +99,57 @@ guarded(work)
 def test_a_process_that_waits_in_native_code_ends_after_ctrl_c_and_after_a_vain_wait() -> None:
     """As the host does while NCCL makes a communicator, or while it synchronizes with a GPU."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    settings = {"env": {**os.environ, "PYTHONPATH": path}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = [sys.executable, "-c", STUCK]
-    words = ("interrupted", "vain", "handled")
-    jobs = {word: subprocess.Popen([*command, word], text=True, **settings) for word in words}
-    for word in ("interrupted", "handled"):
-        output = jobs[word].stdout
-        assert output is not None
-        assert output.readline() == "ready\n"
-        jobs[word].send_signal(signal.SIGINT)
-    ends = {word: (job.communicate(timeout=60)[1].splitlines()[-1], job.returncode) for word, job in jobs.items()}
-    assert ends == {
-        "interrupted": ("stopped", 130),
-        "vain": ("error: rank 0 waited in vain for rank 1", 1),
-        "handled": ("handled", 0),  # as by torchrun's agent
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": {**os.environ, "PYTHONPATH": path}}
+    words = ("interrupted", "unread", "vain", "vain unread", "handled")
+    with ExitStack() as opened:
+        jobs = {word: subprocess.Popen([sys.executable, "-c", STUCK, *word.split()], **pipes) for word in words}
+        for job in jobs.values():
+            opened.enter_context(job)
+        for job in jobs.values():
+            opened.callback(job.kill)
+        for word in ("unread", "vain unread"):  # as when the reader of a pipe has left
+            _pipe(jobs[word].stderr).close()
+        start = time.monotonic()
+        for word in ("interrupted", "unread", "handled"):
+            assert _pipe(jobs[word].stdout).readline() == b"ready\n"
+            start = time.monotonic()
+            jobs[word].send_signal(signal.SIGINT)
+        codes = {word: jobs[word].wait(60) for word in words}
+        assert time.monotonic() - start >= INTERRUPTED_S
+        told = {word: _pipe(jobs[word].stderr).read().decode() for word in ("interrupted", "vain", "handled")}
+    assert codes == {"interrupted": 130, "unread": 130, "vain": 1, "vain unread": 1, "handled": 0}
+    assert {word: text.splitlines()[-1] for word, text in told.items()} == {
+        "interrupted": "stopped",
+        "vain": "error: rank 0 waited in vain for rank 1",
+        "handled": "handled",  # as by torchrun's agent
     }
+
+
+def _pipe(end: IO[bytes] | None) -> IO[bytes]:
+    assert end is not None
+    return end
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+def test_stopped_ranks_are_found_and_ended_whatever_their_names_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = os.fsencode(tmp_path) + b"/\xff\xfe ) T"
+    shutil.copy(os.fsencode(shutil.which("sleep") or ""), program)
+    ranks = [subprocess.Popen([program, b"60"]) for _ in range(2)]
+    monkeypatch.setattr(os, "getppid", os.getpid)  # as if this process were one of the ranks
+    monkeypatch.delenv(AGENT, raising=False)
+    assert stopped_ranks() == []
+    monkeypatch.setenv(AGENT, "here")
+    try:
+        ranks[1].send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, ranks[1].pid, os.WSTOPPED)
+        assert stopped_ranks() == [ranks[1].pid]
+        end_ranks(stopped_ranks())
+        assert ranks[1].wait(10) == -signal.SIGKILL
+        assert ranks[0].poll() is None
+        end_ranks([ranks[1].pid])  # it has ended
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

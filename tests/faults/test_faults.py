@@ -106,7 +106,7 @@ def test_negative_control_what_is_left_is_noticed(tmp_path: Path) -> None:
         "partial": ("echo > $0/out/.picture.part.png; exit 1", f"left {tmp_path}/partial/out/.picture.part.png"),
         "picture": ("echo > $0/out/picture.png; exit 1", "a picture"),
         "code": ("exit 0", "exit code 0, expected 1"),
-        "message": ("exit 1", "last line '', expected 'error: rank 1'"),
+        "message": ("exit 1", "message '', expected 'error: rank 1'"),
     }
     with ThreadPoolExecutor(len(scripts)) as pool:
         ends = list(pool.map(lambda name: scripted(tmp_path / name, scripts[name][0]), scripts))

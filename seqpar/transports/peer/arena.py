@@ -22,7 +22,6 @@ from torch import Tensor
 
 from seqpar.kernels._triton import triton
 from seqpar.mesh import Axis, collected
-from seqpar.transports._sockets import remove_dead_sockets
 
 T = TypeVar("T")
 GRANULE = 1 << 21  # bytes; the driver allocates no less
@@ -155,7 +154,6 @@ class _Rendezvous:
 @cache
 def _rendezvous() -> _Rendezvous:
     """Return the only one of this process, because torch's counter is also one for the process."""
-    remove_dead_sockets()  # of jobs whose starter could not do it
     return _Rendezvous()
 
 

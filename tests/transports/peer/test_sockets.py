@@ -7,21 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.transports._sockets import FOLDERS, remove_dead_sockets
+from seqpar.transports._sockets import FOLDERS, remove_sockets
 
 
-def test_only_sockets_of_no_process_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_sockets_of_these_processes_are_removed_that_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in FOLDERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TMP", str(tmp_path))
-    made = {name: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for name in ("symm_mem-1", "symm_mem-2", "other")}
-    for name, one in made.items():
-        one.bind(str(tmp_path / name))
-    (tmp_path / "symm_mem-3").write_text("a file")
-    for name in ("symm_mem-1", "other"):
-        made[name].close()
-    remove_dead_sockets()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "symm_mem-2", "symm_mem-3"]
-    made["symm_mem-2"].close()
-    remove_dead_sockets()
+    made = {number: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for number in (1, 2, 3)}
+    for number, one in made.items():
+        one.bind(str(tmp_path / f"symm_mem-{number}"))
+    (tmp_path / "symm_mem-4").write_text("a file")
+    for number in (1, 3):
+        made[number].close()
+    remove_sockets([1, 2, 4, 5])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["symm_mem-2", "symm_mem-3", "symm_mem-4"]
+    made[2].close()
+    remove_sockets([2])
     assert not (tmp_path / "symm_mem-2").exists()

@@ -53,13 +53,14 @@ def soak(lines: Sequence[Line]) -> Any:
         for (key, name), color in zip(kinds.items(), (OURS, INK, THEIRS), strict=True):
             if any(line.get(key) for line in mine):
                 memory.plot([line[key] / 2**30 for line in mine], color=color, label=name)
-        memory.set(title=f"{part}: {len(mine)} lines of {len({line['kind'] for line in mine})} kinds", ylabel="GiB")
+        noun = "sets of calls" if part.startswith("calls") else "pictures"
+        memory.set(title=f"{part}: {len(mine)} {noun}, {len({line['kind'] for line in mine})} kinds", ylabel="GiB")
         memory.set_ylim(bottom=0)
         for first, color in ((True, THEIRS), (False, OURS)):
             found = [(line["picture"], line["seconds"]) for line in mine if (line["time"] == 1) == first]
             at, seconds = zip(*found, strict=True) if found else ((), ())
             time.scatter(at, seconds, color=color, s=9, label="first of a kind" if first else "later ones of a kind")
-        time.set(xlabel="picture", ylabel="s", yscale="log")
+        time.set(xlabel=noun, ylabel="s", yscale="log")
     panels[0, 0].legend(frameon=False)
     panels[1, 0].legend(frameon=False)
     figure.tight_layout()

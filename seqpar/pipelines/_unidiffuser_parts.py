@@ -131,7 +131,8 @@ def _ready(source: Places | Any, tokens: int, device: torch.device, dtype: torch
     def encode(text: str) -> tuple[Tensor, ...]:
         given = tokenizer(text, padding="max_length", max_length=tokens, truncation=True, return_tensors="pt")
         mask = given.attention_mask.to(device) if masked else None
-        hidden = encoder(given.input_ids.to(device), attention_mask=mask)[0]
+        with naming("got a text encoder that fails on a prompt"):
+            hidden = encoder(given.input_ids.to(device), attention_mask=mask)[0]
         return (narrower(hidden)[0],)
 
     return encode

@@ -13,7 +13,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ class Adapted:
             pipe = self.kind.from_pretrained(self.folder, torch_dtype=self.dtype)
         if self.scheduler is not None:
             pipe.scheduler = _scheduler(dict(pipe.scheduler.config), self.scheduler)
+        name_encoders(pipe)
         return pipe.to(device)
 
     def make(self, pipe: Any, on_step: Callable[[int], None]) -> list[Any]:
@@ -201,6 +202,23 @@ def _check_exporter(name: str) -> None:
     raise ValueError(
         f"got a {name}, whose videos diffusers writes by other packages; pip install imageio imageio-ffmpeg"
     )
+
+
+def name_encoders(pipe: Any) -> None:
+    """Let a text encoder that fails on a prompt say so in one message, as a value of its config may be the reason."""
+    for name in pipe.components:
+        encoder = getattr(pipe, name, None) if name.startswith("text_encoder") else None
+        if encoder is not None:
+            encoder.forward = _naming(encoder.forward, f"got a {name} that fails on a prompt")
+
+
+def _naming(forward: Callable[..., Any], what: str) -> Callable[..., Any]:
+    @wraps(forward)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with naming(what):
+            return forward(*args, **kwargs)
+
+    return named
 
 
 def forget_encoders(pipe: Any) -> None:

@@ -262,6 +262,26 @@ def test_a_bad_folder_is_refused_by_name(
 
 
 @pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("name", "encoder", "message"),
+    [
+        ("flux", "text_encoder_2", "got text encoders that fail on a prompt: math domain error"),
+        ("sd3", "text_encoder_3", "got a text_encoder_3 that fails on a prompt: math domain error"),
+    ],
+)
+def test_an_encoder_that_fails_on_a_prompt_is_named(
+    folders: Callable[[str], Path], tmp_path: Path, name: str, encoder: str, message: str
+) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(folders(name), tmp_path / "copy"))
+    path = copy / encoder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"relative_attention_max_distance": 0}))
+    assert refused(copy, tmp_path / "x.png", {"prompt": ("a",)}) == message
+    assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.usefixtures("no_gpu")
 def test_latents_that_are_not_finite_are_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
     import shutil
 

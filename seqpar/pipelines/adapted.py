@@ -11,7 +11,8 @@ import gc
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -87,10 +88,11 @@ class Adapted:
         arguments = dict(self.arguments)
         if self.counts_steps:
             arguments["callback_on_step_end"] = partial(_counted, on_step)
-        result = pipe(**arguments, generator=torch.Generator().manual_seed(self.seed))
+        with _checked_vae(getattr(pipe, "vae", None), self.dtype):
+            result = pipe(**arguments, generator=torch.Generator().manual_seed(self.seed))
         made = list(result.frames if self.video else result.images)
         if self.arguments.get("output_type") == "np":
-            _check_finite(made, self.dtype)
+            _refuse_infinite([bool(np.isfinite(each).all()) for each in made], self.dtype)
         if self.video or not isinstance(made[0], np.ndarray):
             return made
         return VaeImageProcessor.numpy_to_pil(np.stack(made))
@@ -245,12 +247,37 @@ def forget_encoders(pipe: Any) -> None:
     handles += [module.register_forward_pre_hook(forget) for module in transformers_of(pipe).values()]
 
 
-def _check_finite(made: Sequence[Any], dtype: torch.dtype) -> None:
-    """Raise FloatingPointError if one of the arrays that a pipeline made holds NaN."""
-    bad = [number for number, each in enumerate(made, 1) if not np.isfinite(each).all()]
+@contextmanager
+def _checked_vae(vae: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Raise FloatingPointError if what a VAE decodes is not finite: pipelines clamp infinity to black or white."""
+    decode = getattr(vae, "decode", None)
+    if decode is None:
+        yield
+        return
+
+    @wraps(decode)  # callers look at its signature
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = decode(*args, **kwargs)
+        _refuse_infinite([bool(each.isfinite().all()) for each in result[0]], dtype)
+        return result
+
+    before = vars(vae).get("decode")
+    vae.decode = checked
+    try:
+        yield
+    finally:
+        if before is None:
+            del vae.decode
+        else:
+            vae.decode = before
+
+
+def _refuse_infinite(finite: Sequence[bool], dtype: torch.dtype) -> None:
+    """Raise FloatingPointError if one of the results is not finite."""
+    bad = [number for number, right in enumerate(finite, 1) if not right]
     if bad:
         raise FloatingPointError(
-            f"the decoder made pixels that are not finite in {len(bad)} of {len(made)} results (the first is number "
+            f"the decoder made pixels that are not finite in {len(bad)} of {len(finite)} results (the first is number "
             f"{bad[0]}) in {str(dtype).removeprefix('torch.')}; try dtype fp32 or bf16, or check the weights"
         )
 

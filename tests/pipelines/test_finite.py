@@ -95,3 +95,27 @@ def test_diffusers_own_pipelines_are_checked_too(video: bool) -> None:
     made[1, 2, 3, 0] = float("nan")
     with pytest.raises(FloatingPointError, match=r"not finite in 1 of 2 results \(the first is number 2\)"):
         job.make(pipe, lambda index: None)
+
+
+@pytest.mark.parametrize(("value", "right"), [(1e30, True), (float("inf"), False), (float("-inf"), False)])
+def test_what_a_pipelines_vae_decodes_is_checked_before_it_is_clamped(value: float, right: bool) -> None:
+    class Vae:
+        def decode(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+            return (torch.full((2, 3, 4, 4), 0.5).index_fill_(0, torch.tensor(1), value),)
+
+    class Pipe:
+        vae = Vae()
+
+        def __call__(self, **_: Any) -> Any:
+            clamped = self.vae.decode(torch.zeros(1), return_dict=False)[0].clamp(0, 1)
+            return SimpleNamespace(images=clamped.movedim(1, -1).numpy())
+
+    kind = SimpleNamespace(__call__=lambda self: None)
+    arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
+    job, pipe = Adapted(kind, Path(), torch.float32, arguments, 0, None, False, ""), Pipe()
+    if right:
+        assert len(job.make(pipe, lambda index: None)) == 2
+    else:
+        with pytest.raises(FloatingPointError, match=r"not finite in 1 of 2 results \(the first is number 2\)"):
+            job.make(pipe, lambda index: None)
+    assert vars(pipe.vae) == {}

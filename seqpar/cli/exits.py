@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -108,7 +109,8 @@ def guarded(work: Callable[[int], None], interrupted_s: float = INTERRUPTED_S) -
     rank, folder = int(os.environ.get("RANK", "0")), os.environ.pop(REPORTS, None)
     _end_with_the_starter(folder)
     if folder is not None:
-        Path(folder, f"{rank}{PROCESS}").write_text(str(os.getpid()))
+        with suppress(OSError):  # a full disk: then the socket of a killed rank stays
+            Path(folder, f"{rank}{PROCESS}").write_text(str(os.getpid()))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that cannot be encoded must not end finished work
             stream.reconfigure(errors="backslashreplace")

@@ -66,7 +66,8 @@ def start(words: Sequence[str], count: int) -> None:
             print(message, file=sys.stderr, flush=True)
             raise SystemExit(code) from None
         finally:
-            remove_sockets([int(path.read_text()) for path in Path(folder).glob(f"*{PROCESS}")])
+            told = [path.read_text() for path in Path(folder).glob(f"*{PROCESS}")]
+            remove_sockets([int(text) for text in told if text])
 
 
 def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[str, int]:

@@ -34,12 +34,12 @@ def calls(count: int, dtype: torch.dtype, device: torch.device) -> Iterator[Line
 
     count: kinds of calls for each way to compute them; 0 does nothing.
     """
-    mesh = Mesh.from_env(cfg=1, device=device) if count else None
-    for name, native in WAYS.items() if mesh else ():
-        assert mesh is not None
+    if not count:
+        return
+    mesh, chosen = Mesh.from_env(cfg=1, device=device), kinds(count)
+    for name, native in WAYS.items():
         model = small().build(dtype, device)
         seqpar.parallelize(model, mesh, native=native)
-        chosen = kinds(count)
         for index, kind in enumerate([*chosen, chosen[0]]):
             start = time.perf_counter()
             bits, number = digest(called(model, kind, dtype, device)), chosen.index(kind)

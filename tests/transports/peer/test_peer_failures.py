@@ -300,7 +300,7 @@ def groups_kept(rank: int, world: int, device: torch.device) -> tuple[int, bool]
             del axis
         gc.collect()
         found = len(trials), any(axis() is not None for axis in axes)
-        dist.barrier()  # gloo may fail to connect a new group while another one is destroyed
+        dist.barrier()  # once, gloo failed to connect a new group just after another one was destroyed
         for group in groups:
             dist.destroy_process_group(group)
         return found

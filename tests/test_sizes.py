@@ -29,6 +29,12 @@ def mapped() -> int:
     return len([line for line in maps.read_text().splitlines() if "seqpar-" in line]) if maps.exists() else 0
 
 
+def attentions() -> int:
+    """Return how many attentions exist in this process."""
+    gc.collect()
+    return sum(type(x) is Ulysses for x in gc.get_objects())
+
+
 def inputs(size: tuple[int, int], images: int = 1) -> tuple[Any, Tensor, dict[str, Tensor]]:
     noise = draw_noise((images, 4, *size), torch.Generator().manual_seed(3))
     return scheduler(), noise, {"class_labels": torch.arange(images)}
@@ -37,9 +43,11 @@ def inputs(size: tuple[int, int], images: int = 1) -> tuple[Any, Tensor, dict[st
 def many(rank: int, world: int, device: torch.device, transport: str, cfg: int, count: int) -> tuple[Any, ...]:
     """Sample sizes in one process, with a run of another sampler kept all the while; call the model between them.
 
-    Returns the most attentions that were kept and the most gathers, the most buffers that were mapped, the attentions
-    that exist in the end, and whether the other's run was kept and both samplers give the bits of their first pictures.
+    Returns the most attentions that were kept and the most gathers, the most buffers that were mapped, how many more
+    attentions exist in the end than before, and whether the other's run was kept and both samplers give the bits of
+    their first pictures.
     """
+    existed = attentions()
     mesh = mesh_for("ulysses", world, device, cfg)
     dit = DistributedDiT(diffusers_dit().to(device), mesh, "ulysses", local(device), transport)
     settings: Any = {"steps": 1, "guidance": Guidance(3.0)}
@@ -55,8 +63,7 @@ def many(rank: int, world: int, device: torch.device, transport: str, cfg: int, 
             most = [*map(max, most, (len(dit._attends), len(dit._gathers), mapped()))]
         after = other(*inputs((4, 4)), **settings), sampler(*inputs(SIZES[0]), **settings)
         same = other._run is held, *(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-        alive = sum(type(x) is Ulysses for x in gc.get_objects())
-        return *most, alive, same
+        return *most, attentions() - existed, same
 
 
 @pytest.mark.parametrize(
@@ -68,7 +75,7 @@ def test_many_sizes_do_not_fill_the_memory(ranks: Pool, transport: str, cfg: int
         # on GPUs 29 kinds of gathers were made
         assert gathers in (range(GATHERS - 4, GATHERS + 1) if cfg == 2 else (0,))
         assert buffers <= 2 * (gathers if cfg == 2 else attends)
-        assert alive <= 2 * KINDS  # those of other tests' models may still exist
+        assert alive == KINDS
         assert same == (True, True, True)
 
 

@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 from diffusers.hooks.hooks import HookRegistry, ModelHook
@@ -201,12 +202,28 @@ class Seat:
     ours: Any = None
 
 
+Hooked = tuple["ref[nn.Module]", str]  # a submodule and the name of our hook on it
+
+
+def _unhook(hooked: list[Hooked]) -> None:
+    """Remove our hooks from the submodules that still exist, and empty the list."""
+    while hooked:
+        found, name = hooked.pop()
+        if (module := found()) is not None:
+            HookRegistry.check_if_exists_or_initialize(module).remove_hook(name, recurse=False)
+
+
 class Installed:
-    """What was put on one transformer; `refresh` follows processors that were replaced, `remove` takes all off."""
+    """What was put on one transformer; `refresh` follows processors that were replaced, `remove` takes all off.
+
+    A submodule may live longer than its transformer: diffusers keeps Qwen-Image's rotary embedding in a cache for ever.
+    Its hook would keep the exchanges and their buffers with it, so that hooks go when this object does.
+    """
 
     def __init__(self, module: nn.Module, cuts: Cuts, ranks: Ranks) -> None:
         self._module, self._cuts, self._ranks = module, cuts, ranks
-        self._hooked: list[tuple[nn.Module, str]] = []
+        self._hooked: list[Hooked] = []
+        finalize(self, _unhook, self._hooked).atexit = False
         self._seats: list[Seat] = []
         self._kinds: dict[type, type] = {}
         split: dict[Joint, SplitAttention] = {}
@@ -223,23 +240,20 @@ class Installed:
     def _hook(self) -> None:
         """Hook the places, anew where a layer was replaced, as adapters do by layers around it."""
         places, seats = self._places(), [seat for seat in self._seats if not seat.attention.joint.streams]
-        wanted = [*((one, f"seqpar {path}") for one, path in places), *((seat.module, READS) for seat in seats)]
+        modules = [*(one for one, _ in places), *(seat.module for seat in seats)]
+        names = [*(f"seqpar {path}" for _, path in places), *(READS for _ in seats)]
+        wanted = list(zip(map(ref, modules), names, strict=True))
         if wanted == self._hooked:
             return
-        self._unhook()
+        _unhook(self._hooked)
         shared = {path: Cutter(self._ranks, place, path) for path, place in self._cuts.places.items() if path}
         hooks: list[ModelHook] = [
             PlaceHook(shared[path], parameters(one) if self._cuts.places[path].inputs else []) for one, path in places
         ]
         hooks += [ReadsHook(seat.attention, parameters(seat.module)) for seat in seats]
-        for (module, name), hook in zip(wanted, hooks, strict=True):
+        for module, name, hook in zip(modules, names, hooks, strict=True):
             HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
-            self._hooked.append((module, name))
-
-    def _unhook(self) -> None:
-        for module, name in self._hooked:
-            HookRegistry.check_if_exists_or_initialize(module).remove_hook(name, recurse=False)
-        self._hooked = []
+            self._hooked.append((ref(module), name))
 
     def refresh(self) -> None:
         """Put hooks and attention on what is new since the last call; ValueError if an attention backend was set."""
@@ -259,7 +273,7 @@ class Installed:
 
     def remove(self) -> None:
         """Take off hooks and attention; modules get their own processors back, with settings that were changed."""
-        self._unhook()
+        _unhook(self._hooked)
         for seat in self._seats:
             processor = seat.module.processor
             own = getattr(processor, OWN, processor)

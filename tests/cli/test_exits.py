@@ -77,6 +77,8 @@ import torch.distributed as dist
 from seqpar import processes
 from seqpar.cli.exits import guarded
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in the background
+
 def work(rank):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)

@@ -8,6 +8,7 @@ When it wins: always; it reads configs and the headers of weight files.
 from __future__ import annotations
 
 import re
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,20 +31,38 @@ from seqpar.weights.parts import check_numbers, part_of, read_scheduler
 TEXT_BYTES = 1 << 27  # of tokenizers; those of published models have up to 40 MB
 # what loaders of diffusers and transformers raise; NameError for a name that no branch on a config has set
 BROKEN = (OSError, NameError, StrictDataclassError, *FAILURES)
+THEIRS = ("diffusers", "transformers")
 STEMS = ("model", "pytorch_model")  # of the names of transformers' weight files
 WITHOUT_WEIGHTS = re.compile("Token|Processor|FeatureExtractor")  # in the names of classes
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 
 
 @contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Raise ValueError, with `what` before the reason, where diffusers or transformers fail on the files of a model."""
+def naming(what: str, theirs: bool = False) -> Iterator[None]:
+    """Raise ValueError, with `what` before the reason, where diffusers or transformers fail on the files of a model.
+
+    theirs: leave errors that come from this package as they are, and name the line of theirs that fails.
+    """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except BROKEN as error:
-        raise ValueError(f"{what}: {' '.join(str(error).split())[:400]}") from error
+        package, line = _origin(error)
+        if theirs and package not in THEIRS:
+            raise
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
+        raise ValueError(f"{what}{f' ({line})' if theirs else ''}: {reason}") from error
+
+
+def _origin(error: BaseException) -> tuple[str, str]:
+    """Return the package of the innermost call in ours or theirs that an error came through, and its file and line."""
+    found = ("", "")
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package in ("seqpar", *THEIRS):
+            found = package, f"{Path(frame.f_code.co_filename).name}, line {line}"
+    return found
 
 
 def check_parts(folder: Path, index: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ import gc
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -27,6 +27,7 @@ from seqpar.mesh import Mesh
 from seqpar.pipelines import _schedulers
 from seqpar.pipelines._family import Order
 from seqpar.pipelines._folder import check_parts, naming
+from seqpar.vae.shared import looked_at
 from seqpar.weights.jsons import read_json
 from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
 
@@ -83,12 +84,14 @@ class Adapted:
     def make(self, pipe: Any, on_step: Callable[[int], None]) -> list[Any]:
         """Return the pictures as PIL images, or the videos as arrays (frames, height, width, 3) in [0, 1].
 
-        Raises FloatingPointError if one of them is not finite.
+        Raises FloatingPointError if one of them is not finite, and ValueError where diffusers fails in its loop, as a
+        value in a file that no schema here knows can make it.
         """
         arguments = dict(self.arguments)
         if self.counts_steps:
             arguments["callback_on_step_end"] = partial(_counted, on_step)
-        with _checked_vae(getattr(pipe, "vae", None), self.dtype):
+        told = f"got pipeline {self.folder}, which fails in its loop"
+        with naming(told, theirs=True), _checked_vae(getattr(pipe, "vae", None), self.dtype):
             result = pipe(**arguments, generator=torch.Generator().manual_seed(self.seed))
         made = list(result.frames if self.video else result.images)
         if self.arguments.get("output_type") == "np":
@@ -247,29 +250,15 @@ def forget_encoders(pipe: Any) -> None:
     handles += [module.register_forward_pre_hook(forget) for module in transformers_of(pipe).values()]
 
 
-@contextmanager
-def _checked_vae(vae: Any, dtype: torch.dtype) -> Iterator[None]:
+def _checked_vae(vae: Any, dtype: torch.dtype) -> AbstractContextManager[None]:
     """Raise FloatingPointError if what a VAE decodes is not finite: pipelines clamp infinity to black or white."""
-    decode = getattr(vae, "decode", None)
-    if decode is None:
-        yield
-        return
+    if not hasattr(vae, "decode"):
+        return nullcontext()
 
-    @wraps(decode)  # callers look at its signature
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        result = decode(*args, **kwargs)
-        _refuse_infinite([bool(each.isfinite().all()) for each in result[0]], dtype)
-        return result
+    def look(made: Any) -> None:
+        _refuse_infinite([bool(each.isfinite().all()) for each in made[0]], dtype)
 
-    before = vars(vae).get("decode")
-    vae.decode = checked
-    try:
-        yield
-    finally:
-        if before is None:
-            del vae.decode
-        else:
-            vae.decode = before
+    return looked_at(vae, "decode", look)
 
 
 def _refuse_infinite(finite: Sequence[bool], dtype: torch.dtype) -> None:

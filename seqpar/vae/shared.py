@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import update_wrapper
-from typing import Any
+from typing import Any, TypeVar
 
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
+
+T = TypeVar("T")
 
 METHODS = ("decode", "encode")  # those of a VAE that are shared
 
@@ -55,6 +58,19 @@ def share(vae: Any, user: User) -> Callable[[], None]:
     return end
 
 
+@contextmanager
+def looked_at(vae: Any, name: str, look: Callable[[Any], None]) -> Iterator[None]:
+    """Call `look` with each result of a VAE's `decode` or `encode`; an error that it raises ends the call.
+
+    The method stays the one that `own` finds, so that the VAE may be shared before, and ranks may call it alone.
+    """
+    end = _shared(vae, name).look(look)
+    try:
+        yield
+    finally:
+        end()
+
+
 def own(vae: Any, name: str) -> Callable[..., Any]:
     """Return a VAE's own `decode` or `encode`, which a rank may call alone, also while the VAE is shared."""
     found = getattr(vae, name)
@@ -78,10 +94,17 @@ class Shared:
         self._before = {key: x for key, x in vars(vae).items() if key == name}
         self._first = next(iter(inspect.signature(self.alone).parameters), "")  # the input, which may come by its name
         self._users: dict[object, User] = {}
+        self._looks: dict[object, Callable[[Any], None]] = {}
         update_wrapper(self, self.alone)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the VAE makes of rank 0's input."""
+        made = self._compute(args, kwargs)
+        for look in self._looks.values():
+            look(made)
+        return made
+
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         users = [*self._users.values()]
         for user in users:
             user.check()
@@ -97,12 +120,19 @@ class Shared:
 
     def join(self, user: User) -> Callable[[], None]:
         """Add a user; return what takes it away again."""
+        return self._add(self._users, user)
+
+    def look(self, look: Callable[[Any], None]) -> Callable[[], None]:
+        """Call `look` with each result; return what ends that."""
+        return self._add(self._looks, look)
+
+    def _add(self, to: dict[object, T], one: T) -> Callable[[], None]:
         key = object()
-        self._users[key] = user
+        to[key] = one
 
         def end() -> None:
-            self._users.pop(key, None)
-            if not self._users and vars(self._vae).get(self._name) is self:
+            to.pop(key, None)
+            if not self._users and not self._looks and vars(self._vae).get(self._name) is self:
                 delattr(self._vae, self._name)
                 vars(self._vae).update(self._before)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from seqpar.cli import progress
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.pipelines import adapted
@@ -130,7 +132,10 @@ def test_a_preset_makes_a_preview_of_random_texts(ranks: Pool, tmp_path: Path, m
     assert pixels(tmp_path / "x.png").shape == (64, 64, 3)
 
 
-def test_any_other_pipeline_runs_by_its_own_loop(ranks: Pool, folders: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+def test_any_other_pipeline_runs_by_its_own_loop(
+    ranks: Pool, folders: Callable[[str], Path], tmp_path: Path, world: int
+) -> None:
     folder = folders("sd3")
     args = Args(
         str(folder),
@@ -143,11 +148,11 @@ def test_any_other_pipeline_runs_by_its_own_loop(ranks: Pool, folders: Callable[
         dtype="fp32",
         out=tmp_path / "x.png",
     )
-    (out, bars), (other, silent) = ranks.run(2, shown, args)
+    (out, bars), *others = ranks.run(world, shown, args)
     assert "loop      diffusers': seqpar has no loop of its own for" in out
     assert "ms a step" in out
     assert "2/2" in bars
-    assert other == silent == ""
+    assert others == [("", "")] * (world - 1)
     truth = theirs(folder, negative_prompt="blurry", guidance_scale=3.0)
     assert abs(pixels(tmp_path / "x.png") / 255 - truth).max() <= (SAME + 0.5) / 255
 
@@ -279,6 +284,41 @@ def test_an_encoder_that_fails_on_a_prompt_is_named(
     path.write_text(json.dumps(json.loads(path.read_text()) | {"relative_attention_max_distance": 0}))
     assert refused(copy, tmp_path / "x.png", {"prompt": ("a",)}) == message
     assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("vae", {"shift_factor": None}, r"pipeline_stable_diffusion_3.py, line \d+\): unsupported operand type"),
+        ("transformer", {"pos_embed_max_size": ""}, r"embeddings.py, line \d+\): The size of tensor a"),
+        ("scheduler", {"shift_terminal": True}, r"scheduling_flow_match_euler_discrete.py, line \d+\): index 3"),
+    ],
+)
+def test_a_value_that_fails_in_diffusers_loop_is_one_message(
+    folders: Callable[[str], Path], tmp_path: Path, file: str, change: dict[str, Any], message: str
+) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(folders("sd3"), tmp_path / "copy"))
+    path = copy / file / ("scheduler_config.json" if file == "scheduler" else "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    told = refused(copy, tmp_path / "x.png", {"prompt": ("a",)})
+    assert re.match(rf"got pipeline {copy}, which fails in its loop \({message}", told), told
+    assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_an_error_of_ours_in_diffusers_loop_stays_as_it_is(
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(progress, "tqdm", fail)
+    with pytest.raises(RuntimeError, match=r"^a bug$"):
+        run(Args(str(folders("sd3")), prompt=("a",), steps=2, size="24x32", out=tmp_path / "x.png"))
 
 
 @pytest.mark.usefixtures("no_gpu")

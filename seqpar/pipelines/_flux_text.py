@@ -17,7 +17,7 @@ from seqpar.mesh import Mesh
 from seqpar.pipelines import _texts
 from seqpar.pipelines._folder import check_encoder, check_files, naming
 from seqpar.pipelines._texts import Encode
-from seqpar.weights.parts import read_encoder
+from seqpar.weights.parts import part_of, read_encoder
 
 TOKENS = 512  # T5's tokens of a prompt, as diffusers' FluxPipeline has them by default
 # part -> (the size in its config.json, the size of the transformer that it must equal)
@@ -70,7 +70,8 @@ def check_encoders(folder: Path, index: Mapping[str, Any], config: Any) -> None:
         if got != expected:
             raise ValueError(f"got {name} of {size} {got}, expected the transformer's {wanted} of {expected}")
         check_files(folder / name)
-        check_encoder(folder / name)
+        _, kind = part_of(index, name) or ("", "")
+        check_encoder(folder / name, kind)
     for name in TOKENIZERS:
         _texts.check_tokenizer(folder / name)
 

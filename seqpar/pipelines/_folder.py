@@ -7,6 +7,7 @@ When it wins: always; it reads configs and the headers of weight files.
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 from collections import Counter
@@ -28,6 +29,9 @@ from seqpar.weights.find import WithoutValues
 from seqpar.weights.jsons import check_regular, read_json
 from seqpar.weights.parts import check_numbers, part_of, read_scheduler
 
+LARGE = 1 << 28  # elements of a tensor that need not be compared with those of a file
+MORE = 1 << 24  # numbers that an encoder may have besides those of its file
+MANY = 1000  # tensors that a model may have besides twice those of its file
 TEXT_BYTES = 1 << 27  # of tokenizers; those of published models have up to 40 MB
 # what loaders of diffusers and transformers raise; NameError for a name that no branch on a config has set
 BROKEN = (OSError, NameError, StrictDataclassError, *FAILURES)
@@ -79,7 +83,7 @@ def check_parts(folder: Path, index: Mapping[str, Any]) -> None:
         if name == "scheduler":
             read_scheduler(folder / name)
         elif (folder / name / "config.json").is_file() and not WITHOUT_WEIGHTS.search(kind):
-            check_model(folder / name, getattr(diffusers, kind, None) if library == "diffusers" else None)
+            check_model(folder / name, library, kind)
 
 
 def check_files(folder: Path) -> None:
@@ -94,30 +98,32 @@ def check_files(folder: Path) -> None:
             raise ValueError(f"got {file}, expected a readable file: {error}") from error
 
 
-def check_model(folder: Path, kind: Any) -> None:
+def check_model(folder: Path, library: str, name: str) -> None:
     """Raise ValueError if the weights in a folder do not fit its config.json.
 
-    kind: diffusers' class of the model, or None for a model of transformers, of which sizes and layers are compared.
+    name: the model's class, of diffusers or of transformers; others are left to their own package.
     """
     config = read_json(folder / "config.json")
     check_numbers(config, folder / "config.json")
     if "quantization_config" in config:
         return  # its tensors have other names and shapes
+    kind = getattr(diffusers, name, None) if library == "diffusers" else None
     if kind is AutoencoderKL:
         check_vae(folder)
     elif isinstance(kind, type) and issubclass(kind, ModelMixin):
         _check_shapes(folder, kind, config, open_checkpoint(find_checkpoint(folder)))
-    elif kind is None:
-        check_encoder(folder)
+    elif library != "diffusers":
+        check_encoder(folder, name)
 
 
-def check_encoder(folder: Path) -> None:
-    """Raise ValueError if the weights of an encoder of transformers are missing, truncated or of other layers.
+def check_encoder(folder: Path, name: str) -> None:
+    """Raise ValueError if the weights of an encoder of transformers are missing, truncated or do not fit its config.
 
-    Reads the config and headers.
+    name: its class. Reads the config and headers; layers and the number of all weights are compared.
     """
-    config = read_json(folder / "config.json")
-    check_numbers(config, folder / "config.json")
+    file = folder / "config.json"
+    config = read_json(file)
+    check_numbers(config, file)
     stems = [stem for stem in STEMS if any((folder / (stem + suffix)).is_file() for suffix in SUFFIXES)]
     checkpoint = open_checkpoint(find_checkpoint(folder, (stems or STEMS)[0]))
     counted = config.get("text_config") or config
@@ -125,7 +131,43 @@ def check_encoder(folder: Path) -> None:
     counts = layers_in(checkpoint)
     if named is not None and counts and counted[named] not in counts:
         expected = f"{' or '.join(map(str, sorted(counts)))}, as {Path(checkpoint.name).name} has"
-        raise ValueError(f"got {folder / 'config.json'} with {named}={counted[named]}, expected {expected}")
+        raise ValueError(f"got {file} with {named}={counted[named]}, expected {expected}")
+    if "quantization_config" not in config:  # which gives its tensors other shapes
+        _check_amount(folder, name, checkpoint)
+
+
+def _check_amount(folder: Path, name: str, checkpoint: Checkpoint) -> None:
+    """Raise ValueError if a model of transformers has far more weights than its files, which would all be random."""
+    import transformers  # not installed where no model needs it
+
+    kind: Any = getattr(transformers, name, None)
+    if not hasattr(kind, "config_class"):
+        return
+    file = folder / "config.json"
+    with naming(f"got {file}, which describes no {name}"), torch.device("meta"), Bounded(checkpoint):
+        model = kind(kind.config_class.from_pretrained(folder))
+    described, held = sum(each.numel() for each in model.parameters()), sum(map(math.prod, checkpoint.shapes.values()))
+    if described > 2 * held + MORE:  # tied weights may count twice
+        raise ValueError(f"got {file}, which describes {described:,} parameters, expected the {held:,} of its files")
+
+
+class Bounded(WithoutValues):
+    """Refuses to make tensors far larger than those of a checkpoint, as tables of positions may be, or far more."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__()
+        self._largest = max(LARGE, *(2 * math.prod(shape) for shape in checkpoint.shapes.values()))
+        self._most, self._made = 2 * len(checkpoint.shapes) + MANY, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return what a function of torch returns; ValueError for a tensor that is too large or one too many."""
+        made = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(made, torch.Tensor) and made.numel() > self._largest:
+            raise ValueError(f"a tensor of {made.numel():,} elements, expected at most {self._largest:,}")
+        self._made += func is torch.empty  # by which layers make their weights
+        if self._made > self._most:
+            raise ValueError(f"more than {self._most:,} weights, about twice as many as its files have")
+        return made
 
 
 def layers_in(checkpoint: Checkpoint) -> set[int]:
@@ -137,11 +179,14 @@ def layers_in(checkpoint: Checkpoint) -> set[int]:
 def _check_shapes(folder: Path, kind: Any, config: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     """Raise ValueError if a parameter of diffusers' model is missing in the checkpoint or has another shape."""
     told = f"got {folder / 'config.json'}, which describes no {kind.__name__}"
-    with naming(told), torch.device("meta"), WithoutValues():
+    with naming(told), torch.device("meta"), Bounded(checkpoint):
         model = kind.from_config(config)
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    for name, tensor in model.state_dict(keep_vars=True).items():
         if name not in checkpoint.shapes:
+            if name not in parameters:
+                continue  # diffusers computes it
             raise ValueError(f"{checkpoint.name}: wrong keys. Missing {name}, which a {kind.__name__} has")
-        if checkpoint.shapes[name] != tuple(parameter.shape):
+        if checkpoint.shapes[name] != tuple(tensor.shape):
             got = f"{name} of shape {checkpoint.shapes[name]}"
-            raise ValueError(f"{checkpoint.name}: got {got}, expected {tuple(parameter.shape)} as config.json says")
+            raise ValueError(f"{checkpoint.name}: got {got}, expected {tuple(tensor.shape)} as config.json says")

@@ -214,7 +214,7 @@ def check_encoders(places: Places, config: Any) -> None:
     config: the U-ViT's `Config`. Reads configs and headers, no weights.
     """
     check_files(places.text_encoder)
-    check_encoder(places.text_encoder)
+    check_encoder(places.text_encoder, "CLIPTextModel")
     _texts.check_tokenizer(places.clip_tokenizer)
     told = CLIP_DEFAULTS | read_encoder(places.text_encoder)
     tokens, width = told["max_position_embeddings"], told["hidden_size"]

@@ -49,7 +49,11 @@ PARTS = [
     ("text_encoder/config.json", {"num_layers": 3}, r"num_layers=3, expected 2, as model\.safetensors has"),
     ("text_encoder/config.json", {"num_layers": 10**12}, r"num_layers=1000000000000, expected at most 4096"),
     ("text_encoder/config.json", {"d_model": -(10**12)}, r"d_model=-1000000000000, expected at most"),
+    ("text_encoder/config.json", {"d_kv": 1 << 20}, r"describes [\d,]+ parameters, expected the [\d,]+ of its"),
+    ("text_encoder/config.json", {"d_model": 1 << 20, "vocab_size": 1 << 24}, r"config.json, which describes no T5Enc"),
+    ("transformer/config.json", {"sample_size": 1 << 20}, r"a tensor of [\d,]+ elements, expected at most 268,435"),
     ("transformer/config.json", {"num_layers": 10**12}, r"num_layers=1000000000000, expected at most 4096"),
+    ("transformer/config.json", {"num_layers": 4096}, r"more than [\d,]+ weights, about twice as many as its files"),
     ("transformer/config.json", {"num_layers": 3}, r"wrong keys\. Missing transformer_blocks\.2\."),
     ("transformer/config.json", {"cross_attention_dim": 8}, r"of shape \(40, 40\), expected \(40, 8\) as config\.json"),
     (

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,9 @@ from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.pipelines import adapted
 from seqpar.weights.find import Blueprint
-from tests.cli.processes import torchrun
 from tests.cli.test_sample import parameters
 from tests.support.pool import Pool
 
-FLAGS = ("--prompt", "a red cat", "--size", "24x32", "--steps", "2", "--seed", "3")
 SAME = 2  # of 255, because two ranks add in another order
 
 
@@ -72,19 +72,23 @@ def theirs(folder: Path, **arguments: Any) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_two_ranks_write_the_picture_of_one_and_of_diffusers(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_two_ranks_write_the_picture_of_one_and_of_diffusers(
+    ranks: Pool, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
     folder = folders("flux")
-    done = torchrun("--model", folder, *FLAGS, "--mesh", "ulysses=2", "--out", tmp_path / "two.png")
-    assert done.returncode == 0, done.stderr
+    flags: dict[str, Any] = {"prompt": ("a red cat",), "size": "24x32", "steps": 2, "seed": 3, "dtype": "fp32"}
+    args = Args(str(folder), **flags, out=tmp_path / "two.png")
+    (out, bars), nothing = ranks.run(2, shown, replace(args, mesh="ulysses=2"))
     for text in (
-        "mesh      ulysses 2 (2 x CPU, gloo)",
+        "mesh      ulysses 2 (2 x ",
         "text      512 tokens a prompt, encoded on rank 0 before",
         "1 pictures, 48 tokens, float32, 2 steps of FlowMatchEulerDiscreteScheduler on local tokens",
         "guidance 3.5 as an input",
     ):
-        assert text in done.stdout
-    assert all(bar in done.stderr for bar in ("encoding: 100%", "2/2", "decoding: 100%"))
-    run(Args(str(folder), prompt=("a red cat",), size="24x32", steps=2, seed=3, out=tmp_path / "one.png"))
+        assert text in out
+    assert all(bar in bars for bar in ("encoding: 100%", "2/2", "decoding: 100%"))
+    assert nothing == ("", "")
+    run(replace(args, out=tmp_path / "one.png"))
     two, one = pixels(tmp_path / "two.png"), pixels(tmp_path / "one.png")
     assert two.shape == (24, 32, 3)
     assert abs(two - one).max() <= SAME
@@ -307,6 +311,47 @@ def test_a_value_that_fails_in_diffusers_loop_is_one_message(
     told = refused(copy, tmp_path / "x.png", {"prompt": ("a",)})
     assert re.match(rf"got pipeline {copy}, which fails in its loop \({message}", told), told
     assert not (tmp_path / "x.png").exists()
+
+
+WRONG = (None, 0, -1, 7, "x", [], [1], 1.5, True, {}, 1e30, 10**9, -0.5)
+
+
+def altered(folder: Path, count: int) -> Iterator[tuple[Path, str]]:
+    """Let a field of one of a pipeline's configs have another value, `count` times; yield the file and the change."""
+    files = [path for path in sorted(folder.rglob("*.json")) if "tokenizer" not in str(path.parent)]
+    fields = [(path, name) for path in files for name in json.loads(path.read_text())]
+    chance = random.Random(5)
+    for _ in range(count):
+        (path, name), value = chance.choice(fields), chance.choice(WRONG)
+        before = path.read_text()
+        path.write_text(json.dumps(json.loads(before) | {name: value}))
+        yield path, f"{name}={value}"
+        path.write_text(before)
+
+
+def ending(folder: Path, out: Path) -> str | None:
+    """Return the message in which a run ends, or None if it makes a picture."""
+    try:
+        run(Args(str(folder), prompt=("a",), steps=2, size="24x32", out=out))
+    except (ValueError, FloatingPointError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.filterwarnings("ignore")
+def test_altered_configs_end_in_a_picture_or_one_message(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """docs/reliability.md counts those that were run outside of the tests."""
+    import shutil
+
+    folder, out, made = Path(shutil.copytree(folders("sd3"), tmp_path / "copy")), tmp_path / "x.png", 0
+    for path, change in altered(folder, 50):
+        told = ending(folder, out)
+        assert told is None or ("\n" not in told and len(told) < 700), (path, change)
+        assert out.exists() == (told is None), (path, change)
+        out.unlink(missing_ok=True)
+        made += told is None
+    assert 0 < made < 50
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from launch.benches import measure as bench
 from seqpar.cli import sample
 from seqpar.planner import rates
 from seqpar.planner.facts import core
 from seqpar.planner.predict import attention_us, gemm_us
 from seqpar.planner.rates import CPU, H200, rate_at, time_at
-from tests.launch.benches.test_bench import ENV, ROOT
 from tests.support.pool import Pool
 
 POINTS = ((10.0, 100.0), (1000.0, 400.0))
@@ -101,40 +99,33 @@ def test_the_cache_is_where_users_keep_caches(monkeypatch: pytest.MonkeyPatch, t
     assert rates.save(CPU, 1).parent == tmp_path / "home" / ".cache" / "seqpar"
 
 
-def dry_run(rank: int, world: int, device: torch.device, cache: str) -> str:
-    """Return what the launcher prints on this rank on CPUs with this user cache."""
-    shown = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(shown):
+def shown(rank: int, world: int, device: torch.device, cache: str, command: str) -> str:
+    """Return what a dry run, or the bench of rates, prints on this rank on CPUs with this user cache."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
         patch.setenv("SEQPAR_CACHE", cache)
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        sample.run(sample.Args(dry_run=()))
-    return shown.getvalue()
+        if command == "rates":
+            bench.main(bench.Rates())
+        else:
+            sample.run(sample.Args(dry_run=()))
+    return out.getvalue()
 
 
 def test_two_ranks_measure_once_and_the_planner_uses_it(ranks: Pool, cache: Path) -> None:
-    assert "nothing was measured here" in ranks.run(2, dry_run, str(cache))[0]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        str(ROOT / "launch" / "bench.py"),
-        "rates",
-    ]
-    env = {**ENV, "SEQPAR_CACHE": str(cache), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("kept in") == 1
+    assert "nothing was measured here" in ranks.run(2, shown, str(cache), "dry run")[0]
+    told, silent = ranks.run(2, shown, str(cache), "rates")
+    assert told.count("kept in") == 1
+    assert silent == ""
     (path,) = cache.iterdir()
     found = rates.load("CPU", 2, "float32")
-    assert os.fspath(path) in done.stdout
+    assert os.fspath(path) in told
     assert len(found.gemm) == 4
     assert all(y > 0 for _, y in (*found.exchange["gloo"], *found.convolution))
     assert len(found.convolution) == 2
     assert set(found.attention) == {64, 72, 128}
-    shown, silent = ranks.run(2, dry_run, str(cache))
-    assert "rates: measured here on" in shown
+    planned, silent = ranks.run(2, shown, str(cache), "dry run")
+    assert "rates: measured here on" in planned
     assert silent == ""
 
 

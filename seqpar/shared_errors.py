@@ -9,8 +9,21 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
+
 # errors of the system that are no mistake in a path: no space, no quota, a broken disk, no memory, no free handles
 SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+LOST = (ConnectionError, dist.DistError)  # another process has left, or cannot be reached
+NO_HOST_MEMORY = "DefaultCPUAllocator: "  # torch has no error class for it
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return whether an error is neither the user's mistake nor a bug: time, memory, disk, lost ranks, NaN."""
+    system = isinstance(error, OSError) and error.errno in SYSTEM
+    memory = isinstance(error, RuntimeError) and NO_HOST_MEMORY in str(error)
+    kinds = (TimeoutError, torch.OutOfMemoryError, MemoryError, FloatingPointError, *LOST)
+    return isinstance(error, kinds) or system or memory
 
 
 @dataclass(frozen=True)

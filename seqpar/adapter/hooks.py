@@ -217,7 +217,7 @@ class Installed:
     """What was put on one transformer; `refresh` follows processors that were replaced, `remove` takes all off.
 
     A submodule may live longer than its transformer: diffusers keeps Qwen-Image's rotary embedding in a cache for ever.
-    Its hook would keep the exchanges and their buffers with it, so that hooks go when this object does.
+    Its hook would keep the exchanges and their buffers alive, too, so hooks are also removed when this object goes.
     """
 
     def __init__(self, module: nn.Module, cuts: Cuts, ranks: Ranks) -> None:
@@ -231,7 +231,11 @@ class Installed:
             if joint not in split:
                 split[joint] = SplitAttention(ranks, joint, path)
             self._seats += [Seat(one, split[joint]) for one in submodules(module, path)]
-        self.refresh()
+        try:
+            self.refresh()
+        except ValueError:
+            self.remove()
+            raise
 
     def _places(self) -> list[tuple[nn.Module, str]]:
         """Return (submodule, path) of every place; the inputs of the transformer itself are cut before its forward."""

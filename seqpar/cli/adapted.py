@@ -46,7 +46,7 @@ def run_adapted(args: Args, job: Adapted, ranks: Mesh) -> None:
     if ranks.is_main:
         print(f"loop      diffusers': {job.why}\nwork      {_work(job)}", flush=True)
     with Progress(job.steps, ranks) as progress:
-        made = job.make(pipe, progress)
+        made = job.make(pipe, progress, ranks)
         per_step = progress.finish() if job.counts_steps else None
     bits = digest(made)
     paths = outputs(args, job)

@@ -25,13 +25,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn
 
-import torch
-import torch.distributed as dist
-
 from seqpar import mesh as meshes
 from seqpar.cli.interrupted import ends_when_interrupted
 from seqpar.cli.stopped import end_ranks, stopped_ranks
-from seqpar.shared_errors import SYSTEM
+from seqpar.shared_errors import LOST, is_failure
 
 Kind = Literal["mistake", "failure", "bug"]
 GRACE_S = 5.0  # other ranks give rank 0 this long to tell its message
@@ -44,9 +41,6 @@ MISTAKE, FAILURE, STOPPED = 2, 1, 128 + signal.SIGINT  # exit codes; shells have
 PROCESS = ".process"  # name of the file in the folder of reports that holds a rank's process id, after the rank
 REPORTS, STARTER = "SEQPAR_REPORTS", "SEQPAR_STARTER"  # environment of a rank: a folder, a process id
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun shows what a rank wrote here in its own report
-LOST = (ConnectionError, dist.DistError)  # another process has left, or cannot be reached
-FAILURES = (TimeoutError, torch.OutOfMemoryError, MemoryError, FloatingPointError, *LOST)
-NO_HOST_MEMORY = "DefaultCPUAllocator: "  # torch has no error class for it
 LONGEST = 1500  # characters of a message: it may quote a flag or a file's contents
 
 
@@ -85,8 +79,7 @@ class Report:
 
 def kind_of(error: BaseException) -> Kind:
     """Return whether the user, the machine or the program is to blame for an error."""
-    system = isinstance(error, OSError) and error.errno in SYSTEM
-    if isinstance(error, FAILURES) or system or (isinstance(error, RuntimeError) and NO_HOST_MEMORY in str(error)):
+    if is_failure(error):
         return "failure"
     return "mistake" if isinstance(error, (ValueError, OSError)) else "bug"
 

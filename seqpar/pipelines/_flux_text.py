@@ -15,7 +15,8 @@ from torch import Tensor
 
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _texts
-from seqpar.pipelines._folder import check_encoder, check_files, naming
+from seqpar.pipelines._folder import check_encoder, check_files
+from seqpar.pipelines._naming import naming
 from seqpar.pipelines._texts import Encode
 from seqpar.weights.parts import part_of, read_encoder
 

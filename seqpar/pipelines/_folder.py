@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,53 +18,22 @@ import diffusers
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.modeling_utils import ModelMixin
-from huggingface_hub.errors import StrictDataclassError
 
-from seqpar.sampling.schedules import FAILURES
+from seqpar.pipelines._naming import naming
 from seqpar.vae.decoder import check_vae
 from seqpar.weights.checkpoint import SUFFIXES, Checkpoint, find_checkpoint, open_checkpoint
 from seqpar.weights.find import WithoutValues
+from seqpar.weights.hub import errors_only
 from seqpar.weights.jsons import check_regular, read_json
 from seqpar.weights.parts import check_numbers, part_of, read_scheduler
 
-LARGE = 1 << 28  # elements of a tensor that need not be compared with those of a file
-MORE = 1 << 24  # numbers that an encoder may have besides those of its file
-MANY = 1000  # tensors that a model may have besides twice those of its file
+LARGE = 1 << 28  # a tensor of at most this many elements is never refused
+MORE = 1 << 24  # elements that an encoder may have besides twice those of its files
+MANY = 1000  # tensors that a model may have besides twice those of its files
 TEXT_BYTES = 1 << 27  # of tokenizers; those of published models have up to 40 MB
-# what loaders of diffusers and transformers raise; NameError for a name that no branch on a config has set
-BROKEN = (OSError, NameError, StrictDataclassError, *FAILURES)
-THEIRS = ("diffusers", "transformers")
 STEMS = ("model", "pytorch_model")  # of the names of transformers' weight files
 WITHOUT_WEIGHTS = re.compile("Token|Processor|FeatureExtractor")  # in the names of classes
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
-
-
-@contextmanager
-def naming(what: str, theirs: bool = False) -> Iterator[None]:
-    """Raise ValueError, with `what` before the reason, where diffusers or transformers fail on the files of a model.
-
-    theirs: leave errors that come from this package as they are, and name the line of theirs that fails.
-    """
-    try:
-        yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except BROKEN as error:
-        package, line = _origin(error)
-        if theirs and package not in THEIRS:
-            raise
-        reason = " ".join(str(error).split())[:400] or type(error).__name__
-        raise ValueError(f"{what}{f' ({line})' if theirs else ''}: {reason}") from error
-
-
-def _origin(error: BaseException) -> tuple[str, str]:
-    """Return the package of the innermost call in ours or theirs that an error came through, and its file and line."""
-    found = ("", "")
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package in ("seqpar", *THEIRS):
-            found = package, f"{Path(frame.f_code.co_filename).name}, line {line}"
-    return found
 
 
 def check_parts(folder: Path, index: Mapping[str, Any]) -> None:
@@ -112,7 +79,7 @@ def check_model(folder: Path, library: str, name: str) -> None:
         check_vae(folder)
     elif isinstance(kind, type) and issubclass(kind, ModelMixin):
         _check_shapes(folder, kind, config, open_checkpoint(find_checkpoint(folder)))
-    elif library != "diffusers":
+    elif library == "transformers":
         check_encoder(folder, name)
 
 
@@ -144,7 +111,8 @@ def _check_amount(folder: Path, name: str, checkpoint: Checkpoint) -> None:
     if not hasattr(kind, "config_class"):
         return
     file = folder / "config.json"
-    with naming(f"got {file}, which describes no {name}"), torch.device("meta"), Bounded(checkpoint):
+    told = f"got {file}, which describes no {name}"
+    with naming(told), errors_only(transformers.utils.logging), torch.device("meta"), Bounded(checkpoint):
         model = kind(kind.config_class.from_pretrained(folder))
     described, held = sum(each.numel() for each in model.parameters()), sum(map(math.prod, checkpoint.shapes.values()))
     if described > 2 * held + MORE:  # tied weights may count twice
@@ -152,7 +120,7 @@ def _check_amount(folder: Path, name: str, checkpoint: Checkpoint) -> None:
 
 
 class Bounded(WithoutValues):
-    """Refuses to make tensors far larger than those of a checkpoint, as tables of positions may be, or far more."""
+    """Refuses tensors far larger than those of a checkpoint, as a table of positions may be, and far more of them."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__()

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _texts
-from seqpar.pipelines._folder import naming
+from seqpar.pipelines._naming import naming
 from seqpar.pipelines._texts import Encode
 from seqpar.pipelines._unidiffuser_files import PREFIX, Places, caption_decoder
 from seqpar.vae.shared import own
+from seqpar.weights.hub import errors_only
 
 
 class Texts(_texts.Texts):
@@ -68,13 +69,9 @@ def _text_encoder(folder: Path, dtype: torch.dtype) -> Any:
     """
     import transformers
 
-    voice, kind = transformers.utils.logging, cast("Any", transformers.CLIPTextModel)  # its types know no loading info
-    before = voice.get_verbosity()
-    voice.set_verbosity_error()
-    try:
+    kind = cast("Any", transformers.CLIPTextModel)  # its types know no loading info
+    with errors_only(transformers.utils.logging):
         encoder, told = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    finally:
-        voice.set_verbosity(before)
     if told["missing_keys"]:
         raise ValueError(f"it lacks {len(told['missing_keys'])} weights, such as {min(told['missing_keys'])}")
     return encoder

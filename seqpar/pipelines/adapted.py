@@ -26,7 +26,8 @@ from diffusers.image_processor import VaeImageProcessor
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _schedulers
 from seqpar.pipelines._family import Order
-from seqpar.pipelines._folder import check_parts, naming
+from seqpar.pipelines._folder import check_parts
+from seqpar.pipelines._naming import naming, naming_loop
 from seqpar.vae.shared import looked_at
 from seqpar.weights.jsons import read_json
 from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
@@ -81,7 +82,7 @@ class Adapted:
         name_encoders(pipe)
         return pipe.to(device)
 
-    def make(self, pipe: Any, on_step: Callable[[int], None]) -> list[Any]:
+    def make(self, pipe: Any, on_step: Callable[[int], None], mesh: Mesh) -> list[Any]:
         """Return the pictures as PIL images, or the videos as arrays (frames, height, width, 3) in [0, 1].
 
         Raises FloatingPointError if one of them is not finite, and ValueError where diffusers fails in its loop, as a
@@ -91,7 +92,7 @@ class Adapted:
         if self.counts_steps:
             arguments["callback_on_step_end"] = partial(_counted, on_step)
         told = f"got pipeline {self.folder}, which fails in its loop"
-        with naming(told, theirs=True), _checked_vae(getattr(pipe, "vae", None), self.dtype):
+        with naming_loop(told, mesh.world.size > 1), _checked_vae(getattr(pipe, "vae", None), self.dtype):
             result = pipe(**arguments, generator=torch.Generator().manual_seed(self.seed))
         made = list(result.frames if self.video else result.images)
         if self.arguments.get("output_type") == "np":

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from huggingface_hub import HfApi, constants, errors, snapshot_download
@@ -43,7 +44,7 @@ def download(name: str, presets: Sequence[str]) -> Path:
     # one process of a host downloads; the others wait here and then find every file in the cache
     lock = Path(tempfile.gettempdir(), f"seqpar-{os.getuid()}-{name.replace('/', '--')}.lock")
     try:
-        with FileLock(lock), _silent():
+        with FileLock(lock), errors_only(logging):
             reason = _why_not(name)
             if reason is not None:
                 return _cached(name, presets, reason)
@@ -76,8 +77,8 @@ def _cached(name: str, presets: Sequence[str], reason: str) -> Path:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    """Silence the hub's warnings about questions that it repeats; what they say is in our message."""
+def errors_only(logging: Any) -> Iterator[None]:
+    """Silence the warnings of a library of Hugging Face, which are in our message; logging: its module of that name."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

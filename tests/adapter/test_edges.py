@@ -104,7 +104,11 @@ def sd3_pictures(rank: int, world: int, device: torch.device) -> str:
     for block in module.transformer_blocks:
         made = SD3IPAdapterJointAttnProcessor2_0(width, 16, head_dim, 16).double().to(device)
         block.attn.set_processor(made.requires_grad_(False))
-    return raised(lambda: body_of(module, world, device, "ulysses"))
+    before = list(module.attn_processors.values())
+    told = raised(lambda: body_of(module, world, device, "ulysses"))
+    kept = [each is own for each, own in zip(module.attn_processors.values(), before, strict=True)]
+    assert all(kept) == (world > 1)  # a transformer that is refused is left as it was
+    return told
 
 
 def test_an_adapter_that_reads_keys_of_split_tokens_is_refused(ranks: Pool) -> None:

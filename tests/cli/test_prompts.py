@@ -366,6 +366,25 @@ def test_an_error_of_ours_in_diffusers_loop_stays_as_it_is(
         run(Args(str(folders("sd3")), prompt=("a",), steps=2, size="24x32", out=tmp_path / "x.png"))
 
 
+def planted(rank: int, world: int, device: torch.device, args: Args) -> str:
+    """Return the class of the error in which a run ends if attention returns a token less than it was given."""
+    from seqpar.adapter.attention import SplitAttention
+
+    right = SplitAttention.compute
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        patch.setattr(SplitAttention, "compute", lambda *given: right(*given)[:, 1:])
+        with pytest.raises((RuntimeError, ValueError)) as error:  # (the caller looks at its class)
+            run(args)
+    return error.type.__name__
+
+
+def test_a_wrong_split_is_a_bug_and_no_mistake_in_a_file(
+    ranks: Pool, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    args = Args(str(folders("sd3")), prompt=("a",), steps=2, size="24x32", dtype="fp32", out=tmp_path / "x.png")
+    assert ranks.run(2, planted, replace(args, mesh="ulysses=2")) == ["RuntimeError"] * 2
+
+
 @pytest.mark.usefixtures("no_gpu")
 def test_latents_that_are_not_finite_are_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
     import shutil

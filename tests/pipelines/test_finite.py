@@ -19,6 +19,8 @@ from seqpar.pipelines.adapted import Adapted
 from seqpar.vae.decoder import Way, decode, load_vae
 from tests.support.pool import Pool
 
+ONE = Mesh.single(torch.device("cpu"))
+
 CONFIG = SimpleNamespace(block_out_channels=(1,), scaling_factor=1.0, shift_factor=None)
 
 
@@ -89,12 +91,12 @@ def test_diffusers_own_pipelines_are_checked_too(video: bool) -> None:
     kind = SimpleNamespace(__call__=lambda self: None)
     arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
     job = Adapted(kind, Path(), torch.float32, arguments, 0, None, video, "")
-    shown = job.make(pipe, lambda index: None)
+    shown = job.make(pipe, lambda index: None, ONE)
     want = made[:, None] if video else (255 * made).round().astype("uint8")
     assert all(np.array_equal(np.asarray(one), each) for one, each in zip(shown, want, strict=True))
     made[1, 2, 3, 0] = float("nan")
     with pytest.raises(FloatingPointError, match=r"not finite in 1 of 2 results \(the first is number 2\)"):
-        job.make(pipe, lambda index: None)
+        job.make(pipe, lambda index: None, ONE)
 
 
 @pytest.mark.parametrize(("value", "right"), [(1e30, True), (float("inf"), False), (float("-inf"), False)])
@@ -114,8 +116,8 @@ def test_what_a_pipelines_vae_decodes_is_checked_before_it_is_clamped(value: flo
     arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
     job, pipe = Adapted(kind, Path(), torch.float32, arguments, 0, None, False, ""), Pipe()
     if right:
-        assert len(job.make(pipe, lambda index: None)) == 2
+        assert len(job.make(pipe, lambda index: None, ONE)) == 2
     else:
         with pytest.raises(FloatingPointError, match=r"not finite in 1 of 2 results \(the first is number 2\)"):
-            job.make(pipe, lambda index: None)
+            job.make(pipe, lambda index: None, ONE)
     assert vars(pipe.vae) == {}

@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 
 from seqpar.pipelines import adapted, class_labels
 from seqpar.pipelines._family import BUILTIN, Order
+from seqpar.pipelines._folder import check_parts
+from seqpar.pipelines._naming import naming
 from tests.support import pipelines
 
 
@@ -93,6 +95,39 @@ def test_a_part_that_does_not_fit_its_files_is_refused(pixart: Path) -> None:
         check(pixart)  # diffusers would load the other one than was checked
     index.unlink()
     check(pixart)
+
+
+def test_a_table_of_positions_takes_no_memory_before_it_is_refused(tmp_path: Path) -> None:
+    pipelines.wan().save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    check_parts(tmp_path, index)  # a negative control
+    with (
+        changed(tmp_path / "transformer" / "config.json", rope_max_seq_len=10**9),
+        pytest.raises(ValueError, match=r"WanTransformer3DModel: a tensor of 1,000,000,000 elements, expected at most"),
+    ):
+        check_parts(tmp_path, index)
+    (tmp_path / "text_encoder" / "model.safetensors").unlink()
+    check_parts(tmp_path, index | {"text_encoder": ["my_code", "UMT5EncoderModel"]})  # read by a package of its own
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (KeyError("x"), False),
+        (RuntimeError("sizes must match"), False),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), True),
+        (torch.OutOfMemoryError("x"), True),
+        (OSError(28, "No space left on device"), True),
+        (TimeoutError("rank 0 waited in vain for rank 1"), True),
+    ],
+    ids=repr,
+)
+def test_what_the_machine_is_to_blame_for_is_no_mistake_in_a_file(error: Exception, kept: bool) -> None:
+    with pytest.raises(type(error) if kept else ValueError) as found, naming("got a file"):
+        raise error
+    assert (found.value is error) == kept
+    assert kept or str(found.value).startswith("got a file: ")
 
 
 def test_files_that_hold_no_weights_for_us_do_not_refuse_a_pipeline(pixart: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import numpy as np
 
+from seqpar.pipelines._naming import naming
 from seqpar.sampling.original import respace
 from seqpar.sampling.schedules import FAILURES
 from seqpar.sampling.steppers import Decision, decide, why_not_driven
@@ -28,10 +29,8 @@ def build(config: Mapping[str, Any], name: str | None = None, **changes: Any) ->
     if chosen not in known:
         raise ValueError(f"got scheduler {chosen!r}, expected one of diffusers': {near(chosen, known)}")
     kind = getattr(diffusers, chosen)
-    try:
+    with naming(f"got scheduler {chosen!r}, which cannot be built"):
         scheduler = kind.from_config(config, **changes)
-    except FAILURES as error:
-        raise ValueError(f"got scheduler {chosen!r}, which cannot be built: {' '.join(str(error).split())}") from error
     if (reason := why_not_driven(scheduler)) is not None:
         raise ValueError(f"got scheduler {chosen!r}, which {reason}; expected one like DDIMScheduler")
     return scheduler

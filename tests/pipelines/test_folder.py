@@ -151,6 +151,7 @@ SCHEDULERS = [
     ({"beta_end": "x"}, r"beta_end='x', expected a number from 0 to 1"),
     ({"beta_end": float("nan")}, r"beta_end=nan, expected a number from 0 to 1"),
     ({"beta_schedule": "x"}, "which cannot be built"),
+    ({"beta_start": None}, r"which cannot be built: linspace\(\) received .{,400}$"),  # torch lists all it takes
     ({"prediction_type": None}, "fails in its step|prediction_type"),
     ({"_class_name": ["DDIMScheduler"]}, r"_class_name=\['DDIMScheduler'\], expected a class"),
     ({"_class_name": "PNDMScheduler", "skip_prk_steps": "no"}, "skip_prk_steps='no', expected true or false"),

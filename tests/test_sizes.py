@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from seqpar.attention.ulysses import Ulysses
 from seqpar.distributed import GATHERS, KINDS
 from seqpar.sampling.loop import draw_noise
 from tests.sampling.test_sampling import scheduler
-from tests.support.meshes import mesh_for
+from tests.support.meshes import existing, mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
 from tests.test_distributed import local
@@ -27,12 +26,6 @@ def mapped() -> int:
     """Return the number of other ranks' and own buffers that this process has mapped, on CPUs."""
     maps = Path("/proc/self/maps")
     return len([line for line in maps.read_text().splitlines() if "seqpar-" in line]) if maps.exists() else 0
-
-
-def attentions() -> int:
-    """Return how many attentions exist in this process."""
-    gc.collect()
-    return sum(type(x) is Ulysses for x in gc.get_objects())
 
 
 def inputs(size: tuple[int, int], images: int = 1) -> tuple[Any, Tensor, dict[str, Tensor]]:
@@ -47,7 +40,7 @@ def many(rank: int, world: int, device: torch.device, transport: str, cfg: int, 
     attentions exist in the end than before, and whether the other's run was kept and both samplers give the bits of
     their first pictures.
     """
-    existed = attentions()
+    existed = existing(Ulysses)
     mesh = mesh_for("ulysses", world, device, cfg)
     dit = DistributedDiT(diffusers_dit().to(device), mesh, "ulysses", local(device), transport)
     settings: Any = {"steps": 1, "guidance": Guidance(3.0)}
@@ -63,7 +56,7 @@ def many(rank: int, world: int, device: torch.device, transport: str, cfg: int, 
             most = [*map(max, most, (len(dit._attends), len(dit._gathers), mapped()))]
         after = other(*inputs((4, 4)), **settings), sampler(*inputs(SIZES[0]), **settings)
         same = other._run is held, *(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-        return *most, attentions() - existed, same
+        return *most, existing(Ulysses) - existed, same
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ timestep for each token, and heads that the ranks do not divide (all of them).
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from seqpar.adapter.forward import Ranks
 from seqpar.planner.plan import Choice
 from tests.support.diffusers_tiny import MODELS, flat, random, truth
 from tests.support.foreign import StayDouble
-from tests.support.meshes import LAYOUTS, TRANSPORTS, counted_calls, mesh_for
+from tests.support.meshes import LAYOUTS, TRANSPORTS, counted_calls, existing, mesh_for
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for fp32
@@ -96,15 +95,10 @@ def test_a_split_transformer_is_right_by_every_strategy_and_transport(
 
 def left(rank: int, world: int, device: torch.device) -> int:
     """Return how many more `Ranks` exist after all models were split, called and dropped without a release."""
-    before = existing()
+    before = existing(Ranks)
     for name in MODELS:
         split(rank, world, device, name, "ulysses")
-    return existing() - before
-
-
-def existing() -> int:
-    gc.collect()
-    return sum(type(x) is Ranks for x in gc.get_objects())
+    return existing(Ranks) - before
 
 
 def test_a_dropped_transformer_leaves_no_exchanges(ranks: Pool) -> None:

@@ -24,6 +24,7 @@ from seqpar.cli import progress
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from tests.cli.test_prompts import refused
+from tests.pipelines.test_folder import changed
 from tests.support.pool import Pool
 
 
@@ -65,10 +66,8 @@ def test_a_bad_folder_is_refused_by_name(
 def test_an_encoder_that_fails_on_a_prompt_is_named(
     folders: Callable[[str], Path], tmp_path: Path, name: str, encoder: str, message: str
 ) -> None:
-    copy = Path(shutil.copytree(folders(name), tmp_path / "copy"))
-    path = copy / encoder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"relative_attention_max_distance": 0}))
-    assert refused(copy, tmp_path / "x.png", {"prompt": ("a",)}) == message
+    with changed(folders(name) / encoder / "config.json", relative_attention_max_distance=0):
+        assert refused(folders(name), tmp_path / "x.png", {"prompt": ("a",)}) == message
     assert not (tmp_path / "x.png").exists()
 
 
@@ -85,11 +84,10 @@ def test_an_encoder_that_fails_on_a_prompt_is_named(
 def test_a_value_that_fails_in_diffusers_loop_is_one_message(
     folders: Callable[[str], Path], tmp_path: Path, file: str, change: dict[str, Any], message: str
 ) -> None:
-    copy = Path(shutil.copytree(folders("sd3"), tmp_path / "copy"))
-    path = copy / file / ("scheduler_config.json" if file == "scheduler" else "config.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    told = refused(copy, tmp_path / "x.png", {"prompt": ("a",)})
-    assert re.match(rf"got pipeline {copy}, which fails in its loop \({message}", told), told
+    folder = folders("sd3")
+    with changed(folder / file / ("scheduler_config.json" if file == "scheduler" else "config.json"), **change):
+        told = refused(folder, tmp_path / "x.png", {"prompt": ("a",)})
+    assert re.match(rf"got pipeline {folder}, which fails in its loop \({message}", told), told
     assert not (tmp_path / "x.png").exists()
 
 
@@ -103,10 +101,8 @@ def altered(folder: Path, count: int) -> Iterator[tuple[Path, str]]:
     chance = random.Random(5)
     for _ in range(count):
         (path, name), value = chance.choice(fields), chance.choice(WRONG)
-        before = path.read_text()
-        path.write_text(json.dumps(json.loads(before) | {name: value}))
-        yield path, f"{name}={value}"
-        path.write_text(before)
+        with changed(path, **{name: value}):
+            yield path, f"{name}={value}"
 
 
 def ending(folder: Path, out: Path) -> str | None:
@@ -122,7 +118,7 @@ def ending(folder: Path, out: Path) -> str | None:
 @pytest.mark.filterwarnings("ignore")
 def test_altered_configs_end_in_a_picture_or_one_message(folders: Callable[[str], Path], tmp_path: Path) -> None:
     """docs/reliability.md counts those that were run outside of the tests."""
-    folder, out, made = Path(shutil.copytree(folders("sd3"), tmp_path / "copy")), tmp_path / "x.png", 0
+    folder, out, made = folders("sd3"), tmp_path / "x.png", 0
     for path, change in altered(folder, 50):
         told = ending(folder, out)
         assert told is None or ("\n" not in told and len(told) < 700), (path, change)

@@ -81,6 +81,17 @@ def test_a_mistake_is_the_same_message_on_every_rank_before_weights_load(
     assert not list(tmp_path.iterdir())
 
 
+def test_flash_attention_without_a_gpu_is_the_same_message_on_every_rank(
+    ranks: Pool, folder: Path, tmp_path: Path
+) -> None:
+    if ranks.device == "cuda":
+        pytest.skip("flash attention works on GPUs")
+    one, other = ranks.run(2, told, words(folder, tmp_path / "x.png", ("--local-attention", "flash")))
+    assert one == other
+    assert one[0].startswith("got local attention 'flash', which does not work here: needs a GPU")
+    assert one[1] == ""
+
+
 def test_a_truncated_checkpoint_is_the_same_message_on_every_rank(ranks: Pool, folder: Path, tmp_path: Path) -> None:
     for path in folder.iterdir():
         cut = -100 if path.suffix == ".safetensors" else None

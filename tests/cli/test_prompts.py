@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import tyro
 from PIL import Image
 
 from seqpar.cli.args import Args
@@ -21,6 +22,7 @@ from seqpar.weights.find import Blueprint
 from tests.cli.test_sample import parameters
 from tests.support.pool import Pool
 
+FLAGS = ("--prompt", "a red cat", "--size", "24x32", "--steps", "2", "--seed", "3", "--dtype", "fp32")
 SAME = 2  # of 255, because two ranks add in another order
 
 
@@ -54,11 +56,11 @@ def test_two_ranks_write_the_picture_of_one_and_of_diffusers(
     ranks: Pool, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = folders("flux")
-    flags: dict[str, Any] = {"prompt": ("a red cat",), "size": "24x32", "steps": 2, "seed": 3, "dtype": "fp32"}
-    args = Args(str(folder), **flags, out=tmp_path / "two.png")
+    words = ["--model", str(folder), *FLAGS, "--out", str(tmp_path / "two.png")]
+    args = tyro.cli(Args, args=words)
     (out, bars), nothing = ranks.run(2, shown, replace(args, mesh="ulysses=2"))
     for text in (
-        "mesh      ulysses 2 (2 x ",
+        "mesh      ulysses 2 (2 x CPU, gloo)" if ranks.device == "cpu" else "mesh      ulysses 2 (2 x ",
         "text      512 tokens a prompt, encoded on rank 0 before",
         "1 pictures, 48 tokens, float32, 2 steps of FlowMatchEulerDiscreteScheduler on local tokens",
         "guidance 3.5 as an input",

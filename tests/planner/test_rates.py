@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.benches import measure as bench
+from launch import bench
 from seqpar.cli import sample
 from seqpar.planner import rates
 from seqpar.planner.facts import core
@@ -106,7 +107,8 @@ def shown(rank: int, world: int, device: torch.device, cache: str, command: str)
         patch.setenv("SEQPAR_CACHE", cache)
         patch.setattr(torch.cuda, "is_available", lambda: False)
         if command == "rates":
-            bench.main(bench.Rates())
+            patch.setattr(sys, "argv", ["bench.py", "rates"])
+            bench.run(rank)
         else:
             sample.run(sample.Args(dry_run=()))
     return out.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections import Counter
 from collections.abc import Callable
@@ -143,3 +144,9 @@ def talking() -> dict[str, Callable[..., Any]]:
     """Return every public function of torch.distributed that communicates or makes process groups."""
     found = ((name, getattr(distributed_c10d, name)) for name in distributed_c10d.__all__ if name.startswith(TALKS))
     return {name: function for name, function in found if inspect.isfunction(function)}
+
+
+def existing(kind: type) -> int:
+    """Return how many objects of a class exist in this process."""
+    gc.collect()
+    return sum(type(each) is kind for each in gc.get_objects())

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.adapter import processors
+from seqpar.adapter.foreign import Foreign, hooks_of, look
 
 _settings = attrgetter("_disable_adapters", "_active_adapter", "merged_adapters")
 _versions = attrgetter("_version")
@@ -73,7 +74,7 @@ class _Seen:
     config: list[str] = field(default_factory=list)
     hooks: list[Mapping[int, Any]] = field(default_factory=list)
     named: list[dict[str, Any]] = field(default_factory=list)
-    hooked: list[bool] = field(default_factory=list)
+    hooked: list[Any] = field(default_factory=list)
     seats: list[dict[str, Any]] = field(default_factory=list)
     processors: list[Any] = field(default_factory=list)
     seated: list[Any] = field(default_factory=list)
@@ -93,6 +94,7 @@ class Watch:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._seen, self._count = module, None, 0
         self._told: tuple[int, dict[str, str]] = -1, {}
+        self._foreign: tuple[int, Foreign] = -1, Foreign()
 
     def count(self) -> int:
         """Return a number that is larger than at the last call if and only if something changed since then."""
@@ -104,8 +106,14 @@ class Watch:
     def told(self) -> dict[str, str]:
         """Return `told` of the module at the last `count`; it is computed once for each."""
         if self._told[0] != self._count:
-            self._told = self._count, told(self._module)
+            self._told = self._count, {**told(self._module), "rows": self.foreign().coupled or "apart"}
         return self._told[1]
+
+    def foreign(self) -> Foreign:
+        """Return what others have put onto the module, as it was at the last `count`."""
+        if self._foreign[0] != self._count:
+            self._foreign = self._count, look(self._module)
+        return self._foreign[1]
 
     def _unchanged(self, seen: _Seen) -> bool:
         return (
@@ -162,9 +170,9 @@ def _addresses(seen: _Seen) -> list[int]:
     return [x.data_ptr() if type(x) is nn.Parameter else id(x) for x in values if x is not None]
 
 
-def _hooked(seen: _Seen) -> list[bool]:
-    """Return which submodules have hooks of torch, or a forward that diffusers or accelerate has replaced."""
-    return [*map(bool, seen.hooks), *("forward" in names for names in seen.named)]
+def _hooked(seen: _Seen) -> list[Any]:
+    """Return the submodules' hooks of torch, by their numbers, and forwards that hooks or others have replaced."""
+    return [*map(tuple, filter(None, seen.hooks)), *(names.get("forward") for names in seen.named)]
 
 
 def _seated(seen: _Seen) -> list[Any]:
@@ -254,6 +262,7 @@ def told(module: nn.Module) -> dict[str, str]:
         "adapters": _counted({name: _applied(layer) for name, layer in adapted.items()}),
         "scales of adapters": _counted({name: _scales(layer) for name, layer in adapted.items()}),
         "values of adapters": _digest(_sums(adapted.values())),
+        "hooks": _counted({hook.path: hook.kind for hook in hooks_of(module)}),
         "attention processors": _counted({name: type(one.processor).__name__ for name, one in seated.items()}),
         "settings of attention processors": _counted(
             {name: processors.settings(one.processor) for name, one in seated.items()}

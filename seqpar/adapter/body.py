@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from seqpar.adapter.foreign import Foreign
 from seqpar.adapter.forward import Ranks
 
 
@@ -61,6 +62,14 @@ class Body(Protocol):
 
         It says what computes, and has the texts of `seqpar.adapter.adapters.told`.
         """
+        ...
+
+    def version(self) -> Hashable:
+        """Return a key that stays equal while the module would compute the same, as `state` does with more."""
+        ...
+
+    def foreign(self) -> Foreign:
+        """Return what others have put onto the module, as it was at the last `state`."""
         ...
 
     def inside(self, arguments: Mapping[str, Any]) -> Inside:

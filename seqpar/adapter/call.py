@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from seqpar.adapter.body import Body
 from seqpar.adapter.graphs import KINDS, Capture, Graphs
+from seqpar.adapter.pairs import Pairs
 from seqpar.adapter.promises import Ticket, plain
-from seqpar.adapter.rows import compute_rows, rows_of, split_over
+from seqpar.adapter.rows import STATE, compute_rows, rows_of, split_over
 from seqpar.adapter.signature import Form, form_of
 from seqpar.inputs import agree, broadcast, shapes
 from seqpar.mesh import Axis, Mesh
@@ -51,13 +52,16 @@ class Call:
         self._generation = 0
         self._known: dict[Hashable, Form] = {}
         self._pending: Ticket | None = None
-        self._told_alone = False
+        self._promised: tuple[Hashable, Mapping[str, str]] = None, {}  # the module as it was at the pending call
+        self._pairs = Pairs()
+        self._said: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the transformer's own forward returns, on every rank."""
         arguments = self.named(args, kwargs)
         return_dict = arguments.pop("return_dict", True)
         with torch.inference_mode(False), torch.no_grad():
+            self._pairs.see(next((arguments[name] for name in STATE if name in arguments), None), self.label)
             results = self._results(self.rank_0s(arguments)).whole
         return self._output(*results) if return_dict else results
 
@@ -91,6 +95,12 @@ class Call:
         """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
         self.body.check_delivered()
 
+    def settle(self) -> None:
+        """Compute a call that was promised, before the module changes; every rank must call this at the same time."""
+        first, self._pending = self._pending, None
+        if first is not None:
+            first.fulfil()
+
     # Rank 0's arguments ------------------------------------------------------------------------------------------
 
     def rank_0s(self, arguments: dict[str, Any]) -> Form:
@@ -99,14 +109,41 @@ class Call:
         gradients = sorted(path for path, x in form.tensors.items() if x.requires_grad)
         state = self._looked()
         shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **self._told, **form.shown}
-        if agree(self.mesh, {**shapes(form.tensors), **shown}, vote=state != self._state):
-            self.mesh.together(lambda: _raised(state))
-            self._generation += 1  # addresses of weights may change on one rank only; all must capture again
-        self._state = state
+        self._compare({**shapes(form.tensors), **shown, "pairs of calls": self._pairs.expected}, state)
         if gradients:
             raise ValueError(f"got {gradients[0]} that requires gradients, expected none: parallelize is for inference")
         device = self.mesh.device
         return form.holding(broadcast(self.mesh, form.tensors)).each(lambda x: x.to(device))
+
+    def _compare(self, form: Mapping[str, object], state: Hashable) -> None:
+        """Raise the same ValueError on all ranks if `form` differs, or if a rank refuses; follow changes of the module.
+
+        state: what `_looked` returned.
+        """
+        is_first = self._state is None
+        if agree(self.mesh, form, vote=state != self._state):
+            self.mesh.together(lambda: _raised(state))
+            self._generation += 1  # addresses of weights may change on one rank only; all must capture again
+            if self._pending is not None and self._pending.arguments is not None:
+                self._refuse_change(self._pending)
+            if not is_first:
+                self._pairs.changed()
+        self._state = state
+
+    def _refuse_change(self, first: Ticket) -> None:
+        """Raise ValueError, on all ranks, if the module is no longer as it was when a promised call was made."""
+        version, texts = self._promised
+        changed = sorted(name for name in texts if self._told.get(name) != texts[name])
+        message = (
+            f"got a {type(self._module).__name__} with other {' and '.join(changed) or 'weights'} in the second of two "
+            f"calls that are computed together, expected no change between them; call parallelize with cfg=False"
+        )
+        try:
+            self.mesh.together(lambda: _raised(ValueError(message) if self.body.version() != version else None))
+        except ValueError:
+            first.cancel(message)
+            self._pending = None
+            raise
 
     def _looked(self) -> Hashable:
         """Return the body's state, or the ValueError with which this rank, and maybe no other, refuses the call.
@@ -138,19 +175,34 @@ class Call:
 
     def _results(self, form: Form) -> Form:
         """Return the results of a call, or promises of them where they may be computed beside the next call."""
-        if self.mesh.cfg.size == 1:
-            return self._by_rows(form)
         first, self._pending = self._pending, None
         if first is not None and first.arguments is not None:
             if self._alike(first, form):
                 return self._both(first, first.arguments, form)
             first.fulfil()
-        rows = rows_of(form.whole)
-        doubled = self.label in (None, BOTH) and len(split_over(self._axes, rows)) == len(self._axes)
-        if doubled or form.kind not in self._known:
+        reason = self.body.foreign().coupled
+        if reason is not None:
+            self._say_whole(reason)
+            return self._by_rows(form, ())
+        if not self._may_wait(form):
             return self._by_rows(form)
+        self._promised = self.body.version(), self._told
         self._pending = Ticket(form, self._known[form.kind].each(_room), self._alone)
         return self._pending.promised()
+
+    def _may_wait(self, form: Form) -> bool:
+        """Return whether a call may be computed later, beside the step's next one, which then is sure to come."""
+        if self.mesh.cfg.size == 1 or torch.is_autocast_enabled(self.mesh.device.type):
+            return False
+        split = split_over(self._axes, rows_of(form.whole))
+        if self.label in (None, BOTH) and len(split) == len(self._axes):
+            return False  # its rows are both branches
+        if self.mesh.cfg not in split and self._pairs.lonely:
+            self._say(
+                "both halves of the cfg axis compute the same, because calls come without a second branch; "
+                "parallelize(cfg=False) lets all ranks share the tokens"
+            )
+        return form.kind in self._known and self._pairs.expected
 
     def _alike(self, first: Ticket, form: Form) -> bool:
         """Return whether a call has results like those of the one before, so that both can be exchanged."""
@@ -166,16 +218,24 @@ class Call:
         return mine.holding({path: x[1].clone() for path, x in both.items()})
 
     def _alone(self, form: Form) -> Form:
-        """Compute a call that no second one followed; say once if both halves of the cfg axis compute the same."""
-        split = split_over(self._axes, rows_of(form.whole))
-        if self.mesh.cfg not in split and self.mesh.is_main and not self._told_alone:
-            self._told_alone = True
-            print(
-                "seqpar: a call had no second branch and one row, so both halves of the cfg axis computed the same; "
-                "without guidance a mesh with cfg=1 is faster",
-                flush=True,
-            )
+        """Compute a promised call that was read before a second one came."""
+        self._pairs.alone()
+        state = self._looked()
+        self._compare(self._told, state)
         return self._by_rows(form)
+
+    def _say_whole(self, reason: str) -> None:
+        if self._axes:
+            self._say(
+                f"every rank computes the whole batch of each call, at the time of the call, because {reason}; "
+                f"parallelize(cfg=False) lets all ranks share the tokens"
+            )
+
+    def _say(self, message: str) -> None:
+        """Print a message once, on rank 0."""
+        if self.mesh.is_main and message not in self._said:
+            print(f"seqpar: {message}", flush=True)
+        self._said.add(message)
 
     @property
     def _axes(self) -> tuple[Axis, ...]:
@@ -194,8 +254,11 @@ class Call:
         return results
 
     def _computed(self, form: Form) -> Form:
-        """Run a body on this rank's rows."""
-        return self.graphs.run(self.body, form, self._generation)
+        """Run a body on this rank's rows; with hooks of others eagerly, because a replay would not run them."""
+        hooks = self.body.foreign().hooks
+        if hooks and self.graphs.captures:
+            self._say(f"calls run without CUDA graphs while {hooks[0]}")
+        return self.graphs.run(self.body, form, self._generation, eagerly=bool(hooks) or self._pairs.restless)
 
 
 def _raised(state: Hashable) -> None:

@@ -17,6 +17,7 @@ from seqpar.adapter import cuts as plans
 from seqpar.adapter.adapters import Watch
 from seqpar.adapter.body import Inside
 from seqpar.adapter.cuts import Cuts, Place
+from seqpar.adapter.foreign import Foreign, refuse_split
 from seqpar.adapter.forward import Ranks
 from seqpar.adapter.hooks import Cutter, Installed
 from seqpar.adapter.masks import key_rows
@@ -85,6 +86,14 @@ class Generic:
         """See `seqpar.adapter.body.Body`."""
         return {"computation": "by its own modules", **self._watch.told()}
 
+    def version(self) -> Hashable:
+        """See `seqpar.adapter.body.Body`."""
+        return self._module.training, self._watch.count()
+
+    def foreign(self) -> Foreign:
+        """See `seqpar.adapter.body.Body`."""
+        return self._watch.foreign()
+
     def inside(self, arguments: Mapping[str, Any]) -> Inside:
         """See `seqpar.adapter.body.Body`."""
         return Inside(self._module, self._ranks)
@@ -111,8 +120,5 @@ class Generic:
         for key, reason in self._cuts.refused.items():
             if arguments.get(key) is not None:
                 raise ValueError(f"got {key} for {name} on several ranks, expected None: {reason}")
-        if getattr(self._module, "is_cache_enabled", False):
-            raise ValueError(
-                f"got a {name} with a cache between steps, expected none: each rank would decide by its own tokens "
-                f"what to compute again; call disable_cache() first"
-            )
+        if self._ranks.axis.size > 1:
+            refuse_split(self._module, self._watch.foreign().hooks)

@@ -109,16 +109,22 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, body: Computes, arguments: Form, generation: int) -> Form:
+    @property
+    def captures(self) -> bool:
+        """Return whether calls are captured."""
+        return self._capture is not None
+
+    def run(self, body: Computes, arguments: Form, generation: int, eagerly: bool = False) -> Form:
         """Return the body's results in tensors of their own.
 
         generation: a number that is equal on all ranks and changes whenever a captured call is no longer valid.
+        eagerly: whether this call may be neither captured nor replayed, the same on all ranks.
         """
         kind = id(body), arguments.kind
         if kind in self._graphs and self._graphs[kind].generation != generation:
             self._drop(kind)
         with self._mesh.call(self._mesh.sequence, "a call of a transformer or VAE", self._calls.is_first(kind)):
-            return self._ran(body, arguments, generation)
+            return _eager(body, arguments) if eagerly else self._ran(body, arguments, generation)
 
     def _ran(self, body: Computes, arguments: Form, generation: int) -> Form:
         key = None if arguments.kind is None else (id(body), arguments.kind)

@@ -22,9 +22,9 @@ from seqpar.adapter import ops
 from seqpar.adapter.attention import BACKEND, Around, SplitAttention
 from seqpar.adapter.cuts import Cut, Cuts, Cutting, Joint, Place, parameters, submodules
 from seqpar.adapter.forward import Ranks
+from seqpar.adapter.processors import OWN, own_of
 
 READS = "seqpar reads others"  # the name of the hook that looks at what an attention module is given
-OWN = "seqpar_own"  # the attribute of our processors that holds the module's own
 CARRIED = frozenset((OWN, "_parallel_config", "_attention_backend", "seqpar_attention"))
 Which = int | tuple[int | None, ...]
 """A cut by its number in a `Cutter`, or one for each element of a tuple; compilers trace plain numbers."""
@@ -268,7 +268,7 @@ class Installed:
             if self._ranks.axis.size > 1:
                 _refuse_own_keys(processor)
             if processor is not seat.ours:
-                own = getattr(processor, OWN, processor)
+                own = own_of(processor)
                 replaced = seat.attention.joint.processor
                 seat.ours = carrying(own, seat.attention, self._kinds, replaced() if replaced else own)
                 seat.module.processor = seat.ours
@@ -280,7 +280,7 @@ class Installed:
         _unhook(self._hooked)
         for seat in self._seats:
             processor = seat.module.processor
-            own = getattr(processor, OWN, processor)
+            own = own_of(processor)
             if own is not processor and seat.attention.joint.processor is None:
                 vars(own).update({name: value for name, value in vars(processor).items() if name not in CARRIED})
             seat.module.processor = own

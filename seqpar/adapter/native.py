@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from seqpar.adapter import adapters, adopt, generic, hooks
 from seqpar.adapter.body import Inside
 from seqpar.adapter.cuts import Cuts, Gather
+from seqpar.adapter.foreign import Foreign, hooks_of
 from seqpar.adapter.forward import Ranks
 from seqpar.mesh import Mesh
 from seqpar.models import flux
@@ -34,7 +35,6 @@ from seqpar.shard import JointShard
 from seqpar.streams import Split
 from seqpar.weights.checkpoint import KeyMap
 
-OURS = "seqpar"  # diffusers' hooks of this name are those of the generic body
 NEEDED = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids")
 
 
@@ -148,6 +148,14 @@ class Native:
         """See `seqpar.adapter.body.Body`."""
         how = "by the native model" if self._why is None else f"by its own modules, because {self._why}"
         return {"computation": how, **self._watch.told()}
+
+    def version(self) -> Hashable:
+        """See `seqpar.adapter.body.Body`."""
+        return self._why, self._module.training, self._watch.count()
+
+    def foreign(self) -> Foreign:
+        """See `seqpar.adapter.body.Body`."""
+        return self._watch.foreign()
 
     def check_delivered(self) -> None:
         """See `seqpar.adapter.body.Body`."""
@@ -330,11 +338,4 @@ def _of_hooks(module: Any) -> Iterator[str]:
     for block in _blocks(module):
         if type(block.attn.processor) is not FluxAttnProcessor:
             yield f"an attention processor is a {type(block.attn.processor).__name__}"
-    for name, one in module.named_modules():
-        hooks = getattr(one, "_diffusers_hook", None)
-        if names := [key for key in (hooks.hooks if hooks is not None else ()) if not key.startswith(OURS)]:
-            yield f"diffusers' hook {names[0]} is on {name or 'the transformer'}"
-        if name and hasattr(one, "_hf_hook"):
-            yield f"accelerate's hook {type(one._hf_hook).__name__} is on {name}"
-        if name and (one._forward_hooks or one._forward_pre_hooks):
-            yield f"a forward hook is on {name}"
+    yield from map(str, hooks_of(module))

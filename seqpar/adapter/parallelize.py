@@ -23,6 +23,7 @@ from seqpar.adapter import native as native_body
 from seqpar.adapter.body import Body
 from seqpar.adapter.call import Call
 from seqpar.adapter.cuts import Cuts
+from seqpar.adapter.foreign import hooks_of, look, refuse_split
 from seqpar.adapter.graphs import Capture, CudaCapture
 from seqpar.adapter.hooks import refuse_backends
 from seqpar.adapter.sharing import Wished
@@ -38,7 +39,15 @@ PipeT = TypeVar("PipeT")
 NAMES = ("transformer", "transformer_2")  # a pipeline's transformers; Wan 2.2 has one for early and one for late steps
 BEFORE = "_seqpar_before"  # where a parallelized transformer keeps what its release puts back
 BACKENDS = "cpu:gloo,cuda:nccl"  # of the process group that is made where torch's default one has only NCCL
-INSTALLED = ("forward", "__reduce_ex__", "cache_context", "enable_cache")  # attributes of a parallelized transformer
+# methods that change what a transformer computes: a call that was promised is computed before them
+CHANGING = (
+    *("add_adapter", "delete_adapters", "set_adapter", "set_adapters", "enable_adapters", "disable_adapters"),
+    *("load_lora_adapter", "unload_lora", "enable_lora", "disable_lora", "fuse_lora", "unfuse_lora"),
+    *("set_attn_processor", "fuse_qkv_projections", "unfuse_qkv_projections", "enable_cache", "disable_cache"),
+    *("set_attention_backend", "reset_attention_backend", "register_forward_hook", "register_forward_pre_hook"),
+    *("load_state_dict", "train", "to"),
+)
+INSTALLED = ("forward", "__reduce_ex__", "cache_context", *CHANGING)  # attributes of a parallelized transformer
 
 
 def parallelize(
@@ -51,6 +60,7 @@ def parallelize(
     native: bool = True,
     plan: Cuts | Mapping[str, Any] | None = None,
     vae: Wished = "auto",
+    cfg: bool = True,
 ) -> PipeT:
     """Make a diffusers pipeline or transformer compute on the ranks of a mesh, in place, and return it.
 
@@ -58,13 +68,15 @@ def parallelize(
     native: whether a model of this package may compute on the transformer's weights, which is faster. plan: where the
     tokens of a transformer are split, as `seqpar.adapter.cuts.Cuts` or in the form of diffusers' `_cp_plan`; None takes
     what is known of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and
-    "auto" prints why. On GPUs a kind of call becomes a CUDA graph at its second call. Rank 0's inputs are used on every
+    "auto" prints why. cfg: whether ranks may compute both branches of guidance at the same time; False lets all of them
+    share the tokens. On GPUs a kind of call becomes a CUDA graph at its second call. Rank 0's inputs are used on every
     rank. Call `release` before the process group ends; a DiTPipeline passes its scheduler learned variances until then.
     Raises ValueError, the same on every rank, for what cannot be split.
     """
     found, ranks = transformers_of(pipe_or_transformer), mesh or Mesh.joined()
-    cuts = ranks.together(lambda: _all_checked(pipe_or_transformer, found, plan, vae))
-    layout = _planned(found, mesh, Wish(strategy=strategy, local=local, transport=transport), native)
+    cuts = ranks.together(lambda: _all_checked(pipe_or_transformer, found, plan, vae, cfg, mesh))
+    guided = _guided(pipe_or_transformer, found) and cfg if mesh is None else mesh.cfg.size > 1
+    layout = _planned(found, mesh, Wish(strategy=strategy, local=local, transport=transport), native, guided)
     made = _with_host_group(settled(layout, mesh))
     lease = Lease(made, _made_groups(made, mesh))
     bodies = _bodies(pipe_or_transformer, found, lease, layout, cuts, native)
@@ -178,7 +190,7 @@ def _share_vae(
 
 
 def install(module: nn.Module, call: Call) -> None:
-    """Put a call into the place of a transformer's forward, follow pipelines' labels, and refuse copies and caches."""
+    """Put a call into the place of a transformer's forward, follow labels and changes, and refuse copies."""
 
     def refuse_copy(protocol: object) -> NoReturn:
         raise ValueError(
@@ -186,6 +198,7 @@ def install(module: nn.Module, call: Call) -> None:
         )
 
     named, theirs = vars(module), getattr(module, "cache_context", None)
+    named |= {name: _settling(call, getattr(module, name)) for name in CHANGING if hasattr(module, name)}
     named["forward"], named["__reduce_ex__"] = call, refuse_copy
     if theirs is None:
         return
@@ -194,19 +207,33 @@ def install(module: nn.Module, call: Call) -> None:
     def cache_context(name: str, *args: Any, **kwargs: Any) -> Any:
         return call.labelled(name, theirs(name, *args, **kwargs))
 
-    def enable_cache(config: object) -> NoReturn:
-        raise ValueError(
-            f"got {type(config).__name__} for a parallelized transformer, expected no cache between steps: each rank "
-            f"would decide by its own tokens what to compute again"
-        )
+    named["cache_context"] = cache_context
 
-    named["cache_context"], named["enable_cache"] = cache_context, enable_cache
+
+def _settling(call: Call, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a transformer that first computes what was promised, with the module as it was then."""
+
+    @wraps(method)
+    def settled(*args: Any, **kwargs: Any) -> Any:
+        call.settle()
+        return method(*args, **kwargs)
+
+    return settled
 
 
 def _all_checked(
-    pipe_or_transformer: Any, found: Mapping[str, nn.Module], plan: Cuts | Mapping[str, Any] | None, vae: Wished
+    pipe_or_transformer: Any,
+    found: Mapping[str, nn.Module],
+    plan: Cuts | Mapping[str, Any] | None,
+    vae: Wished,
+    cfg: bool,
+    mesh: Mesh | None,
 ) -> dict[str, Cuts]:
-    """Return where each transformer is cut; ValueError if one, or the pipeline's scheduler, does not fit."""
+    """Return where each transformer is cut; ValueError if one, the pipeline's scheduler or an argument does not fit."""
+    if not isinstance(cfg, bool):
+        raise ValueError(f"got cfg={cfg!r}, expected True or False")
+    if not cfg and mesh is not None and mesh.cfg.size > 1:
+        raise ValueError(f"got cfg=False and a mesh with cfg={mesh.cfg.size}, expected one with cfg=1")
     _takes_variances(pipe_or_transformer)
     sharing.check_wish(pipe_or_transformer, vae)
     return {name: _checked(module, plan) for name, module in found.items()}
@@ -219,8 +246,6 @@ def _checked(module: nn.Module, plan: Cuts | Mapping[str, Any] | None) -> Cuts:
         raise ValueError(f"got a {name} that is parallelized already, expected a plain one; call seqpar.release first")
     if hasattr(module, "_hf_hook"):
         raise ValueError(f"got a {name} with accelerate's hooks, expected none: its weights must stay on the GPU")
-    if getattr(module, "is_cache_enabled", False):
-        raise ValueError(f"got a {name} with a cache between steps, expected none; call disable_cache() first")
     if next(module.parameters(), None) is None:
         raise ValueError(f"got a {name} without parameters, expected a diffusers transformer")
     if next(module.parameters()).device.type == "meta":
@@ -237,11 +262,17 @@ def _takes_variances(pipe: Any) -> bool:
     return True
 
 
-def _planned(found: Mapping[str, nn.Module], mesh: Mesh | None, wish: Wish, native: bool) -> Plan:
+def _guided(pipe_or_transformer: Any, found: Mapping[str, nn.Module]) -> bool:
+    """Return whether two branches of guidance can be expected that may be computed apart from each other."""
+    perturbed = hasattr(pipe_or_transformer, "set_pag_applied_layers")  # its processors read the rows of all branches
+    apart = all(look(module).coupled is None for module in found.values())
+    return apart and not perturbed and estimate.is_guided(next(iter(found.values())))
+
+
+def _planned(found: Mapping[str, nn.Module], mesh: Mesh | None, wish: Wish, native: bool, guided: bool) -> Plan:
     """Return the planner's plan for one picture of the first transformer's family, computed natively if it can be."""
     module = next(iter(found.values()))
     dtype = estimate.dtype_of(module)
-    guided = estimate.is_guided(module) if mesh is None else mesh.cfg.size > 1
     ours = native and native_body.why_not(module) is None
     work = estimate.native_work(module) if ours else estimate.work_of(module)
     load = estimate.load_of(module, dtype, guided, work.joined)
@@ -310,7 +341,7 @@ def _bodies(
 
 def _body(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, wished: bool) -> Body:
     """Return what computes a transformer: the native model if it is wished and can, or the transformer's modules."""
-    reason = mesh.together(lambda: _reason(module, wished))
+    reason = mesh.together(lambda: _reason(module, mesh, wished))
     agree(mesh, {"computation": f"by its own modules, because {reason}" if reason else "by the native model"})
     if reason is None:
         return native_body.build(module, mesh, plan, cuts)
@@ -319,9 +350,11 @@ def _body(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, wished: bool) -
     return generic.build(module, mesh, plan, cuts)
 
 
-def _reason(module: nn.Module, wished: bool) -> str | None:
+def _reason(module: nn.Module, mesh: Mesh, wished: bool) -> str | None:
     """Return why a transformer's own modules compute, or None; ValueError if neither they nor a native model can."""
     refuse_backends(module)
+    if mesh.sequence.size > 1:
+        refuse_split(module, hooks_of(module))
     return native_body.why_not(module) if wished else "native is False"
 
 

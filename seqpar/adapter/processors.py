@@ -16,6 +16,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+OWN = "seqpar_own"  # the attribute of a processor of ours that holds the module's own
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module; parameters and submodules are not settings
 
 
@@ -28,6 +29,11 @@ def attributes(processor: Any, other: Callable[[object], object] = id) -> tuple[
     if isinstance(processor, nn.Module):
         found = [(name, value) for name, value in found if name not in _OF_MODULES]
     return tuple([(name, _frozen(value, other)) for name, value in found])
+
+
+def own_of(processor: Any) -> Any:
+    """Return the processor that was set on the module, of which ours may be a copy; others are returned as they are."""
+    return getattr(processor, OWN, processor)
 
 
 def settings(processor: Any) -> str:

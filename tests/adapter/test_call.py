@@ -11,7 +11,6 @@ from typing import Any
 import accelerate.hooks
 import pytest
 import torch
-from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor
 
@@ -112,7 +111,7 @@ def guided(rank: int, world: int, device: torch.device, how: str) -> tuple[list[
         ("sliced", [2, 3, 4]),
         ("read", [2, 4, 6]),
         ("off", [1, 2, 3]),
-        ("unread", [1, 1, 2]),  # two calls without a read in between are computed together
+        ("unread", [1, 2, 3]),  # calls of one branch are not promised: nothing tells that a second one will come
     ],
 )
 def test_branches_are_computed_at_the_same_time_where_nothing_is_read(ranks: Pool, how: str, counts: list[int]) -> None:
@@ -135,12 +134,12 @@ def test_branches_are_computed_at_the_same_time_where_nothing_is_read(ranks: Poo
 def promised(rank: int, world: int, device: torch.device) -> list[Any]:
     """Return what a promise is before and after it is read, and what reading it after a release raises."""
     call, body = toy(make_mesh(device, cfg=2))
-    call.label = "cond"
-    call(**arguments(1, 0))
+    paired(call)
     kept = call(**arguments(1, 1)).sample
     known = (type(kept) is Promise, kept.shape, kept.dtype, kept.device.type, len(body.calls))
     copied = copy.deepcopy(kept)
     plain = (type(copied), type(kept + 1), type(torch.cat([kept])), len(body.calls))
+    paired(call)
     lost = call(**arguments(1, 2)).sample
     call.release()
     with pytest.raises(RuntimeError) as raised:
@@ -148,12 +147,43 @@ def promised(rank: int, world: int, device: torch.device) -> list[Any]:
     return [known, plain, copied, str(raised.value)]
 
 
+def paired(call: Call) -> None:
+    """Make the two calls of a step, as pipelines do, after which the next step's first call is promised."""
+    for call.label in ("cond", "uncond"):
+        call(**arguments(1, 0)).sample.sum()
+    call.label = "cond"
+
+
 def test_a_promise_is_a_tensor_that_is_computed_when_it_is_read(ranks: Pool) -> None:
     for known, plain, copied, told in ranks.run(2, promised):
-        assert known == (True, (1, 3, 4), torch.float64, ranks.device, 1)
-        assert plain == (Tensor, Tensor, Tensor, 2)
+        assert known == (True, (1, 3, 4), torch.float64, ranks.device, 2)
+        assert plain == (Tensor, Tensor, Tensor, 3)
         assert torch.equal(copied, truth(arguments(1, 1), ranks.device))
         assert told == "got a result that was not read before release(), expected it to be read earlier"
+
+
+def changing(rank: int, world: int, device: torch.device, how: str) -> tuple[str, Tensor]:
+    """Return the error where a module changes under a promise, and the result of the step that follows.
+
+    how: "second" changes it on one rank before the second call, "read" before the result is read alone.
+    """
+    call, body = toy(make_mesh(device, cfg=2))
+    paired(call)
+    first = call(**arguments(1, 1)).sample
+    if rank == 1:
+        body.state_ = "changed"
+    with pytest.raises(ValueError, match="got a Toy with other weights") as raised:
+        first.sum() if how == "read" else call(**arguments(1, 2))
+    with pytest.raises(RuntimeError, match="call parallelize with cfg=False"):
+        first.sum()
+    return str(raised.value), call(**arguments(1, 3)).sample + 0
+
+
+@pytest.mark.parametrize("how", ["second", "read"])
+def test_a_change_under_a_promise_is_one_error_on_all_ranks(ranks: Pool, how: str) -> None:
+    answers = ranks.run(2, changing, how)
+    assert len({message for message, _ in answers}) == 1
+    assert all(torch.equal(x, truth(arguments(1, 3), ranks.device)) for _, x in answers)
 
 
 def differing(rank: int, world: int, device: torch.device, what: str) -> str:
@@ -259,8 +289,6 @@ def test_what_would_break_is_refused_in_a_sentence() -> None:
     for work in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ValueError, match="to copy or pickle, expected a plain one"):
             work(module)
-    with pytest.raises(ValueError, match="got FirstBlockCacheConfig for a parallelized transformer, expected no cache"):
-        module.enable_cache(FirstBlockCacheConfig())
     given = MODELS["flux"].arguments()
     accelerate.hooks.add_hook_to_module(module, accelerate.hooks.AlignDevicesHook())
     with pytest.raises(ValueError, match="whose weights are offloaded between calls, expected them on the GPU"):
@@ -277,10 +305,6 @@ def test_what_cannot_be_parallelized_is_refused_before_anything_changes() -> Non
         seqpar.parallelize(pipelines.decoder(0), Mesh.single())
     with pytest.raises(ValueError, match="got a dict without transformer or transformer_2, expected a diffusers"):
         seqpar.parallelize({}, Mesh.single())
-    module.enable_cache(FirstBlockCacheConfig())
-    with pytest.raises(ValueError, match="with a cache between steps, expected none; call disable_cache"):
-        seqpar.parallelize(module, Mesh.single())
-    module.disable_cache()
     with pytest.raises(ValueError, match="got strategy 'other', expected one of"):
         seqpar.parallelize(module, Mesh.single(), strategy="other")
     assert "forward" not in vars(module)

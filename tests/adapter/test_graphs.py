@@ -151,7 +151,7 @@ def one_changes(rank: int, world: int, device: torch.device) -> list[int]:
     body = Recorder(module)
     call, counts = Call(module, make_mesh(device, cfg=1), body, captures), []
     for step in range(6):
-        body.version = rank if step >= 3 else 0
+        body.state_ = rank if step >= 3 else 0
         call(**arguments(step))
         counts.append(len(captures.made))
     return counts

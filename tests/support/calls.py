@@ -11,6 +11,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
 from seqpar.adapter.body import Inside
+from seqpar.adapter.foreign import Foreign
 from seqpar.adapter.graphs import Captured
 from tests.support.meshes import random
 
@@ -52,12 +53,12 @@ class Toy(nn.Module):
 class Recorder:
     """A body that runs a module's own forward into one buffer that all calls share, as exchanges share their memory.
 
-    calls: the number of rows of every call. version: what `state` returns.
+    calls: the number of rows of every call. state_: what `state` and `version` return.
     """
 
     module: nn.Module
     calls: list[int] = field(default_factory=list)
-    version: Hashable = 0
+    state_: Hashable = 0
     checks: int = 0
     released: int = 0
     buffer: Tensor = field(default_factory=lambda: torch.empty(4096, dtype=torch.float64))
@@ -73,12 +74,20 @@ class Recorder:
         """Return None: it can be captured."""
 
     def state(self) -> Hashable:
-        """Return the version."""
-        return self.version
+        """Return the state."""
+        return self.state_
 
     def told(self) -> dict[str, str]:
         """Return nothing that ranks compare."""
         return {}
+
+    def version(self) -> Hashable:
+        """Return the state."""
+        return self.state_
+
+    def foreign(self) -> Foreign:
+        """Return nothing: nobody has put hooks onto the module."""
+        return Foreign()
 
     def inside(self, arguments: Mapping[str, Any]) -> Inside:
         """Raise, because nothing looks into it."""

@@ -1,0 +1,57 @@
+"""Whether a pipeline calls its transformer twice a step, as its last calls show.
+
+A call is promised, to be computed beside the next one (`promises.py`), only where the next one is known to come with
+the same latents and the same module: two calls in a row of the step before were such a pair. A module that changes in
+the middle of steps, as a guider's hooks or adapters for one branch do, is then never computed at another time than the
+pipeline meant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+MANY = 3  # calls in a row without a partner, after which a cfg axis has nothing to split
+SOON = 8  # calls; a module that changed twice within them goes on changing
+
+
+class Pairs:
+    """What the last calls tell of the next ones. `see` every call, and then `changed` if the module has changed."""
+
+    def __init__(self) -> None:
+        self.expected = False  # whether two calls in a row had the same latents and the same module
+        self._latents: ref[Any] | None = None
+        self._label: str | None = None
+        self._count = self._single = 0
+        self._changes = (-SOON, -SOON)  # the numbers of the last two calls before which the module changed
+
+    @property
+    def lonely(self) -> bool:
+        """Return whether several calls in a row came without a partner."""
+        return self._single >= MANY
+
+    @property
+    def restless(self) -> bool:
+        """Return whether the module keeps changing, so that a captured call would not be replayed."""
+        return self._count - self._changes[0] <= SOON
+
+    def see(self, latents: Any, label: str | None) -> None:
+        """Take note of a call by its latents, which are one object in both calls of a step, and by its label."""
+        latents = latents[0] if isinstance(latents, list) and latents else latents
+        same = self._latents is not None and latents is not None and self._latents() is latents
+        other = None not in (label, self._label) and label != self._label
+        self.expected = self.expected or same or other
+        self._single = 0 if same or other else self._single + 1
+        self._latents = ref(latents) if isinstance(latents, Tensor) else None
+        self._label, self._count = label, self._count + 1
+
+    def changed(self) -> None:
+        """Take note that the module has changed between the last call and this one."""
+        self.expected = False
+        self._changes = self._changes[1], self._count
+
+    def alone(self) -> None:
+        """Take note that a promised call was read before a second one came."""
+        self.expected = False

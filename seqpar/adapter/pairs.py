@@ -21,11 +21,17 @@ class Pairs:
     """What the last calls tell of the next ones. `see` every call, and then `changed` if the module has changed."""
 
     def __init__(self) -> None:
-        self.expected = False  # whether two calls in a row had the same latents and the same module
+        self._known = False  # whether two calls in a row had the same latents and the same module
+        self._is_second = False
         self._latents: ref[Any] | None = None
         self._label: str | None = None
         self._count = self._single = 0
         self._changes = (-SOON, -SOON)  # the numbers of the last two calls before which the module changed
+
+    @property
+    def expected(self) -> bool:
+        """Return whether the call that was seen last is the first of two that can be computed together."""
+        return self._known and not self._is_second
 
     @property
     def lonely(self) -> bool:
@@ -38,20 +44,21 @@ class Pairs:
         return self._count - self._changes[0] <= SOON
 
     def see(self, latents: Any, label: str | None) -> None:
-        """Take note of a call by its latents, which are one object in both calls of a step, and by its label."""
+        """Take note of a call by its latents, which are one object in all calls of a step, and by its label."""
         latents = latents[0] if isinstance(latents, list) and latents else latents
         same = self._latents is not None and latents is not None and self._latents() is latents
         other = None not in (label, self._label) and label != self._label
-        self.expected = self.expected or same or other
-        self._single = 0 if same or other else self._single + 1
+        self._is_second = same or (other and not self._is_second)
+        self._known = self._known or self._is_second
+        self._single = 0 if self._is_second else self._single + 1
         self._latents = ref(latents) if isinstance(latents, Tensor) else None
         self._label, self._count = label, self._count + 1
 
     def changed(self) -> None:
         """Take note that the module has changed between the last call and this one."""
-        self.expected = False
+        self._known = False
         self._changes = self._changes[1], self._count
 
     def alone(self) -> None:
         """Take note that a promised call was read before a second one came."""
-        self.expected = False
+        self._known = False

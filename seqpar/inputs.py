@@ -8,6 +8,7 @@ When it wins: always; a comparison of the inputs would send as many bytes and al
 
 from __future__ import annotations
 
+import ast
 import hashlib
 from collections.abc import Mapping
 
@@ -17,14 +18,16 @@ from torch import Tensor
 
 from seqpar.mesh import Mesh, finish, gathered
 
+CALL = "call"  # the name in a form of what a rank does; ranks that do different things are told so
 ALIGN = 16  # bytes; tensors start at multiples of it in the buffer, so that views of any dtype are possible
 
 
 def agree(mesh: Mesh, form: Mapping[str, object], vote: bool = False) -> bool:
     """Return whether any rank votes; raise the same ValueError on every rank if `form` differs between ranks.
 
-    Values of `form` are compared by `repr`. A vote travels with the comparison, so that ranks can decide together on
-    what only one of them may see. Raises TimeoutError if a rank does not take part; see `from_rank_0`.
+    Values of `form` are compared by `repr`; the value of `CALL` says what this rank does ("calls X"). A vote travels
+    with the comparison, so that ranks can decide together on what only one of them may see. Raises TimeoutError if a
+    rank does not take part; see `from_rank_0`.
     """
     if mesh.world.size == 1:
         return vote
@@ -90,6 +93,12 @@ def _difference(every: list[dict[str, str]]) -> str:
     """Return a message that names the first input in which a rank differs from rank 0."""
     first = every[0]
     rank, other = next((rank, texts) for rank, texts in enumerate(every) if texts != first)
+    if first.get(CALL) != other.get(CALL):
+        here, there = (ast.literal_eval(texts.get(CALL, "'makes another call'")) for texts in (first, other))
+        return (
+            f"got ranks that do different things: rank 0 {here}, rank {rank} {there}, expected the same on all ranks: "
+            f"steps, output_type, callbacks and interrupts have to be the same, and none may fail on one rank alone"
+        )
     name = next(name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name))
     got, wanted = other.get(name, "nothing"), first.get(name, "nothing")
     return (

@@ -24,7 +24,7 @@ from seqpar.adapter.pairs import Pairs
 from seqpar.adapter.promises import Ticket, plain
 from seqpar.adapter.rows import STATE, compute_rows, rows_of, split_over
 from seqpar.adapter.signature import Form, form_of
-from seqpar.inputs import agree, broadcast, shapes
+from seqpar.inputs import CALL, agree, broadcast, shapes
 from seqpar.mesh import Axis, Mesh
 from seqpar.transports.collective.point_to_point import gather
 
@@ -56,6 +56,7 @@ class Call:
         self._pairs = Pairs()
         self._said: set[str] = set()
 
+    @torch.compiler.disable  # a user who compiles the whole transformer would wait minutes for nothing: it has graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the transformer's own forward returns, on every rank."""
         arguments = self.named(args, kwargs)
@@ -109,7 +110,8 @@ class Call:
         gradients = sorted(path for path, x in form.tensors.items() if x.requires_grad)
         state = self._looked()
         shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **self._told, **form.shown}
-        self._compare({**shapes(form.tensors), **shown, "pairs of calls": self._pairs.expected}, state)
+        shown |= {CALL: f"calls {type(self._module).__name__}", "pairs of calls": self._pairs.expected}
+        self._compare({**shapes(form.tensors), **shown}, state)
         if gradients:
             raise ValueError(f"got {gradients[0]} that requires gradients, expected none: parallelize is for inference")
         device = self.mesh.device
@@ -221,7 +223,7 @@ class Call:
         """Compute a promised call that was read before a second one came."""
         self._pairs.alone()
         state = self._looked()
-        self._compare(self._told, state)
+        self._compare({CALL: f"reads a result of {type(self._module).__name__}", **self._told}, state)
         return self._by_rows(form)
 
     def _say_whole(self, reason: str) -> None:

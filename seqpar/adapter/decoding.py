@@ -23,7 +23,7 @@ from seqpar.adapter.graphs import Capture, Captured, CudaCapture, Graphs
 from seqpar.adapter.promises import plain
 from seqpar.adapter.signature import Form, form_of
 from seqpar.deadlines import Calls
-from seqpar.inputs import agree, broadcast, shapes
+from seqpar.inputs import CALL, agree, broadcast, shapes
 from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import load_transport
 from seqpar.shard import Shard
@@ -126,7 +126,8 @@ class Decoding:
         """
         if total_gib(self.mesh.device) is None:
             return
-        agree(self.mesh, {"the shape that the VAE decodes": shape and tuple(shape), "decoding": decodes})
+        form = {"the shape that the VAE decodes": shape and tuple(shape), "decoding": decodes}
+        agree(self.mesh, {CALL: "prepares latents", **form})
         if shape is not None and decodes:
             way = self._way_of_rows(shape)
             rows = 1 if getattr(self.vae, "use_slicing", False) else shape[0]
@@ -206,7 +207,7 @@ class Decoding:
     def encode(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `vae.encode` returns for rank 0's arguments, whole on every rank."""
         with torch.inference_mode(False), torch.no_grad():
-            form = self._rank_0s(_named(own(self.vae, "encode"), args, kwargs))
+            form = self._rank_0s(_named(own(self.vae, "encode"), args, kwargs), "encode")
             reason = self._why_whole(form.tensors[INPUT].shape, encode=True)
             if self._parallel is None or exact.is_on() or reason is not None:
                 self.say(Way("whole", self.mesh.world.size, WHOLE, reason if self.mesh.world.size > 1 else None).told)
@@ -242,14 +243,15 @@ class Decoding:
 
     # One call ----------------------------------------------------------------------------------------------------
 
-    def _rank_0s(self, arguments: Mapping[str, Any]) -> Form:
+    def _rank_0s(self, arguments: Mapping[str, Any], what: str = "decode") -> Form:
         """Return rank 0's arguments on this rank's device; graphs of weights that moved are captured again."""
         form, flags = form_of(arguments).each(plain), {name: getattr(self.vae, name, None) for name in FLAGS}
         shown = {**form.shown, **shapes(form.tensors), **{f"{name} of the VAE": flag for name, flag in flags.items()}}
         unknown, addresses = self._never or why_changed(self.vae), self._addresses()
         self._here, state = addresses is not None, (addresses, unknown, *flags.values(), exact.is_on(), _arithmetic())
         shown |= {"weights on this device": self._here, "what keeps the VAE whole": unknown}
-        shown |= {"exact mode": exact.is_on(), "channels-last weights of the VAE": channels_last(self.vae)}
+        shown |= {CALL: f"calls the VAE's {what}", "exact mode": exact.is_on()}
+        shown |= {"channels-last weights of the VAE": channels_last(self.vae)}
         if agree(self.mesh, shown, vote=state != self._state):
             self._generation += 1
         self.unknown, self._state = unknown, state

@@ -336,6 +336,8 @@ def _of_hooks(module: Any) -> Iterator[str]:
     if module._cache_config is not None:
         yield f"a cache between steps ({type(module._cache_config).__name__}) is enabled"
     for block in _blocks(module):
+        if getattr(block.attn, "fused_projections", False):
+            yield "its projections are fused (fuse_qkv_projections), which the native model does by itself"
         if type(block.attn.processor) is not FluxAttnProcessor:
             yield f"an attention processor is a {type(block.attn.processor).__name__}"
     yield from map(str, hooks_of(module))

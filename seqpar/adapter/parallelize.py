@@ -242,8 +242,18 @@ def _all_checked(
 def _checked(module: nn.Module, plan: Cuts | Mapping[str, Any] | None) -> Cuts:
     """Return where a transformer is cut; ValueError if it cannot be parallelized as it is now."""
     name = type(module).__name__
+    if name == "OptimizedModule":
+        raise ValueError(
+            "got a compiled transformer, expected a plain one; call parallelize first and then, if at all, its "
+            "compile_repeated_blocks(): calls are CUDA graphs already"
+        )
     if isinstance(vars(module).get("forward"), Call):
-        raise ValueError(f"got a {name} that is parallelized already, expected a plain one; call seqpar.release first")
+        raise ValueError(
+            f"got a {name} that is parallelized already, expected a plain one; a pipeline that shares it (from_pipe) "
+            f"can be called as it is; call seqpar.release to parallelize it in another way"
+        )
+    if getattr(module, "_parallel_config", None) is not None:
+        raise ValueError(f"got a {name} with diffusers' enable_parallelism, expected none; load it without")
     if hasattr(module, "_hf_hook"):
         raise ValueError(f"got a {name} with accelerate's hooks, expected none: its weights must stay on the GPU")
     if next(module.parameters(), None) is None:

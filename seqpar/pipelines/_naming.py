@@ -39,7 +39,8 @@ def naming(what: str) -> Iterator[None]:
 def naming_loop(what: str, split: bool) -> Iterator[None]:
     """Raise ValueError, with `what` and the line that fails, where diffusers fails in a pipeline's own loop.
 
-    Errors that come from this package stay as they are. split: whether it splits the transformer's tokens; then errors
+    Errors that come from this package stay as they are; what the pipeline's own check of its arguments refuses is the
+    flags' fault and not that of its files. split: whether it splits the transformer's tokens; then errors
     from inside of the transformer stay, too, because we may have given it wrong ones: a bug, which needs its traceback.
     """
     try:
@@ -49,6 +50,8 @@ def naming_loop(what: str, split: bool) -> Iterator[None]:
         inside = split and any(name.startswith("seqpar.adapter.") for name in modules)
         if _is_machines(error) or modules[-1].startswith("seqpar.") or inside:
             raise
+        if any(frame.f_code.co_name == "check_inputs" for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise ValueError(f"got flags that the pipeline refuses: {_reason(error)}") from error
         raise ValueError(f"{what} ({place}): {_reason(error)}") from error
 
 

@@ -101,7 +101,10 @@ def why_changed(vae: nn.Module) -> str | None:
     for name, module in vae.named_modules():
         names = vars(module)
         registry, processor = names.get("_diffusers_hook"), names.get("processor", names["_modules"].get("processor"))
-        if (name and "_hf_hook" in names) or (registry is not None and registry.hooks):
+        hooked = names["_forward_hooks"] or names["_forward_pre_hooks"] or ("forward" in names and registry is None)
+        if name and ("_hf_hook" in names or hooked):
+            found = "has a hook, or another forward than its own, expected neither"
+        elif registry is not None and registry.hooks:
             found = "has a hook (offloading or layerwise casting), expected none"
         elif processor is not None and _kind(processor) not in PROCESSORS:
             found = f"has the attention processor {_kind(processor)}, expected one whose strips were tested"

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import update_wrapper
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from seqpar.inputs import from_rank_0
+from seqpar.inputs import CALL, from_rank_0
 from seqpar.mesh import Mesh
 
 T = TypeVar("T")
@@ -112,7 +112,12 @@ class Shared:
         if compute is not None:
             return compute(*args, **kwargs)
         x, *rest = args or [kwargs.pop(self._first)]
-        return self.alone(from_rank_0(users[0].mesh, {self._first: x})[self._first], *rest, **kwargs)
+        rank_0s = from_rank_0(users[0].mesh, {self._first: x}, {CALL: f"calls the VAE's {self._name}"})
+        return self.alone(rank_0s[self._first], *rest, **kwargs)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled with the VAE or its pipeline."""
+        raise ValueError("got a VAE that ranks share to pickle, expected a plain one; call seqpar.release first")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """Return the own method of the VAE's copy, which no mesh shares and which has weights of its own."""

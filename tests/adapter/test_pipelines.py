@@ -97,6 +97,16 @@ def heun(pipe: Any) -> None:
     pipe.scheduler = pipelines.THEIRS.FlowMatchHeunDiscreteScheduler()
 
 
+def perturbed(kind: str, plain: Callable[[], Any], layers: str) -> Callable[[], Any]:
+    """Return what makes a pipeline of a class with perturbed attention in some layers, of another one's parts."""
+
+    def make() -> Any:
+        parts = {name: part for name, part in plain().components.items() if part is not None}
+        return pipelines.quiet(getattr(pipelines.THEIRS, kind)(**parts, pag_applied_layers=layers))
+
+    return make
+
+
 SHORT = {"max_sequence_length": 16}
 NEGATIVE = {"negative_prompt": "blurry", "true_cfg_scale": 2.5, **SHORT}
 TWO = ["a red cat", "the old blue house"]
@@ -143,7 +153,17 @@ OPTIONS = {
     "another scheduler": Case(pipelines.wan, VIDEO, change=unipc),
     "two evaluations a step": Case(pipelines.sd3, SHORT, change=heun),
 }
-EVERY = CASES | OPTIONS
+PAG = {"pag_scale": 2.0}
+SD3_PAG = perturbed("StableDiffusion3PAGPipeline", pipelines.sd3, "transformer_blocks.1")
+PIXART_PAG = perturbed("PixArtSigmaPAGPipeline", pipelines.pixart, "transformer_blocks.1")
+PERTURBED = {
+    "sd3": Case(SD3_PAG, {**SHORT, **PAG}),
+    "sd3, several pictures": Case(SD3_PAG, {**SHORT, **PAG, "num_images_per_prompt": 2}),
+    "sd3, without guidance": Case(SD3_PAG, {**SHORT, **PAG, "guidance_scale": 1.0, "num_images_per_prompt": 2}),
+    "pixart": Case(PIXART_PAG, {**PIXART, **PAG}),
+    "pixart, several pictures": Case(PIXART_PAG, {**PIXART, **PAG, "num_images_per_prompt": 2}),
+}
+EVERY = CASES | OPTIONS | {f"perturbed {name}": case for name, case in PERTURBED.items()}
 
 
 @cache
@@ -180,6 +200,27 @@ def test_options_of_pipelines_work(ranks: Pool, world: int, cfg: int, name: str)
         assert (pictures - truth).abs().max() < TOLERANCE
 
 
+def refused(rank: int, world: int, device: torch.device, name: str, cfg: int) -> Tensor | str:
+    """Return this rank's pictures after `parallelize`, or the message of the ValueError."""
+    try:
+        return sharded(rank, world, device, name, cfg)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", PERTURBED)
+@pytest.mark.parametrize(("world", "cfg"), [(1, 1), (2, 2), (3, 1)])
+def test_perturbed_attention_is_right_or_refused(ranks: Pool, world: int, cfg: int, name: str) -> None:
+    """Its processors read the rows of all branches, so that every rank computes them; tokens cannot be split."""
+    truth = true_picture(f"perturbed {name}", ranks.device)
+    for pictures in ranks.run(world, refused, f"perturbed {name}", cfg):
+        if isinstance(pictures, str):
+            assert world > cfg
+            assert "PAG" in pictures
+        else:
+            assert (pictures - truth).abs().max() < TOLERANCE
+
+
 def planned(rank: int, world: int, device: torch.device, name: str, options: dict[str, Any]) -> tuple[Tensor, str]:
     """Return this rank's pictures, where the planner decides on the mesh, and the mesh."""
     pipe = seqpar.parallelize(EVERY[name].pipe(), **options)
@@ -194,6 +235,8 @@ def planned(rank: int, world: int, device: torch.device, name: str, options: dic
         ("sd3", {}, "cfg 2"),
         ("wan", {"strategy": "kv_gather"}, "ulysses 2"),  # a named strategy needs ranks that share a sequence
         ("flux, true guidance", {"native": False, "transport": "peer"}, "ulysses 2"),
+        ("perturbed pixart", {"strategy": "auto", "cfg": True}, "ulysses 2"),
+        ("sd3", {"cfg": False}, "ulysses 2"),
         ("wan", {"plan": WanTransformer3DModel._cp_plan, "strategy": "ring"}, "ring 2"),
     ],
 )

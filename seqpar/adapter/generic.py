@@ -63,7 +63,7 @@ class Generic:
             given = dict(arguments)
             for name, stream in self._cuts.masks.items():
                 if (mask := given.get(name)) is not None:
-                    now.masks[stream] = key_rows(mask)
+                    now.masks[stream] = key_rows(mask, len(mask)) != 0
                     given[name] = mask if name in self._cuts.kept else None
             for name, which in self._root.inputs:
                 if name in given:

@@ -161,12 +161,9 @@ def test_a_cache_between_steps_is_refused() -> None:
     assert "with a cache between steps" in raised(lambda: body(tiny.arguments()))
 
 
-@pytest.mark.parametrize(
-    ("mask", "told"),
-    [(torch.zeros(2, 1, 1, 5), "expected bool"), (torch.ones(2, 5, 5, dtype=torch.bool), "expected one row of keys")],
-)
-def test_masks_that_cannot_be_split_are_refused(mask: Tensor, told: str) -> None:
-    assert told in raised(lambda: key_rows(mask))
+def test_masks_that_cannot_be_split_are_refused() -> None:
+    for shape in ((2, 5, 5), (2, 3, 1, 5), (5, 5)):
+        assert "expected one row of keys" in raised(lambda shape=shape: key_rows(torch.ones(shape), 2))
 
 
 def test_every_model_of_the_table_is_tested() -> None:

@@ -35,7 +35,7 @@ def build(
 
     cuts: the transformer's plan for its tokens, in our form or diffusers'; None takes that of our table or the
     transformer's own. forward: the transformer's own forward, if another is in its place. Raises ValueError, the same
-    on every rank, if there is no plan or if it does not fit.
+    on every rank, if there is no plan, if it does not fit, or if the tokens cannot be split.
     """
     return Generic(module, mesh, plan, plans.of(module, cuts), forward)
 
@@ -49,6 +49,7 @@ class Generic:
         self._module, self._cuts = module, cuts
         self._forward = forward or module.forward  # taken now, because the caller may put its own in this place
         self._ranks, self._watch = Ranks(mesh, plan), Watch(module)
+        self._refuse_split()
         self._root = Cutter(self._ranks, cuts.places.get("", Place()), "its inputs")
         self._installed: Installed | None = Installed(module, cuts, self._ranks)
 
@@ -105,6 +106,14 @@ class Generic:
         if self._installed is None:
             self._installed = Installed(self._module, self._cuts, self._ranks)
         self._installed.refresh()
+
+    def _refuse_split(self) -> None:
+        parts, reason = self._ranks.axis.size, self._cuts.why_not(self._module)
+        if parts > 1 and reason is not None:
+            raise ValueError(
+                f"got a {type(self._module).__name__} on {parts} ranks that split its tokens, expected one: {reason}; "
+                f"use cfg= or data= ranks instead"
+            )
 
     def _refuse(self, arguments: Mapping[str, Any]) -> None:
         name = type(self._module).__name__

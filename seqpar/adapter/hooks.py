@@ -11,6 +11,7 @@ from typing import Any
 from weakref import finalize, ref
 
 import torch
+from diffusers.hooks.group_offloading import _is_group_offload_enabled
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 
@@ -140,6 +141,11 @@ def refuse_backends(module: nn.Module) -> None:
     """Raise ValueError if an attention backend is set in any of a transformer's processors."""
     for one in module.modules():
         refuse_backend(getattr(one, "processor", None))
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Return whether hooks of accelerate or diffusers move a transformer's weights between host and GPU."""
+    return hasattr(module, "_hf_hook") or _is_group_offload_enabled(module)
 
 
 Hooked = tuple["ref[nn.Module]", str]  # a submodule and the name of our hook on it

@@ -24,7 +24,7 @@ from seqpar.adapter.body import Body
 from seqpar.adapter.call import Call
 from seqpar.adapter.cuts import Cuts
 from seqpar.adapter.graphs import Capture, CudaCapture
-from seqpar.adapter.hooks import refuse_backends
+from seqpar.adapter.hooks import is_offloaded, refuse_backends
 from seqpar.adapter.sharing import Wished
 from seqpar.distributed import settled
 from seqpar.inputs import agree
@@ -217,8 +217,8 @@ def _checked(module: nn.Module, plan: Cuts | Mapping[str, Any] | None) -> Cuts:
     name = type(module).__name__
     if isinstance(vars(module).get("forward"), Call):
         raise ValueError(f"got a {name} that is parallelized already, expected a plain one; call seqpar.release first")
-    if hasattr(module, "_hf_hook"):
-        raise ValueError(f"got a {name} with accelerate's hooks, expected none: its weights must stay on the GPU")
+    if is_offloaded(module):
+        raise ValueError(f"got a {name} whose weights are offloaded, expected none: they must stay on the GPU")
     if getattr(module, "is_cache_enabled", False):
         raise ValueError(f"got a {name} with a cache between steps, expected none; call disable_cache() first")
     if next(module.parameters(), None) is None:

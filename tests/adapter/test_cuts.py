@@ -120,10 +120,15 @@ def test_a_subclass_has_the_plan_of_its_class() -> None:
 # What is refused -----------------------------------------------------------------------------------------------
 
 
-def test_hunyuan_video_that_replaces_tokens_is_refused() -> None:
-    tiny = MODELS["hunyuan"]
-    module = replace(tiny, config={**tiny.config, "image_condition_type": "token_replace"}).build()
-    assert "image_condition_type token_replace" in raised(lambda: plans.of(module))
+@pytest.mark.parametrize(
+    ("name", "told"), [("hunyuan_replaced", "image_condition_type token_replace"), ("ltx2", "its audio attends")]
+)
+def test_tokens_that_cannot_be_split_run_on_one_rank_alone(ranks: Pool, name: str, told: str) -> None:
+    (got,) = ranks.run(1, with_plan, name, None)
+    assert error(got, truth(name, "cpu")) < TOLERANCE
+    for message in ranks.run(2, with_plan, name, None):
+        assert "on 2 ranks that split its tokens, expected one" in message
+        assert told in message
 
 
 def refusals(rank: int, world: int, device: torch.device) -> list[str]:

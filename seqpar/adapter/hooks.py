@@ -156,7 +156,17 @@ def _unhook(hooked: list[Hooked]) -> None:
     while hooked:
         found, name = hooked.pop()
         if (module := found()) is not None:
-            HookRegistry.check_if_exists_or_initialize(module).remove_hook(name, recurse=False)
+            _remove(HookRegistry.check_if_exists_or_initialize(module), name)
+
+
+def _remove(registry: HookRegistry, name: str) -> None:
+    """Remove a hook. diffusers forgets what the next one around it calls, if that computes a forward of its own."""
+    names = [*registry.hooks, ""]
+    around = registry.hooks.get(names[names.index(name) + 1]) if name in registry.hooks else None
+    forward = around.fn_ref.forward if around is not None else None
+    registry.remove_hook(name, recurse=False)
+    if around is not None and around.fn_ref.original_forward is not None:
+        around.fn_ref.original_forward, around.fn_ref.forward = around.fn_ref.forward, forward
 
 
 def _is_outermost(module: nn.Module) -> bool:

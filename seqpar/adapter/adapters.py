@@ -73,7 +73,7 @@ class _Seen:
     config: list[str] = field(default_factory=list)
     hooks: list[Mapping[int, Any]] = field(default_factory=list)
     named: list[dict[str, Any]] = field(default_factory=list)
-    hooked: list[bool] = field(default_factory=list)
+    hooked: list[object] = field(default_factory=list)
     seats: list[dict[str, Any]] = field(default_factory=list)
     processors: list[Any] = field(default_factory=list)
     seated: list[Any] = field(default_factory=list)
@@ -162,9 +162,9 @@ def _addresses(seen: _Seen) -> list[int]:
     return [x.data_ptr() if type(x) is nn.Parameter else id(x) for x in values if x is not None]
 
 
-def _hooked(seen: _Seen) -> list[bool]:
-    """Return which submodules have hooks of torch, or a forward that diffusers or accelerate has replaced."""
-    return [*map(bool, seen.hooks), *("forward" in names for names in seen.named)]
+def _hooked(seen: _Seen) -> list[object]:
+    """Return how many hooks of torch submodules have, and forwards that diffusers' hooks or others have replaced."""
+    return [*map(len, seen.hooks), *(names.get("forward") for names in seen.named)]
 
 
 def _seated(seen: _Seen) -> list[Any]:

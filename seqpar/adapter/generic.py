@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqpar.adapter import coupling
 from seqpar.adapter import cuts as plans
 from seqpar.adapter.adapters import Watch
 from seqpar.adapter.body import Inside
@@ -49,7 +50,8 @@ class Generic:
         self._module, self._cuts = module, cuts
         self._forward = forward or module.forward  # taken now, because the caller may put its own in this place
         self._ranks, self._watch = Ranks(mesh, plan), Watch(module)
-        self._refuse_split()
+        self._looked, self._foreign, self._named = 0, "", set[str]()
+        self._look()
         self._root = Cutter(self._ranks, cuts.places.get("", Place()), "its inputs")
         self._installed: Installed | None = Installed(module, cuts, self._ranks)
 
@@ -80,11 +82,15 @@ class Generic:
     def state(self) -> Hashable:
         """See `seqpar.adapter.body.Body`; this also follows processors and layers that were replaced."""
         self._follow()
-        return self._ranks.releases, self._module.training, self._watch.count()
+        count = self._watch.count()
+        if count != self._looked:
+            self._look()
+            self._looked = count
+        return self._ranks.releases, self._module.training, count
 
     def told(self) -> Mapping[str, str]:
         """See `seqpar.adapter.body.Body`."""
-        return {"computation": "by its own modules", **self._watch.told()}
+        return {"computation": "by its own modules", "hooks": self._foreign, **self._watch.told()}
 
     def inside(self, arguments: Mapping[str, Any]) -> Inside:
         """See `seqpar.adapter.body.Body`."""
@@ -107,13 +113,25 @@ class Generic:
             self._installed = Installed(self._module, self._cuts, self._ranks)
         self._installed.refresh()
 
-    def _refuse_split(self) -> None:
+    def _look(self) -> None:
+        """Look, on several ranks, for what does not compute each token by itself: refuse it, or say that it may not."""
         parts, reason = self._ranks.axis.size, self._cuts.why_not(self._module)
-        if parts > 1 and reason is not None:
+        if parts == 1:
+            return
+        if reason is not None:
             raise ValueError(
                 f"got a {type(self._module).__name__} on {parts} ranks that split its tokens, expected one: {reason}; "
                 f"use cfg= or data= ranks instead"
             )
+        coupling.refuse(self._module, self._cuts)
+        self._foreign = coupling.foreign(self._module)
+        if self._foreign not in {*self._named, ""} and self._ranks.mesh.is_main:
+            print(
+                f"seqpar: each rank's tokens alone pass {self._foreign}; where that needs all tokens results are "
+                f"wrong: seqpar.verify tells",
+                flush=True,
+            )
+        self._named.add(self._foreign)
 
     def _refuse(self, arguments: Mapping[str, Any]) -> None:
         name = type(self._module).__name__

@@ -171,7 +171,7 @@ def _remove(registry: HookRegistry, name: str) -> None:
 
 def _is_outermost(module: nn.Module) -> bool:
     """Return whether a hook of ours is around those of others."""
-    return next(reversed(HookRegistry.check_if_exists_or_initialize(module).hooks), "").startswith(OURS)
+    return next(reversed(vars(module)["_diffusers_hook"].hooks), "").startswith(OURS)
 
 
 class Installed:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from diffusers.hooks._helpers import AttentionProcessorRegistry
-from diffusers.hooks.layer_skip import AttentionProcessorSkipHook
 from diffusers.models import attention_processor
 from torch import Tensor
 
@@ -151,9 +150,10 @@ def _skips_scores(module: Any) -> bool:
 
     Its hook replaces torch's attention while the module runs, which ours would not notice.
     """
-    hooks = vars(module).get("_diffusers_hook")
-    every = hooks.hooks.values() if hooks is not None else ()
-    return any(isinstance(hook, AttentionProcessorSkipHook) and hook.skip_attention_scores for hook in every)
+    registry = vars(module).get("_diffusers_hook")
+    if registry is None:
+        return False
+    return any(getattr(hook, "skip_attention_scores", False) for hook in registry.hooks.values())
 
 
 def _refuse_unsplit(processor: Any) -> None:

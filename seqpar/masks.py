@@ -63,4 +63,4 @@ def aligned_bias(bias_BL: Tensor) -> Tensor:
 
 def is_kept(mask_BL: Tensor) -> Tensor:
     """Return the bool form (B, L) of a mask that is bool or a bias."""
-    return mask_BL if mask_BL.dtype == torch.bool else mask_BL == 0
+    return mask_BL if mask_BL.dtype == torch.bool else mask_BL > torch.finfo(mask_BL.dtype).min / 2

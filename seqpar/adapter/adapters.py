@@ -262,7 +262,7 @@ def told(module: nn.Module) -> dict[str, str]:
         "adapters": _counted({name: _applied(layer) for name, layer in adapted.items()}),
         "scales of adapters": _counted({name: _scales(layer) for name, layer in adapted.items()}),
         "values of adapters": _digest(_sums(adapted.values())),
-        "hooks": _counted({hook.path: hook.kind for hook in hooks_of(module)}),
+        "hooks": _counted({str(one): one.kind for one in hooks_of(module)}),
         "attention processors": _counted({name: type(one.processor).__name__ for name, one in seated.items()}),
         "settings of attention processors": _counted(
             {name: processors.settings(one.processor) for name, one in seated.items()}

@@ -37,22 +37,32 @@ class SplitAttention:
 
     reads: whether the module that runs now was given tokens to attend to besides its own. It matters where a plan does
     not name the streams: ranks whose numbers of tokens differ could not tell from them alone, and alike, which
-    attention exchanges something.
+    attention exchanges something. foreign: whether a user's processor runs, which may call it again before it has read
+    the result, and for whole keys alone. reached: whether the processor has called it for split tokens.
     """
 
     def __init__(self, ranks: Ranks, joint: Joint, where: str) -> None:
-        self._ranks, self.joint, self._where = ranks, joint, where
-        self.reads = False
+        self.ranks, self.joint, self._where = ranks, joint, where
+        self.reads = self.foreign = self.reached = False
+        self.values = Values(self)
         self._reading = Reading(self)
         self._number, self._reading_number = ops.NUMBERS.add(self), ops.NUMBERS.add(self._reading)
+
+    @property
+    def splits(self) -> bool:
+        """Return whether tokens are split now: in a body's call, on several ranks."""
+        return self.ranks.now is not None and self.ranks.axis.size > 1
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         """Return attention's output (B, l, H, D); q (B, l, H, D), k and v (B, l, G, D), and a mask for all keys."""
         q, k, v = _cast(q), _cast(k), _cast(v)
+        if not (self.foreign and self.joint.streams) or q.shape[1] == k.shape[1]:
+            self.reached = True
         if torch.compiler.is_compiling():
             number = self._reading_number if self.reads else self._number  # a bool is no index for torch.compile
             return ops.attention(q, k, v, None if self.joint.masked else mask, scale, number)
-        return self.compute(q, k, v, mask, scale, self.reads)
+        out = self.compute(q, k, v, mask, scale, self.reads)
+        return out.clone() if self.foreign else out  # the next call overwrites it
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         """Compute attention of a module's own tokens; see `seqpar.adapter.ops`."""
@@ -63,23 +73,23 @@ class SplitAttention:
 
         Outside of a body's call, where nothing is split, it is local, too.
         """
-        now = self._ranks.now
-        if now is None:
+        now = self.ranks.now
+        if now is None or (self.ranks.axis.size == 1 and not (self.joint.masked or masks.is_by_key(mask, len(q)))):
             return _local(q, k, v, mask, scale)
         choose = self._named if self.joint.streams else self._inferred
         joined = choose(now, q.shape[1], k.shape[1], reads)
         if joined is None:
             return _local(q, k, v, mask, scale)
         streams, tokens = joined
-        bias = self._bias(now, mask, streams, tokens, q.dtype)
+        bias = self._bias(now, mask, streams, tokens, q)
         default = q.shape[-1] ** -0.5
         if scale is not None and not isclose(scale, default, rel_tol=1e-12):
             q = q * (scale / default)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return self._ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
+        return self.ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
 
     def _split(self, now: Forward, streams: Sequence[str]) -> JointShard:
-        return JointShard(tuple(Shard(now.lengths[name], self._ranks.axis.size) for name in streams))
+        return JointShard(tuple(Shard(now.lengths[name], self.ranks.axis.size) for name in streams))
 
     def _named(self, now: Forward, queries: int, keys: int, reads: bool) -> Joined | None:
         """Return the plan's streams, or None for attention of some of them to keys that are whole on every rank.
@@ -88,11 +98,13 @@ class SplitAttention:
         picture) has the queries of one stream, and other numbers of keys. Where a rank has as many keys as another has
         queries, the one could not tell it from a wrong plan, so that both raise the same error.
         """
-        rank, streams = self._ranks.axis.rank, self.joint.streams
+        rank, streams = self.ranks.axis.rank, self.joint.streams
         if now.lengths.keys() >= set(streams):
             tokens = self._split(now, streams)
             if tokens.sizes[rank] == queries:
                 return (streams, tokens) if queries == keys else None
+        if self.ranks.axis.size == 1:  # all tokens are here, so that a processor may attend to any of them
+            return None
         alone = [self._split(now, (name,)).sizes for name in now.lengths]
         if queries == keys or any(sizes[rank] == queries and keys in sizes for sizes in alone):
             raise self._unknown(now)
@@ -104,10 +116,12 @@ class SplitAttention:
         A module that is given no other tokens attends to its own, which are split. One that is given some joins them if
         the plan splits text, and reads them whole otherwise.
         """
-        rank, named = self._ranks.axis.rank, tuple(name for name in now.lengths if not name.isdecimal())
+        rank, named = self.ranks.axis.rank, tuple(name for name in now.lengths if not name.isdecimal())
         choices = dict.fromkeys((named, *((name,) for name in named))) if named else ()
         every = [(streams, self._split(now, streams)) for streams in choices]
         found = next((one for one in every if one[1].sizes[rank] == queries), None)
+        if self.ranks.axis.size == 1:
+            return found if queries == keys else None
         if found is None:
             raise self._unknown(now)
         streams, sizes = found[0], found[1].sizes
@@ -139,9 +153,10 @@ class SplitAttention:
         )
 
     def _bias(
-        self, now: Forward, mask: Tensor | None, streams: Sequence[str], tokens: JointShard, dtype: torch.dtype
+        self, now: Forward, mask: Tensor | None, streams: Sequence[str], tokens: JointShard, q: Tensor
     ) -> Tensor | None:
         """Return the key mask in the order of the ranks; it is converted once for all blocks."""
+        rows, dtype = len(q), q.dtype
         if self.joint.masked:
             key = tuple(streams), dtype
             if key not in now.converted:
@@ -156,8 +171,27 @@ class SplitAttention:
             )
         place = mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, tuple(streams), dtype
         if place not in now.converted:  # the mask is kept too, so that its address stays its own
-            now.converted[place] = mask, masks.from_whole(mask, tokens, dtype)
+            now.converted[place] = mask, masks.from_whole(mask, rows, tokens, dtype)
         return now.converted[place][1]
+
+
+class Values:
+    """What a processor computes by where diffusers skips the scores of its attention: the output is the value."""
+
+    def __init__(self, attention: SplitAttention) -> None:
+        self._attention, self.foreign, self.reached = attention, False, False
+
+    @property
+    def splits(self) -> bool:
+        """Return whether tokens are split now."""
+        return self._attention.splits
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        """Return the value (B, l, G, D), or attention to keys that are whole, whose scores diffusers keeps."""
+        if q.shape[1] != k.shape[1]:
+            return self._attention(q, k, v, mask, scale)
+        self.reached = True
+        return v
 
 
 class Reading:
@@ -180,7 +214,7 @@ def _cast(x: Tensor) -> Tensor:
 
 def _local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Return attention to keys that are whole on every rank, as diffusers computes it by default."""
-    if mask is not None and mask.dim() == 2:
+    if mask is not None and mask.dim() == 2 and len(mask) == len(q):  # otherwise it has a row for each query
         mask = mask[:, None, None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
@@ -212,7 +246,7 @@ def dispatched(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    _parallel_config: SplitAttention | None = None,
+    _parallel_config: SplitAttention | Values | None = None,
 ) -> Tensor:
     """Return attention for diffusers' dispatcher, (B, l, H, D); a call without our config is local."""
     _refuse(dropout_p, is_causal)
@@ -238,7 +272,7 @@ BACKEND = _backend()
 class Around(TorchFunctionMode):
     """Replaces torch's `scaled_dot_product_attention` by split attention while a processor runs."""
 
-    def __init__(self, attention: SplitAttention) -> None:
+    def __init__(self, attention: SplitAttention | Values) -> None:
         super().__init__()
         self._attention = attention
 
@@ -257,7 +291,7 @@ class Around(TorchFunctionMode):
 
 
 def called(
-    attention: SplitAttention,
+    attention: SplitAttention | Values,
     query: Tensor,
     key: Tensor,
     value: Tensor,

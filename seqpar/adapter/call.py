@@ -8,9 +8,9 @@ When it wins: it is how an unmodified pipeline runs on several GPUs, and in a gr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from diffusers.hooks.group_offloading import _is_group_offload_enabled
@@ -28,7 +28,13 @@ from seqpar.inputs import CALL, agree, broadcast, shapes
 from seqpar.mesh import Axis, Mesh
 from seqpar.transports.collective.point_to_point import gather
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 BOTH = "cond_uncond"  # the label of a call whose rows are both branches of guidance
+
+
+def _untraced(function: FunctionT) -> FunctionT:
+    """Keep a compiler out of a function: who compiles the whole transformer would wait minutes, for calls with graphs."""
+    return cast(FunctionT, torch.compiler.disable(function))
 
 
 class Call:
@@ -56,7 +62,7 @@ class Call:
         self._pairs = Pairs()
         self._said: set[str] = set()
 
-    @torch.compiler.disable  # a user who compiles the whole transformer would wait minutes for nothing: it has graphs
+    @_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the transformer's own forward returns, on every rank."""
         arguments = self.named(args, kwargs)

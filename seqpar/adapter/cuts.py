@@ -86,7 +86,7 @@ class Cuts:
     masks: argument of the transformer -> the stream whose keys it masks, (B, tokens), nonzero for tokens. The
     transformer's own forward gets None in its place, unless the argument is in `kept`.
     refused: argument of the transformer -> the reason why it must be None.
-    why_not: returns the reason why a transformer of this class cannot be split, or None.
+    why_not: returns the reason why the tokens of a transformer of this class cannot be split, or None.
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
     """
 
@@ -102,8 +102,8 @@ class Cuts:
 def of(module: nn.Module, given: Cuts | Mapping[str, Any] | None = None) -> Cuts:
     """Return the plan of a transformer: the caller's, that of our table, or that of its `_cp_plan`.
 
-    given: a `Cuts`, or a plan in diffusers' form. Raises ValueError, the same on every rank, if there is no plan, if
-    it names submodules or parameters that the transformer does not have, or if the transformer cannot be split.
+    given: a `Cuts`, or a plan in diffusers' form. Raises ValueError, the same on every rank, if there is no plan, or if
+    it names submodules or parameters that the transformer does not have.
     """
     from seqpar.adapter import table  # the table is made of the types of this file
 
@@ -114,8 +114,6 @@ def of(module: nn.Module, given: Cuts | Mapping[str, Any] | None = None) -> Cuts
         found = given if isinstance(given, Cuts) else from_diffusers(module, given)
     if found is None:
         raise ValueError(f"got a {name}, which has no plan for splitting its tokens, expected one; {HELP}")
-    if reason := found.why_not(module):
-        raise ValueError(f"got a {name} that cannot be split: {reason}")
     _check(module, found)
     return found
 

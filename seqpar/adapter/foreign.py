@@ -1,14 +1,15 @@
-"""What others have put onto a transformer's modules: hooks, replaced forwards, attention processors.
+"""What others have put onto a transformer's modules: hooks, replaced forwards, processors, quantised layers.
 
-Such code may read other batch rows, may keep something from one call to the next, and may come and go between two
-calls. `look` says which of it is there, so that a call can then be computed as a plain transformer would: with all
-rows of its batch, and at the time at which it was made. It takes milliseconds, and is repeated only after a change.
+Such code may read other batch rows or other tokens, and may keep something from one call to the next. Rows and calls
+can stay together: every rank then computes whole batches, at the time of the call. Tokens cannot, where ranks split
+them: what surely needs all tokens is refused, and what may need them is named, because nobody can tell from outside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import isclose
 from typing import Any
 
@@ -16,9 +17,16 @@ from torch import nn
 
 from seqpar.adapter import processors
 
-OURS = "seqpar"  # diffusers' hooks of these names are ours
-# hooks that change neither tokens nor rows: they only convert the weights of a layer while it runs
-HARMLESS = frozenset({"LayerwiseCastingHook", "PeftInputAutocastDisableHook"})
+# where classes and functions are defined that neither read nor keep anything: they convert or parametrise weights
+PASSIVE = ("seqpar.", "peft.", "torch.nn.utils.", "torch._dynamo.", "diffusers.hooks.layerwise_casting")
+# where hooks are defined that compute each token by itself: they skip layers, or extrapolate from earlier steps
+BY_TOKEN = (
+    "diffusers.hooks.faster_cache",
+    "diffusers.hooks.layer_skip",
+    "diffusers.hooks.mag_cache",
+    "diffusers.hooks.pyramid_attention_broadcast",
+    "diffusers.hooks.taylorseer_cache",
+)
 # hooks of diffusers that read the tokens of a rank as if they were all tokens
 READS_ALL_TOKENS = {
     "FBCHeadBlockHook": "FirstBlockCache decides by a mean over a rank's own tokens what to compute again",
@@ -26,18 +34,17 @@ READS_ALL_TOKENS = {
     "SeaCacheLeaderBlockHook": "SeaCache decides by a rank's own tokens what to compute again",
     "SmoothedEnergyGuidanceHook": "smoothed energy guidance blurs the queries of the whole picture",
 }
+DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
+SHOWN, WIDTH = 3, 60  # things that are named in a line, and characters of each
 
 
 @dataclass(frozen=True)
-class Hook:
-    """A hook, or a replaced forward, that is not ours. path: of the submodule, "" for the transformer itself.
-
-    hook: the object; kind: the name of its class, or what it is.
-    """
+class Found:
+    """Something of others. path: of the submodule, "" for the transformer itself. kind: what it is, with its name."""
 
     path: str
     kind: str
-    hook: Any
+    what: Any
 
     def __str__(self) -> str:
         return f"{self.kind} is on {self.path or 'the transformer'}"
@@ -45,89 +52,113 @@ class Hook:
 
 @dataclass(frozen=True)
 class Foreign:
-    """What `look` has found. hooks: without harmless ones. coupled: why rows cannot be computed apart, or None."""
+    """What `look` has found. hooks: and replaced forwards. coupled: why rows cannot be computed apart, or None.
 
-    hooks: tuple[Hook, ...] = ()
+    named: what may need all tokens, as a text of limited length that is equal on all ranks; "" for nothing.
+    """
+
+    hooks: tuple[Found, ...] = ()
     coupled: str | None = None
+    named: str = ""
 
 
 def look(module: nn.Module) -> Foreign:
-    """Return what others have put onto a transformer and its submodules."""
-    hooks = tuple(hooks_of(module))
-    return Foreign(hooks, _coupled(module, hooks))
+    """Return what others have put onto a transformer and its submodules; this takes milliseconds."""
+    hooks, own = tuple(hooks_of(module)), tuple(_processors_of(module))
+    first = next(iter((*hooks, *own, *_quantised(module))), None)
+    may_need_all = [one for one in (*hooks, *own) if one.path and not _home(one.what).startswith(BY_TOKEN)]
+    coupled = None if first is None else f"{first} and may read other rows or keep something between calls"
+    return Foreign(hooks, coupled, _named(may_need_all))
 
 
-def refuse_split(module: nn.Module, hooks: Iterable[Hook]) -> None:
-    """Raise ValueError if a hook reads the tokens of a rank as if they were all tokens."""
-    reason = next((reason for hook in hooks if (reason := _reads_all_tokens(hook)) is not None), None)
+def refuse_split(module: nn.Module) -> None:
+    """Raise ValueError for what would surely compute something else from a rank's own tokens."""
+    reasons = [_reads_all_tokens(one.what, str(one)) for one in hooks_of(module)]
+    reasons += [f"{one}, with one scale for all tokens" for one in _quantised(module)]
+    reason = next((reason for reason in reasons if reason is not None), None)
     if reason is not None:
         raise ValueError(
-            f"got a {type(module).__name__} whose tokens cannot be split, expected one without such hooks: {reason}; "
-            f"remove them (disable_cache() for a cache), or use no ranks on ulysses and ring"
+            f"got a {type(module).__name__} on several ranks that split its tokens, expected one that needs no others: "
+            f"{reason}; remove that (disable_cache() for a cache), or use cfg= or data= ranks instead"
         )
 
 
-def hooks_of(module: nn.Module) -> Iterator[Hook]:
-    """Yield the hooks and replaced forwards that are neither ours nor harmless.
+def hooks_of(module: nn.Module) -> Iterator[Found]:
+    """Yield hooks, and forwards that are not of a submodule's class.
 
-    Of the transformer itself only diffusers' hooks are looked at: torch's run outside of its forward, where all tokens
-    are together.
+    Of the transformer itself only diffusers' hooks are looked at: torch's run around a call, on all tokens.
     """
     for path, one in module.named_modules():
-        registry: Any = getattr(one, "_diffusers_hook", None)
-        hooks: dict[str, Any] = {} if registry is None else registry.hooks
-        for name, hook in hooks.items():
-            if not name.startswith(OURS) and type(hook).__name__ not in HARMLESS:
-                yield Hook(path, f"diffusers' {type(hook).__name__}", hook)
-        if not path:
+        hooks = [hook for hook in _of_diffusers(one) if not _home(hook).startswith(PASSIVE)]
+        yield from (Found(path, f"diffusers' hook {type(hook).__name__}", hook) for hook in hooks)
+        if not path or type(one).__module__.startswith(PASSIVE):
             continue
-        for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values()):
-            yield Hook(path, "a forward hook", hook)
+        hooks = (*one._forward_pre_hooks.values(), *one._forward_hooks.values())
+        yield from (Found(path, f"hook {_name(x)}", x) for x in hooks if not _home(x).startswith(PASSIVE))
+        forward = _unhooked(vars(one).get("forward"))
+        own = forward is None or getattr(forward, "__func__", None) is type(one).forward
         if hasattr(one, "_hf_hook"):
-            yield Hook(path, f"accelerate's {type(one._hf_hook).__name__}", one._hf_hook)
-        elif _is_replaced(one, len(hooks)):
-            yield Hook(path, "a replaced forward", vars(one)["forward"])
+            yield Found(path, f"accelerate's hook {type(one._hf_hook).__name__}", one._hf_hook)
+        elif not own and not _home(forward).startswith(PASSIVE):
+            yield Found(path, f"forward {_name(forward)}", forward)
 
 
-def _is_replaced(module: nn.Module, hooks: int) -> bool:
-    """Return whether a module's forward is neither its class's own nor that with diffusers' hooks around it.
-
-    hooks: how many of diffusers' it has; each puts a function around the forward that was there, as `__wrapped__`.
-    """
-    forward: Any = vars(module).get("forward")
-    for _ in range(hooks):
-        if not hasattr(forward, "__wrapped__"):
-            return True
-        forward = forward.__wrapped__
-    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+def _processors_of(module: nn.Module) -> Iterator[Found]:
+    """Yield attention processors that may read other rows: a user's own, and those of perturbed attention."""
+    for path, one in module.named_modules():
+        processor = processors.own_of(getattr(one, "processor", None))
+        home, name = _home(processor), type(processor).__name__
+        if processor is not None and (not home.startswith(("diffusers.models.", "seqpar.")) or "PAG" in name):
+            yield Found(path, f"processor {name}", processor)
 
 
-def _reads_all_tokens(hook: Hook) -> str | None:
-    kind = type(hook.hook).__name__
+def _quantised(module: nn.Module) -> Iterator[Found]:
+    """Yield layers of blocks that are quantised with one scale for all rows and tokens of a call."""
+    for path, one in module.named_modules():
+        scaled = type(one).__module__.startswith(DYNAMIC) and "float16" not in str(getattr(one, "_packed_params", ""))
+        if scaled and ("blocks" in path or "layers" in path):
+            yield Found(path, f"dynamically quantised {type(one).__name__}", one)
+
+
+def _reads_all_tokens(hook: Any, shown: str) -> str | None:
+    kind = type(hook).__name__
     if kind in READS_ALL_TOKENS:
         return READS_ALL_TOKENS[kind]
-    if kind == "MagCacheHeadHook" and hook.hook.config.calibrate:
+    if kind == "MagCacheHeadHook" and hook.config.calibrate:
         return "MagCache measures its ratios on a rank's own tokens while it calibrates"
-    if kind.endswith("SkipHook") and not isclose(getattr(hook.hook, "dropout", 1.0), 1.0):
-        return f"{hook} and draws random numbers for a rank's own tokens"
+    if kind.endswith("SkipHook") and not isclose(getattr(hook, "dropout", 1.0), 1.0):
+        return f"{shown} and draws random numbers for a rank's own tokens"
     return None
 
 
-def _coupled(module: nn.Module, hooks: tuple[Hook, ...]) -> str | None:
-    """Return the first reason for which a row's result may depend on other rows of its batch."""
-    if hooks:
-        return f"{hooks[0]} and may read other rows or keep something between calls"
-    for path, one in module.named_modules():
-        if type(one).__module__.startswith("torch.ao.nn.quantized.dynamic"):
-            return f"{path} is quantised with one scale for all rows"
-        processor = getattr(one, "processor", None)
-        if processor is not None and not _is_known(processors.own_of(processor)):
-            return f"the attention processor {type(processors.own_of(processor)).__name__} may read other rows"
-    return None
+def _named(every: Iterable[Found]) -> str:
+    places: dict[str, list[str]] = {}
+    for one in every:
+        places.setdefault(one.kind[:WIDTH], []).append(one.path)
+    shown = [f"{kind} on {_counted(paths)}" for kind, paths in list(places.items())[:SHOWN]]
+    return ", ".join([*shown, *([f"{len(places) - SHOWN} others"] if len(places) > SHOWN else [])])
 
 
-def _is_known(processor: object) -> bool:
-    """Return whether a processor is one of diffusers' models, which read no other rows but for perturbed attention."""
-    kind = type(processor)
-    ours = kind.__module__ == processors.__name__
-    return ours or (kind.__module__.startswith("diffusers.models.") and "PAG" not in kind.__name__)
+def _counted(paths: list[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+
+
+def _of_diffusers(one: nn.Module) -> tuple[Any, ...]:
+    registry = vars(one).get("_diffusers_hook")
+    return tuple(registry.hooks.values()) if registry is not None else ()
+
+
+def _unhooked(forward: Any) -> Any:
+    """Return the forward inside of those that diffusers' hooks have put around it."""
+    while isinstance(forward, partial) and _home(forward.func) == "diffusers.hooks.hooks":
+        forward = vars(forward)["__wrapped__"]
+    return forward
+
+
+def _home(what: Any) -> str:
+    """Return the module in which a function or the class of an object is defined."""
+    return f"{getattr(what, '__module__', None)}"
+
+
+def _name(what: Any) -> str:
+    return getattr(what, "__qualname__", type(what).__name__)

@@ -36,7 +36,7 @@ def build(
 
     cuts: the transformer's plan for its tokens, in our form or diffusers'; None takes that of our table or the
     transformer's own. forward: the transformer's own forward, if another is in its place. Raises ValueError, the same
-    on every rank, if there is no plan or if it does not fit.
+    on every rank, if there is no plan, if it does not fit, or if the tokens cannot be split.
     """
     return Generic(module, mesh, plan, plans.of(module, cuts), forward)
 
@@ -50,6 +50,8 @@ class Generic:
         self._module, self._cuts = module, cuts
         self._forward = forward or module.forward  # taken now, because the caller may put its own in this place
         self._ranks, self._watch = Ranks(mesh, plan), Watch(module)
+        self._looked, self._named = 0, {""}
+        self._look()
         self._root = Cutter(self._ranks, cuts.places.get("", Place()), "its inputs")
         self._installed: Installed | None = Installed(module, cuts, self._ranks)
 
@@ -64,7 +66,7 @@ class Generic:
             given = dict(arguments)
             for name, stream in self._cuts.masks.items():
                 if (mask := given.get(name)) is not None:
-                    now.masks[stream] = key_rows(mask)
+                    now.masks[stream] = key_rows(mask, len(mask)) != 0
                     given[name] = mask if name in self._cuts.kept else None
             for name, which in self._root.inputs:
                 if name in given:
@@ -80,7 +82,11 @@ class Generic:
     def state(self) -> Hashable:
         """See `seqpar.adapter.body.Body`; this also follows processors and layers that were replaced."""
         self._follow()
-        return self._ranks.releases, self._module.training, self._watch.count()
+        count = self._watch.count()
+        if count != self._looked:
+            self._look()
+            self._looked = count
+        return self._ranks.releases, self._module.training, count
 
     def told(self) -> Mapping[str, str]:
         """See `seqpar.adapter.body.Body`."""
@@ -115,10 +121,28 @@ class Generic:
             self._installed = Installed(self._module, self._cuts, self._ranks)
         self._installed.refresh()
 
+    def _look(self) -> None:
+        """Look, on several ranks, for what does not compute each token by itself: refuse it, or say that it may not."""
+        parts, reason = self._ranks.axis.size, self._cuts.why_not(self._module)
+        if parts == 1:
+            return
+        if reason is not None:
+            raise ValueError(
+                f"got a {type(self._module).__name__} on {parts} ranks that split its tokens, expected one: {reason}; "
+                f"use cfg= or data= ranks instead"
+            )
+        refuse_split(self._module)
+        named = self._watch.foreign().named
+        if named not in self._named and self._ranks.mesh.is_main:
+            print(
+                f"seqpar: each rank's tokens alone pass {named}; where that needs all tokens results are wrong: "
+                f"seqpar.verify tells",
+                flush=True,
+            )
+        self._named.add(named)
+
     def _refuse(self, arguments: Mapping[str, Any]) -> None:
         name = type(self._module).__name__
         for key, reason in self._cuts.refused.items():
             if arguments.get(key) is not None:
                 raise ValueError(f"got {key} for {name} on several ranks, expected None: {reason}")
-        if self._ranks.axis.size > 1:
-            refuse_split(self._module, self._watch.foreign().hooks)

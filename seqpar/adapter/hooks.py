@@ -7,25 +7,22 @@ submodule's forward, so that compiled blocks see them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 from weakref import finalize, ref
 
 import torch
+from diffusers.hooks.group_offloading import _is_group_offload_enabled
 from diffusers.hooks.hooks import HookRegistry, ModelHook
-from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
 from torch import Tensor, nn
 
 from seqpar.adapter import ops
-from seqpar.adapter.attention import BACKEND, Around, SplitAttention
+from seqpar.adapter.attention import SplitAttention
 from seqpar.adapter.cuts import Cut, Cuts, Cutting, Joint, Place, parameters, submodules
 from seqpar.adapter.forward import Ranks
-from seqpar.adapter.processors import OWN, own_of
+from seqpar.adapter.seats import Seat, refuse_backend
 
-READS = "seqpar reads others"  # the name of the hook that looks at what an attention module is given
-CARRIED = frozenset((OWN, "_parallel_config", "_attention_backend", "seqpar_attention"))
+OURS = "seqpar"  # the names of our hooks begin with it
+READS = f"{OURS} reads others"  # the name of the hook that looks at what an attention module is given
 Which = int | tuple[int | None, ...]
 """A cut by its number in a `Cutter`, or one for each element of a tuple; compilers trace plain numbers."""
 
@@ -140,66 +137,15 @@ class ReadsHook(ModelHook):
         return kwargs.get(name, args[index] if index < len(args) else None)
 
 
-def carrying(own: Any, attention: SplitAttention, kinds: dict[type, type], processor: Any) -> Any:
-    """Return a copy of a processor that computes its attention by `attention`; own: that of the attention module.
-
-    A copy, because one processor may serve several modules, which need not join the ranks alike. A processor that
-    knows no dispatcher gets a class that derives from its own and runs it inside of `Around`, with the same parameters,
-    because attention modules look at them. kinds: the classes that were made; processors of one class share one, so
-    that compiled blocks share their code.
-    """
-    made, kind = copy(processor), type(processor)
-    vars(made)[OWN] = own  # not by setattr: a processor that is a module would count the other as its part
-    if hasattr(processor, "_parallel_config"):
-        made._parallel_config, made._attention_backend = attention, BACKEND
-        return made
-    if kind not in kinds:
-
-        @wraps(kind.__call__)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with Around(self.seqpar_attention):
-                return kind.__call__(self, *args, **kwargs)
-
-        kinds[kind] = type(f"Split{kind.__name__}", (kind,), {"__call__": call})
-    made.__class__, made.seqpar_attention = kinds[kind], attention
-    return made
-
-
-def refuse_backend(processor: Any) -> None:
-    """Raise ValueError if a user has set an attention backend, which a parallelized transformer does not use."""
-    named = getattr(processor, "__dict__", {}).get("_attention_backend")
-    if named is not None and named is not BACKEND:
-        raise ValueError(
-            f"got attention backend {getattr(named, 'value', named)} for a parallelized transformer, expected none; "
-            f"call its reset_attention_backend(), and name the attention with local= of parallelize"
-        )
-
-
-def _refuse_own_keys(processor: Any) -> None:
-    """Raise ValueError for SD3's IP-adapter: it puts the keys of a rank's image tokens beside those of the picture.
-
-    Its second attention would then see this rank's tokens only, and nothing in its call tells that they are split.
-    """
-    if isinstance(processor, SD3IPAdapterJointAttnProcessor2_0):
-        raise ValueError(
-            "got SD3's IP-adapter on several ranks, expected none: its attention to the picture also reads the image's "
-            "keys, of which each rank has a part; call unload_ip_adapter(), or use cfg= or data= ranks instead"
-        )
-
-
 def refuse_backends(module: nn.Module) -> None:
     """Raise ValueError if an attention backend is set in any of a transformer's processors."""
     for one in module.modules():
         refuse_backend(getattr(one, "processor", None))
 
 
-@dataclass
-class Seat:
-    """An attention module, and the processor that it has in place of its own."""
-
-    module: Any
-    attention: SplitAttention
-    ours: Any = None
+def is_offloaded(module: nn.Module) -> bool:
+    """Return whether hooks of accelerate or diffusers move a transformer's weights between host and GPU."""
+    return hasattr(module, "_hf_hook") or _is_group_offload_enabled(module)
 
 
 Hooked = tuple["ref[nn.Module]", str]  # a submodule and the name of our hook on it
@@ -210,7 +156,22 @@ def _unhook(hooked: list[Hooked]) -> None:
     while hooked:
         found, name = hooked.pop()
         if (module := found()) is not None:
-            HookRegistry.check_if_exists_or_initialize(module).remove_hook(name, recurse=False)
+            _remove(HookRegistry.check_if_exists_or_initialize(module), name)
+
+
+def _remove(registry: HookRegistry, name: str) -> None:
+    """Remove a hook. diffusers forgets what the next one around it calls, if that computes a forward of its own."""
+    names = [*registry.hooks, ""]
+    around = registry.hooks.get(names[names.index(name) + 1]) if name in registry.hooks else None
+    forward = around.fn_ref.forward if around is not None else None
+    registry.remove_hook(name, recurse=False)
+    if around is not None and around.fn_ref.original_forward is not None:
+        around.fn_ref.original_forward, around.fn_ref.forward = around.fn_ref.forward, forward
+
+
+def _is_outermost(module: nn.Module) -> bool:
+    """Return whether a hook of ours is around those of others."""
+    return next(reversed(vars(module)["_diffusers_hook"].hooks), "").startswith(OURS)
 
 
 class Installed:
@@ -225,12 +186,12 @@ class Installed:
         self._hooked: list[Hooked] = []
         finalize(self, _unhook, self._hooked).atexit = False
         self._seats: list[Seat] = []
-        self._kinds: dict[type, type] = {}
+        names = {one: name for name, one in module.named_modules()}
         split: dict[Joint, SplitAttention] = {}
         for path, joint in cuts.attention.items():
             if joint not in split:
                 split[joint] = SplitAttention(ranks, joint, path)
-            self._seats += [Seat(one, split[joint]) for one in submodules(module, path)]
+            self._seats += [Seat(names[one], one, split[joint]) for one in submodules(module, path)]
         try:
             self.refresh()
         except ValueError:
@@ -242,12 +203,15 @@ class Installed:
         return [(one, path) for path in self._cuts.places if path for one in submodules(self._module, path)]
 
     def _hook(self) -> None:
-        """Hook the places, anew where a layer was replaced, as adapters do by layers around it."""
+        """Hook the places, anew where a layer was replaced, as adapters do, or where another hook is around ours.
+
+        Inside of a hook that skips a block, ours would not cut and gather the tokens that pass the block by.
+        """
         places, seats = self._places(), [seat for seat in self._seats if not seat.attention.joint.streams]
         modules = [*(one for one, _ in places), *(seat.module for seat in seats)]
-        names = [*(f"seqpar {path}" for _, path in places), *(READS for _ in seats)]
+        names = [*(f"{OURS} {path}" for _, path in places), *(READS for _ in seats)]
         wanted = list(zip(map(ref, modules), names, strict=True))
-        if wanted == self._hooked:
+        if wanted == self._hooked and all(map(_is_outermost, modules)):
             return
         _unhook(self._hooked)
         shared = {path: Cutter(self._ranks, place, path) for path, place in self._cuts.places.items() if path}
@@ -263,25 +227,11 @@ class Installed:
         """Put hooks and attention on what is new since the last call; ValueError if an attention backend was set."""
         self._hook()
         for seat in self._seats:
-            processor = seat.module.processor
-            refuse_backend(processor)
-            if self._ranks.axis.size > 1:
-                _refuse_own_keys(processor)
-            if processor is not seat.ours:
-                own = own_of(processor)
-                replaced = seat.attention.joint.processor
-                seat.ours = carrying(own, seat.attention, self._kinds, replaced() if replaced else own)
-                seat.module.processor = seat.ours
-            elif hasattr(processor, "_parallel_config") and processor._attention_backend is not BACKEND:
-                processor._attention_backend = BACKEND  # `reset_attention_backend` has removed it
+            seat.refresh()
 
     def remove(self) -> None:
         """Take off hooks and attention; modules get their own processors back, with settings that were changed."""
         _unhook(self._hooked)
         for seat in self._seats:
-            processor = seat.module.processor
-            own = own_of(processor)
-            if own is not processor and seat.attention.joint.processor is None:
-                vars(own).update({name: value for name, value in vars(processor).items() if name not in CARRIED})
-            seat.module.processor = own
+            seat.leave()
         self._seats = []

@@ -11,46 +11,56 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from seqpar.masks import joined_mask, key_bias
+from seqpar.masks import aligned_bias, joined_mask, key_bias
 from seqpar.shard import JointShard
 
 
-def key_rows(mask: Tensor) -> Tensor:
-    """Return the keys to attend to, (B, L) bool, of a mask that is the same for every head and query.
+def is_by_key(mask: Tensor | None, rows: int) -> bool:
+    """Return whether a mask is the same for every head and query of `rows` batch rows, so that it can be split.
 
-    mask: (B, L), (B, 1, L) or (B, 1, 1, L), bool or integers; longer dims in between must be expanded ones. Raises
-    ValueError for masks that differ between queries or heads, or that hold numbers to add to the scores.
+    It is (B, L), (B, 1, L) or (B, 1, 1, L); longer dims in between must be expanded ones. Two dims that do not begin
+    with the batch are queries and keys, as in torch.
     """
-    if mask.is_floating_point():
+    if mask is None:
+        return True
+    between = list(zip(mask.shape, mask.stride(), strict=True))[1:-1]
+    return len(mask) in (1, rows) and all(size == 1 or stride == 0 for size, stride in between)
+
+
+def key_rows(mask: Tensor, rows: int) -> Tensor:
+    """Return a mask's row of keys for each of `rows` batch rows, (B, L): bool, or numbers to add to the scores.
+
+    Integers are nonzero for the keys to attend to. Raises ValueError for masks that differ between queries or heads.
+    """
+    if not is_by_key(mask, rows):
         raise ValueError(
-            f"got an attention mask of {mask.dtype}, expected bool, True for the keys to attend to: what it adds to "
-            f"the scores cannot be split; pass a bool mask"
+            f"got an attention mask of shape {tuple(mask.shape)}, expected one row of keys for each batch row "
+            f"(B, 1, 1, L): a mask that differs between queries or heads cannot be split"
         )
     while mask.dim() > 2:
-        if mask.shape[1] != 1 and mask.stride(1) != 0:
-            raise ValueError(
-                f"got an attention mask of shape {tuple(mask.shape)}, expected one row of keys for each batch row "
-                f"(B, 1, 1, L): a mask that differs between queries or heads cannot be split"
-            )
         mask = mask[:, 0]
-    return mask if mask.dtype == torch.bool else mask != 0
+    return mask if mask.dtype == torch.bool or mask.is_floating_point() else mask != 0
 
 
-def from_whole(mask: Tensor, tokens: JointShard, dtype: torch.dtype) -> Tensor:
+def from_whole(mask: Tensor, rows: int, tokens: JointShard, dtype: torch.dtype) -> Tensor:
     """Return the key bias in the order of the ranks, of a mask for all tokens, the streams one after the other."""
-    keys_BL, lengths = key_rows(mask), [shard.total for shard in tokens.streams]
+    keys_BL, lengths = key_rows(mask, rows), [shard.total for shard in tokens.streams]
     if keys_BL.shape[1] != sum(lengths):
         raise ValueError(
             f"got an attention mask for {keys_BL.shape[1]} keys, expected {sum(lengths)}, the tokens of all streams; "
             f"a plan leaves masks whole"
         )
-    return key_bias(joined_mask(keys_BL.split(lengths, dim=1), tokens, keys_BL), dtype)
+    if keys_BL.dtype == torch.bool:
+        return key_bias(joined_mask(keys_BL.split(lengths, dim=1), tokens, keys_BL), dtype)
+    whole = [x.split(shard.sizes, dim=1) for x, shard in zip(keys_BL.split(lengths, 1), tokens.streams, strict=True)]
+    joined = torch.cat([stream[rank] for rank in range(tokens.parts) for stream in whole], dim=1)
+    return aligned_bias(joined.to(dtype).clamp(min=torch.finfo(dtype).min / 2))  # as large as a key that is masked
 
 
 def from_streams(
     masks: Mapping[str, Tensor], streams: Sequence[str], tokens: JointShard, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the key bias in the order of the ranks, of one mask for each stream with padding; None without any."""
-    given = [key_rows(masks[name]) if name in masks else None for name in streams]
-    like = next((mask for mask in given if mask is not None), None)
-    return None if like is None else key_bias(joined_mask(given, tokens, like), dtype)
+    """Return the key bias in the order of the ranks, of one bool mask for each stream with padding; None without any."""
+    every = [masks.get(name) for name in streams]
+    like = next((mask for mask in every if mask is not None), None)
+    return None if like is None else key_bias(joined_mask(every, tokens, like), dtype)

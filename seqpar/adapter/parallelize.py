@@ -23,9 +23,9 @@ from seqpar.adapter import native as native_body
 from seqpar.adapter.body import Body
 from seqpar.adapter.call import Call
 from seqpar.adapter.cuts import Cuts
-from seqpar.adapter.foreign import hooks_of, look, refuse_split
+from seqpar.adapter.foreign import look, refuse_split
 from seqpar.adapter.graphs import Capture, CudaCapture
-from seqpar.adapter.hooks import refuse_backends
+from seqpar.adapter.hooks import is_offloaded, refuse_backends
 from seqpar.adapter.sharing import Wished
 from seqpar.distributed import settled
 from seqpar.inputs import agree
@@ -254,8 +254,8 @@ def _checked(module: nn.Module, plan: Cuts | Mapping[str, Any] | None) -> Cuts:
         )
     if getattr(module, "_parallel_config", None) is not None:
         raise ValueError(f"got a {name} with diffusers' enable_parallelism, expected none; load it without")
-    if hasattr(module, "_hf_hook"):
-        raise ValueError(f"got a {name} with accelerate's hooks, expected none: its weights must stay on the GPU")
+    if is_offloaded(module):
+        raise ValueError(f"got a {name} whose weights are offloaded, expected none: they must stay on the GPU")
     if next(module.parameters(), None) is None:
         raise ValueError(f"got a {name} without parameters, expected a diffusers transformer")
     if next(module.parameters()).device.type == "meta":
@@ -364,7 +364,7 @@ def _reason(module: nn.Module, mesh: Mesh, wished: bool) -> str | None:
     """Return why a transformer's own modules compute, or None; ValueError if neither they nor a native model can."""
     refuse_backends(module)
     if mesh.sequence.size > 1:
-        refuse_split(module, hooks_of(module))
+        refuse_split(module)
     return native_body.why_not(module) if wished else "native is False"
 
 

@@ -111,7 +111,7 @@ def _replaces_tokens(module: Any) -> str | None:
         return None
     return (
         "image_condition_type token_replace modulates the tokens of the first frame in another way, by their number "
-        "in the whole video; use a checkpoint with latent_concat or without an image"
+        "in the whole video"
     )
 
 
@@ -122,6 +122,14 @@ def _ltx() -> Cuts:
         "proj_out": OUT,
     }
     return Cuts(places, {"transformer_blocks.*.attn1": ALONE})
+
+
+def _ltx2() -> Cuts:
+    return Cuts({}, {}, why_not=_reads_audio)
+
+
+def _reads_audio(module: Any) -> str:
+    return "its audio attends to the video of all ranks, in attention that is not split"
 
 
 def _from_patches(out: str) -> Cuts:
@@ -181,6 +189,7 @@ PLANS = {
     "CogVideoXTransformer3DModel": _cogvideox(),
     "HunyuanVideoTransformer3DModel": _hunyuan_video(),
     "LTXVideoTransformer3DModel": _ltx(),
+    "LTX2VideoTransformer3DModel": _ltx2(),
     "PixArtTransformer2DModel": _from_patches("proj_out"),
     "DiTTransformer2DModel": _from_patches("proj_out_2"),
     "Lumina2Transformer2DModel": _lumina2(),

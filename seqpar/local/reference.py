@@ -54,6 +54,8 @@ def _attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | No
     scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
     if mask_BL is not None:
         scores = scores.masked_fill(~is_kept(mask_BL)[:, None, None], -torch.inf)
+        if mask_BL.dtype != torch.bool:
+            scores = scores + mask_BL[:, None, None]
     lse = scores.logsumexp(-1)
     weights = (scores - lse[..., None]).exp()
     if mask_BL is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,10 +119,15 @@ def test_a_subclass_has_the_plan_of_its_class() -> None:
 # What is refused -----------------------------------------------------------------------------------------------
 
 
-def test_hunyuan_video_that_replaces_tokens_is_refused() -> None:
-    tiny = MODELS["hunyuan"]
-    module = replace(tiny, config={**tiny.config, "image_condition_type": "token_replace"}).build()
-    assert "image_condition_type token_replace" in raised(lambda: plans.of(module))
+@pytest.mark.parametrize(
+    ("name", "told"), [("hunyuan_replaced", "image_condition_type token_replace"), ("ltx2", "its audio attends")]
+)
+def test_tokens_that_cannot_be_split_run_on_one_rank_alone(ranks: Pool, name: str, told: str) -> None:
+    (got,) = ranks.run(1, with_plan, name, None)
+    assert error(got, truth(name, "cpu")) < TOLERANCE
+    for message in ranks.run(2, with_plan, name, None):
+        assert "on 2 ranks that split its tokens, expected one" in message
+        assert told in message
 
 
 def refusals(rank: int, world: int, device: torch.device) -> list[str]:
@@ -161,12 +165,9 @@ def test_a_cache_between_steps_is_refused() -> None:
     assert "with a cache between steps" in raised(lambda: body(tiny.arguments()))
 
 
-@pytest.mark.parametrize(
-    ("mask", "told"),
-    [(torch.zeros(2, 1, 1, 5), "expected bool"), (torch.ones(2, 5, 5, dtype=torch.bool), "expected one row of keys")],
-)
-def test_masks_that_cannot_be_split_are_refused(mask: Tensor, told: str) -> None:
-    assert told in raised(lambda: key_rows(mask))
+def test_masks_that_cannot_be_split_are_refused() -> None:
+    for shape in ((2, 5, 5), (2, 3, 1, 5), (5, 5)):
+        assert "expected one row of keys" in raised(lambda shape=shape: key_rows(torch.ones(shape), 2))
 
 
 def test_every_model_of_the_table_is_tested() -> None:

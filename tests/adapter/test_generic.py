@@ -23,7 +23,7 @@ from seqpar.adapter import generic
 from seqpar.adapter.cuts import Cut
 from seqpar.adapter.forward import Ranks
 from seqpar.planner.plan import Choice
-from tests.support.diffusers_tiny import MODELS, flat, random, truth
+from tests.support.diffusers_tiny import MODELS, SPLIT, flat, random, truth
 from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, TRANSPORTS, counted_calls, existing, mesh_for
 from tests.support.pool import Pool
@@ -37,7 +37,7 @@ WORLDS = {"wan_like_lengths": 3}
 # each model on two ranks, which divide no number of tokens or heads, and on one, three or four; strategies take turns
 CASES = [
     case
-    for index, name in enumerate(MODELS)
+    for index, name in enumerate(SPLIT)
     for case in (
         (2, [*LAYOUTS][index % len(LAYOUTS)], name),
         (WORLDS.get(name, (4, 3, 1)[index % 3]), [*LAYOUTS][(index // 3 + 1) % len(LAYOUTS)], name),
@@ -96,7 +96,7 @@ def test_a_split_transformer_is_right_by_every_strategy_and_transport(
 def left(rank: int, world: int, device: torch.device) -> int:
     """Return how many more `Ranks` exist after all models were split, called and dropped without a release."""
     before = existing(Ranks)
-    for name in MODELS:
+    for name in SPLIT:
         split(rank, world, device, name, "ulysses")
     return existing(Ranks) - before
 

@@ -61,7 +61,12 @@ MANAGED: dict[str, Callable[[Any], None]] = {
 def offloaded(rank: int, world: int, device: torch.device, how: str, wished: bool) -> str:
     """Return the message with which a call refuses weights that travel between host and GPU."""
     module, given = tiny().to(device), arguments("dev", device=device)
-    seqpar.parallelize(module, mesh_for("ulysses", world, device), native=wished)
+    mesh = mesh_for("ulysses", world, device)
+    before = tiny().to(device)
+    MANAGED[how](before)
+    with pytest.raises(ValueError, match="whose weights are offloaded"):
+        seqpar.parallelize(before, mesh, native=wished)
+    seqpar.parallelize(module, mesh, native=wished)
     theirs(module, given)
     MANAGED[how](module)
     with pytest.raises(ValueError, match="got") as raised:

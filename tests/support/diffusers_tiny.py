@@ -24,12 +24,16 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Tiny:
-    """A transformer class of diffusers, the config of a tiny one, and arguments for a call of it."""
+    """A transformer class of diffusers, the config of a tiny one, and arguments for a call of it.
+
+    splits: whether its tokens can be split.
+    """
 
     kind: str
     config: Mapping[str, Any]
     inputs: Callable[[int], Inputs]
     batch: int = 2
+    splits: bool = True
 
     def build(self, seed: int = 0) -> Any:
         """Return the transformer in fp64, with the same random weights on every rank, norm weights included."""
@@ -215,6 +219,22 @@ def ltx_per_token(batch: int) -> Inputs:
     return {**ltx(batch), "timestep": random((batch, 45), 5).abs() * 500}
 
 
+def ltx2(batch: int) -> Inputs:
+    """Return a video with its sound, and a text for each."""
+    texts = {name: random((batch, 9, 24), seed) for name, seed in (("encoder", 2), ("audio_encoder", 3))}
+    return {
+        "hidden_states": random((batch, 45, 8), 1),
+        "audio_hidden_states": random((batch, 7, 8), 4),
+        **{f"{name}_hidden_states": text for name, text in texts.items()},
+        **{f"{name}_attention_mask": padded(batch, 9).long() for name in texts},
+        "timestep": torch.linspace(300, 700, batch).double(),
+        "num_frames": 3,
+        "height": 3,
+        "width": 5,
+        "audio_num_frames": 7,
+    }
+
+
 def pixart(batch: int) -> Inputs:
     return {
         "hidden_states": random((batch, 4, 6, 10), 1),
@@ -352,6 +372,15 @@ LTX = {
     "num_layers": 2,
     "caption_channels": 24,
 }
+LTX2 = {
+    **{f"{name}in_channels": 8 for name in ("", "audio_")},
+    **{f"{name}out_channels": 8 for name in ("", "audio_")},
+    **{f"{name}num_attention_heads": HEADS for name in ("", "audio_")},
+    **{f"{name}attention_head_dim": 12 for name in ("", "audio_")},
+    **{f"{name}cross_attention_dim": HEADS * 12 for name in ("", "audio_")},
+    "num_layers": 2,
+    "caption_channels": 24,
+}
 PIXART = {
     "num_attention_heads": HEADS,
     "attention_head_dim": 8,
@@ -424,9 +453,14 @@ MODELS = {
     "hunyuan": Tiny("HunyuanVideoTransformer3DModel", HUNYUAN, hunyuan),
     "ltx": Tiny("LTXVideoTransformer3DModel", LTX, ltx),
     "ltx_per_token": Tiny("LTXVideoTransformer3DModel", LTX, ltx_per_token),
+    "ltx2": Tiny("LTX2VideoTransformer3DModel", LTX2, ltx2, splits=False),
+    "hunyuan_replaced": Tiny(
+        "HunyuanVideoTransformer3DModel", {**HUNYUAN, "image_condition_type": "token_replace"}, hunyuan, splits=False
+    ),
     "pixart": Tiny("PixArtTransformer2DModel", PIXART, pixart),
     "dit": Tiny("DiTTransformer2DModel", DIT, dit),
     "lumina2": Tiny("Lumina2Transformer2DModel", LUMINA2, lumina2),
     "z_image": Tiny("ZImageTransformer2DModel", Z_IMAGE, z_image),
     "mochi": Tiny("MochiTransformer3DModel", MOCHI, mochi),
 }
+SPLIT = [name for name, tiny in MODELS.items() if tiny.splits]

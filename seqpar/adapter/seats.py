@@ -1,0 +1,175 @@
+"""The attention modules of a plan, with processors that compute by split attention in place of their own.
+
+diffusers' processors that call its dispatcher are copied and told where to compute. All other processors, a user's
+among them, get a class that derives from theirs and runs them inside of `Around`. It also checks that their attention
+was split attention: one that is written by hand would see this rank's tokens only.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from diffusers.hooks._helpers import AttentionProcessorRegistry
+from diffusers.models import attention_processor
+from torch import Tensor
+
+from seqpar.adapter import ops
+from seqpar.adapter.attention import BACKEND, Around, SplitAttention, Values
+from seqpar.adapter.processors import OWN, own_of
+
+CARRIED = frozenset((OWN, "_parallel_config", "_attention_backend", "seqpar_attention", "_seqpar_path"))
+PAG = "its mask lets each token of the image read itself alone, by its place among all of them"
+# processors that read keys by their place in the whole image, of which each rank has a part -> (name, why)
+UNSPLIT: dict[type, tuple[str, str]] = {
+    attention_processor.SD3IPAdapterJointAttnProcessor2_0: (
+        "SD3's IP-adapter",
+        "its attention to the picture also reads the image's keys, of which each rank has a part; "
+        "call unload_ip_adapter()",
+    ),
+    attention_processor.PAGJointAttnProcessor2_0: ("PAG's PAGJointAttnProcessor2_0", f"{PAG}; draw without PAG"),
+    attention_processor.PAGCFGJointAttnProcessor2_0: ("PAG's PAGCFGJointAttnProcessor2_0", f"{PAG}; draw without PAG"),
+}
+
+
+@dataclass
+class Seat:
+    """An attention module, and the processor that it has in place of its own."""
+
+    path: str
+    module: Any
+    attention: SplitAttention
+    ours: Any = None
+
+    def refresh(self) -> None:
+        """Follow a processor that was replaced; ValueError for one that cannot be split, or an attention backend."""
+        processor, replaced = self.module.processor, self.attention.joint.processor
+        refuse_backend(processor)
+        if processor is not self.ours:
+            if self.attention.ranks.axis.size > 1:
+                _refuse_unsplit(processor)
+            own = own_of(processor)
+            self.ours = _carrying(own, replaced() if replaced else own, self.path)
+            self.module.processor = self.ours
+        wanted = self.attention.values if _skips_scores(self.module) else self.attention
+        if not _is_carried(self.ours, wanted):
+            _carry(self.ours, wanted)
+
+    def leave(self) -> None:
+        """Give the module its own processor back, with settings that were changed on ours."""
+        processor = self.module.processor
+        own = own_of(processor)
+        if own is not processor and self.attention.joint.processor is None:
+            vars(own).update({name: value for name, value in vars(processor).items() if name not in CARRIED})
+        self.module.processor = own
+
+
+def _carrying(own: Any, processor: Any, path: str) -> Any:
+    """Return a copy of a processor for an attention module; own: the module's own.
+
+    A copy, because one processor may serve several modules, which need not join the ranks alike.
+    """
+    made = copy(processor)
+    vars(made)[OWN] = own  # not by setattr: a processor that is a module would count the other as its part
+    if not _dispatches(processor):
+        made.__class__, made._seqpar_path = _around(type(processor)), path
+    return made
+
+
+def _dispatches(processor: Any) -> bool:
+    """Return whether a processor is known to compute all attention by diffusers' dispatcher.
+
+    A user's class may have only inherited what the dispatcher is told.
+    """
+    return _root(type(processor)) in ("diffusers", "seqpar") and hasattr(processor, "_parallel_config")
+
+
+def _root(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+@cache
+def _around(kind: type) -> type:
+    """Return a class that runs a processor inside of `Around`, with the same parameters: attention modules read them.
+
+    There is one for each class of processors, so that compiled blocks share their code. What diffusers knows of a
+    processor, by its class, holds for ours.
+    """
+
+    foreign = _root(kind) != "diffusers"  # its own ones read a result before they call attention again
+
+    @wraps(kind.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        attention: SplitAttention | Values = self.seqpar_attention
+        attention.reached, attention.foreign = False, foreign
+        try:
+            with Around(attention):
+                out = kind.__call__(self, *args, **kwargs)
+        finally:
+            attention.foreign = False
+        return out if attention.reached or not attention.splits else _missed(out, kind.__name__, self._seqpar_path)
+
+    ours = type(kind.__name__, (kind,), {"__call__": call})
+    with suppress(ValueError):  # where diffusers knows nothing of this class
+        AttentionProcessorRegistry.register(ours, AttentionProcessorRegistry.get(kind))
+    return ours
+
+
+def _missed(out: Any, name: str, path: str) -> Any:
+    """Raise ValueError for a processor that has not reached split attention; compiled code does so when it runs."""
+    message = (
+        f"got {name} at {path}, whose attention is to the tokens of its own rank, expected one to those of all ranks; "
+        f"write it with torch's F.scaled_dot_product_attention or diffusers' dispatch_attention_fn, or use cfg= or "
+        f"data= ranks in place of those that split the sequence"
+    )
+    if not torch.compiler.is_compiling():
+        raise ValueError(message)
+    return ops.refuse(out, message) if isinstance(out, Tensor) else (ops.refuse(out[0], message), *out[1:])
+
+
+def _carry(processor: Any, attention: SplitAttention | Values) -> None:
+    """Let a processor compute by `attention`."""
+    processor.seqpar_attention = attention
+    if hasattr(processor, "_parallel_config"):
+        processor._parallel_config, processor._attention_backend = attention, BACKEND
+
+
+def _is_carried(processor: Any, attention: SplitAttention | Values) -> bool:
+    """Return whether a processor computes by `attention`; a backend that was reset is removed with ours."""
+    if getattr(processor, "seqpar_attention", None) is not attention:
+        return False
+    return not hasattr(processor, "_parallel_config") or processor._attention_backend is BACKEND
+
+
+def _skips_scores(module: Any) -> bool:
+    """Return whether diffusers lets a module's attention return its values (`LayerSkipConfig`, for PAG).
+
+    Its hook replaces torch's attention while the module runs, which ours would not notice.
+    """
+    registry = vars(module).get("_diffusers_hook")
+    if registry is None:
+        return False
+    return any(getattr(hook, "skip_attention_scores", False) for hook in registry.hooks.values())
+
+
+def _refuse_unsplit(processor: Any) -> None:
+    """Raise ValueError for a processor that cannot be split, although nothing in its call tells so."""
+    for kind, (name, reason) in UNSPLIT.items():
+        if isinstance(processor, kind):
+            raise ValueError(
+                f"got {name} on several ranks, expected none: {reason}, or use cfg= or data= ranks instead"
+            )
+
+
+def refuse_backend(processor: Any) -> None:
+    """Raise ValueError if a user has set an attention backend, which a parallelized transformer does not use."""
+    named = getattr(processor, "__dict__", {}).get("_attention_backend")
+    if named is not None and named is not BACKEND:
+        raise ValueError(
+            f"got attention backend {getattr(named, 'value', named)} for a parallelized transformer, expected none; "
+            f"call its reset_attention_backend(), and name the attention with local= of parallelize"
+        )

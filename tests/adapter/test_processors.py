@@ -1,0 +1,174 @@
+# pyright cannot infer the types of diffusers' modules
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+"""Tests attention processors of users and of diffusers: each is right on several ranks, or refused on all of them.
+
+Attention that is neither torch's `scaled_dot_product_attention` nor diffusers' dispatcher sees the tokens of one rank.
+On one rank nothing is split, so everything is right there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models import attention_processor as theirs
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, apply_rotary_emb
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from tests.adapter.test_cuts import raised
+from tests.adapter.test_generic import TOLERANCE, VISIBLE, body_of, called, error
+from tests.support.diffusers_tiny import MODELS
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return attention (B, H, l, D) by its formula, as users write it by hand."""
+    return ((q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])).softmax(-1) @ v
+
+
+class OnFlux(FluxAttnProcessor):
+    """FLUX's processor with another attention in it; it inherits what diffusers' dispatcher is told."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return attention of (B, H, l, D)."""
+        raise NotImplementedError
+
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None, mask: Any = None, rows: Any = None
+    ) -> Any:
+        """Return attention for `FluxAttention.forward`."""
+        q, k, v = (layer(hidden_states).unflatten(2, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        q, k = attn.norm_q(q), attn.norm_k(k)
+        if encoder_hidden_states is not None:
+            layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+            tq, tk, tv = (layer(encoder_hidden_states).unflatten(2, (attn.heads, -1)) for layer in layers)
+            tq, tk = attn.norm_added_q(tq), attn.norm_added_k(tk)
+            q, k, v = (torch.cat(pair, dim=1) for pair in ((tq, q), (tk, k), (tv, v)))
+        q, k = (apply_rotary_emb(x, rows, sequence_dim=1) for x in (q, k))
+        out = self.attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2).flatten(2)
+        if encoder_hidden_states is None:
+            return out
+        text = encoder_hidden_states.shape[1]
+        return attn.to_out[1](attn.to_out[0](out[:, text:])), attn.to_add_out(out[:, :text])
+
+
+class Softmax(OnFlux):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return softmax(q, k, v)
+
+
+class Flex(OnFlux):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v)
+
+
+class Torch(OnFlux):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Twice(OnFlux):
+    """Both ways to be reached, one after the other."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first = F.scaled_dot_product_attention(q, k, 2 * v)
+        more = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
+        return first - dispatch_attention_fn(*(x.transpose(1, 2) for x in (q, k, v)), **more).transpose(1, 2)
+
+
+class Picture(OnFlux):
+    """A second attention by hand to keys that every rank has whole, as IP-adapters have it."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        whole = torch.linspace(-1, 1, 3 * k.shape[-1], dtype=k.dtype, device=k.device).view(1, 1, 3, -1)
+        return F.scaled_dot_product_attention(q, k, v) + softmax(q, whole, whole)
+
+
+class OnlyPicture(OnFlux):
+    """Torch's attention to whole keys alone; that to the tokens of all ranks is by hand."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        whole = k.new_ones((1, 1, 3, k.shape[-1])).expand(len(k), k.shape[1], -1, -1)
+        return softmax(q, k, v) + F.scaled_dot_product_attention(q, whole, whole)
+
+
+# model -> (processor, whether several ranks are right)
+PROCESSORS: dict[str, tuple[str, Callable[[], Any], bool]] = {
+    "softmax": ("flux", Softmax, False),
+    "flex_attention": ("flux", Flex, False),
+    "only a picture": ("flux", OnlyPicture, False),
+    "torch's": ("flux", Torch, True),
+    "twice": ("flux", Twice, True),
+    "a picture": ("flux", Picture, True),
+    "AttnProcessor": ("pixart", theirs.AttnProcessor, False),
+    "SlicedAttnProcessor": ("dit", lambda: theirs.SlicedAttnProcessor(2), False),
+    "PAG of one stream": ("pixart", theirs.PAGIdentitySelfAttnProcessor2_0, True),
+    "PAG of two streams": ("sd3_dual", theirs.PAGJointAttnProcessor2_0, False),
+}
+
+
+def seat(module: Any, make: Callable[[], Any]) -> None:
+    """Put processors onto the attention of split tokens in all blocks."""
+    for name, one in module.named_modules():
+        if name.endswith((".attn", ".attn1")):
+            one.set_processor(make())
+
+
+def processed(rank: int, world: int, device: torch.device, case: str, before: bool) -> tuple[list[float], str]:
+    """Return the error with other processors, or how much they matter, that with the own ones, and the message.
+
+    before: whether they are set before the transformer is split.
+    """
+    name, make, _ = PROCESSORS[case]
+    tiny = MODELS[name]
+    module, arguments = tiny.build().to(device), tiny.arguments(device)
+    own = {path: one.processor for path, one in module.named_modules() if hasattr(one, "processor")}
+    whole = tiny.whole(module, arguments)
+    body = None if before else body_of(module, world, device, "ulysses")
+    seat(module, make)
+    if body is None:
+        changed = tiny.whole(module, arguments)
+    else:
+        other = tiny.build().to(device)
+        seat(other, make)
+        changed = tiny.whole(other, arguments)
+    got, outputs = [error(changed, changed)], None
+
+    def call() -> None:
+        nonlocal body, outputs
+        body = body or body_of(module, world, device, "ulysses")
+        outputs = called(body, arguments)
+
+    message = raised(call)
+    if outputs is not None:
+        got = [error(outputs, changed)]
+    for path, one in module.named_modules():
+        if hasattr(one, "processor"):
+            one.set_processor(own[path])
+    body = body or body_of(module, world, device, "ulysses")
+    return [*got, error(called(body, arguments), whole)], message
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("case", PROCESSORS)
+def test_a_processor_is_right_or_refused_on_every_rank(ranks: Pool, case: str, world: int, before: bool) -> None:
+    """A processor that ran without split attention is named; with its own ones the transformer is right again."""
+    name, make, right = PROCESSORS[case]
+    answers = ranks.run(world, processed, case, before)
+    for errors, _ in answers:
+        assert max(errors) < TOLERANCE
+    (message,) = {message for _, message in answers}
+    if right or world == 1:
+        assert message == "nothing was raised"
+    else:
+        assert type(make()).__name__ in message
+        assert VISIBLE

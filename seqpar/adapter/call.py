@@ -33,7 +33,7 @@ BOTH = "cond_uncond"  # the label of a call whose rows are both branches of guid
 
 
 def _untraced(function: FunctionT) -> FunctionT:
-    """Keep a compiler out of a function: who compiles the whole transformer would wait minutes, for calls with graphs."""
+    """Keep a compiler out of a function: it would take minutes for a transformer whose calls are graphs already."""
     return cast(FunctionT, torch.compiler.disable(function))
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from math import isclose
 from typing import Any
 
+import torch
 from torch import nn
 
 from seqpar.adapter import processors
@@ -90,7 +91,7 @@ def hooks_of(module: nn.Module) -> Iterator[Found]:
     """
     for path, one in module.named_modules():
         hooks = [hook for hook in _of_diffusers(one) if not _home(hook).startswith(PASSIVE)]
-        yield from (Found(path, f"diffusers' hook {type(hook).__name__}", hook) for hook in hooks)
+        yield from (Found(path, f"hook {type(hook).__name__}", hook) for hook in hooks)
         if not path or type(one).__module__.startswith(PASSIVE):
             continue
         hooks = (*one._forward_pre_hooks.values(), *one._forward_hooks.values())
@@ -115,8 +116,12 @@ def _processors_of(module: nn.Module) -> Iterator[Found]:
 def _quantised(module: nn.Module) -> Iterator[Found]:
     """Yield layers of blocks that are quantised with one scale for all rows and tokens of a call."""
     for path, one in module.named_modules():
-        scaled = type(one).__module__.startswith(DYNAMIC) and "float16" not in str(getattr(one, "_packed_params", ""))
-        if scaled and ("blocks" in path or "layers" in path):
+        dtype = getattr(getattr(one, "_packed_params", None), "dtype", None)
+        if (
+            type(one).__module__.startswith(DYNAMIC)
+            and dtype != torch.float16
+            and ("blocks" in path or "layers" in path)
+        ):
             yield Found(path, f"dynamically quantised {type(one).__name__}", one)
 
 

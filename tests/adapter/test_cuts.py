@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import Tensor, nn
 
@@ -15,7 +14,7 @@ from seqpar.adapter import cuts as plans
 from seqpar.adapter.cuts import Cut, Cuts, Gather, Joint, Place
 from seqpar.adapter.masks import key_rows
 from seqpar.adapter.table import PLANS
-from tests.adapter.test_generic import CPU, TOLERANCE, Outputs, body_of, called, error
+from tests.adapter.test_generic import TOLERANCE, Outputs, body_of, called, error
 from tests.support.diffusers_tiny import MODELS, truth
 from tests.support.pool import Pool
 
@@ -155,14 +154,6 @@ def test_calls_that_cannot_be_split_are_refused_on_every_rank(ranks: Pool) -> No
         assert "got 2 tokens of text for 3 ranks" in short
         assert "with 14 tokens of image, expected 15" in uneven
         assert backend.startswith("got attention backend")
-
-
-def test_a_cache_between_steps_is_refused() -> None:
-    tiny = MODELS["flux"]
-    module = tiny.build()
-    body = body_of(module, 1, CPU, "ulysses")
-    module.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    assert "with a cache between steps" in raised(lambda: body(tiny.arguments()))
 
 
 def test_masks_that_cannot_be_split_are_refused() -> None:

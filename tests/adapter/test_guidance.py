@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import diffusers.guiders as guiders
 import pytest
 import torch
-from diffusers.hooks import LayerSkipConfig
+from diffusers.guiders.auto_guidance import AutoGuidance
+from diffusers.guiders.skip_layer_guidance import SkipLayerGuidance
+from diffusers.hooks.layer_skip import LayerSkipConfig
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 
@@ -93,12 +94,12 @@ def by_guider(make: Callable[[], Any]) -> Step:
 def skipping(guidance_scale: float = 7.5, **layers: Any) -> Any:
     """Return a guider that computes a further call with skipped layers, from the second step on."""
     config = LayerSkipConfig([1], **layers)
-    return guiders.SkipLayerGuidance(guidance_scale, skip_layer_guidance_stop=1.0, skip_layer_config=config)
+    return SkipLayerGuidance(guidance_scale, skip_layer_guidance_stop=1.0, skip_layer_config=config)
 
 
 def worse(dropout: float) -> Any:
     """Return a guider whose second call drops a layer, or some of its outputs."""
-    return guiders.AutoGuidance(auto_guidance_config=LayerSkipConfig([1], dropout=dropout))
+    return AutoGuidance(auto_guidance_config=LayerSkipConfig([1], dropout=dropout))
 
 
 def with_adapters(module: Any) -> None:

@@ -273,7 +273,7 @@ REASONS: dict[str, tuple[Callable[[Any], object], str]] = {
     "processor": (with_processor, "an attention processor is a FluxIPAdapterAttnProcessor"),
     "dtypes": (mixed, "is torch.float32 on cpu, and other weights torch.float64"),
     "cache": (lambda module: module.enable_cache(FirstBlockCacheConfig()), "a cache between steps"),
-    "fused": (lambda module: module.fuse_qkv_projections(), "Unknown"),
+    "fused": (lambda module: module.fuse_qkv_projections(), "fuse_qkv_projections"),
     "hook": (
         lambda module: module.transformer_blocks[0].ff.register_forward_hook(lambda *_: None),
         "<lambda> is on transformer_blocks.0.ff",

@@ -287,6 +287,8 @@ class Around(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             known = {name: value for name, value in (kwargs or {}).items() if name != "enable_gqa"}  # shapes tell it
             return called(self._attention, *args, **known)
+        if func is Tensor.unflatten:  # compilers cannot trace what this method of Python calls inside of a mode
+            func = torch.unflatten
         return func(*args, **(kwargs or {}))
 
 

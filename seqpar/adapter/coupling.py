@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from seqpar.adapter.cuts import Cuts
@@ -37,17 +38,22 @@ def refuse(module: nn.Module, cuts: Cuts) -> None:
     for path, one in module.named_modules():
         reason = _why_not(one) if path.partition(".")[0] in blocks else None
         if reason is not None:
-            raise ValueError(
-                f"got {reason} at {path} on several ranks that split the tokens, expected none: it needs all tokens; "
-                f"use cfg= or data= ranks instead"
-            )
+            raise ValueError(f"got {reason[0]} at {path} on several ranks that split the tokens, expected {reason[1]}")
 
 
-def _why_not(one: nn.Module) -> str | None:
-    if type(one).__module__.startswith(DYNAMIC) and "float16" not in str(getattr(one, "_packed_params", "")):
-        return f"a dynamically quantised {type(one).__name__}, with one scale for a whole tensor,"
+def scales_tensors(one: nn.Module) -> bool:
+    """Return whether a layer quantises its whole input with one scale, which couples tokens and batch rows."""
+    packed = getattr(one, "_packed_params", None)
+    return type(one).__module__.startswith(DYNAMIC) and getattr(packed, "dtype", None) != torch.float16
+
+
+def _why_not(one: nn.Module) -> tuple[str, str] | None:
+    """Return what is got and what is expected, or None."""
+    if scales_tensors(one):
+        told = f"a dynamically quantised {type(one).__name__}, with one scale for all tokens,"
+        return told, "a scale for each token; quantise the weights alone, or use one rank"
     if any(_home(hook).startswith(BLURS) for hook in _of_diffusers(one)):
-        return "smoothed energy guidance, which blurs queries over the image,"
+        return "smoothed energy guidance, which blurs the image's queries,", "none; use cfg= or data= ranks instead"
     return None
 
 

@@ -22,7 +22,7 @@ from diffusers.hooks.smoothed_energy_guidance_utils import _apply_smoothed_energ
 from diffusers.hooks.taylorseer_cache import TaylorSeerCacheConfig, apply_taylorseer_cache
 from peft import LoraConfig
 from torch import Tensor, nn
-from torch.ao.quantization import float16_dynamic_qconfig, quantize_dynamic
+from torch.ao.quantization import quantize_dynamic
 
 from seqpar.adapter import coupling
 from tests.adapter.test_cuts import raised
@@ -152,12 +152,12 @@ def blurred(module: Any) -> Any:
     return module
 
 
-def dynamic(module: Any, qconfig: Any = torch.qint8) -> Any:
-    return quantize_dynamic(module.float(), {nn.Linear}, dtype=qconfig)
+def dynamic(module: Any, dtype: torch.dtype = torch.qint8) -> Any:
+    return quantize_dynamic(module.float(), {nn.Linear}, dtype=dtype)
 
 
 COUPLED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
-    "smoothed energy guidance": ("pixart", blurred, "got smoothed energy guidance, which blurs queries"),
+    "smoothed energy guidance": ("pixart", blurred, "got smoothed energy guidance, which blurs the image's queries"),
     "dynamic quantisation": ("pixart", dynamic, "got a dynamically quantised Linear, with one scale"),
     "dynamic float16": ("pixart", lambda module: dynamic(module, torch.float16), "nothing was raised"),
 }

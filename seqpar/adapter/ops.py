@@ -101,7 +101,5 @@ gather = torch.library.custom_op(
     "seqpar::gather", _gather, mutates_args=(), schema="(Tensor x, int number, int which, int dim, int total) -> Tensor"
 )
 gather.register_fake(_gather_shape)
-refuse = torch.library.custom_op(
-    "seqpar::refuse", _refuse, mutates_args=(), schema="(Tensor x, str message) -> Tensor"
-)
+refuse = torch.library.custom_op("seqpar::refuse", _refuse, mutates_args=(), schema="(Tensor x, str message) -> Tensor")
 refuse.register_fake(lambda x, message: torch.empty_like(x))

@@ -107,7 +107,7 @@ class Times(ModelHook):
 
     def new_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a multiple of what the module returns."""
-        return self._factor * self.fn_ref.original_forward(*args, **kwargs)
+        return self._factor * self.fn_ref.original_forward(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
 
 
 def hooked(factor: float | None) -> Callable[[Any], object]:
@@ -120,7 +120,13 @@ def hooked(factor: float | None) -> Callable[[Any], object]:
     return change
 
 
-HOOKS = {"on": hooked(2.0), "off": hooked(None), "on again": hooked(3.0), "off again": hooked(None), "left": hooked(4.0)}
+HOOKS = {
+    "on": hooked(2.0),
+    "off": hooked(None),
+    "on again": hooked(3.0),
+    "off again": hooked(None),
+    "left": hooked(4.0),
+}
 
 
 @pytest.mark.parametrize("wished", [True, False], ids=["native", "generic"])

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.guiders.smoothed_energy_guidance import SmoothedEnergyGuidanceConfig
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.hooks.layer_skip import LayerSkipConfig, apply_layer_skip
-from diffusers.hooks.smoothed_energy_guidance_utils import _apply_smoothed_energy_guidance_hook
+from diffusers.hooks.smoothed_energy_guidance_utils import (
+    SmoothedEnergyGuidanceConfig,
+    _apply_smoothed_energy_guidance_hook,
+)
 from diffusers.hooks.taylorseer_cache import TaylorSeerCacheConfig, apply_taylorseer_cache
 from peft import LoraConfig
 from torch import Tensor, nn
@@ -35,7 +37,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft and torch
 
 def mean(module: nn.Module, args: Any, out: Any) -> Any:
     """Hook that reads all tokens."""
-    return tuple(x + x.mean(1, keepdim=True) for x in out) if isinstance(out, tuple) else out + out.mean(1, keepdim=True)
+    return (
+        tuple(x + x.mean(1, keepdim=True) for x in out) if isinstance(out, tuple) else out + out.mean(1, keepdim=True)
+    )
 
 
 class Mean(ModelHook):

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from diffusers.models import attention_processor as theirs
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, apply_rotary_emb
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 

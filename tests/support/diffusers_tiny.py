@@ -455,10 +455,7 @@ MODELS = {
     "ltx_per_token": Tiny("LTXVideoTransformer3DModel", LTX, ltx_per_token),
     "ltx2": Tiny("LTX2VideoTransformer3DModel", LTX2, ltx2, splits=False),
     "hunyuan_replaced": Tiny(
-        "HunyuanVideoTransformer3DModel",
-        {**HUNYUAN, "image_condition_type": "token_replace"},
-        hunyuan,
-        splits=False,
+        "HunyuanVideoTransformer3DModel", {**HUNYUAN, "image_condition_type": "token_replace"}, hunyuan, splits=False
     ),
     "pixart": Tiny("PixArtTransformer2DModel", PIXART, pixart),
     "dit": Tiny("DiTTransformer2DModel", DIT, dit),

@@ -74,7 +74,8 @@ class _Seen:
     config: list[str] = field(default_factory=list)
     hooks: list[Mapping[int, Any]] = field(default_factory=list)
     named: list[dict[str, Any]] = field(default_factory=list)
-    hooked: list[Any] = field(default_factory=list)
+    registries: list[Any] = field(default_factory=list)
+    hooked: list[object] = field(default_factory=list)
     seats: list[dict[str, Any]] = field(default_factory=list)
     processors: list[Any] = field(default_factory=list)
     seated: list[Any] = field(default_factory=list)
@@ -148,6 +149,7 @@ class Watch:
             hooks=[hooks for module in own[1:] for hooks in (module._forward_hooks, module._forward_pre_hooks)],
         )
         seen.named = [vars(module) for module in own[1:]]
+        seen.registries = [names["_diffusers_hook"] for names in seen.named if "_diffusers_hook" in names]
         seen.hooked = _hooked(seen)
         seats = [module for module in own if hasattr(module, "processor")]
         seen.seats, seen.processors = [vars(module) for module in seats], [module.processor for module in seats]
@@ -170,9 +172,13 @@ def _addresses(seen: _Seen) -> list[int]:
     return [x.data_ptr() if type(x) is nn.Parameter else id(x) for x in values if x is not None]
 
 
-def _hooked(seen: _Seen) -> list[Any]:
-    """Return the submodules' hooks of torch, by their numbers, and forwards that hooks or others have replaced."""
-    return [*map(tuple, filter(None, seen.hooks)), *(names.get("forward") for names in seen.named)]
+def _hooked(seen: _Seen) -> list[object]:
+    """Return the submodules' hooks of torch, by their numbers, forwards that were replaced, and hooks of diffusers.
+
+    diffusers may remove one without a change of the module's forward: that of a hook around it.
+    """
+    theirs = chain.from_iterable(registry.hooks.values() for registry in seen.registries)
+    return [*map(tuple, filter(None, seen.hooks)), *(names.get("forward") for names in seen.named), *theirs]
 
 
 def _seated(seen: _Seen) -> list[Any]:

@@ -1,24 +1,22 @@
 """`SplitAttention`: the attention that a diffusers transformer's processors call, over the tokens of all ranks.
 
 It gets to a processor in one of two ways. Most processors call diffusers' dispatcher with the backend and the parallel
-config that they carry; ours is a backend there, and the processor's parallel config is a `SplitAttention`. Processors
-that know no dispatcher call torch's `scaled_dot_product_attention`, which `Around` replaces while they run.
+config that they carry; ours is a backend there, and the processor's parallel config is a `SplitAttention`. Others call
+torch's `scaled_dot_product_attention`, which is replaced while they run (`seats.py`).
 When it wins: modules and processors stay unchanged; two exchanges an attention, or one, for any number of tokens and
 heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from math import isclose
 from operator import eq
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from seqpar.adapter import masks, ops
 from seqpar.adapter.cuts import Joint
@@ -249,13 +247,14 @@ def dispatched(
     _parallel_config: SplitAttention | Values | None = None,
 ) -> Tensor:
     """Return attention for diffusers' dispatcher, (B, l, H, D); a call without our config is local."""
-    _refuse(dropout_p, is_causal)
+    refuse_training(dropout_p, is_causal)
     if _parallel_config is None:
         return _local(query, key, value, attn_mask, scale)
     return _parallel_config(query, key, value, attn_mask, scale)
 
 
-def _refuse(dropout_p: float, is_causal: bool) -> None:
+def refuse_training(dropout_p: float, is_causal: bool) -> None:
+    """Raise ValueError for attention that drops weights at random, or hides later tokens."""
     if dropout_p or is_causal:
         raise ValueError(
             f"got attention with dropout_p={dropout_p}, is_causal={is_causal}, expected neither: split attention is "
@@ -264,43 +263,3 @@ def _refuse(dropout_p: float, is_causal: bool) -> None:
 
 
 BACKEND = _backend()
-
-
-# Processors that know no dispatcher ----------------------------------------------------------------------------
-
-
-class Around(TorchFunctionMode):
-    """Replaces torch's `scaled_dot_product_attention` by split attention while a processor runs."""
-
-    def __init__(self, attention: SplitAttention | Values) -> None:
-        super().__init__()
-        self._attention = attention
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """See `TorchFunctionMode`."""
-        if func is F.scaled_dot_product_attention:
-            known = {name: value for name, value in (kwargs or {}).items() if name != "enable_gqa"}  # shapes tell it
-            return called(self._attention, *args, **known)
-        return func(*args, **(kwargs or {}))
-
-
-def called(
-    attention: SplitAttention | Values,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
-    """Return attention with the parameters of `scaled_dot_product_attention`, whose tensors are (B, H, l, D)."""
-    _refuse(dropout_p, is_causal)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return attention(q, k, v, attn_mask, scale).transpose(1, 2)

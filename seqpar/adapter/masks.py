@@ -60,7 +60,7 @@ def from_whole(mask: Tensor, rows: int, tokens: JointShard, dtype: torch.dtype) 
 def from_streams(
     masks: Mapping[str, Tensor], streams: Sequence[str], tokens: JointShard, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the key bias in the order of the ranks, of one bool mask for each stream with padding; None without any."""
+    """Return the key bias in the order of the ranks, of a bool mask for each stream with padding, or None."""
     every = [masks.get(name) for name in streams]
     like = next((mask for mask in every if mask is not None), None)
     return None if like is None else key_bias(joined_mask(every, tokens, like), dtype)

@@ -7,6 +7,7 @@ was split attention: one that is written by hand would see this rank's tokens on
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.hooks._helpers import AttentionProcessorRegistry
 from diffusers.models import attention_processor
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from seqpar.adapter import ops
-from seqpar.adapter.attention import BACKEND, Around, SplitAttention, Values
+from seqpar.adapter.attention import BACKEND, SplitAttention, Values, refuse_training
 from seqpar.adapter.processors import OWN, own_of
 
 CARRIED = frozenset((OWN, "_parallel_config", "_attention_backend", "seqpar_attention", "_seqpar_path"))
@@ -117,6 +120,45 @@ def _around(kind: type) -> type:
     with suppress(ValueError):  # where diffusers knows nothing of this class
         AttentionProcessorRegistry.register(ours, AttentionProcessorRegistry.get(kind))
     return ours
+
+
+class Around(TorchFunctionMode):
+    """Replaces torch's `scaled_dot_product_attention` by split attention while a processor runs."""
+
+    def __init__(self, attention: SplitAttention | Values) -> None:
+        super().__init__()
+        self._attention = attention
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        if func is F.scaled_dot_product_attention:
+            known = {name: value for name, value in (kwargs or {}).items() if name != "enable_gqa"}  # shapes tell it
+            return _called(self._attention, *args, **known)
+        if func is Tensor.unflatten:  # compilers cannot trace what this method of Python calls inside of a mode
+            func = torch.unflatten
+        return func(*args, **(kwargs or {}))
+
+
+def _called(
+    attention: SplitAttention | Values,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Return attention with the parameters of `scaled_dot_product_attention`, whose tensors are (B, H, l, D)."""
+    refuse_training(dropout_p, is_causal)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return attention(q, k, v, attn_mask, scale).transpose(1, 2)
 
 
 def _missed(out: Any, name: str, path: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
 from torch import Tensor
 
@@ -97,9 +98,40 @@ PROCESSORS: dict[str, Callable[[Any], object]] = {
 }
 
 
+class Times(ModelHook):
+    """A hook that a guider puts on and takes off again; diffusers leaves a forward on the module's object then."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def new_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a multiple of what the module returns."""
+        return self._factor * self.fn_ref.original_forward(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
+
+
+def hooked(factor: float | None) -> Callable[[Any], object]:
+    """Return what puts a hook onto the module whose output is gathered, or takes it off."""
+
+    def change(module: Any) -> None:
+        registry = HookRegistry.check_if_exists_or_initialize(module.proj_out)
+        registry.register_hook(Times(factor), "times") if factor else registry.remove_hook("times", recurse=False)
+
+    return change
+
+
+HOOKS = {
+    "on": hooked(2.0),
+    "off": hooked(None),
+    "on again": hooked(3.0),
+    "off again": hooked(None),
+    "left": hooked(4.0),
+}
+
+
 @pytest.mark.parametrize("wished", [True, False], ids=["native", "generic"])
-@pytest.mark.parametrize("story", [IP, PROCESSORS], ids=["ip-adapter", "processors"])
-def test_replays_follow_attention_processors(story: dict[str, Callable[[Any], object]], wished: bool) -> None:
+@pytest.mark.parametrize("story", [IP, PROCESSORS, HOOKS], ids=["ip-adapter", "processors", "hooks"])
+def test_replays_follow_processors_and_hooks(story: dict[str, Callable[[Any], object]], wished: bool) -> None:
     """The call after a change has its result; later ones soon replay it, and `release` keeps what was set."""
     module, given = (with_ip_adapter() if story is IP else tiny()), arguments("dev")
     if story is IP:

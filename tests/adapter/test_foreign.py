@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.guiders.smoothed_energy_guidance import SmoothedEnergyGuidanceConfig
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.hooks.layer_skip import LayerSkipConfig, apply_layer_skip
-from diffusers.hooks.smoothed_energy_guidance_utils import _apply_smoothed_energy_guidance_hook
+from diffusers.hooks.smoothed_energy_guidance_utils import (
+    SmoothedEnergyGuidanceConfig,
+    _apply_smoothed_energy_guidance_hook,
+)
 from diffusers.hooks.taylorseer_cache import TaylorSeerCacheConfig, apply_taylorseer_cache
 from peft import LoraConfig
 from torch import Tensor, nn
@@ -154,8 +156,8 @@ def blurred(module: Any) -> Any:
     return module
 
 
-def dynamic(module: Any, qconfig: Any = torch.qint8) -> Any:
-    return quantize_dynamic(module.float(), {nn.Linear}, dtype=qconfig)
+def dynamic(module: Any, dtype: torch.dtype = torch.qint8) -> Any:
+    return quantize_dynamic(module.float(), {nn.Linear}, dtype=dtype)
 
 
 COUPLED: dict[str, tuple[str, Callable[[Any], Any], str]] = {

@@ -70,7 +70,7 @@ def test_a_mask_is_right_or_refused_on_every_rank(ranks: Pool, name: str, world:
             assert (world > 1, MASKS[name][1]) == (True, False), message
             assert "a mask that differs between queries or heads cannot be split" in message
         else:
-            assert error(outputs, [x.cpu() for x in whole]) < TOLERANCE
+            assert error(outputs, tuple(x.cpu() for x in whole)) < TOLERANCE
 
 
 def flagged(rank: int, world: int, device: torch.device, name: str) -> float:

@@ -294,7 +294,7 @@ def test_ranks_that_would_choose_differently_raise_the_same_error(ranks: Pool) -
     messages, others = ranks.run(2, choosing)
     assert messages == others
     hooked, backend, unwished = messages
-    hook = "hook choosing.<locals>.<lambda> is on proj_out"
-    assert hooked.startswith(f"got computation 'by its own modules, because {hook}' on rank 1")
+    assert hooked.startswith("got computation 'by its own modules, because hook choosing.")
+    assert "is on proj_out' on rank 1" in hooked
     assert backend.startswith("rank 1: got attention backend native")
     assert unwished.startswith("got computation 'by its own modules, because native is False' on rank 1")

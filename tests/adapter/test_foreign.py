@@ -26,10 +26,12 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
 
+import seqpar
 from seqpar.adapter.foreign import look
 from tests.adapter.test_cuts import raised
 from tests.adapter.test_generic import CPU, TOLERANCE, VISIBLE, body_of, called, error
 from tests.support.diffusers_tiny import MODELS
+from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft and torch.ao warn of what is tested here
@@ -125,6 +127,22 @@ def test_what_others_have_put_on_is_named_once(ranks: Pool, case: str) -> None:
     ((nothing, errors),) = ranks.run(1, said, case)
     assert nothing == ""
     assert max(errors) < TOLERANCE
+
+
+def only_here(rank: int, world: int, device: torch.device) -> str:
+    """Return the message of a call where rank 1 alone has hooks."""
+    module = MODELS["flux"].build().to(device)
+    seqpar.parallelize(module, mesh_for("ulysses", world, device), native=False)
+    if rank == 1:
+        by_diffusers(module)
+    message = raised(lambda: module(**MODELS["flux"].arguments(device)))
+    seqpar.release(module)
+    return message
+
+
+def test_hooks_of_one_rank_alone_are_one_error(ranks: Pool) -> None:
+    (message,) = set(ranks.run(2, only_here))
+    assert "got hooks 'hook Mean on transformer_blocks.1.ff' on rank 1, expected ''" in message
 
 
 @pytest.mark.parametrize("change", [lambda module: None, with_lora, with_harmless], ids=["plain", "lora", "harmless"])

@@ -27,10 +27,10 @@ from seqpar.adapter.signature import Form, form_of
 from seqpar.fidelity.blocks import Compared, Share, watched
 from seqpar.fidelity.compare import Error, Place, digest, error
 from seqpar.fidelity.conditioning import Conditioning
+from seqpar.fidelity.heads import Heads
 from seqpar.fidelity.held import held
-from seqpar.fidelity.judging import full_precision
 from seqpar.fidelity.verdict import WHOLE, Measured
-from seqpar.fidelity.widened import wide, widened
+from seqpar.fidelity.widened import full_precision, wide, widened
 from seqpar.mesh import Mesh
 from seqpar.planner.plan import Plan
 
@@ -161,9 +161,15 @@ class _Look:
         self._inside: Inside = made.call.body.inside(self._given.whole)
         self._ours = made.results.each(plain)  # a promise is computed now, on all ranks
         self._compared = Compared(Share({}, mesh.sequence.size, mesh.sequence.rank))
-        with watched([self._inside.module], self._compared.keep):
-            made.call.body(self._given.whole)
-        ranks, own = self._inside.ranks, self._inside.alone is None
+        ranks, own, heads = self._inside.ranks, self._inside.alone is None, Heads(self._compared.count)
+        attend = ranks.attend
+        try:
+            vars(ranks)["attend"] = lambda *kind, **masked: heads.watch(attend(*kind, **masked))
+            with watched([self._inside.module], self._compared.keep):
+                made.call.body(self._given.whole)
+        finally:
+            del vars(ranks)["attend"]
+        self._wrong = [*heads.wrong(mesh.sequence, self._compared.names())]
         self._compared.share = Share(dict(ranks.last.lengths), ranks.axis.size, ranks.axis.rank, ordered=not own)
 
     def by_one(self, measured: Measured) -> None:
@@ -214,6 +220,8 @@ class _Look:
         for place, mine in single.mine.items():
             measured.add(self.made.place(place.position, place.name), mine, single.alone[place])
         measured.found += single.found
+        for position, name, reason in self._wrong:
+            measured.find(self.made.place(position, name), reason)
         measured.blocks = max(measured.blocks, single.blocks)
 
 

@@ -22,6 +22,7 @@ FACTOR = 1.25  # an error may be this many times the error of one rank in the sa
 PLACE_FACTOR, LARGEST_FACTOR = 1.6, 4.0
 # errors up to this are rounding: in fp32 and fp64 the order of a sum decides how large they are
 FLOORS = {torch.float64: 1e-11, torch.float32: 1e-5}
+WIDER = {torch.float32: torch.float64, torch.float64: torch.float64}  # the reference of other data types is fp32
 
 
 @dataclass(frozen=True, order=True)

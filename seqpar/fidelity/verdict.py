@@ -1,8 +1,8 @@
 """The result of a verification: errors of every rank at every block and step, and the first one that is too large.
 
 An error may be 1.25 times that of one rank alone in the same data type, both measured by one rank in a wider type (over
-all places together, and no place by more than errors scatter; see `compare.first_over`). The state of a run of its own
-may be twice as wrong, because rounding grows by chance in a run. It fails closed: what is not compared does not hold.
+all places together, and no place by more than errors scatter; see `compare.first_over`). It fails closed: what is not
+compared does not hold.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from seqpar.fidelity.compare import FACTOR, FLOORS, Error, Finding, Place, bound
 from seqpar.mesh import Mesh
 
 WHOLE, AFTER = 10**6, 2 * 10**6  # positions of a step's prediction and of the state after it: they follow its blocks
-OWN_FACTOR = 2.0  # of the state of a run of its own
 BITS = "other bits than {}, expected the same"
+
+
+def block_position(number: int) -> int:
+    """Return the position of a block's output in its step; attentions before it have the even one before."""
+    return 2 * number + 1
 
 
 class VerificationError(FloatingPointError):
@@ -55,19 +59,14 @@ class Measured:
         if (reason := compared.missing()) is not None:
             self.find(Place(step, 0, "a block"), reason)
         for position, (name, error) in enumerate(compared.mine.items()):
-            self.add(Place(step, position, name), error, compared.alone.get(name, Error(math.nan, math.nan)))
+            self.add(Place(step, block_position(position), name), error, compared.alone.get(name, Error(math.nan, math.nan)))
         self.blocks = max(self.blocks, len(compared.mine))
 
     def first(self) -> Finding | None:
         """Return the first place at which something is wrong; ValueError if no prediction was compared."""
-        found = list(self.found)
-        for own in (False, True):
-            errors = {place: error for place, error in self.mine.items() if (place.position == AFTER) is own}
-            factor = OWN_FACTOR if own else FACTOR
-            bounds = {place: bound(self.alone[place], self.dtype, factor) for place in errors}
-            over = first_over(errors, bounds) if errors or not own else None
-            found += [] if over is None else [over]
-        return min(found, key=lambda each: each.place, default=None)
+        bounds = {place: bound(self.alone[place], self.dtype) for place in self.mine}
+        over = first_over(self.mine, bounds)
+        return min([*self.found, *([] if over is None else [over])], key=lambda each: each.place, default=None)
 
     def worst(self) -> tuple[float, Place]:
         """Return the largest error in units of one rank's, and its place."""

@@ -24,6 +24,18 @@ ROUNDED = ("pooled_projections",)  # their arguments that have the model's data 
 LEAST = 2  # bytes of a floating-point weight that can be converted as it is; smaller ones are quantised
 
 
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Turn TF32 off in matrix products and convolutions."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 class _Wide(dict[str, Any]):
     """A module's parameters or buffers by name; each one is converted at the moment it is read."""
 

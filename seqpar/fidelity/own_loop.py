@@ -93,13 +93,14 @@ class Loop:
         for position, name, reason in heads.wrong(mesh.sequence, compared.names()):
             made.find(Place(index, position, name), reason)
         self._check_exact(index, inputs, ours, compared)
-        held(mesh, lambda: self._by_one(index, inputs, ours, after, compared))
+        truth = held(mesh, lambda: self._by_one(index, inputs, ours, after, compared))
+        made.compare_references(mesh, Place(index, WHOLE), truth)
         return after
 
-    def _by_one(self, index: int, inputs: Streams, ours: Streams, after: Streams, compared: Compared) -> None:
+    def _by_one(self, index: int, inputs: Streams, ours: Streams, after: Streams, compared: Compared) -> Streams:
         """Compare the model's outputs with one rank's on the same inputs, and the step with that from the same outputs.
 
-        One rank's own state stays that of the ranks, except for rounding and what is wrong.
+        Returns the reference's outputs. One rank's own state stays that of the ranks, but for what is wrong.
         """
         made = self._made
         with self._wide(), watched(self._models, compared.truth), self._outputs() as truth:
@@ -113,6 +114,7 @@ class Loop:
         found = error(after, self._alone.inputs())
         if (reason := STEP.get(self._dit.dtype, STEP_FP32).why_not(found)) is not None:
             made.find(Place(index, AFTER, "the state after the prediction"), f"{reason}, from the same prediction")
+        return truth
 
     def _check_exact(self, index: int, inputs: Streams, ours: Streams, compared: Compared) -> None:
         """In exact mode, compare the bits with those of one rank with the same attention."""

@@ -8,16 +8,19 @@ compared does not hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from seqpar.fidelity.blocks import Compared
-from seqpar.fidelity.compare import FACTOR, FLOORS, Error, Finding, Place, bound, first_over
+from seqpar.fidelity.compare import FACTOR, FLOORS, Error, Finding, Place, bound, error, first_over
+from seqpar.inputs import broadcast
 from seqpar.mesh import Mesh
 
 WHOLE, AFTER = 10**6, 2 * 10**6  # positions of a step's prediction and of the state after it: they follow its blocks
+EXACT = Error(0.0, 0.0)
 BITS = "other bits than {}, expected the same"
 
 
@@ -54,12 +57,19 @@ class Measured:
         """Add what is wrong at a place."""
         self.found.append(Finding(place, reason))
 
+    def compare_references(self, mesh: Mesh, place: Place, truth: Mapping[str, Tensor]) -> None:
+        """Compare what this rank computes alone in the wider type with rank 0's; all ranks must call this together."""
+        reason = bound(EXACT, torch.float32).why_not(error(truth, broadcast(mesh, truth)))
+        if reason is not None:
+            self.find(place, f"{reason}, between what this rank and what rank 0 compute alone")
+
     def add_blocks(self, step: int, compared: Compared) -> None:
         """Add the errors of all blocks of a step."""
         if (reason := compared.missing()) is not None:
             self.find(Place(step, 0, "a block"), reason)
-        for position, (name, error) in enumerate(compared.mine.items()):
-            self.add(Place(step, block_position(position), name), error, compared.alone.get(name, Error(math.nan, math.nan)))
+        for number, (name, mine) in enumerate(compared.mine.items()):
+            alone = compared.alone.get(name, Error(math.nan, math.nan))
+            self.add(Place(step, block_position(number), name), mine, alone)
         self.blocks = max(self.blocks, len(compared.mine))
 
     def first(self) -> Finding | None:
@@ -78,8 +88,8 @@ class Measured:
         """Return the error at a place in units of one rank's, or of the smallest that counts; 0 for other findings."""
         if place not in self.mine:
             return 0.0
-        error, unit = self.mine[place].rms, max(self.alone[place].rms, FLOORS.get(self.dtype, 0.0) / FACTOR)
-        return error / unit if unit else (0.0 if error == 0 else math.inf)
+        mine, unit = self.mine[place].rms, max(self.alone[place].rms, FLOORS.get(self.dtype, 0.0) / FACTOR)
+        return mine / unit if unit else (0.0 if mine == 0 else math.inf)
 
 
 @dataclass(frozen=True)

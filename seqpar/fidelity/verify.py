@@ -113,12 +113,13 @@ def _calls(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], evalua
     mesh = calls.mesh_of(target)
     evaluations = _agreed(mesh, evaluations)
     with Costing(mesh) as costing:
-        made = calls.recorded(target, args, kwargs, evaluations)
+        made, ending = calls.recorded(target, args, kwargs, evaluations)
         if not made:
             raise ValueError(f"got a {type(target).__name__} that did not call its transformer, expected a call")
         measured = calls.measure(made)
+        notes = calls.compare_pipelines(measured, made, ending)
         models = list({id(each.module): each.module for each in made}.values())
-        return costing.verdict(measured, models, _what(mesh, calls.plan_of(made[0]), measured.dtype))
+        return costing.verdict(measured, models, _what(mesh, calls.plan_of(made[0]), measured.dtype), notes)
 
 
 def _what(mesh: Mesh, plan: Plan, dtype: torch.dtype) -> str:

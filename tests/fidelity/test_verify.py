@@ -282,14 +282,16 @@ def test_pipelines_are_verified_and_left_as_they_were(
 
 
 def test_weights_that_differ_between_ranks_are_found(ranks: Pool) -> None:
-    assert ranks.run(2, with_weights) == [["rank 1 has other weights than rank 0: bias", None]] * 2
+    changed, swapped = (f"rank 1 has other weights than rank 0: {name}" for name in ("bias", "weight"))
+    assert ranks.run(2, with_weights) == [[changed, swapped, None]] * 2
 
 
 def with_weights(rank: int, world: int, device: torch.device) -> list[str | None]:
-    """Return what is found where one rank has another weight, and where all have the same."""
-    layer, mesh = linear(), Mesh.joined(device)
-    layer.bias.view(torch.int16)[1] += rank
-    return [other_weights(mesh, layer), other_weights(mesh, linear())]
+    """Return what is found where one rank has another weight, two swapped rows, and the same weights."""
+    changed, swapped, mesh = linear(), linear(), Mesh.joined(device)
+    changed.bias.view(torch.int16)[1] += rank
+    swapped.weight.copy_(swapped.weight.roll(rank, 0))
+    return [other_weights(mesh, layer) for layer in (changed, swapped, linear())]
 
 
 def linear(seed: int = 0) -> nn.Linear:

@@ -149,7 +149,8 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     hashed = hashlib.sha256()
     for name, x in sorted(tensors.items()):
         hashed.update(name.encode())
-        hashed.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        whole = x.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)  # one number may have stride 0
+        hashed.update(whole.view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()[:16]
 
 

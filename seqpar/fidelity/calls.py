@@ -2,9 +2,10 @@
 
 The pipeline runs as it always does (with its CUDA graphs, and both branches of guidance at a time), and the arguments
 and results of its transformer's calls are kept. Then each call is computed again by the ranks without a graph, where
-its blocks are read, and by one rank alone: by the transformer's own forward in its data type and in fp32.
+its heads and blocks are read, and by one rank alone: by the transformer's own forward in its data type and in fp32.
+Guidance and schedulers, which every rank computes, are compared by the bits that ranks pass to the next call.
 When it wins: it needs no knowledge of the pipeline, and shows errors of everything that surrounds the transformer's
-blocks as well. Schedulers, text encoders and the VAE are not verified.
+blocks as well. Text encoders and the VAE are not verified.
 """
 
 from __future__ import annotations

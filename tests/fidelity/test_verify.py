@@ -281,6 +281,19 @@ def test_pipelines_are_verified_and_left_as_they_were(
     assert first[2] == first[3]
 
 
+def with_other_noise(rank: int, world: int, device: torch.device) -> tuple[str, ...]:
+    """Return the notes on a run for which each rank draws noise of its own, of which rank 0's is everyone's."""
+    pipe, asked = pipe_of("sd3 generic", mesh_for("ulysses", world, device), device, ("ulysses", 1, "peer"))
+    with redirect_stdout(io.StringIO()):
+        return verify(pipe, **asked, generator=torch.Generator().manual_seed(rank), evaluations=2).notes
+
+
+def test_ranks_that_draw_other_noise_are_no_fault_but_noted(ranks: Pool) -> None:
+    first, second = ranks.run(2, with_other_noise)
+    assert first == second
+    assert "guidance and scheduler are not compared" in first[0]
+
+
 def test_weights_that_differ_between_ranks_are_found(ranks: Pool) -> None:
     changed, swapped = (f"rank 1 has other weights than rank 0: {name}" for name in ("bias", "weight"))
     assert ranks.run(2, with_weights) == [[changed, swapped, None]] * 2

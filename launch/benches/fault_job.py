@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +25,7 @@ LOOK_S = 0.02  # between two looks at the processes
 SHARED = Path("/dev/shm")
 # caches of torch, the logs of torchrun's own agent, and semaphores, which Python's own tracker of resources removes
 KEPT = ("torchinductor_", "torchelastic_", "sem.mp-")
-SETTLE_S = 1.0  # a file that another job is about to remove is gone after this time
+SETTLE_S = 1.0  # a file that someone else is about to remove, as Python's tracker does, is gone after this time
 DIGEST = re.compile(r"latents ([0-9a-f]{16})")
 BAR = re.compile(r"[^\r\n]*?\d+/\d+ \[[^\]\r\n]*/s\]|\r")
 Process = tuple[int, int]
@@ -135,14 +135,14 @@ def carried_out(job: Job, start: Callable[[Job], Started] = by_command) -> Outco
         (job.folder / name).mkdir(parents=True)
     shared, began = _names(SHARED), time.time()
     process = start(job)
-    code, gone = _watched(job, process, began)
+    code, gone, made = _watched(job, process, began, shared)
     moment = job.plant.moment()
     since = float(moment.read_text()) if moment.exists() else began
     # the folder of the user's name is CuTe DSL's, which keeps compiled kernels there
     left = [
-        *_left(SHARED, shared),
-        *_left(job.folder / "tmp", {getpass.getuser()}),
-        *_left(job.out.parent, {job.out.name}),
+        *_left(SHARED, made),
+        *_left(job.folder / "tmp", _names(job.folder / "tmp") - {getpass.getuser()}),
+        *_left(job.out.parent, _names(job.out.parent) - {job.out.name}),
     ]
     if code is None:
         left.append(f"processes after {job.limit_s:g} s")
@@ -150,20 +150,24 @@ def carried_out(job: Job, start: Callable[[Job], Started] = by_command) -> Outco
     return Outcome(code, gone - since, told, tuple(left), job.out.exists())
 
 
-def _watched(job: Job, process: Started, began: float) -> tuple[int | None, float]:
-    """Return the exit code (None for a job that had to be killed), and when its last process was gone."""
-    seen, waiting = {(process.pid, _ticks(process.pid) or 0)}, list(job.signals)
+def _watched(job: Job, process: Started, began: float, shared: set[str]) -> tuple[int | None, float, set[str]]:
+    """Return the exit code (None for a job that had to be killed), when its last process was gone, and what it shared.
+
+    shared: the names of shared memory that were there before.
+    """
+    seen, waiting, made = {(process.pid, _ticks(process.pid) or 0)}, list(job.signals), set[str]()
     while True:
         code = process.poll()
         seen |= _descendants(seen)
         alive = [each for each in seen if _alive(each)]
+        made |= _made(_names(SHARED) - shared - made, [pid for pid, _ in seen])
         if code is not None and not alive:
-            return code, time.time()
+            return code, time.time(), made
         if time.time() - began > job.limit_s:
             _kill(alive)
             while process.poll() is None:
                 time.sleep(LOOK_S)
-            return None, time.time()
+            return None, time.time(), made
         waiting = _sent(job, process, alive, waiting)
         time.sleep(LOOK_S)
 
@@ -225,13 +229,28 @@ def _descendants(known: set[Process]) -> set[Process]:
     return found
 
 
+def _made(names: set[str], processes: Sequence[int]) -> set[str]:
+    """Return the names of shared memory that these processes have open or mapped, or whose names hold their ids."""
+    if not names:
+        return set()
+    own = {name for name in names if {int(digits) for digits in re.findall(r"\d+", name)} & set(processes)}
+    for pid in processes:
+        try:
+            links = (os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir())
+            paths = {*links, *re.findall(rf"{SHARED}/.*", Path(f"/proc/{pid}/maps").read_text())}
+        except OSError:  # it has ended, or has closed a file meanwhile; the next look sees what is still open
+            continue
+        own |= {name for name in names if str(SHARED / name) in paths}
+    return own
+
+
 def _names(folder: Path) -> set[str]:
     return {name for name in os.listdir(folder) if not name.startswith(KEPT)} if folder.is_dir() else set()
 
 
-def _left(folder: Path, expected: set[str]) -> list[str]:
-    """Return the files of a folder that were not there before, once they have had time to go."""
+def _left(folder: Path, names: set[str]) -> list[str]:
+    """Return which of these files are still there, once they have had time to go."""
     end = time.monotonic() + SETTLE_S
-    while (more := _names(folder) - expected) and time.monotonic() < end:
+    while (more := _names(folder) & names) and time.monotonic() < end:
         time.sleep(LOOK_S)
     return [str(folder / name) for name in sorted(more)]

@@ -97,6 +97,14 @@ class Compared:
     _kept: dict[str, Tensor] = field(default_factory=dict)
     _takes: dict[str, Take] = field(default_factory=dict)
 
+    def count(self) -> int:
+        """Return how many outputs are kept."""
+        return len(self._kept)
+
+    def names(self) -> list[str]:
+        """Return the names of the kept outputs, in the order of the run."""
+        return [*self._kept]
+
     def keep(self, name: str, x: Tensor) -> None:
         """Keep a block's output of the ranks' run."""
         self._kept[name] = x.clone()

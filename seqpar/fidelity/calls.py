@@ -2,9 +2,10 @@
 
 The pipeline runs as it always does (with its CUDA graphs, and both branches of guidance at a time), and the arguments
 and results of its transformer's calls are kept. Then each call is computed again by the ranks without a graph, where
-its blocks are read, and by one rank alone: by the transformer's own forward in its data type and in fp32.
+its heads and blocks are read, and by one rank alone: by the transformer's own forward in its data type and in fp32.
+Guidance and schedulers, which every rank computes, are compared by the bits that ranks pass to the next call.
 When it wins: it needs no knowledge of the pipeline, and shows errors of everything that surrounds the transformer's
-blocks as well. Schedulers, text encoders and the VAE are not verified.
+blocks as well. Text encoders and the VAE are not verified.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from seqpar.adapter.body import Inside
 from seqpar.adapter.call import Call
@@ -25,12 +27,12 @@ from seqpar.adapter.parallelize import transformers_of
 from seqpar.adapter.promises import Promise, plain
 from seqpar.adapter.signature import Form, form_of
 from seqpar.fidelity.blocks import Compared, Share, watched
-from seqpar.fidelity.compare import Error, Place, digest, error
+from seqpar.fidelity.compare import Error, Place, digest, error, first_unequal
 from seqpar.fidelity.conditioning import Conditioning
+from seqpar.fidelity.heads import Heads
 from seqpar.fidelity.held import held
-from seqpar.fidelity.judging import full_precision
-from seqpar.fidelity.verdict import WHOLE, Measured
-from seqpar.fidelity.widened import wide, widened
+from seqpar.fidelity.verdict import AFTER, BITS, WHOLE, Measured
+from seqpar.fidelity.widened import full_precision, wide, widened
 from seqpar.mesh import Mesh
 from seqpar.planner.plan import Plan
 
@@ -106,13 +108,13 @@ def plan_of(made: Made) -> Plan:
     return made.call.body.inside(made.arguments.whole).ranks.plan
 
 
-def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int) -> list[Made]:
-    """Return the calls that a pipeline makes, or several calls of a transformer.
+def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int) -> tuple[list[Made], str]:
+    """Return the calls that a pipeline makes, or several calls of a transformer, and the digest of the latents.
 
     steps: of a pipeline's run, unless its arguments say so; its pictures are not decoded. A transformer is called as
     often with the same arguments.
     """
-    made = list[Made]()
+    made, ending = list[Made](), ""
     with _recording(transformers_of(target).values(), made):
         if isinstance(target, nn.Module):
             for _ in range(steps):
@@ -120,8 +122,28 @@ def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps:
         else:
             parameters = inspect.signature(type(target).__call__).parameters
             asked = {"num_inference_steps": steps, "output_type": "latent"}
-            target(*args, **{**{name: value for name, value in asked.items() if name in parameters}, **kwargs})
-    return made
+            settings = {**{name: value for name, value in asked.items() if name in parameters}, **kwargs}
+            returned = target(*args, **settings)
+            if settings.get("output_type") == "latent":
+                tensors = (x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor))
+                ending = digest({str(number): plain(x) for number, x in enumerate(tensors)})
+    return made, ending
+
+
+def compare_pipelines(measured: Measured, made: Sequence[Made], ending: str) -> tuple[str, ...]:
+    """Compare the bits that the ranks' pipelines pass to the transformer: guidance and schedulers make them of results.
+
+    ending: digest of what the pipeline returned. Returns a note where the ranks were given different inputs from the
+    first call on, of which rank 0's are used. All ranks must call this together.
+    """
+    mine = [*(digest(each.arguments.tensors) for each in made), ending]
+    every = made[0].call.mesh.collect(mine)
+    if len({each[0] for each in every}) > 1:
+        return ("guidance and scheduler are not compared, because ranks pass other tensors from the first call on",)
+    if (index := first_unequal(mine, every[0])) is not None:
+        place = made[index].place(-1, "the call") if index < len(made) else made[-1].place(AFTER, "the pipeline's end")
+        measured.find(place, BITS.format("rank 0's pipeline passes, which comes from its guidance or scheduler"))
+    return ()
 
 
 @contextmanager
@@ -148,7 +170,8 @@ def measure(made: Sequence[Made]) -> Measured:
         for call in {id(each.call): each.call for each in made}.values():
             call.release()  # the transformer's own forward must be free of hooks; the next call makes all again
         for look in looks:
-            held(look.made.call.mesh, lambda look=look: look.by_one(measured))
+            mesh, place = look.made.call.mesh, look.made.place(WHOLE, "the result")
+            measured.compare_references(mesh, place, held(mesh, lambda look=look: look.by_one(measured)))
     return measured
 
 
@@ -161,13 +184,22 @@ class _Look:
         self._inside: Inside = made.call.body.inside(self._given.whole)
         self._ours = made.results.each(plain)  # a promise is computed now, on all ranks
         self._compared = Compared(Share({}, mesh.sequence.size, mesh.sequence.rank))
-        with watched([self._inside.module], self._compared.keep):
-            made.call.body(self._given.whole)
-        ranks, own = self._inside.ranks, self._inside.alone is None
+        ranks, own, heads = self._inside.ranks, self._inside.alone is None, Heads(self._compared.count)
+        attend = ranks.attend
+        try:
+            vars(ranks)["attend"] = lambda *kind, **masked: heads.watch(attend(*kind, **masked))
+            with watched([self._inside.module], self._compared.keep):
+                made.call.body(self._given.whole)
+        finally:
+            del vars(ranks)["attend"]
+        self._wrong = [*heads.wrong(mesh.sequence, self._compared.names())]
         self._compared.share = Share(dict(ranks.last.lengths), ranks.axis.size, ranks.axis.rank, ordered=not own)
 
-    def by_one(self, measured: Measured) -> None:
-        """Compute the call on this rank alone, in fp32 (fp64 for fp64) and in the model's data type, and compare."""
+    def by_one(self, measured: Measured) -> Results:
+        """Compute the call on this rank alone, in fp32 (fp64 for fp64) and in the model's data type, and compare.
+
+        Returns the results in the wider type.
+        """
         made, dtype = self.made, torch.promote_types(measured.dtype, torch.float32)
         given, ours = self._given.each(lambda x: wide(x, dtype)), dict(self._ours.tensors)
         truth, alone = self._by_own(given, dtype) if self._inside.alone is None else self._by_native(given, dtype)
@@ -179,6 +211,7 @@ class _Look:
                 truth = self._forward(given)
             alone = self._forward(self._given)
             measured.add(made.place(WHOLE + 1, "the result, by diffusers' own forward"), *_errors(ours, alone, truth))
+        return truth
 
     def _by_own(self, given: Form, dtype: torch.dtype) -> tuple[Results, Results]:
         """Return the results of the transformer's own forward in the wider type, and in its own."""
@@ -214,6 +247,8 @@ class _Look:
         for place, mine in single.mine.items():
             measured.add(self.made.place(place.position, place.name), mine, single.alone[place])
         measured.found += single.found
+        for position, name, reason in self._wrong:
+            measured.find(self.made.place(position, name), reason)
         measured.blocks = max(measured.blocks, single.blocks)
 
 

@@ -22,6 +22,7 @@ FACTOR = 1.25  # an error may be this many times the error of one rank in the sa
 PLACE_FACTOR, LARGEST_FACTOR = 1.6, 4.0
 # errors up to this are rounding: in fp32 and fp64 the order of a sum decides how large they are
 FLOORS = {torch.float64: 1e-11, torch.float32: 1e-5}
+WIDER = {torch.float32: torch.float64, torch.float64: torch.float64}  # the reference of other data types is fp32
 
 
 @dataclass(frozen=True, order=True)
@@ -148,7 +149,8 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     hashed = hashlib.sha256()
     for name, x in sorted(tensors.items()):
         hashed.update(name.encode())
-        hashed.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        whole = x.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)  # one number may have stride 0
+        hashed.update(whole.view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()[:16]
 
 

@@ -14,8 +14,7 @@ CUDA graph. The same in a narrower data type is the "plain" run of that type. A 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from seqpar.fidelity.compare import FLOORS, Bound, Error, Place, bound, first_ov
 from seqpar.fidelity.pictures import Likeness, likeness
 from seqpar.fidelity.trajectory import Trajectory, on_own_inputs, on_same_inputs, record, shared
 from seqpar.fidelity.ways import Meshes, Way
+from seqpar.fidelity.widened import full_precision
 from seqpar.mesh import Mesh
 from seqpar.planner.costs import facts_of
 from seqpar.planner.plan import Choice
@@ -141,18 +141,6 @@ def judge(
         rows += [made.plain, *mine]
         pictures += worst_pictures
     return Judged(tuple(rows), tuple(pictures), tuple(notes))
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Turn TF32 off in matrix products and convolutions."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def plain_engine(model: SequenceModel, alone: Mesh) -> DistributedDiT:

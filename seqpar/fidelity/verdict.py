@@ -1,25 +1,32 @@
 """The result of a verification: errors of every rank at every block and step, and the first one that is too large.
 
 An error may be 1.25 times that of one rank alone in the same data type, both measured by one rank in a wider type (over
-all places together, and no place by more than errors scatter; see `compare.first_over`). The state of a run of its own
-may be twice as wrong, because rounding grows by chance in a run. It fails closed: what is not compared does not hold.
+all places together, and no place by more than errors scatter; see `compare.first_over`). It fails closed: what is not
+compared does not hold.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from seqpar.fidelity.blocks import Compared
-from seqpar.fidelity.compare import FACTOR, FLOORS, Error, Finding, Place, bound, first_over
+from seqpar.fidelity.compare import FACTOR, FLOORS, Error, Finding, Place, bound, error, first_over
+from seqpar.inputs import broadcast
 from seqpar.mesh import Mesh
 
 WHOLE, AFTER = 10**6, 2 * 10**6  # positions of a step's prediction and of the state after it: they follow its blocks
-OWN_FACTOR = 2.0  # of the state of a run of its own
+EXACT = Error(0.0, 0.0)
 BITS = "other bits than {}, expected the same"
+
+
+def block_position(number: int) -> int:
+    """Return the position of a block's output in its step; attentions before it have the even one before."""
+    return 2 * number + 1
 
 
 class VerificationError(FloatingPointError):
@@ -50,24 +57,26 @@ class Measured:
         """Add what is wrong at a place."""
         self.found.append(Finding(place, reason))
 
+    def compare_references(self, mesh: Mesh, place: Place, truth: Mapping[str, Tensor]) -> None:
+        """Compare what this rank computes alone in the wider type with rank 0's; all ranks must call this together."""
+        reason = bound(EXACT, torch.float32).why_not(error(truth, broadcast(mesh, truth)))
+        if reason is not None:
+            self.find(place, f"{reason}, between what this rank and what rank 0 compute alone")
+
     def add_blocks(self, step: int, compared: Compared) -> None:
         """Add the errors of all blocks of a step."""
         if (reason := compared.missing()) is not None:
             self.find(Place(step, 0, "a block"), reason)
-        for position, (name, error) in enumerate(compared.mine.items()):
-            self.add(Place(step, position, name), error, compared.alone.get(name, Error(math.nan, math.nan)))
+        for number, (name, mine) in enumerate(compared.mine.items()):
+            alone = compared.alone.get(name, Error(math.nan, math.nan))
+            self.add(Place(step, block_position(number), name), mine, alone)
         self.blocks = max(self.blocks, len(compared.mine))
 
     def first(self) -> Finding | None:
         """Return the first place at which something is wrong; ValueError if no prediction was compared."""
-        found = list(self.found)
-        for own in (False, True):
-            errors = {place: error for place, error in self.mine.items() if (place.position == AFTER) is own}
-            factor = OWN_FACTOR if own else FACTOR
-            bounds = {place: bound(self.alone[place], self.dtype, factor) for place in errors}
-            over = first_over(errors, bounds) if errors or not own else None
-            found += [] if over is None else [over]
-        return min(found, key=lambda each: each.place, default=None)
+        bounds = {place: bound(self.alone[place], self.dtype) for place in self.mine}
+        over = first_over(self.mine, bounds)
+        return min([*self.found, *([] if over is None else [over])], key=lambda each: each.place, default=None)
 
     def worst(self) -> tuple[float, Place]:
         """Return the largest error in units of one rank's, and its place."""
@@ -79,8 +88,8 @@ class Measured:
         """Return the error at a place in units of one rank's, or of the smallest that counts; 0 for other findings."""
         if place not in self.mine:
             return 0.0
-        error, unit = self.mine[place].rms, max(self.alone[place].rms, FLOORS.get(self.dtype, 0.0) / FACTOR)
-        return error / unit if unit else (0.0 if error == 0 else math.inf)
+        mine, unit = self.mine[place].rms, max(self.alone[place].rms, FLOORS.get(self.dtype, 0.0) / FACTOR)
+        return mine / unit if unit else (0.0 if mine == 0 else math.inf)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 It takes the first evaluations of the model in the run's own size, layout and data type. The accepted error is 1.25
 times that of one rank in the same data type, both compared with one rank in a wider one (fp32 for 16 bits, fp64 for
-fp32); in exact mode, strategies that only move data must have one rank's bits. Text encoders and VAEs are not verified.
+fp32): of each head of attention, of each block, of each prediction. Guidance and scheduler start from the ranks' own
+prediction and must be right to rounding; in exact mode, strategies that only move data must have one rank's bits.
+Text encoders and VAEs are not verified.
 When it wins: for the first run on a new machine, driver or version of torch. An evaluation costs about as much as ten
 to twenty of one rank alone, because the reference computes without TF32, and one rank must have the memory for the run.
 """
@@ -113,12 +115,13 @@ def _calls(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], evalua
     mesh = calls.mesh_of(target)
     evaluations = _agreed(mesh, evaluations)
     with Costing(mesh) as costing:
-        made = calls.recorded(target, args, kwargs, evaluations)
+        made, ending = calls.recorded(target, args, kwargs, evaluations)
         if not made:
             raise ValueError(f"got a {type(target).__name__} that did not call its transformer, expected a call")
         measured = calls.measure(made)
+        notes = calls.compare_pipelines(measured, made, ending)
         models = list({id(each.module): each.module for each in made}.values())
-        return costing.verdict(measured, models, _what(mesh, calls.plan_of(made[0]), measured.dtype))
+        return costing.verdict(measured, models, _what(mesh, calls.plan_of(made[0]), measured.dtype), notes)
 
 
 def _what(mesh: Mesh, plan: Plan, dtype: torch.dtype) -> str:

@@ -21,7 +21,21 @@ from seqpar.mesh import Mesh
 # which changes the modulation more than all blocks round; every way of computing does so alike, and the reference, too
 MODULATED = ("modulate", "modulate_call")
 ROUNDED = ("pooled_projections",)  # their arguments that have the model's data type
+PLACES = 1 << 24  # values of a weight that are summed at a time, which takes 16 bytes for each
+SPREAD = 0x1E3779B97F4A7C15  # odd and large, so that the factors of neighbours have nothing in common
 LEAST = 2  # bytes of a floating-point weight that can be converted as it is; smaller ones are quantised
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Turn TF32 off in matrix products and convolutions."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class _Wide(dict[str, Any]):
@@ -124,7 +138,8 @@ def _refuse_quantised(layer: nn.Module) -> None:
 def other_weights(mesh: Mesh, model: nn.Module) -> str | None:
     """Return in words which weight of which rank has other values than rank 0's, or None.
 
-    Sums of all bits are compared, which takes one pass over the weights. Every rank must call this at the same time.
+    Sums of all bits, each times a number of its place, are compared, which takes one pass over the weights. Every rank
+    must call this at the same time.
     """
     every = mesh.collect({name: _sum(x) for name, x in model.named_parameters()})
     for rank, sums in enumerate(every):
@@ -135,5 +150,14 @@ def other_weights(mesh: Mesh, model: nn.Module) -> str | None:
 
 
 def _sum(x: Tensor) -> int:
+    """Return a sum of a weight's bits in which every place counts differently, modulo 2^64.
+
+    The factors are odd, so that any change of one value changes the sum; those of two places are never equal.
+    """
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(x.detach().contiguous().view(kinds[x.itemsize]).sum(dtype=torch.int64))
+    bits, total, start = x.detach().contiguous().view(-1).view(kinds[x.itemsize]), 0, 0
+    for part in bits.split(PLACES):
+        factors = torch.arange(start, start + len(part), device=x.device).mul_(2 * SPREAD).add_(1)
+        total += int((factors * part).sum())
+        start += len(part)
+    return total % 2**64

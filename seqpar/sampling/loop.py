@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, Unpack
 
@@ -91,9 +92,10 @@ class Sampler:
         made = course(rank_0s(self.dit.mesh, request), self._decided)
         run, captured = self._ready(made), self._graph and why_not_captured(self.dit, made.decision) is None
         for index in range(len(made.timesteps_S)):
-            if captured:
-                run.capture()
-            run.step()
+            with _checked_before(index):
+                if captured:
+                    run.capture()
+                run.step()
             on_step(index)
         self.dit.wait()  # before the next collective, which would wait for a rank that has died
         # copies, because without a gather a stream of tokens is the buffer that the next call writes to
@@ -132,6 +134,18 @@ class Sampler:
         if self._run is not None:
             self._run.release()
         self._run = self._kind = self._made = None
+
+
+@contextmanager
+def _checked_before(index: int) -> Iterator[None]:
+    """Make a ValueError of a step a RuntimeError: a run's arguments are checked before, so that no caller is to blame.
+
+    The command counts a ValueError as the user's mistake (`seqpar.cli.exits`).
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise RuntimeError(f"step {index + 1} failed: {error}") from error
 
 
 def why_no_graph(dit: DistributedDiT, scheduler: Any) -> str | None:

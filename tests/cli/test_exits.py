@@ -9,15 +9,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NoReturn
 
 import pytest
 import torch
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
-from seqpar.cli.exits import INTERRUPTED_S, LONGEST, Report, line_of
+from seqpar import DistributedDiT, Guidance, sample
+from seqpar.cli.exits import INTERRUPTED_S, LONGEST, Report, kind_of, line_of
 from seqpar.cli.stopped import AGENT, end_ranks, stopped_ranks
+from seqpar.local import sdpa
+from tests.support.tiny import diffusers_dit
 
 NO_MEMORY = "[enforce fail at alloc_cpu.cpp:130] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
 
@@ -48,6 +53,26 @@ def test_the_code_tells_mistakes_from_what_went_wrong(error: Exception, kind: st
     assert (report.kind, report.code) == (kind, code)
     assert ("Traceback" in report.text) == (kind == "bug")
     assert report.text.startswith("error: ") or kind == "bug"
+
+
+def test_a_value_error_of_a_step_is_a_bug_and_one_of_the_arguments_or_the_caller_a_mistake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dit, noise, labels = DistributedDiT(diffusers_dit()), torch.zeros(1, 4, 4, 4), {"class_labels": torch.tensor([1])}
+
+    def kind(on_step: Callable[[int], None], **settings: Any) -> tuple[str, str]:
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            sample(dit, DDIMScheduler(), noise, labels, guidance=Guidance(1.0), on_step=on_step, **settings)
+        return kind_of(raised.value), str(raised.value)
+
+    def failing(*_: object) -> NoReturn:
+        raise ValueError("got 3, expected 4")
+
+    assert kind(lambda index: None, steps=0) == ("mistake", "got steps=0, expected a whole number from 1 to 10000")
+    assert kind(failing, steps=2) == ("mistake", "got 3, expected 4")
+    monkeypatch.setattr(sdpa, "attend", failing)
+    dit.release()
+    assert kind(lambda index: None, steps=2) == ("bug", "step 1 failed: got 3, expected 4")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import time
 from typing import Any
 
 from launch.benches.fault_job import Job, Started
-from tests.support.pool import PRELOADED
 
 
 class Forked:
@@ -60,10 +59,11 @@ class Starter:
 
 
 def forked(job: Job) -> Started:
-    """Start `seqpar WORDS` with its ranks; `fault_job.by_command` does the same with new Pythons."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)  # no effect where the pool has started the server
-    process = context.Process(target=_start, args=(job,))
+    """Start `seqpar WORDS` with its ranks; `fault_job.by_command` does the same with new Pythons.
+
+    The server must run (`tests.support.pool.server`), because threads call this.
+    """
+    process = multiprocessing.get_context("forkserver").Process(target=_start, args=(job,))
     process.start()
     return Starter(process)
 
@@ -76,7 +76,7 @@ def _start(job: Job) -> None:
     os.dup2(told, 1)
     os.dup2(told, 2)
     setattr(SubprocessHandler, "_popen", lambda _, words, environment: Forked(words, environment))  # noqa: B010
-    _become(job.command(), {**os.environ, **job.settings(), "CUDA_VISIBLE_DEVICES": ""})
+    _become(job.command(), {**os.environ, **job.settings()})
 
 
 def _become(words: tuple[str, ...] | list[str], environment: dict[str, str]) -> None:

@@ -5,19 +5,24 @@ The jobs are those of `launch/bench.py faults`, which runs every fault, on GPUs 
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
 
 from launch.benches.fault_cases import CASES, NOTHING, Case, Deadlines, for_a_while, wrong
 from launch.benches.fault_job import Job, Outcome, carried_out
 from launch.benches.faults import WORDS
 from tests.faults.forked import forked
+from tests.support.pool import server
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 
@@ -68,6 +73,7 @@ def ended(name: str, transport: str) -> Outcome:
 @pytest.fixture(scope="module")
 def outcomes() -> Iterator[dict[tuple[str, str], Future[Outcome]]]:
     """Return how the jobs end; some run at the same time, and each starts as soon as another one is gone."""
+    server()
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         jobs = ((NOTHING.name, "peer"), *HERE)
         yield {job: pool.submit(ended, *job) for job in jobs}
@@ -84,10 +90,24 @@ def test_a_fault_ends_in_time_and_leaves_nothing(
     assert wrong(case_of(name), outcome, deadlines_of(case_of(name)), bits) == [], "\n".join(outcome.lines)
 
 
-def scripted(folder: Path, script: str) -> Outcome:
-    """Return how a shell script ends, watched as a job; `$0` is its folder."""
+def test_ranks_that_are_forked_see_no_gpu() -> None:
+    """Whatever the machine has: the server they come from may have initialised CUDA."""
+    ours, theirs = multiprocessing.Pipe()
+    process = server().Process(target=_tell_gpus, args=(theirs,))
+    process.start()
+    assert ours.recv() == ("", 0)
+    process.join()
+
+
+def _tell_gpus(pipe: Connection) -> None:
+    pipe.send((os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.device_count()))
+
+
+def scripted(folder: Path, script: str, besides: Callable[[], object] = lambda: None) -> Outcome:
+    """Return how a shell script ends, watched as a job; `$0` is its folder. besides: what another program does."""
 
     def start(job: Job) -> subprocess.Popen[bytes]:
+        besides()
         (job.folder / "told").write_text("")
         return subprocess.Popen(["sh", "-c", script, str(job.folder)])
 
@@ -102,6 +122,7 @@ def test_negative_control_what_is_left_is_noticed(tmp_path: Path) -> None:
         "hang": ("sleep 60", "left processes after 1 s"),
         "orphan": ("sleep 60 & sleep 0.3; exit 1", "left processes after 1 s"),
         "shared": ("echo > /dev/shm/seqpar-test-$$; exit 1", "left /dev/shm/seqpar-test-"),
+        "held": ("exec 3> /dev/shm/seqpar-test-held; sleep 0.5; exit 1", "left /dev/shm/seqpar-test-held"),
         "temporary": ("echo > $0/tmp/seqpar-x; exit 1", f"left {tmp_path}/temporary/tmp/seqpar-x"),
         "partial": ("echo > $0/out/.picture.part.png; exit 1", f"left {tmp_path}/partial/out/.picture.part.png"),
         "picture": ("echo > $0/out/picture.png; exit 1", "a picture"),
@@ -115,6 +136,9 @@ def test_negative_control_what_is_left_is_noticed(tmp_path: Path) -> None:
     for (_, message), end in zip(scripts.values(), ends, strict=True):
         found = wrong(killed, end, deadlines, None)
         assert any(text.startswith(message) for text in found), (message, found)
+    stranger = Path(f"/dev/shm/sem.loky-{os.getpid()}-test")
+    assert scripted(tmp_path / "stranger", "sleep 0.1", lambda: stranger.write_text("")).left == ()
+    stranger.unlink()
     late = Outcome(1, 9.0, "error: rank 1 waited", (), picture=False)
     assert wrong(killed, late, deadlines, None) == ["gone after 9.0 s, expected 5"]
     assert wrong(NOTHING, replace(late, code=0, picture=True), deadlines, "0" * 16) == [

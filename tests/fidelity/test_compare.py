@@ -69,6 +69,7 @@ def test_bits_differ_first_where_they_differ() -> None:
     nearly = torch.nextafter(x, x + 1)
     assert digest({"a": x}) == digest({"a": x.clone()}) != digest({"a": nearly})
     assert digest({"a": x}) != digest({"b": x})
+    assert digest({"a": x[1].expand(1)}) == digest({"a": x[1]}) == digest({"a": x[1:2]})  # as pipelines pass timesteps
     assert first_unequal("aab", "aab") is None
     assert (first_unequal("aab", "abb"), first_unequal("aa", "aab")) == (1, 2)
 

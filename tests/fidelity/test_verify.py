@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import io
 import re
-import time
+import uuid
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 import seqpar
 from seqpar import Guidance
+from seqpar.attention import ulysses
+from seqpar.attention.ulysses import Ulysses
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.distributed import DistributedDiT
@@ -23,12 +29,14 @@ from seqpar.fidelity.blocks import Compared, Share, blocks_of
 from seqpar.fidelity.verify import VerificationError, verify
 from seqpar.fidelity.widened import other_weights, widened
 from seqpar.kernels.flags import Flags
+from seqpar.local import sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import large_dit
 from seqpar.pipelines import flux, unidiffuser
 from seqpar.pipelines.class_labels import Files, Pipeline
 from seqpar.planner.search import Wish
 from seqpar.sampling.loop import digest
+from seqpar.sampling.run import Run
 from seqpar.transports.collective.exchange import CollectiveToHeads
 from seqpar.weights.find import Blueprint
 from tests.fidelity.test_judging import Fault, lost_shard, rotary_off_by_one, swapped_branches
@@ -38,7 +46,6 @@ from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 
 LABELS = {"guidance": Guidance(4.0), "size": (64, 64)}
-LATE_S = 0.003
 Layout = tuple[str, int, str]
 """Strategy, size of the cfg axis, transport."""
 
@@ -48,30 +55,100 @@ def none(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def stale_flag(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let rank 0 find flags of peer memory raised already, as if they were left from before, and rank 1 be late."""
-    true, forward = Flags.of, nn.Linear.forward
+    """Let rank 0 find flags of peer memory raised already, as if they were left from before.
+
+    Rank 1 writes for an attention only after rank 0 has ended it, so that rank 0 always reads what was there before.
+    """
+    true, attend, write, calls = Flags.of, Ulysses.__call__, ulysses.write, list[int]()
+    names = [uuid.uuid4().hex]
+    dist.broadcast_object_list(names, 0)
+    store: Any = distributed_c10d._get_default_store()
 
     def of(*args: Any) -> Flags:
         made = true(*args)
         made.counts[1] = -(10**6) if rank == 0 else 0
         return made
 
-    def late(layer: nn.Linear, x: Tensor) -> Tensor:
-        time.sleep(LATE_S if rank == 1 else 0)
-        return forward(layer, x)
+    def late(*given: Any, **named: Any) -> bool:
+        calls.append(1)
+        if rank == 1:
+            store.wait([f"{names[0]} {len(calls)}"])
+        return write(*given, **named)
+
+    def ended(self: Ulysses, *streams_and_mask: Any, **beside: Any) -> tuple[Tensor, ...]:
+        outs = attend(self, *streams_and_mask, **beside)
+        if self._axis.size > 1 and rank == 0:
+            store.set(f"{names[0]} {len(calls)}", "")
+        return outs
 
     patch.setattr(Flags, "of", of)
-    patch.setattr(nn.Linear, "forward", late)
+    patch.setattr(ulysses, "write", late)
+    patch.setattr(Ulysses, "__call__", ended)
+
+
+def head_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let a head of rank 1 be two percent off in the fifth of seven blocks, whatever its strategy is."""
+    true, calls = DistributedDiT.attend, list[int]()
+
+    def attend(dit: DistributedDiT, *kind: Any) -> Any:
+        right = true(dit, *kind)
+
+        def off(*streams_and_mask: Any, **beside: Any) -> tuple[Tensor, ...]:
+            outs = right(*streams_and_mask, **beside)
+            calls.append(1)
+            if (len(calls) - 1) % 7 == 4:
+                outs[0][:, :, 1] *= 1.02
+            return outs
+
+        setattr(off, "tokens", right.tokens)  # noqa: B010 (a function has no such name)
+        return off if rank == 1 and dit.mesh.world.size > 1 else right
+
+    patch.setattr(DistributedDiT, "attend", attend)
+
+
+def head_of_kernel_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let rank 1's kernel for attention compute its first head two percent off."""
+    true = sdpa.attend
+
+    def off(*q_k_v_mask: Any) -> tuple[Tensor, Tensor]:
+        out, lse = true(*q_k_v_mask)
+        out[:, :, 0] *= 1.02 if rank == 1 else 1
+        return out, lse
+
+    patch.setattr(sdpa, "attend", off)
+
+
+def guidance_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let the ranks' runs on rank 1 have a guidance scale that is one percent off."""
+    true = Run.__init__
+
+    def init(run: Run, dit: DistributedDiT, course: Any) -> None:
+        true(run, dit, course)
+        run._guidance_S *= 1.01 if rank == 1 and dit.mesh.world.size > 1 else 1
+
+    patch.setattr(Run, "__init__", init)
+
+
+def guidance_of_pipeline_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let rank 1's pipeline have a guidance scale that is one percent off."""
+    scale = property(lambda pipe: pipe._guidance_scale * (1.01 if rank == 1 else 1))
+    patch.setattr(StableDiffusion3Pipeline, "guidance_scale", scale)
+
+
+def reference_off(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let rank 1's layers compute other numbers, in the ranks' run and alone, so that it finds itself right."""
+    true = F.gelu
+    patch.setattr(F, "gelu", lambda *args, **named: true(*args, **named) * (1.001 if rank == 1 else 1))
 
 
 def lost_in_block_5_of_step_2(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let rank 1 lose the first rank's values in one block of one step, whichever of the step's runs it is."""
+    """Let rank 1 lose the first rank's values in one block of one step."""
     true, calls = CollectiveToHeads.deliver, list[int]()
 
     def lossy(exchange: Any, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = true(exchange, met)
         calls.append(1)
-        block, step = (len(calls) - 1) % 7, (len(calls) - 1) // 14  # two runs of the seven blocks in each step
+        block, step = (len(calls) - 1) % 7, (len(calls) - 1) // 7
         if rank == 1 and (block, step) == (4, 1):
             v[:, : exchange._layout.tokens[0]] = 0
         return q, k, v
@@ -105,6 +182,8 @@ def verified(
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
+HEADS = [("ring", 1, "peer"), ("kv_gather", 1, "collective"), ("kv_first", 1, "peer"), ("ulysses", 2, "collective")]
+GUIDED = [("ring", 1, "collective"), ("ulysses", 2, "peer")]
 
 
 @pytest.mark.parametrize(
@@ -112,9 +191,13 @@ BF16, FP32 = torch.bfloat16, torch.float32
     [
         (("ulysses", 1, "peer"), BF16, none, "holds"),
         (("kv_gather", 1, "collective"), FP32, rotary_off_by_one, "blocks.0, output 1 of step 1 on rank "),
-        (("ulysses", 2, "collective"), BF16, swapped_branches, "prediction of step 1 on rank 1: "),
-        (("ulysses", 1, "collective"), BF16, lost_in_block_5_of_step_2, "blocks.4, output 1 of step 2 on rank "),
-        (("ulysses", 1, "peer"), BF16, stale_flag, "blocks.0, output 1 of step 1 on rank "),
+        (("ulysses", 2, "collective"), BF16, swapped_branches, "the state after the prediction of step 1 on rank 1: "),
+        (("ulysses", 1, "collective"), BF16, lost_in_block_5_of_step_2, "attention in blocks.4 of step 2 on rank "),
+        (("ulysses", 1, "peer"), BF16, stale_flag, "attention in blocks.0 of step 1 on rank "),
+        *((layout, BF16, head_off, "attention in blocks.4 of step 1 on rank 1: head 1 of row 0 ") for layout in HEADS),
+        (("ulysses", 1, "collective"), BF16, head_of_kernel_off, "attention in blocks.0 of step 1 on rank "),
+        *((layout, BF16, guidance_off, "the state after the prediction of step 1 on rank ") for layout in GUIDED),
+        (("ulysses", 1, "collective"), BF16, reference_off, "prediction of step 1 on rank 1: "),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -179,9 +262,12 @@ def called(
     [
         ("flux ours", ("ulysses", 2, "collective"), none, "holds"),
         ("unidiffuser ours", ("ring", 1, "peer"), none, "holds"),
-        ("flux native", ("ulysses", 1, "collective"), lost_shard, "blocks.0.text, output 1 of step 1 on rank "),
+        ("flux native", ("ulysses", 1, "collective"), lost_shard, "attention in blocks.0.text of step 1 on rank "),
+        ("flux native", ("ring", 1, "peer"), head_of_kernel_off, "attention in blocks.0.text of step 1 on rank 1: "),
         ("flux generic", ("ulysses", 2, "collective"), none, "holds"),
-        ("sd3 generic", ("ulysses", 1, "collective"), lost_shard, "transformer_blocks.0, output 1 of step 1 on rank "),
+        ("sd3 generic", ("ulysses", 1, "collective"), lost_shard, "attention in transformer_blocks.0 of step 1 "),
+        ("sd3 generic", ("kv_gather", 1, "peer"), head_of_kernel_off, "attention in transformer_blocks.0 of step 1 "),
+        ("sd3 generic", ("ulysses", 2, "peer"), guidance_of_pipeline_off, "the call of step 2 on rank 1: other bits"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -195,15 +281,30 @@ def test_pipelines_are_verified_and_left_as_they_were(
     assert first[2] == first[3]
 
 
+def with_other_noise(rank: int, world: int, device: torch.device) -> tuple[str, ...]:
+    """Return the notes on a run for which each rank draws noise of its own, of which rank 0's is everyone's."""
+    pipe, asked = pipe_of("sd3 generic", mesh_for("ulysses", world, device), device, ("ulysses", 1, "peer"))
+    with redirect_stdout(io.StringIO()):
+        return verify(pipe, **asked, generator=torch.Generator().manual_seed(rank), evaluations=2).notes
+
+
+def test_ranks_that_draw_other_noise_are_no_fault_but_noted(ranks: Pool) -> None:
+    first, second = ranks.run(2, with_other_noise)
+    assert first == second
+    assert "guidance and scheduler are not compared" in first[0]
+
+
 def test_weights_that_differ_between_ranks_are_found(ranks: Pool) -> None:
-    assert ranks.run(2, with_weights) == [["rank 1 has other weights than rank 0: bias", None]] * 2
+    changed, swapped = (f"rank 1 has other weights than rank 0: {name}" for name in ("bias", "weight"))
+    assert ranks.run(2, with_weights) == [[changed, swapped, None]] * 2
 
 
 def with_weights(rank: int, world: int, device: torch.device) -> list[str | None]:
-    """Return what is found where one rank has another weight, and where all have the same."""
-    layer, mesh = linear(), Mesh.joined(device)
-    layer.bias.view(torch.int16)[1] += rank
-    return [other_weights(mesh, layer), other_weights(mesh, linear())]
+    """Return what is found where one rank has another weight, two swapped rows, and the same weights."""
+    changed, swapped, mesh = linear(), linear(), Mesh.joined(device)
+    changed.bias.view(torch.int16)[1] += rank
+    swapped.weight.copy_(swapped.weight.roll(rank, 0))
+    return [other_weights(mesh, layer) for layer in (changed, swapped, linear())]
 
 
 def linear(seed: int = 0) -> nn.Linear:
@@ -299,8 +400,8 @@ def test_the_command_makes_pictures_only_if_the_run_holds(ranks: Pool, tmp_path:
     out = tmp_path / "cat.png"
     (shown, ended), (_, other) = ranks.run(2, sampled, out, lost_shard)
     assert ended == other
-    assert ended.startswith("the ranks do not compute what one rank computes: blocks.0")
-    assert "verify    FAILS at blocks.0" in shown
+    assert ended.startswith("the ranks do not compute what one rank computes: attention in blocks.0")
+    assert "verify    FAILS at attention in blocks.0" in shown
     assert not out.exists()
     shown, ended = ranks.run(2, sampled, out, none)[0]
     assert ended == ""

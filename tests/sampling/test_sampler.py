@@ -101,6 +101,23 @@ def test_a_schedule_is_traced_again_where_its_scheduler_may_have_changed(monkeyp
     assert all(is_traced(kinds[1], x=x) for x in held)
 
 
+def latents(rank: int, world: int, device: torch.device, pictures: slice) -> Tensor:
+    """Return latents in fp32 of some of two pictures of one token each, which the ranks share."""
+    dit = DistributedDiT(diffusers_dit().to(device), mesh_for("ulysses", world, device, data=world), "ulysses")
+    noise = draw_noise((2, 4, 2, 2), torch.Generator().manual_seed(1))[pictures]
+    prompt = {"class_labels": torch.full((len(noise),), 3)}
+    return sample(dit, scheduler(), noise, prompt, steps=STEPS, guidance=Guidance(1.0))
+
+
+def test_pictures_of_one_token_have_the_bits_of_one_rank_that_computes_as_many_rows(ranks: Pool) -> None:
+    """Splitting rows changes how many a matrix product has, and nothing else."""
+    both, apart = slice(2), [ranks.run(1, latents, slice(one, one + 1))[0] for one in range(2)]
+    for got in ranks.run(2, latents, both):
+        assert torch.equal(got, torch.cat(apart))
+    (alone,) = ranks.run(1, latents, both)
+    torch.testing.assert_close(torch.cat(apart), alone, rtol=1e-5, atol=1e-6)
+
+
 def test_a_scheduler_that_steps_on_the_host_is_never_kept() -> None:
     dit = DistributedDiT(diffusers_dit(), mesh_for("ulysses", 1, torch.device("cpu")))
     (_, noise, labels), guidance = order(*FIRST)

@@ -15,6 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -48,9 +49,7 @@ class Pool:
     def __init__(self, device: str) -> None:
         self._device = device
         # a process cannot use CUDA if its parent initialised it before the fork, as importing diffusers may do
-        self._context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
-        if device != "cuda":
-            self._context.set_forkserver_preload(PRELOADED)
+        self._context: Any = multiprocessing.get_context("spawn") if device == "cuda" else server()
         self._ranks: list[tuple[Any, Connection]] = []
         self._world, self._groups = 0, 0
         self._stores: tempfile.TemporaryDirectory[str] | None = None
@@ -121,6 +120,20 @@ class Pool:
             return _unpack(pipe.recv_bytes())
         except EOFError:
             return False, f"rank {rank} died"
+
+
+def server() -> Any:
+    """Return the context whose processes are forked from a server; start it first, from the main thread.
+
+    The server sees no GPU: importing diffusers may initialise CUDA, and a fork of that would know of GPUs, whatever its
+    own environment says, and could not use them.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        forkserver.ensure_running()
+    return context
 
 
 def _serve(rank: int, device: str, pipe: Connection) -> None:

@@ -1,0 +1,119 @@
+"""Compares what each head of attention returned on this rank with the formula of attention, on the inputs that it had.
+
+A block's output hides a fault of one head, because the head is a small part of it and the blocks before have rounded.
+Here every attention starts from this rank's own streams, as it did in the run, so that only its own rounding remains.
+When it wins: attention is what the ranks compute together, and a head that is wrong by two percent is found in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from seqpar.attention._streams import given, present
+from seqpar.fidelity.compare import FACTOR, FLOORS, WIDER
+from seqpar.fidelity.widened import full_precision
+from seqpar.kernels.prepare import reference as prepared
+from seqpar.local.reference import attend as by_formula
+from seqpar.mesh import Axis
+from seqpar.protocols import Attend, Projected, Stream
+from seqpar.transports.collective.point_to_point import gather
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """One attention on this rank: its streams, its mask, and its output for all of them, (B, l, H, D)."""
+
+    streams: tuple[Stream, ...]
+    mask: Tensor | None
+    out: Tensor
+
+    def wrong(self, axis: Axis) -> str | None:
+        """Return in words which head is wrong, or None. Every rank of the sequence axis must call this together."""
+        dtype = self.out.dtype
+        with full_precision():
+            truth = self._by_formula(axis, WIDER.get(dtype, torch.float32))
+        alone = _errors(self._by_formula(axis, dtype), truth)
+        accepted = (FACTOR * alone).clamp(min=max(FLOORS.get(dtype, 0.0), torch.finfo(dtype).eps))
+        error = _errors(self.out, truth)
+        over = (~(error <= accepted)).nonzero()
+        if not len(over):
+            return None
+        row, head = over[0].tolist()
+        return f"head {head} of row {row} has error {error[row, head]:.2e}, expected at most {accepted[row, head]:.2e}"
+
+    def _by_formula(self, axis: Axis, dtype: torch.dtype) -> Tensor:
+        """Return the output in this data type, as one rank computes it from the tokens of all."""
+        each = [_qkv(stream, dtype) for stream in present(self.streams)]
+        q, k, v = (torch.cat(parts, dim=1) for parts in zip(*each, strict=True))
+        if axis.size > 1:
+            mine = torch.tensor([q.shape[1]], device=q.device)
+            sizes = tuple(gather(mine, axis, (1,) * axis.size).tolist())
+            k, v = gather(k, axis, sizes, dim=1), gather(v, axis, sizes, dim=1)
+        return by_formula(q, k, v, self.mask)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """The attentions of a run on this rank, each with the number of outputs of blocks that came before it."""
+
+    before: Callable[[], int]
+    calls: list[tuple[int, Attended]] = field(default_factory=list)
+
+    def watch(self, attend: Attend) -> Attend:
+        """Return an attention that computes the same and keeps what it computed."""
+        return _Watched(attend, self)
+
+    def wrong(self, axis: Axis, names: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+        """Yield position, name and reason of each attention that is wrong; all ranks of the sequence call it together.
+
+        names: of the outputs of blocks, of which the next one after an attention names it.
+        """
+        for before, attended in self.calls:
+            if (reason := attended.wrong(axis)) is not None:
+                name = names[before].partition(",")[0] if before < len(names) else "the last layers"
+                yield 2 * before, f"attention in {name}", reason
+
+
+class _Watched:
+    def __init__(self, attend: Attend, heads: Heads) -> None:
+        self._attend, self._heads, self.tokens = attend, heads, attend.tokens
+
+    def __call__(
+        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+    ) -> tuple[Tensor, ...]:
+        """See `seqpar.protocols.Attend`."""
+        kept = tuple(map(_copied, streams))
+        outs = self._attend(streams, mask_BL, beside=beside)
+        attended = Attended(kept, mask_BL, torch.cat(outs, dim=1).clone())
+        self._heads.calls.append((self._heads.before(), attended))
+        return outs
+
+
+def _copied(stream: Stream) -> Stream:
+    """Return the stream with copies of what the model may overwrite."""
+    if isinstance(stream, Projected):
+        return replace(stream, x=stream.x.clone())
+    return replace(stream, q=stream.q.clone(), k=stream.k.clone(), v=stream.v.clone())
+
+
+def _qkv(stream: Stream, dtype: torch.dtype) -> QKV:
+    """Return q and k after norm and rotary, and v, computed in this data type."""
+    if isinstance(stream, Projected):
+        bias = None if stream.bias is None else stream.bias.to(dtype)
+        stream = replace(stream, x=stream.x.to(dtype), weight=stream.weight.to(dtype), bias=bias)
+    own = given(stream)
+    q, k, v = (x.to(dtype) for x in (own.q, own.k, own.v))
+    return *prepared(q, k, own.prepare), v
+
+
+def _errors(got: Tensor, truth: Tensor) -> Tensor:
+    """Return the rms of the difference of each row and head, (B, H), in units of the rms of the truth."""
+    wide = truth.double()
+    rms, unit = ((x.square().mean((1, 3))).sqrt() for x in (got.double() - wide, wide))
+    return rms / unit.where(unit > 0, 1.0)

@@ -15,6 +15,7 @@ python launch/bench.py load --gpus 2                                     # loadi
 python launch/bench.py numerics --models builtin large-dit-7b            # error of each step beside plain bf16's
 python launch/bench.py schedules                                         # a step under each scheduler beside DDIM
 python launch/bench.py record --trees ../other                           # digests and ms a step of two versions
+python launch/bench.py compare --trees ../other --gpus 2                 # calls of `parallelize` in two versions
 torchrun --nproc_per_node=2 launch/bench.py soak                         # 200 pictures, 100 sizes: memory, time, bits
 python launch/bench.py faults                                            # jobs with faults in them: how they end
 torchrun --nproc_per_node=4 launch/bench.py rates                        # measured once, kept for --mesh auto
@@ -36,6 +37,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches are not installed: they run from the clone
 
 from launch.benches import (
+    compare,
     decode,
     exchange,
     faults,
@@ -72,6 +74,7 @@ BENCHES: dict[type, Callable[[Any], None]] = {
     numerics.Numerics: numerics.main,
     measure.Rates: measure.main,
     record.Record: record.main,
+    compare.Compare: compare.main,
     schedules.Schedules: schedules.main,
     soak.Soak: soak.main,
     faults.Faults: faults.main,

@@ -143,7 +143,7 @@ class Call:
         version, texts = self._promised
         changed = sorted(name for name in texts if self._told.get(name) != texts[name])
         message = (
-            f"got a {type(self._module).__name__} with other {' and '.join(changed) or 'weights'} in the second of two "
+            f"got {type(self._module).__name__} with other {' and '.join(changed) or 'weights'} in the second of two "
             f"calls that are computed together, expected no change between them; call parallelize with cfg=False"
         )
         try:
@@ -175,7 +175,7 @@ class Call:
         found = hasattr(self._module, "_hf_hook") or (changed and _is_group_offload_enabled(self._module))
         if found:
             raise ValueError(
-                f"got a {type(self._module).__name__} whose weights are offloaded between calls, expected them on the "
+                f"got {type(self._module).__name__} whose weights are offloaded between calls, expected them on the "
                 f"GPU; call seqpar.release before enabling offload"
             )
 

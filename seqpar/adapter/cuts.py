@@ -113,7 +113,7 @@ def of(module: nn.Module, given: Cuts | Mapping[str, Any] | None = None) -> Cuts
     else:
         found = given if isinstance(given, Cuts) else from_diffusers(module, given)
     if found is None:
-        raise ValueError(f"got a {name}, which has no plan for splitting its tokens, expected one; {HELP}")
+        raise ValueError(f"got {name}, which has no plan for splitting its tokens, expected one; {HELP}")
     _check(module, found)
     return found
 

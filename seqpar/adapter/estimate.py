@@ -94,7 +94,7 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     lists = [blocks for blocks in lists if next(_attention(blocks[0]), None) is not None]
     if not lists:
         raise ValueError(
-            f"got a {type(module).__name__} without a list of blocks whose attention has heads, to_q and to_k, "
+            f"got {type(module).__name__} without a list of blocks whose attention has heads, to_q and to_k, "
             f"expected a transformer as diffusers writes them"
         )
     sized = sorted(lists, key=lambda blocks: -sum(x.numel() for block in blocks for x in block.parameters()))

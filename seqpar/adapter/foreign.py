@@ -79,7 +79,7 @@ def refuse_split(module: nn.Module) -> None:
     reason = next((reason for reason in reasons if reason is not None), None)
     if reason is not None:
         raise ValueError(
-            f"got a {type(module).__name__} on several ranks that split its tokens, expected one that needs no others: "
+            f"got {type(module).__name__} on several ranks that split its tokens, expected one that needs no others: "
             f"{reason}; remove that (disable_cache() for a cache), or use cfg= or data= ranks instead"
         )
 

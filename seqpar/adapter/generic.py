@@ -128,7 +128,7 @@ class Generic:
             return
         if reason is not None:
             raise ValueError(
-                f"got a {type(self._module).__name__} on {parts} ranks that split its tokens, expected one: {reason}; "
+                f"got {type(self._module).__name__} on {parts} ranks that split its tokens, expected one: {reason}; "
                 f"use cfg= or data= ranks instead"
             )
         refuse_split(self._module)

@@ -92,7 +92,7 @@ def release(pipe_or_transformer: Any) -> None:
         call: Any = vars(module).get("forward")
         if not isinstance(call, Call):
             raise ValueError(
-                f"got a {type(module).__name__} that is not parallelized, or that has hooks on its forward since then, "
+                f"got {type(module).__name__} that is not parallelized, or that has hooks on its forward since then, "
                 f"expected the result of parallelize; remove such hooks first"
             )
         call.check_delivered()
@@ -114,7 +114,7 @@ def transformers_of(pipe_or_transformer: Any) -> dict[str, nn.Module]:
     modules = {name: module for name, module in found.items() if isinstance(module, nn.Module)}
     if not modules:
         raise ValueError(
-            f"got a {type(pipe_or_transformer).__name__} without {' or '.join(NAMES)}, expected a diffusers "
+            f"got {type(pipe_or_transformer).__name__} without {' or '.join(NAMES)}, expected a diffusers "
             f"transformer or a pipeline that has one"
         )
     return modules
@@ -249,17 +249,17 @@ def _checked(module: nn.Module, plan: Cuts | Mapping[str, Any] | None) -> Cuts:
         )
     if isinstance(vars(module).get("forward"), Call):
         raise ValueError(
-            f"got a {name} that is parallelized already, expected a plain one; a pipeline that shares it (from_pipe) "
+            f"got {name} that is parallelized already, expected a plain one; a pipeline that shares it (from_pipe) "
             f"can be called as it is; call seqpar.release to parallelize it in another way"
         )
     if getattr(module, "_parallel_config", None) is not None:
-        raise ValueError(f"got a {name} with diffusers' enable_parallelism, expected none; load it without")
+        raise ValueError(f"got {name} with diffusers' enable_parallelism, expected none; load it without")
     if is_offloaded(module):
-        raise ValueError(f"got a {name} whose weights are offloaded, expected none: they must stay on the GPU")
+        raise ValueError(f"got {name} whose weights are offloaded, expected none: they must stay on the GPU")
     if next(module.parameters(), None) is None:
-        raise ValueError(f"got a {name} without parameters, expected a diffusers transformer")
+        raise ValueError(f"got {name} without parameters, expected a diffusers transformer")
     if next(module.parameters()).device.type == "meta":
-        raise ValueError(f"got a {name} without weights (on the meta device), expected a loaded one")
+        raise ValueError(f"got {name} without weights (on the meta device), expected a loaded one")
     return plans.of(module, plan)
 
 

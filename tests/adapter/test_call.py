@@ -172,7 +172,7 @@ def changing(rank: int, world: int, device: torch.device, how: str) -> tuple[str
     first = call(**arguments(1, 1)).sample
     if rank == 1:
         body.state_ = "changed"
-    with pytest.raises(ValueError, match="got a Toy with other weights") as raised:
+    with pytest.raises(ValueError, match="got Toy with other weights") as raised:
         first.sum() if how == "read" else call(**arguments(1, 2))
     with pytest.raises(RuntimeError, match="call parallelize with cfg=False"):
         first.sum()
@@ -301,9 +301,9 @@ def test_what_would_break_is_refused_in_a_sentence() -> None:
 
 def test_what_cannot_be_parallelized_is_refused_before_anything_changes() -> None:
     module = pipelines.flux().transformer
-    with pytest.raises(ValueError, match="got a AutoencoderKL, which has no plan for splitting its tokens"):
+    with pytest.raises(ValueError, match="got AutoencoderKL, which has no plan for splitting its tokens"):
         seqpar.parallelize(pipelines.decoder(0), Mesh.single())
-    with pytest.raises(ValueError, match="got a dict without transformer or transformer_2, expected a diffusers"):
+    with pytest.raises(ValueError, match="got dict without transformer or transformer_2, expected a diffusers"):
         seqpar.parallelize({}, Mesh.single())
     with pytest.raises(ValueError, match="got strategy 'other', expected one of"):
         seqpar.parallelize(module, Mesh.single(), strategy="other")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
@@ -163,3 +168,21 @@ def test_masks_that_cannot_be_split_are_refused() -> None:
 
 def test_every_model_of_the_table_is_tested() -> None:
     assert set(PLANS) <= {tiny.kind for tiny in MODELS.values()}
+
+
+def test_the_readme_names_the_transformers_that_run_and_no_other() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    block = text.partition("<!-- transformers -->")[2].partition("<!-- end of transformers -->")[0]
+    assert sorted(re.findall(r"`(\w+)`", block)) == sorted(PLANS)
+    assert f"these {len(PLANS)} run" in text
+    if diffusers.__version__.startswith("0.42."):
+        assert f"Of the {len(every_transformer())} classes" in text
+
+
+def every_transformer() -> set[str]:
+    """Return the names of the classes of models that diffusers has in its folder of transformers."""
+    folder = diffusers.models.transformers
+    files = [importlib.import_module(f"{folder.__name__}.{one.name}") for one in pkgutil.iter_modules(folder.__path__)]
+    own = [kind for file in files for kind in vars(file).values() if getattr(kind, "__module__", "") == file.__name__]
+    kinds = [kind for kind in own if isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)]
+    return {kind.__name__ for kind in kinds if hasattr(diffusers, kind.__name__)}

@@ -93,7 +93,7 @@ class Unknown(nn.Module):
 
 def test_a_transformer_without_a_plan_is_refused_with_the_way_to_write_one() -> None:
     message = raised(lambda: plans.of(Unknown()))
-    assert message.startswith("got a Unknown, which has no plan")
+    assert message.startswith("got Unknown, which has no plan")
     example = message[message.index("    from seqpar") : message.index("Cut every tensor")]
     made: dict[str, Any] = {}
     exec("\n".join(line[4:] for line in example.splitlines()), made)

@@ -38,7 +38,8 @@ class Told:
     def of(error: ValueError | OSError) -> Told:
         """Return what the other ranks must know of an error."""
         number = error.errno if isinstance(error, OSError) and error.errno in SYSTEM else None
-        return Told(str(error), number, isinstance(error, TimeoutError))
+        text = str(error).encode(errors="backslashreplace").decode()  # names of files may be no text
+        return Told(text, number, isinstance(error, TimeoutError))
 
     def error(self, text: str | None = None) -> ValueError | OSError:
         """Return the error to raise, with another text if one is given."""

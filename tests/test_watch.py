@@ -280,7 +280,7 @@ def left_alone(
         work = _steps(dit) if way == "steps" else lambda: dit(x, t, class_labels=t)
         for _ in range(3):
             work()
-        mesh.collect(0)
+        mesh.collect(0, int)
         start = time.monotonic()
         if rank == 0:
             with pytest.raises(TimeoutError) as caught:

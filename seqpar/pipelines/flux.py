@@ -222,7 +222,8 @@ class Pipeline(Loaded):
         """
         self.dit.mesh.together(lambda: check_pictures("prompts", prompts, steps, guidance, size, seed))
         asked = list(prompts), steps, guidance, negative, seed, size, scheduler
-        prompts, steps, guidance, negative, seed, size, scheduler = self.dit.mesh.share(asked)
+        kind = tuple[list[str], int, Guidance, str | None, int, tuple[int, int] | None, str | None]
+        prompts, steps, guidance, negative, seed, size, scheduler = self.dit.mesh.share(asked, kind)
         latent = self._checked(prompts, guidance, steps, size)
         others = [negative or ""] if guidance.on else []
         self.dit.mesh.together(lambda: self.texts.encode([*prompts, *others]))
@@ -261,8 +262,9 @@ def generate(
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
     ranks.together(lambda: check_loading(mesh, model, dtype))
     ranks.together(lambda: check_pictures("prompts", prompts, steps, guidance or Guidance(), size, seed))
-    asked = list(prompts), model, steps, guidance, size, seed, dtype
-    prompts, model, steps, guidance, size, seed, dtype = ranks.share(asked)
+    asked = list(prompts), str(model), steps, guidance, size, seed, dtype
+    kind = tuple[list[str], str, int, Guidance | None, tuple[int, int] | None, int, torch.dtype]
+    prompts, model, steps, guidance, size, seed, dtype = ranks.share(asked, kind)
     files = ranks.together(lambda: Files.locate(model))
     wanted = guidance or embedded(files, None)
     scheduler, _ = ranks.together(lambda: files.schedule(None, steps, size))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-# errors of the system that are no mistake in a path: no space, no quota, a broken disk, no memory, no free handles
-SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+# errors of the system that are no mistake in a path: no space, no quota, a file limit, a broken disk, no memory, no
+# free handles
+SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 LOST = (ConnectionError, dist.DistError)  # another process has left, or cannot be reached
 NO_HOST_MEMORY = "DefaultCPUAllocator: "  # torch has no error class for it
 

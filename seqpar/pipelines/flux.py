@@ -21,12 +21,12 @@ from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
-from seqpar.pipelines import _family, _flux_text, _schedulers, adapted
+from seqpar.pipelines import _family, _flux_text, _schedulers
 from seqpar.pipelines._family import NO_VAE_FACTOR, Job, Order
 from seqpar.pipelines._flux_text import TOKENS, Texts
+from seqpar.pipelines._folder import check_files
 from seqpar.pipelines._loaded import Loaded, drawn_in, placed
 from seqpar.pipelines._pictures import to_pil
-from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Wish
@@ -38,7 +38,6 @@ from seqpar.sampling.schedules import FAILURES
 from seqpar.sampling.steppers import check_eta
 from seqpar.vae.decoder import check_vae, load_vae, vae_factor
 from seqpar.weights.find import Blueprint, from_diffusers, locate, resolve
-from seqpar.weights.jsons import read_json
 from seqpar.weights.parts import read_pipeline, read_scheduler
 
 PIPELINES = ("FluxPipeline",)
@@ -291,14 +290,11 @@ def embedded(files: Files, scale: float | None, beside: Guidance | None = None) 
     return beside
 
 
-def check(order: Order, path: Path | None) -> Job | Adapted:
-    """Return the work that an order describes; ValueError for whatever does not fit. Reads headers, no weights.
-
-    Quantised weights take diffusers' own loop, because the native model does not read them.
-    """
+def check(order: Order, path: Path | None) -> Job:
+    """Return the work that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
     _check_flags(order)
-    if path is not None and "quantization_config" in read_json(path / "transformer" / "config.json"):
-        return adapted.check(order, path, "the native FLUX.1 does not read quantised weights")
+    if path is not None:
+        check_files(path / "transformer")
     files = Files.locate(order.model if path is None else path)
     beside = Guidance(1.0 if order.true_guidance is None else order.true_guidance, order.guidance_channels)
     guidance = embedded(files, order.guidance, beside)

@@ -51,9 +51,9 @@ def test_no_program_beside_a_part_runs(pixart: Path, tmp_path: Path, monkeypatch
         path.unlink()
     with changed(pixart / "model_index.json", tokenizer=["transformers", "AutoTokenizer"]):
         check(pixart)
-        with changed(pixart / "tokenizer" / "tokenizer_config.json", auto_map={"AutoTokenizer": ["x.Y", None]}):
-            with pytest.raises(ValueError, match="with auto_map, expected a class of transformers"):
-                check(pixart)
+        asks = changed(pixart / "tokenizer" / "tokenizer_config.json", auto_map={"AutoTokenizer": ["x.Y", None]})
+        with asks, pytest.raises(ValueError, match="with auto_map, expected a class of transformers"):
+            check(pixart)
     with changed(pixart / "model_index.json", safety_checker=["stable_diffusion", "StableDiffusionSafetyChecker"]):
         check(pixart)
     assert not canary.exists()
@@ -147,8 +147,6 @@ def test_a_table_of_positions_takes_no_memory_before_it_is_refused(tmp_path: Pat
         pytest.raises(ValueError, match=r"WanTransformer3DModel: a tensor of 1,000,000,000 elements, expected at most"),
     ):
         check_parts(tmp_path, index)
-    (tmp_path / "text_encoder" / "model.safetensors").unlink()
-    check_parts(tmp_path, index | {"text_encoder": ["my_code", "UMT5EncoderModel"]})  # read by a package of its own
 
 
 @pytest.mark.parametrize(

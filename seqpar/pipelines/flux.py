@@ -45,6 +45,8 @@ PROMPT = ("encoder_hidden_states", "pooled_projections")
 GUIDANCE = 3.5  # embedded scale if the user names none, as in diffusers
 # the scheduler of FLUX.1-dev, for models without a pipeline folder
 DEFAULT = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0, "use_dynamic_shifting": True}
+# prompts, steps, guidance, negative prompt, seed, size and scheduler of a run, as ranks share them
+ASKED = tuple[list[str], int, Guidance, str | None, int, tuple[int, int] | None, str | None]
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,7 @@ class Pipeline(Loaded):
         """
         self.dit.mesh.together(lambda: check_pictures("prompts", prompts, steps, guidance, size, seed))
         asked = list(prompts), steps, guidance, negative, seed, size, scheduler
-        kind = tuple[list[str], int, Guidance, str | None, int, tuple[int, int] | None, str | None]
-        prompts, steps, guidance, negative, seed, size, scheduler = self.dit.mesh.share(asked, kind)
+        prompts, steps, guidance, negative, seed, size, scheduler = self.dit.mesh.share(asked, ASKED)
         latent = self._checked(prompts, guidance, steps, size)
         others = [negative or ""] if guidance.on else []
         self.dit.mesh.together(lambda: self.texts.encode([*prompts, *others]))

@@ -252,7 +252,7 @@ class DistributedDiT(nn.Module):
         wants_gradients = isinstance(x, Tensor) and x.requires_grad
         form = {**shapes(tensors), "requires_grad": wants_gradients, **refused, **_unusable(tensors)}
         wrong = self._why_no_prompt(tensors) if self.mesh.is_main else None
-        wrong = self.mesh.share(wrong) if agree(self.mesh, form, vote=wrong is not None) else None
+        wrong = self.mesh.share(wrong, str | None) if agree(self.mesh, form, vote=wrong is not None) else None
         if refused:
             name, got = next(iter(refused.items()))
             raise ValueError(f"got {name} of type {got}, expected a tensor or a number")
@@ -320,7 +320,7 @@ class DistributedDiT(nn.Module):
 def _ranks_of(mesh: object) -> Mesh:
     """Return the mesh, or one on which all ranks can learn that it is none; ValueError if only some ranks have one."""
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
-    if len(set(ranks.collect(mesh is None))) > 1:
+    if len(set(ranks.collect(mesh is None, bool))) > 1:
         raise ValueError("got a mesh on some ranks and none on others, expected the same mesh on all")
     return ranks
 

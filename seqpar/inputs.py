@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ def agree(mesh: Mesh, form: Mapping[str, object], vote: bool = False) -> bool:
     every = gathered(mesh.world, mesh.device, mine, "the comparison of the forms of all ranks' inputs")
     digests, votes = every.T.tolist()
     if len(set(digests)) > 1:
-        raise ValueError(_difference(mesh.collect(texts)))
+        raise ValueError(_difference(mesh.collect(texts, dict[str, str])))
     return any(votes)
 
 
@@ -73,6 +73,23 @@ def broadcast(mesh: Mesh, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with mesh.call(mesh.world, what, True):  # by NCCL the device waits, which only the watch over calls sees
             finish(mesh.world, buffer.device, lambda wait: dist.broadcast(buffer, 0, group, not wait), what)
     return rooms
+
+
+def streams_of_rank_0(mesh: Mesh, work: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Run `work` on rank 0 alone and return its tensors on every rank, on the CPU; if it fails, raise one error on all.
+
+    Other ranks need not know names, shapes or dtypes, which come first.
+    """
+    made: dict[str, Tensor] = {}
+
+    def forms() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        made.update(work())
+        return {name: (tuple(x.shape), x.dtype) for name, x in made.items()}
+
+    kinds = mesh.of_rank_0(forms, dict[str, tuple[tuple[int, ...], torch.dtype]])
+    if not mesh.is_main:
+        made.update({name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()})
+    return {name: x.cpu() for name, x in broadcast(mesh, made).items()}
 
 
 def _rooms(mesh: Mesh, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:

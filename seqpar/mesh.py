@@ -7,7 +7,6 @@ that neighbours on the `ulysses` axis are neighbours on the machine, because tha
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from seqpar import letters
 from seqpar.deadlines import Deadlines
 from seqpar.processes import close as close
 from seqpar.processes import group_timeout, join, watch
@@ -26,8 +26,7 @@ from seqpar.watch import LostRankError, Watch
 
 T = TypeVar("T")
 AXES = ("data", "cfg", "ring", "ulysses")
-SHARED = "a small object of rank 0"
-HEAD, SMALL = 8, 16376  # bytes: a pickled object's length, and the longest one that travels in the same exchange
+SHARED = "a small value of rank 0"
 
 
 @dataclass(frozen=True)
@@ -158,24 +157,30 @@ class Mesh:
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1) or "one rank"
 
-    def share(self, value: T) -> T:
-        """Return rank 0's value of a small picklable object on every rank."""
+    def share(self, value: T, kind: Any) -> T:
+        """Return rank 0's value on every rank. kind: its type, see `seqpar.letters`; tensors go by `inputs.broadcast`.
+
+        Raises the same ValueError on every rank if the value is not of the kind, and LostRankError for what no rank
+        can have sent.
+        """
         if self.world.size == 1:
             return value
-        told = pickle.dumps(value) if self.is_main else b""
-        device, group = host(self.world, self.device), self.world.group
-        letter = _letter(told, SMALL).to(device)
-        finish(self.world, device, lambda wait: dist.broadcast(letter, 0, group, not wait), SHARED)
-        if (length := _length(letter)) > SMALL:
-            longer = _letter(told, length).to(device)
-            finish(self.world, device, lambda wait: dist.broadcast(longer, 0, group, not wait), SHARED)
-            return _opened(longer)
-        return _opened(letter)
+        letter = letters.written(value, kind) if self.is_main else b""
+        sealed = self._broadcast(letters.sealed(letter, letters.SMALL))
+        if (longer := letters.length(sealed, 0, SHARED)) > letters.SMALL:
+            sealed = self._broadcast(letters.sealed(letter, longer))
+        return letters.opened([sealed], kind, SHARED)[0]
 
-    def of_rank_0(self, work: Callable[[], T]) -> T:
+    def _broadcast(self, sealed: torch.Tensor) -> torch.Tensor:
+        device, group = host(self.world, self.device), self.world.group
+        sealed = sealed.to(device)
+        finish(self.world, device, lambda wait: dist.broadcast(sealed, 0, group, not wait), SHARED)
+        return sealed
+
+    def of_rank_0(self, work: Callable[[], T], kind: Any) -> T:
         """Run `work` on rank 0 alone and return its result on every rank; if it fails, raise one error on all.
 
-        It is `together` and `share` in one exchange.
+        It is `together` and `share` in one exchange. kind: the type of the result, see `share`.
         """
         result, error, told = None, None, None
         if self.is_main:
@@ -186,7 +191,7 @@ class Mesh:
             except (ValueError, OSError) as raised:
                 error, told = raised, Told.of(raised)
         if self.world.size > 1:
-            result, told = self.share((result, told))
+            result, told = self.share((result, told), tuple[kind | None, Told | None])
         if told is not None:
             raise told.error(f"rank 0: {told.text}" if self.world.size > 1 else None) from error
         return result  # pyright: ignore[reportReturnType]
@@ -205,7 +210,7 @@ class Mesh:
             raise  # other ranks have ended or are stopped, so nothing can be shared with them
         except (ValueError, OSError) as raised:
             error = raised
-        errors = self.collect(None if error is None else Told.of(error))
+        errors = self.collect(None if error is None else Told.of(error), Told | None)
         failed = next(((rank, told) for rank, told in enumerate(errors) if told is not None), None)
         if failed is None:
             return result  # pyright: ignore[reportReturnType]
@@ -213,20 +218,26 @@ class Mesh:
         everywhere = all(each is not None and each.text == told.text for each in errors)
         raise told.error(None if everywhere else f"rank {rank}: {told.text}") from error
 
-    def collect(self, value: T) -> list[T]:
-        """Return a small picklable object of every rank, in rank order, on every rank."""
-        return collected(self.world, self.device, value)
+    def collect(self, value: T, kind: Any) -> list[T]:
+        """Return a small value of every rank, in rank order, on every rank. kind: its type, see `share`."""
+        return collected(self.world, self.device, value, kind)
 
 
-def collected(axis: Axis, device: torch.device, value: T, what: str = "small objects of all ranks") -> list[T]:
-    """Return a small picklable object of every rank of an axis, in rank order, on every rank of it; see `gathered`."""
+def collected(
+    axis: Axis, device: torch.device, value: T, kind: Any, what: str = "small values of all ranks"
+) -> list[T]:
+    """Return a small value of every rank of an axis, in rank order, on every rank of it; see `gathered`, `Mesh.share`.
+
+    Raises the same ValueError on every rank if the value of one is not of the kind.
+    """
     if axis.size == 1:
         return [value]
-    told = pickle.dumps(value)
-    letters = gathered(axis, device, _letter(told, SMALL), what)
-    if (longest := max(map(_length, letters))) > SMALL:
-        letters = gathered(axis, device, _letter(told, longest), what)
-    return [_opened(letter) for letter in letters]
+    letter = letters.written(value, kind)
+    every = gathered(axis, device, letters.sealed(letter, letters.SMALL), what)
+    longest = max(letters.length(each, rank, what) for rank, each in enumerate(every))
+    if longest > letters.SMALL:
+        every = gathered(axis, device, letters.sealed(letter, longest), what)
+    return letters.opened(every, kind, what)
 
 
 def host(axis: Axis, device: torch.device) -> torch.device:
@@ -257,23 +268,6 @@ def finish(axis: Axis, device: torch.device, start: Callable[[bool], dist.Work |
         start(True)
     elif (work := start(False)) is not None:
         axis.watch.host(work, what, axis.ranks)
-
-
-def _letter(told: bytes, room: int) -> torch.Tensor:
-    """Return a pickled object with its length before it; as much of it as there is room for, the rest is zeros.
-
-    The object collectives of torch exchange lengths first, and an exchange costs the same for one byte as for 16 kB.
-    """
-    text = len(told).to_bytes(HEAD, "little") + told[:room].ljust(room, b"\0")
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def _length(letter: torch.Tensor) -> int:
-    return int.from_bytes(letter[:HEAD].cpu().numpy().tobytes(), "little")
-
-
-def _opened(letter: torch.Tensor) -> Any:
-    return pickle.loads(letter[HEAD : HEAD + _length(letter)].cpu().numpy().tobytes())
 
 
 def pick_device(world: int) -> torch.device:

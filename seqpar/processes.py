@@ -7,19 +7,24 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from seqpar.deadlines import Deadlines
+from seqpar.pulse import Board, Files
 from seqpar.watch import Watch
+
+MEETING = "SEQPAR_MEETING"  # environment of a rank: the private folder in which the ranks of one machine meet
 
 
 def join(device: torch.device | None = None, deadlines: Deadlines | None = None) -> tuple[int, int]:
-    """Start the process group if torchrun asks for one and none exists; return (rank, world size).
+    """Start the process group if torchrun or `seqpar` asks for one and none exists; return (rank, world size).
 
     deadlines: see `Mesh.from_env`. Raises TimeoutError, which names the ranks that did not start in time.
     """
@@ -28,7 +33,7 @@ def join(device: torch.device | None = None, deadlines: Deadlines | None = None)
             return 0, 1
         cuda = torch.cuda.is_available() and (device is None or device.type == "cuda")
         limits = deadlines or Deadlines()
-        store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=limits.first_s)))
+        store, rank, world = _met(limits)
         _gather_all(store, rank, world, limits.first_s)
         # gloo beside NCCL exchanges small host objects without a GPU, and without waiting for one
         backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=limits.host_s)
@@ -36,6 +41,16 @@ def join(device: torch.device | None = None, deadlines: Deadlines | None = None)
     if deadlines is not None and dist.get_world_size() > 1:
         watch().deadlines = deadlines
     return dist.get_rank(), dist.get_world_size()
+
+
+def _met(limits: Deadlines) -> tuple[Store, int, int]:
+    """Return the store by which ranks meet, this rank and their number; the store is a file in a folder of `seqpar`."""
+    folder = os.environ.pop(MEETING, None)
+    if folder is None:
+        return next(rendezvous("env://", timeout=timedelta(seconds=limits.first_s)))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _watched().folder = Path(folder)
+    return FileStore(str(Path(folder, "store")), world), rank, world
 
 
 def _gather_all(store: Store, rank: int, world: int, limit_s: float) -> None:
@@ -57,6 +72,7 @@ class _Watched:
     """The watch of this process, and the process group of all ranks that it watches."""
 
     def __init__(self) -> None:
+        self.folder: Path | None = None  # private to the ranks of a job that meet in it
         self.group: dist.ProcessGroup | None = None
         self.watch: Watch | None = None
         self.last_words: Callable[[str], NoReturn] | None = None
@@ -68,11 +84,22 @@ class _Watched:
         if self.watch is None or self.group is not group:
             self.end()
             self.group = group
-            self.watch = Watch(dist.get_rank(), dist.get_world_size(), Deadlines(), _connection())
+            self.watch = Watch(dist.get_rank(), dist.get_world_size(), Deadlines(), self._connection())
             self.watch.last_words = self.last_words or self.watch.last_words
             if group is not None:
                 self.watch.groups.append(group)
         return self.watch
+
+    def _connection(self) -> Board | None:
+        """Return what the ranks read each other's signs of life from, and nothing else uses; None if there is none.
+
+        The file of a store only grows, so no signs go there.
+        """
+        if self.folder is not None:
+            return Files(self.folder)
+        store: Any = dist.distributed_c10d._get_default_store()
+        under = getattr(store, "_underlying_non_prefix_store", store)
+        return store.clone() if isinstance(under, dist.TCPStore) else None  # pyright: ignore[reportPrivateImportUsage]
 
     def end(self) -> None:
         """Tell the other ranks that this one leaves."""
@@ -95,16 +122,6 @@ def watch() -> Watch:
 def last_words(tell: Callable[[str], NoReturn]) -> None:
     """End this process by `tell`, which gets the error, if a watch cannot wake the main thread from a vain wait."""
     _watched().last_words = tell
-
-
-def _connection() -> Any:
-    """Return a connection to the store of the process group that nothing else uses, or None where it is a file.
-
-    A file of a store only grows.
-    """
-    store: Any = dist.distributed_c10d._get_default_store()
-    under = getattr(store, "_underlying_non_prefix_store", store)
-    return store.clone() if isinstance(under, dist.TCPStore) else None  # pyright: ignore[reportPrivateImportUsage]
 
 
 def group_timeout() -> timedelta:

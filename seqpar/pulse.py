@@ -1,26 +1,33 @@
 """Signs of life: every rank tells the others twice a second that it lives and how far it has come.
 
 A rank that waits for another cannot see why: the other one may be computing, stopped, or gone. So a thread of every
-rank writes a number that grows, and counts of what the rank has begun, to the store of the process group, which no
-collective uses. When it wins: a message can name the late rank, and a rank that only is busy is not taken for dead.
+rank writes a number that grows, and counts of what the rank has begun, where no collective writes: to a file of its own
+in the private folder of a job that `seqpar` has started, otherwise to the store of the process group. When it wins: a
+message can name the late rank, and a rank that only is busy is not taken for dead.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
+from zlib import crc32
+
+import msgspec
 
 BEAT_S = 0.5
-LETTER = "seqpar/pulse/{}"
+KEY = "seqpar/pulse/{}"
+HEAD = struct.Struct("<II")  # before the text of a sign in a file: its length and check sum
 
 
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that is used here."""
+class Board(Protocol):
+    """Where signs are, as in a `torch.distributed.Store`; its functions raise RuntimeError or OSError if it is gone."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -29,6 +36,53 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
     def set_timeout(self, timeout: timedelta, /) -> None: ...
+
+
+class Files:
+    """A board of one small file a key, in a folder that only this user can reach.
+
+    A file is written over in place: a full disk does not silence a rank, whose file has its space already.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value of a key, which only this process writes."""
+        text = value.encode()
+        file = os.open(self._path(key), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(file, HEAD.pack(len(text), crc32(text)) + text, 0)
+        finally:
+            os.close(file)
+
+    def get(self, key: str, /) -> bytes:
+        """Return a key's value; RuntimeError if it is being written, or gone."""
+        data = self._path(key).read_bytes()
+        length, check = HEAD.unpack(data[: HEAD.size].ljust(HEAD.size, b"\0"))
+        text = data[HEAD.size : HEAD.size + length]
+        if not text or crc32(text) != check:
+            raise RuntimeError(f"got half a sign in {key}, expected a whole one")
+        return text
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys have values."""
+        return all(self._path(key).exists() for key in keys)
+
+    def set_timeout(self, timeout: timedelta, /) -> None:
+        """Do nothing: files answer at once."""
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key.replace('/', '-')}.sign"
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A sign as it is written; see `Sign`."""
+
+    beat: int
+    left: bool
+    begun: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -56,7 +110,7 @@ class Pulse:
     after each beat; it may call `read`.
     """
 
-    def __init__(self, rank: int, store: Store, patience_s: Callable[[], float], every: Callable[[], None]) -> None:
+    def __init__(self, rank: int, store: Board, patience_s: Callable[[], float], every: Callable[[], None]) -> None:
         self._rank, self._store, self._patience_s, self._every = rank, store, patience_s, every
         self._begun: dict[str, int] = {}
         self._beat, self._left = 0, False
@@ -72,14 +126,17 @@ class Pulse:
         return count
 
     def read(self, ranks: Collection[int]) -> dict[int, Sign]:
-        """Return the last sign of other ranks, as far as they have given one; RuntimeError if the store is gone."""
+        """Return the last sign of other ranks, as far as they have given one; RuntimeError or OSError if it is gone."""
         with self._lock:
             for rank in ranks:
-                key = LETTER.format(rank)
-                if rank == self._rank or (rank not in self._signs and not self._store.check([key])):
+                key = KEY.format(rank)
+                if rank == self._rank or not self._store.check([key]):  # a missing key would be waited for
                     continue
-                told = json.loads(self._store.get(key))
-                before, sign = self._signs.get(rank), Sign(told["beat"], told["left"], told["begun"])
+                try:
+                    letter = msgspec.json.decode(self._store.get(key), type=Letter)
+                except ValueError:  # a stranger has written to the store: no sign, so that the rank may be late
+                    continue
+                before, sign = self._signs.get(rank), Sign(letter.beat, letter.left, letter.begun)
                 if before is None or before != sign:
                     self._signs[rank] = replace(sign, seen_s=time.monotonic())
             return {rank: self._signs[rank] for rank in ranks if rank in self._signs}
@@ -93,7 +150,7 @@ class Pulse:
         self._left = True
         try:
             self._tell()
-        except RuntimeError:
+        except (RuntimeError, OSError):
             return  # the store has ended before this rank, so nobody asks any more
 
     def _run(self) -> None:
@@ -102,7 +159,7 @@ class Pulse:
             try:
                 self._tell()
                 self.silent_since = None
-            except RuntimeError:  # the process that holds the store has ended or is stopped
+            except (RuntimeError, OSError):  # the process that holds the store has ended or is stopped
                 self.silent_since = self.silent_since or time.monotonic()
             self._every()
             self._over.wait(BEAT_S)
@@ -110,5 +167,5 @@ class Pulse:
     def _tell(self) -> None:
         with self._lock:
             self._beat += 1
-            letter: dict[str, Any] = {"beat": self._beat, "left": self._left, "begun": dict(self._begun)}
-            self._store.set(LETTER.format(self._rank), json.dumps(letter))
+            letter = Letter(self._beat, self._left, dict(self._begun))
+            self._store.set(KEY.format(self._rank), msgspec.json.encode(letter).decode())

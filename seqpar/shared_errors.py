@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-# errors of the system that are no mistake in a path: no space, no quota, a broken disk, no memory, no free handles
-SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+# errors of the system that are no mistake in a path: no space, no quota, a file limit, a broken disk, no memory, no
+# free handles
+SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 LOST = (ConnectionError, dist.DistError)  # another process has left, or cannot be reached
 NO_HOST_MEMORY = "DefaultCPUAllocator: "  # torch has no error class for it
 
@@ -38,7 +39,8 @@ class Told:
     def of(error: ValueError | OSError) -> Told:
         """Return what the other ranks must know of an error."""
         number = error.errno if isinstance(error, OSError) and error.errno in SYSTEM else None
-        return Told(str(error), number, isinstance(error, TimeoutError))
+        text = str(error).encode(errors="backslashreplace").decode()  # names of files may be no text
+        return Told(text, number, isinstance(error, TimeoutError))
 
     def error(self, text: str | None = None) -> ValueError | OSError:
         """Return the error to raise, with another text if one is given."""

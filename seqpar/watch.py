@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from seqpar.deadlines import Deadlines
-from seqpar.pulse import BEAT_S, Pulse, Sign, Store
+from seqpar.pulse import BEAT_S, Board, Pulse, Sign
 from seqpar.waits import Wait, is_lost, text_of_late, text_of_unknown, why_late
 
 SLICE_S = 0.5  # of a wait, between two looks
@@ -48,11 +48,11 @@ class Follows(Protocol):
 class Watch:
     """Watches the other ranks of a process group; see the module. rank, world: this rank and the number of all.
 
-    store: a connection to the group's store that nothing else uses; None watches by deadlines alone and names ranks
+    store: where ranks show signs of life, which nothing else uses; None watches by deadlines alone and names ranks
     only where an exchange knows them. last_words: ends a process whose main thread cannot be woken; it gets the error.
     """
 
-    def __init__(self, rank: int, world: int, deadlines: Deadlines, store: Store | None) -> None:
+    def __init__(self, rank: int, world: int, deadlines: Deadlines, store: Board | None) -> None:
         self.rank, self.world, self.deadlines = rank, world, deadlines
         self.failed: str | None = None
         self.groups: list[dist.ProcessGroup] = []
@@ -263,7 +263,7 @@ class Watch:
             return {}
         try:
             return self._pulse.read([rank for rank in ranks if rank != self.rank])
-        except RuntimeError:
+        except (RuntimeError, OSError):
             return {}  # the store is gone, which `silent_since` tells
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from itertools import product
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from seqpar.cli.exits import Kind, kind_of
-from seqpar.mesh import SMALL, Mesh, fill, pick_device
+from seqpar.letters import SMALL
+from seqpar.mesh import Mesh, fill, pick_device
 from tests.support.pool import Pool
 
 
@@ -85,7 +87,7 @@ def agree(rank: int, world: int, device: torch.device) -> list[tuple[str, Kind, 
     """Return the class, the blame and the text of errors of one rank, by `together` and by `of_rank_0`."""
     mesh, found = Mesh.from_env(device=device), []
     errors = ValueError("only here"), FileNotFoundError("no file"), TimeoutError("late"), OSError(*FULL)
-    for error, ways in product(errors, ((mesh.together, 1), (mesh.of_rank_0, 0))):
+    for error, ways in product(errors, ((mesh.together, 1), (partial(mesh.of_rank_0, kind=str), 0))):
 
         def work(error: Exception = error, wrong: int = ways[1]) -> None:
             if rank == wrong:
@@ -111,8 +113,8 @@ def test_an_error_on_one_rank_is_raised_on_all_with_the_same_blame(ranks: Pool) 
 def objects(rank: int, world: int, device: torch.device) -> tuple[list[tuple[int, int]], list[list[tuple[int, int]]]]:
     """Exchange objects around the size that travels in one exchange; one rank's may be short and another's long."""
     mesh, sizes = Mesh.from_env(device=device), (0, SMALL - 40, SMALL, 5 * SMALL)
-    every = [mesh.collect((rank, bytes(size if rank else 3))) for size in sizes]
-    shared = [mesh.share((rank, bytes(size))) for size in sizes]
+    every = [mesh.collect((rank, bytes(size if rank else 3)), tuple[int, bytes]) for size in sizes]
+    shared = [mesh.share((rank, bytes(size)), tuple[int, bytes]) for size in sizes]
     return [(r, len(x)) for r, x in shared], [[(r, len(x)) for r, x in one] for one in every]
 
 
@@ -132,7 +134,7 @@ def from_rank_0(rank: int, world: int, device: torch.device, fails: bool) -> lis
         return f"rank {rank}"
 
     try:
-        return [*told, mesh.of_rank_0(work), *told]
+        return [*told, mesh.of_rank_0(work, str), *told]
     except ValueError as error:
         return [str(error), *told]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from seqpar.deadlines import KINDS, Calls, Deadlines
 from seqpar.kernels.flags import Late
 from seqpar.mesh import Axis, Mesh
 from seqpar.processes import _gather_all
+from seqpar.pulse import Files
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import begin
 from seqpar.transports import _folder
@@ -93,10 +95,10 @@ class Event:
 
 
 @contextmanager
-def watches(count: int = 2) -> Iterator[list[Watch]]:
-    """Yield the watches of ranks that share a store, all in this process."""
+def watches(folder: Path | None = None) -> Iterator[list[Watch]]:
+    """Yield the watches of two ranks that share a folder or, without one, a store, all in this process."""
     store = dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=10))  # pyright: ignore[reportPrivateImportUsage]
-    made = [Watch(rank, count, SHORT, _connection(store)) for rank in range(count)]
+    made = [Watch(rank, 2, SHORT, Files(folder) if folder else _connection(store)) for rank in range(2)]
     try:
         yield made
     finally:
@@ -131,8 +133,17 @@ def test_a_host_exchange_that_ends_between_two_looks_is_not_lost() -> None:
         mine.host(Just("shape '[3]' is invalid"), "an exchange", (0, 1))  # pyright: ignore[reportArgumentType]
 
 
-def test_a_host_exchange_waits_for_a_rank_that_lives_and_not_for_others() -> None:
-    with watches(2) as (mine, other), watches(2) as (left, gone), watches(2) as (here, stopped):
+@pytest.mark.parametrize("board", ["store", "files"])
+def test_a_host_exchange_waits_for_a_rank_that_lives_and_not_for_others(board: str, tmp_path: Path) -> None:
+    folders = [tmp_path / name if board == "files" else None for name in ("busy", "gone", "stopped")]
+    for folder in folders:
+        if folder is not None:
+            folder.mkdir()
+    with (
+        watches(folders[0]) as (mine, other),
+        watches(folders[1]) as (left, gone),
+        watches(folders[2]) as (here, stopped),
+    ):
         jobs = {
             "busy": lambda: mine.host(Never(), "an exchange", (0, 1)),  # pyright: ignore[reportArgumentType]
             "gone": lambda: left.host(Never(), "an exchange", (0, 1)),  # pyright: ignore[reportArgumentType]
@@ -160,6 +171,40 @@ def test_a_host_exchange_waits_for_a_rank_that_lives_and_not_for_others() -> Non
     text, seconds = found["busy"]
     assert "another rank of [0, 1] (an exchange); all show signs of life" in text
     assert seconds >= SHORT.host_s
+
+
+def test_signs_in_files_take_no_more_room_and_are_read_whole(tmp_path: Path) -> None:
+    files, key = Files(tmp_path), "seqpar/pulse/0"
+    assert not files.check([key])
+    with pytest.raises(OSError, match="No such file"):
+        files.get(key)
+    for text in ("a" * 300, "b"):
+        files.set(key, text)
+        assert files.get(key) == text.encode()
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    size = file.stat().st_size
+    for count in range(1000):
+        files.set(key, str(count))
+    assert file.stat().st_size == size
+    whole = file.read_bytes()
+    for torn in (whole[:10], b"", whole[:3], whole[:8] + b"x" + whole[9:]):
+        file.write_bytes(torn)
+        with pytest.raises(RuntimeError, match="half a sign"):
+            files.get(key)
+
+
+def test_a_sign_that_a_stranger_has_written_is_none_and_the_ranks_go_on_telling(tmp_path: Path) -> None:
+    with watches(tmp_path) as (mine, other):
+        time.sleep(0.6)
+        before = mine._signs((1,))[1]
+        assert other._pulse is not None
+        with other._pulse._lock:
+            for text in ("", "{", '{"beat": "x", "left": false, "begun": {}}', '{"beat": 1}', "[" * 10**5):
+                Files(tmp_path).set("seqpar/pulse/1", text or " ")
+                assert mine._signs((1,)) == {1: before}
+        time.sleep(1.2)
+        assert mine._signs((1,))[1].beat > before.beat
 
 
 def test_a_call_on_a_device_that_waits_in_vain_is_told_from_one_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +325,7 @@ def left_alone(
         work = _steps(dit) if way == "steps" else lambda: dit(x, t, class_labels=t)
         for _ in range(3):
             work()
-        mesh.collect(0)
+        mesh.collect(0, int)
         start = time.monotonic()
         if rank == 0:
             with pytest.raises(TimeoutError) as caught:

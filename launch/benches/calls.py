@@ -179,7 +179,7 @@ class References(ExitStack):
 def _measured(case: Case, row: Row, limits: Limits, references: References) -> Line:
     """Set a row up, time it in turn with its reference, and return its line."""
     mesh = case.mesh
-    if mesh.share(time.monotonic() > limits.until):
+    if mesh.share(time.monotonic() > limits.until, bool):
         return _line(case, row) | {"refused": LATE}
     begun = time.monotonic()
     with ExitStack() as stack:
@@ -209,14 +209,14 @@ def _times(
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(limits.rounds):
         for name, work in works.items():
-            mesh.collect(None)
+            mesh.collect(None, None)
             times[name].append(elapsed(work, calls[name], mesh.device))
     return times
 
 
 def _calls(seconds: float, work: Callable[[], object], mesh: Mesh) -> int:
     """Return the number of calls that take about `seconds`, the same on all ranks, at least 1."""
-    ms = max(mesh.collect(elapsed(work, 1, mesh.device)))
+    ms = max(mesh.collect(elapsed(work, 1, mesh.device), float))
     return int(min(MOST_CALLS, max(1, 1e3 * seconds / ms)))
 
 
@@ -289,7 +289,7 @@ def free(device: torch.device) -> None:
 
 def _trace(step: Callable[[], object], mesh: Mesh) -> dict[str, Any]:
     """Return ms of a call by kind of kernel, and (kernel, calls, ms) of the kernels that take the most time."""
-    mesh.collect(None)
+    mesh.collect(None, None)
     spans = traced(step, TRACED_STEPS)
     by_name: dict[str, list[float]] = defaultdict(list)
     for name, start, end in spans:

@@ -132,12 +132,12 @@ def check(args: Decode) -> dict[str, list[tuple[int, int]]]:
 def measure(args: Decode, case: Case, until: float) -> list[Line]:
     """Time the rows of a case one after the other; append and print each line as soon as it is there."""
     seen, lines, mesh = Seen(), list[Line](), case.mesh
-    if not mesh.share(time.monotonic() > until):
+    if not mesh.share(time.monotonic() > until, bool):
         _find_truth(args, case, seen)
     for way in ways(case):
         if not _wanted(args, case, way):
             continue
-        late = mesh.share(time.monotonic() > until)
+        late = mesh.share(time.monotonic() > until, bool)
         found = {"ms": None, "refused": LATE} if late else _row(args, case, way, seen)
         line = _line(case, way, found, seen)
         lines.append(line)
@@ -235,7 +235,7 @@ def _unfit(args: Decode, case: Case, way: Way, seen: Seen) -> str | None:
     if case.megapixels > args.graph_megapixels:
         return f"no graph of {case.megapixels:.1f} megapixels, more than --graph-megapixels {args.graph_megapixels:g}"
     need, left = 2 * seen.gib.get(EAGER, 0.0), torch.cuda.mem_get_info()[0] / GIB
-    short = case.mesh.share(need > left)
+    short = case.mesh.share(need > left, bool)
     return f"a graph would need some {need:.0f} GiB" if short else None
 
 

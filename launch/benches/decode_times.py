@@ -51,12 +51,12 @@ def times(step: Callable[[], object] | None, mesh: Mesh, most: int, seconds: flo
     """
     begun, found, calls = time.monotonic(), list[float](), 1
     for index in range(most):
-        if index and mesh.share(time.monotonic() - begun > seconds):
+        if index and mesh.share(time.monotonic() - begun > seconds, bool):
             break
-        mesh.collect(None)  # on the host: no rank's GPU waits
+        mesh.collect(None, None)  # on the host: no rank's GPU waits
         found.append(sum(once(step, mesh.device) for _ in range(calls)) / calls)
         if not index:
-            calls = max(1, min(MOST_CALLS, int(ROUND_MS / max(mesh.collect(found[0])))))
+            calls = max(1, min(MOST_CALLS, int(ROUND_MS / max(mesh.collect(found[0], float)))))
     return found
 
 
@@ -101,7 +101,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 def worst(mesh: Mesh, found: dict[str, float]) -> Line:
     """Return the largest of each number over the ranks."""
-    ranks = mesh.collect(found)
+    ranks = mesh.collect(found, dict[str, float])
     return {name: max(rank[name] for rank in ranks) for name in found}
 
 

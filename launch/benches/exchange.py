@@ -144,7 +144,7 @@ def check_arrivals(name: str, way: Way, mesh: Mesh) -> None:
     for byte in reversed(range(CODED_BYTES)):
         way.fill(byte)
         together(mesh)  # one move alone has no return: only this stops a fast rank from overwriting
-        wrong = [rank for rank, fine in enumerate(mesh.collect(way.arrived(byte))) if not fine]
+        wrong = [rank for rank, fine in enumerate(mesh.collect(way.arrived(byte), bool)) if not fine]
         if wrong:
             raise RuntimeError(f"{name}: ranks {wrong} did not get what was sent to them")
 
@@ -153,7 +153,7 @@ def together(mesh: Mesh) -> None:
     """Wait for this rank's device, then for all ranks."""
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
-    mesh.collect(None)
+    mesh.collect(None, None)
 
 
 def all_works(ways: Mapping[str, Way], mesh: Mesh) -> tuple[dict[Key, Callable[[], object]], dict[Key, str]]:

@@ -61,7 +61,7 @@ def held(mesh: Mesh, strategy: str, transport: str, rounds: int, dtype: torch.dt
         first = run.tokens.clone() if first is None else first
         differ += (run.tokens != first).any()
     dit.check_delivered()
-    others, seconds = max(mesh.collect(int(differ))), time.perf_counter() - start
+    others, seconds = max(mesh.collect(int(differ), int)), time.perf_counter() - start
     found = {"bits": 1 + others, "digest": digest(run.latents()), "seconds": seconds, "graph": captured}
     run.release()
     dit.release()

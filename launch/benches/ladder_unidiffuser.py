@@ -300,7 +300,7 @@ def pictures(case: Case, world: Mesh, engines: list[Engine]) -> list[Line]:
     latents: dict[str, Tensor] = {}
     for index in range(case.args.rounds):
         for name, maker in makers.items():
-            if index == 0 or not world.share(case.late):
+            if index == 0 or not world.share(case.late, bool):
                 ms, made = maker(_prompt(index))
                 times[name].append(ms)
                 latents.setdefault(name, made)  # all ways have made the picture of the first round

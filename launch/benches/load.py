@@ -243,13 +243,13 @@ def rank(way: str, folder: str, end: str) -> None:
     who = f"{way}, rank {mesh.world.rank}"
     print(f"{who}: imports, device and process group took {time.perf_counter() - began:.2f} s", flush=True)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    mesh.collect(None)
+    mesh.collect(None, None)
     before, read, clock = status("VmRSS"), disk(), Clock(who)
     model = load(folder, mesh, clock)
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
     clock.mark("last copies")
-    mesh.collect(None)
+    mesh.collect(None, None)
     found: dict[str, Any] = {"seconds": clock.stop(), "phases": clock.phases, "before": before}
     found |= {"peak": status("VmHWM"), "disk": disk() - read}
     found["parameters"] = sum(parameter.numel() for parameter in model.parameters())

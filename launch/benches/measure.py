@@ -101,7 +101,7 @@ def measure(mesh: Mesh, dtype: torch.dtype) -> rates.Rates:
     machine = here(device, mesh.world.size, "auto")
 
     def us(work: Callable[[], object]) -> float:
-        return max(mesh.collect(time_us(work, device)))
+        return max(mesh.collect(time_us(work, device), float))
 
     _, inputs, outputs = sizes.weights
     copy = us(copying(sizes.copied, device))
@@ -196,7 +196,7 @@ def curve(mesh: Mesh, module: ModuleType, sent: tuple[int, ...]) -> rates.Curve:
         else:
             each = -(-size // others)
             work = module.FACTS.bare(mesh.world, each, mesh.device)
-        points.append((each * others, max(mesh.collect(time_us(work, mesh.device, EXCHANGES)))))
+        points.append((each * others, max(mesh.collect(time_us(work, mesh.device, EXCHANGES), float))))
     transport.check()
     transport.release()
     return tuple(points)

@@ -171,4 +171,4 @@ def _error(case: Case, dit: DistributedDiT, out: Tensor, inside: bool) -> float:
     mine = shard.mine("image", whole)
     error = float((out.double() - mine.double()).norm() / whole.double().norm())
     alone.release()
-    return max(case.mesh.collect(error))
+    return max(case.mesh.collect(error, float))

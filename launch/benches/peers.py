@@ -120,4 +120,4 @@ class Keeps:
         assert self.out is not None
         truth = self._case.truth
         error = float((self.out.double() - truth.double()).norm() / truth.double().norm())
-        return {"error": max(self._case.mesh.collect(error))}
+        return {"error": max(self._case.mesh.collect(error, float))}

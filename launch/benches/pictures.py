@@ -108,7 +108,7 @@ class Clock:
     def _now(self) -> float:
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize()
-        self._mesh.collect(None)
+        self._mesh.collect(None, None)
         return time.perf_counter()
 
     def ends(self, part: str) -> None:

@@ -49,7 +49,7 @@ def measure(case: Case, rows: Sequence[Row]) -> list[Line]:
     latents: dict[str, Tensor] = {}
     with ExitStack() as stack:
         for row in rows:
-            if mesh.share(time.monotonic() > until):
+            if mesh.share(time.monotonic() > until, bool):
                 break
             begun = time.perf_counter()
             maker, why = attempt(lambda row=row: _first(stack, row), mesh, *REFUSALS)
@@ -61,7 +61,7 @@ def measure(case: Case, rows: Sequence[Row]) -> list[Line]:
                 print(f"{row.name}: {why or f'first picture after {time.perf_counter() - begun:.1f} s'}", flush=True)
         for index in range(case.args.rounds):
             for name, maker in makers.items():
-                if not mesh.share(time.monotonic() > until):
+                if not mesh.share(time.monotonic() > until, bool):
                     ms, latents[name] = maker(f"{index} houses by the sea")
                     times[name].append(ms)
     made = [_line(case, row, lines[row.name], times[row.name], latents) for row in rows]

@@ -18,7 +18,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -150,10 +149,10 @@ def _plant_in_arenas(plant: Plant) -> None:
 
     told, meet = arena.together, arena._Rendezvous.meet
 
-    def together(axis: Any, value: Any) -> Any:
+    def together(axis: Any, value: Any, kind: Any) -> Any:
         if isinstance(value, tuple):  # where its memory is, and why that fails
             happen(plant)
-        return told(axis, value)
+        return told(axis, value, kind)
 
     def met(*arguments: Any) -> Any:
         happen(plant)
@@ -184,17 +183,9 @@ def start_planted_ranks() -> None:
     """Make `seqpar sample --ranks` of this process start this module in its ranks."""
     from seqpar.cli import ranks
 
-    launch = ranks.elastic_launch
-
-    def launched(config: Any, program: Any) -> Callable[..., Any]:
-        def run(*words: str) -> Any:
-            if "seqpar.cli" not in words:
-                raise RuntimeError(f"got ranks that run {words}, expected the module seqpar.cli; update this bench")
-            return launch(config, program)(*(MODULE if word == "seqpar.cli" else word for word in words))
-
-        return run
-
-    ranks.elastic_launch = launched  # pyright: ignore[reportAttributeAccessIssue]
+    if ranks.MODULE != "seqpar.cli":
+        raise RuntimeError(f"got ranks that run {ranks.MODULE}, expected the module seqpar.cli; update this bench")
+    setattr(ranks, "MODULE", MODULE)  # noqa: B010
 
 
 def main() -> None:

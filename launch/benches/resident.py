@@ -22,5 +22,5 @@ def memory(mesh: Mesh) -> dict[str, int]:
     if mesh.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(mesh.device)
         found |= {"allocated": torch.cuda.memory_allocated(mesh.device), "used": total - free}
-    every = mesh.collect(found)
+    every = mesh.collect(found, dict[str, int])
     return {name: max(each[name] for each in every) for name in found}

@@ -199,7 +199,7 @@ def visit(args: Scale, bench: Bench, way: Way, found: Found) -> None:
             # a state that is stepped again and again overflows, and then runs faster
             found.calls = min(MOST_STEPS, calls_for(args.seconds, ready.step, mesh))
         ready.before()
-        mesh.collect(None)
+        mesh.collect(None, None)
         found.times.append(elapsed(ready.step, found.calls, mesh.device))
         ready.after()
         after = memory(mesh.device)
@@ -217,7 +217,7 @@ def look(bench: Bench, way: Way, found: Found, ms: float) -> None:
             for _ in range(max(1, int(1e3 * SENSED_S / (ms * calls)))):
                 ready.before()
                 timed(ready.step, calls)
-        readings = bench.mesh.collect(sensors.medians())
+        readings = bench.mesh.collect(sensors.medians(), tuple[float, float])
         found.look = {"sm_mhz": min(clock for clock, _ in readings)}
         found.look["joules"] = sum(watts for _, watts in readings) * ms * 1e-3
         if way.kind == "ours":
@@ -269,7 +269,7 @@ def line(
     flops *= way.images / world
     made |= {"tflops": flops / ms["median"] / 1e9, "roofline_ms": roofline(flops, weights)}
     made |= {"pictures_per_s": way.images / (RUN_STEPS * ms["median"] * 1e-3)}
-    ranks = bench.mesh.collect(found.memory)
+    ranks = bench.mesh.collect(found.memory, dict[str, float])
     made |= {name: max(rank[name] for rank in ranks) for name in found.memory}
     if "gib" in made:
         made["gib"] += way.weights / GIB

@@ -153,7 +153,7 @@ def soaked(
     mesh, numbers = pipeline.dit.mesh, {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
     seen: dict[Kind, int] = {}
     for index, kind in enumerate(kinds):
-        if index + 1 < len(kinds) and mesh.share(time.monotonic() > end):
+        if index + 1 < len(kinds) and mesh.share(time.monotonic() > end, bool):
             continue
         seen[kind] = seen.get(kind, 0) + 1
         start, settings = time.perf_counter(), {"steps": steps, "guidance": kind.guidance}

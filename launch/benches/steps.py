@@ -190,7 +190,7 @@ class Run:
             elapsed = marks[1].elapsed_time(marks[-1])
         else:
             elapsed = 1e3 * (marks[-1] - marks[1])
-        return max(self._mesh.collect(elapsed / steps))
+        return max(self._mesh.collect(elapsed / steps, float))
 
     def _sample(self, steps: int, on_step: Any = lambda index: None) -> torch.Tensor:
         scheduler = DDIMScheduler.from_config(DDIM_DEFAULT)

@@ -52,7 +52,7 @@ def elapsed(work: Callable[[], object], repeat: int, device: torch.device) -> fl
 
 def calls_for(seconds: float, work: Callable[[], object], mesh: Mesh) -> int:
     """The number of calls that take about `seconds`: the same on all ranks, at least 2."""
-    ms = max(mesh.collect(elapsed(work, 1, mesh.device)))
+    ms = max(mesh.collect(elapsed(work, 1, mesh.device), float))
     return int(min(MOST_CALLS, max(2, 1e3 * seconds / ms)))
 
 
@@ -64,14 +64,15 @@ def attempt(work: Callable[[], T], mesh: Mesh, *errors: type[Exception]) -> tupl
     except errors as error:
         said = (str(error).strip() or "no message").splitlines()[0]
         why = said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
-    why = next((reason for reason in mesh.collect(why) if reason is not None), None)
+    why = next((reason for reason in mesh.collect(why, str | None) if reason is not None), None)
     return (made, None) if why is None else (None, why)
 
 
 def slowest(times: Mapping[K, Sequence[float]], mesh: Mesh) -> dict[K, dict[str, float]]:
     """Median, least and most over rounds of the slowest rank's time. A collective call: not for use while timing."""
-    ranks = mesh.collect(dict(times))
-    return {key: spread([max(each) for each in zip(*(rank[key] for rank in ranks), strict=True)]) for key in times}
+    ranks = mesh.collect([list(each) for each in times.values()], list[list[float]])
+    rounds = (zip(*(rank[index] for rank in ranks), strict=True) for index in range(len(times)))
+    return {key: spread([max(each) for each in one]) for key, one in zip(times, rounds, strict=True)}
 
 
 def walled(work: Callable[[], object]) -> float:

@@ -155,7 +155,7 @@ class Decoding:
         free = free_gib(self.mesh.device) or 0.0
         if model is not None:
             free = min(free, left_gib(total_gib(self.mesh.device) or total, model(), kind))
-        return fit(kind, shape, ranks, min(self.mesh.collect(free)))
+        return fit(kind, shape, ranks, min(self.mesh.collect(free, float)))
 
     def _smallest(self) -> float | None:
         """Return the GiB of the smallest of all ranks' devices, by which all decide alike; None on a CPU."""
@@ -163,7 +163,7 @@ class Decoding:
         if total is None:
             return None
         if self._total is None:
-            self._total = min(self.mesh.collect(total))
+            self._total = min(self.mesh.collect(total, float))
         return self._total
 
     def release(self) -> None:

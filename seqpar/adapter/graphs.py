@@ -199,4 +199,4 @@ def _copied(results: Any) -> Form:
 
 def _every(mesh: Mesh, reason: str | None) -> list[str | None]:
     """Return the reason of every rank of the sequence axis; each must call this at the same time."""
-    return collected(mesh.sequence, mesh.device, reason, "why a capture failed")
+    return collected(mesh.sequence, mesh.device, reason, str | None, "why a capture failed")

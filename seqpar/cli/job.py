@@ -43,7 +43,7 @@ def checked(args: Args, mesh: Mesh) -> Job | Adapted:
     """
     mesh.together(lambda: check_flags(args))
     if mesh.world.size > 1:
-        why = mesh.share(_why_not_found(args.model) if mesh.is_main else None)
+        why = mesh.share(_why_not_found(args.model) if mesh.is_main else None, str | None)
         if why is not None:
             raise ValueError(why)
     job = mesh.together(lambda: check(args, mesh))

@@ -1,30 +1,44 @@
-"""Start this command on several processes of this machine, by torchrun's own agent and without torchrun's report.
+"""Start this command on several processes of this machine, which meet in a folder that only this user can reach.
 
-Each rank is `python -m seqpar.cli` with the flags of this process. The agent ends all ranks as soon as one fails; then
-this process prints one message and exits with the failed rank's code. Ctrl-C ends all ranks.
+Each rank is `python -m seqpar.cli` with the flags of this process. As soon as one fails, all others are ended; then
+this process prints one message and exits with the failed rank's code. Ctrl-C ends all ranks. By what lies in the folder
+ranks find each other and show that they live, so that no port is open for it.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-import uuid
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from seqpar.cli.exits import PROCESS, REPORTS, STARTER, Report
+from seqpar.cli.exits import PROCESS, REPORTS, STARTER, STOPPED, Report
+from seqpar.processes import MEETING
 from seqpar.transports._sockets import remove_sockets
 
-SHUTDOWN_S = 5  # a rank that does not end in this time is killed
+MODULE = "seqpar.cli"  # what a rank runs
+LOOK_S = 0.1  # between two looks at the ranks
+SHUTDOWN_S = 5.0  # a rank that does not end in this time is killed
 MOST = 128  # processes of one machine, each of which needs about 1 GB of host memory
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # they end the ranks, then this process
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment: where gloo and NCCL open their sockets
+LOOPBACK, UP = 0x8, 0x1  # flags of an interface, as Linux shows them
+
+
+class StoppedError(Exception):
+    """A signal told this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def wanted(gpus: int | None, ranks: int | None) -> int:
@@ -46,40 +60,121 @@ def wanted(gpus: int | None, ranks: int | None) -> int:
 
 def start(words: Sequence[str], count: int) -> None:
     """Run `seqpar WORDS` on `count` processes; SystemExit with a non-zero code, after one message, if a rank fails."""
-    with tempfile.TemporaryDirectory(prefix="seqpar-") as folder:
-        os.environ.update({REPORTS: folder, STARTER: str(os.getpid())})
-        # like torchrun: ranks that each use all cores would slow each other down
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings about lost connections name no rank
-        # torch 2.13 deprecates collectives that torch 2.11 has under no other name
-        os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning:torch.distributed.c10d_logger")
-        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
-        _quiet()
+    with tempfile.TemporaryDirectory(prefix="seqpar-") as folder:  # of mode 0700
+        ranks: list[subprocess.Popen[bytes]] = []
         try:
-            elastic_launch(_config(count, folder), sys.executable)("-u", *_safe_path(), "-m", "seqpar.cli", *words)
-        except SignalException as stop:
+            with _signals_raised():
+                command = (sys.executable, "-u", *_safe_path(), "-m", MODULE, *words)
+                for rank in range(count):
+                    environment = _environment(folder, rank, count)
+                    ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
+                failed = _first_failed(ranks)
+            _end(ranks, signal.SIGTERM)
+        except StoppedError as stop:
+            _end(ranks, stop.number)
             print("stopped", file=sys.stderr, flush=True)
-            raise SystemExit(128 + stop.sigval) from None
-        except ChildFailedError as failed:
-            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            message, code = verdict(codes, Report.read(folder))
-            print(message, file=sys.stderr, flush=True)
-            raise SystemExit(code) from None
+            raise SystemExit(128 + stop.number) from None
         finally:
             told = [path.read_text() for path in Path(folder).glob(f"*{PROCESS}")]
             remove_sockets([int(text) for text in told if text])
+        if failed:
+            codes = {rank: code for rank, one in enumerate(ranks) if (code := one.poll())}
+            killed = {rank: -signal.SIGTERM for rank in codes if codes[rank] == -signal.SIGKILL}  # by `_end`
+            message, code = verdict({**failed, **codes, **killed, **failed}, Report.read(folder))
+            print(message, file=sys.stderr, flush=True)
+            raise SystemExit(code)
+
+
+def _first_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Wait until all ranks have ended or one has failed; return the exit codes of those that failed, by rank."""
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if any(codes) or None not in codes:
+            return {rank: code for rank, code in enumerate(codes) if code}
+        time.sleep(LOOK_S)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """End the ranks that still run by a signal, also those that are stopped, and kill what is left after some time."""
+    for each in (number, signal.SIGCONT):  # a stopped process takes a signal when it continues
+        _send(ranks, each)
+    end = time.monotonic() + SHUTDOWN_S
+    for again in (True, False):
+        for rank in ranks:
+            with suppress(subprocess.TimeoutExpired):  # after SIGKILL: it is stuck in the kernel, and is left there
+                rank.wait(max(0.0, end - time.monotonic()))
+        if again:
+            _send(ranks, signal.SIGKILL)
+            end = time.monotonic() + SHUTDOWN_S
+
+
+def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """Send a signal to the ranks that still run, with the processes that they have started."""
+    for rank in ranks:
+        if rank.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, number)
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Raise StoppedError in this context when a signal tells the process to end; one that is ignored stays ignored."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise StoppedError(number)
+
+    before = {each: signal.getsignal(each) for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN}
+    for each in before:
+        signal.signal(each, stop)
+    try:
+        yield
+    finally:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # the ranks are being ended already
+
+
+def _environment(folder: str, rank: int, count: int) -> dict[str, str]:
+    """Return a rank's environment: torchrun's names for its place, the folder, and sockets for this machine alone."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    ours = {REPORTS: folder, MEETING: folder, STARTER: str(os.getpid())}
+    wishes = {
+        "OMP_NUM_THREADS": "1",  # like torchrun: ranks that each use all cores would slow each other down
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # warnings about lost connections name no rank
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # like torchrun
+        "NCCL_RAS_ENABLE": "0",  # a service for administrators, which answers every user of the machine
+        # torch 2.13 deprecates collectives that torch 2.11 has under no other name
+        "PYTHONWARNINGS": "ignore::FutureWarning:torch.distributed.c10d_logger",
+    }
+    missing = [name for name in INTERFACES if name not in os.environ]
+    wishes |= dict.fromkeys(missing, loopback()) if missing else {}
+    return {**wishes, **os.environ, **{name: str(value) for name, value in place.items()}, **ours}
+
+
+def loopback(interfaces: Path = Path("/sys/class/net")) -> str:
+    """Return the name of the network interface that only this machine reaches; ValueError if there is none."""
+    for file in sorted(interfaces.glob("*/flags")):
+        if int(file.read_text(), 16) & (LOOPBACK | UP) == LOOPBACK | UP:
+            return file.parent.name
+    raise ValueError(
+        f"got no loopback interface in {interfaces}, expected one between ranks of this machine; name the interface to "
+        f"use with {' and '.join(INTERFACES)}"
+    )
 
 
 def verdict(codes: Mapping[int, int], reports: Mapping[int, Report]) -> tuple[str, int]:
     """The message and the exit code for failed ranks: rank -> exit code (a negative one is a signal), and its report.
 
-    In order: a mistake (rank 0's if it has told one), what went wrong first, a signal that the agent does not send to
-    the others, the first bug, any other end. A deadline comes before signals, because the rank that it names may have
-    been stopped and then killed with the job; the agent sees a rank that was killed first long before a deadline.
+    In order: a mistake (rank 0's if it has told one), an interrupted rank, what went wrong first, a signal that the
+    starter does not send to the others, the first bug, any other end. A deadline comes before signals, because the rank
+    that it names may have been stopped and then killed with the job; the starter sees a rank that was killed first long
+    before a deadline.
     """
     for rank, report in reports.items():
         if report.kind == "mistake":
             return report.text if rank == 0 else f"rank {rank}: {report.text}", report.code
+    if STOPPED in codes.values():
+        rank = next(rank for rank, code in codes.items() if code == STOPPED)
+        return f"stopped: rank {rank} was interrupted", STOPPED
     if 128 + signal.SIGPIPE in codes.values():
         return "stopped: nothing reads the output any more", 128 + signal.SIGPIPE
     if failures := {rank: report for rank, report in reports.items() if report.kind == "failure"}:
@@ -108,28 +203,6 @@ def _ended_by(rank: int, number: int) -> str:
     return f"error: rank {rank} was ended by {name}{hint}"
 
 
-def _config(count: int, folder: str) -> LaunchConfig:
-    """One machine, no restarts, a free port."""
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        local_addr="localhost",
-        logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder, "logs"))),
-    )
-
-
 def _safe_path() -> list[str]:
     """Python's flag that leaves the working directory out of the search for `seqpar`, if it is left out here too."""
     return [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
-
-
-def _quiet() -> None:
-    """Silence the agent's own log: what it says of a failed rank, we say in one line."""
-    log = logging.getLogger("torch.distributed.elastic")
-    log.addHandler(logging.NullHandler())
-    log.propagate = False

@@ -36,7 +36,7 @@ def run(args: Args) -> None:
         run_adapted(args, job, ranks)
         return
     if args.dry_run is not None:
-        _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks))))
+        _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks)), str))
         return
     plan = shared_plan(job.load, job.blueprint, ranks, wish_of(args), job.dtype)
     ranks.together(lambda: decoding.check(args, job, plan, ranks))

@@ -137,7 +137,7 @@ def compare_pipelines(measured: Measured, made: Sequence[Made], ending: str) -> 
     first call on, of which rank 0's are used. All ranks must call this together.
     """
     mine = [*(digest(each.arguments.tensors) for each in made), ending]
-    every = made[0].call.mesh.collect(mine)
+    every = made[0].call.mesh.collect(mine, list[str])
     if len({each[0] for each in every}) > 1:
         return ("guidance and scheduler are not compared, because ranks pass other tensors from the first call on",)
     if (index := first_unequal(mine, every[0])) is not None:

@@ -159,10 +159,12 @@ def _bench(
     name = _name(dtype)
     try:
         made = ranks.together(lambda: _refused(lambda: record(dit, subject.request, truth, graph=False)))
-        like = ranks.of_rank_0(lambda: _refused(lambda: likeness(pipeline.decode(_latents(dit, made)), picture, lpips)))
+        like = ranks.of_rank_0(
+            lambda: _refused(lambda: likeness(pipeline.decode(_latents(dit, made)), picture, lpips)), Likeness
+        )
     except ValueError as error:  # overflow in this data type, which is no error of a way of computing
         return f"{subject.name}: {name} is not judged, because one rank alone fails in it: {error}"
-    same, own = ranks.share((on_same_inputs(made, truth), on_own_inputs(made, truth)))
+    same, own = ranks.share((on_same_inputs(made, truth), on_own_inputs(made, truth)), tuple[Errors, Errors])
     row = Row(subject.name, dtype, None, dit.local.name, same, own, 1.0, made.bits, like)
     bounds = {place: bound(error, dtype) for place, error in same.items()}
     loose = {place: bound(error, dtype, OWN_FACTOR) for place, error in own.items()}
@@ -198,7 +200,7 @@ def _measured(bench: Bench, way: Way, meshes: Meshes, wish: Wish) -> tuple[list[
             mine, got = _computed(bench, way, mesh, wish)
         except (ValueError, FloatingPointError) as error:  # raised alike on all ranks of the way
             mine = Measured(failed=str(error))
-    return [each for each in ranks.collect(mine) if each is not None], got if ranks.is_main else None
+    return [each for each in ranks.collect(mine, Measured | None) if each is not None], got if ranks.is_main else None
 
 
 def _computed(bench: Bench, way: Way, mesh: Mesh, wish: Wish) -> tuple[Measured, Tensor]:

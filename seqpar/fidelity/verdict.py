@@ -132,7 +132,8 @@ def judged(
     """
     first = measured.first()
     size = 0.0 if first is None else measured.ratio(first.place)
-    every = mesh.collect((first, measured.worst(), measured.bits, cost[1], size, measured.blocks))
+    kind = tuple[Finding | None, tuple[float, Place], list[str], float | None, float, int]
+    every = mesh.collect((first, measured.worst(), measured.bits, cost[1], size, measured.blocks), kind)
     firsts = [(each[0], each[4], rank) for rank, each in enumerate(every) if each[0] is not None]
     blocks, finding = max(each[5] for each in every), None  # a rank without tokens of a stream has fewer than others
     if firsts:  # of several ranks, the one that is most wrong there

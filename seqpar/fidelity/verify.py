@@ -57,7 +57,7 @@ def verify(target: Any, *args: Any, evaluations: int = EVALUATIONS, **kwargs: An
 def _agreed(mesh: Mesh, evaluations: int) -> int:
     """Return rank 0's number of evaluations; the same ValueError on every rank if one passes what is no number."""
     mesh.together(lambda: check_whole("evaluations", evaluations, 1, MOST_STEPS))
-    return mesh.share(evaluations)
+    return mesh.share(evaluations, int)
 
 
 def _asked(scheduler: Any, noise: Any, prompt: Any, **settings: Any) -> Request:

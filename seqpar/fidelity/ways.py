@@ -84,7 +84,9 @@ def _transports(count: int, meshes: Meshes, asked: str) -> tuple[list[str], list
     ranks, mesh = meshes.ranks, meshes.of(count, {"data": 1, "cfg": 1, "ring": 1, "ulysses": count})
     working = list[str]()
     for name in names if count > 1 else _folder.unasked(ranks.device.type)[-1:]:
-        reason = ranks.share(None if mesh is None else _folder.load(name).why_not_tried(mesh.world, ranks.device))
+        reason = ranks.share(
+            None if mesh is None else _folder.load(name).why_not_tried(mesh.world, ranks.device), str | None
+        )
         if reason is None:
             working.append(name)
         elif asked != "auto":

@@ -141,7 +141,7 @@ def other_weights(mesh: Mesh, model: nn.Module) -> str | None:
     Sums of all bits, each times a number of its place, are compared, which takes one pass over the weights. Every rank
     must call this at the same time.
     """
-    every = mesh.collect({name: _sum(x) for name, x in model.named_parameters()})
+    every = mesh.collect({name: _sum(x) for name, x in model.named_parameters()}, dict[str, int])
     for rank, sums in enumerate(every):
         different = next((name for name, value in every[0].items() if sums.get(name) != value), None)
         if different is not None or sums.keys() != every[0].keys():

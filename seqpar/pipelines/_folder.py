@@ -25,7 +25,8 @@ from seqpar.weights.checkpoint import SUFFIXES, Checkpoint, find_checkpoint, ope
 from seqpar.weights.find import WithoutValues
 from seqpar.weights.hub import errors_only
 from seqpar.weights.jsons import check_regular, read_json
-from seqpar.weights.parts import check_numbers, part_of, read_scheduler
+from seqpar.weights.parts import INDEX, check_numbers, part_of, read_scheduler
+from seqpar.weights.schemas import shown
 
 LARGE = 1 << 28  # a tensor of at most this many elements is never refused
 MORE = 1 << 24  # elements that an encoder may have besides twice those of its files
@@ -33,6 +34,9 @@ MANY = 1000  # tensors that a model may have besides twice those of its files
 TEXT_BYTES = 1 << 27  # of tokenizers; those of published models have up to 40 MB
 STEMS = ("model", "pytorch_model")  # of the names of transformers' weight files
 WITHOUT_WEIGHTS = re.compile("Token|Processor|FeatureExtractor")  # in the names of classes
+LIBRARIES = ("diffusers", "transformers")  # whose classes a folder may name
+ADAPTER = "adapter_config.json"  # beside a model: transformers then loads peft's adapter into it
+YOURSELF = "to use it, load the pipeline yourself and call seqpar.parallelize"
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 
 
@@ -41,20 +45,54 @@ def check_parts(folder: Path, index: Mapping[str, Any]) -> None:
 
     index: the folder's model_index.json. A part without a folder of its own is left to diffusers.
     """
-    for name, value in index.items():
-        part = part_of(index, name) if isinstance(value, list) else None
-        if part is None or name.startswith("_") or not (folder / name).is_dir():
+    check_libraries(folder, index)
+    for name, (library, kind) in _parts(index):
+        if not (folder / name).is_dir():
             continue
         check_files(folder / name)
-        library, kind = part
+        _check_asks_nothing(folder / name, library, kind)
         if name == "scheduler":
             read_scheduler(folder / name)
         elif (folder / name / "config.json").is_file() and not WITHOUT_WEIGHTS.search(kind):
             check_model(folder / name, library, kind)
 
 
+def _parts(index: Mapping[str, Any]) -> list[tuple[str, tuple[str, str]]]:
+    """Return (name, (library, class)) of each part that a model_index.json names."""
+    names = [name for name, value in index.items() if isinstance(value, list) and not name.startswith("_")]
+    return [(name, part) for name in names if (part := part_of(index, name)) is not None]
+
+
+def check_libraries(folder: Path, index: Mapping[str, Any]) -> None:
+    """Raise ValueError if a part's class is not one of diffusers or transformers; nothing is imported for it.
+
+    diffusers before 0.42.1 imports any library that a model_index.json names, and runs a file of its name in the
+    part's folder. It names the folders of its own pipelines as libraries, too.
+    """
+    own = Path(diffusers.__file__).parent / "pipelines"
+    for name, (library, kind) in _parts(index):
+        known = library in LIBRARIES or (library.isidentifier() and (own / library / "__init__.py").is_file())
+        if not known or (folder / name / f"{library}.py").exists():
+            raise ValueError(
+                f"got {folder / INDEX} with {name[:60]}=[{library[:60]}, {kind[:60]}], expected classes of "
+                f"{' and '.join(LIBRARIES)} alone; {YOURSELF}"
+            )
+
+
+def _check_asks_nothing(folder: Path, library: str, kind: str) -> None:
+    """Raise ValueError for a part of which transformers would ask at the terminal whether to run its own program."""
+    if library != "transformers" or not ("Auto" in kind or kind.endswith("Processor")):
+        return
+    for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
+        if (folder / name).is_file() and "auto_map" in read_json(folder / name, TEXT_BYTES):
+            raise ValueError(f"got {folder / name} with auto_map, expected a class of {library}; {YOURSELF}")
+
+
 def check_files(folder: Path) -> None:
-    """Raise ValueError if something in a folder is no regular file and no folder, or if a text in it is too long."""
+    """Raise ValueError if something in a folder is no regular file and no folder, or if a text in it is too long.
+
+    Also if it would load more than the part itself: an adapter, a kernel from a hub, or weights of other shapes.
+    """
     for file in sorted(folder.iterdir()):
         if file.is_dir():
             continue
@@ -63,6 +101,22 @@ def check_files(folder: Path) -> None:
             check_regular(file, TEXT_BYTES if text else None)
         except ValueError as error:
             raise ValueError(f"got {file}, expected a readable file: {error}") from error
+    if (folder / ADAPTER).exists():
+        raise ValueError(f"got {folder / ADAPTER}, expected no adapter, which would change the weights; {YOURSELF}")
+    if (folder / "config.json").is_file():
+        _check_plain(read_json(folder / "config.json"), folder / "config.json")
+
+
+def _check_plain(config: Mapping[str, Any], where: Path) -> None:
+    """Raise ValueError if a config, or one within it, asks for attention from a hub or for quantised weights."""
+    for key, value in config.items():
+        named = value.values() if isinstance(value, Mapping) else (value,)
+        if "attn_implementation" in key and any(isinstance(each, str) and "/" in each for each in named):
+            raise ValueError(f"got {where} with {key[:60]}={shown(value)}, expected no kernel of a hub; {YOURSELF}")
+        if key == "quantization_config" and value is not None:
+            raise ValueError(f"got {where} with {key}, expected plain weights, whose shapes can be checked; {YOURSELF}")
+        if isinstance(value, Mapping):
+            _check_plain(value, where)
 
 
 def check_model(folder: Path, library: str, name: str) -> None:
@@ -72,8 +126,6 @@ def check_model(folder: Path, library: str, name: str) -> None:
     """
     config = read_json(folder / "config.json")
     check_numbers(config, folder / "config.json")
-    if "quantization_config" in config:
-        return  # its tensors have other names and shapes
     kind = getattr(diffusers, name, None) if library == "diffusers" else None
     if kind is AutoencoderKL:
         check_vae(folder)
@@ -99,8 +151,7 @@ def check_encoder(folder: Path, name: str) -> None:
     if named is not None and counts and counted[named] not in counts:
         expected = f"{' or '.join(map(str, sorted(counts)))}, as {Path(checkpoint.name).name} has"
         raise ValueError(f"got {file} with {named}={counted[named]}, expected {expected}")
-    if "quantization_config" not in config:  # which gives its tensors other shapes
-        _check_amount(folder, name, checkpoint)
+    _check_amount(folder, name, checkpoint)
 
 
 def _check_amount(folder: Path, name: str, checkpoint: Checkpoint) -> None:

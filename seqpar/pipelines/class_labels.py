@@ -208,10 +208,10 @@ class Pipeline(Loaded):
         mesh = self.dit.mesh
         asked = settings.get("steps"), settings.get("guidance"), size, seed
         mesh.together(lambda: check_pictures("classes", classes, *asked))
-        classes, size, seed = mesh.share((list(classes), size, seed))
-        named, name = mesh.share(
-            (True, scheduler) if scheduler is None or isinstance(scheduler, str) else (False, None)
-        )
+        kind = tuple[list[str | int], tuple[int, int] | None, int]
+        classes, size, seed = mesh.share((list(classes), size, seed), kind)
+        asked_of_0 = (True, scheduler) if scheduler is None or isinstance(scheduler, str) else (False, None)
+        named, name = mesh.share(asked_of_0, tuple[bool, str | None])
         scheduler = self.files.scheduler(name) if named else scheduler
         prompt = {"class_labels": torch.tensor(self.files.class_ids(classes))}
         height, width = self.files.latent_size(size)
@@ -237,7 +237,9 @@ def generate(
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
     ranks.together(lambda: check_loading(mesh, model, dtype))
     ranks.together(lambda: check_pictures("classes", classes, steps, Guidance(guidance), None, seed))
-    classes, model, steps, guidance, seed, dtype = ranks.share((list(classes), model, steps, guidance, seed, dtype))
+    asked = list(classes), str(model), steps, guidance, seed, dtype
+    kind = tuple[list[str | int], str, int, float, int, torch.dtype]
+    classes, model, steps, guidance, seed, dtype = ranks.share(asked, kind)
     wanted = Guidance(guidance)
     files = ranks.together(lambda: Files.locate(model))
     scheduler, ids = ranks.together(lambda: (files.schedule(None, steps), files.class_ids(classes)))

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
-from seqpar.pipelines import _family, _flux_text, _schedulers, adapted
+from seqpar.pipelines import _family, _flux_text, _schedulers
 from seqpar.pipelines._family import NO_VAE_FACTOR, Job, Order
 from seqpar.pipelines._flux_text import TOKENS, Texts
+from seqpar.pipelines._folder import check_files
 from seqpar.pipelines._loaded import Loaded, drawn_in, placed
 from seqpar.pipelines._pictures import to_pil
-from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Wish
@@ -38,7 +38,6 @@ from seqpar.sampling.schedules import FAILURES
 from seqpar.sampling.steppers import check_eta
 from seqpar.vae.decoder import check_vae, load_vae, vae_factor
 from seqpar.weights.find import Blueprint, from_diffusers, locate, resolve
-from seqpar.weights.jsons import read_json
 from seqpar.weights.parts import read_pipeline, read_scheduler
 
 PIPELINES = ("FluxPipeline",)
@@ -46,6 +45,8 @@ PROMPT = ("encoder_hidden_states", "pooled_projections")
 GUIDANCE = 3.5  # embedded scale if the user names none, as in diffusers
 # the scheduler of FLUX.1-dev, for models without a pipeline folder
 DEFAULT = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0, "use_dynamic_shifting": True}
+# prompts, steps, guidance, negative prompt, seed, size and scheduler of a run, as ranks share them
+ASKED = tuple[list[str], int, Guidance, str | None, int, tuple[int, int] | None, str | None]
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class Pipeline(Loaded):
         """
         self.dit.mesh.together(lambda: check_pictures("prompts", prompts, steps, guidance, size, seed))
         asked = list(prompts), steps, guidance, negative, seed, size, scheduler
-        prompts, steps, guidance, negative, seed, size, scheduler = self.dit.mesh.share(asked)
+        prompts, steps, guidance, negative, seed, size, scheduler = self.dit.mesh.share(asked, ASKED)
         latent = self._checked(prompts, guidance, steps, size)
         others = [negative or ""] if guidance.on else []
         self.dit.mesh.together(lambda: self.texts.encode([*prompts, *others]))
@@ -261,8 +262,9 @@ def generate(
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
     ranks.together(lambda: check_loading(mesh, model, dtype))
     ranks.together(lambda: check_pictures("prompts", prompts, steps, guidance or Guidance(), size, seed))
-    asked = list(prompts), model, steps, guidance, size, seed, dtype
-    prompts, model, steps, guidance, size, seed, dtype = ranks.share(asked)
+    asked = list(prompts), str(model), steps, guidance, size, seed, dtype
+    kind = tuple[list[str], str, int, Guidance | None, tuple[int, int] | None, int, torch.dtype]
+    prompts, model, steps, guidance, size, seed, dtype = ranks.share(asked, kind)
     files = ranks.together(lambda: Files.locate(model))
     wanted = guidance or embedded(files, None)
     scheduler, _ = ranks.together(lambda: files.schedule(None, steps, size))
@@ -289,14 +291,11 @@ def embedded(files: Files, scale: float | None, beside: Guidance | None = None) 
     return beside
 
 
-def check(order: Order, path: Path | None) -> Job | Adapted:
-    """Return the work that an order describes; ValueError for whatever does not fit. Reads headers, no weights.
-
-    Quantised weights take diffusers' own loop, because the native model does not read them.
-    """
+def check(order: Order, path: Path | None) -> Job:
+    """Return the work that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
     _check_flags(order)
-    if path is not None and "quantization_config" in read_json(path / "transformer" / "config.json"):
-        return adapted.check(order, path, "the native FLUX.1 does not read quantised weights")
+    if path is not None:
+        check_files(path / "transformer")
     files = Files.locate(order.model if path is None else path)
     beside = Guidance(1.0 if order.true_guidance is None else order.true_guidance, order.guidance_channels)
     guidance = embedded(files, order.guidance, beside)

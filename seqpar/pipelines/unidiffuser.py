@@ -23,6 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
+from seqpar.inputs import streams_of_rank_0
 from seqpar.mesh import Mesh
 from seqpar.models.uvit import Mode, Model
 from seqpar.pipelines._family import Job, Order
@@ -149,7 +150,7 @@ class Pipeline(Loaded):
             self.texts.encode(prompts)
             return [*prompts]
 
-        prompts = self.dit.mesh.of_rank_0(encoded)
+        prompts = self.dit.mesh.of_rank_0(encoded, list[str])
         asked = Asked(len(prompts), steps, guidance, seed, size, eta, scheduler)
         return self.streams(asked, given=self.texts.rows(prompts), on_step=on_step)["image"]
 
@@ -168,8 +169,8 @@ class Pipeline(Loaded):
         shapes; without them modes image and text draw noise at each evaluation. noise: None draws it, too.
         """
         mesh, model = self.dit.mesh, self.dit.model
-        # only rank 0 may have any, and all must check the same
-        asked, given, noise = mesh.of_rank_0(lambda: (asked, _on_host(given), _on_host(noise)))
+        asked = mesh.share(asked, Asked)  # only rank 0 may have any streams, and all must check the same
+        given, noise = (streams_of_rank_0(mesh, lambda x=x: _on_host(x)) for x in (given, noise))
         self._check(asked)
         scheduler, evaluations = self._scheduler(asked.scheduler), self._evaluations(asked.scheduler, asked.steps)
         shapes, generator = self._shapes(asked), torch.Generator().manual_seed(asked.seed)
@@ -186,7 +187,7 @@ class Pipeline(Loaded):
         mesh, source = self.dit.mesh, self.source
         if source is None:
             raise ValueError("got a model without a caption decoder, expected a pipeline's folder")
-        return mesh.of_rank_0(lambda: captions(source, text_NLC))
+        return mesh.of_rank_0(lambda: captions(source, text_NLC), list[str])
 
     def image_streams(self, pictures: Sequence[Image.Image], seed: int = 0) -> dict[str, Tensor]:
         """Return the streams of rank 0's pictures (of one size), for `streams` in mode img2text, on every rank.
@@ -197,7 +198,7 @@ class Pipeline(Loaded):
         if source is None:
             raise ValueError("got a model without image encoders, expected a pipeline's folder")
         drawn = torch.Generator().manual_seed(seed)
-        return mesh.of_rank_0(lambda: _on_host(image_streams(source, vae, pictures, drawn)))
+        return streams_of_rank_0(mesh, lambda: _on_host(image_streams(source, vae, pictures, drawn)))
 
     @cached_property
     def _scheduler(self) -> Callable[[str | None], Any]:
@@ -301,8 +302,9 @@ def generate(
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
     ranks.together(lambda: check_loading(mesh, model, dtype))
     ranks.together(lambda: check_pictures("prompts", prompts, steps, Guidance(guidance), size, seed))
-    asked = (list(prompts), model, steps, guidance, size, seed, dtype)
-    prompts, model, steps, guidance, size, seed, dtype = ranks.share(asked)
+    asked = list(prompts), str(model), steps, guidance, size, seed, dtype
+    kind = tuple[list[str], str, int, float, tuple[int, int] | None, int, torch.dtype]
+    prompts, model, steps, guidance, size, seed, dtype = ranks.share(asked, kind)
     files = ranks.together(lambda: Files.locate(model))
     wanted, scheduler = Guidance(guidance), ranks.together(lambda: files.schedule(None, steps))
     load = files.load_of(len(prompts), wanted.on, len(scheduler.timesteps), dtype, size)

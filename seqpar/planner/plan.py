@@ -98,7 +98,7 @@ def make(work: Work, load: Load, dtype: torch.dtype, ranks: Mesh, wish: Wish, me
     machine = here(ranks.device, ranks.world.size, moved.name)
     if mesh is not None:  # the caller has decided that it fits
         machine = replace(machine, memory=None)
-    return ranks.share(ranks.together(lambda: _decided(work, load, dtype, ranks.device, machine, wish, moved)))
+    return ranks.share(ranks.together(lambda: _decided(work, load, dtype, ranks.device, machine, wish, moved)), Plan)
 
 
 def for_library(config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | None, wish: Wish, table: int) -> Plan:

@@ -123,7 +123,7 @@ class Sampler:
     def _ready(self, course: Course) -> Run:
         """Return the kept run, restarted, if it can serve this course on every rank; otherwise a new run."""
         kind = (course.kind, self.dit.state)
-        kept = all(self.dit.mesh.collect(self._run is not None and self._kind == kind))
+        kept = all(self.dit.mesh.collect(self._run is not None and self._kind == kind, bool))
         if self._run is None or not kept or not self._run.restart(course):
             self.release()
             self._run, self._kind = Run(self.dit, course), kind

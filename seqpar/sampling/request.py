@@ -89,10 +89,10 @@ def rank_0s(mesh: Mesh, request: Request) -> Request:
     """Return rank 0's request on every rank; the same ValueError on all if shapes or settings differ between ranks."""
     if mesh.world.size == 1:
         return request
-    given = _tensors_of_rank_0(mesh, request)
     generator = request.generator or torch.Generator().manual_seed(0)
-    guidance, eta, state = mesh.share((request.guidance, request.eta, generator.get_state()))
-    generator.set_state(state)
+    given = _tensors_of_rank_0(mesh, request, generator)
+    generator.set_state(given["generator"].cpu().clone())  # torch reads the storage of a view from its beginning
+    guidance, eta = mesh.share((request.guidance, request.eta), tuple[Guidance, float | None])
 
     def named(kind: str) -> dict[str, Tensor]:
         return {name.removeprefix(f"{kind} "): x for name, x in given.items() if name.startswith(f"{kind} ")}
@@ -110,11 +110,15 @@ def rank_0s(mesh: Mesh, request: Request) -> Request:
     )
 
 
-def _tensors_of_rank_0(mesh: Mesh, request: Request) -> dict[str, Tensor]:
-    """Return rank 0's noise, prompts and drawn streams, named by kind and stream ("prompt class_labels")."""
+def _tensors_of_rank_0(mesh: Mesh, request: Request, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return rank 0's noise, prompts and drawn streams, named by kind and stream ("prompt class_labels").
+
+    The state of its generator is among them.
+    """
     noise = request.noise
     named = {f"noise {name}": x for name, x in noise.items()} if isinstance(noise, Mapping) else {"noise": noise}
     parts = {"prompt": request.prompt, "negative": request.negative or {}}
+    named["generator"] = generator.get_state()
     parts |= {"drawn": request.drawn, "negative_drawn": request.negative_drawn}
     for kind, part in parts.items():
         named |= {f"{kind} {name}": x for name, x in part.items()}

@@ -230,7 +230,7 @@ class Run:
 
         Waits for the devices of all ranks.
         """
-        return min(self._dit.mesh.collect(int(self._bad)))
+        return min(self._dit.mesh.collect(int(self._bad), int))
 
     def release(self) -> None:
         """Free the CUDA graphs and their memory."""

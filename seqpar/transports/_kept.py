@@ -70,7 +70,7 @@ class Kept(Generic[T]):
     def _make_room(self) -> None:
         """Free what was used longest ago and is in use on no rank, until there is room for one more."""
         in_use = [bool(kind.users) for kind in self._kinds.values()]
-        anywhere = [any(told) for told in zip(*together(self._axis, in_use), strict=True)]
+        anywhere = [any(told) for told in zip(*together(self._axis, in_use, list[bool]), strict=True)]
         idle = [kind for kind, used in zip(self._kinds, anywhere, strict=True) if not used]
         for kind in idle[: len(self._kinds) + 1 - self._most]:
             self._kinds.pop(kind).moves.release()

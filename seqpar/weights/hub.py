@@ -7,15 +7,13 @@ used, at once.
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import logging
 
@@ -31,6 +29,7 @@ ID = r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}"  # owner/name
 # the last one is the base of what its HTTP client raises
 NETWORK = (OSError, errors.HfHubHTTPError, getattr(errors, "HTTPError", OSError))
 SHOWN = 200  # characters of a name in a message
+WAIT_S = 1800.0  # seconds that a process waits for another one that downloads the same files
 ASK_S = 5.0  # seconds that the hub has to say whether it knows a name
 
 
@@ -41,16 +40,30 @@ def download(name: str, presets: Sequence[str]) -> Path:
     """
     if not re.fullmatch(ID, name):
         raise ValueError(f"got model {_short(name)}: {_nowhere(presets)}")
-    # one process of a host downloads; the others wait here and then find every file in the cache
-    lock = Path(tempfile.gettempdir(), f"seqpar-{os.getuid()}-{name.replace('/', '--')}.lock")
     try:
-        with FileLock(lock), errors_only(logging):
+        with errors_only(logging):
             reason = _why_not(name)
             if reason is not None:
                 return _cached(name, presets, reason)
-            return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
+            with _alone(name):
+                return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
+    except Timeout as error:
+        raise TimeoutError(
+            f"got model {name!r}, which another process has been downloading for {WAIT_S:g} s (it holds "
+            f"{error.lock_file}); wait for it, or end it"
+        ) from error
     except (*NETWORK, errors.HFValidationError) as error:
         raise ValueError(f"got model {name!r}, which cannot be downloaded from the hub: {_first(error)}") from error
+
+
+def _alone(name: str) -> FileLock:
+    """Return a lock for one process of a host that downloads; others then find every file in the cache.
+
+    It lies in the cache: anyone could make and hold a file of the same name in the folder of temporary files.
+    """
+    folder = Path(constants.HF_HUB_CACHE, ".locks")
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder / f"seqpar--{name.replace('/', '--')}.lock", timeout=WAIT_S)
 
 
 def _why_not(name: str) -> str | None:

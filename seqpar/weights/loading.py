@@ -43,7 +43,7 @@ class Team:
         """Return the team of this rank; every rank of the mesh calls it, because hosts make their groups together."""
         if mesh is None or mesh.world.size == 1:
             return Team()
-        hosts = mesh.collect(socket.gethostname())
+        hosts = mesh.collect(socket.gethostname(), str)
         teams = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
         mine = next(team for team in teams if mesh.world.rank in team)
         group = mesh.world.group if len(teams) == 1 else dist.new_subgroups_by_enumeration(teams)[0]

@@ -13,6 +13,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from seqpar.adapter import cuts as plans
@@ -184,5 +185,5 @@ def every_transformer() -> set[str]:
     folder = diffusers.models.transformers
     files = [importlib.import_module(f"{folder.__name__}.{one.name}") for one in pkgutil.iter_modules(folder.__path__)]
     own = [kind for file in files for kind in vars(file).values() if getattr(kind, "__module__", "") == file.__name__]
-    kinds = [kind for kind in own if isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)]
+    kinds = [kind for kind in own if isinstance(kind, type) and issubclass(kind, ModelMixin)]
     return {kind.__name__ for kind in kinds if hasattr(diffusers, kind.__name__)}

@@ -90,7 +90,7 @@ def begun(rank: int, world: int, device: torch.device, strategy: str, transport:
     attend((stream,))  # makes the buffers
     warm(attend, transport)
     settle(device)
-    mesh.collect(rank)
+    mesh.collect(rank, int)
     time.sleep(2 * LATE_S * (rank == world - 1))
     start, times = time.perf_counter(), []
     note: Callable[[], None] = lambda: times.append(time.perf_counter() - start)  # noqa: E731
@@ -139,7 +139,7 @@ def sent(rank: int, world: int, device: torch.device, strategy: str, transport: 
     attend((stream,))
     warm(attend, transport)
     settle(device)
-    mesh.collect(rank)
+    mesh.collect(rank, int)
     start = time.perf_counter()
     work: Callable[[], None] = lambda: time.sleep(LATE_S if rank == 0 else 0.0)  # noqa: E731
     if not early:

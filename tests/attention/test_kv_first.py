@@ -112,7 +112,7 @@ def made_in_place(
     exchange.start_values()
     whole = exchange.deliver()[2]
     assert not whole.isnan().any()
-    mesh.collect(rank)
+    mesh.collect(rank, int)
     return not passes, right
 
 
@@ -211,7 +211,7 @@ def patient(rank: int, world: int, device: torch.device, transport: str) -> tupl
     exchange.start_values = noted
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # nothing of the first call is left to wait for
-    mesh.collect(rank)
+    mesh.collect(rank, int)
     time.sleep(2 * LATE_S * rank)
     start = time.perf_counter()
     attend((Given(q, k, v, Prepare()),))

@@ -20,7 +20,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.cli.exits import INTERRUPTED_S, LONGEST, Report, kind_of, line_of
-from seqpar.cli.stopped import AGENT, end_ranks, stopped_ranks
+from seqpar.cli.stopped import RUN, end_ranks, stopped_ranks
 from seqpar.local import sdpa
 from tests.support.tiny import diffusers_dit
 
@@ -35,6 +35,7 @@ NO_MEMORY = "[enforce fail at alloc_cpu.cpp:130] err == 0. DefaultCPUAllocator: 
         (PermissionError(errno.EACCES, "Permission denied", "x"), "mistake", 2),
         (TimeoutError("rank 1 did not come"), "failure", 1),
         (OSError(errno.ENOSPC, "No space left on device", "x.png"), "failure", 1),
+        (OSError(errno.EFBIG, "File too large", "x.png"), "failure", 1),  # as under `ulimit -f`
         (ConnectionResetError("gone"), "failure", 1),
         (FloatingPointError("latents stopped being finite"), "failure", 1),
         (torch.OutOfMemoryError("CUDA out of memory"), "failure", 1),
@@ -163,20 +164,31 @@ def test_stopped_ranks_are_found_and_ended_whatever_their_names_are(
 ) -> None:
     program = os.fsencode(tmp_path) + b"/\xff\xfe ) T"
     shutil.copy(os.fsencode(shutil.which("sleep") or ""), program)
-    ranks = [subprocess.Popen([program, b"60"]) for _ in range(2)]
+    run = {name: f"{name} here" for name in RUN}
+    environments = {
+        "rank 0": {**run, "RANK": "0"},
+        "rank 1": {**run, "RANK": "1"},
+        "of another job": {**run, RUN[2]: "1", "RANK": "1"},
+        "no rank": run,
+        "not of torchrun": {"RANK": "1"},
+    }
+    others = {name: subprocess.Popen([program, b"60"], env=env) for name, env in environments.items()}
     monkeypatch.setattr(os, "getppid", os.getpid)  # as if this process were one of the ranks
-    monkeypatch.delenv(AGENT, raising=False)
+    monkeypatch.delenv(RUN[0], raising=False)
     assert stopped_ranks() == []
-    monkeypatch.setenv(AGENT, "here")
+    for name, value in run.items():
+        monkeypatch.setenv(name, value)
     try:
-        ranks[1].send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, ranks[1].pid, os.WSTOPPED)
-        assert stopped_ranks() == [ranks[1].pid]
-        end_ranks(stopped_ranks())
-        assert ranks[1].wait(10) == -signal.SIGKILL
-        assert ranks[0].poll() is None
-        end_ranks([ranks[1].pid])  # it has ended
+        stopped = {name: each for name, each in others.items() if name != "rank 0"}
+        for each in stopped.values():
+            each.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, each.pid, os.WSTOPPED)
+        assert stopped_ranks() == [stopped["rank 1"].pid]
+        end_ranks([each.pid for each in others.values()])  # numbers that may have gone to others
+        assert stopped["rank 1"].wait(10) == -signal.SIGKILL
+        end_ranks([stopped["rank 1"].pid])  # it has ended
+        assert {name for name, each in others.items() if each.poll() is None} == {*others} - {"rank 1"}
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        for each in others.values():
+            each.kill()
+            each.wait()

@@ -113,6 +113,8 @@ def test_under_torchrun_a_mistake_is_our_message_once(folder: Path, tmp_path: Pa
         ({0: 1, 1: 1}, {0: LATER, 1: BUG}, "rank 1 failed, which is a bug:\nTraceback: x", 1),
         ({0: 1, 1: -15}, {0: BUG}, "rank 0 failed, which is a bug:\nTraceback: x", 1),  # the agent ended rank 1
         ({1: -15, 0: -15}, {}, "error: rank 1 was ended by SIGTERM", 143),
+        ({1: 130, 0: -15}, {}, "stopped: rank 1 was interrupted", 130),  # a KeyboardInterrupt there alone
+        ({1: 130, 0: 1}, {0: LATER}, "stopped: rank 1 was interrupted", 130),
         ({1: 3, 0: -15}, {}, "error: rank 1 ended with exit code 3 and told no reason", 3),
     ],
 )

@@ -1,6 +1,6 @@
 """Starts a job from a process that has already imported torch and diffusers; the job is otherwise what a user starts.
 
-The starter of the ranks (torchrun's agent in `seqpar.cli.ranks`) is forked from the server of the pool of ranks, and
+The starter of the ranks (`seqpar.cli.ranks`) is forked from the server of the pool of ranks, and
 it forks its ranks instead of starting new Pythons, which saves some ten seconds of CPU time a job. All else is real:
 sessions, process ids, signals, exit codes, pipes, environment, sockets, shared memory.
 """
@@ -20,13 +20,13 @@ from launch.benches.fault_job import Job, Started
 
 
 class Forked:
-    """A forked rank, as the part of `subprocess.Popen` that the agent uses."""
+    """A forked rank, as the part of `subprocess.Popen` that the starter uses."""
 
-    def __init__(self, words: tuple[str, ...], environment: dict[str, str]) -> None:
+    def __init__(self, words: tuple[str, ...], env: dict[str, str], start_new_session: bool) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _become(words[words.index("-m") + 2 :], environment)
+            _become(words[words.index("-m") + 2 :], env)
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or None."""
@@ -37,7 +37,7 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Wait for the exit code, or raise what the agent expects."""
+        """Wait for the exit code, or raise what the starter expects."""
         end = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > end:
@@ -70,12 +70,10 @@ def forked(job: Job) -> Started:
 
 def _start(job: Job) -> None:
     """Become the starter."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
     told = os.open(job.folder / "told", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(told, 1)
     os.dup2(told, 2)
-    setattr(SubprocessHandler, "_popen", lambda _, words, environment: Forked(words, environment))  # noqa: B010
+    setattr(subprocess, "Popen", Forked)  # noqa: B010
     _become(job.command(), {**os.environ, **job.settings()})
 
 
@@ -83,7 +81,7 @@ def _become(words: tuple[str, ...] | list[str], environment: dict[str, str]) -> 
     """Run `launch.benches.planted WORDS` in this process and end it as Python would."""
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)  # the agent's handlers are not those of its ranks
+        signal.signal(number, signal.SIG_DFL)  # the starter's handlers are not those of its ranks
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)

@@ -277,7 +277,7 @@ def downloaded(rank: int, world: int, device: torch.device, folder: str) -> list
         patch.setattr(hub, "snapshot_download", download)
         mesh = Mesh.joined(device)
         assert mesh.together(lambda: _find.resolve("someone/a-model")) == BUILTIN
-        mesh.collect(rank)
+        mesh.collect(rank, int)
     return log.read_text().split()
 
 

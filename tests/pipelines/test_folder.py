@@ -32,6 +32,33 @@ def pixart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_no_program_beside_a_part_runs(pixart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where diffusers is left alone: programs named in model_index.json, of a part's folder or the working one."""
+    canary = tmp_path / "canary"
+    program = f"open({str(canary)!r}, 'w')\n"
+    (tmp_path / "mymodel").mkdir()
+    for file in ("mymodel/__init__.py", "mymodel/evil.py", "canary.py"):
+        (tmp_path / file).write_text(program)
+    monkeypatch.syspath_prepend(tmp_path)
+    for library in ("mymodel.evil", "mymodel", "canary"):
+        with changed(pixart / "model_index.json", more=[library, "E"]), pytest.raises(ValueError, match="more="):
+            check(pixart)
+    for file, text in (("diffusers.py", program), ("adapter_config.json", "{}")):
+        path = pixart / "transformer" / file
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"expected classes of diffusers and transformers|expected no adapter"):
+            check(pixart)
+        path.unlink()
+    with changed(pixart / "model_index.json", tokenizer=["transformers", "AutoTokenizer"]):
+        check(pixart)
+        asks = changed(pixart / "tokenizer" / "tokenizer_config.json", auto_map={"AutoTokenizer": ["x.Y", None]})
+        with asks, pytest.raises(ValueError, match="with auto_map, expected a class of transformers"):
+            check(pixart)
+    with changed(pixart / "model_index.json", safety_checker=["stable_diffusion", "StableDiffusionSafetyChecker"]):
+        check(pixart)
+    assert not canary.exists()
+
+
 @contextmanager
 def changed(path: Path, **fields: object) -> Iterator[None]:
     """Let fields of a JSON file have these values inside a block."""
@@ -76,6 +103,20 @@ PARTS = [
         r"text_encoder=\['a'\], expected \[library, class\] or \[null, null\]",
     ),
     ("model_index.json", {"_class_name": ["PixArtAlphaPipeline"]}, r"expected the name of a pipeline's class"),
+    *(
+        (
+            "model_index.json",
+            {"safety_checker": [library, "E"]},
+            rf"safety_checker=\[{library}, E\], expected classes of",
+        )
+        for library in ("canary", "canary.evil", "diffusers.pipelines.canary", "os", "transformers.models.canary")
+    ),
+    ("text_encoder/config.json", {"_attn_implementation": "owner/repo"}, r"='owner/repo', expected no kernel of a hub"),
+    ("text_encoder/config.json", {"attn_implementation": {"": "a/b@main"}}, "expected no kernel of a hub"),
+    ("text_encoder/config.json", {"text_config": {"_attn_implementation": "a/b"}}, "expected no kernel of a hub"),
+    ("text_encoder/config.json", {"quantization_config": {"quant_method": "gguf"}}, "expected plain weights, whose"),
+    ("transformer/config.json", {"quantization_config": {}}, "quantization_config, expected plain weights"),
+    ("vae/config.json", {"quantization_config": {}}, "load the pipeline yourself and call seqpar.parallelize"),
 ]
 
 
@@ -106,8 +147,6 @@ def test_a_table_of_positions_takes_no_memory_before_it_is_refused(tmp_path: Pat
         pytest.raises(ValueError, match=r"WanTransformer3DModel: a tensor of 1,000,000,000 elements, expected at most"),
     ):
         check_parts(tmp_path, index)
-    (tmp_path / "text_encoder" / "model.safetensors").unlink()
-    check_parts(tmp_path, index | {"text_encoder": ["my_code", "UMT5EncoderModel"]})  # read by a package of its own
 
 
 @pytest.mark.parametrize(

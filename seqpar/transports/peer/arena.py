@@ -8,10 +8,11 @@ send buffer, a collective or a copy on arrival. All ranks must be processes of o
 from __future__ import annotations
 
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from math import prod
 from typing import IO, Any, TypeVar
@@ -21,11 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.kernels._triton import triton
+from seqpar.letters import WHO
 from seqpar.mesh import Axis, collected
+from seqpar.watch import LostRankError
 
 T = TypeVar("T")
 GRANULE = 1 << 21  # bytes; the driver allocates no less
 ALIGN = 256  # bytes; a field starts on its own cache line, and vector accesses never straddle two lines
+MEMORY = "seqpar"  # name of shared memory
+IN_MEMORY = hasattr(os, "memfd_create")  # whether it is a file without a place in any folder
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -58,7 +63,7 @@ class Arena:
         """Free the memory once no rank uses it any more; views of it must not be used again."""
         if self._ranks and self._ranks[0].is_cuda:
             torch.cuda.synchronize(self._ranks[0].device)
-        together(self._axis, None)
+        together(self._axis, None, None)
         self._ranks, self._owner = [], None
 
 
@@ -82,28 +87,28 @@ def why_no_peers(axis: Axis, device: torch.device) -> str | None:
     """Return None if the ranks of an axis can write each other's memory, otherwise the reason, the same on all."""
     if axis.size == 1:
         return None
-    hosts = together(axis, socket.gethostname())
+    hosts = together(axis, socket.gethostname(), str)
     if len(set(hosts)) > 1:
         return f"the ranks are on {len(set(hosts))} machines"
     return first_told(axis, _why_not_here(axis, device))
 
 
-def together(axis: Axis, value: T) -> list[T]:
-    """Return a small picklable object of every rank of the axis, in order. No rank returns before all have called."""
+def together(axis: Axis, value: T, kind: Any) -> list[T]:
+    """Return a small value of every rank of the axis, in order; see `collected`. No rank returns before all called."""
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return collected(axis, here, value, f"axis {axis.name}, memory that its ranks share")
+    return collected(axis, here, value, kind, f"axis {axis.name}, memory that its ranks share")
 
 
 def first_told(axis: Axis, reason: str | None) -> str | None:
     """Return the reason of the first rank that has one, the same on all ranks; None if no rank has one."""
-    return next((told for told in together(axis, reason) if told is not None), None)
+    return next((told for told in together(axis, reason, str | None) if told is not None), None)
 
 
 def _why_not_here(axis: Axis, device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     mine = torch.cuda.current_device() if device.index is None else device.index
-    others = [other for other in together(axis, mine) if other != mine]
+    others = [other for other in together(axis, mine, int) if other != mine]
     if len(others) != axis.size - 1:
         return f"several ranks use cuda:{mine}: give each rank its own GPU, and make all GPUs visible to every rank"
     if unseen := [other for other in others if other >= torch.cuda.device_count()]:
@@ -122,7 +127,7 @@ def _on_gpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor
     rendezvous = _rendezvous()
     # torch counts the rendezvous of a process, not of a group, and ranks must have equal counts. Ranks with a lower
     # count (after other batches or other meshes) catch up with rendezvous of their own, alone
-    most = max(together(axis, rendezvous.count))
+    most = max(together(axis, rendezvous.count, int))
     alone = None
     while rendezvous.count < most:
         alone = alone or _alone(axis)
@@ -167,24 +172,25 @@ def _alone(axis: Axis) -> dist.ProcessGroup:
 
 
 def _on_cpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor], object]:
-    with _shared_file(nbytes) as (path, error):
-        told = together(axis, (path, error))
+    with _shared_file(nbytes) as (name, error):
+        told = together(axis, (name, error), tuple[str, str | None])
         if (failed := next((error for _, error in told if error is not None), None)) is not None:
             raise ValueError(failed)
-        found = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path, _ in told]
-        together(axis, None)  # all ranks have mapped all files, so that they can be closed
+        paths = [_path_of(name) for name, _ in told]
+        found = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
+        together(axis, None, None)  # all ranks have mapped all files, so that they can be closed
     return found, None
 
 
 @contextmanager
 def _shared_file(nbytes: int) -> Iterator[tuple[str, str | None]]:
-    """Make a file in memory of that size; yield its path for processes of this machine, and why that failed, or None.
+    """Make a file in memory of that size; yield its name for `_path_of`, and why that failed, or None.
 
     On Linux it has no name in any folder, so that nothing is left behind by a rank that is killed here. Its memory is
     reserved, because a write that finds no memory would kill the process.
     """
-    with _anonymous() if hasattr(os, "memfd_create") else tempfile.NamedTemporaryFile(prefix="seqpar-") as file:
-        path = f"/proc/{os.getpid()}/fd/{file.fileno()}" if hasattr(os, "memfd_create") else str(file.name)
+    with _anonymous() if IN_MEMORY else tempfile.NamedTemporaryFile(prefix=f"{MEMORY}-") as file:
+        name = f"{os.getpid()}/fd/{file.fileno()}" if IN_MEMORY else os.path.basename(file.name)
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -193,8 +199,23 @@ def _shared_file(nbytes: int) -> Iterator[tuple[str, str | None]]:
             error = None
         except OSError as failed:
             error = f"got {nbytes} bytes of shared memory, which fails: {failed.strerror or failed}"
-        yield path, error
+        yield name, error
+
+
+def _path_of(name: str) -> str:
+    """Return the path of a rank's shared memory by the name that it sent; LostRankError if it is something else.
+
+    It is checked, because this rank writes to it: a stranger in the place of a rank could name any file of this user.
+    """
+    if IN_MEMORY and re.fullmatch(r"\d{1,9}/fd/\d{1,9}", name):
+        path, process = f"/proc/{name}", f"/proc/{name.partition('/')[0]}"
+        with suppress(OSError):
+            if os.stat(process).st_uid == os.geteuid() and os.readlink(path).startswith(f"/memfd:{MEMORY} "):
+                return path
+    elif not IN_MEMORY and re.fullmatch(rf"{MEMORY}-\w+", name):
+        return os.path.join(tempfile.gettempdir(), name)
+    raise LostRankError(f"got shared memory named {name[:60]!r}, expected that of a rank of this user; {WHO}")
 
 
 def _anonymous() -> IO[bytes]:
-    return os.fdopen(os.memfd_create("seqpar"), "w+b")
+    return os.fdopen(os.memfd_create(MEMORY), "w+b")

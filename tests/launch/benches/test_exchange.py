@@ -35,7 +35,7 @@ def moved(rank: int, world: int, device: torch.device, heads: int) -> None:
             transport = load_transport(name)
             check_arrivals(name, ours(move, transport, axis, layout), mesh)
             transport.check()
-            mesh.collect(None)
+            mesh.collect(None, None)
             transport.release()
         check_arrivals("bare", bare(move, axis, layout), mesh)
         if heads % world == 0 or move in ("kv gather", "halo"):

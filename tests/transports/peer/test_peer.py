@@ -70,7 +70,7 @@ def there_and_back(
             for mine_ in (exchange._slabs[axis.rank], exchange._outs[axis.rank]):
                 mine_.fill_(float("nan"))
             settle(device)
-            together(axis, None)  # other ranks may write from here on
+            together(axis, None, None)  # other ranks may write from here on
         if round_ < 20 or round_ % 25 == 0:
             late(rank, round_)
         write(whole, mine, into.outboxes())

@@ -53,10 +53,10 @@ def _step(module: Any, arguments: dict[str, Any], guided: bool) -> Callable[[], 
 
     @torch.no_grad()
     def step() -> Tensor:
-        branches = []
+        branches, latents = [], arguments["hidden_states"].clone()  # new in each step, as in a pipeline
         for name in ("cond", "uncond") if guided else ("cond",):
             with module.cache_context(name):
-                branches.append(module(**arguments, return_dict=False)[0])
+                branches.append(module(**{**arguments, "hidden_states": latents}, return_dict=False)[0])
         return branches[0] if len(branches) == 1 else 2 * branches[0] - branches[1]
 
     return step

@@ -72,10 +72,9 @@ def _write_model(folder: Path, blueprint: Blueprint, dtype: str) -> str:
     if not hasattr(diffusers, kind):
         return f"{kind}: {size} bytes; diffusers has no such class, seqpar loads the folder"
     if known_to_diffusers(config) != config:
-        return (
-            f"{kind}: {size} bytes; diffusers' arithmetic differs from the original's (timestep frequencies), seqpar "
-            f"keeps the original's"
-        )
+        what = "timestep frequencies" + ", the table of positions" * bool(config.get("pos_stored"))
+        other = f"diffusers' arithmetic differs from the original's ({what}), seqpar keeps the original's"
+        return f"{kind}: {size} bytes; {other}"
     return f"{kind}: {size} bytes"
 
 

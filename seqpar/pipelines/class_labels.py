@@ -91,7 +91,10 @@ class Files:
 
     def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
         """Return (height, width) of the latent of a picture; None stands for the size that the model was trained on."""
-        return _family.latent_size(pixels, self.factor, self.blueprint.config)
+        size = _family.latent_size(pixels, self.factor, self.blueprint.config)
+        if pixels is not None:
+            self.blueprint.meta().check_size(*size)
+        return size
 
     def load_of(
         self,

@@ -125,7 +125,7 @@ def randomise(model: nn.Module, seed: int) -> None:
 def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None, heads: int | None = None) -> Blueprint:
     said = config
     if config is None:  # an original file: what is known beside it
-        said = {**checkpoint.about, **({} if heads is None else {"heads": heads})} or None
+        said = {**checkpoint.about, "read": checkpoint.tensor, **({} if heads is None else {"heads": heads})}
     for module in _modules():
         with named(checkpoint):
             found = module.recognise(checkpoint.shapes, said)

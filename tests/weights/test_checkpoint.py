@@ -365,6 +365,8 @@ def test_an_original_file_that_lacks_any_key_is_refused_by_the_name_of_the_key(t
         ("dit", "final_layer.linear.bias", (36,), r"linear\.bias of shape \(36,\), which .* 36 rows, expected 32"),
         ("large-dit", "final_layer.linear.weight", (33, 64), r"of 33 rows, expected a multiple of 2 x 2"),
         ("dit", "pos_embed", (16, 64), r"pos_embed of shape \(16, 64\), expected 3 dims"),
+        ("dit", "pos_embed", (1, 15, 24), r"pos_embed of shape \(1, 15, 24\), expected \(1, side x side, 24\)"),
+        ("dit", "pos_embed", (1, 16, 32), r"pos_embed of shape \(1, 16, 32\), expected \(1, side x side, 24\)"),
         ("dit", "blocks.1.mlp.fc1.weight", (255, 24), r"blocks\.1\.mlp\.fc1\.weight of shape \(255, 24\)"),
         ("dit", "y_embedder.embedding_table.weight", (0, 64), r"embedding_table\.weight of shape \(0, 64\)"),
         ("dit", "blocks.3000000.attn.qkv.weight", (2, 2), r"with blocks\.3000000 that lacks all of blocks\.2"),

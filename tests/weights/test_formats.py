@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from seqpar import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.models import large_dit
+from seqpar.pipelines import class_labels
 from seqpar.pipelines._unidiffuser_files import Places
 from seqpar.vae.decoder import check_vae, load_vae
 from seqpar.weights.checkpoint import open_checkpoint
@@ -76,6 +77,56 @@ def test_every_file_of_the_original_dit_reproduces_its_arithmetic(tmp_path: Path
     assert (prediction(loaded(tmp_path / "dit.pt", HEADS)) - truth).abs().max() < CLOSE
     # negative control: as many heads as the width alone suggested once
     assert (prediction(loaded(tmp_path / "dit.pt", 3)) - truth).abs().max() > 1e-3
+
+
+def averaged(table: Tensor) -> Tensor:
+    """Return what train.py's moving average makes of a parameter that never changes: its rounding in fp32 adds up."""
+    average = table.float().clone()
+    for _ in range(1000):
+        average.mul_(0.9999).add_(table.float(), alpha=1 - 0.9999)
+    return average
+
+
+TABLES: dict[str, Callable[[Tensor], Tensor]] = {
+    "averaged": averaged,
+    "rounded": lambda table: table.bfloat16(),
+    "learned": lambda table: random(tuple(table.shape), 5),
+}
+
+
+def with_table(table: str) -> tuple[Any, Tensor]:
+    """Return the original DiT with another table of positions, and the one that it had."""
+    theirs: Any = with_original_arithmetic(dit())
+    computed = theirs.pos_embed.pos_embed.clone()
+    theirs.pos_embed.pos_embed = TABLES[table](computed).double()
+    return theirs, computed
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_the_positions_of_an_original_file_are_the_models(tmp_path: Path, table: str) -> None:
+    """Only a learned table has no positions for other sizes."""
+    theirs, computed = with_table(table)
+    state = original_state_dict(theirs)
+    torch.save(state, tmp_path / "dit.pt")
+    truth, ours = prediction(theirs), loaded(tmp_path / "dit.pt", HEADS)
+    assert (prediction(ours) - truth).abs().max() < CLOSE
+    torch.save(state | {"pos_embed": computed}, tmp_path / "computed.pt")
+    plain_one = loaded(tmp_path / "computed.pt", HEADS)
+    assert (prediction(plain_one) - truth).abs().max() > 1e5 * CLOSE  # negative control
+    assert [name for name, _ in plain_one.model.named_parameters() if "pos" in name] == []
+    if table != "learned":
+        assert torch.equal(ours.model.positions(12, 12), plain_one.model.positions(12, 12))
+        return
+    with pytest.raises(ValueError, match=r"got a latent of 12 x 12 .* expected 8 x 8, the only size that its pos_emb"):
+        prediction(ours, 12)
+
+
+def test_a_learned_table_is_refused_at_another_size_before_weights_load(tmp_path: Path) -> None:
+    torch.save(original_state_dict(with_table("learned")[0]), tmp_path / "dit.pt")
+    files = class_labels.Files.locate(tmp_path / "dit.pt", HEADS)
+    assert files.latent_size((64, 64)) == files.latent_size(None) == (8, 8)
+    with pytest.raises(ValueError, match=r"got a latent of 8 x 12 .* expected 8 x 8"):
+        files.latent_size((64, 96))
 
 
 def test_an_original_safetensors_file_is_the_same(tmp_path: Path) -> None:

@@ -55,12 +55,15 @@ NOISY: dict[str, Case] = {
     "LCM": ("LCMScheduler", (("clip_sample", False),)),
     "TCD": ("TCDScheduler", ()),  # its default eta is 0.3
     "SA-Solver": ("SASolverScheduler", ()),
+    # these make the state fp32 before they draw like it
+    "FlowMatchEuler stochastic": ("FlowMatchEulerDiscreteScheduler", (("stochastic_sampling", True),)),
+    "LTX ancestral": ("LTXEulerAncestralRFScheduler", ()),
 }
 WHOLE: dict[str, Case] = {
     "PNDM": ("PNDMScheduler", ()),
     "DPM++ thresholds": ("DPMSolverMultistepScheduler", (("thresholding", True),)),
 }
-CASES = NAMED | NOISY | WHOLE
+CASES = NAMED | NOISY | WHOLE | {"DDIM": ("DDIMScheduler", (("clip_sample", False),))}
 
 
 def scheduler(name: str) -> Any:
@@ -76,7 +79,11 @@ def noise(seed: int = 2) -> Tensor:
 
 @cache
 def diffusers_own(
-    name: str, dtype: torch.dtype = torch.float64, begin: int = 0, scales: tuple[float, ...] | None = None
+    name: str,
+    dtype: torch.dtype = torch.float64,
+    begin: int = 0,
+    scales: tuple[float, ...] | None = None,
+    eta: float | None = None,
 ) -> Tensor:
     """Return the latents of diffusers' model and scheduler in one process."""
     sched, model = scheduler(name), diffusers_dit().to(DEVICE, dtype)
@@ -85,7 +92,8 @@ def diffusers_own(
         sched.set_begin_index(begin)
     x = noise().to(DEVICE, dtype) * (1.0 if begin else float(getattr(sched, "init_noise_sigma", 1.0)))
     labels, generator = torch.tensor(LABELS, device=DEVICE), torch.Generator().manual_seed(5)
-    options = {"generator": generator} if "generator" in inspect.signature(sched.step).parameters else {}
+    options: dict[str, Any] = {} if eta is None else {"eta": eta}
+    options |= {"generator": generator} if "generator" in inspect.signature(sched.step).parameters else {}
     for i, t in enumerate(sched.timesteps[begin:]):
         seen = sched.scale_model_input(x, t) if hasattr(sched, "scale_model_input") else x
         c, u = (
@@ -223,6 +231,11 @@ def test_the_steps_alone_in_fp32_are_as_near_to_fp64_as_diffusers_own(name: str)
 def test_noise_in_fp32_is_drawn_like_diffusers_own(name: str) -> None:
     """Random draws depend on the dtype, so fp32 is compared with fp32."""
     assert off(alone(name, torch.float32), diffusers_own(name, torch.float32)) < 3e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_noise_of_ddim_is_drawn_like_diffusers_own(dtype: torch.dtype) -> None:
+    assert off(alone("DDIM", dtype, eta=0.7), diffusers_own("DDIM", dtype, eta=0.7)) < 3e-6
 
 
 @pytest.mark.parametrize("name", ["DPM++ 2M", "UniPC", "Heun", "FlowMatchEuler", "DPM++ thresholds"])
@@ -376,8 +389,7 @@ def test_ddim_with_clipped_model_output_is_diffusers_own(eta: float, clipped: bo
     for t in sched.timesteps:
         run.step()
         out = model(x, timestep=t.to(DEVICE).expand(len(x)), class_labels=labels).sample[:, :4]
-        z = torch.randn(x.shape, generator=generator).to(x) if eta else None
-        x = sched.step(out, t, x, eta=eta, use_clipped_model_output=clipped, variance_noise=z).prev_sample
+        x = sched.step(out, t, x, eta=eta, use_clipped_model_output=clipped, generator=generator).prev_sample
     assert off(run.latents(), x) < 1e-5
 
 

@@ -301,8 +301,7 @@ def check(order: Order, path: Path | None) -> Job | Adapted:
     Quantised weights take diffusers' own loop, because the native model does not read them.
     """
     _check_flags(order)
-    config = {} if path is None or path.is_file() else read_json(path / "transformer" / "config.json")
-    if path is not None and "quantization_config" in config:
+    if path is not None and _is_quantised(path):
         return adapted.check(order, path, "the native FLUX.1 does not read quantised weights")
     files = Files.locate(order.model if path is None else path)
     beside = Guidance(1.0 if order.true_guidance is None else order.true_guidance, order.guidance_channels)
@@ -326,6 +325,11 @@ def check(order: Order, path: Path | None) -> Job | Adapted:
         named={"prompts": order.prompts},
         notes=_notes(files),
     )
+
+
+def _is_quantised(path: Path) -> bool:
+    """Return whether a folder's transformer has quantised weights; one in a file of its authors is read as it is."""
+    return path.is_dir() and "quantization_config" in read_json(path / "transformer" / "config.json")
 
 
 def _notes(files: Files) -> list[tuple[str, str]]:

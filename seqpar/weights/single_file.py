@@ -68,23 +68,30 @@ def as_diffusers(checkpoint: Checkpoint, path: Path) -> tuple[Checkpoint, dict[s
     The config lies in the file's folder, or in its folder `transformer`; that of a FLUX.1 follows from its shapes.
     Raises ValueError if the file does not fit the class of its config.
     """
-    source = _transformer(checkpoint)
-    folder, flux = config_folder(path), all(key in source for key in FLUX)
-    if folder is None and not flux:
+    source, folder = _transformer(checkpoint), config_folder(path)
+    if folder is None and not all(key in source for key in FLUX):
         return None
     with named(checkpoint):
         config = flux_config(source, checkpoint.shapes) if folder is None else read_json(folder / "config.json")
-    kind = str(config.get("_class_name"))
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES  # takes long, and few files need it
 
-    known = SINGLE_FILE_LOADABLE_CLASSES.get(kind)
-    if known is None and not flux:
+    known = SINGLE_FILE_LOADABLE_CLASSES.get(str(config.get("_class_name")))
+    if known is None:
         return None
+    weights = _converted(checkpoint, source, known["checkpoint_mapping_fn"], config)
+    shapes = {key: tuple(later.shape) for key, later in weights.items()}
+    dtypes = {key: later.dtype for key, later in weights.items()}
+    return Checkpoint(checkpoint.name, shapes, lambda key: weights[key].make(), dtypes), config
+
+
+def _converted(
+    checkpoint: Checkpoint, source: Mapping[str, str], convert: Callable[..., Any], config: Mapping[str, Any]
+) -> dict[str, Later]:
+    """Return what a converter of diffusers makes of the keys of a file; ValueError for keys that it does not know."""
     given: dict[str, Any] = {key: _read_later(checkpoint, own) for key, own in source.items()}
+    kind = config["_class_name"]
     try:
-        if known is None:
-            raise ValueError(f"diffusers has no converter for a {kind}")
-        made = known["checkpoint_mapping_fn"](config=config, checkpoint=given)
+        made = convert(config=config, checkpoint=given)
     except FAILURES as error:
         reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
         raise ValueError(
@@ -94,10 +101,7 @@ def as_diffusers(checkpoint: Checkpoint, path: Path) -> tuple[Checkpoint, dict[s
     if made is not given and given:
         unknown = ", ".join(sorted(given)[:3])
         raise ValueError(f"{checkpoint.name}: wrong keys. Unknown {len(given)} to a {kind}: {unknown}")
-    weights = {key: later for key, later in made.items() if later is not None}
-    shapes = {key: tuple(later.shape) for key, later in weights.items()}
-    dtypes = {key: later.dtype for key, later in weights.items()}
-    return Checkpoint(checkpoint.name, shapes, lambda key: weights[key].make(), dtypes), config
+    return {key: later for key, later in made.items() if later is not None}
 
 
 def _transformer(checkpoint: Checkpoint) -> dict[str, str]:

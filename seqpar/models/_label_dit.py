@@ -106,6 +106,14 @@ def original_heads(kind: str, width: int, layers: int, said: Mapping[str, Any], 
     return heads
 
 
+def confirm_heads(kind: str, said: Mapping[str, Any], named: Any) -> None:
+    """Raise ValueError if the user, or num_heads in args, says other heads than the model that args.model names."""
+    name, heads = said["args"]["model"], named.num_attention_heads
+    for what, count in {"--heads": said.get("heads"), "args.num_heads": said["args"].get("num_heads")}.items():
+        if count not in (None, heads):
+            raise ValueError(f"got a {kind} with {what} {count}, expected the {heads} heads of args.model, {name}")
+
+
 def confirm(kind: str, said: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """Raise ValueError if the arguments of training (or a config) state another size than the tensors have.
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.models import _dit_keys, _layers
-from seqpar.models._label_dit import LabelDiT, confirm, count_classes, is_diffusers, original_heads
+from seqpar.models._label_dit import LabelDiT, confirm, confirm_heads, count_classes, is_diffusers, original_heads
 from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.weights import schemas
@@ -251,8 +251,9 @@ def _from_shapes(shapes: Mapping[str, tuple[int, ...]], said: Mapping[str, Any])
     args = said.get("args", {})
     named = PRESETS.get(str(args.get("model")).lower())
     if named is not None:
-        confirm("DiT", {"width": named.width, "layers": named.num_layers}, {"width": width, "layers": layers})
-        confirm("DiT", {"heads": said.get("heads")}, {"heads": named.num_attention_heads})
+        sizes = {"width": width, "layers": layers, "patch_size": patch}
+        confirm("DiT", {"width": named.width, "layers": named.num_layers, "patch_size": named.patch_size}, sizes)
+        confirm_heads("DiT", said, named)
     heads = original_heads("DiT", width, layers, said, PRESETS.values())
     side = _table_side(shapes, width) if "pos_embed" in shapes else 32 // patch
     found = Config(

@@ -235,8 +235,8 @@ PICKLES: dict[str, tuple[Spoil, str]] = {
         r"truncated or holds no weights|asks for",
     ),
     "a path": (
-        saved(lambda p: {"ema": state(), "args": argparse.Namespace(x=pathlib.PurePosixPath("x"))}),
-        r"asks for pathlib\.PurePosixPath",
+        saved(lambda p: {"ema": state() | {"x": pathlib.PurePosixPath("x")}}),
+        r"expected a state dict \(key -> tensor\), found a path under 'x'",
     ),
     "a module": (saved(lambda p: torch.nn.Linear(2, 2)), r"asks for torch\.nn\.modules\.linear\.Linear"),
     "truncated": (truncated, r"is truncated or holds no weights"),

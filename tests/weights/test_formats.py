@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from seqpar import DistributedDiT
 from seqpar.mesh import Mesh
+from seqpar.models import dit as dit_module
 from seqpar.models import large_dit
 from seqpar.pipelines import class_labels
 from seqpar.pipelines._unidiffuser_files import Places
@@ -31,7 +32,9 @@ from tests.support.tiny import diffusers_dit, original_state_dict, with_original
 
 CLOSE = 1e-11
 HEADS = 4  # of a width of 24: neither 64 nor 72 wide
-TRAINED = Namespace(model="DiT-of-ours", image_size=64, num_classes=10, lr=1e-4, vae="ema", resume=None)
+TRAINED = Namespace(
+    model="DiT-of-ours", image_size=64, num_classes=10, lr=1e-4, vae="ema", resume=None, results_dir=Path("results")
+)
 
 
 def dit() -> nn.Module:
@@ -77,6 +80,31 @@ def test_every_file_of_the_original_dit_reproduces_its_arithmetic(tmp_path: Path
     assert (prediction(loaded(tmp_path / "dit.pt", HEADS)) - truth).abs().max() < CLOSE
     # negative control: as many heads as the width alone suggested once
     assert (prediction(loaded(tmp_path / "dit.pt", 3)) - truth).abs().max() > 1e-3
+
+
+def test_arguments_in_a_dict_say_the_heads_and_the_size(tmp_path: Path) -> None:
+    state = original_state_dict(with_original_arithmetic(dit()))
+    torch.save({"ema": state, "args": {"num_heads": HEADS, "results_dir": Path("results")}}, tmp_path / "dit.pt")
+    assert loaded(tmp_path / "dit.pt").config.num_attention_heads == HEADS
+    torch.save({"ema": state, "args": {"num_heads": HEADS, "image_size": 512}}, tmp_path / "dit.pt")
+    with pytest.raises(ValueError, match="say image_size=512, but whose tensors have 64"):
+        loaded(tmp_path / "dit.pt")
+
+
+def test_a_model_that_args_name_has_its_own_heads_and_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """train.py builds what args.model says; other arguments beside it, or tensors of another patch, contradict it."""
+    monkeypatch.setitem(dit_module.PRESETS, "dit-tiny/2", dit_module.Config(HEADS, 6, 3))
+    state, args = original_state_dict(dit()), {"model": "DiT-tiny/2"}
+    torch.save({"ema": state, "args": Namespace(**args, num_heads=HEADS)}, tmp_path / "dit.pt")
+    assert loaded(tmp_path / "dit.pt", HEADS).config.num_attention_heads == HEADS
+    with pytest.raises(ValueError, match=r"got a DiT with --heads 3, expected the 4 heads of args\.model, DiT-tiny/2"):
+        loaded(tmp_path / "dit.pt", 3)
+    torch.save({"ema": state, "args": Namespace(**args, num_heads=3)}, tmp_path / "dit.pt")
+    with pytest.raises(ValueError, match=r"got a DiT with args.num_heads 3, expected the 4 heads of args\.model"):
+        loaded(tmp_path / "dit.pt")
+    monkeypatch.setitem(dit_module.PRESETS, "dit-tiny/2", dit_module.Config(HEADS, 6, 3, patch_size=4))
+    with pytest.raises(ValueError, match="say patch_size=4, but whose tensors have 2"):
+        loaded(tmp_path / "dit.pt")
 
 
 def averaged(table: Tensor) -> Tensor:

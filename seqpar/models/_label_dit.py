@@ -79,6 +79,15 @@ def count_classes(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return rows - 1
 
 
+def check_outputs(kind: str, inputs: int, outputs: int) -> None:
+    """Raise ValueError if a final layer predicts no value for each input channel, with or without its variance."""
+    if outputs not in (inputs, 2 * inputs):
+        expected = f"{inputs}, or {2 * inputs} with variances"
+        raise ValueError(
+            f"got a {kind} with {outputs} output channels for {inputs} input channels, expected {expected}"
+        )
+
+
 def is_diffusers(config: Mapping[str, Any] | None) -> bool:
     """Return whether this is a config.json, rather than what is known beside an original file (`Checkpoint.about`)."""
     return config is not None and "_class_name" in config

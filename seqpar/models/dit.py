@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.models import _dit_keys, _layers
-from seqpar.models._label_dit import LabelDiT, confirm, confirm_heads, count_classes, is_diffusers, original_heads
+from seqpar.models._label_dit import (
+    LabelDiT,
+    check_outputs,
+    confirm,
+    confirm_heads,
+    count_classes,
+    is_diffusers,
+    original_heads,
+)
 from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.weights import schemas
@@ -241,6 +249,7 @@ def _from_diffusers(config: Mapping[str, Any]) -> Config:
     if made.width % 4 or made.sample_size % made.patch_size:
         sizes = f"width {made.width}, sample_size {made.sample_size} and patch_size {made.patch_size}"
         raise ValueError(f"got a DiT config with {sizes}, expected a multiple of 4, and whole patches")
+    check_outputs("DiT", made.in_channels, made.out_channels)
     return made
 
 
@@ -268,6 +277,7 @@ def _from_shapes(shapes: Mapping[str, tuple[int, ...]], said: Mapping[str, Any])
         attention_bias=any(key.endswith(".attn.qkv.bias") for key in shapes),
     )
     confirm("DiT", args, {"num_classes": found.num_classes, "image_size": found.sample_size * 8})
+    check_outputs("DiT", found.in_channels, found.out_channels)
     return _with_table(found, said["read"]("pos_embed")) if "pos_embed" in shapes else found
 
 

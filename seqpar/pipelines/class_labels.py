@@ -129,7 +129,8 @@ class Files:
         Raises ValueError, with the reason, if it cannot be built or the denoising loop cannot use it.
         """
         config = read_scheduler(self.folder / "scheduler") if self.folder else DDIM_DEFAULT
-        return _schedulers.build(config, name, **_schedulers.variance_settings(config, name, self.blueprint.config))
+        changes = _schedulers.variance_settings(config, name, self.blueprint.config)
+        return _schedulers.build(config, name, **changes, **_schedulers.flow_settings(config, name))
 
     def schedule(self, name: str | None, steps: int, eta: float | None = None, respacing: str | None = None) -> Any:
         """Return `scheduler(name)` with its timesteps set; ValueError if a setting does not fit it.

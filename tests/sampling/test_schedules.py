@@ -340,6 +340,14 @@ def test_what_is_not_linear_is_stepped_whole_and_says_why(name: str, config: dic
     assert reason in str(decide(sched))
 
 
+@pytest.mark.parametrize("kind", ["DDPMParallelScheduler", "UnCLIPScheduler"])
+def test_learned_variances_that_the_loop_does_not_pass_on_are_refused(kind: str) -> None:
+    sched = getattr(diffusers, kind)(variance_type="learned_range")
+    dit = DistributedDiT(diffusers_dit(), Mesh.single())
+    with pytest.raises(ValueError, match=rf"'{kind}', which needs the model's variances .* passes on to DDPMScheduler"):
+        Sampler(dit)(sched, noise(), {"class_labels": torch.tensor(LABELS)}, steps=STEPS, guidance=GUIDANCE)
+
+
 def test_large_values_that_are_clipped_are_noticed() -> None:
     """The clipping range is beyond ordinary values, but the trace's vectors have elements of 1000."""
     sched: Any = DDPMScheduler(clip_sample=True, clip_sample_range=100.0)

@@ -158,10 +158,10 @@ def block_norm(config: Config) -> nn.Module:
 
 
 def rotary(length: int, dim: int, device: torch.device) -> Tensor:
-    """Return the rotary table (L, D/2, 2): cosine and sine of the raster index times each frequency."""
-    freqs = 1.0 / 10000.0 ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), freqs)
-    return torch.stack((angles.cos(), angles.sin()), dim=-1)
+    """Return the rotary table (L, D/2, 2): cosine and sine of the raster index times each frequency, from the CPU."""
+    freqs = 1.0 / 10000.0 ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), freqs)
+    return torch.view_as_real(torch.polar(torch.ones_like(angles), angles)).to(device)
 
 
 def rotate(x_BLHD: Tensor, freqs_LD2: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ class Flags:
     """What to make and how: `sample` and `plan` share these flags, so a command can be planned before it is run."""
 
     model: str = "builtin"
-    """"builtin", a diffusers or ppdiffusers folder, original files (docs/formats), a hub id, or a preset with random
-    weights (dit-xl/2)."""
+    """"builtin", a diffusers or ppdiffusers folder, original files (docs/formats) such as flux1-dev.safetensors in its
+    pipeline's folder, a hub id, or a preset with random weights (dit-xl/2)."""
     classes: tuple[str, ...] = ()
     """Names or numbers of classes, for models that take those; the first 12 classes if none are given."""
     prompt: tuple[str, ...] = ()

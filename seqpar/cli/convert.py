@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import diffusers
+import torch
 
 from seqpar.cli.args import ConvertArgs
 from seqpar.cli.job import DTYPES
+from seqpar.pipelines._folder import check_single
 from seqpar.vae.decoder import decoder_tensors
+from seqpar.weights.checkpoint import Checkpoint, open_checkpoint
 from seqpar.weights.export import folder_config, known_to_diffusers, tensors_of, write_folder
 from seqpar.weights.find import Blueprint, locate, resolve
 from seqpar.weights.jsons import read_json
 from seqpar.weights.layout import CONFIG, PARTS, PIPELINE, Layout, layout_of
+from seqpar.weights.single_file import as_diffusers
 
 
 def run_convert(args: ConvertArgs) -> None:
@@ -28,12 +34,20 @@ def run_convert(args: ConvertArgs) -> None:
     layout = layout_of(path)
     if layout is None:
         raise ValueError(f"got {args.source}, expected a file or folder of a model to convert")
-    blueprint = locate(path, args.heads)
-    folder_config(blueprint)  # raises for a model that needs no conversion
+    single = check_single(path) if path.is_file() and as_diffusers(open_checkpoint(path), path) else None
+    blueprint = None if single else locate(path, args.heads)
+    if blueprint is not None:
+        folder_config(blueprint)  # raises for a model that needs no conversion
     unfinished = args.target.with_name(args.target.name + ".part")
     unfinished.mkdir(parents=True)
     try:
-        for line in _write(unfinished, path, layout, blueprint, args.dtype):
+        if blueprint is not None:
+            lines = _write(unfinished, path, layout, blueprint, args.dtype)
+        else:
+            assert single is not None
+            unfinished.rmdir()
+            lines = [_write_single(unfinished, *single, DTYPES.get(args.dtype))]
+        for line in lines:
             print(line, flush=True)
         unfinished.rename(args.target)
     finally:
@@ -64,6 +78,13 @@ def _write(folder: Path, path: Path, layout: Layout, blueprint: Blueprint, dtype
     return [*lines, *(f"not converted: {reason}" for reason in layout.refused)]
 
 
+def _write_single(folder: Path, checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype | None) -> str:
+    """Write the folder of a transformer whose file diffusers converts; return a line about it."""
+    read = ((key, checkpoint.tensor(key)) for key in checkpoint.shapes)
+    size = write_folder(folder, config, ((key, tensor.to(dtype or tensor.dtype)) for key, tensor in read))
+    return f"{config['_class_name']}: {size} bytes"
+
+
 def _write_model(folder: Path, blueprint: Blueprint, dtype: str) -> str:
     """Write the model's folder; return a line about it, which says what computes it how."""
     config = folder_config(blueprint)[1]
@@ -72,10 +93,9 @@ def _write_model(folder: Path, blueprint: Blueprint, dtype: str) -> str:
     if not hasattr(diffusers, kind):
         return f"{kind}: {size} bytes; diffusers has no such class, seqpar loads the folder"
     if known_to_diffusers(config) != config:
-        return (
-            f"{kind}: {size} bytes; diffusers' arithmetic differs from the original's (timestep frequencies), seqpar "
-            f"keeps the original's"
-        )
+        what = "timestep frequencies" + ", the table of positions" * bool(config.get("pos_stored"))
+        other = f"diffusers' arithmetic differs from the original's ({what}), seqpar keeps the original's"
+        return f"{kind}: {size} bytes; {other}"
     return f"{kind}: {size} bytes"
 
 

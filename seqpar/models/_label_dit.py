@@ -79,6 +79,15 @@ def count_classes(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return rows - 1
 
 
+def check_outputs(kind: str, inputs: int, outputs: int) -> None:
+    """Raise ValueError if a final layer predicts no value for each input channel, with or without its variance."""
+    if outputs not in (inputs, 2 * inputs):
+        expected = f"{inputs}, or {2 * inputs} with variances"
+        raise ValueError(
+            f"got a {kind} with {outputs} output channels for {inputs} input channels, expected {expected}"
+        )
+
+
 def is_diffusers(config: Mapping[str, Any] | None) -> bool:
     """Return whether this is a config.json, rather than what is known beside an original file (`Checkpoint.about`)."""
     return config is not None and "_class_name" in config
@@ -104,6 +113,14 @@ def original_heads(kind: str, width: int, layers: int, said: Mapping[str, Any], 
     if heads < 1 or width % heads or width // heads % 2:
         raise ValueError(f"got {heads} heads for a {kind} of width {width}, expected heads of equal, even width")
     return heads
+
+
+def confirm_heads(kind: str, said: Mapping[str, Any], named: Any) -> None:
+    """Raise ValueError if the user, or num_heads in args, says other heads than the model that args.model names."""
+    name, heads = said["args"]["model"], named.num_attention_heads
+    for what, count in {"--heads": said.get("heads"), "args.num_heads": said["args"].get("num_heads")}.items():
+        if count not in (None, heads):
+            raise ValueError(f"got a {kind} with {what} {count}, expected the {heads} heads of args.model, {name}")
 
 
 def confirm(kind: str, said: Mapping[str, Any], found: Mapping[str, Any]) -> None:

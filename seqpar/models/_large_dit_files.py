@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from seqpar.models import _layers
-from seqpar.models._label_dit import confirm, count_classes, is_diffusers, original_heads
+from seqpar.models._label_dit import check_outputs, confirm, confirm_heads, count_classes, is_diffusers, original_heads
 from seqpar.weights import schemas
 from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
 
@@ -59,6 +59,7 @@ def sizes(
     if not theirs and ("cap_embedder.1.weight" in shapes or not any(key.startswith("layers.0.feed") for key in shapes)):
         return None  # a caption embedder belongs to the text-to-image variant, which is another model
     found = _from_shapes(shapes)
+    check_outputs("Large-DiT", CHANNELS, found["out_channels"])
     return found | (_from_config(found, said) if theirs else _from_training(found, said, presets))
 
 
@@ -89,7 +90,7 @@ def _from_training(found: Mapping[str, Any], said: Mapping[str, Any], presets: M
     named = presets.get(f"large-dit-{match[1].lower()}") if match else None
     if named is not None:
         confirm("Large-DiT", {"width": named.width, "layers": named.num_layers}, {"width": width, "layers": layers})
-        confirm("Large-DiT", {"heads": said.get("heads")}, {"heads": named.num_attention_heads})
+        confirm_heads("Large-DiT", said, named)
     confirm("Large-DiT", args, {name: found[name] for name in ("num_classes", "qk_norm")})
     heads = original_heads("Large-DiT", width, layers, said, presets.values())
     size = {"sample_size": args["image_size"] // 8} if isinstance(args.get("image_size"), int) else {}

@@ -2,12 +2,14 @@
 
 It loads diffusers' `DiTTransformer2DModel` and the original `.pt` files. The two differ in arithmetic (`freq_shift`,
 `mlp_norm_eps`, positions at sizes other than the trained one); `Config` holds the variant, and the format of the
-weights decides it.
+weights decides it. An original file has a table of positions, which training moves a little and may learn as a whole;
+where it is not the one that is computed here, it is a weight of the model (`pos_stored`).
 Letters: see `seqpar.protocols`; E = heads * head dim, F = 4 E.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -17,19 +19,33 @@ from torch import Tensor, nn
 
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
-from seqpar.models import _layers
-from seqpar.models._label_dit import LabelDiT, confirm, count_classes, is_diffusers, original_heads
+from seqpar.models import _dit_keys, _layers
+from seqpar.models._label_dit import (
+    LabelDiT,
+    check_outputs,
+    confirm,
+    confirm_heads,
+    count_classes,
+    is_diffusers,
+    original_heads,
+)
 from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.weights import schemas
-from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
+from seqpar.weights.checkpoint import count_layers, shape_of
 
 NORM = Norm("layer", 1e-6)  # the norm before attention and before the final layer, in both variants
+# how far a table of positions is from the sine-cosine one: by the rounding of its numbers in fp32, and at most by that
+# of averages over a whole training (3e-4 at a decay of 0.9999) or of bfloat16 (2e-3)
+ROUNDED, MOVED = 2**-22, 4e-3
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and variants of a DiT, named as in diffusers; the defaults are those of the original DiT-XL/2."""
+    """Sizes and variants of a DiT, named as in diffusers; the defaults are those of the original DiT-XL/2.
+
+    pos_stored: whether the positions of the trained size are a weight. pos_scaling: what other sizes get.
+    """
 
     num_attention_heads: int = 16
     attention_head_dim: int = 72
@@ -42,7 +58,8 @@ class Config:
     attention_bias: bool = True
     freq_shift: float = 0.0
     mlp_norm_eps: float = 1e-6
-    pos_scaling: Literal["interpolate", "none"] = "none"
+    pos_scaling: Literal["interpolate", "none", "refuse"] = "none"
+    pos_stored: bool = False
 
     @property
     def width(self) -> int:
@@ -97,21 +114,30 @@ class Model(LabelDiT):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, config.width, lambda: Block(config), config.freq_shift)
+        if config.pos_stored:
+            tokens = (config.sample_size // config.patch_size) ** 2
+            self.pos_embed = nn.Parameter(torch.empty(1, tokens, config.width))
+
+    def check_size(self, *size: int) -> None:
+        """Raise `ValueError` for a latent that is no whole patches, or whose size a learned table does not have."""
+        super().check_size(*size)
+        trained = self.config.sample_size
+        if self.config.pos_scaling == "refuse" and size != (trained, trained):
+            raise ValueError(
+                f"got a latent of {' x '.join(map(str, size))} for a DiT with a learned table of positions, expected "
+                f"{trained} x {trained}, the only size that its pos_embed has"
+            )
 
     def positions(self, *size: int) -> Tensor:
-        """Return the sine-cosine position rows (L, E) of a latent (height, width).
+        """Return the position rows (L, E) of a latent (height, width): sine-cosine, or the stored ones.
 
         At sizes other than the trained one, "interpolate" scales positions to the trained range, and "none" continues
         them past it.
         """
-        (height, width), patch, device = size, self.config.patch_size, self.x_embedder.weight.device
-        base = self.config.sample_size // patch
-
-        def axis(size: int) -> Tensor:
-            index = torch.arange(size // patch, dtype=torch.float32, device=device)
-            return index / (len(index) / base) if self.config.pos_scaling == "interpolate" else index
-
-        return _layers.sincos_2d(axis(height), axis(width), self.config.width)
+        self.check_size(*size)
+        if self.config.pos_stored and size == (self.config.sample_size,) * 2:
+            return self.pos_embed.detach()[0]
+        return _sincos(self.config, size, self.x_embedder.weight.device)
 
     def forward_tokens(
         self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend
@@ -126,6 +152,18 @@ class Model(LabelDiT):
         for index, (block, modulation) in enumerate(zip(self.blocks, blocks_BN6E.unbind(1), strict=True)):
             x, h = block(x, h, modulation, ends[index], attend, keep=index + 1 < len(ends))
         return {"image": self.final(h)}
+
+
+def _sincos(config: Config, size: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the sine-cosine position rows (L, E) of a latent (height, width); see `Model.positions`."""
+    base = config.sample_size // config.patch_size
+
+    def axis(size: int) -> Tensor:
+        index = torch.arange(size // config.patch_size, dtype=torch.float32, device=device)
+        return index / (len(index) / base) if config.pos_scaling == "interpolate" else index
+
+    height, width = size
+    return _layers.sincos_2d(axis(height), axis(width), config.width)
 
 
 def work(config: Config) -> Work:
@@ -185,9 +223,10 @@ class Fields(schemas.Schema, frozen=True, forbid_unknown_fields=True):
     only_cross_attention: schemas.No | None = None
     use_linear_projection: schemas.No | None = None
     double_self_attention: schemas.No | None = None
-    # ours: diffusers computes with 1 and "interpolate" whatever a config says
+    # ours: diffusers computes with 1, "interpolate" and its own positions whatever a config says
     freq_shift: schemas.ZeroOrOne | None = None
     pos_scaling: Literal["interpolate", "none"] | None = None
+    pos_stored: bool | None = None
 
 
 def recognise(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> tuple[Config, str] | None:
@@ -210,6 +249,7 @@ def _from_diffusers(config: Mapping[str, Any]) -> Config:
     if made.width % 4 or made.sample_size % made.patch_size:
         sizes = f"width {made.width}, sample_size {made.sample_size} and patch_size {made.patch_size}"
         raise ValueError(f"got a DiT config with {sizes}, expected a multiple of 4, and whole patches")
+    check_outputs("DiT", made.in_channels, made.out_channels)
     return made
 
 
@@ -220,10 +260,11 @@ def _from_shapes(shapes: Mapping[str, tuple[int, ...]], said: Mapping[str, Any])
     args = said.get("args", {})
     named = PRESETS.get(str(args.get("model")).lower())
     if named is not None:
-        confirm("DiT", {"width": named.width, "layers": named.num_layers}, {"width": width, "layers": layers})
-        confirm("DiT", {"heads": said.get("heads")}, {"heads": named.num_attention_heads})
+        sizes = {"width": width, "layers": layers, "patch_size": patch}
+        confirm("DiT", {"width": named.width, "layers": named.num_layers, "patch_size": named.patch_size}, sizes)
+        confirm_heads("DiT", said, named)
     heads = original_heads("DiT", width, layers, said, PRESETS.values())
-    tokens = shape_of(shapes, "pos_embed", 3)[1] if "pos_embed" in shapes else (32 // patch) ** 2
+    side = _table_side(shapes, width) if "pos_embed" in shapes else 32 // patch
     found = Config(
         num_attention_heads=heads,
         attention_head_dim=width // heads,
@@ -231,93 +272,60 @@ def _from_shapes(shapes: Mapping[str, tuple[int, ...]], said: Mapping[str, Any])
         patch_size=patch,
         in_channels=channels,
         out_channels=_layers.output_channels(final, shape_of(shapes, final, 2)[0], patch),
-        sample_size=round(tokens**0.5) * patch,
+        sample_size=side * patch,
         num_classes=count_classes(shapes),
         attention_bias=any(key.endswith(".attn.qkv.bias") for key in shapes),
     )
     confirm("DiT", args, {"num_classes": found.num_classes, "image_size": found.sample_size * 8})
-    return found
+    check_outputs("DiT", found.in_channels, found.out_channels)
+    return _with_table(found, said["read"]("pos_embed")) if "pos_embed" in shapes else found
 
 
-def _pairs(ours: str, *theirs: str, bias: bool = True) -> dict[str, Source]:
-    """Return the sources of one layer's weight and bias; several source layers are concatenated along the rows."""
-    names = ("weight", "bias") if bias else ("weight",)
-    return {f"{ours}.{name}": Source(tuple(f"{key}.{name}" for key in theirs), _rows) for name in names}
+def _table_side(shapes: Mapping[str, tuple[int, ...]], width: int) -> int:
+    """Return how many patches a side of the trained picture has; ValueError if the table is not one of a square."""
+    batch, tokens, columns = shape_of(shapes, "pos_embed", 3)
+    side = math.isqrt(tokens)
+    if (batch, side**2, columns) != (1, tokens, width) or not side:
+        got = f"a DiT with pos_embed of shape {(batch, tokens, columns)}"
+        raise ValueError(f"got {got}, expected (1, side x side, {width}): positions of a square, as wide as the model")
+    return side
 
 
-def _rows(*tensors: Tensor) -> Tensor:
-    return torch.cat(tensors)
+def _with_table(config: Config, table_1LE: Tensor) -> Config:
+    """Return the config of a model with this table of positions.
 
-
-def _ends(config: Config, embed: str, t: tuple[str, str], table: str, modulation: str, final: str) -> dict[str, Source]:
-    """Return the sources of all parameters outside the blocks.
-
-    The weight of the patch convolution becomes a matrix, and the final rows are reordered (see `_layers.reordered`).
+    The sine-cosine table is computed, as it always was. One that only rounding has moved from it, by at most `MOVED`,
+    is a weight of the model, which continues it past its size as the sine-cosine one. Any other is a learned one.
     """
-    channels, patch = config.out_channels, config.patch_size
-    return {
-        "x_embedder.weight": Source((f"{embed}.weight",), lambda weight: weight.flatten(1)),
-        "x_embedder.bias": Source((f"{embed}.bias",)),
-        **_pairs("t_embedder.0", t[0]),
-        **_pairs("t_embedder.2", t[1]),
-        "y_embedder.weight": Source((table,)),
-        **_pairs("final_modulation", modulation),
-        **{
-            f"final.{name}": Source((f"{final}.{name}",), lambda rows: _layers.reordered(rows, channels, patch))
-            for name in ("weight", "bias")
-        },
-    }
+    computed = _sincos(config, (config.sample_size,) * 2, table_1LE.device)
+    apart = float((table_1LE[0].double() - computed).abs().max())
+    if apart <= ROUNDED:
+        return config
+    return replace(config, pos_stored=True, pos_scaling="none" if apart <= MOVED else "refuse")
 
 
-def _original_keys(config: Config) -> KeyMap:
-    t, table = ("t_embedder.mlp.0", "t_embedder.mlp.2"), "y_embedder.embedding_table.weight"
-    final = ("final_layer.adaLN_modulation.1", "final_layer.linear")
-    sources = _ends(config, "x_embedder.proj", t, table, *final)
-    for i in range(config.num_layers):
-        ours = theirs = f"blocks.{i}"
-        sources |= _pairs(f"{ours}.modulation", f"{theirs}.adaLN_modulation.1")
-        sources |= _pairs(f"{ours}.qkv", f"{theirs}.attn.qkv", bias=config.attention_bias)
-        sources |= _pairs(f"{ours}.proj", f"{theirs}.attn.proj")
-        sources |= _pairs(f"{ours}.fc1", f"{theirs}.mlp.fc1") | _pairs(f"{ours}.fc2", f"{theirs}.mlp.fc2")
-    return KeyMap(sources, ignored=frozenset({"pos_embed"}))  # recomputed
-
-
-def _diffusers_keys(config: Config) -> KeyMap:
-    """Return the key map of diffusers' DiT, whose blocks each hold a copy of the embedders.
-
-    The copy of block 0 is read; the others must be equal to it.
-    """
-    emb, table = "transformer_blocks.{}.norm1.emb.", "class_embedder.embedding_table.weight"
-    t = ("timestep_embedder.linear_1", "timestep_embedder.linear_2")
-    first = emb.format(0)
-    sources = _ends(config, "pos_embed.proj", (first + t[0], first + t[1]), first + table, "proj_out_1", "proj_out_2")
-    for i in range(config.num_layers):
-        ours, theirs = f"blocks.{i}", f"transformer_blocks.{i}"
-        qkv = (f"{theirs}.attn1.to_{x}" for x in "qkv")
-        sources |= _pairs(f"{ours}.modulation", f"{theirs}.norm1.linear")
-        sources |= _pairs(f"{ours}.qkv", *qkv, bias=config.attention_bias)
-        sources |= _pairs(f"{ours}.proj", f"{theirs}.attn1.to_out.0")
-        sources |= _pairs(f"{ours}.fc1", f"{theirs}.ff.net.0.proj") | _pairs(f"{ours}.fc2", f"{theirs}.ff.net.2")
-    copied = (table, *(f"{layer}.{kind}" for layer in t for kind in ("weight", "bias")))
-    repeats = {emb.format(i) + key: first + key for i in range(1, config.num_layers) for key in copied}
-    return KeyMap(sources, frozenset({"pos_embed.pos_embed"}), repeats)
-
-
-KEY_MAPS = {"original": _original_keys, "diffusers": _diffusers_keys}
+KEY_MAPS = {"original": _dit_keys.original, "diffusers": _dit_keys.diffusers}
 
 
 def folder_config(config: Config) -> tuple[str, dict[str, Any]]:
     """Return the key map and the config.json of a folder that `seqpar convert` writes for diffusers.
 
-    The two fields of our own keep the original's arithmetic when we load the folder; diffusers computes by its own.
+    The fields of our own keep the original's arithmetic when we load the folder; diffusers computes by its own. Raises
+    ValueError for learned positions, because diffusers' pictures would have nothing of them.
     """
+    if config.pos_scaling == "refuse":
+        raise ValueError(
+            "got a DiT whose table of positions is not the sine-cosine one (pos_embed), expected that one: diffusers' "
+            "DiTTransformer2DModel computes its positions and cannot hold others; sample from the original file"
+        )
     same = ("num_attention_heads", "attention_head_dim", "num_layers", "patch_size", "in_channels", "out_channels")
     same = (*same, "sample_size", "attention_bias")
-    ours = {"freq_shift": config.freq_shift, "pos_scaling": config.pos_scaling}
+    ours: dict[str, Any] = {"freq_shift": config.freq_shift, "pos_scaling": config.pos_scaling}
     return "diffusers", {
         "_class_name": "DiTTransformer2DModel",
         **{name: getattr(config, name) for name in same},
         "num_embeds_ada_norm": config.num_classes,
         "norm_eps": config.mlp_norm_eps,
         **(ours if ours != {"freq_shift": 1.0, "pos_scaling": "interpolate"} else {}),
+        **({"pos_stored": True} if config.pos_stored else {}),
     }

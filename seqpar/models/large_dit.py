@@ -138,13 +138,17 @@ class Model(LabelDiT):
         super().__init__(config, config.condition_width, lambda: Block(config))
 
     def positions(self, *size: int) -> Tensor:
-        """Return the rotary rows (L, D): cosines, then sines, of the raster index; fp32 angles as in the original."""
-        (height, width), patch = size, self.config.patch_size
-        dim, device = self.config.attention_head_dim, self.x_embedder.weight.device
-        index = torch.arange((height // patch) * (width // patch), dtype=torch.float32, device=device)
-        exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        """Return the rotary rows (L, D): cosines, then sines, of the raster index.
+
+        They have the bits of the original's table, which is computed in fp32 by `torch.polar` on the CPU: `torch.cos`
+        and other devices round otherwise, by up to 6e-8.
+        """
+        (height, width), patch, dim = size, self.config.patch_size, self.config.attention_head_dim
+        index = torch.arange((height // patch) * (width // patch), dtype=torch.float32, device="cpu")
+        exponent = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
         angles = torch.outer(index, 1.0 / _layers.MAX_PERIOD**exponent)
-        return torch.cat((angles.cos(), angles.sin()), dim=-1)
+        turns = torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((turns.real, turns.imag), dim=-1).to(self.x_embedder.weight.device)
 
     def forward_tokens(
         self, streams: Mapping[str, Tensor], positions: Mapping[str, Tensor], conditioning: Condition, attend: Attend

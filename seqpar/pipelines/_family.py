@@ -20,6 +20,7 @@ from seqpar.planner.predict import Load
 from seqpar.protocols import plugin, plugins
 from seqpar.sampling.guidance import Guidance
 from seqpar.weights.find import Blueprint, locate, resolve
+from seqpar.weights.layout import pipeline_folder
 from seqpar.weights.parts import read_pipeline
 
 BUILTIN = Path(__file__).parents[1] / "assets" / "emoji-dit"
@@ -101,14 +102,14 @@ def family_of(name: str, heads: int | None = None) -> tuple[ModuleType, Path | N
     """
     path = BUILTIN if is_builtin(name) else resolve(name)
     modules = [plugin(seqpar.pipelines, each, "family") for each in plugins(seqpar.pipelines)]
-    index = None if path is None else path / "model_index.json"
-    if index is None or not index.is_file():
+    folder = None if path is None else pipeline_folder(path)
+    if folder is None:
         blueprint = locate(name if path is None else path, heads)
         for module in modules:
             if module.PROMPT == blueprint.module.Model.PROMPT:
                 return module, path
         raise ValueError(f"got {blueprint.name}, expected a model that a pipeline here runs; use it as a library")
-    kind = read_pipeline(index.parent)["_class_name"]
+    kind = read_pipeline(folder)["_class_name"]
     found = next((module for module in modules if kind in module.PIPELINES), None)
     return found or plugin(seqpar.pipelines, ANY, "family"), path
 

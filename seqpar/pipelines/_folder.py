@@ -25,6 +25,7 @@ from seqpar.weights.checkpoint import SUFFIXES, Checkpoint, find_checkpoint, ope
 from seqpar.weights.find import WithoutValues
 from seqpar.weights.hub import errors_only
 from seqpar.weights.jsons import check_regular, read_json
+from seqpar.weights.layout import open_model
 from seqpar.weights.parts import INDEX, check_numbers, part_of, read_scheduler
 from seqpar.weights.schemas import shown
 
@@ -40,14 +41,15 @@ YOURSELF = "to use it, load the pipeline yourself and call seqpar.parallelize"
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 
 
-def check_parts(folder: Path, index: Mapping[str, Any]) -> None:
-    """Raise ValueError for a part of a pipeline that cannot be loaded as its files say.
+def check_parts(folder: Path, index: Mapping[str, Any], file: Path | None = None) -> Mapping[str, Any]:
+    """Return the config of a pipeline's transformer; ValueError for a part that cannot be loaded as its files say.
 
-    index: the folder's model_index.json. A part without a folder of its own is left to diffusers.
+    index: the folder's model_index.json. A part without a folder of its own is left to diffusers. file: that of the
+    transformer, if it is not in its folder.
     """
     check_libraries(folder, index)
     for name, (library, kind) in _parts(index):
-        if not (folder / name).is_dir():
+        if not (folder / name).is_dir() or (file and name == "transformer"):
             continue
         check_files(folder / name)
         _check_asks_nothing(folder / name, library, kind)
@@ -55,6 +57,16 @@ def check_parts(folder: Path, index: Mapping[str, Any]) -> None:
             read_scheduler(folder / name)
         elif (folder / name / "config.json").is_file() and not WITHOUT_WEIGHTS.search(kind):
             check_model(folder / name, library, kind)
+    return read_json(folder / "transformer" / "config.json") if file is None else check_single(file)[1]
+
+
+def check_single(file: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
+    """Return a transformer's file under diffusers' keys, and its config; ValueError if they do not fit each other."""
+    checkpoint, config = open_model(file)
+    assert config is not None
+    check_numbers(config, file)
+    _check_shapes(file, getattr(diffusers, config["_class_name"]), config, checkpoint)
+    return checkpoint, config
 
 
 def _parts(index: Mapping[str, Any]) -> list[tuple[str, tuple[str, str]]]:
@@ -130,7 +142,7 @@ def check_model(folder: Path, library: str, name: str) -> None:
     if kind is AutoencoderKL:
         check_vae(folder)
     elif isinstance(kind, type) and issubclass(kind, ModelMixin):
-        _check_shapes(folder, kind, config, open_checkpoint(find_checkpoint(folder)))
+        _check_shapes(folder / "config.json", kind, config, open_checkpoint(find_checkpoint(folder)))
     elif library == "transformers":
         check_encoder(folder, name)
 
@@ -195,9 +207,12 @@ def layers_in(checkpoint: Checkpoint) -> set[int]:
     return set(Counter(prefix for prefix, _ in found).values())
 
 
-def _check_shapes(folder: Path, kind: Any, config: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    """Raise ValueError if a parameter of diffusers' model is missing in the checkpoint or has another shape."""
-    told = f"got {folder / 'config.json'}, which describes no {kind.__name__}"
+def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Raise ValueError if a parameter of diffusers' model is missing in the checkpoint or has another shape.
+
+    file: where the config was read, for the message.
+    """
+    told = f"got {file}, which describes no {kind.__name__}"
     with naming(told), torch.device("meta"), Bounded(checkpoint):
         model = kind.from_config(config)
     parameters = dict(model.named_parameters())

@@ -16,12 +16,18 @@ from seqpar.sampling.schedules import FAILURES
 from seqpar.sampling.steppers import Decision, decide, why_not_driven
 from seqpar.weights.parts import check_scheduler
 
+FLOW, DIFFUSION = "flow matching", "diffusion by betas"
+LIKE = {  # some of the schedulers of each process
+    FLOW: "FlowMatchEulerDiscreteScheduler or UniPCMultistepScheduler",
+    DIFFUSION: "DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler or UniPCMultistepScheduler",
+}
+
 
 def build(config: Mapping[str, Any], name: str | None = None, **changes: Any) -> Any:
     """Return the scheduler of a configuration, or the diffusers class `name` with that configuration.
 
-    changes: settings that replace those of the configuration. Raises ValueError, with the reason, if it cannot be built
-    or if the denoising loop cannot use it.
+    changes: settings that replace those of the configuration. Raises ValueError, with the reason, if it cannot be
+    built, if the denoising loop cannot use it, or if it steps another noise process than that of the configuration.
     """
     check_scheduler(config)
     chosen = name or config.get("_class_name", "DDIMScheduler")
@@ -33,7 +39,28 @@ def build(config: Mapping[str, Any], name: str | None = None, **changes: Any) ->
         scheduler = kind.from_config(config, **changes)
     if (reason := why_not_driven(scheduler)) is not None:
         raise ValueError(f"got scheduler {chosen!r}, which {reason}; expected one like DDIMScheduler")
+    if name is not None:
+        _check_process(scheduler, build(config))
     return scheduler
+
+
+def _check_process(scheduler: Any, own: Any) -> None:
+    """Raise ValueError for a scheduler of another noise process than the one that the model was trained with."""
+    got, expected = _process(scheduler), _process(own)
+    if got != expected:
+        mine, theirs = type(scheduler).__name__, type(own).__name__
+        raise ValueError(
+            f"got scheduler {mine!r} of {got} for a model whose own, {theirs}, is of {expected}, expected one of the "
+            f"same, like {LIKE.get(expected, theirs)}"
+        )
+
+
+def _process(scheduler: Any) -> str:
+    """Return the noise process whose states and outputs a scheduler steps."""
+    name = type(scheduler).__name__
+    if scheduler.config.get("use_flow_sigmas") or name.startswith(("FlowM", "LTXEuler")):
+        return FLOW
+    return DIFFUSION if hasattr(scheduler, "alphas_cumprod") else f"{name}'s own process"
 
 
 def check_steps(scheduler: Any, steps: int) -> None:

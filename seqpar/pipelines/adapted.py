@@ -29,8 +29,8 @@ from seqpar.pipelines._family import Order
 from seqpar.pipelines._folder import check_parts
 from seqpar.pipelines._naming import naming, naming_loop
 from seqpar.vae.shared import looked_at
-from seqpar.weights.jsons import read_json
 from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
+from seqpar.weights.single_file import load_transformer
 
 PIPELINES = ()  # those of no other file
 PROMPT = None
@@ -41,7 +41,8 @@ class Adapted:
     """Checked work of a pipeline with diffusers' own loop, before any weight is read.
 
     kind: the pipeline's class. arguments: those of its call, without generator and callback. scheduler: the class name
-    of another scheduler, or None. video: whether it makes videos. why: the reason for diffusers' loop.
+    of another scheduler, or None. video: whether it makes videos. why: the reason for diffusers' loop. file: that of
+    the transformer, where it is not diffusers' (`seqpar.weights.single_file`).
     """
 
     kind: Any
@@ -52,6 +53,7 @@ class Adapted:
     scheduler: str | None
     video: bool
     why: str
+    file: Path | None = None
 
     @property
     def steps(self) -> int:
@@ -76,7 +78,8 @@ class Adapted:
         with naming(f"got pipeline {self.folder}, which does not load"), warnings.catch_warnings():
             # older diffusers know this name only
             warnings.filterwarnings("ignore", ".*torch_dtype.*", FutureWarning)
-            pipe = self.kind.from_pretrained(self.folder, torch_dtype=self.dtype)
+            own = {} if self.file is None else {"transformer": load_transformer(self.file, self.dtype)}
+            pipe = self.kind.from_pretrained(self.folder, torch_dtype=self.dtype, **own)
         if self.scheduler is not None:
             pipe.scheduler = _scheduler(dict(pipe.scheduler.config), self.scheduler)
         name_encoders(pipe)
@@ -109,6 +112,7 @@ def check(order: Order, path: Path | None, why: str | None = None) -> Adapted:
     """
     if path is None:
         raise ValueError(f"got model {order.model}, expected a folder or hub id of a diffusers pipeline")
+    path, file = (path.parent, path) if path.is_file() else (path, None)
     index = read_pipeline(path)
     kind = _kind(index, path)
     given = inspect.signature(kind.__call__).parameters
@@ -118,11 +122,10 @@ def check(order: Order, path: Path | None, why: str | None = None) -> Adapted:
         _check_exporter(kind.__name__)
     if order.scheduler is not None:
         _scheduler(read_scheduler(path / "scheduler"), order.scheduler)
-    check_parts(path, index)
-    embeds = bool(read_json(path / "transformer" / "config.json").get("guidance_embeds"))
+    embeds = bool(check_parts(path, index, file).get("guidance_embeds"))
     arguments = _arguments(order, kind.__name__, given, embeds)
     reason = why or f"seqpar has no loop of its own for {kind.__name__}"
-    return Adapted(kind, path, order.dtype, arguments, order.seed, order.scheduler, video, reason)
+    return Adapted(kind, path, order.dtype, arguments, order.seed, order.scheduler, video, reason, file)
 
 
 def _check_flags(order: Order, name: str, given: Mapping[str, inspect.Parameter]) -> None:

@@ -91,7 +91,10 @@ class Files:
 
     def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
         """Return (height, width) of the latent of a picture; None stands for the size that the model was trained on."""
-        return _family.latent_size(pixels, self.factor, self.blueprint.config)
+        size = _family.latent_size(pixels, self.factor, self.blueprint.config)
+        if pixels is not None:
+            self.blueprint.meta().check_size(*size)
+        return size
 
     def load_of(
         self,
@@ -126,7 +129,8 @@ class Files:
         Raises ValueError, with the reason, if it cannot be built or the denoising loop cannot use it.
         """
         config = read_scheduler(self.folder / "scheduler") if self.folder else DDIM_DEFAULT
-        return _schedulers.build(config, name, **_schedulers.variance_settings(config, name, self.blueprint.config))
+        changes = _schedulers.variance_settings(config, name, self.blueprint.config)
+        return _schedulers.build(config, name, **changes, **_schedulers.flow_settings(config, name))
 
     def schedule(self, name: str | None, steps: int, eta: float | None = None, respacing: str | None = None) -> Any:
         """Return `scheduler(name)` with its timesteps set; ValueError if a setting does not fit it.

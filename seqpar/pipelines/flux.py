@@ -38,6 +38,7 @@ from seqpar.sampling.schedules import FAILURES
 from seqpar.sampling.steppers import check_eta
 from seqpar.vae.decoder import check_vae, load_vae, vae_factor
 from seqpar.weights.find import Blueprint, from_diffusers, locate, resolve
+from seqpar.weights.layout import pipeline_folder
 from seqpar.weights.parts import read_pipeline, read_scheduler
 
 PIPELINES = ("FluxPipeline",)
@@ -65,7 +66,9 @@ class Files:
 
     @staticmethod
     def locate(name: str | Path) -> Files:
-        """Find and check the files of a diffusers folder or hub id, or take a preset (random weights, no encoders).
+        """Find and check a diffusers folder or hub id, or take a preset (random weights, no encoders).
+
+        A transformer's file takes the other parts from the pipeline's folder in which it lies.
 
         Raises ValueError if a file does not fit; reads only configs and the headers of weight files.
         """
@@ -75,16 +78,19 @@ class Files:
             raise ValueError(f"got {blueprint.name}, which is no FLUX.1, expected one")
         if path is None:
             return Files(blueprint, None, None, DEFAULT)
-        if not (path / "model_index.json").is_file():
+        folder = pipeline_folder(path)
+        if folder is None:
+            beside, there = (" beside it", "the file in ") if path.is_file() else ("", "")
             raise ValueError(
-                f"got {path} without model_index.json, expected a pipeline's folder with its text encoders"
+                f"got {path} without model_index.json{beside}, expected {there}a pipeline's folder with its text "
+                f"encoders and decoder"
             )
-        index, channels = read_pipeline(path), blueprint.config.in_channels
-        vae = check_vae(path / "vae")
+        index, channels = read_pipeline(folder), blueprint.config.in_channels
+        vae = check_vae(folder / "vae")
         if vae.latent_channels != channels:
             raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
-        _flux_text.check_encoders(path, index, blueprint.config)
-        return Files(blueprint, path, vae, read_scheduler(path / "scheduler"))
+        _flux_text.check_encoders(folder, index, blueprint.config)
+        return Files(blueprint, folder, vae, read_scheduler(folder / "scheduler"))
 
     @property
     def factor(self) -> int:
@@ -294,7 +300,7 @@ def embedded(files: Files, scale: float | None, beside: Guidance | None = None) 
 def check(order: Order, path: Path | None) -> Job:
     """Return the work that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
     _check_flags(order)
-    if path is not None:
+    if path is not None and path.is_dir():
         check_files(path / "transformer")
     files = Files.locate(order.model if path is None else path)
     beside = Guidance(1.0 if order.true_guidance is None else order.true_guidance, order.guidance_channels)

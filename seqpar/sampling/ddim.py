@@ -52,7 +52,8 @@ def ddim_update(
     eta, clipped = options.get("eta", 0.0), bool(options.get("use_clipped_model_output"))
     table = ddim_coefficients(scheduler, eta, clipped, begin).to(like.device, like.dtype)
     # drawn whole before the loop and then split, so that any number of ranks has the same noise
-    noise = [state.slice(randn_tensor(shape, generator=generator)) for _ in range(len(table) if eta > 0 else 0)]
+    draws = len(table) if eta > 0 else 0
+    noise = [state.slice(randn_tensor(shape, generator=generator, dtype=like.dtype)) for _ in range(draws)]
     drawn = torch.stack(noise) if noise else None
     return Update(table, guidance_S, state.guided_width, clip(scheduler), drawn, clipped)
 

@@ -74,8 +74,8 @@ class Schedule:
 class Record:
     """The recorded run of a scheduler on the vectors.
 
-    scales: S factors of the model's input. states: S + 1. outputs: S. draws: all noise draws, with their `dtypes`.
-    drawn: the number of draws before the first step and after each step, S + 1.
+    scales: S factors of the model's input. states: S + 1. outputs: S. draws: all noise draws. drawn: the number of
+    draws before the first step and after each step, S + 1.
     """
 
     scales: Sequence[float]
@@ -83,17 +83,19 @@ class Record:
     outputs: Sequence[Tensor]
     draws: Sequence[Tensor]
     drawn: Sequence[int]
-    dtypes: Sequence[torch.dtype | None]
 
 
 class Recorder(TorchFunctionMode):
-    """Keeps vectors in fp64 where a scheduler casts them, and hands out known vectors where it draws noise."""
+    """Keeps vectors in fp64 where a scheduler casts them, and hands out known vectors where it draws noise.
 
-    def __init__(self, generator: torch.Generator) -> None:
+    casts: whether vectors are cast, so that the dtypes of the draws (None: that of the state) are the scheduler's.
+    """
+
+    def __init__(self, generator: torch.Generator, casts: bool = False) -> None:
         super().__init__()
         self.draws: list[Tensor] = []
         self.dtypes: list[torch.dtype | None] = []
-        self._generator = generator
+        self._generator, self._casts = generator, casts
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -104,7 +106,7 @@ class Recorder(TorchFunctionMode):
             raise NotLinearError(f"it draws random numbers by torch's {func.__name__}")
         if func in (torch.randn, torch.randn_like):
             return self._draw(func, args, kwargs)
-        if func in CASTS and args[0].shape == SHAPE and args[0].dtype == torch.float64:
+        if not self._casts and func in CASTS and args[0].shape == SHAPE and args[0].dtype == torch.float64:
             return args[0].clone()
         return func(*args, **kwargs)
 
@@ -115,7 +117,7 @@ class Recorder(TorchFunctionMode):
         default = args[0].dtype if func is torch.randn_like else torch.get_default_dtype()
         dtype = kwargs.get("dtype") or default
         self.dtypes.append(None if dtype == torch.float64 else dtype)
-        self.draws.append(vector(self._generator))
+        self.draws.append(vector(self._generator).to(dtype if self._casts else torch.float64))
         return self.draws[-1]
 
 
@@ -139,7 +141,7 @@ def trace(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Schedul
         torch.stack([padded(row[0], width[0]) for row in rows]),
         torch.stack([padded(row[1], width[1]) for row in rows]),
         noise,
-        tuple(record.dtypes),
+        drawn_dtypes(copy.deepcopy(scheduler), options, begin) if record.draws else (),
         max(row[3] for row in rows),
     )
 
@@ -161,7 +163,24 @@ def play(scheduler: Any, options: Mapping[str, Any], begin: int) -> Record:
                 raise ValueError(f"step {len(scales)} makes NaN or infinity from finite states and outputs")
             states.append(state)
             drawn.append(len(recorder.draws))
-    return Record(scales, states, outputs, recorder.draws, drawn, recorder.dtypes)
+    return Record(scales, states, outputs, recorder.draws, drawn)
+
+
+def drawn_dtypes(scheduler: Any, options: Mapping[str, Any], begin: int) -> tuple[torch.dtype | None, ...]:
+    """Return the dtype of each draw, None for that of the state: some schedulers make an fp64 state fp32 first.
+
+    The scheduler is changed by this.
+    """
+    generator = torch.Generator().manual_seed(0)
+    if begin and hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(begin)
+    state, output, recorder = vector(generator), vector(generator), Recorder(generator, casts=True)
+    with recorder:
+        for t in scheduler.timesteps[begin:]:
+            if hasattr(scheduler, "scale_model_input"):
+                scheduler.scale_model_input(state, t)
+            state = scheduler.step(output, t, state, **options).prev_sample.double()
+    return tuple(recorder.dtypes)
 
 
 def check_whole(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> None:

@@ -72,6 +72,9 @@ def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int 
     options: keyword arguments for its step (eta, use_clipped_model_output), without those that are None or that the
     step does not accept. Raises ValueError, with the reason, if the scheduler does not work with its settings.
     """
+    name = type(scheduler).__name__
+    if (reason := why_not_driven(scheduler)) is not None:
+        raise ValueError(f"got scheduler {name!r}, which {reason}; expected one like DDIMScheduler")
     given = step_options(scheduler, **(options or {}))
     if steps_locally(scheduler):
         ddim_coefficients(scheduler, given.get("eta", 0.0), bool(given.get("use_clipped_model_output")), begin)
@@ -79,7 +82,7 @@ def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int 
     if learns_range(scheduler):
         ddpm_coefficients(scheduler, begin)
         return Decision(None, None, given, begin, learned=True)
-    name, drawn = type(scheduler).__name__, given | step_options(scheduler, generator=torch.Generator())
+    drawn = given | step_options(scheduler, generator=torch.Generator())
     try:
         try:
             return Decision(trace(scheduler, drawn, begin), None, given, begin)
@@ -235,10 +238,11 @@ def why_not_driven(scheduler: Any) -> str | None:
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     if required != STEP:
         return f"steps with ({', '.join(required)}), not with ({', '.join(STEP)})"
-    if str(getattr(scheduler.config, "variance_type", "")).startswith("learned") and not learns_range(scheduler):
+    variances = str(getattr(scheduler.config, "variance_type", ""))
+    if variances.startswith("learned") and not learns_range(scheduler):
         return (
-            "needs the model's variances (variance_type learned), which the loop passes on to DDPMScheduler with "
-            "learned_range and without thresholding alone"
+            f"needs the model's variances (variance_type {variances!r}), which the loop passes on to DDPMScheduler "
+            f"with 'learned_range' and without thresholding alone"
         )
     return None
 

@@ -77,6 +77,13 @@ class Checkpoint:
     about: Mapping[str, Any] = field(default_factory=dict)
     places: Mapping[str, Place] = field(default_factory=dict)
 
+    def tensor(self, key: str) -> Tensor:
+        """Return one tensor; ValueError if it cannot be read, as from a file that has become shorter."""
+        try:
+            return self.read(key)
+        except (SafetensorError, RuntimeError, IndexError) as error:
+            raise ValueError(f"{self.name}: got {key}, which does not load: {error}") from error
+
 
 def from_state_dict(name: str, state: Mapping[str, Tensor], about: Mapping[str, Any] | None = None) -> Checkpoint:
     """Return a checkpoint for a state dict in memory."""

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from seqpar.weights.checkpoint import Checkpoint, KeyMap, Source
+from seqpar.weights.checkpoint import KeyMap, Source
 from seqpar.weights.find import Blueprint
 
 STEM = "diffusion_pytorch_model"
@@ -39,7 +39,7 @@ def tensors_of(blueprint: Blueprint, dtype: torch.dtype | None) -> Iterator[tupl
     shapes = _shapes(config, checkpoint.shapes, target)
     kept = dict.fromkeys(target.repeats.values())
     for ours, source in target.sources.items():
-        made = _made(checkpoint, keys.sources[ours])
+        made = keys.sources[ours].combine(*map(checkpoint.tensor, keys.sources[ours].keys))
         for key, tensor in taken_apart(made.to(dtype or made.dtype), source, shapes).items():
             if key in kept:
                 kept[key] = tensor
@@ -83,20 +83,12 @@ def _shapes(
         return given
     with torch.device("meta"):
         model = getattr(diffusers, config["_class_name"]).from_config(known_to_diffusers(config))
-    return {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    return {**given, **{key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}}
 
 
 def known_to_diffusers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without the fields of our own, about which diffusers would warn."""
-    return {key: value for key, value in config.items() if key not in ("freq_shift", "pos_scaling")}
-
-
-def _made(checkpoint: Checkpoint, source: Source) -> Tensor:
-    """Return the tensor of a source; ValueError if its keys cannot be read, as from a file that has become shorter."""
-    try:
-        return source.combine(*map(checkpoint.read, source.keys))
-    except (SafetensorError, RuntimeError, IndexError) as error:
-        raise ValueError(f"{checkpoint.name}: got {', '.join(source.keys)}, which do not load: {error}") from error
+    return {key: value for key, value in config.items() if key not in ("freq_shift", "pos_scaling", "pos_stored")}
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def randomise(model: nn.Module, seed: int) -> None:
 def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None, heads: int | None = None) -> Blueprint:
     said = config
     if config is None:  # an original file: what is known beside it
-        said = {**checkpoint.about, **({} if heads is None else {"heads": heads})} or None
+        said = {**checkpoint.about, "read": checkpoint.tensor, **({} if heads is None else {"heads": heads})}
     for module in _modules():
         with named(checkpoint):
             found = module.recognise(checkpoint.shapes, said)
@@ -136,9 +136,15 @@ def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None, heads: 
             blueprint = Blueprint(checkpoint.name, module, found[0], checkpoint, keys)
             check(_drawn(blueprint), checkpoint, keys)
             return blueprint
-    what = f"a {config.get('_class_name')}" if config else f"keys like {', '.join(list(checkpoint.shapes)[:3])}"
-    known = ", ".join(plugins(seqpar.models))
-    raise ValueError(f"got {checkpoint.name} with {what}, which no model of seqpar recognises ({known})")
+    known = f"which no model of seqpar recognises ({', '.join(plugins(seqpar.models))})"
+    if config:
+        raise ValueError(f"got {checkpoint.name} with a {config.get('_class_name')}, {known}")
+    shown = ", ".join(list(checkpoint.shapes)[:3])
+    raise ValueError(
+        f"got {checkpoint.name} with keys like {shown}, {known}; if diffusers converts such a file "
+        f"(from_single_file), put it into the folder of its pipeline, or the config.json of its transformer beside it; "
+        f"if not, name a folder in diffusers' layout"
+    )
 
 
 def _drawn(blueprint: Blueprint) -> SequenceModel:

@@ -3,6 +3,7 @@
 - a diffusers or ppdiffusers pipeline folder (model_index.json), or the folder of one transformer (config.json);
 - LLaMA2-Accessory's folder of `consolidated[_ema].XX-of-NN` files, or one of these files;
 - UniDiffuser's original folder, or its U-ViT: the U-ViT, caption decoder and autoencoder are known by their keys;
+- a transformer in one file, in the keys of its authors, which diffusers converts (`seqpar.weights.single_file`);
 - any other file with weights.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 from seqpar.weights.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 from seqpar.weights.consolidated import is_part, open_consolidated, parts_in
 from seqpar.weights.jsons import read_json
+from seqpar.weights.single_file import as_diffusers
 
 PIPELINE, CONFIG = "model_index.json", "config.json"
 PARTS = ("transformer", "unet")  # the folder of the model that is sampled; UniDiffuser's is named unet
@@ -76,7 +78,8 @@ def _layout_of_file(path: Path) -> Layout:
 def open_model(path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
     """Open the checkpoint of the model that a path stands for, with its config.json, or None if it has none."""
     if not path.is_dir() and not (path.is_file() and is_part(path)):
-        return open_checkpoint(path), None  # which refuses pipes and devices
+        checkpoint = open_checkpoint(path)  # which refuses pipes and devices
+        return as_diffusers(checkpoint, path) or (checkpoint, None)
     layout = layout_of(path)
     if layout is None:
         raise ValueError(f"got folder {path}, expected one of a model: with {PIPELINE}, {CONFIG} or original files")
@@ -88,6 +91,14 @@ def open_model(path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
     if layout.kind == "model":
         return open_folder(path)
     return open_checkpoint(layout.parts["unet"]), None
+
+
+def pipeline_folder(path: Path) -> Path | None:
+    """Return the pipeline folder that a path stands for, or in which it is the transformer's file; None without one."""
+    if path.is_file():
+        inside = (path.parent / PIPELINE).is_file() and as_diffusers(open_checkpoint(path), path) is not None
+        return path.parent if inside else None
+    return path if (path / PIPELINE).is_file() else None
 
 
 def open_folder(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:

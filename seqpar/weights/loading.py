@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -167,19 +167,31 @@ class Pool:
                     f"conditions each block differently, which is not implemented"
                 )
 
-    def placed(self, names: Iterable[str], keys: KeyMap, dtype: torch.dtype) -> list[Tensor]:
-        """Return the parameters of these names on the device, in their order."""
+    def placed(self, names: Sequence[str], keys: KeyMap, dtype: torch.dtype) -> list[Tensor]:
+        """Return the parameters of these names on the device, in their order; ValueError if one is not finite."""
 
-        def made(name: str) -> Tensor:
+        def made(name: str) -> tuple[Tensor, Tensor]:
             source, stage = keys.sources[name], self._local.staging
             with self._told(source.keys):
-                return source.combine(*(stage.fetch(self._checkpoint, key, dtype) for key in source.keys)).contiguous()
+                parts = (stage.fetch(self._checkpoint, key, dtype) for key in source.keys)
+                parameter = source.combine(*parts).contiguous()
+                return parameter, parameter.sum(dtype=torch.promote_types(dtype, torch.float32))
 
         found = list(self._threads.map(made, names))
         if self._device.type == "cuda":
             with self._told(["its weights"]):
                 torch.cuda.synchronize(self._device)  # an error of a copy is raised here, not by a broadcast
-        return found
+        self._check_finite(names, keys, [total for _, total in found], dtype)
+        return [parameter for parameter, _ in found]
+
+    def _check_finite(self, names: Sequence[str], keys: KeyMap, totals: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Raise ValueError for the first parameter whose sum is not finite: NaN and infinity stay in a sum."""
+        finite = torch.stack([*totals]).isfinite().tolist() if totals else []
+        bad = next((name for name, right in zip(names, finite, strict=True) if not right), None)
+        if bad is not None:
+            what = f"NaN or infinity in {', '.join(keys.sources[bad].keys)}"
+            expected = f"finite weights in {str(dtype).removeprefix('torch.')}; copy the file again, or name another"
+            raise ValueError(f"{self._checkpoint.name}: got {what}, expected {expected}")
 
     @contextmanager
     def _told(self, keys: Sequence[str]) -> Iterator[None]:

@@ -72,14 +72,14 @@ def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def read_arguments(path: Path) -> dict[str, Any]:
     """Return the arguments of a training script that were saved alone, such as model_args.pth."""
     loaded = unpickled(path).value
-    if not isinstance(loaded, Arguments):
+    if not isinstance(loaded, (Arguments, Mapping)):
         raise ValueError(f"got {path} holding {what_is(loaded)}, expected the arguments of a training script")
     return plain(loaded)
 
 
 def plain(args: Any) -> dict[str, Any]:
-    """Return the arguments that are numbers, texts or None; {} if there is no Namespace."""
-    values = args.values if isinstance(args, Arguments) else {}
+    """Return the arguments that are numbers, texts or None; {} if there is no Namespace and no dict of them."""
+    values = args.values if isinstance(args, Arguments) else args if isinstance(args, Mapping) else {}
     return {name: value for name, value in values.items() if isinstance(name, str) and _is_plain(value)}
 
 

@@ -39,6 +39,7 @@ STORAGES = {
 TENSORS = ("torch._utils _rebuild_tensor", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3")
 WITH_ATTRIBUTES = "torch._tensor _rebuild_from_type_v2"
 PARAMETERS = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state")
+PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 # what torch writes and weights never are: name -> what it makes, for messages
 OTHERS = {
     "torch._utils _rebuild_sparse_tensor": "a sparse tensor",
@@ -55,6 +56,7 @@ OTHERS = {
     **{f"{module} {kind}": f"a {kind}" for module in ("builtins", "__builtin__") for kind in ("set", "frozenset")},
     **{f"{module} {kind}": f"a {kind}" for module in ("builtins", "__builtin__") for kind in ("bytearray", "complex")},
     "_codecs encode": "bytes",
+    **{f"{module} {kind}": "a path" for module in ("pathlib", "pathlib._local") for kind in PATHS},
 }
 
 

@@ -164,6 +164,10 @@ def test_latents_that_are_not_finite_are_refused(folders: Callable[[str], Path],
     copy = Path(shutil.copytree(folders("flux"), tmp_path / "copy"))
     (file,) = (copy / "transformer").glob("*.safetensors")
     tensors = load_file(file)
-    tensors["proj_out.weight"] = torch.full_like(tensors["proj_out.weight"], float("inf"))
+    whole = tensors["proj_out.weight"]
+    tensors["proj_out.weight"] = torch.full_like(whole, 1e35)  # whose squares overflow in the second step
     save_file(tensors, file, {"format": "pt"})
-    assert "latents stopped being finite at step 1 of 2" in refused(copy, tmp_path / "x.png", {"prompt": ("a",)})
+    assert "latents stopped being finite at step 2 of 2" in refused(copy, tmp_path / "x.png", {"prompt": ("a",)})
+    tensors["proj_out.weight"] = torch.full_like(whole, float("nan"))
+    save_file(tensors, file, {"format": "pt"})
+    assert "got NaN or infinity in proj_out.weight" in refused(copy, tmp_path / "x.png", {"prompt": ("a",)})

@@ -20,7 +20,7 @@ from seqpar.weights.export import taken_apart
 from tests.models.test_large_dit import inputs, plain
 from tests.support.published import save_consolidated, save_pdparams, save_pipeline_index
 from tests.support.tiny import original_state_dict, with_original_arithmetic
-from tests.weights.test_formats import assert_same_decoder, dit, loaded, paddle_dit, prediction, small_vae
+from tests.weights.test_formats import assert_same_decoder, dit, loaded, paddle_dit, prediction, small_vae, with_table
 
 
 def test_an_original_dit_becomes_a_folder_of_diffusers(
@@ -39,6 +39,24 @@ def test_an_original_dit_becomes_a_folder_of_diffusers(
     assert (prediction(again) - truth).abs().max() > 1e-3  # pyright: ignore[reportArgumentType]
     again = with_original_arithmetic(again).double()  # pyright: ignore[reportArgumentType]
     assert (prediction(again) - truth).abs().max() < 1e-6  # diffusers rounds its positions to fp32
+
+
+@pytest.mark.parametrize("table", ["averaged", "learned"])
+def test_converting_keeps_a_table_of_positions_or_refuses_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], table: str
+) -> None:
+    theirs = with_table(table)[0]
+    torch.save(original_state_dict(theirs), tmp_path / "dit.pt")
+    words = ["convert", str(tmp_path / "dit.pt"), str(tmp_path / "new"), "--heads", "4"]
+    if table == "learned":
+        with pytest.raises(ValueError, match=r"is not the sine-cosine one .* cannot hold others; sample from the orig"):
+            command(words)
+        assert not (tmp_path / "new").exists()
+        return
+    command(words)
+    assert "(timestep frequencies, the table of positions)" in capsys.readouterr().out
+    assert (prediction(loaded(tmp_path / "new")) - prediction(theirs)).abs().max() < 1e-11
+    DiTTransformer2DModel.from_pretrained(tmp_path / "new")  # leaves the table out, with a warning
 
 
 def test_a_ppdiffusers_pipeline_becomes_one_of_diffusers(tmp_path: Path) -> None:

@@ -105,6 +105,19 @@ def test_rotary_has_rows_for_any_length() -> None:
     assert torch.equal(long[:16], short)
 
 
+@pytest.mark.parametrize("heads", [32, 4])
+def test_rotary_has_the_bits_of_the_originals_complex_table(heads: int) -> None:
+    """LLaMA2-Accessory makes it in fp32 by torch.polar; cosines and sines by themselves have others."""
+    dim = 64 // heads
+    frequencies = 1.0 / (10000.0 ** (torch.arange(0, dim, 2)[: dim // 2].float() / dim))
+    angles = torch.outer(torch.arange(1024), frequencies).float()
+    table = torch.polar(torch.ones_like(angles), angles)
+    cos, sin = large_dit.Model(replace(TINY, num_attention_heads=heads)).positions(64, 64).chunk(2, dim=-1)
+    assert torch.equal(cos, table.real)
+    assert torch.equal(sin, table.imag)
+    assert not (torch.equal(cos, angles.cos()) and torch.equal(sin, angles.sin()))  # negative control
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [("large-dit-600m", 609_836_576), ("large-dit-3b", 4_237_824_032), ("large-dit-7b", 7_293_819_936)],

@@ -27,6 +27,7 @@ DIT_COMMON = {
     "freq_shift": 0.0,  # the original divides the sinusoid's exponent by half its width, diffusers by half - 1
     "mlp_norm_eps": 1e-6,  # diffusers has 1e-5
     "pos_scaling": "none",
+    "pos_stored": False,
 }
 
 # depth, width, feed-forward width (all have 32 heads): Alpha-VLLM/LLaMA2-Accessory, Large-DiT-ImageNet

@@ -181,7 +181,10 @@ def test_attention_names_of_old_decoders_load(tmp_path: Path) -> None:
     ("name", "steps", "message"),
     [
         ("KarrasVeScheduler", 4, "which steps with "),
-        ("SCMScheduler", 4, "got 4 steps, which SCMScheduler cannot do"),
+        ("SCMScheduler", 4, "of SCMScheduler's own process for a model whose own, DDIMScheduler, is of diffusion by"),
+        ("FlowMatchEulerDiscreteScheduler", 4, "of flow matching for .* expected one of the same, like DDIMSch"),
+        ("LTXEulerAncestralRFScheduler", 4, "of flow matching for a model whose own, DDIMScheduler, is of diffusion"),
+        ("EDMEulerScheduler", 4, "of EDMEulerScheduler's own process for a model"),
         ("RePaintScheduler", 4, "which steps with .*original_image, mask"),
         ("ScoreSdeVeScheduler", 4, "which steps with "),
         ("VQDiffusionScheduler", 4, "which cannot be built: .*num_vec_classes"),
@@ -197,14 +200,19 @@ def test_a_scheduler_that_cannot_do_it_is_refused(name: str | None, steps: int, 
         Files.locate("builtin").schedule(name, steps)
 
 
-def test_flow_matching_makes_pictures() -> None:
+def test_flow_matching_makes_pictures(copy: Path) -> None:
     """The built-in model was not trained with flow matching, so the test compares latents with diffusers'."""
-    files = Files.locate("builtin")
-    scheduler = files.schedule("FlowMatchEulerDiscreteScheduler", 3)
+    config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 2.0}
+    (copy / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
+    files = Files.locate(copy)
+    assert files.schedule("UniPCMultistepScheduler", 3).config.use_flow_sigmas
+    with pytest.raises(ValueError, match=r"of diffusion by betas for .* expected one of the same, like FlowMatch"):
+        files.schedule("DDIMScheduler", 3)
+    scheduler = files.schedule(None, 3)
     assert str(decide(scheduler)) == "on local tokens (from the last 1 state(s) and 1 output(s))"
     pipeline = Pipeline.load(files, Mesh.single())
     options = {"steps": 3, "guidance": Guidance(1.0), "seed": 1}
-    got = pipeline.latents(["cat"], **options, scheduler="FlowMatchEulerDiscreteScheduler")
+    got = pipeline.latents(["cat"], **options)
     x = draw_noise(tuple(got.shape), torch.Generator().manual_seed(1))
     labels = torch.tensor(files.class_ids(["cat"]))
     for t in scheduler.timesteps:
@@ -215,7 +223,7 @@ def test_flow_matching_makes_pictures() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("learned", "variance_type learned"), ("learned_range", "a model of 4 output channels, expected 8")],
+    [("learned", "variance_type 'learned'"), ("learned_range", "a model of 4 output channels, expected 8")],
 )
 def test_variances_of_a_model_without_them_are_refused(copy: Path, kind: str, message: str) -> None:
     path = copy / "scheduler" / "scheduler_config.json"

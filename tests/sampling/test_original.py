@@ -114,7 +114,7 @@ def test_every_step_is_the_originals(kind: str, respacing: str, clip: bool) -> N
     assert scheduler.config.clip_sample is False  # the caller's scheduler is not changed
     for index, t in list(enumerate(timesteps))[: 9 if respacing == "250" else None]:
         i, x = len(timesteps) - 1 - index, run.latents()
-        z = torch.randn(x.shape, generator=generator, dtype=torch.float64 if kind == "ddpm" else torch.float32).to(x)
+        z = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
         out = guided(x, t, THREE, model)
         run.step()
         found.append(run.latents())

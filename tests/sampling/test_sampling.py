@@ -57,11 +57,8 @@ def by_hand(noise: Tensor, steps: int, guidance: Guidance, sched: Any, eta: floa
         channels = guidance.channels or 4
         out = torch.cat((u[:, :channels] + guidance.scale * (c - u)[:, :channels], c[:, channels:]), 1)
         out = out if guidance.on else c
-        if eta > 0:
-            noise_t = torch.randn(noise.shape, generator=generator).double().to(DEVICE)
-            x = sched.step(out, t, x, eta=eta, variance_noise=noise_t).prev_sample
-        else:
-            x = sched.step(out, t, x).prev_sample
+        options = {"eta": eta, "generator": generator} if eta else {}
+        x = sched.step(out, t, x, **options).prev_sample
     return x.cpu()
 
 

@@ -55,12 +55,15 @@ NOISY: dict[str, Case] = {
     "LCM": ("LCMScheduler", (("clip_sample", False),)),
     "TCD": ("TCDScheduler", ()),  # its default eta is 0.3
     "SA-Solver": ("SASolverScheduler", ()),
+    # these make the state fp32 before they draw like it
+    "FlowMatchEuler stochastic": ("FlowMatchEulerDiscreteScheduler", (("stochastic_sampling", True),)),
+    "LTX ancestral": ("LTXEulerAncestralRFScheduler", ()),
 }
 WHOLE: dict[str, Case] = {
     "PNDM": ("PNDMScheduler", ()),
     "DPM++ thresholds": ("DPMSolverMultistepScheduler", (("thresholding", True),)),
 }
-CASES = NAMED | NOISY | WHOLE
+CASES = NAMED | NOISY | WHOLE | {"DDIM": ("DDIMScheduler", (("clip_sample", False),))}
 
 
 def scheduler(name: str) -> Any:
@@ -76,7 +79,11 @@ def noise(seed: int = 2) -> Tensor:
 
 @cache
 def diffusers_own(
-    name: str, dtype: torch.dtype = torch.float64, begin: int = 0, scales: tuple[float, ...] | None = None
+    name: str,
+    dtype: torch.dtype = torch.float64,
+    begin: int = 0,
+    scales: tuple[float, ...] | None = None,
+    eta: float | None = None,
 ) -> Tensor:
     """Return the latents of diffusers' model and scheduler in one process."""
     sched, model = scheduler(name), diffusers_dit().to(DEVICE, dtype)
@@ -85,7 +92,8 @@ def diffusers_own(
         sched.set_begin_index(begin)
     x = noise().to(DEVICE, dtype) * (1.0 if begin else float(getattr(sched, "init_noise_sigma", 1.0)))
     labels, generator = torch.tensor(LABELS, device=DEVICE), torch.Generator().manual_seed(5)
-    options = {"generator": generator} if "generator" in inspect.signature(sched.step).parameters else {}
+    options: dict[str, Any] = {} if eta is None else {"eta": eta}
+    options |= {"generator": generator} if "generator" in inspect.signature(sched.step).parameters else {}
     for i, t in enumerate(sched.timesteps[begin:]):
         seen = sched.scale_model_input(x, t) if hasattr(sched, "scale_model_input") else x
         c, u = (
@@ -225,6 +233,11 @@ def test_noise_in_fp32_is_drawn_like_diffusers_own(name: str) -> None:
     assert off(alone(name, torch.float32), diffusers_own(name, torch.float32)) < 3e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_noise_of_ddim_is_drawn_like_diffusers_own(dtype: torch.dtype) -> None:
+    assert off(alone("DDIM", dtype, eta=0.7), diffusers_own("DDIM", dtype, eta=0.7)) < 3e-6
+
+
 @pytest.mark.parametrize("name", ["DPM++ 2M", "UniPC", "Heun", "FlowMatchEuler", "DPM++ thresholds"])
 def test_a_run_may_begin_at_any_step(name: str) -> None:
     """Image-to-image begins so. Heun evaluates twice a step; a scheduler with thresholding steps whole images."""
@@ -327,6 +340,14 @@ def test_what_is_not_linear_is_stepped_whole_and_says_why(name: str, config: dic
     assert reason in str(decide(sched))
 
 
+@pytest.mark.parametrize("kind", ["DDPMParallelScheduler", "UnCLIPScheduler"])
+def test_learned_variances_that_the_loop_does_not_pass_on_are_refused(kind: str) -> None:
+    sched = getattr(diffusers, kind)(variance_type="learned_range")
+    dit = DistributedDiT(diffusers_dit(), Mesh.single())
+    with pytest.raises(ValueError, match=rf"'{kind}', which needs the model's variances .* passes on to DDPMScheduler"):
+        Sampler(dit)(sched, noise(), {"class_labels": torch.tensor(LABELS)}, steps=STEPS, guidance=GUIDANCE)
+
+
 def test_large_values_that_are_clipped_are_noticed() -> None:
     """The clipping range is beyond ordinary values, but the trace's vectors have elements of 1000."""
     sched: Any = DDPMScheduler(clip_sample=True, clip_sample_range=100.0)
@@ -376,8 +397,7 @@ def test_ddim_with_clipped_model_output_is_diffusers_own(eta: float, clipped: bo
     for t in sched.timesteps:
         run.step()
         out = model(x, timestep=t.to(DEVICE).expand(len(x)), class_labels=labels).sample[:, :4]
-        z = torch.randn(x.shape, generator=generator).to(x) if eta else None
-        x = sched.step(out, t, x, eta=eta, use_clipped_model_output=clipped, variance_noise=z).prev_sample
+        x = sched.step(out, t, x, eta=eta, use_clipped_model_output=clipped, generator=generator).prev_sample
     assert off(run.latents(), x) < 1e-5
 
 

@@ -61,10 +61,11 @@ installed diffusers does.
   is traced where its steps are linear in at most {MOST} states and {MOST} outputs.
 - **refused**: the scheduler cannot be built with these settings, or cannot be driven by the denoising loop.
 
-DDIM, and DDPM with the variances that the model predicts, have kernels of their own, which also clip. A scheduler of
-another noise process than the model's is not refused: a checkpoint does not always say what it was trained with, and
-such a run makes no meaningful picture. Some classes need a package that diffusers does not install; their rows name it,
-and say what the class does where it is installed.
+DDIM, and DDPM with the variances that the model predicts, have kernels of their own, which also clip. A
+`--scheduler` of another noise process (diffusion by betas, flow matching) than that of the model's own scheduler is
+refused; in Python, `sample` takes any scheduler, as a checkpoint alone does not say what it was trained with. Some
+classes need a package that diffusers does not install; their rows name it, and say what the class does where it is
+installed.
 
 The authors of DiT and Large-DiT sample with DDPM in 250 steps, with the variances that the model predicts, guidance on
 3 of 4 channels and no clipping: `--scheduler DDPMScheduler --respacing 250 --guidance-channels 3`. `--respacing` takes

@@ -65,6 +65,5 @@ def original_state_dict(model: nn.Module) -> dict[str, Tensor]:
         both(f"{new}.mlp.fc2", f"{old}.ff.net.2")
     both("final_layer.adaLN_modulation.1", "proj_out_1")
     both("final_layer.linear", "proj_out_2")
-    tokens = (model.config.sample_size // model.config.patch_size) ** 2  # pyright: ignore
-    ours["pos_embed"] = torch.zeros(1, tokens, 64)  # the original stores the positions, we recompute them
+    ours["pos_embed"] = model.pos_embed.pos_embed  # pyright: ignore
     return ours

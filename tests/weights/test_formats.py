@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from seqpar import DistributedDiT
 from seqpar.mesh import Mesh
+from seqpar.models import dit as dit_module
 from seqpar.models import large_dit
+from seqpar.pipelines import class_labels
 from seqpar.pipelines._unidiffuser_files import Places
 from seqpar.vae.decoder import check_vae, load_vae
 from seqpar.weights.checkpoint import open_checkpoint
@@ -30,7 +32,9 @@ from tests.support.tiny import diffusers_dit, original_state_dict, with_original
 
 CLOSE = 1e-11
 HEADS = 4  # of a width of 24: neither 64 nor 72 wide
-TRAINED = Namespace(model="DiT-of-ours", image_size=64, num_classes=10, lr=1e-4, vae="ema", resume=None)
+TRAINED = Namespace(
+    model="DiT-of-ours", image_size=64, num_classes=10, lr=1e-4, vae="ema", resume=None, results_dir=Path("results")
+)
 
 
 def dit() -> nn.Module:
@@ -76,6 +80,81 @@ def test_every_file_of_the_original_dit_reproduces_its_arithmetic(tmp_path: Path
     assert (prediction(loaded(tmp_path / "dit.pt", HEADS)) - truth).abs().max() < CLOSE
     # negative control: as many heads as the width alone suggested once
     assert (prediction(loaded(tmp_path / "dit.pt", 3)) - truth).abs().max() > 1e-3
+
+
+def test_arguments_in_a_dict_say_the_heads_and_the_size(tmp_path: Path) -> None:
+    state = original_state_dict(with_original_arithmetic(dit()))
+    torch.save({"ema": state, "args": {"num_heads": HEADS, "results_dir": Path("results")}}, tmp_path / "dit.pt")
+    assert loaded(tmp_path / "dit.pt").config.num_attention_heads == HEADS
+    torch.save({"ema": state, "args": {"num_heads": HEADS, "image_size": 512}}, tmp_path / "dit.pt")
+    with pytest.raises(ValueError, match="say image_size=512, but whose tensors have 64"):
+        loaded(tmp_path / "dit.pt")
+
+
+def test_a_model_that_args_name_has_its_own_heads_and_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """train.py builds what args.model says; other arguments beside it, or tensors of another patch, contradict it."""
+    monkeypatch.setitem(dit_module.PRESETS, "dit-tiny/2", dit_module.Config(HEADS, 6, 3))
+    state, args = original_state_dict(dit()), {"model": "DiT-tiny/2"}
+    torch.save({"ema": state, "args": Namespace(**args, num_heads=HEADS)}, tmp_path / "dit.pt")
+    assert loaded(tmp_path / "dit.pt", HEADS).config.num_attention_heads == HEADS
+    with pytest.raises(ValueError, match=r"got a DiT with --heads 3, expected the 4 heads of args\.model, DiT-tiny/2"):
+        loaded(tmp_path / "dit.pt", 3)
+    torch.save({"ema": state, "args": Namespace(**args, num_heads=3)}, tmp_path / "dit.pt")
+    with pytest.raises(ValueError, match=r"got a DiT with args.num_heads 3, expected the 4 heads of args\.model"):
+        loaded(tmp_path / "dit.pt")
+    monkeypatch.setitem(dit_module.PRESETS, "dit-tiny/2", dit_module.Config(HEADS, 6, 3, patch_size=4))
+    with pytest.raises(ValueError, match="say patch_size=4, but whose tensors have 2"):
+        loaded(tmp_path / "dit.pt")
+
+
+def averaged(table: Tensor) -> Tensor:
+    """Return what train.py's moving average makes of a parameter that never changes: its rounding in fp32 adds up."""
+    average = table.float().clone()
+    for _ in range(1000):
+        average.mul_(0.9999).add_(table.float(), alpha=1 - 0.9999)
+    return average
+
+
+TABLES: dict[str, Callable[[Tensor], Tensor]] = {
+    "averaged": averaged,
+    "rounded": lambda table: table.bfloat16(),
+    "learned": lambda table: random(tuple(table.shape), 5),
+}
+
+
+def with_table(table: str) -> tuple[Any, Tensor]:
+    """Return the original DiT with another table of positions, and the one that it had."""
+    theirs: Any = with_original_arithmetic(dit())
+    computed = theirs.pos_embed.pos_embed.clone()
+    theirs.pos_embed.pos_embed = TABLES[table](computed).double()
+    return theirs, computed
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_the_positions_of_an_original_file_are_the_models(tmp_path: Path, table: str) -> None:
+    """Only a learned table has no positions for other sizes."""
+    theirs, computed = with_table(table)
+    state = original_state_dict(theirs)
+    torch.save(state, tmp_path / "dit.pt")
+    truth, ours = prediction(theirs), loaded(tmp_path / "dit.pt", HEADS)
+    assert (prediction(ours) - truth).abs().max() < CLOSE
+    torch.save(state | {"pos_embed": computed}, tmp_path / "computed.pt")
+    plain_one = loaded(tmp_path / "computed.pt", HEADS)
+    assert (prediction(plain_one) - truth).abs().max() > 1e5 * CLOSE  # negative control
+    assert [name for name, _ in plain_one.model.named_parameters() if "pos" in name] == []
+    if table != "learned":
+        assert torch.equal(ours.model.positions(12, 12), plain_one.model.positions(12, 12))
+        return
+    with pytest.raises(ValueError, match=r"got a latent of 12 x 12 .* expected 8 x 8, the only size that its pos_emb"):
+        prediction(ours, 12)
+
+
+def test_a_learned_table_is_refused_at_another_size_before_weights_load(tmp_path: Path) -> None:
+    torch.save(original_state_dict(with_table("learned")[0]), tmp_path / "dit.pt")
+    files = class_labels.Files.locate(tmp_path / "dit.pt", HEADS)
+    assert files.latent_size((64, 64)) == files.latent_size(None) == (8, 8)
+    with pytest.raises(ValueError, match=r"got a latent of 8 x 12 .* expected 8 x 8"):
+        files.latent_size((64, 96))
 
 
 def test_an_original_safetensors_file_is_the_same(tmp_path: Path) -> None:

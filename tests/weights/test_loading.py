@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,25 @@ def test_an_error_of_one_rank_names_file_and_key(key: str, error: type[Exception
     spoiled = replace(blueprint, checkpoint=replace(checkpoint, read=read))
     with pytest.raises(ValueError, match=rf"DiTTransformer2DModel: got .*{key}.*, which do not load: .*cut short"):
         spoiled.build(torch.float32, torch.device("cpu"))
+
+
+SPOILED: dict[str, tuple[float, slice, torch.dtype]] = {
+    "all NaN": (float("nan"), slice(None), torch.float32),
+    "one infinity": (-float("inf"), slice(0, 1), torch.float64),
+    "too large": (1e6, slice(0, 1), torch.float16),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_weights_that_are_not_finite_are_refused_by_the_name_of_their_key(case: str) -> None:
+    value, where, dtype = SPOILED[case]
+    theirs: Any = diffusers_dit()
+    weight = theirs.transformer_blocks[1].attn1.to_out[0].weight
+    from_diffusers(theirs).build(dtype, torch.device("cpu"))
+    weight.view(-1)[where] = value
+    message = r"got NaN or infinity in transformer_blocks\.1\.attn1\.to_out\.0\.weight, expected finite weights in "
+    with pytest.raises(ValueError, match=message + str(dtype).removeprefix("torch.")):
+        from_diffusers(theirs).build(dtype, torch.device("cpu"))
 
 
 def test_the_shares_of_ranks_are_runs_of_about_equal_size(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_pipelines_and_models_refuse_what_they_cannot_use() -> None:
         with pytest.raises(ValueError, match="got "):
             generate([3], **given)  # pyright: ignore[reportArgumentType]
     for model in (nn.Identity(), None):
-        with pytest.raises(ValueError, match="got a"):
+        with pytest.raises(ValueError, match=r"got (a )?(Identity|NoneType)"):
             parallelize(model, Mesh.single())
     for given in ({"mesh": 5}, {"plan": 5}, {"mesh": Mesh.single(), "strategy": 5}):
         with pytest.raises(ValueError, match="got "):

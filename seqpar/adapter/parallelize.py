@@ -68,17 +68,16 @@ def parallelize(
     native: whether a model of this package may compute on the transformer's weights, which is faster. plan: where the
     tokens of a transformer are split, as `seqpar.adapter.cuts.Cuts` or in the form of diffusers' `_cp_plan`; None takes
     what is known of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and
-    "auto" prints why. cfg: whether ranks may compute both branches of guidance at the same time; False lets all of them
-    share the tokens. On GPUs a kind of call becomes a CUDA graph at its second call. Rank 0's inputs are used on every
-    rank. Call `release` before the process group ends; a DiTPipeline passes its scheduler learned variances until then.
-    Raises ValueError, the same on every rank, for what cannot be split.
+    "auto" prints why. cfg: whether ranks may compute both branches of guidance at the same time; False lets all share
+    the tokens. Rank 0's inputs are used on every rank. Call `release` before the process group ends; a DiTPipeline
+    passes its scheduler learned variances until then. Raises ValueError, the same on every rank, for what cannot be
+    split.
     """
     found, ranks = transformers_of(pipe_or_transformer), mesh or Mesh.joined()
     cuts = ranks.together(lambda: _all_checked(pipe_or_transformer, found, plan, vae, cfg, mesh))
     guided = _guided(pipe_or_transformer, found) and cfg if mesh is None else mesh.cfg.size > 1
     layout = _planned(found, mesh, Wish(strategy=strategy, local=local, transport=transport), native, guided)
-    made = _with_host_group(settled(layout, mesh))
-    lease = Lease(made, _made_groups(made, mesh))
+    lease = _leased(layout, mesh)
     bodies = _bodies(pipe_or_transformer, found, lease, layout, cuts, native)
     _install_all(pipe_or_transformer, found, bodies, lease, layout)
     _share_vae(pipe_or_transformer, found, lease, layout, vae)
@@ -293,6 +292,12 @@ def _move(pipe_or_transformer: Any, found: Mapping[str, nn.Module], mesh: Mesh) 
     """Move a pipeline to this rank's device, if a transformer is elsewhere."""
     if any(x.device != mesh.device for module in found.values() for x in module.parameters()):
         pipe_or_transformer.to(mesh.device)
+
+
+def _leased(plan: Plan, mesh: Mesh | None) -> Lease:
+    """Make the mesh of a plan, or take the caller's, and return what is made for it."""
+    made = _with_host_group(settled(plan, mesh))
+    return Lease(made, _made_groups(made, mesh))
 
 
 def _with_host_group(mesh: Mesh) -> Mesh:

@@ -142,7 +142,8 @@ def only_here(rank: int, world: int, device: torch.device) -> str:
 
 def test_hooks_of_one_rank_alone_are_one_error(ranks: Pool) -> None:
     (message,) = set(ranks.run(2, only_here))
-    assert "got hooks 'hook Mean on transformer_blocks.1.ff' on rank 1, expected ''" in message
+    assert message.startswith("got hooks '1 x hook Mean (")
+    assert "' on rank 1, expected 'none' as on rank 0" in message
 
 
 @pytest.mark.parametrize("change", [lambda module: None, with_lora, with_harmless], ids=["plain", "lora", "harmless"])

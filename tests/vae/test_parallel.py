@@ -193,11 +193,11 @@ def layouts(rank: int, world: int, device: torch.device, size: tuple[int, int, i
     """Return whether every convolution of a channels-last decoder sees channels-last input, and the picture's error."""
     dtype = torch.float32  # cuDNN has no channels-last convolutions in fp64
     vae, seen = vaes.tiny("kl", dtype).to(device, memory_format=torch.channels_last), []
+    parallel = ParallelVAE(vae, make_mesh(device), collective.Transport())  # before the hooks, with which it is whole
     for module in vae.decoder.modules():
         if isinstance(module, torch.nn.Conv2d) and module.kernel_size[0] > 1:
             module.register_forward_hook(lambda _, given, out: seen.append(last(given[0]) and last(out)))
     z = vaes.latents("kl", *size, dtype).to(device).contiguous(memory_format=torch.channels_last)
-    parallel = ParallelVAE(vae, make_mesh(device), collective.Transport())
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         picture, strips = vaes.decoded(parallel, z), [*seen]
         return all(strips) and len(strips) > 10, largest(picture, vaes.decoded(vae, z).cpu())

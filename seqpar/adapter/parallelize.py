@@ -66,12 +66,11 @@ def parallelize(
 
     mesh, strategy, local, transport: the caller's choices; the planner decides once on those that are None or "auto".
     native: whether a model of this package may compute on the transformer's weights, which is faster. plan: where the
-    tokens of a transformer are split, as `seqpar.adapter.cuts.Cuts` or in the form of diffusers' `_cp_plan`; None takes
-    what is known of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and
-    "auto" prints why. cfg: whether ranks may compute both branches of guidance at the same time; False lets all share
-    the tokens. Rank 0's inputs are used on every rank. Call `release` before the process group ends; a DiTPipeline
-    passes its scheduler learned variances until then. Raises ValueError, the same on every rank, for what cannot be
-    split.
+    tokens of a transformer are split, as `seqpar.adapter.cuts.Cuts` or diffusers' `_cp_plan`; None takes what is known
+    of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto" prints why.
+    cfg: whether ranks may compute both branches of guidance at the same time; False lets all share the tokens. Rank 0's
+    inputs are used on every rank. Call `release` before the process group ends; a DiTPipeline passes its scheduler
+    learned variances until then. Raises ValueError, the same on every rank, for what cannot be split.
     """
     found, ranks = transformers_of(pipe_or_transformer), mesh or Mesh.joined()
     cuts = ranks.together(lambda: _all_checked(pipe_or_transformer, found, plan, vae, cfg, mesh))

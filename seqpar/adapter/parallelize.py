@@ -69,13 +69,12 @@ def parallelize(
     tokens of a transformer are split, as `seqpar.adapter.cuts.Cuts` or diffusers' `_cp_plan`; None takes what is known
     of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto" prints why.
     cfg: whether ranks may compute both branches of guidance at the same time; False lets all share the tokens. Rank 0's
-    inputs are used on every rank. Call `release` before the process group ends; a DiTPipeline passes its scheduler
-    learned variances until then. Raises ValueError, the same on every rank, for what cannot be split.
+    inputs are used on every rank; `release` puts everything back. Raises ValueError alike on all ranks.
     """
     found, ranks = transformers_of(pipe_or_transformer), mesh or Mesh.joined()
     cuts = ranks.together(lambda: _all_checked(pipe_or_transformer, found, plan, vae, cfg, mesh))
-    guided = _guided(pipe_or_transformer, found) and cfg if mesh is None else mesh.cfg.size > 1
-    layout = _planned(found, mesh, Wish(strategy=strategy, local=local, transport=transport), native, guided)
+    wish = Wish(strategy=strategy, local=local, transport=transport)
+    layout = _planned(pipe_or_transformer, found, mesh, wish, native, cfg)
     lease = _leased(layout, mesh)
     bodies = _bodies(pipe_or_transformer, found, lease, layout, cuts, native)
     _install_all(pipe_or_transformer, found, bodies, lease, layout)
@@ -277,8 +276,11 @@ def _guided(pipe_or_transformer: Any, found: Mapping[str, nn.Module]) -> bool:
     return apart and not perturbed and estimate.is_guided(next(iter(found.values())))
 
 
-def _planned(found: Mapping[str, nn.Module], mesh: Mesh | None, wish: Wish, native: bool, guided: bool) -> Plan:
+def _planned(
+    pipe_or_transformer: Any, found: Mapping[str, nn.Module], mesh: Mesh | None, wish: Wish, native: bool, cfg: bool
+) -> Plan:
     """Return the planner's plan for one picture of the first transformer's family, computed natively if it can be."""
+    guided = _guided(pipe_or_transformer, found) and cfg if mesh is None else mesh.cfg.size > 1
     module = next(iter(found.values()))
     dtype = estimate.dtype_of(module)
     ours = native and native_body.why_not(module) is None

@@ -8,7 +8,6 @@ When it wins: always; a comparison of the inputs would send as many bytes and al
 
 from __future__ import annotations
 
-import ast
 import hashlib
 from collections.abc import Callable, Mapping
 
@@ -16,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from seqpar.letters import WHO
 from seqpar.mesh import Mesh, finish, gathered
+from seqpar.watch import LostRankError
 
 CALL = "call"  # the name in a form of what a rank does; ranks that do different things are told so
 ALIGN = 16  # bytes; tensors start at multiples of it in the buffer, so that views of any dtype are possible
@@ -31,7 +32,7 @@ def agree(mesh: Mesh, form: Mapping[str, object], vote: bool = False) -> bool:
     """
     if mesh.world.size == 1:
         return vote
-    texts = {name: repr(value) for name, value in sorted(form.items())}
+    texts = {name: str(value) if name == CALL else repr(value) for name, value in sorted(form.items())}
     digest = hashlib.blake2b(repr(texts).encode(), digest_size=8).digest()
     mine = torch.tensor([int.from_bytes(digest, "big", signed=True), vote])
     every = gathered(mesh.world, mesh.device, mine, "the comparison of the forms of all ranks' inputs")
@@ -107,11 +108,14 @@ def _rooms(mesh: Mesh, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
 
 
 def _difference(every: list[dict[str, str]]) -> str:
-    """Return a message that names the first input in which a rank differs from rank 0."""
+    """Return a message that names the first input in which a rank differs from rank 0; LostRankError if none does."""
     first = every[0]
-    rank, other = next((rank, texts) for rank, texts in enumerate(every) if texts != first)
+    differing = [rank for rank, texts in enumerate(every) if texts != first]
+    if not differing:
+        raise LostRankError(f"got unequal digests of equal forms of inputs, expected the digest of each form; {WHO}")
+    rank, other = differing[0], every[differing[0]]
     if first.get(CALL) != other.get(CALL):
-        here, there = (ast.literal_eval(texts.get(CALL, "'makes another call'")) for texts in (first, other))
+        here, there = (texts.get(CALL, "makes another call") for texts in (first, other))
         return (
             f"got ranks that do different things: rank 0 {here}, rank {rank} {there}, expected the same on all ranks: "
             f"steps, output_type, callbacks and interrupts have to be the same, and none may fail on one rank alone"

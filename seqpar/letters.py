@@ -50,7 +50,7 @@ def read(letter: bytes, kind: Any, sender: int, what: str) -> Any:
         if letter[:1] != MISTAKE:
             raise ValueError("unknown first byte")
         mistake = letter[1:].decode()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter by deep nesting in a field that the type has not
         raise _strange(sender, what, f"no {_name(kind)} ({error})") from error
     raise ValueError(mistake)
 

@@ -57,12 +57,12 @@ class Files:
             os.close(file)
 
     def get(self, key: str, /) -> bytes:
-        """Return a key's value; RuntimeError if it is being written, or gone."""
+        """Return a key's value; ValueError if it is being written, OSError if it is gone."""
         data = self._path(key).read_bytes()
         length, check = HEAD.unpack(data[: HEAD.size].ljust(HEAD.size, b"\0"))
         text = data[HEAD.size : HEAD.size + length]
         if not text or crc32(text) != check:
-            raise RuntimeError(f"got half a sign in {key}, expected a whole one")
+            raise ValueError(f"got half a sign in {key}, expected a whole one")
         return text
 
     def check(self, keys: list[str], /) -> bool:
@@ -134,7 +134,7 @@ class Pulse:
                     continue
                 try:
                     letter = msgspec.json.decode(self._store.get(key), type=Letter)
-                except ValueError:  # a stranger has written to the store: no sign, so that the rank may be late
+                except (ValueError, RecursionError):  # half written, or by a stranger: no sign, the rank may be late
                     continue
                 before, sign = self._signs.get(rank), Sign(letter.beat, letter.left, letter.begun)
                 if before is None or before != sign:

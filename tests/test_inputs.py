@@ -16,10 +16,11 @@ from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, Mesh, Sampler
-from seqpar.inputs import from_rank_0
+from seqpar.inputs import CALL, _difference, from_rank_0
 from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline
 from seqpar.sampling.loop import draw_noise
 from seqpar.vae.shared import User, share
+from seqpar.watch import LostRankError
 from tests.sampling.test_sampling import STEPS, scheduler
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
@@ -238,6 +239,14 @@ def deserted(rank: int, world: int, device: torch.device, what: str) -> str:
 def test_a_rank_that_makes_a_call_alone_is_told_what_it_waited_for(ranks: Pool, what: str, told: str) -> None:
     """And an error that has another cause is not taken for that."""
     assert re.match(told, ranks.run(2, deserted, what)[0])
+
+
+def test_texts_of_a_stranger_are_told_and_never_evaluated() -> None:
+    for text in ("import os", "(" * 10**5, "-" * 10**6 + "1", ""):
+        assert f"rank 0 calls x, rank 1 {text}, expected" in _difference([{CALL: "calls x"}, {CALL: text}])
+    assert "rank 1 makes another call" in _difference([{CALL: "calls x"}, {}])
+    with pytest.raises(LostRankError, match="got unequal digests .*another process took the place of a rank"):
+        _difference([{"x": "1"}] * 3)
 
 
 def test_one_rank_keeps_its_tensors() -> None:

@@ -22,7 +22,7 @@ from seqpar.deadlines import KINDS, Calls, Deadlines
 from seqpar.kernels.flags import Late
 from seqpar.mesh import Axis, Mesh
 from seqpar.processes import _gather_all
-from seqpar.pulse import Files
+from seqpar.pulse import Files, Sign
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import begin
 from seqpar.transports import _folder
@@ -190,7 +190,7 @@ def test_signs_in_files_take_no_more_room_and_are_read_whole(tmp_path: Path) -> 
     whole = file.read_bytes()
     for torn in (whole[:10], b"", whole[:3], whole[:8] + b"x" + whole[9:]):
         file.write_bytes(torn)
-        with pytest.raises(RuntimeError, match="half a sign"):
+        with pytest.raises(ValueError, match="half a sign"):
             files.get(key)
 
 
@@ -200,9 +200,14 @@ def test_a_sign_that_a_stranger_has_written_is_none_and_the_ranks_go_on_telling(
         before = mine._signs((1,))[1]
         assert other._pulse is not None
         with other._pulse._lock:
-            for text in ("", "{", '{"beat": "x", "left": false, "begun": {}}', '{"beat": 1}', "[" * 10**5):
-                Files(tmp_path).set("seqpar/pulse/1", text or " ")
-                assert mine._signs((1,)) == {1: before}
+            files, sign = Files(tmp_path), '{"beat": 1, "left": false, "begun": {}'
+            files.set("seqpar/pulse/2", sign + "}")  # of another rank, which a bad sign must not hide
+            deep = sign + ', "x": ' + "[" * 10**5 + "]" * 10**5 + "}"
+            for text in ("", "{", '{"beat": "x", "left": false, "begun": {}}', '{"beat": 1}', "[" * 10**5, deep):
+                files.set("seqpar/pulse/1", text or " ")
+                assert mine._signs((1, 2)) == {1: before, 2: Sign(1, False, {})}
+            (tmp_path / "seqpar-pulse-1.sign").write_bytes(b"half")
+            assert mine._signs((1, 2)) == {1: before, 2: Sign(1, False, {})}
         time.sleep(1.2)
         assert mine._signs((1,))[1].beat > before.beat
 

@@ -69,12 +69,12 @@ def start(words: Sequence[str], count: int) -> None:
                     environment = _environment(folder, rank, count)
                     ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
                 failed = _first_failed(ranks)
-            _end(ranks, signal.SIGTERM)
         except StoppedError as stop:
             _end(ranks, stop.number)
             print("stopped", file=sys.stderr, flush=True)
             raise SystemExit(128 + stop.number) from None
         finally:
+            _end(ranks, signal.SIGTERM)  # also where a rank could not be started
             told = [path.read_text() for path in Path(folder).glob(f"*{PROCESS}")]
             remove_sockets([int(text) for text in told if text])
         if failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import time
@@ -13,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqpar.cli.exits import Report
+from seqpar.cli.exits import Report, kind_of
 from seqpar.cli.main import command
-from seqpar.cli.ranks import verdict, wanted
+from seqpar.cli.ranks import start, verdict, wanted
 from tests.cli.processes import COMMAND, LIMIT_S, environment, seqpar, torchrun
 from tests.cli.test_mistakes import words
 
@@ -72,6 +73,25 @@ def test_ctrl_c_ends_all_ranks_with_one_line(tmp_path: Path, tmp_path_factory: p
     assert gone(pids)
     assert not list(tmp_path.iterdir())
     assert not list(temporary.glob("seqpar-*"))  # nor the folder of reports
+
+
+def test_ranks_end_where_a_later_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    create = subprocess.Popen
+
+    def first_only(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(create(["sleep", "100"], start_new_session=True))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", first_only)
+    with pytest.raises(
+        OSError, match="Resource temporarily unavailable"
+    ) as caught:  # which `guarded` tells in one line
+        start(["sample"], 2)
+    assert kind_of(caught.value) == "failure"
+    assert started[0].poll() == -signal.SIGTERM
 
 
 def test_a_mistake_is_one_line_and_torchrun_reports_nothing(folder: Path, tmp_path: Path) -> None:

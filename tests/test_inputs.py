@@ -245,7 +245,7 @@ def test_texts_of_a_stranger_are_told_and_never_evaluated() -> None:
     for text in ("import os", "(" * 10**5, "-" * 10**6 + "1", ""):
         assert f"rank 0 calls x, rank 1 {text}, expected" in _difference([{CALL: "calls x"}, {CALL: text}])
     assert "rank 1 makes another call" in _difference([{CALL: "calls x"}, {}])
-    with pytest.raises(LostRankError, match="got unequal digests .*another process took the place of a rank"):
+    with pytest.raises(LostRankError, match=r"got unequal digests .*another process took the place of a rank"):
         _difference([{"x": "1"}] * 3)
 
 

@@ -80,7 +80,7 @@ def test_what_is_no_letter_is_an_error_that_names_sender_and_type(tmp_path: Path
     with pytest.raises(LostRankError, match="no dtype"):
         read(written("load", str), torch.dtype, 3, "dtype")
     deep = VALUE + b"\x84" + written(Place(3, 1, "a block"), Place)[2:] + b"\xa1x" + b"\x91" * 10**5 + b"\xc0"
-    with pytest.raises(LostRankError, match="no Place .*recursion"):
+    with pytest.raises(LostRankError, match=r"no Place .*recursion"):
         read(deep, Place, 3, "places")
     assert not list(tmp_path.iterdir())
 

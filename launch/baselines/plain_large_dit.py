@@ -157,6 +157,7 @@ def block_norm(config: Config) -> nn.Module:
     return kinds[config.block_norm](config.width, eps=config.norm_eps)
 
 
+@torch.compiler.assume_constant_result  # compilers do not know complex numbers
 def rotary(length: int, dim: int, device: torch.device) -> Tensor:
     """Return the rotary table (L, D/2, 2): cosine and sine of the raster index times each frequency, from the CPU."""
     freqs = 1.0 / 10000.0 ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)

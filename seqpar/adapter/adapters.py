@@ -76,6 +76,9 @@ class _Seen:
     named: list[dict[str, Any]] = field(default_factory=list)
     registries: list[Any] = field(default_factory=list)
     hooked: list[object] = field(default_factory=list)
+    kinds: set[type] = field(default_factory=set)
+    tensors: list[Tensor] = field(default_factory=list)
+    buffers: list[dict[str, Any]] = field(default_factory=list)
     seats: list[dict[str, Any]] = field(default_factory=list)
     processors: list[Any] = field(default_factory=list)
     seated: list[Any] = field(default_factory=list)
@@ -116,6 +119,14 @@ class Watch:
             self._foreign = self._count, look(self._module)
         return self._foreign[1]
 
+    def values(self) -> tuple[object, ...]:
+        """Return what differs if weights were written in place since the last call, or buffers written or replaced."""
+        if self._seen is None:
+            return ()
+        buffers = [x for each in self._seen.buffers for x in each.values() if x is not None]
+        known = [x for x in (*self._seen.tensors, *buffers) if not x.is_inference()]
+        return (*map(id, buffers), *map(_versions, known))
+
     def _unchanged(self, seen: _Seen) -> bool:
         return (
             _children(seen) == seen.children
@@ -137,7 +148,8 @@ class Watch:
         own = [module for _, module in without_adapters(self._module)]
         found = [layer for _, layer in layers(self._module)]
         inside = [part for layer in found for part in layer.modules()]
-        held = {id(module): module for module in (*own, *inside)}.values()
+        held = list({id(module): module for module in (*own, *inside)}.values())
+        below = held[1:]  # without the transformer itself
         seen = _Seen(
             structure=[module._modules for module in own if module._modules],
             children=[],
@@ -146,9 +158,12 @@ class Watch:
             adapted=[x for layer in found for x in layer.parameters() if not x.is_inference()],
             scales=[x for layer in found if isinstance(x := getattr(layer, "scaling", None), dict)],
             config=self._config(),
-            hooks=[hooks for module in own[1:] for hooks in (module._forward_hooks, module._forward_pre_hooks)],
+            hooks=[hooks for module in below for hooks in (module._forward_hooks, module._forward_pre_hooks)],
         )
-        seen.named = [vars(module) for module in own[1:]]
+        seen.named = [vars(module) for module in below]
+        seen.kinds = {type(module) for module in held}
+        seen.tensors = [x for module in held for x in module._parameters.values() if x is not None]
+        seen.buffers = [module._buffers for module in held if module._buffers]
         seen.registries = [names["_diffusers_hook"] for names in seen.named if "_diffusers_hook" in names]
         seen.hooked = _hooked(seen)
         seats = [module for module in own if hasattr(module, "processor")]
@@ -178,7 +193,8 @@ def _hooked(seen: _Seen) -> list[object]:
     diffusers may remove one without a change of the module's forward: that of a hook around it.
     """
     theirs = chain.from_iterable(registry.hooks.values() for registry in seen.registries)
-    return [*map(tuple, filter(None, seen.hooks)), *(names.get("forward") for names in seen.named), *theirs]
+    forwards = (*(names.get("forward") for names in seen.named), *(kind.forward for kind in seen.kinds))
+    return [*map(tuple, filter(None, seen.hooks)), *forwards, *theirs]
 
 
 def _seated(seen: _Seen) -> list[Any]:

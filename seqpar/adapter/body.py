@@ -65,7 +65,7 @@ class Body(Protocol):
         ...
 
     def version(self) -> Hashable:
-        """Return a key that stays equal while the module would compute the same, as `state` does with more."""
+        """Return a key that stays equal while the module would compute the same, also by weights written in place."""
         ...
 
     def foreign(self) -> Foreign:

@@ -104,9 +104,9 @@ class Call:
 
     def settle(self) -> None:
         """Compute a call that was promised, before the module changes; every rank must call this at the same time."""
-        first, self._pending = self._pending, None
-        if first is not None:
-            first.fulfil()
+        if self._pending is not None:
+            self._pending.fulfil()
+        self._pending = None
 
     # Rank 0's arguments ------------------------------------------------------------------------------------------
 
@@ -129,7 +129,9 @@ class Call:
         state: what `_looked` returned.
         """
         is_first = self._state is None
-        if agree(self.mesh, form, vote=state != self._state):
+        waits = self._pending is not None and self._pending.arguments is not None
+        moved = waits and not isinstance(state, ValueError) and self.body.version() != self._promised[0]
+        if agree(self.mesh, form, vote=moved or state != self._state):
             self.mesh.together(lambda: _raised(state))
             self._generation += 1  # addresses of weights may change on one rank only; all must capture again
             if self._pending is not None and self._pending.arguments is not None:
@@ -143,8 +145,8 @@ class Call:
         version, texts = self._promised
         changed = sorted(name for name in texts if self._told.get(name) != texts[name])
         message = (
-            f"got {type(self._module).__name__} with other {' and '.join(changed) or 'weights'} in the second of two "
-            f"calls that are computed together, expected no change between them; call parallelize with cfg=False"
+            f"got {type(self._module).__name__} with other {' and '.join(changed) or 'weights'} than at a call that was "
+            f"to be computed beside the next one, expected no change between them; call parallelize with cfg=False"
         )
         try:
             self.mesh.together(lambda: _raised(ValueError(message) if self.body.version() != version else None))
@@ -215,7 +217,8 @@ class Call:
     def _alike(self, first: Ticket, form: Form) -> bool:
         """Return whether a call has results like those of the one before, so that both can be exchanged."""
         known = self._known.get(form.kind)
-        return known is not None and shapes(known.tensors) == shapes(first.results.tensors)
+        mixed = torch.is_autocast_enabled(self.mesh.device.type)  # the first one was called without
+        return not mixed and known is not None and shapes(known.tensors) == shapes(first.results.tensors)
 
     def _both(self, ticket: Ticket, first: Form, second: Form) -> Form:
         """Compute two calls at the same time, one on each half of the cfg axis; fulfil the first, return the second."""
@@ -230,7 +233,8 @@ class Call:
         self._pairs.alone()
         state = self._looked()
         self._compare({CALL: f"reads a result of {type(self._module).__name__}", **self._told}, state)
-        return self._by_rows(form)
+        with torch.autocast(self.mesh.device.type, enabled=False):  # as it was called, wherever it is read
+            return self._by_rows(form)
 
     def _say_whole(self, reason: str) -> None:
         if self._axes:

@@ -126,8 +126,8 @@ class Decoding:
         """
         if total_gib(self.mesh.device) is None:
             return
-        form = {"the shape that the VAE decodes": shape and tuple(shape), "decoding": decodes}
-        agree(self.mesh, {CALL: "prepares latents", **form})
+        form = {"the shape that the VAE decodes": shape and tuple(shape)}
+        agree(self.mesh, {CALL: f"prepares latents to {'decode' if decodes else 'return'}", **form})
         if shape is not None and decodes:
             way = self._way_of_rows(shape)
             rows = 1 if getattr(self.vae, "use_slicing", False) else shape[0]

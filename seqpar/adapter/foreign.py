@@ -36,6 +36,7 @@ READS_ALL_TOKENS = {
     "SmoothedEnergyGuidanceHook": "smoothed energy guidance blurs the queries of the whole picture",
 }
 DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
+BEFORE = "_seqpar_before"  # where a parallelized transformer keeps what its release puts back
 SHOWN, WIDTH = 3, 60  # things that are named in a line, and characters of each
 
 
@@ -87,21 +88,38 @@ def refuse_split(module: nn.Module) -> None:
 def hooks_of(module: nn.Module) -> Iterator[Found]:
     """Yield hooks, and forwards that are not of a submodule's class.
 
-    Of the transformer itself only diffusers' hooks are looked at: torch's run around a call, on all tokens.
+    Hooks of torch on the transformer itself are left out: they run around a call, on all tokens.
     """
     for path, one in module.named_modules():
         hooks = [hook for hook in _of_diffusers(one) if not _home(hook).startswith(PASSIVE)]
         yield from (Found(path, f"hook {type(hook).__name__}", hook) for hook in hooks)
-        if not path or type(one).__module__.startswith(PASSIVE):
-            continue
-        hooks = (*one._forward_pre_hooks.values(), *one._forward_hooks.values())
+        hooks = (*one._forward_pre_hooks.values(), *one._forward_hooks.values()) if path else ()
         yield from (Found(path, f"hook {_name(x)}", x) for x in hooks if not _home(x).startswith(PASSIVE))
-        forward = _unhooked(vars(one).get("forward"))
+        forward = _unhooked(_set_on(one))
         own = forward is None or getattr(forward, "__func__", None) is type(one).forward
-        if hasattr(one, "_hf_hook"):
+        if path and hasattr(one, "_hf_hook"):
             yield Found(path, f"accelerate's hook {type(one._hf_hook).__name__}", one._hf_hook)
         elif not own and not _home(forward).startswith(PASSIVE):
             yield Found(path, f"forward {_name(forward)}", forward)
+        elif is_patched(type(one), "forward"):
+            yield Found(path, f"class with the forward {_name(type(one).forward)}", type(one).forward)
+
+
+def is_patched(kind: type, method: str) -> bool:
+    """Return whether a method was put onto a class by code of another package than the class's.
+
+    A wrapper copies the names of what it wraps, but not the globals of the code.
+    """
+    code: Any = getattr(kind, method)
+    home = str(getattr(code, "__globals__", {}).get("__name__", kind.__module__))
+    owners = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    return home.partition(".")[0] not in owners | {"torch", "diffusers", "accelerate", "peft", "seqpar"}
+
+
+def _set_on(one: nn.Module) -> Any:
+    """Return the forward that was set on an object; of a parallelized transformer, what it had before."""
+    before = vars(one).get(BEFORE)
+    return vars(one).get("forward") if before is None else before.attributes.get("forward")
 
 
 def _processors_of(module: nn.Module) -> Iterator[Found]:
@@ -109,7 +127,8 @@ def _processors_of(module: nn.Module) -> Iterator[Found]:
     for path, one in module.named_modules():
         processor = processors.own_of(getattr(one, "processor", None))
         home, name = _home(processor), type(processor).__name__
-        if processor is not None and (not home.startswith(("diffusers.models.", "seqpar.")) or "PAG" in name):
+        known = home.startswith(("diffusers.models.", "seqpar.")) and "PAG" not in name
+        if processor is not None and (not known or is_patched(type(processor), "__call__")):
             yield Found(path, f"processor {name}", processor)
 
 

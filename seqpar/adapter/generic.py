@@ -94,7 +94,7 @@ class Generic:
 
     def version(self) -> Hashable:
         """See `seqpar.adapter.body.Body`."""
-        return self._module.training, self._watch.count()
+        return self._module.training, self._watch.count(), self._watch.values()
 
     def foreign(self) -> Foreign:
         """See `seqpar.adapter.body.Body`."""

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from seqpar.shard import JointShard
 from seqpar.streams import Split
 from seqpar.weights.checkpoint import KeyMap
 
+CHANGED = ("training", "gradient_checkpointing", "fused_projections")  # settings that change nothing here
 NEEDED = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids")
 
 
@@ -61,7 +63,8 @@ def why_not(module: nn.Module) -> str | None:
 
 def _why_not_now(module: nn.Module, found: Mapping[str, adopt.Place]) -> str | None:
     """Return the first reason in what may change between calls."""
-    return next(itertools.chain(_of_layers(found), _of_adapters(module), _of_hooks(module)), None)
+    every = itertools.chain(_of_layers(found), _of_adapters(module), _of_hooks(module), _of_settings(module))
+    return next(every, None)
 
 
 def _why_not_built(module: nn.Module, found: Mapping[str, adopt.Place]) -> str | None:
@@ -151,7 +154,7 @@ class Native:
 
     def version(self) -> Hashable:
         """See `seqpar.adapter.body.Body`."""
-        return self._why, self._module.training, self._watch.count()
+        return self._why, self._module.training, self._watch.count(), self._watch.values()
 
     def foreign(self) -> Foreign:
         """See `seqpar.adapter.body.Body`."""
@@ -341,3 +344,32 @@ def _of_hooks(module: Any) -> Iterator[str]:
         if type(block.attn.processor) is not FluxAttnProcessor:
             yield f"an attention processor is a {type(block.attn.processor).__name__}"
     yield from map(str, hooks_of(module))
+
+
+def _of_settings(module: Any) -> Iterator[str]:
+    """Yield reasons in modules of another class, or with other settings, than the transformer's config gives them."""
+    config = tuple((key, _hashable(value)) for key, value in module.config.items() if not key.startswith("_"))
+    expected = _built(type(module), config)
+    for name, one in adapters.without_adapters(module):
+        kind, settings = expected.get(name, (None, {}))
+        if kind is not None and type(one) is not kind:
+            yield f"{name} is a {type(one).__name__} and no {kind.__name__}"
+        for key, value in settings.items():
+            if (mine := vars(one).get(key, value)) != value:
+                yield f"{name}.{key} is {mine!r} and not {value!r}"
+
+
+@cache
+def _built(kind: type, config: tuple[tuple[str, Any], ...]) -> dict[str, tuple[type, dict[str, Any]]]:
+    """Return path -> (class, settings that are plain values) of the modules of a new transformer."""
+    with torch.device("meta"):
+        module: nn.Module = kind(**dict(config))
+    plain = (bool, int, float, str)
+    return {
+        name: (type(one), {key: x for key, x in vars(one).items() if isinstance(x, plain) and key not in CHANGED})
+        for name, one in module.named_modules()
+    }
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value

@@ -23,7 +23,7 @@ from seqpar.adapter import native as native_body
 from seqpar.adapter.body import Body
 from seqpar.adapter.call import Call
 from seqpar.adapter.cuts import Cuts
-from seqpar.adapter.foreign import look, refuse_split
+from seqpar.adapter.foreign import BEFORE, look, refuse_split
 from seqpar.adapter.graphs import Capture, CudaCapture
 from seqpar.adapter.hooks import is_offloaded, refuse_backends
 from seqpar.adapter.sharing import Wished
@@ -37,7 +37,6 @@ from seqpar.sampling.original import pass_variances
 
 PipeT = TypeVar("PipeT")
 NAMES = ("transformer", "transformer_2")  # a pipeline's transformers; Wan 2.2 has one for early and one for late steps
-BEFORE = "_seqpar_before"  # where a parallelized transformer keeps what its release puts back
 BACKENDS = "cpu:gloo,cuda:nccl"  # of the process group that is made where torch's default one has only NCCL
 # methods that change what a transformer computes: a call that was promised is computed before them
 CHANGING = (

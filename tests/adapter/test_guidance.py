@@ -45,7 +45,7 @@ Step = Callable[[Any, Call, int], Tensor]
 class Guided:
     """A loop of guided steps. before: changes the transformer; step: returns a step's prediction of all its calls.
 
-    refused: the words of the error with which ranks that share tokens refuse it; None where they are right, too.
+    early: whether it is changed before `parallelize`. refused: the words of the error with which ranks that share tokens refuse it; None where they are right, too.
     """
 
     step: Step
@@ -53,10 +53,12 @@ class Guided:
     rows: int = 1
     refused: str | None = None
     model: Tiny = TINY
+    early: bool = False
 
-    def run(self, module: Any, device: torch.device | str = "cpu") -> Tensor:
-        """Return the latents after all steps."""
-        self.before(module)
+    def run(self, module: Any, device: torch.device | str = "cpu", changed: bool = False) -> Tensor:
+        """Return the latents after all steps. changed: whether the transformer is changed already."""
+        if not changed:
+            self.before(module)
         torch.manual_seed(0)
         given = moved(self.model.inputs(self.rows), device)
         latents = given["hidden_states"]
@@ -132,6 +134,12 @@ class Shared(WanAttnProcessor):
         return super().__call__(attn, (hidden_states + hidden_states[:1]) / 2, *args, **kwargs)
 
 
+def hook_adapters(module: Any) -> None:
+    """Put a hook on an adapter's layer that adds the mean over the rows."""
+    add(module, "a", seed=1)
+    module.blocks[1].attn1.to_q.register_forward_hook(lambda one, args, out: out + out.mean(0, keepdim=True))
+
+
 def share(module: Any) -> None:
     for block in module.blocks:
         block.attn1.set_processor(Shared())
@@ -159,6 +167,17 @@ def keep(module: Any) -> None:
     block.forward = forward
 
 
+def keep_whole(module: Any) -> None:
+    """Put a forward on the transformer itself that adds what it returned in the call before, as caches do."""
+    theirs, kept = module.forward, []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kept.append(theirs(*args, **kwargs)[0])
+        return (kept[-1] + 0.1 * kept[max(0, len(kept) - 2)],)
+
+    module.forward = forward
+
+
 def both(module: Any, call: Call, number: int) -> Tensor:
     """Return plain guidance."""
     first = call(0)
@@ -180,6 +199,8 @@ CASES = {
     "processors that read other rows": Guided(doubled, share, rows=4),
     "a hook that reads other rows": Guided(doubled, couple, rows=4),
     "a forward that keeps its results": Guided(both, keep),
+    "a forward of the whole transformer": Guided(both, keep_whole, early=True),
+    "a hook on an adapter's layer": Guided(doubled, hook_adapters, rows=4),
 }
 
 
@@ -192,11 +213,13 @@ def truth(name: str, device: str) -> Tensor:
 def sharded(rank: int, world: int, device: torch.device, name: str, cfg: int) -> Tensor | str:
     """Return this rank's latents, or the message of the ValueError."""
     case, module = CASES[name], CASES[name].model.build().to(device)
+    if case.early:
+        case.before(module)
     seqpar.parallelize(module, make_mesh(device, cfg=cfg))
     call: Any = module.forward
     call.body = InDouble(call.body)
     try:
-        return case.run(module, device)
+        return case.run(module, device, case.early)
     except ValueError as error:
         return str(error)
 
@@ -234,3 +257,42 @@ def test_negative_control_every_case_changes_the_latents(ranks: Pool) -> None:
         plain = Guided(step, rows=CASES[name].rows, model=CASES[name].model)
         latents = plain.run(plain.model.build().to(ranks.device), ranks.device).cpu()
         assert (truth(name, ranks.device) - latents).abs().max() > VISIBLE, name
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a hook, then eval()": lambda module: (couple(module), module.eval()),
+    "a hook on an adapter's layer": lambda module: module.blocks[0].attn1.to_q.register_forward_hook(
+        lambda one, args, out: 2 * out
+    ),
+    "a weight in place": lambda module: module.proj_out.weight.mul_(2),
+    "a buffer": lambda module: module.blocks[0].register_buffer("noted", torch.ones(1)),
+    "a scale": lambda module: module.blocks[0].attn1.to_q.scaling.update(a=0.1),
+}
+
+
+def changed(rank: int, world: int, device: torch.device, name: str) -> str:
+    """Return the message of a second call before which a transformer was changed, while the first one waits."""
+    module, given = TINY.build().to(device), moved(TINY.inputs(1), device)
+    add(module, "a", seed=1)
+    module.blocks[0].register_buffer("noted", torch.zeros(1))
+    seqpar.parallelize(module, make_mesh(device, cfg=2))
+    for _ in range(3):  # the step after a pair of calls is promised
+        given = {**given, "hidden_states": given["hidden_states"].clone()}
+        pair = [module(**given, return_dict=False)[0] for _ in range(2)]
+        sum(x.sum() for x in pair)
+    given = {**given, "hidden_states": given["hidden_states"].clone()}
+    module(**given)
+    try:
+        with torch.no_grad():
+            CHANGES[name](module)
+        module(**given)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_between_two_calls_of_a_step_is_refused(ranks: Pool, name: str) -> None:
+    for message in ranks.run(2, changed, name):
+        assert message.startswith("got WanTransformer3DModel with other ")
+        assert message.endswith("call parallelize with cfg=False")

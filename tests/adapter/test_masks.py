@@ -57,6 +57,8 @@ def masked(rank: int, world: int, device: torch.device, name: str, strategy: str
 def with_mask(name: str, device: torch.device | str) -> dict[str, Any]:
     """Return a call's arguments with a mask."""
     mask = MASKS[name][0]().to(device)
+    if name == "expanded":  # a copy to another device is whole
+        mask = mask[:, :1, :1].expand(MASKS[name][0]().shape)
     return {**MODELS["flux"].arguments(device), "joint_attention_kwargs": {"attention_mask": mask}}
 
 

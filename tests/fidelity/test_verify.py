@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
@@ -31,7 +30,7 @@ from seqpar.fidelity.widened import other_weights, widened
 from seqpar.kernels.flags import Flags
 from seqpar.local import sdpa
 from seqpar.mesh import Mesh
-from seqpar.models import large_dit
+from seqpar.models import dit, large_dit
 from seqpar.pipelines import flux, unidiffuser
 from seqpar.pipelines.class_labels import Files, Pipeline
 from seqpar.planner.search import Wish
@@ -137,8 +136,8 @@ def guidance_of_pipeline_off(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def reference_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let rank 1's layers compute other numbers, in the ranks' run and alone, so that it finds itself right."""
-    true = F.gelu
-    patch.setattr(F, "gelu", lambda *args, **named: true(*args, **named) * (1.001 if rank == 1 else 1))
+    true = dit.linear_gelu
+    patch.setattr(dit, "linear_gelu", lambda *args: true(*args) * (1.001 if rank == 1 else 1))
 
 
 def lost_in_block_5_of_step_2(patch: pytest.MonkeyPatch, rank: int) -> None:

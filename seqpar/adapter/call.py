@@ -145,8 +145,8 @@ class Call:
         version, texts = self._promised
         changed = sorted(name for name in texts if self._told.get(name) != texts[name])
         message = (
-            f"got {type(self._module).__name__} with other {' and '.join(changed) or 'weights'} than at a call that was "
-            f"to be computed beside the next one, expected no change between them; call parallelize with cfg=False"
+            f"got {type(self._module).__name__} with other {' and '.join(changed) or 'weights'} than at a call that "
+            f"was to be computed beside the next one, expected no change between them; call parallelize with cfg=False"
         )
         try:
             self.mesh.together(lambda: _raised(ValueError(message) if self.body.version() != version else None))

@@ -1,9 +1,8 @@
 """Whether a pipeline calls its transformer twice a step, as its last calls show.
 
 A call is promised, to be computed beside the next one (`promises.py`), only where the next one is known to come in the
-same step and with the same module: an earlier step had two such calls. A module that changes in
-the middle of steps, as a guider's hooks or adapters for one branch do, is then never computed at another time than the
-pipeline meant.
+same step and with the same module: an earlier step had two such calls. A module that changes in the middle of steps, as
+a guider's hooks or adapters for one branch do, ends that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Splits the rows of a call's batch over mesh axes, and gathers the rows of its results.
 
 Pipelines of SD3, LTX and PixArt double their batch for guidance instead of calling twice: each half of a `cfg` axis
-computes its rows. Rows are independent of each other in every transformer, so the result is the same.
+computes its rows. Rows of diffusers' transformers do not depend on each other; where something that others have put
+onto one may couple them (`foreign.py`), they are not split.
 When it wins: whenever the batch has as many rows as there are ranks on the axes.
 """
 

@@ -45,7 +45,8 @@ Step = Callable[[Any, Call, int], Tensor]
 class Guided:
     """A loop of guided steps. before: changes the transformer; step: returns a step's prediction of all its calls.
 
-    early: whether it is changed before `parallelize`. refused: the words of the error with which ranks that share tokens refuse it; None where they are right, too.
+    early: whether it is changed before `parallelize`. refused: the words of the error with which ranks that share
+    tokens refuse it; None where they are right, too.
     """
 
     step: Step

@@ -278,6 +278,18 @@ REASONS: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda module: module.transformer_blocks[0].ff.register_forward_hook(lambda *_: None),
         "<lambda> is on transformer_blocks.0.ff",
     ),
+    "activation": (
+        lambda module: setattr(module.single_transformer_blocks[0], "act_mlp", torch.nn.ReLU()),
+        "single_transformer_blocks.0.act_mlp is a ReLU and no GELU",
+    ),
+    "setting": (
+        lambda module: setattr(module.transformer_blocks[0].norm2, "eps", 0.5),
+        "transformer_blocks.0.norm2.eps is 0.5 and not 1e-06",
+    ),
+    "forward": (
+        lambda module: setattr(module.transformer_blocks[0], "forward", lambda *args, **kwargs: None),
+        "<lambda> is on transformer_blocks.0",
+    ),
     "meta": (lambda module: module.proj_out.to("meta"), "is not in memory between the layers' own calls"),
     "casting": (
         lambda module: module.enable_layerwise_casting(torch.float8_e4m3fn, torch.float64),

@@ -249,6 +249,8 @@ class Installed:
         finalize(self, _unhook, self._hooked).atexit = False
         self._seats: list[Seat] = []
         self._attentions: list[list[nn.Module]] = []
+        self._attributes: list[dict[str, Any]] = []
+        self._classes: set[Any] = set()
         self._forwards: list[object] = []
         self._checked: list[Seat] = []
         self._split: dict[Joint, SplitAttention] = {}
@@ -279,11 +281,12 @@ class Installed:
         for seat in before.values():
             seat.leave()
         self._attentions, self._forwards = attentions, []
+        self._attributes = [vars(seat.module) for seat in self._seats]
+        self._classes = {type(seat.module) for seat in self._seats}
 
     def _find_checked(self) -> bool:
         """Find the attention modules that compute by themselves; return whether their checks are called."""
-        classes: set[Any] = {type(seat.module) for seat in self._seats}
-        forwards = [*(vars(seat.module).get("forward") for seat in self._seats), *(one.forward for one in classes)]
+        forwards = [each.get("forward") for each in self._attributes] + [kind.forward for kind in self._classes]
         if forwards == self._forwards:
             return True
         self._checked, self._forwards = [seat for seat in self._seats if _computes_itself(seat.module)], forwards

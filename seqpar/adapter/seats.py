@@ -188,7 +188,7 @@ def _called(
 
 
 def missed(out: Any, name: str, path: str) -> Any:
-    """Raise ValueError for a processor or module that has not reached split attention; compiled code does in its run."""
+    """Raise ValueError for a processor or module without split attention; compiled code does so when it runs."""
     message = (
         f"got {name} at {path}, whose attention is to the tokens of its own rank, expected one to those of all ranks; "
         f"write it as a processor with torch's F.scaled_dot_product_attention or diffusers' dispatch_attention_fn, or "

@@ -258,7 +258,8 @@ class Repeated(ModelHook):
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         last = self.last
-        self.last = None if last is not None else self.fn_ref.original_forward(*args, **kwargs)
+        reference: Any = self.fn_ref
+        self.last = None if last is not None else reference.original_forward(*args, **kwargs)
         return self.last if last is None else last
 
 
@@ -354,7 +355,7 @@ def test_an_attention_module_of_a_user_is_right_or_refused(ranks: Pool, case: st
             assert message.startswith(expected)
 
 
-def patched(rank: int, world: int, device: torch.device) -> tuple[str, str, float]:
+def patched(rank: int, world: int, device: torch.device) -> tuple[list[str], float]:
     """Return the messages where a class of diffusers computes by hand, before and after, and the error at the end."""
     tiny, messages = MODELS["wan"], list[str]()
     module, arguments = tiny.build().to(device), tiny.arguments(device)
@@ -364,11 +365,11 @@ def patched(rank: int, world: int, device: torch.device) -> tuple[str, str, floa
         patch.setattr(WanAttnProcessor, "__call__", lambda self, *args, **kwargs: by_hand(*args, **kwargs))
         other = body_of(tiny.build().to(device), world, device, "ulysses")
         messages += [raised(lambda one=one: called(one, arguments)) for one in (other, body)]
-    return *messages, error(called(body, arguments), whole)
+    return messages, error(called(body, arguments), whole)
 
 
 def test_a_class_of_diffusers_that_a_user_changed_is_refused_until_it_is_changed_back(ranks: Pool) -> None:
-    for *messages, last in ranks.run(2, patched):
+    for messages, last in ranks.run(2, patched):
         assert messages == [messages[0]] * 2
         assert messages[0].startswith(f"got WanAttnProcessor at blocks.0.attn1, {UNREACHED}")
         assert last < TOLERANCE

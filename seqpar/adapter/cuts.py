@@ -152,12 +152,11 @@ def submodules(module: nn.Module, path: str) -> list[nn.Module]:
 
 
 def _children(parent: nn.Module, step: str) -> list[nn.Module]:
-    children = dict(parent.named_children())
-    if step == "*":
-        return list(children.values())
-    if step == "-1":
-        return list(children.values())[-1:]
-    return [children[step]] if step in children else []
+    if step in ("*", "-1"):
+        children = list(parent.children())
+        return children if step == "*" else children[-1:]
+    child = parent._modules.get(step)  # without a dict of all, as attention modules are looked up in each call
+    return [] if child is None else [child]
 
 
 def parameters(module: nn.Module) -> list[str]:

@@ -19,10 +19,11 @@ from seqpar.adapter import ops
 from seqpar.adapter.attention import SplitAttention
 from seqpar.adapter.cuts import Cut, Cuts, Cutting, Joint, Place, parameters, submodules
 from seqpar.adapter.forward import Ranks
-from seqpar.adapter.seats import Seat, refuse_backend
+from seqpar.adapter.seats import Seat, missed, refuse_backend, written_in
 
 OURS = "seqpar"  # the names of our hooks begin with it
 READS = f"{OURS} reads others"  # the name of the hook that looks at what an attention module is given
+CHECKS = f"{OURS} checks"  # the name of the hook that checks what an attention module with a user's forward calls
 Which = int | tuple[int | None, ...]
 """A cut by its number in a `Cutter`, or one for each element of a tuple; compilers trace plain numbers."""
 
@@ -137,6 +138,60 @@ class ReadsHook(ModelHook):
         return kwargs.get(name, args[index] if index < len(args) else None)
 
 
+class ChecksHook(ModelHook):
+    """Checks that an attention module has reached split attention, where its forward is not diffusers' own.
+
+    It is inside of all other hooks: those of caches may call no forward.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__()
+        self._attention, self._path = seat.attention, seat.path
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Forget what was reached before."""
+        self._attention.reached = self._attention.values.reached = False
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Raise ValueError if it was not reached, although tokens are split."""
+        attention = self._attention
+        if attention.reached or attention.values.reached or not attention.splits:
+            return output
+        return missed(output, type(module).__name__, self._path)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Return whether a module's forward is the outermost hook of diffusers, and not one that was put in its place."""
+    forward: Any = vars(module).get("forward")
+    return getattr(getattr(forward, "func", None), "__module__", None) == HookRegistry.__module__
+
+
+def _computes_itself(module: nn.Module) -> bool:
+    """Return whether a module's forward, inside of all hooks, is not diffusers' own."""
+    forward: Any = module.forward
+    if _is_hooked(module):
+        registry: Any = vars(module)["_diffusers_hook"]
+        inner = registry.hooks[CHECKS].fn_ref if CHECKS in registry.hooks else registry._fn_refs[0]
+        forward = inner.original_forward or inner.forward
+    return written_in(getattr(forward, "__func__", forward)) != "diffusers"
+
+
+def _register_innermost(registry: Any, hook: ModelHook, name: str) -> None:
+    """Register a hook that the hooks of others call, unless a user's forward is around these."""
+    module, outer, inside = registry._module_ref, registry._module_ref.forward, _is_hooked(registry._module_ref)
+    registry.register_hook(hook, name)
+    if not inside:
+        return
+    first, call = registry._fn_refs[0], module.forward
+    calls = "forward" if first.original_forward is None else "original_forward"
+    hook.fn_ref.forward, module.forward = getattr(first, calls), outer
+    setattr(first, calls, call)
+    for order in (registry._hook_order, registry._fn_refs):
+        order.insert(0, order.pop())
+    registry.hooks = {name: registry.hooks.pop(name), **registry.hooks}
+
+
 def refuse_backends(module: nn.Module) -> None:
     """Raise ValueError if an attention backend is set in any of a transformer's processors."""
     for one in module.modules():
@@ -160,13 +215,20 @@ def _unhook(hooked: list[Hooked]) -> None:
 
 
 def _remove(registry: HookRegistry, name: str) -> None:
-    """Remove a hook. diffusers forgets what the next one around it calls, if that computes a forward of its own."""
+    """Remove a hook, but no forward that a user has put in the place of all hooks.
+
+    diffusers forgets what the next hook around it calls, if that computes a forward of its own.
+    """
+    module: Any = registry._module_ref
+    replaced = None if _is_hooked(module) else vars(module).get("forward")
     names = [*registry.hooks, ""]
     around = registry.hooks.get(names[names.index(name) + 1]) if name in registry.hooks else None
     forward = around.fn_ref.forward if around is not None else None
     registry.remove_hook(name, recurse=False)
     if around is not None and around.fn_ref.original_forward is not None:
         around.fn_ref.original_forward, around.fn_ref.forward = around.fn_ref.forward, forward
+    if replaced is not None:
+        module.forward = replaced
 
 
 def _is_outermost(module: nn.Module) -> bool:
@@ -186,12 +248,15 @@ class Installed:
         self._hooked: list[Hooked] = []
         finalize(self, _unhook, self._hooked).atexit = False
         self._seats: list[Seat] = []
-        names = {one: name for name, one in module.named_modules()}
-        split: dict[Joint, SplitAttention] = {}
+        self._attentions: list[list[nn.Module]] = []
+        self._attributes: list[dict[str, Any]] = []
+        self._classes: set[Any] = set()
+        self._forwards: list[object] = []
+        self._checked: list[Seat] = []
+        self._split: dict[Joint, SplitAttention] = {}
         for path, joint in cuts.attention.items():
-            if joint not in split:
-                split[joint] = SplitAttention(ranks, joint, path)
-            self._seats += [Seat(names[one], one, split[joint]) for one in submodules(module, path)]
+            if joint not in self._split:
+                self._split[joint] = SplitAttention(ranks, joint, path)
         try:
             self.refresh()
         except ValueError:
@@ -202,6 +267,31 @@ class Installed:
         """Return (submodule, path) of every place; the inputs of the transformer itself are cut before its forward."""
         return [(one, path) for path in self._cuts.places if path for one in submodules(self._module, path)]
 
+    def _seat(self) -> None:
+        """Find the attention modules, anew where one was replaced; those that are gone get their processors back."""
+        attentions = [submodules(self._module, path) for path in self._cuts.attention]
+        if attentions == self._attentions:  # modules are equal if they are the same
+            return
+        names = {one: name for name, one in self._module.named_modules()}
+        before = {(seat.module, seat.attention): seat for seat in self._seats}
+        self._seats = []
+        for joint, modules in zip(self._cuts.attention.values(), attentions, strict=True):
+            split = self._split[joint]
+            self._seats += [before.pop((one, split), None) or Seat(names[one], one, split) for one in modules]
+        for seat in before.values():
+            seat.leave()
+        self._attentions, self._forwards = attentions, []
+        self._attributes = [vars(seat.module) for seat in self._seats]
+        self._classes = {type(seat.module) for seat in self._seats}
+
+    def _find_checked(self) -> bool:
+        """Find the attention modules that compute by themselves; return whether their checks are called."""
+        forwards = [each.get("forward") for each in self._attributes] + [kind.forward for kind in self._classes]
+        if forwards == self._forwards:
+            return True
+        self._checked, self._forwards = [seat for seat in self._seats if _computes_itself(seat.module)], forwards
+        return all(_is_hooked(seat.module) for seat in self._checked)
+
     def _hook(self) -> None:
         """Hook the places, anew where a layer was replaced, as adapters do, or where another hook is around ours.
 
@@ -210,8 +300,10 @@ class Installed:
         places, seats = self._places(), [seat for seat in self._seats if not seat.attention.joint.streams]
         modules = [*(one for one, _ in places), *(seat.module for seat in seats)]
         names = [*(f"{OURS} {path}" for _, path in places), *(READS for _ in seats)]
-        wanted = list(zip(map(ref, modules), names, strict=True))
-        if wanted == self._hooked and all(map(_is_outermost, modules)):
+        called = self._find_checked()
+        checks = [(ref(seat.module), CHECKS) for seat in self._checked]
+        wanted = [*zip(map(ref, modules), names, strict=True), *checks]
+        if called and wanted == self._hooked and all(map(_is_outermost, modules)):
             return
         _unhook(self._hooked)
         shared = {path: Cutter(self._ranks, place, path) for path, place in self._cuts.places.items() if path}
@@ -222,9 +314,13 @@ class Installed:
         for module, name, hook in zip(modules, names, hooks, strict=True):
             HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
             self._hooked.append((ref(module), name))
+        for seat in self._checked:
+            _register_innermost(HookRegistry.check_if_exists_or_initialize(seat.module), ChecksHook(seat), CHECKS)
+            self._hooked.append((ref(seat.module), CHECKS))
 
     def refresh(self) -> None:
         """Put hooks and attention on what is new since the last call; ValueError if an attention backend was set."""
+        self._seat()
         self._hook()
         for seat in self._seats:
             seat.refresh()
@@ -234,4 +330,4 @@ class Installed:
         _unhook(self._hooked)
         for seat in self._seats:
             seat.leave()
-        self._seats = []
+        self._seats, self._attentions = [], []

@@ -47,23 +47,42 @@ class Seat:
     module: Any
     attention: SplitAttention
     ours: Any = None
+    call: Any = None  # what its class computes, which may be replaced, too
 
     def refresh(self) -> None:
         """Follow a processor that was replaced; ValueError for one that cannot be split, or an attention backend."""
-        processor, replaced = self.module.processor, self.attention.joint.processor
+        processor = getattr(self.module, "processor", None)
         refuse_backend(processor)
-        if processor is not self.ours:
+        if processor is not self.ours or type(processor).__call__ is not self.call:
             if self.attention.ranks.axis.size > 1:
                 _refuse_unsplit(processor)
-            own = own_of(processor)
-            self.ours = _carrying(own, replaced() if replaced else own, self.path)
-            self.module.processor = self.ours
+            self.module.processor = self.ours = self._carrying(processor)
+            self.call = type(self.ours).__call__
         wanted = self.attention.values if _skips_scores(self.module) else self.attention
         if not _is_carried(self.ours, wanted):
             _carry(self.ours, wanted)
 
+    def _carrying(self, processor: Any) -> Any:
+        """Return what replaces a processor; ValueError for an object of which no class can be derived."""
+        own, replaced = own_of(processor), self.attention.joint.processor
+        if callable(own):
+            try:
+                return _carrying(own, replaced() if replaced else own, self.path)
+            except (TypeError, AttributeError) as error:  # Python refuses to set its class or its attributes
+                raise self._not_plain(own) from error
+        raise self._not_plain(own)
+
+    def _not_plain(self, own: Any) -> ValueError:
+        name = getattr(own, "__name__", type(own).__name__)
+        return ValueError(
+            f"got processor {name} at {self.path} of {type(self.module).__name__}, expected an object of a plain class "
+            f"with a __call__, without __slots__, and not frozen; write it as one, and set it as the module's processor"
+        )
+
     def leave(self) -> None:
         """Give the module its own processor back, with settings that were changed on ours."""
+        if not hasattr(self.module, "processor"):  # it was refused
+            return
         processor = self.module.processor
         own = own_of(processor)
         if own is not processor and self.attention.joint.processor is None:
@@ -77,18 +96,25 @@ def _carrying(own: Any, processor: Any, path: str) -> Any:
     A copy, because one processor may serve several modules, which need not join the ranks alike.
     """
     made = copy(processor)
-    vars(made)[OWN] = own  # not by setattr: a processor that is a module would count the other as its part
-    if not _dispatches(processor):
+    if not _dispatches(processor):  # first, because it fails for a function, which is no copy
         made.__class__, made._seqpar_path = _around(type(processor)), path
+    vars(made)[OWN] = own  # not by setattr: a processor that is a module would count the other as its part
     return made
 
 
 def _dispatches(processor: Any) -> bool:
     """Return whether a processor is known to compute all attention by diffusers' dispatcher.
 
-    A user's class may have only inherited what the dispatcher is told.
+    A user's class may have only inherited what the dispatcher is told, and a user may replace the call of a class.
     """
-    return _root(type(processor)) in ("diffusers", "seqpar") and hasattr(processor, "_parallel_config")
+    kind = type(processor)
+    written = written_in(kind.__call__)
+    return _root(kind) == written and written in ("diffusers", "seqpar") and hasattr(processor, "_parallel_config")
+
+
+def written_in(function: Any) -> str:
+    """Return the package whose code a function or a method is: `functools.wraps` changes its `__module__` only."""
+    return getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
 
 
 def _root(kind: type) -> str:
@@ -114,7 +140,7 @@ def _around(kind: type) -> type:
                 out = kind.__call__(self, *args, **kwargs)
         finally:
             attention.foreign = False
-        return out if attention.reached or not attention.splits else _missed(out, kind.__name__, self._seqpar_path)
+        return out if attention.reached or not attention.splits else missed(out, kind.__name__, self._seqpar_path)
 
     ours = type(kind.__name__, (kind,), {"__call__": call})
     with suppress(ValueError):  # where diffusers knows nothing of this class
@@ -161,12 +187,12 @@ def _called(
     return attention(q, k, v, attn_mask, scale).transpose(1, 2)
 
 
-def _missed(out: Any, name: str, path: str) -> Any:
-    """Raise ValueError for a processor that has not reached split attention; compiled code does so when it runs."""
+def missed(out: Any, name: str, path: str) -> Any:
+    """Raise ValueError for a processor or module without split attention; compiled code does so when it runs."""
     message = (
         f"got {name} at {path}, whose attention is to the tokens of its own rank, expected one to those of all ranks; "
-        f"write it with torch's F.scaled_dot_product_attention or diffusers' dispatch_attention_fn, or use cfg= or "
-        f"data= ranks in place of those that split the sequence"
+        f"write it as a processor with torch's F.scaled_dot_product_attention or diffusers' dispatch_attention_fn, or "
+        f"use cfg= or data= ranks in place of those that split the sequence"
     )
     if not torch.compiler.is_compiling():
         raise ValueError(message)

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.models import attention_processor as theirs
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
-from torch import Tensor
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from tests.adapter.test_cuts import raised
@@ -212,3 +215,161 @@ def test_compiled_blocks_notice_it_too(ranks: Pool, case: str) -> None:
         assert message.startswith(f"got Softmax at transformer_blocks.0.attn, {UNREACHED}") == (case == "softmax")
         assert max(errors) < 1e-4
         assert count == (2 if case == "softmax" else 1)
+
+
+# Attention modules of users ------------------------------------------------------------------------------------
+
+
+def by_hand(attn: Any, x: Tensor, others: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    """Return Wan's attention without positions, by its formula."""
+    others = x if others is None else others
+    q, k, v = attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(others)), attn.to_v(others)
+    q, k, v = (each.unflatten(2, (attn.heads, -1)).transpose(1, 2) for each in (q, k, v))
+    return attn.to_out[0](softmax(q, k, v).transpose(1, 2).flatten(2))
+
+
+class ByHand(WanAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return by_hand(self, *args, **kwargs)
+
+
+class Doubled(WanAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 2 * super().forward(*args, **kwargs)
+
+
+class Alone(nn.Module):
+    """An attention module without a processor."""
+
+    def __init__(self, attn: Any) -> None:
+        super().__init__()
+        self.attn = attn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return by_hand(self.attn, *args, **kwargs)
+
+
+class Repeated(ModelHook):
+    """Calls the forward in every other call only, as caches do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        last = self.last
+        reference: Any = self.fn_ref
+        self.last = None if last is not None else reference.original_forward(*args, **kwargs)
+        return self.last if last is None else last
+
+
+@dataclass(frozen=True)
+class Frozen:
+    factor: float = 1.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return by_hand(*args, **kwargs)
+
+
+class Slots:
+    __slots__ = ("factor",)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return by_hand(*args, **kwargs)
+
+
+def fresh(attn: Any, kind: type = WanAttention) -> Any:
+    """Return another attention module with the same weights."""
+    width, each = attn.to_q.in_features, attn.to_q.out_features // attn.heads
+    other = kind(dim=width, heads=attn.heads, dim_head=each, processor=WanAttnProcessor()).to(attn.to_q.weight)
+    other.load_state_dict(attn.state_dict())
+    return other
+
+
+def cached(attn: Any) -> Any:
+    """Return a user's attention module inside of a cache."""
+    other = fresh(attn, Doubled)
+    HookRegistry.check_if_exists_or_initialize(other).register_hook(Repeated(), "repeated")
+    return other
+
+
+def with_forward(attn: Any) -> Any:
+    """Return it with another forward, which is set on the object."""
+    attn.forward = MethodType(by_hand, attn)
+    return attn
+
+
+def with_processor(attn: Any, processor: Any) -> Any:
+    """Return it with another processor."""
+    attn.processor = processor
+    return attn
+
+
+# case -> (what replaces an attention module, the words with which several ranks refuse it, None where they are right)
+MODULES: dict[str, tuple[Callable[[Any], Any], str | None]] = {
+    "fresh": (fresh, None),
+    "doubled": (lambda attn: fresh(attn, Doubled), None),
+    "cached": (cached, None),
+    "by hand": (lambda attn: fresh(attn, ByHand), f"got ByHand at blocks.0.attn1, {UNREACHED}"),
+    "forward": (with_forward, f"got WanAttention at blocks.0.attn1, {UNREACHED}"),
+    "alone": (Alone, "got processor NoneType at blocks.0.attn1 of Alone, expected an object of a plain class"),
+    "function": (lambda attn: with_processor(attn, by_hand), "got processor by_hand at blocks.0.attn1 of WanAttention"),
+    "frozen": (lambda attn: with_processor(attn, Frozen()), "got processor Frozen at blocks.0.attn1 of WanAttention"),
+    "slots": (lambda attn: with_processor(attn, Slots()), "got processor Slots at blocks.0.attn1 of WanAttention"),
+}
+
+
+def put(module: Any, case: str) -> Any:
+    """Replace the attention modules of split tokens in all blocks, and return the transformer."""
+    for block in module.blocks:
+        block.attn1 = MODULES[case][0](block.attn1)
+    return module
+
+
+def exchanged(rank: int, world: int, device: torch.device, case: str, before: bool) -> tuple[list[float], str]:
+    """Return the errors of three calls with other attention modules, and the message of the ValueError."""
+    tiny = MODELS["wan"]
+    module, arguments, errors = tiny.build().to(device), tiny.arguments(device), list[float]()
+    changed = tiny.whole(put(tiny.build().to(device), case), arguments)
+
+    def call() -> None:
+        body = body_of(put(module, case) if before else module, world, device, "ulysses")
+        if not before:
+            called(body, arguments)
+            put(module, case)
+        errors.extend(error(called(body, arguments), changed) for _ in range(3))
+
+    return errors, raised(call)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("case", MODULES)
+def test_an_attention_module_of_a_user_is_right_or_refused(ranks: Pool, case: str, before: bool) -> None:
+    for errors, message in ranks.run(2, exchanged, case, before):
+        expected = MODULES[case][1]
+        if expected is None:
+            assert message == "nothing was raised"
+            assert len(errors) == 3
+            assert max(errors) < TOLERANCE
+        else:
+            assert message.startswith(expected)
+
+
+def patched(rank: int, world: int, device: torch.device) -> tuple[list[str], float]:
+    """Return the messages where a class of diffusers computes by hand, before and after, and the error at the end."""
+    tiny, messages = MODELS["wan"], list[str]()
+    module, arguments = tiny.build().to(device), tiny.arguments(device)
+    whole, body = tiny.whole(module, arguments), body_of(module, world, device, "ulysses")
+    called(body, arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WanAttnProcessor, "__call__", lambda self, *args, **kwargs: by_hand(*args, **kwargs))
+        other = body_of(tiny.build().to(device), world, device, "ulysses")
+        messages += [raised(lambda one=one: called(one, arguments)) for one in (other, body)]
+    return messages, error(called(body, arguments), whole)
+
+
+def test_a_class_of_diffusers_that_a_user_changed_is_refused_until_it_is_changed_back(ranks: Pool) -> None:
+    for messages, last in ranks.run(2, patched):
+        assert messages == [messages[0]] * 2
+        assert messages[0].startswith(f"got WanAttnProcessor at blocks.0.attn1, {UNREACHED}")
+        assert last < TOLERANCE

@@ -251,7 +251,7 @@ class Installed:
         self._attentions: list[list[nn.Module]] = []
         self._attributes: list[dict[str, Any]] = []
         self._classes: set[Any] = set()
-        self._forwards: list[object] = []
+        self._forwards: list[Any] = []
         self._checked: list[Seat] = []
         self._split: dict[Joint, SplitAttention] = {}
         for path, joint in cuts.attention.items():

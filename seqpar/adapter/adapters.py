@@ -166,15 +166,18 @@ class Watch:
         seen.buffers = [module._buffers for module in held if module._buffers]
         seen.registries = [names["_diffusers_hook"] for names in seen.named if "_diffusers_hook" in names]
         seen.hooked = _hooked(seen)
-        seats = [module for module in own if hasattr(module, "processor")]
-        seen.seats, seen.processors = [vars(module) for module in seats], [module.processor for module in seats]
-        seen.seated, seen.attributes = _seated(seen), list(map(processors.attributes, seen.processors))
-        seen.kept = [[*getattr(one, "__dict__", {}).values()] for one in seen.processors]  # their addresses stay theirs
+        _look_at_processors(seen, [module for module in own if hasattr(module, "processor")])
         seen.children, seen.addresses = _children(seen), _addresses(seen)
         seen.settings = [copy.deepcopy(_settings(layer)) for layer in found]
         seen.versions = [x._version for x in seen.adapted]
         seen.scaling = list(chain.from_iterable(map(dict.values, seen.scales)))
         return seen
+
+
+def _look_at_processors(seen: _Seen, modules: list[Any]) -> None:
+    seen.seats, seen.processors = [vars(module) for module in modules], [module.processor for module in modules]
+    seen.seated, seen.attributes = _seated(seen), list(map(processors.attributes, seen.processors))
+    seen.kept = [[*getattr(one, "__dict__", {}).values()] for one in seen.processors]  # their addresses stay theirs
 
 
 def _children(seen: _Seen) -> list[nn.Module | None]:

@@ -300,7 +300,7 @@ def embedded(files: Files, scale: float | None, beside: Guidance | None = None) 
 def check(order: Order, path: Path | None) -> Job:
     """Return the work that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
     _check_flags(order)
-    if path is not None and path.is_dir():
+    if path is not None and (path / "transformer").is_dir():
         check_files(path / "transformer")
     files = Files.locate(order.model if path is None else path)
     beside = Guidance(1.0 if order.true_guidance is None else order.true_guidance, order.guidance_channels)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from seqpar.pipelines import adapted, class_labels
+from seqpar.pipelines import adapted, class_labels, flux
 from seqpar.pipelines._family import BUILTIN, Order
 from seqpar.pipelines._folder import check_parts
 from seqpar.pipelines._naming import naming
@@ -212,3 +212,9 @@ def test_any_field_of_schedulers_and_indices_is_checked(tmp_path: Path) -> None:
     for fields, message in INDICES:
         with changed(copy / "model_index.json", **fields), pytest.raises(ValueError, match=message):
             class_labels.Files.locate(copy)
+
+
+def test_a_flux_folder_without_its_transformer_is_told_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    with pytest.raises(ValueError, match=r"transformer/config.json, expected a readable JSON file"):
+        flux.check(Order(str(tmp_path), dtype=torch.float32, prompts=("a cat",)), tmp_path)

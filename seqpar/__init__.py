@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from seqpar.adapter.parallelize import parallelize, release
     from seqpar.deadlines import Deadlines
-    from seqpar.distributed import DistributedDiT
+    from seqpar.engine.distributed import DistributedDiT
     from seqpar.fidelity.verify import verify
     from seqpar.mesh import Mesh
     from seqpar.sampling.guidance import Guidance
@@ -24,7 +24,7 @@ __all__ = ["Deadlines", "DistributedDiT", "Guidance", "Mesh", "Sampler", "parall
 
 _MODULES = {
     "Deadlines": "seqpar.deadlines",
-    "DistributedDiT": "seqpar.distributed",
+    "DistributedDiT": "seqpar.engine.distributed",
     "Guidance": "seqpar.sampling.guidance",
     "Mesh": "seqpar.mesh",
     "Sampler": "seqpar.sampling.loop",

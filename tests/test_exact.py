@@ -15,7 +15,7 @@ from torch import Tensor
 
 from seqpar import exact
 from seqpar.attention._streams import project
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.local import flash, reference, sdpa
 from seqpar.masks import key_bias
 from seqpar.mesh import Mesh

@@ -21,12 +21,12 @@ from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline
 from seqpar.sampling.loop import draw_noise
 from seqpar.vae.shared import User, share
 from seqpar.watch import LostRankError
+from tests.engine.test_distributed import latents, local
 from tests.sampling.test_sampling import STEPS, scheduler
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
-from tests.test_distributed import latents, local
 
 CLOSE = 1e-9
 LAYOUTS = [(2, ("ulysses", 1, 1)), (3, ("ring", 1, 1)), (4, ("ulysses", 2, 2))]

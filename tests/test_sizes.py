@@ -11,13 +11,13 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, Sampler, distributed, sample
 from seqpar.attention.ulysses import Ulysses
-from seqpar.distributed import GATHERS, KINDS
+from seqpar.engine.distributed import GATHERS, KINDS
 from seqpar.sampling.loop import draw_noise
+from tests.engine.test_distributed import local
 from tests.sampling.test_sampling import scheduler
 from tests.support.meshes import existing, mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
-from tests.test_distributed import local
 
 SIZES = [(2 * rows, 2 * columns) for rows in range(2, 9) for columns in range(rows, 9) if rows * columns > 4]
 

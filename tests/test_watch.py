@@ -28,11 +28,11 @@ from seqpar.sampling.run import begin
 from seqpar.transports import _folder
 from seqpar.waits import is_lost
 from seqpar.watch import Watch
+from tests.engine.test_distributed import local
 from tests.sampling.test_sampling import scheduler
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
-from tests.test_distributed import local
 
 SHORT = Deadlines(first_s=1.5, later_s=1.0, host_s=4.0)
 CPU = torch.device("cpu")

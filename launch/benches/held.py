@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import BUILTIN, Files
 from seqpar.planner.costs import strategies

@@ -41,7 +41,7 @@ from launch.benches.timing import (
     timed,
     walled,
 )
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
 from seqpar.planner.plan import load_local, work_of

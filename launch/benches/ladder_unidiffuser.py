@@ -30,7 +30,7 @@ from launch.benches.pictures import Clock
 from launch.benches.split import split_of
 from launch.benches.timing import append, command, elapsed, environment, graphed, slowest
 from seqpar import mesh as meshes
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines import unidiffuser
 from seqpar.pipelines._pictures import to_pil, write_png

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from launch.benches.calls import Case, Row, Timed
 from launch.benches.timing import elapsed, graphed
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.protocols import Condition, SequenceModel, rows
 from seqpar.streams import Split

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from launch.baselines.plain import cast, guided, plain_model, predict
 from launch.baselines.plain_large_dit import PlainLargeDiT
 from launch.benches.timing import append, command, environment, spread
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh, pick_device
 from seqpar.models import large_dit
 from seqpar.pipelines.class_labels import Files

@@ -23,7 +23,7 @@ from torch import Tensor
 from launch.baselines.flux_pipeline import SCHEDULER, Sizes, pipeline
 from launch.baselines.transformers import Graphed, compile_blocks, device_mesh, engine, parallels, shared_copy
 from launch.benches.released import Released
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 
 GUIDANCE = 3.5

@@ -18,7 +18,7 @@ import torch
 from launch.benches.ladder import GUIDANCE, start_of_run
 from launch.benches.steps import check_squares
 from launch.benches.timing import append, command, environment, in_turn, spread
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh, pick_device
 from seqpar.pipelines.class_labels import Files
 from seqpar.sampling.request import Request

@@ -24,7 +24,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from launch.benches.timing import append, command, environment, spread
 from seqpar import exact
 from seqpar import mesh as meshes
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh, default_dtype
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
 from seqpar.planner.costs import strategies

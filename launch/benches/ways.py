@@ -22,7 +22,7 @@ from launch.baselines.plain import plain_model
 from launch.benches.ceiling import ceiling, share
 from launch.benches.steps import GUIDANCE, Layout, named
 from launch.benches.timing import attempt, graphed
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
 from seqpar.planner.plan import choose_local, load_local, work_of

@@ -19,11 +19,11 @@ from diffusers.utils.outputs import BaseOutput
 from torch import Tensor, nn
 
 from seqpar.adapter.body import Body
-from seqpar.adapter.graphs import KINDS, Capture, Graphs
 from seqpar.adapter.pairs import Pairs
-from seqpar.adapter.promises import Ticket, plain
 from seqpar.adapter.rows import STATE, compute_rows, rows_of, split_over
-from seqpar.adapter.signature import Form, form_of
+from seqpar.engine.graphs import KINDS, Capture, Graphs
+from seqpar.engine.promises import Ticket, plain
+from seqpar.engine.signature import Form, form_of
 from seqpar.inputs import CALL, agree, broadcast, shapes
 from seqpar.mesh import Axis, Mesh
 from seqpar.transports.collective.point_to_point import gather

@@ -19,10 +19,10 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor
 
 from seqpar import exact
-from seqpar.adapter.graphs import Capture, Captured, CudaCapture, Graphs
-from seqpar.adapter.promises import plain
-from seqpar.adapter.signature import Form, form_of
 from seqpar.deadlines import Calls
+from seqpar.engine.graphs import Capture, Captured, CudaCapture, Graphs
+from seqpar.engine.promises import plain
+from seqpar.engine.signature import Form, form_of
 from seqpar.inputs import CALL, agree, broadcast, shapes
 from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import load_transport

@@ -24,10 +24,10 @@ from seqpar.adapter.body import Body
 from seqpar.adapter.call import Call
 from seqpar.adapter.cuts import Cuts
 from seqpar.adapter.foreign import BEFORE, look, refuse_split
-from seqpar.adapter.graphs import Capture, CudaCapture
 from seqpar.adapter.hooks import is_offloaded, refuse_backends
 from seqpar.adapter.sharing import Wished
-from seqpar.distributed import settled
+from seqpar.engine.distributed import settled
+from seqpar.engine.graphs import Capture, CudaCapture
 from seqpar.inputs import agree
 from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import Plan, make

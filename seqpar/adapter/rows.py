@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from seqpar.adapter.signature import Form, form_of
+from seqpar.engine.signature import Form, form_of
 from seqpar.mesh import Axis
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather

@@ -13,7 +13,7 @@ from seqpar.cli.job import DTYPES, check, scales
 from seqpar.cli.plan import wish_of
 from seqpar.cli.summary import versions
 from seqpar.deadlines import Deadlines
-from seqpar.distributed import plan_of
+from seqpar.engine.distributed import plan_of
 from seqpar.fidelity import outliers
 from seqpar.fidelity.judging import Judged, Subject, judge
 from seqpar.fidelity.pictures import WINDOW, load_lpips, why_no_lpips

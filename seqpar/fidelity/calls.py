@@ -24,8 +24,8 @@ from seqpar.adapter.body import Inside
 from seqpar.adapter.call import Call
 from seqpar.adapter.estimate import dtype_of
 from seqpar.adapter.parallelize import transformers_of
-from seqpar.adapter.promises import Promise, plain
-from seqpar.adapter.signature import Form, form_of
+from seqpar.engine.promises import Promise, plain
+from seqpar.engine.signature import Form, form_of
 from seqpar.fidelity.blocks import Compared, Share, watched
 from seqpar.fidelity.compare import Error, Place, digest, error, first_unequal
 from seqpar.fidelity.conditioning import Conditioning

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from seqpar import exact
-from seqpar.distributed import DistributedDiT, plan_of
+from seqpar.engine.distributed import DistributedDiT, plan_of
 from seqpar.fidelity.compare import FLOORS, Bound, Error, Place, bound, first_over, first_unequal, worst
 from seqpar.fidelity.pictures import Likeness, likeness
 from seqpar.fidelity.trajectory import Trajectory, on_own_inputs, on_same_inputs, record, shared

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from seqpar import exact
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity.blocks import Compared, Share, watched
 from seqpar.fidelity.compare import WIDER, Bound, Place, digest, error
 from seqpar.fidelity.heads import Heads

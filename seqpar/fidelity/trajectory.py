@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity.compare import Error, Place, digest, error
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh

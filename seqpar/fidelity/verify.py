@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from seqpar.arguments import MOST_STEPS, check_whole
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity import own_loop
 from seqpar.fidelity.compare import Place
 from seqpar.fidelity.verdict import Measured, Verdict, VerificationError, judged

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqpar.adapter import decoding
 from seqpar.arguments import check_floats
-from seqpar.distributed import DistributedDiT, settled
+from seqpar.engine.distributed import DistributedDiT, settled
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
 from seqpar.planner.plan import Plan, make, work_of

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _family, _labels, _schedulers
 from seqpar.pipelines._family import BUILTIN, NO_VAE_FACTOR, Job, Order, is_builtin

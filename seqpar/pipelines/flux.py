@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _family, _flux_text, _schedulers
 from seqpar.pipelines._family import NO_VAE_FACTOR, Job, Order

@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.inputs import streams_of_rank_0
 from seqpar.mesh import Mesh
 from seqpar.models.uvit import Mode, Model

@@ -22,7 +22,7 @@ from seqpar.arguments import (
     check_whole,
     shown,
 )
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.request import Request

@@ -14,7 +14,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from seqpar.arguments import check_kind
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.protocols import state_dtype
 from seqpar.sampling.arguments import check_model, check_request
 from seqpar.sampling.request import Course, Request, Settings, course, rank_0s

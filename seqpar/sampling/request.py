@@ -11,7 +11,7 @@ from typing import Any, Required, TypedDict
 import torch
 from torch import Tensor
 
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
 from seqpar.sampling.ddim import clip

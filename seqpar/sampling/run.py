@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from seqpar.deadlines import Calls
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.capture import StepGraph
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.kernels.ddim import guide
 from seqpar.sampling.arguments import check_model, check_request
 from seqpar.sampling.ddpm import check_variances
-from seqpar.sampling.graph import StepGraph
 from seqpar.sampling.guidance import check_layout
 from seqpar.sampling.request import Course, Request, course, rank_0s
 from seqpar.sampling.segment import Conditions, Segment

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.capture import StepGraph
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.planner.predict import TABLE_BYTES
 from seqpar.protocols import Attend, Encoded, rows
-from seqpar.sampling.graph import StepGraph
 from seqpar.streams import Split
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import seqpar
 from seqpar.adapter.call import Call
 from seqpar.adapter.parallelize import INSTALLED
-from seqpar.adapter.promises import Promise
+from seqpar.engine.promises import Promise
 from seqpar.mesh import Mesh
 from tests.support import pipelines
 from tests.support.calls import Recorder, Toy

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import seqpar
 from seqpar.adapter import adapters
-from seqpar.adapter.graphs import Graphs
+from seqpar.engine.graphs import Graphs
 from seqpar.mesh import Mesh
 from tests.adapter.test_lora import add, pipeline
 from tests.adapter.test_native import TOLERANCE, arguments, error, theirs, tiny

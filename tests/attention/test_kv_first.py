@@ -20,9 +20,9 @@ from seqpar.models import large_dit
 from seqpar.protocols import Given, Prepare, Projected
 from seqpar.shard import Shard
 from seqpar.transports import collective
+from tests.engine.test_distributed import local
 from tests.support.meshes import TRANSPORTS, build, mesh_for, random
 from tests.support.pool import Pool
-from tests.test_distributed import local
 
 HEADS, GROUPS, DIM = 6, 2, 8
 LATE_S = 0.4

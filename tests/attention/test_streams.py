@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.attention._streams import OneRank
+from seqpar.engine.capture import StepGraph
 from seqpar.kernels.prepare import prepare
 from seqpar.local import reference, sdpa
 from seqpar.masks import is_kept, joined_mask, key_bias, lengths_mask
 from seqpar.mesh import Axis
 from seqpar.outboxes import Outbox, Outboxes, take_turns
 from seqpar.protocols import Given, Prepare, Projected, Stream
-from seqpar.sampling.graph import StepGraph
 from seqpar.shard import JointShard, Shard
 from tests.support.meshes import LAYOUTS, TRANSPORTS, build, coded, mesh_for, random
 from tests.support.pool import Pool

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity import judging, outliers
 from seqpar.fidelity.compare import digest
 from seqpar.fidelity.judging import Judged, Subject, judge, plain_engine

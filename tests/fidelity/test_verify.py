@@ -22,7 +22,7 @@ from seqpar.attention import ulysses
 from seqpar.attention.ulysses import Ulysses
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity import blocks, own_loop
 from seqpar.fidelity.blocks import Compared, Share, blocks_of
 from seqpar.fidelity.verify import VerificationError, verify

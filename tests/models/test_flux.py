@@ -26,10 +26,10 @@ from seqpar.models import flux
 from seqpar.models._flux_conditioning import shares
 from seqpar.shard import JointShard, Shard
 from seqpar.weights.find import from_diffusers, locate
+from tests.engine.test_distributed import local
 from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
 from tests.support.pool import Pool
-from tests.test_distributed import local
 
 TOLERANCE, VISIBLE = 1e-12, 1e-3
 ROWS, SIZE, AREA = 2, (6, 10), 15  # 15 image tokens divide by no world but 3, and each row has its own prompt

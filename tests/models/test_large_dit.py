@@ -15,9 +15,9 @@ from seqpar.mesh import Mesh
 from seqpar.models import large_dit
 from seqpar.weights.checkpoint import from_state_dict
 from seqpar.weights.find import Blueprint, locate
+from tests.engine.test_distributed import local
 from tests.support.meshes import LAYOUTS, mesh_for, random
 from tests.support.pool import Pool
-from tests.test_distributed import local
 
 CLOSE = 1e-10
 TINY = large_dit.Config(64, 3, 32, 32, 48, num_classes=10)  # 32 heads of width 2

@@ -25,9 +25,9 @@ from seqpar.sampling.request import Request
 from seqpar.sampling.run import Run, begin
 from seqpar.streams import Prompt
 from seqpar.weights.find import locate
+from tests.engine.test_distributed import local
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
-from tests.test_distributed import local
 
 FOLDER = str(Path(__file__).parents[1] / "support" / "models")
 CLOSE, STEPS, IMAGES = 1e-9, 3, 2

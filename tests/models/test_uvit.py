@@ -33,11 +33,11 @@ from seqpar.streams import Split
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.weights.checkpoint import from_state_dict
 from seqpar.weights.find import Blueprint, from_diffusers, locate
+from tests.engine.test_distributed import local
 from tests.support.foreign import StayDouble, bound
 from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
 from tests.support.pool import Pool
 from tests.support.uvit import MISTAKES, Mistake, Outputs, original, original_state, weights
-from tests.test_distributed import local
 
 TOLERANCE, VISIBLE = bound(1e-12), 1e-3
 TEXT, TEXT_WIDTH, CLIP_WIDTH = 7, 6, 5  # few text tokens, so that ranks have different numbers of them

@@ -27,11 +27,11 @@ from seqpar.sampling.request import Request
 from seqpar.sampling.run import begin
 from seqpar.sampling.steppers import DDIM, DDPM
 from tests.conftest import DEVICE
+from tests.engine.test_distributed import local
 from tests.support.meshes import mesh_for
 from tests.support.original import Process, exact
 from tests.support.pool import Pool
 from tests.support.tiny import CLASSES, diffusers_dit
-from tests.test_distributed import local
 
 LINEAR: dict[str, Any] = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "clip_sample": False}
 LABELS, STEPS = [3, 7], 6

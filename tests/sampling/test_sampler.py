@@ -17,11 +17,11 @@ from seqpar.sampling import loop
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import begin
+from tests.engine.test_distributed import local
 from tests.sampling.test_sampling import STEPS, scheduler
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
-from tests.test_distributed import local
 
 # noise seed, labels, guidance, the scheduler's beta_end; another schedule changes only numbers
 FIRST = (2, (3, 7, 3), Guidance(3.0), 0.02)

@@ -18,11 +18,11 @@ from seqpar.sampling.request import Request
 from seqpar.sampling.run import Run, begin
 from seqpar.sampling.state import State
 from tests.conftest import DEVICE
+from tests.engine.test_distributed import local
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny import CLASSES, diffusers_dit
-from tests.test_distributed import local
 
 STEPS, LABELS = 4, [3, 7, 3]
 LINEAR = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}

@@ -11,10 +11,10 @@ from seqpar import DistributedDiT, Guidance, sample
 from seqpar.mesh import Mesh
 from seqpar.sampling.ddim import ddim_coefficients, steps_locally
 from tests.conftest import DEVICE
+from tests.engine.test_distributed import local
 from tests.sampling.test_sampling import LABELS, STEPS, by_hand, noise, scheduler
 from tests.support.meshes import random
 from tests.support.tiny import diffusers_dit
-from tests.test_distributed import local
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction"])

@@ -25,10 +25,10 @@ from seqpar.sampling.run import Run
 from seqpar.sampling.schedules import Schedule
 from seqpar.sampling.steppers import DDIM, Replicated, Traced, decide, traced_steps
 from tests.conftest import DEVICE
+from tests.engine.test_distributed import local
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny import CLASSES, diffusers_dit
-from tests.test_distributed import local
 
 STEPS, LABELS, GUIDANCE = 25, [3, 7], Guidance(3.0)
 NOISES = 6  # of which errors in fp32 are averaged

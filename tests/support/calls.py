@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from seqpar.adapter.body import Inside
 from seqpar.adapter.foreign import Foreign
-from seqpar.adapter.graphs import Captured
+from seqpar.engine.graphs import Captured
 from tests.support.meshes import random
 
 

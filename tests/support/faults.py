@@ -128,10 +128,10 @@ FAULTS = (
     ),
     Fault(
         "every rank gets the positions of rank 0",
-        "seqpar/distributed.py",
+        "seqpar/engine/distributed.py",
         "{name: split.mine(name, x, dim=0) for name, x in rows.items()}",
         "{name: x[split.shard(name).slice(0)] for name, x in rows.items()}",
-        "tests/test_distributed.py::test_sharded_dit_equals_diffusers[2-ulysses-1-(8, 8)]",
+        "tests/engine/test_distributed.py::test_sharded_dit_equals_diffusers[2-ulysses-1-(8, 8)]",
         "the second half of the picture has the first half's positions",
     ),
     Fault(

@@ -29,7 +29,7 @@ TIMEOUT_S = 60  # of one call: a rank that waits longer for the others fails
 # what the server of CPU ranks imports, once for all of them
 PRELOADED = [
     "torch",
-    "seqpar.distributed",
+    "seqpar.engine.distributed",
     "seqpar.sampling.loop",
     "seqpar.cli.sample",
     "seqpar.cli.ranks",

@@ -28,11 +28,11 @@ from seqpar.transports._contract import Transport, TurnError
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports._turns import Turns
 from seqpar.transports.peer import arena
+from tests.engine.test_distributed import local
 from tests.support.meshes import TRANSPORTS, build, coded, counted_calls, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
-from tests.test_distributed import local
 
 TOKENS, HEADS, DIM = 7, 3, 2
 KINDS = ("heads", "key_values", "overlap", "ring", "gather", "halo")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from launch.baselines.plain import predict
 from launch.baselines.rungs import RUNGS, Inputs, Rung, forward
 from launch.benches import ladder, table, timing
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.local import sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import large_dit

@@ -14,7 +14,7 @@ import torch
 from launch.baselines.plain import cast
 from launch.benches import numerics, table
 from launch.benches.numerics import ENGINE, PLAIN, Numerics
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit
 from seqpar.pipelines.class_labels import Files

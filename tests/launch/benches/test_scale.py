@@ -22,7 +22,7 @@ from launch.benches.scale import Found, Scale, check, look, measure, memory
 from launch.benches.split import KINDS, kind_of, split
 from launch.benches.steps import GUIDANCE, Layout
 from launch.benches.ways import Bench, Ready, Way, data_layouts, engine, make_bench, size_of
-from seqpar.distributed import DistributedDiT
+from seqpar.engine.distributed import DistributedDiT
 from seqpar.local import sdpa
 from seqpar.mesh import Axis, Mesh
 from seqpar.pipelines.class_labels import DDIM_DEFAULT

@@ -20,12 +20,12 @@ from seqpar.transports import peer
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.peer.arena import together
 from tests.conftest import DEVICE
+from tests.engine.test_distributed import local
 from tests.sampling.test_sampling import scheduler
 from tests.support.meshes import coded, counted_calls, mesh_for
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
-from tests.test_distributed import local
 from tests.transports.test_exchange_moves import late
 
 CASES = [(1, 8, 4, 4), (2, 7, 3, 3), (3, 11, 8, 2), (1, 9, 2, 1)]  # batch, tokens, heads, kv heads

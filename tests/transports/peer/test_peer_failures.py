@@ -27,12 +27,12 @@ from seqpar.shard import Shard
 from seqpar.transports import peer
 from seqpar.transports.peer import arena, transport
 from seqpar.transports.peer.arena import Arena, together
+from tests.engine.test_distributed import local
 from tests.sampling.test_sampling import STEPS, scheduler
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
-from tests.test_distributed import local
 from tests.transports.peer.test_peer import CASES, layout_of, payload, settle
 
 DEADLINE_S = 1.0

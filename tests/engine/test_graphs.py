@@ -13,8 +13,8 @@ from torch import Tensor
 import seqpar
 from seqpar.adapter import parallelize as adapter
 from seqpar.adapter.call import Call
-from seqpar.adapter.graphs import CudaCapture, Graphs
-from seqpar.adapter.signature import form_of
+from seqpar.engine.graphs import CudaCapture, Graphs
+from seqpar.engine.signature import form_of
 from seqpar.mesh import Mesh
 from tests.adapter.test_pipelines import CASES, TOLERANCE, InDouble, true_picture
 from tests.support.calls import Captures, Recorder, Toy

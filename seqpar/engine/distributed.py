@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from seqpar.arguments import check_dense, check_dtype, check_floats, check_kind
 from seqpar.deadlines import Calls
+from seqpar.engine.kept import Kept
 from seqpar.inputs import agree, broadcast, shapes
 from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import Plan, for_library, load_local, load_strategy, load_transport
@@ -29,7 +30,6 @@ from seqpar.protocols import Attend, SequenceModel
 from seqpar.shard import Shard, Tokens, check_tokens
 from seqpar.streams import Split, completed
 from seqpar.transports._contract import Gather
-from seqpar.transports._kept import Kept
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.watch import drain
 from seqpar.weights.find import Blueprint, from_diffusers, locate

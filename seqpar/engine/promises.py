@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from seqpar.adapter.signature import Form
+from seqpar.engine.signature import Form
 
 # what can be asked of a promise without its values
 _SHAPE = {

@@ -83,9 +83,7 @@ def _guided(dit: DistributedDiT, out_BlC: Tensor) -> Tensor:
     """Return the guided prediction of both branches, which the ranks of the cfg axis exchange, if there is one."""
     if dit.mesh.cfg.size == 1:
         return out_BlC
-    swap = dit.gathering("branches", dit.mesh.cfg, out_BlC)
-    swap.outbox().copy_(out_BlC[None])
-    cond, uncond = swap.deliver()
+    cond, uncond = dit.keeper.gathered("branches", dit.mesh.cfg, out_BlC[None])
     return torch.lerp(uncond, cond, GUIDANCE)
 
 
@@ -139,7 +137,7 @@ def _prediction(dit: DistributedDiT, case: Case, inside: bool) -> Callable[[], T
     streams = {"image": given.tokens_BLC, **encoded.streams}
     split = Split.of(model, {name: x.shape[1] for name, x in streams.items()}, dit.mesh.sequence)
     mine = {name: split.mine(name, x).contiguous() for name, x in streams.items()}
-    positions, attend = dit.positions(_size(case), split), dit.attend(1, split.tokens)
+    positions, attend = dit.positions(_size(case), split), dit.keeper.attend(1, split.tokens)
     modulations = _table(model, given, encoded.pooled)
     place = torch.full((1,), TABLE // 2, device=given.t_R.device)
 

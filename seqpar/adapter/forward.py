@@ -11,18 +11,15 @@ import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 import seqpar.local
 from seqpar.adapter.cuts import Cut, Gather
+from seqpar.engine.keeper import Keeper
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.plan import Plan, choose_local, load_local, load_strategy, load_transport
+from seqpar.planner.plan import Plan, choose_local
 from seqpar.protocols import Attend, plugin
 from seqpar.shard import JointShard, Shard
-from seqpar.transports import _contract
-
-MOST = 16  # kinds of attention, and of gathers, whose exchanges are kept: new shapes must not fill the memory
 
 
 @dataclass
@@ -39,43 +36,22 @@ class Forward:
 
 
 class Ranks:
-    """The ranks of the sequence axis with their exchanges, which are made once for each split and shape."""
+    """The ranks of the sequence axis, for what is split inside of diffusers' own modules: tokens and attention."""
 
     def __init__(self, mesh: Mesh, plan: Plan) -> None:
-        self.mesh, self.plan = mesh, plan
+        self.mesh, self.plan, self.keeper = mesh, plan, Keeper(mesh, plan)
         self.now: Forward | None = None
         self.last = Forward()  # the forward that was started last, also after its end
-        self._releases = 0
-        self._moves = load_transport(plan.transport.name)
-        self._attends: dict[tuple[JointShard, bool], Attend] = {}
-        self._told: set[str] = set()
-        self._gathers: dict[Hashable, _contract.Gather] = {}
-        self._shapes: set[Hashable] = set()
-
-    def __deepcopy__(self, memo: object) -> Ranks:
-        raise ValueError(
-            "got a copy of a transformer that runs on several ranks, expected one that does not: its exchanges belong "
-            "to one transformer; release it first, or copy it before it is made parallel"
-        )
+        self._warned: set[str] = set()
 
     @property
     def axis(self) -> Axis:
         """Return the sequence axis."""
         return self.mesh.sequence
 
-    @property
-    def releases(self) -> int:
-        """Return how often exchanges were freed; if too many are kept, on every rank alike, all are freed first.
-
-        It is part of a body's state, which is read before each call. Graphs that read the exchanges are then not
-        replayed any more, because the state changes with them. All are freed at once, as each change costs all graphs.
-        """
-        if max(len(self._shapes), len(self._gathers)) > MOST:
-            self.release()
-        return self._releases
-
     def begin(self) -> Forward:
-        """Start a forward. It frees nothing: a graph that was found valid may be replayed after it."""
+        """Start a forward, after the exchanges that an error in the last one left unfinished were ended."""
+        self.keeper.abandon()
         self.now = self.last = Forward()
         return self.now
 
@@ -117,54 +93,24 @@ class Ranks:
             )
         if self.axis.size == 1:
             return x
-        return self.rows(x.movedim(gather.dim, 0), sizes, use).movedim(0, gather.dim).contiguous()
-
-    def rows(self, mine: Tensor, sizes: tuple[int, ...], use: str) -> Tensor:
-        """Return the rows of all ranks, of which each has `sizes`; the next call of this use overwrites them."""
-        key = (use, sizes, mine.shape[1:], mine.dtype)
-        if key not in self._gathers:
-            with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._gathers[key] = self._moves.gather(self.axis, sizes, tuple(mine.shape[1:]), mine)
-        exchange = self._gathers[key]
-        exchange.outbox().copy_(mine)
-        return exchange.deliver()
+        whole = self.keeper.gathered(use, self.axis, x.movedim(gather.dim, 0), sizes)
+        return whole.movedim(0, gather.dim).contiguous()
 
     def attend(self, tokens: JointShard, like: Tensor, masked: bool) -> Attend:
-        """Return the planned strategy's attention for a split of tokens; it is built once and owns its buffers.
+        """Return the planned strategy's attention for a split of tokens.
 
         like: its queries, or a tensor of their batch and dtype if nothing is masked. masked: whether it gets key masks;
         where the planned local attention takes none, another one computes those calls.
         """
-        self._shapes.add((tokens, masked, len(like), like.dtype))  # an attention has buffers for each of these
-        if (tokens, masked) not in self._attends:
-            local = self._local(like, masked)
-            build = load_strategy(self.plan.strategy.name).build
-            self._attends[tokens, masked] = build(self.mesh, tokens, load_local(local), self._moves)
-        return self._attends[tokens, masked]
+        return self.keeper.attend(len(like), tokens, self._local(like, masked) if masked else None)
 
     def _local(self, like: Tensor, masked: bool) -> str:
         name, inputs = self.plan.local.name, (like.device, like.dtype, like.shape[-1], masked)
-        reason = plugin(seqpar.local, name, "local attention").why_not(*inputs) if masked else None
+        reason = plugin(seqpar.local, name, "local attention").why_not(*inputs)
         if reason is None:
             return name
         other = choose_local("auto", *inputs).name
-        if self.mesh.is_main and name not in self._told:
-            self._told.add(name)
+        if self.mesh.is_main and name not in self._warned:
+            self._warned.add(name)
             warnings.warn(f"local attention {name} {reason}: {other} computes the masked attention", stacklevel=2)
         return other
-
-    def abandon(self) -> None:
-        """End the exchanges that an error in the last forward left unfinished."""
-        self._moves.abandon()
-
-    def check(self) -> None:
-        """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
-        self._moves.check()
-
-    def release(self) -> None:
-        """Free all exchanges, on all ranks at the same time."""
-        self._attends.clear()
-        self._gathers.clear()
-        self._shapes.clear()
-        self._releases += 1
-        self._moves.release()

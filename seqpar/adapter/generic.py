@@ -60,7 +60,6 @@ class Generic:
         """See `seqpar.adapter.body.Body`."""
         self._refuse(arguments)
         self._follow()
-        self._ranks.abandon()
         now = self._ranks.begin()
         try:
             given = dict(arguments)
@@ -86,7 +85,7 @@ class Generic:
         if count != self._looked:
             self._look()
             self._looked = count
-        return self._ranks.releases, self._module.training, count
+        return self._ranks.keeper.state, self._module.training, count
 
     def told(self) -> Mapping[str, str]:
         """See `seqpar.adapter.body.Body`."""
@@ -106,14 +105,14 @@ class Generic:
 
     def check_delivered(self) -> None:
         """See `seqpar.adapter.body.Body`."""
-        self._ranks.check()
+        self._ranks.keeper.check()
 
     def release(self) -> None:
         """See `seqpar.adapter.body.Body`."""
         if self._installed is not None:
             self._installed.remove()
             self._installed = None
-        self._ranks.release()
+        self._ranks.keeper.release()
 
     def _follow(self) -> None:
         """Put hooks and attention on the module, also where it changed; ValueError if an attention backend was set."""

@@ -28,11 +28,11 @@ from seqpar.adapter.body import Inside
 from seqpar.adapter.cuts import Cuts, Gather
 from seqpar.adapter.foreign import Foreign, hooks_of
 from seqpar.adapter.forward import Ranks
+from seqpar.engine.share import Share
 from seqpar.mesh import Mesh
 from seqpar.models import flux
 from seqpar.models._flux_conditioning import alone, shares
 from seqpar.planner.plan import Choice, Plan
-from seqpar.shard import JointShard
 from seqpar.streams import Split
 from seqpar.weights.checkpoint import KeyMap
 
@@ -111,7 +111,6 @@ class Native:
         model = self._taken(arguments)
         if isinstance(model, generic.Generic):
             return model(arguments)
-        self._ranks.abandon()
         return (self._predict(model, _checked(model, arguments)),)
 
     def _taken(self, arguments: Mapping[str, Any]) -> flux.Model | generic.Generic:
@@ -145,7 +144,7 @@ class Native:
         self._refresh(self._scale)
         other = None if self._other is None else self._other.state()
         scale = self._scale if self._merged else None
-        return self._why, self._ranks.releases, self._addresses, scale, other
+        return self._why, self._ranks.keeper.state, self._addresses, scale, other
 
     def told(self) -> Mapping[str, str]:
         """See `seqpar.adapter.body.Body`."""
@@ -162,7 +161,7 @@ class Native:
 
     def check_delivered(self) -> None:
         """See `seqpar.adapter.body.Body`."""
-        self._ranks.check()
+        self._ranks.keeper.check()
         if self._other is not None:
             self._other.check_delivered()
 
@@ -170,28 +169,25 @@ class Native:
         """See `seqpar.adapter.body.Body`."""
         self._forget()
         self._seen = None
-        self._ranks.release()
+        self._ranks.keeper.release()
         if self._other is not None:
             self._other.release()
 
-    def _predict(self, model: flux.Model, given: Mapping[str, Tensor]) -> Tensor:
+    def _predict(self, model: flux.Model, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the predictions of all image tokens, (B, L, C)."""
         now = self._ranks.begin()
-        encoded = model.encode(**{name: given[name] for name in model.PROMPT})
-        whole = {**encoded.streams, "image": given["hidden_states"]}
-        split = Split.of(model, {name: x.shape[1] for name, x in whole.items()}, self._mesh.sequence)
-        assert isinstance(split.tokens, JointShard)
-        rows = flux.rotary(torch.cat((given["txt_ids"], given["img_ids"])), model.config)
-        positions = dict(zip(model.STREAMS, rows.split([split.lengths[name] for name in model.STREAMS]), strict=True))
+        encoded, image = model.encode(**{name: inputs[name] for name in model.PROMPT}), inputs["hidden_states"]
+        rows = flux.rotary(torch.cat((inputs["txt_ids"], inputs["img_ids"])), model.config)
+
+        def positions(split: Split) -> Mapping[str, Tensor]:
+            parts = zip(model.STREAMS, rows.split([split.lengths[name] for name in model.STREAMS]), strict=True)
+            return {name: split.mine(name, x, dim=0) for name, x in parts}
+
+        share = Share.of(model, self._ranks.keeper, encoded, {"image": image.shape[1]}, positions, len(image))
         pooled = encoded.pooled["pooled_projections"]
-        condition = model.modulate_call(given["timestep"], given.get("guidance"), pooled, spread=self._spread)
-        out = model.forward_tokens(
-            {name: split.mine(name, x) for name, x in whole.items()},
-            {name: split.mine(name, x, dim=0) for name, x in positions.items()},
-            condition,
-            self._ranks.attend(split.tokens, whole["image"], masked=False),
-        )
-        now.lengths.update(split.lengths)
+        condition = model.modulate_call(inputs["timestep"], inputs.get("guidance"), pooled, spread=self._spread)
+        out = share.predict({"image": share.split.mine("image", image)}, condition)
+        now.lengths.update(share.split.lengths)
         return self._ranks.gather(out["image"], Gather("image"), "output")
 
     def _spread(self, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
@@ -208,7 +204,8 @@ class Native:
         like = made[0] if made else make(0)[:, :0]
         mine_lRC = torch.cat(made or [like], dim=1).unflatten(1, (-1, unit)).movedim(1, 0)
         sizes = tuple(sum(widths[part]) // unit for part in parts)
-        return self._ranks.rows(mine_lRC, sizes, "modulation").movedim(0, 1).flatten(1).split(list(widths), dim=1)
+        whole = self._ranks.keeper.gathered("modulation", axis, mine_lRC, sizes)
+        return whole.movedim(0, 1).flatten(1).split(list(widths), dim=1)
 
     # Weights ---------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,7 @@ gathers once at the end instead of once a step.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,25 +17,22 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
-from seqpar.arguments import check_dense, check_dtype, check_floats, check_kind
+from seqpar.arguments import check_dtype, check_kind
 from seqpar.deadlines import Calls
-from seqpar.engine.kept import Kept
-from seqpar.inputs import agree, broadcast, shapes
-from seqpar.mesh import Axis, Mesh
-from seqpar.planner.plan import Plan, for_library, load_local, load_strategy, load_transport
+from seqpar.engine.arguments import Inputs, repeated
+from seqpar.engine.keeper import Keeper
+from seqpar.engine.share import Share
+from seqpar.mesh import Mesh
+from seqpar.planner.plan import Plan, for_library
 from seqpar.planner.predict import TABLE_BYTES
 from seqpar.planner.search import Wish
-from seqpar.protocols import Attend, SequenceModel
-from seqpar.shard import Shard, Tokens, check_tokens
+from seqpar.protocols import SequenceModel
+from seqpar.shard import Shard, check_tokens
 from seqpar.streams import Split, completed
-from seqpar.transports._contract import Gather
 from seqpar.transports.collective.point_to_point import gather
-from seqpar.watch import drain
 from seqpar.weights.find import Blueprint, from_diffusers, locate
 
-SCALARS = ("timestep", "guidance")  # inputs that may be one number for all images
-KINDS = 8  # attentions and tables of positions that are kept: new sizes must not fill the memory
-GATHERS = 32  # gathers that are kept; a run has one or two for each stream of its state
+SIZES = 8  # tables of positions that are kept: new sizes must not fill the memory
 
 
 class DistributedDiT(nn.Module):
@@ -71,11 +67,8 @@ class DistributedDiT(nn.Module):
         assert isinstance(built, SequenceModel)
         self.model, self.plan = built.to(self.mesh.device), plan
         self.strategy, self.local, self.transport = plan.strategy, plan.local, plan.transport
-        self._moves = load_transport(self.transport.name)
-        self._attends = Kept[Attend](self.mesh.sequence, KINDS)
-        self._gathers = Kept[Gather](self.mesh.replica, GATHERS)
-        self._releases, self._calls = 0, Calls()
-        self._right: list[tuple[weakref.ref[Tensor], object]] = []  # the prompt that was found right last
+        self.keeper, self._calls = Keeper(self.mesh, plan), Calls()
+        self._inputs = Inputs(self.mesh, self.model)
         self._positions: dict[tuple[tuple[int, ...], Split], dict[str, Tensor]] = {}
 
     @classmethod
@@ -136,81 +129,50 @@ class DistributedDiT(nn.Module):
         than such ranks, some of them compute the same row. Raises the same ValueError on every rank for inputs that do
         not fit.
         """
-        shared = self._shared(hidden_states, timestep, labels)
+        shared = self._inputs.of_rank_0({"hidden_states": hidden_states, "timestep": timestep, **labels})
+        self.check_size(*shared["hidden_states"].shape[2:])
         rows, size = len(shared["hidden_states"]), shared["hidden_states"].shape[2:]
         data, cfg = self.mesh.data, self.mesh.cfg
-        given = self._repeated(shared, data.size * cfg.size)
-        batch = Shard(len(given["hidden_states"]), data.size * cfg.size)
+        parts = data.size * cfg.size
+        inputs = repeated(shared, parts, self.device)
+        batch = Shard(len(inputs["hidden_states"]), parts)
         mine = batch.slice(data.rank * cfg.size + cfg.rank)
-        given = {name: value[mine] for name, value in given.items()}
+        inputs = {name: value[mine] for name, value in inputs.items()}
         is_first = self._calls.is_first(tuple((name, x.shape) for name, x in sorted(shared.items())))
         with self.mesh.call(self.mesh.world, "a call of the transformer", is_first):
-            out = self._predict(given.pop("hidden_states"), given.pop("timestep"), given)
-            parts = [batch.sizes[d * cfg.size : (d + 1) * cfg.size] for d in range(data.size)]
-            out = gather(out, cfg, parts[data.rank]) if cfg.size > 1 else out
-            out = gather(out, data, tuple(map(sum, parts))) if data.size > 1 else out
+            out = self._predict(inputs.pop("hidden_states"), inputs.pop("timestep"), inputs)
+            sizes = [batch.sizes[d * cfg.size : (d + 1) * cfg.size] for d in range(data.size)]
+            out = gather(out, cfg, sizes[data.rank]) if cfg.size > 1 else out
+            out = gather(out, data, tuple(map(sum, sizes))) if data.size > 1 else out
         sample = self.model.unpatchify(out[:rows], *size).to(shared["hidden_states"].dtype)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
-
-    def attend(self, batch: int, tokens: Tokens, user: object | None = None) -> Attend:
-        """Return the sharded attention for this batch and split of tokens; it owns its buffers.
-
-        It is kept for later calls until `KINDS` others were used after it. user: an object that needs it as long as it
-        exists, as a run whose CUDA graph reads the buffers.
-        """
-        build, local = load_strategy(self.strategy.name).build, load_local(self.local.name)
-        return self._attends.of((batch, tokens), self._moves, lambda own: build(self.mesh, tokens, local, own), user)
 
     def positions(self, size: tuple[int, ...], split: Split) -> dict[str, Tensor]:
         """Return this rank's rows of each stream's positions for a latent of this size, kept for the last sizes."""
         if (size, split) not in self._positions:
-            for oldest in [*self._positions][: max(0, len(self._positions) + 1 - KINDS)]:
+            for oldest in [*self._positions][: max(0, len(self._positions) + 1 - SIZES)]:
                 del self._positions[oldest]
             rows = self.model.stream_positions(size, split.lengths)
             self._positions[size, split] = {name: split.mine(name, x, dim=0) for name, x in rows.items()}
         return self._positions[size, split]
 
-    def gathering(self, use: Hashable, axis: Axis, like: Tensor, user: object | None = None) -> Gather:
-        """Return the exchange that gathers tensors like this one from all ranks of an axis on each of them.
-
-        Runs share it; all ranks of a replica must ask for it. It is kept as `attend` says, for `GATHERS` others.
-        use: must differ on all ranks if the shape differs on one, because ranks free the same exchanges: shares of 9
-        and of 10 tokens have one shape on the first of two ranks and two shapes on the second.
-        """
-        sizes, shape = (1,) * axis.size, tuple(like.shape)
-        key = use, axis.name, shape, like.dtype
-        return self._gathers.of(key, self._moves, lambda own: own.gather(axis, sizes, shape, like), user)
-
     def check_delivered(self) -> None:
-        """Raise TimeoutError if a rank waited in vain for another one; see `seqpar.transports._contract.Transport`."""
-        self._moves.check()
-
-    def check_now(self) -> None:
-        """Raise TimeoutError if it is known by now that this rank waits for another one in vain."""
-        self._moves.check_now()
+        """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
+        self.keeper.check()
 
     def wait(self) -> None:
         """Wait for the device, and raise TimeoutError as soon as it is known that a rank waits in vain."""
-        drain(self.mesh.world.watch, self.device, self._moves.late)
-        self._moves.check_now()
+        self.keeper.wait(self.device)
 
     def release(self) -> None:
         """Free the buffers of all exchanges, on all ranks at the same time; the next call makes new ones."""
-        self._attends.release()
-        self._gathers.release()
         self._positions.clear()
-        self._releases += 1
-        self._moves.release()
-
-    @property
-    def releases(self) -> int:
-        """Return how often the exchanges were freed, after which graphs that were captured before must not replay."""
-        return self._releases
+        self.keeper.release()
 
     @property
     def state(self) -> object:
         """Return a key that stays equal while exchanges and weights keep their addresses, so that a graph is valid."""
-        return self._releases, self.dtype, tuple(parameter.data_ptr() for parameter in self.parameters())
+        return self.keeper.releases, self.dtype, tuple(parameter.data_ptr() for parameter in self.parameters())
 
     def check_size(self, *size: int) -> None:
         """Raise ValueError if a latent cannot be split into patches or has fewer tokens than ranks."""
@@ -220,101 +182,21 @@ class DistributedDiT(nn.Module):
             parts = self.mesh.sequence.size
             check_tokens(Shard(tokens, parts), parts)
 
-    def _predict(self, x: Tensor, t_B: Tensor, given: dict[str, Tensor]) -> Tensor:
+    def _predict(self, x: Tensor, t_B: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         """Return the predictions of all tokens for this batch, (B, L, C_out*p*p)."""
-        model, axis, size, (name, *others) = self.model, self.mesh.sequence, tuple(x.shape[2:]), self.model.STATE
+        model, axis, (name, *others) = self.model, self.mesh.sequence, self.model.STATE
         if others:
             raise ValueError(
                 f"got a call of a model that denoises {', '.join(model.STATE)}, expected one stream; use sample"
             )
-        guidance = {"guidance": given.pop("guidance")} if model.EMBEDS_GUIDANCE else {}
-        encoded = model.encode(**completed(model, given))
-        streams = {name: model.patchify(x), **encoded.streams}
-        split = Split.of(model, {key: stream.shape[1] for key, stream in streams.items()}, axis)
-        mask = split.mask(encoded)
-        conditioning = {**model.modulate(t_B, **encoded.pooled, **guidance), **({} if mask is None else {"mask": mask})}
-        mine = {key: split.mine(key, stream) for key, stream in streams.items()}
-        attend = self.attend(len(x), split.tokens)
-        out = model.forward_tokens(mine, self.positions(size, split), conditioning, attend)[name]
+        guidance = {"guidance": inputs.pop("guidance")} if model.EMBEDS_GUIDANCE else {}
+        encoded, tokens = model.encode(**completed(model, inputs)), model.patchify(x)
+        where = partial(self.positions, tuple(x.shape[2:]))
+        share = Share.of(model, self.keeper, encoded, {name: tokens.shape[1]}, where, len(x))
+        conditioning = model.modulate(t_B, **encoded.pooled, **guidance)
+        out = share.predict({name: share.split.mine(name, tokens)}, conditioning)[name]
         self.check_delivered()
-        return gather(out, axis, split.shard(name).sizes, dim=1) if axis.size > 1 else out
-
-    def _shared(
-        self, x: Tensor, timestep: Tensor | float | None, labels: Mapping[str, Tensor | None]
-    ) -> dict[str, Tensor]:
-        """Return rank 0's inputs on every rank and check them; arguments of None are left out."""
-        tensors, refused = {}, {}
-        for name, value in {"hidden_states": x, "timestep": timestep, **labels}.items():
-            try:
-                tensors |= {} if value is None else {name: torch.as_tensor(value)}
-            except (TypeError, ValueError, RuntimeError) as error:  # other ranks may have no error, so all must be told
-                refused[f"argument {name}"] = f"{type(value).__name__}, which is no tensor ({error})"
-        wants_gradients = isinstance(x, Tensor) and x.requires_grad
-        form = {**shapes(tensors), "requires_grad": wants_gradients, **refused, **_unusable(tensors)}
-        wrong = self._why_no_prompt(tensors) if self.mesh.is_main else None
-        wrong = self.mesh.share(wrong, str | None) if agree(self.mesh, form, vote=wrong is not None) else None
-        if refused:
-            name, got = next(iter(refused.items()))
-            raise ValueError(f"got {name} of type {got}, expected a tensor or a number")
-        if wants_gradients:
-            raise ValueError(
-                "got hidden_states that require gradients, expected none: a sharded model is for inference"
-            )
-        for reason in (*_unusable(tensors).values(), wrong):
-            if reason is not None:
-                raise ValueError(reason)
-        given = broadcast(self.mesh, tensors)
-        self._check_call(given)
-        return given
-
-    def _why_no_prompt(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """Return why the values of a prompt have no meaning, or None; a tensor that was found right is not read again.
-
-        A pipeline passes the same labels at every step, and reading them waits for the device.
-        """
-        prompt = {name: x for name, x in tensors.items() if name in self.model.PROMPT}
-        if set(prompt) != set(self.model.PROMPT) or _unusable(prompt):
-            return None  # another check refuses it
-        seen = [x() for x, _ in self._right]
-        same = len(seen) == len(prompt) and all(x is y for x, y in zip(seen, prompt.values(), strict=True))
-        if same and [_version(x) for x in prompt.values()] == [version for _, version in self._right]:
-            return None
-        try:
-            self.model.check_prompt(prompt)
-        except ValueError as error:
-            return str(error)
-        self._right = [(weakref.ref(x), _version(x)) for x in prompt.values()]
-        return None
-
-    def _check_call(self, given: Mapping[str, Tensor]) -> None:
-        if "hidden_states" not in given:
-            raise ValueError(f"got no hidden_states, expected a tensor (B, {self.config.in_channels}, H, W)")
-        x, labels = given["hidden_states"], given.keys() - {"hidden_states", "timestep"}
-        if x.dim() not in (4, 5) or x.shape[1] != self.config.in_channels:
-            raise ValueError(
-                f"got hidden_states of shape {tuple(x.shape)}, expected (B, {self.config.in_channels}, H, W)"
-            )
-        self.check_size(*x.shape[2:])
-        wanted = {*self.model.PROMPT, *(["guidance"] if self.model.EMBEDS_GUIDANCE else [])}
-        if "timestep" not in given or not wanted - set(self.model.MASKS) <= labels <= wanted:
-            names = ", ".join(("timestep", *sorted(wanted)))
-            raise ValueError(f"got arguments timestep={'timestep' in given}, {sorted(labels)}, expected {names}")
-        for name, value in given.items():
-            one = name in SCALARS and value.numel() == 1
-            if name in SCALARS and value.dim() > 1:
-                raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected () or ({len(x)},)")
-            if len(x) == 0 or (value.shape[:1] != x.shape[:1] and not one):
-                expected = f"{len(x) or 'some'} rows, one an image"
-                raise ValueError(f"got {name} of shape {tuple(value.shape)}, expected {expected}")
-
-    def _repeated(self, given: Mapping[str, Tensor], parts: int) -> dict[str, Tensor]:
-        """Move the inputs to this device with one row an image, and repeat rows until there are `parts`."""
-        made, rows = {}, len(given["hidden_states"])
-        for name, value in given.items():
-            whole = value.to(self.device)
-            whole = whole.reshape(-1).expand(rows) if name in SCALARS else whole
-            made[name] = whole if rows >= parts else torch.cat([whole] * -(-parts // rows))[:parts]
-        return made
+        return gather(out, axis, share.split.shard(name).sizes, dim=1) if axis.size > 1 else out
 
 
 def _ranks_of(mesh: object) -> Mesh:
@@ -331,24 +213,6 @@ def _check_choices(mesh: object, plan: object, path: object = "", dtype: object 
     check_dtype(dtype)
     check_kind("mesh", mesh, Mesh, type(None), expected="a seqpar.Mesh, as of Mesh.from_env(), or None")
     check_kind("plan", plan, Plan, type(None), expected="a seqpar.planner.plan.Plan, or None")
-
-
-def _version(x: Tensor) -> object:
-    """Return what changes when a tensor is written to; a tensor of inference mode does not count writes."""
-    return object() if x.is_inference() else x._version
-
-
-def _unusable(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return why tensors of a call cannot be used, by name."""
-    found = {}
-    for name, x in tensors.items():
-        try:
-            (check_floats if name == "hidden_states" else check_dense)(name, x)
-            if x.is_complex():
-                found[name] = f"got {name} of {x.dtype}, expected real numbers"
-        except ValueError as error:
-            found[name] = str(error)
-    return {f"use of {name}": why for name, why in found.items()}
 
 
 def settled(plan: Plan, mesh: Mesh | None) -> Mesh:

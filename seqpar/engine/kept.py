@@ -39,6 +39,7 @@ class Kept(Generic[T]):
 
     def __init__(self, axis: Axis, most: int) -> None:
         self._axis, self._most = axis, most
+        self.freed = 0  # how many values were freed to make room
         self._kinds: OrderedDict[Hashable, _Kind[T]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -68,9 +69,13 @@ class Kept(Generic[T]):
             self._kinds.popitem(last=False)[1].moves.release()
 
     def _make_room(self) -> None:
-        """Free what was used longest ago and is in use on no rank, until there is room for one more."""
+        """Free the half that was used longest ago of what is in use on no rank.
+
+        Not one after the other, because calls that are CUDA graphs are captured again after each change.
+        """
         in_use = [bool(kind.users) for kind in self._kinds.values()]
         anywhere = [any(told) for told in zip(*together(self._axis, in_use, list[bool]), strict=True)]
         idle = [kind for kind, used in zip(self._kinds, anywhere, strict=True) if not used]
-        for kind in idle[: len(self._kinds) + 1 - self._most]:
+        for kind in idle[: max(len(self._kinds) + 1 - self._most, len(idle) // 2)]:
             self._kinds.pop(kind).moves.release()
+            self.freed += 1

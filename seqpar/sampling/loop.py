@@ -17,8 +17,9 @@ from seqpar.arguments import check_kind
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.protocols import state_dtype
 from seqpar.sampling.arguments import check_model, check_request
+from seqpar.sampling.checks import why_not_captured
 from seqpar.sampling.request import Course, Request, Settings, course, rank_0s
-from seqpar.sampling.run import Run, why_not_captured
+from seqpar.sampling.run import Run
 from seqpar.sampling.steppers import Decision, decide
 from seqpar.streams import Prompt
 

@@ -16,17 +16,14 @@ from seqpar.engine.capture import StepGraph
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.kernels.ddim import guide
 from seqpar.sampling.arguments import check_model, check_request
-from seqpar.sampling.ddpm import check_variances
-from seqpar.sampling.guidance import check_layout
+from seqpar.sampling.branches import Branches, parted, rescaled
+from seqpar.sampling.checks import check_course, why_not_captured
+from seqpar.sampling.conditions import Conditions
 from seqpar.sampling.request import Course, Request, course, rank_0s
-from seqpar.sampling.segment import Conditions, Segment
+from seqpar.sampling.segment import Segment
 from seqpar.sampling.state import State
-from seqpar.sampling.steppers import DDIM, DDPM, Decision, Replicated, Stepper, Traced, make_stepper, restart_stepper
-from seqpar.shard import Shard
-from seqpar.streams import Split, check_lengths, completed, distinct, stacked
-
-Branches = tuple[Tensor, Tensor | None]
-"""The model's outputs with the prompt and without it (None if there is one branch), (n, l, at least C*p*p) each."""
+from seqpar.sampling.steppers import DDIM, DDPM, Replicated, Stepper, Traced, make_stepper, restart_stepper
+from seqpar.streams import Split
 
 
 def begin(dit: DistributedDiT, request: Request) -> Run:
@@ -44,7 +41,7 @@ class Run:
         self._dit, self._course = dit, course
         request, model = course.request, dit.model
         whole = request.latents(model.STATE)
-        _check(dit, course, whole)
+        check_course(dit, course, whole)
         self._images = len(next(iter(whole.values())))
         starts = {name: x * course.start_scale for name, x in whole.items()}
         channels = request.guidance.channels
@@ -98,13 +95,12 @@ class Run:
             if segment.graph is not None:
                 segment.replay()
             else:
-                outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count))
+                outputs = segment.predict(self._seen(), self._count)
                 for name, out in outputs.items():
-                    cond, uncond = self._guided(name, *self._parted(name, out))
-                    self._steppers[name](cond, uncond, self._index, self._count, self._bad)
+                    self._steppers[name](*self._guided(name, out), self._index, self._count, self._bad)
                 self._count.add_(1).remainder_(len(self.timesteps))  # a benchmark may run more steps
         self._index = (self._index + 1) % len(self.timesteps)
-        self._dit.check_now()
+        self._dit.keeper.check_now()
 
     def capture(self) -> None:
         """Capture the segment of the next step as a CUDA graph, so that its steps are replays; keeps the state."""
@@ -128,19 +124,18 @@ class Run:
 
         step: index of the evaluation whose modulation is used, as a device scalar; None means the next one.
         """
-        scale = self._guidance_S.index_select(0, (self._count if step is None else step).view(1))[0]
-        made = {}
+        scale, predictions = self._scale(self._count if step is None else step), {}
         for name, (cond, uncond) in self.branches(step).items():
             state = self._states[name]
-            made[name] = guide(state.tokens, cond, uncond, scale, state.guided_width)
-        return made
+            predictions[name] = guide(state.tokens, cond, uncond, scale, state.guided_width)
+        return predictions
 
     def branches(self, step: Tensor | None = None) -> dict[str, Branches]:
         """Return the model's outputs of both branches for the current state; step: see `predict`."""
         if step is None:
             self._load()
         segment = self._segment
-        outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count if step is None else step))
+        outputs = segment.predict(self._seen(), self._count if step is None else step)
         return {name: self._parted(name, out) for name, out in outputs.items()}
 
     def inputs(self) -> dict[str, Tensor]:
@@ -207,11 +202,11 @@ class Run:
         if any(isinstance(stepper, Replicated) for stepper in self._steppers.values()):
             return False
         whole = course.request.latents(self._dit.model.STATE)
-        _check(self._dit, course, whole)
+        check_course(self._dit, course, whole)
         self._course = course
         self._guidance_S.copy_(course.guidance_S)
-        given = self._conditions()
-        if not all(segment.restart(given) for segment in self._segments):
+        conditions = self._conditions()
+        if not all(segment.restart(conditions) for segment in self._segments):
             return False
         for name, state in self._states.items():
             state.tokens.copy_(state.slice(whole[name] * course.start_scale))
@@ -252,126 +247,32 @@ class Run:
             if isinstance(each, DDPM):
                 each.load(self._index)
 
+    def _scale(self, step: Tensor) -> Tensor:
+        """Return guidance's scale at a step, a device scalar."""
+        return self._guidance_S.index_select(0, step.view(1))[0]
+
     def _parted(self, name: str, out: Tensor) -> Branches:
-        if not self._course.request.guidance.on:
-            return out, None
-        if self._batched:
-            cond, uncond = out.chunk(2)
-            return cond, uncond
-        # rank 0 of the cfg axis computes the conditional branch, rank 1 the unconditional one
-        tokens, mesh = self._states[name].tokens, self._dit.mesh
-        used = out[..., : tokens.shape[-1] * (2 if self._course.decision.learned else 1)]
-        use = f"branches of {name}", self._states[name].shard
-        swap = self._dit.gathering(use, mesh.cfg, tokens.new_empty(used.shape), self)
-        swap.outbox().copy_(used.to(tokens.dtype)[None])
-        cond, uncond = swap.deliver()
-        return cond, uncond
+        return parted(out, self._states[name], name, self._course, self._dit.keeper, self)
 
-    def _guided(self, name: str, cond: Tensor, uncond: Tensor | None) -> Branches:
-        """Return the input of the stepper: both branches, or the guided prediction if it is rescaled.
-
-        Rescaling brings a share of it to the standard deviation of the conditional prediction over the whole latent.
-        """
-        share = self._course.request.guidance.rescale
-        if uncond is None or not share:
+    def _guided(self, name: str, out: Tensor) -> Branches:
+        cond, uncond = self._parted(name, out)
+        if uncond is None or not self._course.request.guidance.rescale:
             return cond, uncond
-        state, mesh = self._states[name], self._dit.mesh
-        scale = self._guidance_S.index_select(0, self._count.view(1))[0]
-        guided = guide(state.tokens, cond, uncond, scale, state.guided_width)
-        both = torch.stack((cond[..., : guided.shape[-1]].to(guided.dtype), guided)).double()
-        sums = torch.stack((both.sum(dim=(2, 3)), both.square().sum(dim=(2, 3))))
-        if mesh.sequence.size > 1:
-            exchange = self._dit.gathering(f"deviations of {name}", mesh.sequence, sums, self)
-            exchange.outbox().copy_(sums[None])
-            sums = exchange.deliver().sum(dim=0)
-        total, squares = sums
-        variance = squares - total.square() / (state.shard.total * guided.shape[-1])
-        factor = (variance[0] / variance[1]).sqrt().to(guided.dtype)[:, None, None]
-        rescaled = share * (factor * guided) + (1 - share) * guided
-        if self._course.decision.learned:  # the conditional branch's variances follow the prediction
-            width = guided.shape[-1]
-            rescaled = torch.cat((rescaled, cond[..., width : 2 * width].to(rescaled.dtype)), dim=-1)
-        return rescaled, None
+        scale = self._scale(self._count)
+        return rescaled((cond, uncond), self._states[name], name, scale, self._course, self._dit.keeper, self)
 
     # Beginning ----------------------------------------------------------------------------------------------------
 
+    def _conditions(self) -> Conditions:
+        return Conditions.of(self._dit, self._course, self._images, self.tokens.dtype)
+
     def _made_segments(self, whole: Mapping[str, Tensor]) -> list[Segment]:
         lengths = {name: state.shard.total for name, state in self._states.items()}
-        size, given = tuple(whole[self._dit.model.STATE[0]].shape[2:]), self._conditions()
+        size, conditions = tuple(whole[self._dit.model.STATE[0]].shape[2:]), self._conditions()
         dits = {0: self._dit, **self._course.request.segments}
         firsts = sorted(dits)
         ends = [*firsts[1:], len(self.timesteps)]
         return [
-            Segment(dits[first], range(first, end), lengths, size, given)
+            Segment(dits[first], range(first, end), lengths, size, conditions)
             for first, end in zip(firsts, ends, strict=True)
         ]
-
-    def _conditions(self) -> Conditions:
-        """Return the distinct prompts of both branches, and the index of the prompt of each of this rank's rows."""
-        request, mesh, device = self._course.request, self._dit.mesh, self._dit.device
-        mine, model = Shard(self._images, mesh.data.size).slice(mesh.data.rank), self._dit.model
-        prompt = {name: x.to(device) for name, x in completed(model, request.prompt).items()}
-        branches = 2 if request.guidance.on else 1
-        rows = torch.zeros(branches * self._images, dtype=torch.int64, device=device)
-        if prompt:
-            if request.guidance.on:
-                other = model.null_prompt(prompt) if request.negative is None else completed(model, request.negative)
-                prompt = stacked(prompt, other)
-            prompt, rows = distinct(prompt)
-        rows = rows.view(branches, self._images)[:, mine]
-        rows = rows if mesh.cfg.size == 1 else rows[mesh.cfg.rank : mesh.cfg.rank + 1]
-        both = [request.drawn, {**request.drawn, **request.negative_drawn}][:branches]
-        both = both if mesh.cfg.size == 1 else both[mesh.cfg.rank : mesh.cfg.rank + 1]
-        drawn = {name: torch.cat([each[name][:, mine].to(device) for each in both], dim=1) for name in request.drawn}
-        scales = self._course.embedded_S
-        scales = None if scales is None else scales.to(device, self.tokens.dtype)
-        return Conditions(self.timesteps.to(device), scales, prompt, rows.flatten(), drawn)
-
-
-def why_not_captured(dit: DistributedDiT, decision: Decision) -> str | None:
-    """Return why steps of this decision cannot be a CUDA graph, or None if they can."""
-    if dit.device.type != "cuda":
-        return "no GPU"
-    if not decision.local:
-        return f"the scheduler steps on the host ({decision.whole})"
-    if dit.dtype == torch.float64:
-        return "fp64 is for checking"
-    return None
-
-
-def _check(dit: DistributedDiT, course: Course, whole: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if this mesh or model cannot run the request."""
-    model, mesh, config, request = dit.model, dit.mesh, dit.config, course.request
-    noise = whole[model.STATE[0]]
-    if noise.dim() > 3 or model.STATE[0] == "image":  # other streams are tokens, which `stream_positions` checks
-        if noise.dim() not in (4, 5) or noise.shape[1] != config.in_channels:
-            raise ValueError(f"got noise of shape {tuple(noise.shape)}, expected (N, {config.in_channels}, H, W)")
-        dit.check_size(*noise.shape[2:])
-    if course.decision.learned:
-        check_variances(config)
-        if len(whole) > 1:
-            raise ValueError(f"got variance_type 'learned_range' with {len(whole)} streams of the state, expected one")
-    check_layout(mesh.data.size, mesh.cfg.size, len(noise), request.guidance, config.in_channels)
-    if request.guidance.embedded is not None and not model.EMBEDS_GUIDANCE:
-        raise ValueError("got embedded guidance, expected a model that takes the scale as an input")
-    if request.guidance.embedded is None and model.EMBEDS_GUIDANCE:
-        raise ValueError("got no embedded guidance for a model that takes the scale as an input, expected embedded=")
-    prompt, negative = completed(model, request.prompt), completed(model, request.negative or request.prompt)
-    check_lengths(model, prompt, negative)
-    for name, x in (*prompt.items(), *negative.items(), *whole.items()):
-        if len(x) != len(noise):
-            raise ValueError(f"got {name} of shape {tuple(x.shape)}, expected ({len(noise)},), one an image")
-    _check_drawn(request, len(course.timesteps_S), len(noise))
-
-
-def _check_drawn(request: Request, evaluations: int, images: int) -> None:
-    """Raise ValueError if streams that change at every evaluation have other shapes than the run."""
-    for name, x in request.drawn.items():
-        if x.dim() != 4 or x.shape[:2] != (evaluations, images):
-            wanted = f"({evaluations}, {images}, tokens, width)"
-            raise ValueError(f"got drawn {name} of shape {tuple(x.shape)}, expected {wanted}")
-    for name, x in request.negative_drawn.items():
-        like = request.drawn.get(name)
-        if like is None or x.shape != like.shape:
-            wanted = f"{tuple(like.shape)} as drawn" if like is not None else f"one of drawn: {sorted(request.drawn)}"
-            raise ValueError(f"got negative_drawn {name} of shape {tuple(x.shape)}, expected {wanted}")

@@ -7,32 +7,18 @@ step counter on the device, so that nothing waits for the host.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from seqpar.engine.capture import StepGraph
 from seqpar.engine.distributed import DistributedDiT
+from seqpar.engine.share import Share, rows_of
 from seqpar.planner.predict import TABLE_BYTES
-from seqpar.protocols import Attend, Encoded, rows
+from seqpar.protocols import Encoded, rows
+from seqpar.sampling.conditions import Conditions
 from seqpar.streams import Split
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """The inputs of a segment's evaluations besides the state.
-
-    timesteps_S, embedded_S: timestep and embedded guidance scale (None without one) of all evaluations of the run, on
-    the device. prompt: the distinct prompts, P rows. row_B: the index of the prompt of each row of this rank's batch.
-    drawn: this rank's rows of streams whose tokens change at every evaluation, (S, B, L, C).
-    """
-
-    timesteps_S: Tensor
-    embedded_S: Tensor | None
-    prompt: Mapping[str, Tensor]
-    row_B: Tensor
-    drawn: Mapping[str, Tensor]
 
 
 class Segment:
@@ -44,37 +30,38 @@ class Segment:
         """Set up the segment. lengths: tokens of each stream of the state; size: size of the first stream's latent."""
         self.steps = steps
         self.graph: StepGraph | None = None
-        self.model, self._given, self._dit, self._releases = dit.model, given, dit, dit.releases
+        self.model, self._given, self._keeper, self._releases = dit.model, given, dit.keeper, dit.keeper.releases
         encoded = self._encode(given)
         self._whole = _whole(given, encoded)
-        others = {name: x.shape[1] for name, x in encoded.streams.items()}
-        others |= {name: x.shape[2] for name, x in given.drawn.items()}
-        self.split = Split.of(dit.model, {**lengths, **others}, dit.mesh.sequence)
-        self._drawn = {name: self.split.mine(name, x, dim=2).contiguous() for name, x in given.drawn.items()}
-        self._constant = {name: x.clone() for name, x in self._rows(encoded, given.row_B).items()}
-        self._mask = self._masked(encoded, given.row_B)
-        self._positions = dit.positions(size, self.split)
-        self._attend = dit.attend(len(given.row_B), self.split.tokens, self)
+        others = {name: x.shape[2] for name, x in given.drawn.items()}
+        counts, where = {**lengths, **others}, partial(dit.positions, size)
+        # indexing copies, so that a captured step reads rows of its own, which the next run's are written into
+        self._share = Share.of(dit.model, dit.keeper, encoded, counts, where, len(given.row_B), given.row_B, self)
+        self._drawn = self._rows_of_drawn(given)
         self._first = torch.zeros((), dtype=torch.int64, device=dit.device)
         self._row_B = given.row_B.clone()
         self._table: dict[str, Tensor] = {}
-        self._count = _count(given)
+        self._count = given.count
         self._pooled = encoded.pooled
         self._chunk = max(1, min(len(steps), TABLE_BYTES // max(1, self._count * self._row_bytes())))
         self._loaded = -1
+
+    @property
+    def split(self) -> Split:
+        """Return which tokens of each stream this rank has."""
+        return self._share.split
 
     def restart(self, given: Conditions) -> bool:
         """Copy another run's conditions into the buffers that a captured step reads; False if they do not fit."""
         encoded = self._encode(given)
         if self._whole != _whole(given, encoded):
             return False
-        constant, mask = self._rows(encoded, given.row_B), self._masked(encoded, given.row_B)
-        drawn = {name: self.split.mine(name, x, dim=2) for name, x in given.drawn.items()}
-        for mine, new in ((self._constant, constant), (self._drawn, drawn)):
+        constant, mask = rows_of(encoded, self.split, given.row_B)
+        for mine, new in ((self._share.constant, constant), (self._drawn, self._rows_of_drawn(given))):
             for name, x in mine.items():
                 x.copy_(new[name])
-        if self._mask is not None and mask is not None:
-            self._mask.copy_(mask)
+        if self._share.mask is not None and mask is not None:
+            self._share.mask.copy_(mask)
         self._row_B.copy_(given.row_B)
         self._given, self._pooled, self._loaded = given, encoded.pooled, -1
         return True
@@ -95,19 +82,15 @@ class Segment:
         self._first.fill_(start)
         self._loaded = start
 
-    def inputs(
-        self, state: Mapping[str, Tensor], step: Tensor
-    ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], dict[str, Tensor], Attend]:
-        """Return the arguments of the model's `forward_tokens` at a step (a device scalar)."""
+    def predict(self, state: Mapping[str, Tensor], step: Tensor) -> dict[str, Tensor]:
+        """Return the model's outputs for this rank's tokens of the state at a step (a device scalar)."""
         conditioning = rows(self._table, (step - self._first) * self._count + self._row_B)
-        if self._mask is not None:
-            conditioning["mask"] = self._mask
         drawn = {name: x.index_select(0, step.view(1))[0] for name, x in self._drawn.items()}
-        return {**state, **self._constant, **drawn}, self._positions, conditioning, self._attend
+        return self._share.predict({**state, **drawn}, conditioning)
 
     def replay(self) -> None:
         """Replay the captured step; ValueError if the buffers that it reads were freed in the meantime."""
-        if self._dit.releases != self._releases:
+        if self._keeper.releases != self._releases:
             raise ValueError("got a step after DistributedDiT.release, expected a new run, which makes new buffers")
         assert self.graph is not None
         self.graph.replay()
@@ -124,13 +107,9 @@ class Segment:
         with torch.no_grad():
             return self.model.encode(**given.prompt)
 
-    def _rows(self, encoded: Encoded, row_B: Tensor) -> dict[str, Tensor]:
-        """Return this rank's rows and tokens of the constant streams."""
-        return {name: self.split.mine(name, x)[row_B].contiguous() for name, x in encoded.streams.items()}
-
-    def _masked(self, encoded: Encoded, row_B: Tensor) -> Tensor | None:
-        mask = self.split.mask(encoded)
-        return None if mask is None else mask[row_B]
+    def _rows_of_drawn(self, given: Conditions) -> dict[str, Tensor]:
+        """Return this rank's tokens of the streams that change at every evaluation."""
+        return {name: self.split.mine(name, x, dim=2).contiguous() for name, x in given.drawn.items()}
 
     def _modulate(self, steps: slice, count: int, pooled: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         scales = self._given.embedded_S
@@ -143,12 +122,7 @@ class Segment:
         return sum(tensor.numel() * tensor.element_size() for tensor in one.values())
 
 
-def _count(given: Conditions) -> int:
-    """How many distinct prompts there are; 1 for a model without a prompt."""
-    return max(1, len(next(iter(given.prompt.values())))) if given.prompt else 1
-
-
 def _whole(given: Conditions, encoded: Encoded) -> object:
     """Equal for conditions that fit the same buffers. The same on every rank: it is of all tokens, not of a share."""
     tensors = encoded.streams, encoded.masks, encoded.pooled, given.drawn
-    return _count(given), [{name: (x.shape, x.dtype) for name, x in each.items()} for each in tensors]
+    return given.count, [{name: (x.shape, x.dtype) for name, x in each.items()} for each in tensors]

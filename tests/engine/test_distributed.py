@@ -122,7 +122,7 @@ def calls_per_block(rank: int, world: int, device: torch.device) -> dict[str, in
     dit = DistributedDiT(diffusers_dit(num_layers=1).to(device), mesh, "ulysses", local(device), "collective")
     x, t, y = latents(2, (6, 6), device)
     tokens = dit.model.patchify(x)
-    attend, conditioning = dit.attend(2, Shard(9, world)), dit.model.modulate(t, class_labels=y)
+    attend, conditioning = dit.keeper.attend(2, Shard(9, world)), dit.model.modulate(t, class_labels=y)
     positions = dit.model.positions(6, 6)
     mine = slice(0, 5) if rank == 0 else slice(5, 9)
     streams, rows = {"image": tokens[:, mine]}, {"image": positions[mine]}

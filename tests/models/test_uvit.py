@@ -131,7 +131,7 @@ def predicted(
         spoil(mine)
     with StayDouble():
         table, size = model.modulate(t, **encoded.pooled), tuple(given["image"].shape[2:])
-        out = model.forward_tokens(mine, dit.positions(size, split), table, dit.attend(len(t), split.tokens))
+        out = model.forward_tokens(mine, dit.positions(size, split), table, dit.keeper.attend(len(t), split.tokens))
     dit.check_delivered()
     return {name: gather(x, axis, split.shard(name).sizes, dim=1) for name, x in out.items()}
 

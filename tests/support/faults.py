@@ -63,9 +63,9 @@ FAULTS = (
     ),
     Fault(
         "guidance branches are swapped on the cfg axis",
-        "seqpar/sampling/run.py",
-        "cond, uncond = swap.deliver()",
-        "uncond, cond = swap.deliver()",
+        "seqpar/sampling/branches.py",
+        "cond, uncond = keeper.gathered(",
+        "uncond, cond = keeper.gathered(",
         "tests/sampling/test_sampling.py::test_sampling_is_the_same_on_every_mesh[2-('ulysses', 2, 1)-guided]",
         "cfg=2 differs from one rank",
     ),
@@ -137,8 +137,8 @@ FAULTS = (
     Fault(
         "positions are off by one in the loop",
         "seqpar/sampling/segment.py",
-        "self._positions = dit.positions(size, self.split)",
-        "self._positions = {name: x.roll(1, 0) for name, x in dit.positions(size, self.split).items()}",
+        "where = {**lengths, **others}, partial(dit.positions, size)",
+        "where = {**lengths, **others}, lambda split: {k: x.roll(1, 0) for k, x in dit.positions(size, split).items()}",
         "tests/sampling/test_sampling.py::test_sampling_equals_diffusers_by_hand"
         "[Guidance(scale=1.0, channels=None, scales=None, rescale=0.0, embedded=None)-0.0]",
         "every token has its neighbour's position",

@@ -389,7 +389,7 @@ def run_again(rank: int, world: int, device: torch.device, name: str) -> tuple[i
     for _ in range(3):
         kept.append(begin(dit, request))
         kept[-1].predict()
-        counts.append(len(dit._gathers))
+        counts.append(len(dit.keeper))
     return counts[0], counts[-1]
 
 

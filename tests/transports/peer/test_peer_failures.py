@@ -45,7 +45,7 @@ def left_alone(rank: int, world: int, device: torch.device) -> tuple[str, float]
     """
     model = diffusers_dit().to(device, torch.bfloat16 if device.type == "cuda" else torch.float64)
     dit = DistributedDiT(model, mesh_for("ulysses", world, device), "ulysses", local(device), "peer")
-    dit._moves = peer.Transport(DEADLINE_S)
+    dit.keeper._moves = peer.Transport(DEADLINE_S)
     x, t = torch.ones(1, 4, 8, 8, device=device, dtype=dit.dtype), torch.tensor([3], device=device)
     dit(x, t, class_labels=t)
     if device.type == "cuda":
@@ -58,7 +58,7 @@ def left_alone(rank: int, world: int, device: torch.device) -> tuple[str, float]
             told = str(error)
         dit.release()  # does not wait for other ranks
     else:
-        dit._shared(x, t, {"class_labels": t})
+        dit._inputs.of_rank_0({"hidden_states": x, "timestep": t, "class_labels": t})
     return told, time.monotonic() - start
 
 

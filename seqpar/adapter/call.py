@@ -16,20 +16,18 @@ import torch
 from diffusers.hooks.group_offloading import _is_group_offload_enabled
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.utils.outputs import BaseOutput
-from torch import Tensor, nn
+from torch import nn
 
 from seqpar.adapter.body import Body
-from seqpar.adapter.pairs import Pairs
-from seqpar.adapter.rows import STATE, compute_rows, rows_of, split_over
-from seqpar.engine.graphs import KINDS, Capture, Graphs
-from seqpar.engine.promises import Ticket, plain
+from seqpar.adapter.branches import Branches
+from seqpar.adapter.rows import STATE
+from seqpar.engine.graphs import Capture, Graphs
+from seqpar.engine.promises import plain
 from seqpar.engine.signature import Form, form_of
 from seqpar.inputs import CALL, agree, broadcast, shapes
-from seqpar.mesh import Axis, Mesh
-from seqpar.transports.collective.point_to_point import gather
+from seqpar.mesh import Mesh
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-BOTH = "cond_uncond"  # the label of a call whose rows are both branches of guidance
 
 
 def _untraced(function: FunctionT) -> FunctionT:
@@ -54,12 +52,9 @@ class Call:
         self._signature = inspect.signature(self.__wrapped__)
         self._module, self._output = module, output_class(module)
         self._state: Hashable = None
-        self._told: Mapping[str, str] = {}
+        self._texts: Mapping[str, str] = {}
         self._generation = 0
-        self._known: dict[Hashable, Form] = {}
-        self._pending: Ticket | None = None
-        self._promised: tuple[Hashable, Mapping[str, str]] = None, {}  # the module as it was at the pending call
-        self._pairs = Pairs()
+        self._branches = Branches(mesh, self._computed, self._compare_alone, self._say)
         self._said: set[str] = set()
 
     @_untraced
@@ -68,7 +63,7 @@ class Call:
         arguments = self.named(args, kwargs)
         return_dict = arguments.pop("return_dict", True)
         with torch.inference_mode(False), torch.no_grad():
-            self._pairs.see(next((arguments[name] for name in STATE if name in arguments), None), self.label)
+            self._branches.pairs.see(next((arguments[name] for name in STATE if name in arguments), None), self.label)
             results = self._results(self.rank_0s(arguments)).whole
         return self._output(*results) if return_dict else results
 
@@ -92,9 +87,7 @@ class Call:
 
     def release(self) -> None:
         """Free graphs and exchanges; every rank must call this at the same time."""
-        if self._pending is not None:
-            self._pending.cancel("got a result that was not read before release(), expected it to be read earlier")
-        self._pending = None
+        self._branches.cancel("got a result that was not read before release(), expected it to be read earlier")
         self.graphs.release()
         self.body.release()
 
@@ -104,9 +97,7 @@ class Call:
 
     def settle(self) -> None:
         """Compute a call that was promised, before the module changes; every rank must call this at the same time."""
-        if self._pending is not None:
-            self._pending.fulfil()
-        self._pending = None
+        self._branches.settle()
 
     # Rank 0's arguments ------------------------------------------------------------------------------------------
 
@@ -115,8 +106,8 @@ class Call:
         form = form_of(arguments).each(plain)
         gradients = sorted(path for path, x in form.tensors.items() if x.requires_grad)
         state = self._looked()
-        shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **self._told, **form.shown}
-        shown |= {CALL: f"calls {type(self._module).__name__}", "pairs of calls": self._pairs.expected}
+        shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **self._texts, **form.shown}
+        shown |= {CALL: f"calls {type(self._module).__name__}", "pairs of calls": self._branches.pairs.expected}
         self._compare({**shapes(form.tensors), **shown}, state)
         if gradients:
             raise ValueError(f"got {gradients[0]} that requires gradients, expected none: parallelize is for inference")
@@ -129,21 +120,21 @@ class Call:
         state: what `_looked` returned.
         """
         is_first = self._state is None
-        waits = self._pending is not None and self._pending.arguments is not None
-        moved = waits and not isinstance(state, ValueError) and self.body.version() != self._promised[0]
+        waits = self._branches.waiting
+        moved = waits and not isinstance(state, ValueError) and self.body.version() != self._branches.version
         if agree(self.mesh, form, vote=moved or state != self._state):
             self.mesh.together(lambda: _raised(state))
             self._generation += 1  # addresses of weights may change on one rank only; all must capture again
-            if self._pending is not None and self._pending.arguments is not None:
-                self._refuse_change(self._pending)
+            if waits:
+                self._refuse_change()
             if not is_first:
-                self._pairs.changed()
+                self._branches.pairs.changed()
         self._state = state
 
-    def _refuse_change(self, first: Ticket) -> None:
+    def _refuse_change(self) -> None:
         """Raise ValueError, on all ranks, if the module is no longer as it was when a promised call was made."""
-        version, texts = self._promised
-        changed = sorted(name for name in texts if self._told.get(name) != texts[name])
+        version, texts = self._branches.version, self._branches.shown
+        changed = sorted(name for name in texts if self._texts.get(name) != texts[name])
         message = (
             f"got {type(self._module).__name__} with other {' and '.join(changed) or 'weights'} than at a call that "
             f"was to be computed beside the next one, expected no change between them; call parallelize with cfg=False"
@@ -151,8 +142,7 @@ class Call:
         try:
             self.mesh.together(lambda: _raised(ValueError(message) if self.body.version() != version else None))
         except ValueError:
-            first.cancel(message)
-            self._pending = None
+            self._branches.cancel(message)
             raise
 
     def _looked(self) -> Hashable:
@@ -166,7 +156,7 @@ class Call:
         except ValueError as error:
             return error
         if self.mesh.world.size > 1:
-            self._told = self.body.told()
+            self._texts = self.body.told()
         return state
 
     def _refuse_offload(self, changed: bool) -> None:
@@ -181,67 +171,24 @@ class Call:
                 f"GPU; call seqpar.release before enabling offload"
             )
 
-    # Branches and rows -------------------------------------------------------------------------------------------
+    def _compare_alone(self) -> None:
+        """Compare the ranks before a promised call is computed, whose result was read before the next one came."""
+        state = self._looked()
+        self._compare({CALL: f"reads a result of {type(self._module).__name__}", **self._texts}, state)
+
+    # Results -----------------------------------------------------------------------------------------------------
 
     def _results(self, form: Form) -> Form:
-        """Return the results of a call, or promises of them where they may be computed beside the next call."""
-        first, self._pending = self._pending, None
-        if first is not None and first.arguments is not None:
-            if self._alike(first, form):
-                return self._both(first, first.arguments, form)
-            first.fulfil()
-        reason = self.body.foreign().coupled
-        if reason is not None:
-            self._say_whole(reason)
-            return self._by_rows(form, ())
-        if not self._may_wait(form):
-            return self._by_rows(form)
-        self._promised = self.body.version(), self._told
-        self._pending = Ticket(form, self._known[form.kind].each(_room), self._alone)
-        return self._pending.promised()
-
-    def _may_wait(self, form: Form) -> bool:
-        """Return whether a call may be computed later, beside the step's next one, which then is sure to come."""
-        if self.mesh.cfg.size == 1 or torch.is_autocast_enabled(self.mesh.device.type):
-            return False
-        split = split_over(self._axes, rows_of(form.whole))
-        if self.label in (None, BOTH) and len(split) == len(self._axes):
-            return False  # its rows are both branches
-        if self.mesh.cfg not in split and self._pairs.lonely:
-            self._say(
-                "both halves of the cfg axis compute the same, because calls come without a second branch; "
-                "parallelize(cfg=False) lets all ranks share the tokens"
-            )
-        return form.kind in self._known and self._pairs.expected
-
-    def _alike(self, first: Ticket, form: Form) -> bool:
-        """Return whether a call has results like those of the one before, so that both can be exchanged."""
-        known = self._known.get(form.kind)
-        mixed = torch.is_autocast_enabled(self.mesh.device.type)  # the first one was called without
-        return not mixed and known is not None and shapes(known.tensors) == shapes(first.results.tensors)
-
-    def _both(self, ticket: Ticket, first: Form, second: Form) -> Form:
-        """Compute two calls at the same time, one on each half of the cfg axis; fulfil the first, return the second."""
-        cfg = self.mesh.cfg
-        mine = self._by_rows((first, second)[cfg.rank], (self.mesh.data,))
-        both = {path: gather(x[None], cfg, (1, 1)) for path, x in mine.tensors.items()}
-        ticket.fill({path: x[0] for path, x in both.items()})
-        return mine.holding({path: x[1].clone() for path, x in both.items()})
-
-    def _alone(self, form: Form) -> Form:
-        """Compute a promised call that was read before a second one came."""
-        self._pairs.alone()
-        state = self._looked()
-        self._compare({CALL: f"reads a result of {type(self._module).__name__}", **self._told}, state)
-        with torch.autocast(self.mesh.device.type, enabled=False):  # as it was called, wherever it is read
-            return self._by_rows(form)
-
-    def _say_whole(self, reason: str) -> None:
-        if self._axes:
+        """Return the results of a call, or promises of them; see `Branches`."""
+        reason = None if self._branches.waiting else self.body.foreign().coupled
+        if reason is None:
+            return self._branches.results(form, self.label, self.body.version, self._texts)
+        if self._branches.axes:
             self._say(
                 f"every rank computes the whole batch of each call, at the time of the call, because {reason}; "
                 f"parallelize(cfg=False) lets all ranks share the tokens"
             )
+        return self._branches.whole(form)
 
     def _say(self, message: str) -> None:
         """Print a message once, on rank 0."""
@@ -249,40 +196,18 @@ class Call:
             print(f"seqpar: {message}", flush=True)
         self._said.add(message)
 
-    @property
-    def _axes(self) -> tuple[Axis, ...]:
-        """Return the axes with several ranks that can split a batch."""
-        return tuple(axis for axis in (self.mesh.data, self.mesh.cfg) if axis.size > 1)
-
-    def _by_rows(self, form: Form, axes: Sequence[Axis] | None = None) -> Form:
-        """Compute a call, its rows split over the axes where there are enough."""
-        whole = form.whole
-        split = split_over(self._axes if axes is None else axes, rows_of(whole))
-        results = compute_rows(whole, split, self._computed)
-        if self.mesh.cfg.size > 1 and form.kind is not None and form.kind not in self._known:
-            if len(self._known) == KINDS:
-                del self._known[next(iter(self._known))]
-            self._known[form.kind] = results.each(lambda x: x.new_empty(()).expand(x.shape))
-        return results
-
     def _computed(self, form: Form) -> Form:
         """Run a body on this rank's rows; with hooks of others eagerly, because a replay would not run them."""
         hooks = self.body.foreign().hooks
         if hooks and self.graphs.captures:
             self._say(f"calls run without CUDA graphs while {hooks[0]}")
-        return self.graphs.run(self.body, form, self._generation, eagerly=bool(hooks) or self._pairs.restless)
+        return self.graphs.run(self.body, form, self._generation, eagerly=bool(hooks) or self._branches.pairs.restless)
 
 
 def _raised(state: Hashable) -> None:
     """Raise the error that was found in place of a state."""
     if isinstance(state, ValueError):
         raise state
-
-
-def _room(like: Tensor) -> Tensor:
-    """Return a tensor for results that are not there yet; NaN would show where it is read too early."""
-    unknown = torch.nan if like.is_floating_point() else 0
-    return torch.full(like.shape, unknown, dtype=like.dtype, device=like.device)
 
 
 def output_class(module: nn.Module) -> type[BaseOutput]:

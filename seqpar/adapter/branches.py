@@ -1,4 +1,4 @@
-"""`Branches`: splits the rows of calls over the mesh, and computes guidance's two calls of a step at the same time.
+"""`Branches`: what a call computes at which time, so that guidance's two calls of a step are computed at once.
 
 A call is promised (`seqpar.engine.promises`) where the next one is known to be its step's other branch. With two ranks
 on the `cfg` axis each half then computes one of them.
@@ -7,13 +7,14 @@ When it wins: with guidance; without it all ranks share the tokens of one call (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from seqpar.adapter.pairs import Pairs
-from seqpar.adapter.rows import compute_rows, rows_of, split_over
+from seqpar.adapter.rows import rows_of, split_over
 from seqpar.engine.graphs import KINDS
 from seqpar.engine.promises import Ticket
 from seqpar.engine.signature import Form
@@ -22,13 +23,24 @@ from seqpar.mesh import Axis, Mesh
 from seqpar.transports.collective.point_to_point import gather
 
 BOTH = "cond_uncond"  # the label of a call whose rows are both branches of guidance
-Compute = Callable[[Form], Form]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a call computes now: the arguments, whose rows the axes split, and the promised call beside it, if any."""
+
+    form: Form
+    axes: tuple[Axis, ...]
+    first: Ticket | None = None
+
+
+Compute = Callable[[Task], Form]
 
 
 class Branches:
-    """The results of a transformer's calls, each computed at once or beside the next one; see `results`.
+    """Decides for each call whether it is computed at once, beside the next one, or together with the one before.
 
-    compute: computes a call with this rank's rows. check: compares the ranks before a promised call is computed alone.
+    compute: computes a task on all ranks. check: compares the ranks before a promised call is computed alone.
     say: prints a message once, on rank 0.
     """
 
@@ -38,7 +50,7 @@ class Branches:
         self._known: dict[Hashable, Form] = {}  # the results of kinds of calls, without values
         self._pending: Ticket | None = None
         self.version: Hashable = None  # of the module when the pending call was made, and what it showed then
-        self.shown: Mapping[str, str] = {}
+        self.texts: Mapping[str, str] = {}
 
     @property
     def waiting(self) -> bool:
@@ -57,37 +69,55 @@ class Branches:
             self._pending.cancel(error)
         self._pending = None
 
-    def whole(self, form: Form) -> Form:
-        """Return the results of a call for which every rank computes all rows, because rows may depend on others."""
-        self._fulfil()
-        return self._by_rows(form, ())
+    def task(self, form: Form, label: str | None, coupled: str | None) -> Task | None:
+        """Return what a call computes now; None if its results are to be promised.
 
-    def results(self, form: Form, label: str | None, version: Callable[[], Hashable], shown: Mapping[str, str]) -> Form:
-        """Return the results of a call, or promises of them where they may be computed beside the next call.
-
-        label: the name that the pipeline gives to the call. version, shown: the module's state and texts of it, which
-        must stay the same until a promised call is computed.
+        label: the name that the pipeline gives to the call. coupled: why its rows may depend on each other, or None.
         """
         first = self._pending
         if first is not None and first.arguments is not None and self._alike(first, form):
-            self._pending = None
-            return self._both(first, first.arguments, form)
-        self._fulfil()
-        if not self._may_wait(form, label):
-            return self._by_rows(form)
-        self.version, self.shown = version(), shown
-        self._pending = Ticket(form, self._known[form.kind].each(_room), self._alone)
+            self._pending, cfg = None, self._mesh.cfg
+            mine = (first.arguments, form)[cfg.rank]
+            return Task(mine, split_over((self._mesh.data,), rows_of(mine.whole)), first)
+        self.settle()
+        if coupled is not None:
+            if self.axes:
+                self._say(
+                    f"every rank computes the whole batch of each call, at the time of the call, because {coupled}; "
+                    f"parallelize(cfg=False) lets all ranks share the tokens"
+                )
+            return Task(form, ())
+        return None if self._may_wait(form, label) else self._alone(form)
+
+    def promise(self, form: Form, version: Hashable, texts: Mapping[str, str]) -> Form:
+        """Return promises of the results of a call.
+
+        version, texts: the module's, which must stay the same until the call is computed.
+        """
+        self.version, self.texts = version, texts
+        self._pending = Ticket(form, self._known[form.kind].each(_room), self._computed_alone)
         return self._pending.promised()
+
+    def results(self, task: Task, mine: Form) -> Form:
+        """Return the results of a call; those of a promised call beside it, on the other half of the cfg axis, are set.
+
+        mine: what this rank computed for the task.
+        """
+        if task.first is not None:
+            both = {path: gather(x[None], self._mesh.cfg, (1, 1)) for path, x in mine.tensors.items()}
+            task.first.fill({path: x[0] for path, x in both.items()})
+            return mine.holding({path: x[1].clone() for path, x in both.items()})
+        kind = task.form.kind
+        if self._mesh.cfg.size > 1 and kind is not None and kind not in self._known:
+            if len(self._known) == KINDS:
+                del self._known[next(iter(self._known))]
+            self._known[kind] = mine.each(lambda x: x.new_empty(()).expand(x.shape))
+        return mine
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """Return the axes with several ranks that can split a batch."""
         return tuple(axis for axis in (self._mesh.data, self._mesh.cfg) if axis.size > 1)
-
-    def _fulfil(self) -> None:
-        first, self._pending = self._pending, None
-        if first is not None and first.arguments is not None:
-            first.fulfil()
 
     def _may_wait(self, form: Form, label: str | None) -> bool:
         """Return whether a call may be computed later, beside the step's next one, which then is sure to come."""
@@ -110,31 +140,16 @@ class Branches:
         mixed = torch.is_autocast_enabled(self._mesh.device.type)  # the first one was called without
         return not mixed and known is not None and shapes(known.tensors) == shapes(first.results.tensors)
 
-    def _both(self, ticket: Ticket, first: Form, second: Form) -> Form:
-        """Compute two calls at the same time, one on each half of the cfg axis; fulfil the first, return the second."""
-        cfg = self._mesh.cfg
-        mine = self._by_rows((first, second)[cfg.rank], (self._mesh.data,))
-        both = {path: gather(x[None], cfg, (1, 1)) for path, x in mine.tensors.items()}
-        ticket.fill({path: x[0] for path, x in both.items()})
-        return mine.holding({path: x[1].clone() for path, x in both.items()})
+    def _alone(self, form: Form) -> Task:
+        return Task(form, split_over(self.axes, rows_of(form.whole)))
 
-    def _alone(self, form: Form) -> Form:
+    def _computed_alone(self, form: Form) -> Form:
         """Compute a promised call that was read before a second one came."""
         self.pairs.alone()
         self._check()
         with torch.autocast(self._mesh.device.type, enabled=False):  # as it was called, wherever it is read
-            return self._by_rows(form)
-
-    def _by_rows(self, form: Form, axes: Sequence[Axis] | None = None) -> Form:
-        """Compute a call, its rows split over the axes where there are enough."""
-        whole = form.whole
-        split = split_over(self.axes if axes is None else axes, rows_of(whole))
-        results = compute_rows(whole, split, self._compute)
-        if self._mesh.cfg.size > 1 and form.kind is not None and form.kind not in self._known:
-            if len(self._known) == KINDS:
-                del self._known[next(iter(self._known))]
-            self._known[form.kind] = results.each(lambda x: x.new_empty(()).expand(x.shape))
-        return results
+            task = self._alone(form)
+            return self.results(task, self._compute(task))
 
 
 def _room(like: Tensor) -> Tensor:

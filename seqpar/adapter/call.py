@@ -19,8 +19,8 @@ from diffusers.utils.outputs import BaseOutput
 from torch import nn
 
 from seqpar.adapter.body import Body
-from seqpar.adapter.branches import Branches
-from seqpar.adapter.rows import STATE
+from seqpar.adapter.branches import Branches, Task
+from seqpar.adapter.rows import STATE, cut_rows, joined_rows
 from seqpar.engine.graphs import Capture, Graphs
 from seqpar.engine.promises import plain
 from seqpar.engine.signature import Form, form_of
@@ -64,7 +64,12 @@ class Call:
         return_dict = arguments.pop("return_dict", True)
         with torch.inference_mode(False), torch.no_grad():
             self._branches.pairs.see(next((arguments[name] for name in STATE if name in arguments), None), self.label)
-            results = self._results(self.rank_0s(arguments)).whole
+            form = self.rank_0s(arguments)
+            task = self._branches.task(form, self.label, self.body.foreign().coupled)
+            if task is None:
+                results = self._branches.promise(form, self.body.version(), self._texts).whole
+            else:
+                results = self._branches.results(task, self._computed(task)).whole
         return self._output(*results) if return_dict else results
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +138,7 @@ class Call:
 
     def _refuse_change(self) -> None:
         """Raise ValueError, on all ranks, if the module is no longer as it was when a promised call was made."""
-        version, texts = self._branches.version, self._branches.shown
+        version, texts = self._branches.version, self._branches.texts
         changed = sorted(name for name in texts if self._texts.get(name) != texts[name])
         message = (
             f"got {type(self._module).__name__} with other {' and '.join(changed) or 'weights'} than at a call that "
@@ -178,30 +183,20 @@ class Call:
 
     # Results -----------------------------------------------------------------------------------------------------
 
-    def _results(self, form: Form) -> Form:
-        """Return the results of a call, or promises of them; see `Branches`."""
-        reason = None if self._branches.waiting else self.body.foreign().coupled
-        if reason is None:
-            return self._branches.results(form, self.label, self.body.version, self._texts)
-        if self._branches.axes:
-            self._say(
-                f"every rank computes the whole batch of each call, at the time of the call, because {reason}; "
-                f"parallelize(cfg=False) lets all ranks share the tokens"
-            )
-        return self._branches.whole(form)
-
     def _say(self, message: str) -> None:
         """Print a message once, on rank 0."""
         if self.mesh.is_main and message not in self._said:
             print(f"seqpar: {message}", flush=True)
         self._said.add(message)
 
-    def _computed(self, form: Form) -> Form:
-        """Run a body on this rank's rows; with hooks of others eagerly, because a replay would not run them."""
+    def _computed(self, task: Task) -> Form:
+        """Run the body on this rank's rows; with hooks of others eagerly, because a replay would not run them."""
         hooks = self.body.foreign().hooks
         if hooks and self.graphs.captures:
             self._say(f"calls run without CUDA graphs while {hooks[0]}")
-        return self.graphs.run(self.body, form, self._generation, eagerly=bool(hooks) or self._branches.pairs.restless)
+        eagerly = bool(hooks) or self._branches.pairs.restless
+        mine, splits = cut_rows(task.form.whole, task.axes)
+        return joined_rows(self.graphs.run(self.body, mine, self._generation, eagerly), splits)
 
 
 def _raised(state: Hashable) -> None:

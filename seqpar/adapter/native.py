@@ -186,7 +186,7 @@ class Native:
         share = Share.of(model, self._ranks.keeper, encoded, {"image": image.shape[1]}, positions, len(image))
         pooled = encoded.pooled["pooled_projections"]
         condition = model.modulate_call(inputs["timestep"], inputs.get("guidance"), pooled, spread=self._spread)
-        out = share.predict({"image": share.split.mine("image", image)}, condition)
+        out = model.forward_tokens(*share.inputs({"image": share.split.mine("image", image)}, condition))
         now.lengths.update(share.split.lengths)
         return self._ranks.gather(out["image"], Gather("image"), "output")
 

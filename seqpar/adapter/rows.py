@@ -9,7 +9,7 @@ When it wins: whenever the batch has as many rows as there are ranks on the axes
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from seqpar.mesh import Axis
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
 
+Split = tuple[Axis, tuple[int, ...]]
+"""An axis and the number of rows of each of its ranks."""
 STATE = ("hidden_states", "x")  # the names that transformers give their latents, whose rows are those of the batch
 ROW_LISTS = ("x", "cap_feats", "img_shapes", "txt_seq_lens")  # arguments that are a list with an entry for each row
 
@@ -48,18 +50,22 @@ def split_over(axes: Sequence[Axis], rows: int) -> tuple[Axis, ...]:
     return tuple(taken)
 
 
-def compute_rows(whole: dict[str, Any], axes: Sequence[Axis], compute: Callable[[Form], Form]) -> Form:
-    """Return the results of a call, for which each rank of the axes computes some of the batch's rows.
+def cut_rows(whole: dict[str, Any], axes: Sequence[Axis]) -> tuple[Form, list[Split]]:
+    """Return the call that this rank computes, and how the rows were split. axes: those of `split_over`."""
+    splits = []
+    for axis in axes:
+        rows = rows_of(whole)
+        shard = Shard(rows, axis.size)
+        whole = {name: _cut(name, value, rows, shard.slice(axis.rank)) for name, value in whole.items()}
+        splits.append((axis, shard.sizes))
+    return form_of(whole), splits
 
-    axes: those of `split_over`. compute: returns the results of a call with fewer rows.
-    """
-    if not axes:
-        return compute(form_of(whole))
-    axis, rows = axes[0], rows_of(whole)
-    shard = Shard(rows, axis.size)
-    mine = {name: _cut(name, value, rows, shard.slice(axis.rank)) for name, value in whole.items()}
-    out = compute_rows(mine, axes[1:], compute)
-    return form_of(_joined(out.whole, axis, shard.sizes))
+
+def joined_rows(results: Form, splits: Sequence[Split]) -> Form:
+    """Return the results of all rows on every rank."""
+    for axis, sizes in reversed(splits):
+        results = form_of(_joined(results.whole, axis, sizes))
+    return results
 
 
 def _cut(name: str, value: Any, rows: int, part: slice) -> Any:

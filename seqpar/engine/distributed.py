@@ -194,7 +194,7 @@ class DistributedDiT(nn.Module):
         where = partial(self.positions, tuple(x.shape[2:]))
         share = Share.of(model, self.keeper, encoded, {name: tokens.shape[1]}, where, len(x))
         conditioning = model.modulate(t_B, **encoded.pooled, **guidance)
-        out = share.predict({name: share.split.mine(name, tokens)}, conditioning)[name]
+        out = model.forward_tokens(*share.inputs({name: share.split.mine(name, tokens)}, conditioning))[name]
         self.check_delivered()
         return gather(out, axis, share.split.shard(name).sizes, dim=1) if axis.size > 1 else out
 

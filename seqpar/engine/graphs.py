@@ -124,24 +124,27 @@ class Graphs:
         if kind in self._graphs and self._graphs[kind].generation != generation:
             self._drop(kind)
         with self._mesh.call(self._mesh.sequence, "a call of a transformer or VAE", self._calls.is_first(kind)):
-            return _eager(body, arguments) if eagerly else self._ran(body, arguments, generation)
+            graph = None if eagerly else self._graph(body, arguments, generation)
+            if graph is None:
+                results = _copied(body(arguments.whole))
+                body.check_delivered()  # only where nothing is replayed, because it waits for the device
+                return results
+            for path, x in graph.inputs.tensors.items():
+                x.copy_(arguments.tensors[path])
+            graph.captured.replay()
+            return _copied(graph.captured.results)
 
-    def _ran(self, body: Computes, arguments: Form, generation: int) -> Form:
+    def _graph(self, body: Computes, arguments: Form, generation: int) -> _Graph | None:
+        """Return the graph of a kind of call, captured now if this is its second call, or None if there is none."""
         key = None if arguments.kind is None else (id(body), arguments.kind)
         if self._capture is None or key is None or torch.is_autocast_enabled(self._mesh.device.type):
-            return _eager(body, arguments)
+            return None
         graph = self._graphs.get(key)
-        if graph is None:
-            if not self._is_second(key):
-                return _eager(body, arguments)
+        if graph is None and self._is_second(key):
             graph = self._made(self._capture, key, body, arguments, generation)
-        if graph is None:
-            return _eager(body, arguments)
-        self._graphs.move_to_end(key)
-        for path, x in graph.inputs.tensors.items():
-            x.copy_(arguments.tensors[path])
-        graph.captured.replay()
-        return _copied(graph.captured.results)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+        return graph
 
     def release(self) -> None:
         """Free all graphs; later calls are seen for the first time."""
@@ -185,12 +188,6 @@ class Graphs:
     def _drop(self, key: Hashable) -> None:
         self._calls.forget(key)  # the next capture is again what ranks wait longer for
         self._graphs.pop(key).captured.release()
-
-
-def _eager(body: Computes, arguments: Form) -> Form:
-    results = _copied(body(arguments.whole))
-    body.check_delivered()  # only where nothing is replayed, because it waits for the device
-    return results
 
 
 def _copied(results: Any) -> Form:

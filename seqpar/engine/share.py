@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from seqpar.engine.keeper import Keeper
-from seqpar.protocols import Attend, Encoded, SequenceModel
+from seqpar.protocols import Attend, Condition, Encoded, SequenceModel
 from seqpar.streams import Split
 
 Positions = Callable[[Split], Mapping[str, Tensor]]
 """Returns this rank's position rows of each stream that has positions, (l, ...) each."""
+Inputs = tuple[Mapping[str, Tensor], Mapping[str, Tensor], Condition, Attend]
+"""The arguments of a model's `forward_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,13 @@ class Share:
         attend = keeper.attend(batch, split.tokens, user=user)
         return Share(model, split, constant, positions(split), mask, attend)
 
-    def predict(self, tokens: Mapping[str, Tensor], conditioning: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the predictions of the denoised streams, (B, l, at least C*p*p) each, for this rank's tokens of them.
+    def inputs(self, tokens: Mapping[str, Tensor], conditioning: Condition) -> Inputs:
+        """Return the arguments of the model's `forward_tokens` for this rank's tokens of the denoised streams.
 
         conditioning: what the model's `modulate` returns, with a row for each row of the batch.
         """
         masked = conditioning if self.mask is None else {**conditioning, "mask": self.mask}
-        return self.model.forward_tokens({**self.constant, **tokens}, self.positions, masked, self.attend)
+        return {**self.constant, **tokens}, self.positions, masked, self.attend
 
 
 def rows_of(encoded: Encoded, split: Split, index_B: Tensor | None) -> tuple[dict[str, Tensor], Tensor | None]:

@@ -95,7 +95,7 @@ class Run:
             if segment.graph is not None:
                 segment.replay()
             else:
-                outputs = segment.predict(self._seen(), self._count)
+                outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count))
                 for name, out in outputs.items():
                     self._steppers[name](*self._guided(name, out), self._index, self._count, self._bad)
                 self._count.add_(1).remainder_(len(self.timesteps))  # a benchmark may run more steps
@@ -135,7 +135,7 @@ class Run:
         if step is None:
             self._load()
         segment = self._segment
-        outputs = segment.predict(self._seen(), self._count if step is None else step)
+        outputs = segment.model.forward_tokens(*segment.inputs(self._seen(), self._count if step is None else step))
         return {name: self._parted(name, out) for name, out in outputs.items()}
 
     def inputs(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seqpar.engine.capture import StepGraph
 from seqpar.engine.distributed import DistributedDiT
-from seqpar.engine.share import Share, rows_of
+from seqpar.engine.share import Inputs, Share, rows_of
 from seqpar.planner.predict import TABLE_BYTES
 from seqpar.protocols import Encoded, rows
 from seqpar.sampling.conditions import Conditions
@@ -82,11 +82,11 @@ class Segment:
         self._first.fill_(start)
         self._loaded = start
 
-    def predict(self, state: Mapping[str, Tensor], step: Tensor) -> dict[str, Tensor]:
-        """Return the model's outputs for this rank's tokens of the state at a step (a device scalar)."""
+    def inputs(self, state: Mapping[str, Tensor], step: Tensor) -> Inputs:
+        """Return the arguments of the model for this rank's tokens of the state at a step (a device scalar)."""
         conditioning = rows(self._table, (step - self._first) * self._count + self._row_B)
         drawn = {name: x.index_select(0, step.view(1))[0] for name, x in self._drawn.items()}
-        return self._share.predict({**state, **drawn}, conditioning)
+        return self._share.inputs({**state, **drawn}, conditioning)
 
     def replay(self) -> None:
         """Replay the captured step; ValueError if the buffers that it reads were freed in the meantime."""

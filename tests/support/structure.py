@@ -2,10 +2,9 @@
 
     python -m tests.support.structure            # print them
     python -m tests.support.structure --write    # write them into the page
-    python -m tests.support.structure --calls    # print the calls of the recorded run, to correct the walkthrough
 
-`ast` reads the counts from the source, except the calls between `run` and a kernel, which are recorded while a picture
-is made. `tests/test_structure.py` compares the page with these counts, and the counts with `LIMITS`.
+`ast` reads the counts from the source, except the calls between a driver's entry and a kernel, which are recorded while
+the driver runs. `tests/test_structure.py` compares them with `LIMITS`.
 """
 
 from __future__ import annotations
@@ -13,24 +12,29 @@ from __future__ import annotations
 import argparse
 import ast
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests.support.pool import Pool
-from tests.support.walk import ROOT, Place, recorded
+from tests.support.walk import ROOT, Stack, recorded
 
 PAGE = ROOT / "docs" / "structure.md"
 BEGIN, END = "<!-- counts: python -m tests.support.structure --write -->", "<!-- end of counts -->"
 CODE = ("seqpar", "launch")
+# the part that a newcomer reads in order
+CORE = ("ranks", "types", "attention", "transports", "engine", "sampling", "models/dit.py")
+LIMITS = {"calls": 9, "parameters": 9, "lines of a function": 30, "kept from the formatter": 0}
 ROOMS = {
     "strategy": "attention",
     "transport": "transports",
     "local attention": "local",
     "kernel": "kernels",
     "model": "models",
+    "family": "pipelines",
 }
 # files that name members without being a list of them
 NOT_LISTS = {
@@ -57,8 +61,9 @@ def parsed(path: Path) -> ast.Module:
 
 
 def files(*folders: str) -> list[Path]:
-    """Return the Python files below these folders of the repository."""
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    """Return the Python files below these folders, or these files, of the repository."""
+    paths = [ROOT / folder for folder in folders]
+    return sorted(file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py")))
 
 
 def relative(path: Path) -> str:
@@ -68,23 +73,23 @@ def relative(path: Path) -> str:
 
 def members(room: str) -> list[str]:
     """Return the members of a room: names of its files or folders that do not start with an underscore."""
-    found = (path for path in (ROOT / "seqpar" / room).iterdir() if not path.name.startswith("_"))
-    return sorted(path.stem for path in found if path.suffix == ".py" or (path / "__init__.py").is_file())
+    paths = (path for path in (ROOT / "seqpar" / room).iterdir() if not path.name.startswith("_"))
+    return sorted(path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").is_file())
 
 
 def named(path: Path, room: str, members: Iterable[str]) -> set[str]:
     """Return the members of a room that a file names in an import, or as a whole string."""
-    package, found, known = f"seqpar.{room}", set[str](), set(members)
+    package, names = f"seqpar.{room}", set[str]()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module == package:
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
-            found.add((node.module or "").split(".")[2])
+            names.add((node.module or "").split(".")[2])
         elif isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[2] for alias in node.names if alias.name.startswith(f"{package}.")}
+            names |= {alias.name.split(".")[2] for alias in node.names if alias.name.startswith(f"{package}.")}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
-    return found & known
+            names.add(node.value)
+    return names & set(members)
 
 
 def registers(room: str) -> list[str]:
@@ -131,33 +136,64 @@ def widest() -> Function:
     return max((f for f in functions() if "/kernels/" not in f.place), key=lambda f: (f.parameters, f.place))
 
 
+def shared_names() -> dict[str, list[str]]:
+    """Return the names of public classes in seqpar/ that are defined more than once, with their files.
+
+    Members of a folder that the code reads share the names of their protocol: `Config`, `Model`, `Transport` ...
+    """
+    places: dict[str, list[str]] = {}
+    for path in files("seqpar"):
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(relative(path))
+    rooms = tuple(f"seqpar/{room}/" for room in ROOMS.values())
+    return {
+        name: where
+        for name, where in places.items()
+        if len(where) > 1 and len({place for place in where if not place.startswith(rooms)}) > 0
+    }
+
+
 def unformatted() -> int:
     """Return the number of statements that are excluded from formatting."""
     mark = "# fmt:" + " skip"
     return sum(path.read_text(encoding="utf-8").count(mark) for path in files(*CODE, "tests", "examples"))
 
 
-def deepest(stacks: Iterable[tuple[Place, ...]]) -> tuple[Place, ...]:
-    """Return the longest chain of calls from `run` to a kernel of a step, not of the decoder.
+@dataclass(frozen=True)
+class Size:
+    """The size of some files: lines, statements, and lines of docstrings."""
 
-    diffusers' own modules call the decoder's kernels, through rules that take the place of torch's functions.
-    """
-    steps = (stack for stack in stacks if not any(place.file.startswith("seqpar/vae/") for place in stack))
-    return max(steps, key=lambda stack: (len(stack), stack))
+    lines: int
+    statements: int
+    docstrings: int
+
+    @staticmethod
+    def of(paths: Iterable[Path]) -> Size:
+        """Return the size of these files."""
+        counts = Counter[str]()
+        for path in paths:
+            counts["lines"] += len(path.read_text(encoding="utf-8").splitlines())
+            for node in ast.walk(parsed(path)):
+                counts["statements"] += isinstance(node, ast.stmt)
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    first = node.body[0] if ast.get_docstring(node) is not None else None
+                    counts["docstrings"] += 0 if first is None else (first.end_lineno or 0) - first.lineno + 1
+        return Size(counts["lines"], counts["statements"], counts["docstrings"])
 
 
-def lines_a_folder() -> dict[str, int]:
-    """Return the lines of Python in each folder of the code, rounded to tens."""
-    counts: dict[str, int] = {}
-    for path in files(*CODE, "tests"):
-        parts = path.relative_to(ROOT).parts
-        folder = "/".join(parts[:2] if parts[0] != "tests" and len(parts) > 2 else parts[:1])
-        counts[folder] = counts.get(folder, 0) + len(path.read_text(encoding="utf-8").splitlines())
-    return {folder: round(count, -1) for folder, count in counts.items()}
+def sizes() -> dict[str, Size]:
+    """Return the size of each part of the repository, and of each room."""
+    core = [path for part in CORE for path in files(f"seqpar/{part}")]
+    parts = {"seqpar/": files("seqpar"), "the core": core, "launch/": files("launch"), "tests/": files("tests")}
+    rooms = sorted(path.name for path in (ROOT / "seqpar").iterdir() if (path / "__init__.py").is_file())
+    return {name: Size.of(paths) for name, paths in parts.items()} | {
+        f"seqpar/{room}/": Size.of(files(f"seqpar/{room}")) for room in rooms
+    }
 
 
-def record() -> tuple[list[tuple[Place, Place]], list[tuple[Place, ...]]]:
-    """Return rank 0's calls and stacks while two ranks make a picture."""
+def record() -> dict[str, Stack]:
+    """Return rank 0's longest way from each driver's entry to a kernel, on two ranks."""
     pool = Pool("cpu")
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -166,29 +202,23 @@ def record() -> tuple[list[tuple[Place, Place]], list[tuple[Place, ...]]]:
         pool.close()
 
 
-def checked_counts(stacks: Iterable[tuple[Place, ...]]) -> str:
-    """Return the part of the counts that the test compares with the page."""
-    rows = [
-        f"| files that a new {kind} touches, besides its test | {1 + len(lists)} |"
-        + (f" also {', '.join(f'`{path}`' for path in lists)} |" if lists else " its own |")
-        for kind, room in ROOMS.items()
-        for lists in [registers(room)]
-    ]
-    way, long, wide = deepest(stacks), longest(), widest()
+def block(ways: Mapping[str, Stack]) -> str:
+    """Return the text between the markers."""
+    rows = ["| what | count | where |", "| --- | --- | --- |"]
+    for driver, way in ways.items():
+        rows.append(
+            f"| calls from the {driver}'s entry to a kernel | {len(way) - 1} | {' > '.join(s.function for s in way)} |"
+        )
+    long, wide = longest(), widest()
     rows += [
-        f"| calls from `run` to a kernel of a step | {len(way) - 1} | {' > '.join(place.function for place in way)} |",
         f"| lines of the longest function outside `kernels/` | {long.lines} | `{long.place}` |",
         f"| parameters of the widest function outside `kernels/` | {wide.parameters} | `{wide.place}` |",
-        f"| statements kept from the formatter | {unformatted()} | |",
+        "",
+        "| part | lines | statements | docstrings |",
+        "| --- | --- | --- | --- |",
     ]
-    return "\n".join(("| what | count | where |", "| --- | --- | --- |", *rows))
-
-
-def block(stacks: Iterable[tuple[Place, ...]]) -> str:
-    """Return the text between the markers; no test compares lines a folder, because every edit changes them."""
-    rows = [f"| `{folder}/` | {count} |" for folder, count in lines_a_folder().items()]
-    lines = "\n".join(("| folder | lines |", "| --- | --- |", *rows))
-    return f"{BEGIN}\n\n{checked_counts(stacks)}\n\n{lines}\n\n{END}"
+    rows += [f"| `{name}` | {s.lines} | {s.statements} | {s.docstrings / s.lines:.0%} |" for name, s in sizes().items()]
+    return "\n".join((BEGIN, "", *rows, "", END))
 
 
 def written(text: str, new: str) -> str:
@@ -202,16 +232,11 @@ def main() -> None:
     """Print the counts or write them into the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write them into {relative(PAGE)}")
-    parser.add_argument("--calls", action="store_true", help="print what called what, in order of the first calls")
     arguments: Any = parser.parse_args()
-    calls, stacks = record()
-    if arguments.calls:
-        print(*(f"{' '.join(caller)} -> {' '.join(called)}" for caller, called in calls), sep="\n")
-        return
-    made = block(stacks)
+    counts = block(record())
     if arguments.write:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")
-    print(made)
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), counts), encoding="utf-8")
+    print(counts)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from tests.support.pool import Pool
 from tests.support.structure import (
     BEGIN,
     END,
+    GLOSSARY,
     LIMITS,
-    PAGE,
     ROOMS,
     longest,
     registers,
@@ -53,8 +53,7 @@ def test_what_is_new_touches_its_own_file_alone(kind: str) -> None:
 
 
 def test_the_glossary_is_in_order() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    terms = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", text[text.index("\n## Glossary\n") :], re.MULTILINE)[2:]
+    terms = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)[2:]
     assert len(terms) >= 20
     assert terms == sorted(terms, key=str.lower)
 

@@ -23,6 +23,7 @@ from tests.support.pool import Pool
 from tests.support.walk import ROOT, Stack, recorded
 
 PAGE = ROOT / "docs" / "structure.md"
+GLOSSARY = ROOT / "docs" / "glossary.md"
 BEGIN, END = "<!-- counts: python -m tests.support.structure --write -->", "<!-- end of counts -->"
 CODE = ("seqpar", "launch")
 # the part that a newcomer reads in order

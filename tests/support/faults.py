@@ -2,6 +2,7 @@
 
     python -m tests.support.faults                  # every fault, some minutes
     python -m tests.support.faults --only ring      # only faults whose name contains this word
+    python -m tests.support.faults --some 3 --seed COMMIT    # three of them, chosen by a commit's hash, as the gate does
 
 First every test named here must pass on a copy without a fault. Then each fault is applied to a fresh copy, its test
 runs alone, and must fail. The command prints a table and exits with 1 if a fault survives. A text to replace must be
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -264,11 +266,19 @@ def replay(fault: Fault) -> bool:
     return found.startswith("caught")
 
 
+def chosen_of(faults: Sequence[Fault], count: int, seed: str) -> list[Fault]:
+    """Return some of the faults: the same ones for the same seed, and over many seeds all of them."""
+    return random.Random(seed).sample(faults, min(count, len(faults)))
+
+
 def main() -> int:
     """Replay the table and return 0 if every fault is caught, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="replay the faults whose name contains this text")
-    chosen = [fault for fault in FAULTS if parser.parse_args().only in fault.name]
+    parser.add_argument("--some", type=int, default=len(FAULTS), help="replay this many of them")
+    parser.add_argument("--seed", default="", help="what chooses them")
+    arguments = parser.parse_args()
+    chosen = chosen_of([fault for fault in FAULTS if arguments.only in fault.name], arguments.some, arguments.seed)
     if not chosen:
         parser.error("got --only with a text that no fault's name contains; see FAULTS for the names")
     with copied() as root:

@@ -90,8 +90,8 @@ def check_labels(name: str, labels: torch.Tensor, most: int) -> None:
     if labels.dim() != 1 or labels.dtype not in (torch.int64, torch.int32):
         dtype = str(labels.dtype).removeprefix("torch.")
         raise ValueError(f"got {name} of shape {tuple(labels.shape)}, {dtype}, expected (images,), int64")
-    if labels.numel() and not 0 <= (found := _outside(labels, most)) <= most:
-        raise ValueError(f"got {name} {found}, expected 0 to {most - 1}, or {most} for no class")
+    if labels.numel() and not 0 <= (label := _outside(labels, most)) <= most:
+        raise ValueError(f"got {name} {label}, expected 0 to {most - 1}, or {most} for no class")
 
 
 def _outside(labels: torch.Tensor, most: int) -> int:

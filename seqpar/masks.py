@@ -30,12 +30,12 @@ def joined_mask(masks: Sequence[Tensor | None], tokens: JointShard, like: Tensor
     """
     whole = []
     for mask, shard in zip(masks, tokens.streams, strict=True):
-        given = like.new_ones((len(like), shard.total), dtype=torch.bool) if mask is None else mask.to(like.device)
-        if given.shape != (len(like), shard.total) or given.dtype != torch.bool:
+        part = like.new_ones((len(like), shard.total), dtype=torch.bool) if mask is None else mask.to(like.device)
+        if part.shape != (len(like), shard.total) or part.dtype != torch.bool:
             raise ValueError(
-                f"got a mask of {tuple(given.shape)}, {given.dtype}, expected {(len(like), shard.total)}, torch.bool"
+                f"got a mask of {tuple(part.shape)}, {part.dtype}, expected {(len(like), shard.total)}, torch.bool"
             )
-        whole.append(given.split(shard.sizes, dim=1))
+        whole.append(part.split(shard.sizes, dim=1))
     return torch.cat([stream[rank] for rank in range(tokens.parts) for stream in whole], dim=1)
 
 

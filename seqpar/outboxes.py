@@ -93,10 +93,10 @@ class Slots(list[Outboxes]):
 
 def take_turns(slots: Sequence[Outboxes]) -> Slots:
     """Set `turns` of each of these outboxes to all slots of their exchange, and return them (see `Outboxes.split`)."""
-    made = Slots(slots)
-    for slot in made:
-        slot.turns = weakref.ref(made)
-    return made
+    taken = Slots(slots)
+    for slot in taken:
+        slot.turns = weakref.ref(taken)
+    return taken
 
 
 def _narrowed(box: Outbox, start: int, size: int) -> Outbox:
@@ -105,20 +105,20 @@ def _narrowed(box: Outbox, start: int, size: int) -> Outbox:
 
 
 def _places(boxes: Outboxes) -> Places:
-    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    places_of: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     views = [view for box in boxes for view in (box.q, box.k, box.v) if view is not None]
     for box in boxes:
         for part, (view, heads) in enumerate(((box.q, box.heads), (box.k, box.kv_heads), (box.v, box.kv_heads))):
             for index, head in enumerate(range(heads.start, heads.stop) if view is not None else ()):
                 assert view is not None
                 place = (view[:, :, index].data_ptr(), view.stride(0), view.stride(1))
-                found.setdefault((part, head), []).append(place)
+                places_of.setdefault((part, head), []).append(place)
     dtype = views[0].dtype
     if any(view.dtype != dtype or view.stride(-1) != 1 for view in views):
         raise ValueError("got outboxes of several dtypes or with strided head dims, expected one dtype, contiguous")
-    copies, heads = max(map(len, found.values()), default=1), max((head + 1 for _, head in found), default=1)
+    copies, heads = max(map(len, places_of.values()), default=1), max((head + 1 for _, head in places_of), default=1)
     table, alignment = torch.zeros(3, copies, heads, 3, dtype=torch.int64), 16
-    for (part, head), places in found.items():
+    for (part, head), places in places_of.items():
         table[part, : len(places), head] = torch.tensor(places)
         for address, *strides in places:
             alignment = gcd(alignment, address, *(stride * dtype.itemsize for stride in strides))

@@ -249,8 +249,8 @@ def from_patches(tokens_BLC: Tensor, patch: tuple[int, int, int], size: tuple[in
 
 def plugins(package: ModuleType) -> dict[str, str]:
     """Return name -> module path of every file in a folder of plugins; a new file needs no other registration."""
-    found = (module.name for module in pkgutil.iter_modules(package.__path__))
-    return {name: f"{package.__name__}.{name}" for name in sorted(found) if not name.startswith("_")}
+    names = (module.name for module in pkgutil.iter_modules(package.__path__))
+    return {name: f"{package.__name__}.{name}" for name in sorted(names) if not name.startswith("_")}
 
 
 def plugin(package: ModuleType, name: str, kind: str) -> ModuleType:

@@ -66,26 +66,26 @@ class Split:
 
 def completed(model: SequenceModel, prompt: Prompt) -> dict[str, Tensor]:
     """Return the prompt with an all-True mask for each missing mask; ValueError for names the model does not have."""
-    given, masks = set(prompt), set(model.MASKS)
-    if not set(model.PROMPT) - masks <= given <= set(model.PROMPT):
-        raise ValueError(f"got prompt {sorted(given)}, expected {sorted(model.PROMPT)}")
-    made = dict(prompt)
+    names, masks = set(prompt), set(model.MASKS)
+    if not set(model.PROMPT) - masks <= names <= set(model.PROMPT):
+        raise ValueError(f"got prompt {sorted(names)}, expected {sorted(model.PROMPT)}")
+    whole = dict(prompt)
     for mask, name in model.MASKS.items():
-        if mask not in made:
-            made[mask] = torch.ones(prompt[name].shape[:2], dtype=torch.bool, device=prompt[name].device)
-    return {name: made[name] for name in model.PROMPT}
+        if mask not in whole:
+            whole[mask] = torch.ones(prompt[name].shape[:2], dtype=torch.bool, device=prompt[name].device)
+    return {name: whole[name] for name in model.PROMPT}
 
 
 def stacked(first: Prompt, second: Prompt) -> dict[str, Tensor]:
     """Concatenate the rows of two prompts; the shorter texts are padded with zeros, and their masks with False."""
-    made = {}
+    joined = {}
     for name, x in first.items():
         y = second[name].to(x.device)
         if x.dim() > 1:
             longest = max(x.shape[1], y.shape[1])
             x, y = (F.pad(z, [0, 0] * (z.dim() - 2) + [0, longest - z.shape[1]]) for z in (x, y))
-        made[name] = torch.cat((x, y))
-    return made
+        joined[name] = torch.cat((x, y))
+    return joined
 
 
 def check_lengths(model: SequenceModel, prompt: Prompt, negative: Prompt) -> None:
@@ -108,11 +108,11 @@ def distinct(prompt: Prompt) -> tuple[dict[str, Tensor], Tensor]:
         rows, index = torch.stack(tensors, dim=1).cpu().unique(dim=0, return_inverse=True)
         return dict(zip(prompt, rows.to(where).unbind(1), strict=True)), index.to(where)
     kept: list[int] = []
-    found = []
+    places = []
     for row in range(len(tensors[0])):
         same = (place for place, other in enumerate(kept) if all(torch.equal(x[row], x[other]) for x in tensors))
         place = next(same, len(kept))
         kept += [row] if place == len(kept) else []
-        found.append(place)
+        places.append(place)
     where = tensors[0].device
-    return {name: x[torch.tensor(kept, device=where)] for name, x in prompt.items()}, torch.tensor(found, device=where)
+    return {name: x[torch.tensor(kept, device=where)] for name, x in prompt.items()}, torch.tensor(places, device=where)

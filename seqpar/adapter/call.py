@@ -169,8 +169,8 @@ class Call:
 
         changed: whether the weights' addresses have, without which diffusers' hooks are not searched for again.
         """
-        found = hasattr(self._module, "_hf_hook") or (changed and _is_group_offload_enabled(self._module))
-        if found:
+        offloaded = hasattr(self._module, "_hf_hook") or (changed and _is_group_offload_enabled(self._module))
+        if offloaded:
             raise ValueError(
                 f"got {type(self._module).__name__} whose weights are offloaded between calls, expected them on the "
                 f"GPU; call seqpar.release before enabling offload"
@@ -209,5 +209,5 @@ def output_class(module: nn.Module) -> type[BaseOutput]:
     """Return the class in which a transformer's forward returns its results, which its code names."""
     forward = inspect.unwrap(type(module).forward)
     named = (forward.__globals__.get(name) for name in forward.__code__.co_names)
-    found = [each for each in named if isinstance(each, type) and issubclass(each, BaseOutput)]
-    return found[0] if found else Transformer2DModelOutput
+    classes = [each for each in named if isinstance(each, type) and issubclass(each, BaseOutput)]
+    return classes[0] if classes else Transformer2DModelOutput

@@ -57,8 +57,8 @@ def why_not(module: nn.Module) -> str | None:
     """Return why the native model cannot take over a diffusers transformer, or None if it can."""
     if type(module) is not FluxTransformer2DModel:
         return f"there is no native model for {type(module).__name__}"
-    found = adopt.places(module)
-    return _why_not_now(module, found) or _why_not_built(module, found)
+    places = adopt.places(module)
+    return _why_not_now(module, places) or _why_not_built(module, places)
 
 
 def _why_not_now(module: nn.Module, found: Mapping[str, adopt.Place]) -> str | None:
@@ -175,7 +175,7 @@ class Native:
 
     def _predict(self, model: flux.Model, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the predictions of all image tokens, (B, L, C)."""
-        now = self._ranks.begin()
+        forward = self._ranks.begin()
         encoded, image = model.encode(**{name: inputs[name] for name in model.PROMPT}), inputs["hidden_states"]
         rows = flux.rotary(torch.cat((inputs["txt_ids"], inputs["img_ids"])), model.config)
 
@@ -187,7 +187,7 @@ class Native:
         pooled = encoded.pooled["pooled_projections"]
         condition = model.modulate_call(inputs["timestep"], inputs.get("guidance"), pooled, spread=self._spread)
         out = model.forward_tokens(*share.inputs({"image": share.split.mine("image", image)}, condition))
-        now.lengths.update(share.split.lengths)
+        forward.lengths.update(share.split.lengths)
         return self._ranks.gather(out["image"], Gather("image"), "output")
 
     def _spread(self, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
@@ -200,9 +200,9 @@ class Native:
         if axis.size == 1:
             return alone(widths, make)
         unit, parts = math.gcd(*widths), shares(widths, axis.size)
-        made = [make(index) for index in range(len(widths))[parts[axis.rank]]]
-        like = made[0] if made else make(0)[:, :0]
-        mine_lRC = torch.cat(made or [like], dim=1).unflatten(1, (-1, unit)).movedim(1, 0)
+        products = [make(index) for index in range(len(widths))[parts[axis.rank]]]
+        like = products[0] if products else make(0)[:, :0]
+        mine_lRC = torch.cat(products or [like], dim=1).unflatten(1, (-1, unit)).movedim(1, 0)
         sizes = tuple(sum(widths[part]) // unit for part in parts)
         whole = self._ranks.keeper.gathered("modulation", axis, mine_lRC, sizes)
         return whole.movedim(0, 1).flatten(1).split(list(widths), dim=1)
@@ -216,13 +216,13 @@ class Native:
         self._seen, self._scale = None, scale
         hooks.refuse_backends(self._module)
         with torch.inference_mode(False):  # weights outlive the caller's mode
-            found = adopt.places(self._module)
-            shapes = {key: place.parameter.shape for key, place in found.items()}
-            self._why = _why_not_now(self._module, found)
+            places = adopt.places(self._module)
+            shapes = {key: place.parameter.shape for key, place in places.items()}
+            self._why = _why_not_now(self._module, places)
             if self._why is None and shapes != self._shapes:
-                self._why = _why_not_built(self._module, found)
+                self._why = _why_not_built(self._module, places)
             if self._why is None:
-                self._adopt(found, scale)
+                self._adopt(places, scale)
                 self._shapes = shapes
             else:
                 self._forget()
@@ -269,19 +269,19 @@ class Native:
 
 def _checked(model: flux.Model, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a call; ids without a batch dim, timestep and guidance with one number a row."""
-    given = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-    if missing := [name for name in (*NEEDED, *(["guidance"] if model.EMBEDS_GUIDANCE else ())) if name not in given]:
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    if missing := [name for name in (*NEEDED, *(["guidance"] if model.EMBEDS_GUIDANCE else ())) if name not in tensors]:
         raise ValueError(f"got no {', '.join(missing)}, expected a tensor: the transformer's forward needs it")
-    if not model.EMBEDS_GUIDANCE and "guidance" in given:
+    if not model.EMBEDS_GUIDANCE and "guidance" in tensors:
         raise ValueError("got guidance, expected None: this transformer does not embed it")
-    rows, dtype = len(given["hidden_states"]), model.x_embedder.weight.dtype
+    rows, dtype = len(tensors["hidden_states"]), model.x_embedder.weight.dtype
     for name in ("timestep", "guidance"):
-        if name in given:
-            given[name] = given[name].reshape(-1).expand(rows)
+        if name in tensors:
+            tensors[name] = tensors[name].reshape(-1).expand(rows)
     for name in ("img_ids", "txt_ids"):
-        given[name] = given[name][0] if given[name].dim() == 3 else given[name]
-    given["hidden_states"] = given["hidden_states"].to(dtype)
-    return given
+        tensors[name] = tensors[name][0] if tensors[name].dim() == 3 else tensors[name]
+    tensors["hidden_states"] = tensors["hidden_states"].to(dtype)
+    return tensors
 
 
 def _config(module: Any, found: Mapping[str, adopt.Place]) -> flux.Config:

@@ -217,9 +217,9 @@ def _check_choices(mesh: object, plan: object, path: object = "", dtype: object 
 
 def settled(plan: Plan, mesh: Mesh | None) -> Mesh:
     """Return the caller's mesh, or that of the plan; `ValueError` on every rank if they do not fit together."""
-    found = mesh or Mesh.from_env(*plan.sizes.values())
-    found.together(lambda: plan.check(found))
-    return found
+    joined = mesh or Mesh.from_env(*plan.sizes.values())
+    joined.together(lambda: plan.check(joined))
+    return joined
 
 
 def plan_of(config: Any, model: nn.Module, dtype: torch.dtype, mesh: Mesh | None, wish: Wish) -> Plan:

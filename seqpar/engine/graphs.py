@@ -171,7 +171,7 @@ class Graphs:
             captured = capture(lambda: body(inputs.whole))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-        reasons = [told for told in _every(self._mesh, reason) if told is not None]
+        reasons = [each for each in _every(self._mesh, reason) if each is not None]
         if reasons:
             if captured is not None:
                 captured.release()

@@ -74,7 +74,7 @@ class Kept(Generic[T]):
         Not one after the other, because calls that are CUDA graphs are captured again after each change.
         """
         in_use = [bool(kind.users) for kind in self._kinds.values()]
-        anywhere = [any(told) for told in zip(*together(self._axis, in_use, list[bool]), strict=True)]
+        anywhere = [any(uses) for uses in zip(*together(self._axis, in_use, list[bool]), strict=True)]
         idle = [kind for kind, used in zip(self._kinds, anywhere, strict=True) if not used]
         for kind in idle[: max(len(self._kinds) + 1 - self._most, len(idle) // 2)]:
             self._kinds.pop(kind).moves.release()

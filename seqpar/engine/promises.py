@@ -106,9 +106,9 @@ def plain(x: Tensor, read: bool = True) -> Tensor:
 
 
 def _promise(x: Tensor, ticket: Ticket) -> Tensor:
-    made = x.as_subclass(Promise)
-    made.ticket = ticket
-    return made
+    promise = x.as_subclass(Promise)
+    promise.ticket = ticket
+    return promise
 
 
 def _is_view(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:

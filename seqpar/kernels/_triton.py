@@ -31,8 +31,8 @@ def fused(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Return whether kernels run on these tensors: on GPUs, without gradients, and not in fp64 (references do that)."""
     if not x.is_cuda or x.dtype == torch.float64 or triton is None:
         return False
-    given = (tensor for tensor in (x, *others) if tensor is not None)
-    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))
+    tensors = (tensor for tensor in (x, *others) if tensor is not None)
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
 
 def compiled(kernel: Any) -> bool:

@@ -67,8 +67,8 @@ def launch(
         raise ValueError(f"got weights of shapes {shapes}, expected ({channels},)")
     out = torch.empty_like(x_NC) if out_NC is None else out_NC
     if out.stride() != x_NC.stride() or out.shape != x_NC.shape or out.dtype != x_NC.dtype:
-        told = f"{tuple(out.shape)}, {out.dtype} of strides {out.stride()}"
-        raise ValueError(f"got an output {told}, expected {tuple(x_NC.shape)}, {x_NC.dtype} of {x_NC.stride()}")
+        shape = f"{tuple(out.shape)}, {out.dtype} of strides {out.stride()}"
+        raise ValueError(f"got an output {shape}, expected {tuple(x_NC.shape)}, {x_NC.dtype} of {x_NC.stride()}")
     if out.numel():
         width, places = triton.next_power_of_2(channels), x_NC.numel() // (samples * channels)
         # contiguous memory is read in pieces of neighbouring places, sample by sample; channels-last memory in one

@@ -40,9 +40,9 @@ class Late(NamedTuple):
     def on(device: torch.device, deadline_s: float) -> Late:
         """Return an empty record."""
         seen = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
-        made = Late(torch.zeros(2, dtype=torch.int64, device=device), seen)
-        made.limit(deadline_s)
-        return made
+        late = Late(torch.zeros(2, dtype=torch.int64, device=device), seen)
+        late.limit(deadline_s)
+        return late
 
     def limit(self, deadline_s: float) -> None:
         """Set the deadline of the waits that are queued on the current stream from now on."""
@@ -156,10 +156,10 @@ def exchange(flags, LANES: tl.constexpr, TELL: tl.constexpr, WAIT: tl.constexpr,
     lane = tl.arange(0, LANES)
     here = lane < count
     if TELL:
-        told = tl.load(counts) + 1
+        signal = tl.load(counts) + 1
         place = tl.load(addresses + lane, here, 0).to(tl.pointer_type(tl.int64))
-        tl.atomic_xchg(place, tl.full((LANES,), 0, tl.int64) + told, here, sem="release", scope="sys")
-        tl.store(counts, told)
+        tl.atomic_xchg(place, tl.full((LANES,), 0, tl.int64) + signal, here, sem="release", scope="sys")
+        tl.store(counts, signal)
     if WAIT:
         wanted = tl.load(counts + 1) + 1
         # after the first late rank the run must end: later waits neither wait nor record

@@ -73,8 +73,8 @@ def gated_linear(x_BlE: Tensor, packed_F2E: Tensor, tokens: int | None = None) -
     torch does it. tokens: the number of tokens of the whole sequence; None means those of x.
     """
     batch, mine, _ = x_BlE.shape
-    found = choice(x_BlE, packed_F2E)
-    tile = found and tile_for(found, batch * mine, mine if tokens is None else tokens)
+    size = choice(x_BlE, packed_F2E)
+    tile = size and tile_for(size, batch * mine, mine if tokens is None else tokens)
     if tile is None:
         return swiglu.swiglu(F.linear(x_BlE, packed_F2E))
     return launch(x_BlE, packed_F2E, tiled=tile)
@@ -85,8 +85,8 @@ def choice(x_BlE: Tensor, packed_F2E: Tensor) -> Faster | None:
     if x_BlE.dtype not in (torch.bfloat16, torch.float16) or not fused(x_BlE, packed_F2E):
         return None
     width, inner = packed_F2E.shape
-    found = FASTER.get((torch.cuda.get_device_capability(x_BlE.device), width // 2, inner))
-    return None if found is None or why_not() is not None else found
+    tile = FASTER.get((torch.cuda.get_device_capability(x_BlE.device), width // 2, inner))
+    return None if tile is None or why_not() is not None else tile
 
 
 def tile_for(found: Faster, rows: int, tokens: int) -> Tile | None:
@@ -106,11 +106,11 @@ def reference(x_BlE: Tensor, packed_F2E: Tensor) -> Tensor:
 
 def launch(x_BlE: Tensor, packed_F2E: Tensor, *, tiled: Tile) -> Tensor:
     """Compute `gated_linear` by quack with this tile, without autotuning; `ValueError` if quack is not installed."""
-    found = _load()
-    if isinstance(found, str):
-        raise ValueError(f"got a tile for quack, expected it installed: {found}; pip install 'seqpar[flash]'")
+    quack = _load()
+    if isinstance(quack, str):
+        raise ValueError(f"got a tile for quack, expected it installed: {quack}; pip install 'seqpar[flash]'")
     out = x_BlE.new_empty(*x_BlE.shape[:2], packed_F2E.shape[0] // 2)
-    found.gated.gemm(
+    quack.gated.gemm(
         x_BlE.flatten(0, 1),
         packed_F2E,
         None,
@@ -127,8 +127,8 @@ def launch(x_BlE: Tensor, packed_F2E: Tensor, *, tiled: Tile) -> Tensor:
 
 def why_not() -> str | None:
     """Return None if quack can be called, otherwise the reason why not."""
-    found = _load()
-    return found if isinstance(found, str) else None
+    quack = _load()
+    return quack if isinstance(quack, str) else None
 
 
 @cache
@@ -137,8 +137,8 @@ def _load() -> ModuleType | str:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return "needs a Hopper GPU"
     try:
-        if (found := version("quack-kernels")) != QUACK:
-            return f"needs quack-kernels {QUACK}, {found} is here"
+        if (installed := version("quack-kernels")) != QUACK:
+            return f"needs quack-kernels {QUACK}, {installed} is here"
         from seqpar.kernels import _epilogues
     except ImportError as error:
         return f"needs quack-kernels {QUACK}: {error}"

@@ -53,8 +53,8 @@ def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor, *, exact: bool
 
 def linear_epilogue(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:
     """Compute `linear_gelu` in one call of cuBLASLt, rounded once; on GPUs only (CPUs would use the other GELU)."""
-    made = torch.ops.aten._addmm_activation(bias_F, x_BlE.flatten(0, 1), weight_FE.t(), use_gelu=True)
-    return made.view(*x_BlE.shape[:2], -1)
+    out = torch.ops.aten._addmm_activation(bias_F, x_BlE.flatten(0, 1), weight_FE.t(), use_gelu=True)
+    return out.view(*x_BlE.shape[:2], -1)
 
 
 def linear_reference(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor) -> Tensor:

@@ -108,15 +108,15 @@ def _layout(*keys: Key | None) -> tuple[list[tuple[tuple[int, ...], ...]], int, 
         if key is not None:
             itemsize, steps = key[2], [stride for _, stride in outer]
             word = gcd(word, key[3], itemsize * (gcd(width, *steps) if step == 1 else 1))
-    made, most, size = [], 0, min(word, 8)
+    blocks, most, size = [], 0, min(word, 8)
     for key, ((width, step), *outer) in zip(keys, every, strict=True):
         itemsize, words = (word, 0) if key is None else (key[2], prod(key[0]) * key[2] // word)
         inner = (width * itemsize // word, word // size) if step == 1 else (width, step)
         dims = [inner, *((n, stride * itemsize // size) for n, stride in outer)]
         sizes, steps = zip(*dims, *[(1, 0)] * (count - len(dims)), strict=True)
-        made.append((_odd(words), _odd(*sizes), _odd(*steps)))
+        blocks.append((_odd(words), _odd(*sizes), _odd(*steps)))
         most = max(most, words)
-    return made, -(-most // WORDS), (TYPES[size], max(1, word // 8), word, count, WORDS)
+    return blocks, -(-most // WORDS), (TYPES[size], max(1, word // 8), word, count, WORDS)
 
 
 def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -63,8 +63,8 @@ def reference(x_BlE: Tensor, y_BlE: Tensor | None, norm: Affine, out_BlE: Tensor
     wide = x_BlE.to(state_dtype(x_BlE.dtype))
     wide = wide if y_BlE is None else wide + y_BlE
     weight, bias = norm.weight_E.to(wide.dtype), norm.bias_E.to(wide.dtype)
-    made = F.layer_norm(wide, wide.shape[-1:], weight, bias, norm.eps).to(x_BlE.dtype)
-    return made if out_BlE is None else out_BlE.copy_(made)
+    normalised = F.layer_norm(wide, wide.shape[-1:], weight, bias, norm.eps).to(x_BlE.dtype)
+    return normalised if out_BlE is None else out_BlE.copy_(normalised)
 
 
 def tile(width: int) -> Tile:

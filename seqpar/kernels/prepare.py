@@ -65,10 +65,10 @@ def prepare_into(
     `Outboxes`, or the same part of their `split`, at every call: they keep the table that the kernel needs. Returns
     whether the kernel has also raised these flags and waited for those of the other ranks (see `ToHeads.flags`).
     """
-    given = [x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None]
-    if not given:
+    tensors = [x for x in (q_BlHD, k_BlGD, v_BlGD) if x is not None]
+    if not tensors:
         raise ValueError("got nothing to write, expected at least one of q, k and v")
-    if not _takes(*given, how=how) or not given[0].numel():
+    if not _takes(*tensors, how=how) or not tensors[0].numel():
         reference_into(q_BlHD, k_BlGD, v_BlGD, how, outboxes)
         return False
     boxes = outboxes if isinstance(outboxes, Outboxes) else Outboxes(outboxes)

@@ -39,9 +39,9 @@ class Destinations(tuple[Tensor, ...]):
 
     def __new__(cls, views: Sequence[Tensor], first: int = 0) -> Destinations:
         """Make destinations. first: the index of the view that is written first."""
-        made = super().__new__(cls, views)
-        made.first = first
-        return made
+        target = super().__new__(cls, views)
+        target.first = first
+        return target
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

@@ -44,8 +44,8 @@ def reference(
         if picture is not None:
             wide = picture.to(state_dtype(picture.dtype))
             parts.append(wide if bias is None else wide + bias.to(wide.dtype).view(-1, *[1] * (x_NC.dim() - 2)))
-    made = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    return (torch.empty_like(x_NC) if out_NC is None else out_NC).copy_(F.silu(made) if silu else made)
+    total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    return (torch.empty_like(x_NC) if out_NC is None else out_NC).copy_(F.silu(total) if silu else total)
 
 
 def launch(first: Shifted, second: Shifted | None = None, silu: bool = False, out_NC: Tensor | None = None) -> Tensor:
@@ -55,8 +55,8 @@ def launch(first: Shifted, second: Shifted | None = None, silu: bool = False, ou
     out = torch.empty_like(x_NC) if out_NC is None else out_NC
     for each in (x_NC, out, x_NC if y_NC is None else y_NC):
         if each.shape != x_NC.shape or not each.movedim(1, -1).is_contiguous():
-            told = f"{tuple(each.shape)} of strides {each.stride()}"
-            raise ValueError(f"got {told}, expected {tuple(x_NC.shape)} in channels-last memory")
+            shape = f"{tuple(each.shape)} of strides {each.stride()}"
+            raise ValueError(f"got {shape}, expected {tuple(x_NC.shape)} in channels-last memory")
     if out.numel():
         channels = x_NC.shape[1]
         width, places = triton.next_power_of_2(channels), out.numel() // channels

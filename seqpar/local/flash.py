@@ -30,11 +30,11 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
         return "takes no key masks"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"takes fp16 and bf16, not {dtype}"
-    found = _find()
-    if isinstance(found, str):
-        return found
-    if head_dim % 8 or head_dim > (128 if found[0] == 4 else 256):
-        return f"FlashAttention-{found[0]} does not take head dim {head_dim}"
+    package = _find()
+    if isinstance(package, str):
+        return package
+    if head_dim % 8 or head_dim > (128 if package[0] == 4 else 256):
+        return f"FlashAttention-{package[0]} does not take head dim {head_dim}"
     return None
 
 
@@ -50,10 +50,10 @@ def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: boo
     """Return None if a query's bits depend on that query alone (measured for generation 4), otherwise the reason."""
     if device.type != "cuda":
         return f"needs a GPU, not {device.type}"
-    found = _find()
-    if isinstance(found, str):
-        return found
-    return None if found[0] == 4 else f"FlashAttention-{found[0]} may split its work by row counts"
+    package = _find()
+    if isinstance(package, str):
+        return package
+    return None if package[0] == 4 else f"FlashAttention-{package[0]} may split its work by row counts"
 
 
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
@@ -63,10 +63,10 @@ def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | Non
     """
     if mask_BL is not None:
         raise ValueError("got a key mask, expected None: FlashAttention takes none; use local attention sdpa")
-    found = _find()
-    if isinstance(found, str):
-        raise ImportError(found)
-    function, with_lse = found[1:]
+    package = _find()
+    if isinstance(package, str):
+        raise ImportError(package)
+    function, with_lse = package[1:]
     result = function(q_BLHD, k_BLGD, v_BLGD, **{with_lse: True})
     # generation 2 returns (out, lse, probabilities), the others (out, lse)
     return result[0], result[1]

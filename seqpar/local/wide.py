@@ -101,11 +101,11 @@ def attend_in(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, tile: Tile, cut: B
     for row in range(batch):
         for head in range(heads):
             q, k, v = q_BLHD[row, :, head], k_BLGD[row, :, head // group], v_BLGD[row, :, head // group]
-            given = weights.aligned(q), weights.aligned(k), weights.aligned(v)
+            inputs = weights.aligned(q), weights.aligned(k), weights.aligned(v)
             for first in range(0, tokens, cut.queries):
                 some = slice(first, first + cut.queries)
                 into = out_BLHD[row, some, head], lse_BHL[row, head, some]
-                _attend_block((given[0][some], *given[1:]), into, tile, cut)
+                _attend_block((inputs[0][some], *inputs[1:]), into, tile, cut)
     return out_BLHD, lse_BHL
 
 

@@ -153,11 +153,11 @@ class Run:
             state.tokens.copy_(state.slice(inputs[name]))
         self._index = index
         self._load()
-        made = self.predict(torch.full_like(self._count, index))
+        predictions = self.predict(torch.full_like(self._count, index))
         for name, state in self._states.items():
             state.tokens.copy_(kept[name])
         self._index = upcoming
-        return {name: self._states[name].gather(x) for name, x in made.items()}
+        return {name: self._states[name].gather(x) for name, x in predictions.items()}
 
     def latents(self) -> Tensor:
         """Return the current latents of the state's first stream, complete on every rank."""
@@ -165,11 +165,11 @@ class Run:
 
     def all_latents(self) -> dict[str, Tensor]:
         """Return the current latents of every stream of the state, complete on every rank."""
-        found = {}
+        latents = {}
         for name, stepper in self._steppers.items():
             whole = isinstance(stepper, Replicated)
-            found[name] = stepper.latents if whole else self._states[name].gather()
-        return found
+            latents[name] = stepper.latents if whole else self._states[name].gather()
+        return latents
 
     def place(self, latents: Tensor) -> None:
         """Set these whole latents as the model's next input; ValueError if steps depend on more than their input."""

@@ -62,10 +62,10 @@ class Transport:
 
         The order of calls is shared: `abandon` of either ends what is unfinished in both, in reverse order.
         """
-        made = copy(self)
-        made.exchanges = WeakSet()
-        made._separate()
-        return made
+        part = copy(self)
+        part.exchanges = WeakSet()
+        part._separate()
+        return part
 
     def heads(self, axis: Axis, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
         """Make an exchange from sharded tokens to sharded heads, and the one back; the two must alternate."""
@@ -105,8 +105,8 @@ class Transport:
             )
         self.watch = self.watch or axis.watch
         with torch.inference_mode(False):  # buffers outlive the caller's mode
-            made = self._halo(axis, capacity, like) if axis.size > 1 else _turns.NoNeighbours()
-        return _turns.HaloInTurn(made, self, axis, capacity, like)
+            exchange = self._halo(axis, capacity, like) if axis.size > 1 else _turns.NoNeighbours()
+        return _turns.HaloInTurn(exchange, self, axis, capacity, like)
 
     def abandon(self) -> None:
         """Finish every exchange that an error left unfinished, so that it can be used again; otherwise do nothing.
@@ -130,8 +130,8 @@ class Transport:
         """Raise `TimeoutError` if it is known that this rank waited in vain; this does not wait for the device."""
         if self.watch is not None:
             self.watch.raise_if_failed()
-        if (told := self.late()) is not None:
-            raise LostRankError(told)
+        if (error := self.late()) is not None:
+            raise LostRankError(error)
 
     def late(self) -> str | None:
         """Return what is known of a wait in vain that the watch does not see, or None."""

@@ -29,7 +29,7 @@ def unasked(device_type: str) -> list[str]:
 
     A device type that no transport mentions is treated like a CPU.
     """
-    told = {name: facts(name) for name in names()}
-    known = any(device_type in one.unasked for one in told.values())
-    taken = [name for name, one in told.items() if (device_type if known else "cpu") in one.unasked]
-    return sorted(taken, key=lambda name: -told[name].preference)
+    facts_of = {name: facts(name) for name in names()}
+    known = any(device_type in one.unasked for one in facts_of.values())
+    taken = [name for name, one in facts_of.items() if (device_type if known else "cpu") in one.unasked]
+    return sorted(taken, key=lambda name: -facts_of[name].preference)

@@ -101,7 +101,7 @@ def together(axis: Axis, value: T, kind: Any) -> list[T]:
 
 def first_told(axis: Axis, reason: str | None) -> str | None:
     """Return the reason of the first rank that has one, the same on all ranks; None if no rank has one."""
-    return next((told for told in together(axis, reason, str | None) if told is not None), None)
+    return next((each for each in together(axis, reason, str | None) if each is not None), None)
 
 
 def _why_not_here(axis: Axis, device: torch.device) -> str | None:
@@ -173,13 +173,13 @@ def _alone(axis: Axis) -> dist.ProcessGroup:
 
 def _on_cpus(axis: Axis, nbytes: int, device: torch.device) -> tuple[list[Tensor], object]:
     with _shared_file(nbytes) as (name, error):
-        told = together(axis, (name, error), tuple[str, str | None])
-        if (failed := next((error for _, error in told if error is not None), None)) is not None:
+        answers = together(axis, (name, error), tuple[str, str | None])
+        if (failed := next((error for _, error in answers if error is not None), None)) is not None:
             raise ValueError(failed)
-        paths = [_path_of(name) for name, _ in told]
-        found = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
+        paths = [_path_of(name) for name, _ in answers]
+        buffers = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
         together(axis, None, None)  # all ranks have mapped all files, so that they can be closed
-    return found, None
+    return buffers, None
 
 
 @contextmanager

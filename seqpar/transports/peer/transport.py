@@ -145,13 +145,13 @@ class Transport(_contract.Transport):
 
     def _gather(self, axis: Axis, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
         """Make a gather that copies this rank's block to each other rank."""
-        made = PeerGather(axis, sizes, shape, like, *self._next(like.device))
-        return self._keep(axis, f"blocks of {sizes} x {shape}", made)
+        exchange = PeerGather(axis, sizes, shape, like, *self._next(like.device))
+        return self._keep(axis, f"blocks of {sizes} x {shape}", exchange)
 
     def _halo(self, axis: Axis, capacity: int, like: Tensor) -> Halo:
         """Make two slots for each neighbour; one kernel writes into the neighbours' slots and waits for theirs."""
-        made = PeerHalo(axis, capacity, like, *self._next(like.device))
-        return self._keep(axis, f"edges of at most {capacity} elements", made)
+        exchange = PeerHalo(axis, capacity, like, *self._next(like.device))
+        return self._keep(axis, f"edges of at most {capacity} elements", exchange)
 
     def check(self) -> None:
         """Raise `TimeoutError` if this rank waited in vain; see the base class.

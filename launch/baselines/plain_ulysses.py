@@ -1,6 +1,6 @@
 """DeepSpeed's Ulysses in plain torch: permute, all-to-all and permute for each of q, k and v, then for the output.
 
-Benches compare our exchanges with it, alone (`launch/bench.py exchange`) and inside a model (`launch/bench.py scale`).
+`launch/bench.py steps` compares our layouts with it.
 Tokens and heads must divide by the ranks. Source: DeepSpeed-Ulysses (arXiv 2309.14509).
 """
 
@@ -29,15 +29,6 @@ def to_tokens(x_BLhD: Tensor, axis: Axis) -> Tensor:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=axis.group)
     return received.permute(2, 1, 0, 3, 4).flatten(2, 3)
-
-
-def gathered(x_BlHD: Tensor, y_BlHD: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return keys and values of all tokens: pack this rank's, gather them in one collective, unpack."""
-    sent = torch.stack((x_BlHD, y_BlHD))
-    received = sent.new_empty(axis.size * sent.numel())
-    dist.all_gather_into_tensor(received, sent.flatten(), group=axis.group)
-    x, y = received.view(axis.size, *sent.shape).permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
-    return x, y
 
 
 def ulysses(attend: Callable[[Tensor, Tensor, Tensor], Tensor], axis: Axis) -> Callable[..., Tensor]:

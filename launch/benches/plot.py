@@ -18,6 +18,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 Line = dict[str, Any]
+LINKS = 478.0  # GB/s of an H200 to others in each direction: 18 links of 26.6
 INK, OURS, THEIRS = "#333333", "#2f7d4f", "#9aa5b1"
 
 
@@ -94,25 +95,34 @@ def _points(line: Line) -> list[tuple[tuple[str, int], str, int, float]]:
 
 def exchange(lines: Sequence[Line]) -> Any:
     """GB/s a rank over MB, a panel for each move and number of GPUs; times in CUDA graphs if there are any."""
-    mode = "graph" if any(line["case"]["mode"] == "graph" for line in lines) else "eager"
-    mine = [line for line in lines if line["us"] is not None and line["case"]["mode"] == mode]
-    panes = list(dict.fromkeys((line["gpus"], line["case"]["move"]) for line in mine))
+    points = [point for line in lines for point in _rates(line)]
+    mode = "graph" if any(point[0] == "graph" for point in points) else "eager"
+    panes = list(dict.fromkeys(pane for its, pane, *_ in points if its == mode))
     figure, panels = plt.subplots(1, len(panes), figsize=(4.5 * len(panes), 3.4), squeeze=False, sharey=True)
-    for panel, (gpus, move) in zip(panels[0], panes, strict=True):
-        here = [line for line in mine if (line["gpus"], line["case"]["move"]) == (gpus, move)]
-        for way in dict.fromkeys(line["case"]["way"] for line in here):
-            points = [(line["case"]["mb"], line["gb_per_s"]) for line in here if line["case"]["way"] == way]
+    for panel, pane in zip(panels[0], panes, strict=True):
+        here = [rest for its, its_pane, *rest in points if (its, its_pane) == (mode, pane)]
+        for way in dict.fromkeys(way for way, *_ in here):
+            curve = sorted({(mb, rate) for its, mb, rate in here if its == way})
             style = {"color": OURS if way.startswith("ours") else THEIRS, "marker": "o", "markersize": 4}
-            panel.plot(
-                *zip(*points, strict=True), label=way, **style, linestyle="-" if way in ("ours, peer", "bare") else "--"
-            )
-        links = here[0]["gb_per_s"] / here[0]["share_of_links"]
-        panel.axhline(links, color=INK, linewidth=1, linestyle=":")
-        panel.set(title=f"{move}, {gpus} GPUs, {mode} (dotted: links)", xlabel="MB a rank", xscale="log")
+            line = "-" if way in ("ours, peer", "bare") else "--"
+            panel.plot(*zip(*curve, strict=True), label=way, linestyle=line, **style)
+        panel.axhline(LINKS, color=INK, linewidth=1, linestyle=":")
+        panel.set(title=f"{pane[1]}, {pane[0]} GPUs, {mode} (dotted: links)", xlabel="MB a rank", xscale="log")
     panels[0, 0].set_ylabel("GB/s a rank")
     panels[0, 0].legend(frameon=False)
     figure.tight_layout()
     return figure
+
+
+def _rates(line: Line) -> list[tuple[str, tuple[int, str], str, float, float]]:
+    """Return (mode, (GPUs, move), way, MB, GB/s between ranks) of a row, and of the collective beside it."""
+    case, gpus = line["case"], line["gpus"]
+    pane = gpus, case["move"]
+    if "us" in line:  # lines of an older bench name the mode
+        return [(case["mode"], pane, case["way"], case["mb"], line["gb_per_s"])] if line["us"] else []
+    ways = {f"ours, {case['transport']}": line["ms"], "bare": line.get("reference_ms")}
+    nbytes = case["bytes"] * (gpus - 1) / gpus  # the rest stays on the rank
+    return [("graph", pane, way, case["mb"], nbytes / ms["median"] / 1e6) for way, ms in ways.items() if ms]
 
 
 PLOTS = {"steps": steps, "scale": steps, "calls": steps, "exchange": exchange, "soak": soak}

@@ -21,6 +21,7 @@ from launch.baselines.plain_ulysses import ulysses
 from launch.baselines.released import RELEASED
 from launch.baselines.transformers import device_mesh
 from launch.benches import plot, rows, steps
+from launch.benches.exchange import MOVES
 from launch.benches.works import work_of_call
 from seqpar.local import sdpa
 from seqpar.mesh import Mesh
@@ -165,11 +166,11 @@ def test_strips_are_the_picture_of_one_rank(benched: Callable[..., list[Line]]) 
         assert ways[vae, "diffusers, eager, again"]["over"] > 0
 
 
-def test_exchanges_have_a_line_for_every_way(benched: Callable[..., list[Line]], tmp_path: Path) -> None:
+def test_exchanges_are_timed_beside_bare_collectives(benched: Callable[..., list[Line]], tmp_path: Path) -> None:
     lines = benched("exchange", "--megabytes", "0.001", "--heads", "4", "--head-dim", "2", *QUICK)
-    ways = {(line["case"]["move"], line["case"]["way"]) for line in lines if line["us"]}
-    moves = ("ulysses in", "ulysses back", "kv gather")
-    assert ways == {(move, way) for move in moves for way in ("ours, collective", "ours, peer", "bare")}
+    ways = {(line["case"]["move"], line["case"]["transport"]) for line in lines if line["ms"]}
+    assert ways == {(move, way) for move in MOVES for way in ("collective", "peer")}
+    assert all(line["over"] > 0 and line["reference"] == "bare" for line in lines)
     pytest.importorskip("matplotlib")
     plot.exchange(lines).savefig(tmp_path / "exchange.png")
 

@@ -1,7 +1,8 @@
 """A denoising step of other engines: plain Large-DiT with tokens split over ranks, and attention by plain Ulysses or by
 the context parallel attention of diffusers (Ulysses, which won over its ring in every run).
 
-Only the attention core exchanges. Embedding, blocks, guidance and the update of a rank's tokens are plain torch, and
+Only the attention core exchanges; plain Ulysses permutes, exchanges and permutes each of q, k, v and the output, as
+DeepSpeed does (arXiv 2309.14509). Embedding, blocks, guidance and the update of a rank's tokens are plain torch, and
 nothing is gathered at the end of a step, although the pipelines of these engines do that. Tokens are split as diffusers
 splits them, larger parts first. If an engine cannot run a case, its row has the reason.
 """
@@ -13,16 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from launch.baselines.plain_large_dit import PlainAttention, PlainLargeDiT, attend
-from launch.baselines.plain_ulysses import ulysses
-from launch.baselines.random_weights import randomise
+from launch.baselines.released import randomise
 from launch.baselines.transformers import backend_for, engine_name, shared_copy
-from seqpar.mesh import Mesh
+from seqpar.mesh import Axis, Mesh
 from seqpar.models.large_dit import Config
 from seqpar.protocols import Core
 from seqpar.shard import Shard
@@ -80,6 +81,32 @@ def _diffusers(mesh: Mesh, ranks: DeviceMesh, name: str) -> OtherEngine:
         return dispatch_attention_fn(q, k, v, backend=backend, parallel_config=parallel)  # pyright: ignore[reportArgumentType]
 
     return OtherEngine(name, core, True)
+
+
+def to_heads(x_BlHD: Tensor, axis: Axis) -> Tensor:
+    """Return all tokens with this rank's heads (B, L, h, D) from this rank's tokens with all heads; contiguous."""
+    sent = x_BlHD.unflatten(2, (axis.size, -1)).permute(2, 1, 0, 3, 4).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=axis.group)
+    return received.flatten(0, 1).transpose(0, 1).contiguous()
+
+
+def to_tokens(x_BLhD: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's tokens with all heads (B, l, H, D) from all tokens with this rank's heads; contiguous."""
+    sent = x_BLhD.unflatten(1, (axis.size, -1)).permute(1, 2, 0, 3, 4).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=axis.group)
+    return received.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+
+def ulysses(attend: Attention3, axis: Axis) -> Attention3:
+    """Return attention of this rank's tokens to all tokens, by four all-to-alls and the permutes around them."""
+
+    def core(q_BlHD: Tensor, k_BlHD: Tensor, v_BlHD: Tensor) -> Tensor:
+        q, k, v = (to_heads(x, axis) for x in (q_BlHD, k_BlHD, v_BlHD))
+        return to_tokens(attend(q, k, v), axis)
+
+    return core
 
 
 def with_core(plain: PlainLargeDiT, core: Attention3, compiled: bool) -> PlainLargeDiT:

@@ -15,7 +15,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from launch.baselines.random_weights import randomise
+from launch.baselines.released import randomise
 
 SPECIAL = ("<pad>", "<unk>", "<eos>")
 CLIP: Mapping[str, Any] = {

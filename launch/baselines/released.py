@@ -15,11 +15,20 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from launch.baselines.random_weights import randomise
-
 Inputs = Callable[..., dict[str, Any]]
+INIT_STD = 0.02
 LAYERS = ("num_layers", "num_single_layers")
 SMALL_SIZE = (2, 4, 4)
+
+
+def randomise(model: nn.Module, seed: int) -> None:
+    """Set normally distributed matrices, norm weights of one and zero biases, reproducibly on one device type."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=INIT_STD, generator=generator)
+        else:
+            nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,8 @@ def kinds(count: int) -> list[tuple[int, int, int]]:
 @torch.no_grad()
 def _called(model: Any, known: Released, kind: tuple[int, int, int]) -> Tensor:
     """Call a transformer several times and return the last result."""
-    *size, text = kind
     weight = next(model.parameters())
-    inputs = replace(known, size=tuple(size), text=text).arguments(weight.dtype, weight.device)
+    inputs = replace(known, size=kind[:2], text=kind[2]).arguments(weight.dtype, weight.device)
     return [model(**inputs, return_dict=False)[0] for _ in range(TIMES)][-1]
 
 
@@ -132,10 +131,10 @@ def _held(mesh: Mesh, strategy: str, transport: str, runs: int, dtype: torch.dty
             digests.add(digest(sampler(scheduler, noise, labels, **told)))
     dit.check_delivered()
     dit.release()
-    bits = max(mesh.collect(len(digests), int))
     about = {"part": "replays", "strategy": strategy, "ring": mesh.ring.size, "ulysses": mesh.ulysses.size}
     about |= {"transport": transport, "replays": runs * STEPS, "graph": mesh.device.type == "cuda"}
-    return about | {"bits": bits, "digest": min(digests), "seconds": time.perf_counter() - start}
+    about["bits"] = max(mesh.collect(len(digests), int))
+    return about | {"digest": min(digests), "seconds": time.perf_counter() - start}
 
 
 def _hold_up(device: torch.device, seconds: float) -> None:

@@ -16,8 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from launch import bench
-from launch.baselines.engines import other_engines, other_step, plain_model, with_core
-from launch.baselines.plain_ulysses import ulysses
+from launch.baselines.engines import other_engines, other_step, plain_model, ulysses, with_core
 from launch.baselines.released import RELEASED
 from launch.baselines.transformers import device_mesh
 from launch.benches import plot, rows, steps

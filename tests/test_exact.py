@@ -185,7 +185,7 @@ def digests(folder: Path, gpus: int, transport: str) -> list[str]:
     """Return digests of the latents of 64 tokens after 25 exact steps, for every exact strategy and cfg axis."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
     out = folder / f"{gpus}.jsonl"
-    flags = f"--model dit-xl/2 --tokens 64 --steps 1 --rounds 1 --exact --transport {transport} --out {out} --layouts"
+    flags = f"--model dit-xl/2 --tokens 64 --no-peers --rounds 1 --exact --transport {transport} --out {out} --layouts"
     command = [*start, "launch/bench.py", "steps", *flags.split(), *LAYOUTS[gpus]]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

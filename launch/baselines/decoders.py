@@ -68,20 +68,6 @@ DECODERS: Mapping[str, Decoder] = {
     "kl": Decoder("AutoencoderKL", VAE, {"block_out_channels": NARROW, "norm_num_groups": 4, "sample_size": 64}, 8, 16),
     "qwen": Decoder("AutoencoderKLQwenImage", {}, {"base_dim": 8, "dim_mult": [1, 1, 1, 1]}, 8, 16, 1),
     "wan": Decoder("AutoencoderKLWan", {}, {"base_dim": 8, "dim_mult": [1, 1, 1, 1]}, 8, 16, 4),
-    "hunyuan": Decoder("AutoencoderKLHunyuanVideo", {}, {"block_out_channels": NARROW, "norm_num_groups": 4}, 8, 16, 4),
-    "ltx": Decoder(
-        "AutoencoderKLLTXVideo",
-        {},
-        {
-            "block_out_channels": NARROW,
-            "decoder_block_out_channels": NARROW,
-            "layers_per_block": (1,) * 5,
-            "decoder_layers_per_block": (1,) * 5,
-        },
-        32,
-        128,
-        8,
-    ),
 }
 
 

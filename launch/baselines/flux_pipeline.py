@@ -15,7 +15,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from seqpar.weights.find import randomise
+from launch.baselines.released import randomise
 
 SPECIAL = ("<pad>", "<unk>", "<eos>")
 CLIP: Mapping[str, Any] = {
@@ -65,6 +65,21 @@ class Sizes:
     clip: Mapping[str, Any] = field(default_factory=lambda: CLIP)
     t5: Mapping[str, Any] = field(default_factory=lambda: T5)
     vae: Mapping[str, Any] = field(default_factory=lambda: VAE)
+
+
+SMALL = Sizes(
+    {
+        **CLIP,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 110,
+    },
+    {"d_model": 12, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 110},
+    {**VAE, "block_out_channels": (4, 4, 4, 4), "latent_channels": 4, "norm_num_groups": 2},
+)
+"""The sizes of a pipeline around `Released.small()` of FLUX.1, for a CPU."""
 
 
 def tokenizer(length: int) -> Any:

@@ -1,4 +1,4 @@
-"""diffusers' own engine around its own transformers: compiled blocks, and its context parallelism (Ulysses, ring).
+"""diffusers' own engine around its own transformers: compiled blocks, and its context parallelism by Ulysses.
 
 Every engine is a copy of the module that shares the weights, so that one does not change another.
 """
@@ -9,7 +9,6 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,35 +22,20 @@ from launch.baselines.graphs import graphed
 from seqpar.mesh import Mesh
 
 
-@dataclass(frozen=True)
-class Parallel:
-    """A way in which diffusers splits a call over ranks: sizes of its two axes. One rank has none."""
-
-    name: str
-    ring: int
-    ulysses: int
-    anything: bool = False
+def device_mesh(mesh: Mesh) -> DeviceMesh | None:
+    """Return diffusers' mesh of all ranks, None on one; make it once, because it creates communicators."""
+    world = mesh.world.size
+    return init_device_mesh(mesh.device.type, (1, world), mesh_dim_names=("ring", "ulysses")) if world > 1 else None
 
 
-def parallels(world: int, counts: tuple[int, ...], heads: int) -> list[Parallel]:
-    """Return diffusers' ways for this many ranks. counts: tokens of each stream; uneven ones need "anything" modes."""
+def engine_name(world: int, counts: tuple[int, ...]) -> str:
+    """Return the name of diffusers' engine: Ulysses, which won over its ring in every run.
+
+    counts: tokens of each stream, and heads; what does not divide by the ranks needs its "anything" mode.
+    """
     if world == 1:
-        return [Parallel("diffusers", 1, 1)]
-    uneven = any(count % world for count in counts)
-    extra = " anything" if uneven else ""
-    ulysses_extra = " anything" if uneven or heads % world else ""
-    return [
-        Parallel(f"diffusers Ulysses{ulysses_extra}", 1, world, bool(ulysses_extra)),
-        Parallel(f"diffusers ring{extra}", world, 1, uneven),
-    ]
-
-
-def device_mesh(parallel: Parallel, mesh: Mesh) -> DeviceMesh | None:
-    """Return diffusers' mesh of ranks; make it once, because it creates communicators."""
-    if mesh.world.size == 1:
-        return None
-    shape = (parallel.ring, parallel.ulysses)
-    return init_device_mesh(mesh.device.type, shape, mesh_dim_names=("ring", "ulysses"))
+        return "diffusers"
+    return "diffusers Ulysses" + (" anything" if any(count % world for count in counts) else "")
 
 
 def shared_copy(module: nn.Module) -> Any:
@@ -105,23 +89,16 @@ def classes_kept() -> Iterator[None]:
                 setattr(kind, name, kept[name])
 
 
-def engine(
-    module: nn.Module, parallel: Parallel, ranks: DeviceMesh | None, device: torch.device, dtype: torch.dtype
-) -> Any:
-    """Return the module with the attention of `backend_for`, split over the ranks."""
+def engine(module: nn.Module, name: str, ranks: DeviceMesh | None, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return the module with the attention of `backend_for`, split over the ranks; name: of `engine_name`."""
     twin = shared_copy(module)
     with backends_kept():
         twin.set_attention_backend(backend_for(device, dtype))
     if ranks is not None:
         if device.type != "cuda":
             raise ValueError("got a CPU, expected GPUs: diffusers' context parallelism counts accelerators")
-        ulysses = parallel.anything and parallel.ring == 1
         config = ContextParallelConfig(
-            ring_degree=parallel.ring,
-            ulysses_degree=parallel.ulysses,
-            mesh=ranks,
-            ulysses_anything=ulysses,
-            ring_anything=parallel.anything and not ulysses,
+            ulysses_degree=ranks.size(), mesh=ranks, ulysses_anything=name.endswith("anything")
         )
         twin.enable_parallelism(config=config)
     return twin

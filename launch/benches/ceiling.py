@@ -1,4 +1,4 @@
-"""Lower bounds of a step's time: one rank's cuBLAS matrix products and attention alone, and the roofline."""
+"""The lower bound of a step's time: one rank's cuBLAS matrix products and attention alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from seqpar.planner.facts import Blocks, Call, Place, Work
 from seqpar.planner.plan import load_local
 from seqpar.protocols import Core
 from seqpar.shard import Shard
-
-MATRIX_FLOPS, MEMORY_BYTES = 790e12, 4.3e12  # FLOP/s and bytes/s, measured on an H200
 
 
 @dataclass(frozen=True)
@@ -61,30 +59,26 @@ class Alone:
     calls: list[tuple[Tensor, Tensor, Tensor]]
 
 
-def ceiling(
-    work: Work, mine: Share, local: str, dtype: torch.dtype, device: torch.device, modulation: bool = False
-) -> Callable[[], object]:
+def ceiling(work: Work, mine: Share, local: str, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     """Return a step of only the blocks' cuBLAS matrix products and attention, with a rank's shapes and random data.
 
-    The blocks cycle through more copies of the weights than the L2 cache holds. With `modulation` the products that
-    make the modulation are computed, too: one row for each batch row, so they read all of its weights.
+    The blocks cycle through more copies of the weights than the L2 cache holds. The products that make the modulation
+    are left out.
     """
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
-    kinds = [_alone(work, kind, mine, random, modulation) for kind in work.blocks]
-    ends = [(mine.tokens, *work.once[-1])]
-    if modulation:
-        ends = [*((1, *gemm) for gemm in work.conditioning), *ends]
-    rest = [(random(mine.batch, rows, inputs), 0.02 * random(outputs, inputs)) for rows, inputs, outputs in ends]
+    kinds = [_alone(work, kind, mine, random) for kind in work.blocks]
+    inputs, outputs = work.once[-1]
+    last, weight = random(mine.batch, mine.tokens, inputs), 0.02 * random(outputs, inputs)
     attend = load_local(local)
 
     def step() -> Tensor:
         for kind in kinds:
             for index in range(kind.count):
                 _block(kind, kind.copies[index % len(kind.copies)], attend)
-        return [F.linear(x, weight) for x, weight in rest][-1]
+        return F.linear(last, weight)
 
     return torch.inference_mode()(step)
 
@@ -100,12 +94,10 @@ def _block(kind: Alone, weights: Sequence[Tensor], attend: Core) -> None:
         F.linear(x, weight)
 
 
-def _alone(work: Work, kind: Blocks, mine: Share, random: Callable[..., Tensor], modulation: bool) -> Alone:
+def _alone(work: Work, kind: Blocks, mine: Share, random: Callable[..., Tensor]) -> Alone:
     """Return the random inputs and weights of blocks of one kind."""
     # QKV of every stream comes first, because attention needs it
-    products = sorted(kind.products(mine.tokens, mine.others), key=lambda product: product[1:] != kind.gemms[0])
-    before = [(1, *gemm) for gemm in kind.modulation] if modulation else []
-    shapes = [*before, *products]
+    shapes = sorted(kind.products(mine.tokens, mine.others), key=lambda product: product[1:] != kind.gemms[0])
     made: dict[tuple[int, int], Tensor] = {}
     for rows, inputs, _ in shapes:
         if (rows, inputs) not in made:
@@ -121,7 +113,7 @@ def _alone(work: Work, kind: Blocks, mine: Share, random: Callable[..., Tensor],
         kind.count,
         [[0.02 * random(outputs, inputs) for _, inputs, outputs in shapes] for _ in range(copies)],
         [made[rows, inputs] for rows, inputs, _ in shapes],
-        len(before) + (1 + len(mine.others) if kind.apart else 1),
+        1 + len(mine.others) if kind.apart else 1,
         calls,
     )
 
@@ -130,17 +122,3 @@ def _inputs(random: Callable[..., Tensor], batch: int, dim: int, call: Call) -> 
     """Return q, k and v of one call; k and v are views of one tensor."""
     k, v = random(batch, call.keys, 2 * call.kv_heads, dim).chunk(2, dim=2)
     return random(batch, call.queries, call.heads, dim), k, v
-
-
-def roofline(flops: float, weights: float) -> float:
-    """Return the longer time in ms of two: computing the FLOPs at the GEMM rate, and reading the weights once."""
-    return 1e3 * max(flops / MATRIX_FLOPS, weights / MEMORY_BYTES)
-
-
-def flops_and_weights(work: Work, tokens: int, rows: int = 2, others: tuple[int, ...] = ()) -> tuple[float, float]:
-    """Return (FLOPs, bytes of bf16 weights) of all blocks in a step, attention included, for `rows` batch rows."""
-    flops = sum(kind.count * work.block(kind, rows, tokens, others).flops for kind in work.blocks)
-    products = (
-        kind.count * inputs * outputs for kind in work.blocks for _, inputs, outputs in kind.products(1, others)
-    )
-    return flops, sum(products) * 2.0

@@ -1,43 +1,45 @@
-"""Time of one exchange of an attention layer: each transport, a bare collective, and the collective with its permutes.
+"""ms of one exchange of an attention layer: each of our transports beside a plain collective of as many bytes.
 
     torchrun --nproc_per_node=4 launch/bench.py exchange --out lines.jsonl
 
 The moves are: q, k and v to the ranks that own their heads (ulysses in), the output back to the ranks that own its
-tokens (ulysses back), keys and values to all ranks (kv gather), and both edges of a strip of rows to the neighbours
-(halo). MB are the MiB that a rank writes, its own part included. On GPUs each way is timed in eager mode and in a CUDA
-graph of several exchanges, as in a denoising step. The bench checks that every element arrives in its place before it
-times a way. Each round times every way once; the time of the slowest rank counts.
+tokens (ulysses back), and keys and values to all ranks (kv gather). Ours are made as a strategy makes them, by the
+kernels that write into the readers' buffers; the reference is a bare collective, which moves as many bytes in a layout
+that attention could not read. MB are the MiB that a rank writes, its own part included. On GPUs all are timed in CUDA
+graphs of several exchanges, as in a denoising step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import seqpar.transports
-from launch.benches.moves import CODED_BYTES, MOVES, Way, bare, bytes_of, ours, permuted, tokens_for
-from launch.benches.timing import append, attempt, calls_for, command, elapsed, environment, graphed, slowest
-from seqpar import mesh as meshes
-from seqpar.mesh import Mesh, default_dtype
+from launch.baselines.graphs import graphed
+from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
+from launch.benches.timing import elapsed, rand
+from seqpar.kernels.prepare import prepare_into
+from seqpar.kernels.push import push
+from seqpar.mesh import Axis, Mesh, default_dtype
 from seqpar.planner.plan import choose_transport, load_transport
-from seqpar.protocols import plugins
+from seqpar.protocols import Prepare, plugins
 from seqpar.transports._contract import Transport
 from seqpar.transports._layout import HeadLayout
 
-LINK_BYTES = 478e9  # NVLink bytes a second of an H200 in each direction: 18 links of 26.6 GB/s
+MOVES = ("ulysses in", "ulysses back", "kv gather")
 GRAPH_CALLS = 20  # exchanges in a graph, about as many as in a step, so that the launch costs each as little
-Key = tuple[str, str]  # way, mode
-Spread = dict[str, float]
+Move = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Time the exchanges of an attention layer by our transports and by plain collectives."""
+class Exchange(Flags):
+    """Time the exchanges of an attention layer by our transports beside plain collectives."""
 
     megabytes: tuple[float, ...] = (0.25, 1, 4, 16, 64, 256)
     """MiB that a rank writes, including its own part."""
@@ -47,158 +49,106 @@ class Exchange:
     """Number of query heads, and of key-value heads."""
     head_dim: int = 128
     """Width of each head."""
-    rounds: int = 5
-    """Number of rounds; each round times every way once."""
-    seconds: float = 0.1
-    """Seconds that one way runs in a round."""
-    out: Path | None = None
-    """Append JSON lines here."""
 
 
 def main(args: Exchange) -> None:
-    """Measure all moves and sizes, print a table on rank 0, append the lines."""
-    _, world = meshes.join()
-    check(args, world)
-    mesh = Mesh.from_env(device=meshes.pick_device(world))
+    """Measure all moves and sizes; rank 0 prints and appends the lines."""
+    world = Mesh.joined()
+    check(args, world.world.size)
+    mesh = Mesh.from_env(cfg=1, device=world.device)
     for move in MOVES:
         for size in args.megabytes:
-            lines = measure(args, mesh, move, size)
-            if mesh.is_main:
-                for line in lines:
-                    print(row(line), flush=True)
-                append(lines, args.out)
+            layout, about = _layout(args, mesh, move, size)
+            with torch.no_grad():
+                measure("exchange", about, rows(mesh, move, layout), mesh, args)
 
 
 def check(args: Exchange, world: int) -> None:
     """Raise `ValueError` for flags that cannot be measured."""
     if world < 2:
         raise ValueError("got 1 process, expected at least 2; start with torchrun --nproc_per_node=2")
-    if min(args.batch, args.heads, args.head_dim, args.rounds) < 1 or not args.seconds > 0:
-        raise ValueError(
-            f"got --batch {args.batch} --heads {args.heads} --head-dim {args.head_dim} --rounds {args.rounds} "
-            f"--seconds {args.seconds:g}, expected at least 1 of each, and more than 0 seconds"
-        )
-    if not args.megabytes or min(args.megabytes) <= 0:
-        raise ValueError(f"got --megabytes {args.megabytes}, expected sizes over 0")
+    args.check()
+    if min(args.batch, args.heads, args.head_dim) < 1 or not args.megabytes or min(args.megabytes) <= 0:
+        told = f"--batch {args.batch} --heads {args.heads} --head-dim {args.head_dim} --megabytes {args.megabytes}"
+        raise ValueError(f"got {told}, expected at least 1 of each, and sizes over 0")
 
 
-@torch.no_grad()
-def measure(args: Exchange, mesh: Mesh, move: str, megabytes: float) -> list[dict[str, Any]]:
-    """Return one JSON line for each way and mode; the line of a way that is not possible has the reason."""
-    dtype = default_dtype(mesh.device)
-    ranks, width = mesh.world.size, args.heads * args.head_dim
-    tokens = tokens_for(move, megabytes, ranks, args.batch, width, dtype.itemsize)
+def _layout(args: Exchange, mesh: Mesh, move: str, megabytes: float) -> tuple[HeadLayout, Line]:
+    """Return the tokens of each rank for which it writes so many MiB, and what lines say of them."""
+    dtype, ranks = default_dtype(mesh.device), mesh.world.size
+    parts = {"ulysses in": 3, "ulysses back": 1, "kv gather": 2 * ranks}[move]  # tensors of a rank's tokens
+    row_bytes = parts * args.batch * args.heads * args.head_dim * dtype.itemsize
+    tokens = max(1, round(megabytes * 2**20 / row_bytes))
     layout = HeadLayout(args.batch, (tokens,) * ranks, args.heads, args.heads, args.head_dim, dtype, mesh.device)
-    with ExitStack() as transports:
-        ways, refused = all_ways(mesh, move, layout, transports)
-        works, unfit = all_works(ways, mesh)
-        times = timed_in_turn(works, args, mesh)
-    unfit |= {(name, mode): why for name, why in refused.items() for mode in modes(mesh)}
-    case = {"move": move, "mb": megabytes, "tokens": tokens, "batch": args.batch, "heads": args.heads}
-    case |= {"head_dim": args.head_dim, "dtype": str(dtype).removeprefix("torch."), "backend": backend(mesh)}
-    made = {"bench": "exchange", "gpus": ranks, "bytes": bytes_of(move, layout)}
-    end = {"command": command(), "env": environment(mesh.device)}
-    return [
-        made | {"case": case | {"way": way, "mode": mode}} | shown(made["bytes"], ranks, found) | end
-        for (way, mode), found in (times | unfit).items()
-    ]
+    about = {"move": move, "mb": megabytes, "bytes": tokens * row_bytes, "tokens": tokens, "batch": args.batch}
+    return layout, about | {"heads": args.heads, "head_dim": args.head_dim, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def shown(nbytes: int, ranks: int, found: Spread | str) -> dict[str, Any]:
-    """Return us, GB/s between ranks and the share of the links, or the reason why there is no time."""
-    if isinstance(found, str):
-        return {"us": None, "refused": found}
-    us = {name: 1e3 * ms for name, ms in found.items()}
-    rate = nbytes * (ranks - 1) / ranks / (us["median"] * 1e-6)
-    return {"us": us, "gb_per_s": rate / 1e9, "share_of_links": rate / LINK_BYTES}
+def rows(mesh: Mesh, move: str, layout: HeadLayout) -> Iterator[Row]:
+    """Yield a row for each transport."""
+    reference = Reference("bare", partial(_bare, mesh, move, layout))
+    for name in plugins(seqpar.transports):
+        yield Row("ours", f"{move}, {name}", partial(_ours, mesh, move, layout, name), reference, {"transport": name})
 
 
-def all_ways(mesh: Mesh, move: str, layout: HeadLayout, transports: ExitStack) -> tuple[dict[str, Way], dict[str, str]]:
-    """Return the checked ways (each transport, then the two plain collectives), and the reason for each missing one."""
-
-    def by(name: str) -> Way:
-        choose_transport(name, mesh)
-        transport: Transport = load_transport(name)
-        transports.callback(transport.release)
-        transports.callback(transport.check)  # runs before the release
-        return ours(move, transport, mesh.sequence, layout)
-
-    builders: dict[str, Callable[[], Way]] = {
-        f"ours, {name}": lambda name=name: by(name) for name in plugins(seqpar.transports)
-    }
-    builders["bare"] = lambda: bare(move, mesh.sequence, layout)
-    builders["with permutes"] = lambda: permuted(move, mesh.sequence, layout)
-    ways, refused = {}, {}
-    for name, build in builders.items():
-        way, why = attempt(build, mesh, ValueError)
-        if way is None:
-            refused[name] = str(why)
-        else:
-            check_arrivals(name, way, mesh)
-            ways[name] = way
-    return ways, refused
+@contextmanager
+def _ours(mesh: Mesh, move: str, layout: HeadLayout, name: str) -> Iterator[Timed]:
+    choose_transport(name, mesh)
+    transport: Transport = load_transport(name)
+    try:
+        yield _timed(ours(move, transport, mesh.sequence, layout), mesh)
+        transport.check()
+    finally:
+        mesh.collect(None, None)  # no rank may free memory that another rank still writes
+        transport.release()
 
 
-def check_arrivals(name: str, way: Way, mesh: Mesh) -> None:
-    """Raise `RuntimeError` if an element does not arrive in its place; leaves a payload to time in the inputs."""
-    for byte in reversed(range(CODED_BYTES)):
-        way.fill(byte)
-        together(mesh)  # one move alone has no return: only this stops a fast rank from overwriting
-        wrong = [rank for rank, fine in enumerate(mesh.collect(way.arrived(byte), bool)) if not fine]
-        if wrong:
-            raise RuntimeError(f"{name}: ranks {wrong} did not get what was sent to them")
+@contextmanager
+def _bare(mesh: Mesh, move: str, layout: HeadLayout) -> Iterator[Timed]:
+    yield _timed(bare(move, mesh.sequence, layout), mesh)
 
 
-def together(mesh: Mesh) -> None:
-    """Wait for this rank's device, then for all ranks."""
-    if mesh.device.type == "cuda":
-        torch.cuda.synchronize()
-    mesh.collect(None, None)
+def _timed(move: Move, mesh: Mesh) -> Timed:
+    """Return the row of a move; every rank must make the same number of calls."""
+    if mesh.device.type != "cuda":
+        return Timed.of(move, mesh.device)
+    replay = graphed(move, GRAPH_CALLS)
+    return Timed(lambda calls: elapsed(replay, -(-calls // GRAPH_CALLS), mesh.device) / GRAPH_CALLS)
 
 
-def all_works(ways: Mapping[str, Way], mesh: Mesh) -> tuple[dict[Key, Callable[[], object]], dict[Key, str]]:
-    """Return the calls to time (on GPUs also as CUDA graphs), and the reason for each graph that cannot be captured."""
-    works: dict[Key, Callable[[], object]] = {(name, "eager"): way.run for name, way in ways.items()}
-    refused: dict[Key, str] = {}
-    for name, way in ways.items() if "graph" in modes(mesh) else ():
-        replay, why = attempt(lambda way=way: graphed(way.run, GRAPH_CALLS), mesh, RuntimeError)
-        if replay is None:
-            refused[name, "graph"] = f"no graph: {why}"
-        else:
-            works[name, "graph"] = replay
-    return works, refused
+# Moves ------------------------------------------------------------------------------------------------------------
 
 
-def timed_in_turn(works: Mapping[Key, Callable[[], object]], args: Exchange, mesh: Mesh) -> dict[Key, Spread]:
-    """Return ms of one exchange of each way: median, least and most over rounds of the slowest rank."""
-    calls = {key: calls_for(args.seconds, work, mesh) for key, work in works.items()}
-    times: dict[Key, list[float]] = {key: [] for key in works}
-    for _ in range(args.rounds):
-        for key, work in works.items():
-            share = GRAPH_CALLS if key[1] == "graph" else 1
-            times[key].append(elapsed(work, calls[key], mesh.device) / share)
-    together(mesh)  # no rank may free memory that another rank still writes
-    return slowest(times, mesh)
+def ours(move: str, transport: Transport, axis: Axis, layout: HeadLayout) -> Move:
+    """Return our move as a strategy makes it: the prepare (or push) kernel writes into the readers' buffers."""
+    mine, all_heads = layout.tokens[axis.rank], layout.q_slice(axis.rank)
+    if move == "ulysses back":
+        _, back = transport._heads(axis, layout)  # no turn check: this direction is used alone
+        heads = len(range(layout.heads)[all_heads])
+        (out,) = _inputs(layout, 1, sum(layout.tokens), heads)
+        return lambda: back.deliver(push(out, back.outboxes(), back.flags))
+    into = transport._heads(axis, layout)[0] if move == "ulysses in" else transport.key_values(axis, layout)
+    q, k, v = _inputs(layout, 3, mine, layout.heads)
+    return lambda: into.deliver(prepare_into(q, k, v, Prepare(), into.outboxes(), into.flags))
 
 
-def modes(mesh: Mesh) -> tuple[str, ...]:
-    """Return how exchanges are launched: eager, and on GPUs also in a CUDA graph."""
-    return ("eager", "graph") if mesh.device.type == "cuda" else ("eager",)
+def bare(move: str, axis: Axis, layout: HeadLayout) -> Move:
+    """Return one collective that moves as many bytes."""
+    rows = layout.batch * layout.tokens[axis.rank] * layout.heads * layout.head_dim
+    sent = _random(layout, {"ulysses in": 3 * rows, "ulysses back": rows, "kv gather": 2 * rows}[move])
+    if move == "kv gather":
+        received = sent.new_empty(axis.size * sent.numel())
+        return lambda: dist.all_gather_into_tensor(received, sent, group=axis.group)
+    sent = sent[: sent.numel() // axis.size * axis.size]
+    received = torch.empty_like(sent)
+    return lambda: dist.all_to_all_single(received, sent, group=axis.group)
 
 
-def backend(mesh: Mesh) -> str:
-    """Return the name of the collectives' backend."""
-    return "NCCL" if mesh.device.type == "cuda" else "gloo"
+def _random(layout: HeadLayout, *shape: int) -> Tensor:
+    return rand(*shape, dtype=layout.dtype, device=str(layout.device))
 
 
-def row(line: dict[str, Any]) -> str:
-    """Format one line of the table."""
-    case = line["case"]
-    start = f"{case['move']:<12} {case['mb']:>7g} MB  {line['gpus']} x  {case['way']:<16} {case['mode']:<5}"
-    if line["us"] is None:
-        return f"{start}  {line['refused']}"
-    us = line["us"]
-    return (
-        f"{start} {us['median']:9.1f} us ({us['min']:.1f} - {us['max']:.1f})  {line['gb_per_s']:6.1f} GB/s, "
-        f"{100 * line['share_of_links']:.0f} % of the links"
-    )
+def _inputs(layout: HeadLayout, count: int, tokens: int, heads: int) -> list[Tensor]:
+    """Return tensors (B, tokens, heads, D) that are slices of one fused projection."""
+    fused = _random(layout, layout.batch, tokens, count * heads, layout.head_dim)
+    return list(fused.split(heads, dim=2))

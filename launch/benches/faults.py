@@ -24,7 +24,6 @@ import tyro
 
 from launch.benches.fault_cases import CASES, NOTHING, Case, Deadlines, for_a_while, wrong
 from launch.benches.fault_job import Job, Outcome, Started, by_command, by_torchrun, carried_out
-from launch.benches.start import CACHES
 from launch.benches.timing import append, command, environment
 from seqpar.transports import _folder
 
@@ -32,6 +31,16 @@ WORDS = ("--model", "builtin", "--classes", "cat", "--steps", "6", "--mesh", "ul
 STARTERS: dict[str, Callable[[Job], Started]] = {"seqpar": by_command, "torchrun": by_torchrun}
 ENOUGH_S = 100.0  # besides all deadlines: to start, and to end
 FREE_MB = 64  # memory of a GPU may differ by this much after all jobs
+# caches of compiled kernels: of Triton, inductor, the driver, FlashAttention-4 and its packages
+CACHES = (
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+    "CUTE_DSL_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+    "QUACK_CACHE_DIR",
+    "TVM_FFI_CACHE_DIR",
+)
 COLUMNS = ("fault", "starter", "transport", "code", "seconds", "verdict", "message")
 # torchrun ends with 1, and with a report of its own; what one of all lines says:
 UNDER_TORCHRUN = {
@@ -120,8 +129,7 @@ def main(args: Faults) -> None:
 
 def cached(folder: Path) -> tuple[tuple[str, str], ...]:
     """Return the environment of jobs that share caches of compiled kernels; these are no temporary files of a job."""
-    names = [name for name in CACHES if name != "TMPDIR"]
-    return tuple((name, os.environ.get(name, str(folder / name.lower()))) for name in names)
+    return tuple((name, os.environ.get(name, str(folder / name.lower()))) for name in CACHES)
 
 
 def planned(args: Faults) -> list[tuple[Case, str, str]]:

@@ -20,7 +20,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from launch.benches.timing import graphed, over, timed
+from launch.baselines.graphs import graphed
+from launch.benches.timing import over, timed
 from seqpar.kernels.push import push
 from seqpar.mesh import Mesh, default_dtype
 from seqpar.planner import rates

@@ -1,7 +1,4 @@
-"""Rows of `launch/benches/calls.py` for diffusers' own engine around its own modules.
-
-Compiled modules are kept from the eager row to the graph's, because compiling takes a minute.
-"""
+"""Rows of `launch/benches/calls.py` for diffusers' own engine around its own modules, and for cache-dit."""
 
 from __future__ import annotations
 
@@ -10,12 +7,8 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-
+from launch.baselines.graphs import graphed
 from launch.baselines.transformers import (
-    Parallel,
     backend_for,
     backends_kept,
     cached,
@@ -23,10 +16,10 @@ from launch.baselines.transformers import (
     compile_blocks,
     device_mesh,
     engine,
-    parallels,
+    engine_name,
 )
-from launch.benches.calls import Case, Row, Timed
-from launch.benches.timing import graphed
+from launch.benches.calls import Case, Keeps
+from launch.benches.rows import Row, Timed
 
 LAUNCHES = ("eager", "graph", "compiled blocks", "compiled blocks + graph")
 
@@ -34,24 +27,26 @@ LAUNCHES = ("eager", "graph", "compiled blocks", "compiled blocks + graph")
 def peers(case: Case) -> Iterator[Row]:
     """Yield diffusers' own engine: eager and with compiled blocks, each also in a CUDA graph.
 
-    On an even number of ranks the fastest also computes both branches of true guidance, one call after the other.
+    On several GPUs the fastest also computes both branches of true guidance, one call after the other.
     """
-    model, on_gpu = case.model, case.mesh.device.type == "cuda"
-    about = {"attention": backend_for(case.mesh.device, case.dtype)}
-    for parallel in parallels(case.mesh.world.size, (model.tokens, *model.others), model.work.heads):
-        made = cache(partial(_engine, case, parallel, cache(partial(device_mesh, parallel, case.mesh))))
-        for launch in LAUNCHES:
-            if on_gpu or launch in ("eager", "compiled blocks"):
-                ready = partial(_peer, case, made, launch)
-                name = f"{parallel.name}, {launch}"
-                yield Row("peer", name, "ulysses", ready, about | {"engine": parallel.name, "launch": launch})
-        if model.native and case.mesh.world.size % 2 == 0 and parallel.ulysses > 1:
-            launch = LAUNCHES[-1] if on_gpu else "compiled blocks"
-            name, both = (
-                f"{parallel.name}, both branches, {launch}",
-                {"engine": parallel.name, "launch": launch, "cfg": 1},
-            )
-            yield Row("peer", name, "ulysses", partial(_peer, case, made, launch, 2), about | both, branches=2)
+    model, mesh, on_gpu = case.model, case.mesh, case.mesh.device.type == "cuda"
+    name = engine_name(mesh.world.size, (model.tokens, *model.others, case.work.heads))
+    about = {"attention": backend_for(mesh.device, case.dtype), "engine": name}
+    ranks, reference = cache(partial(device_mesh, mesh)), case.ceiling("ulysses")
+
+    @cache  # compiling takes a minute: the row in a graph uses the module of the row without
+    def made(compiled: bool) -> Any:
+        twin = engine(case.theirs, name, ranks(), mesh.device, case.dtype)
+        if compiled:
+            compile_blocks(twin)
+        return twin
+
+    for launch in LAUNCHES if on_gpu else LAUNCHES[:1]:
+        ready = partial(_peer, case, made, launch)
+        yield Row("peer", f"{name}, {launch}", ready, reference, about | {"launch": launch})
+    if on_gpu and mesh.world.size % 2 == 0:
+        ready = partial(_peer, case, made, LAUNCHES[-1], 2)
+        yield Row("peer", f"{name}, both branches, {LAUNCHES[-1]}", ready, reference, about | {"cfg": 1}, times=2)
 
 
 def cache_dit(case: Case) -> Iterator[Row]:
@@ -60,9 +55,9 @@ def cache_dit(case: Case) -> Iterator[Row]:
     It may come anywhere among the rows: what cache-dit replaces in diffusers is restored when its row ends.
     """
     if case.mesh.device.type == "cuda" and case.mesh.world.size > 1:
-        launch = LAUNCHES[-1]
-        about = {"engine": "cache-dit Ulysses", "launch": launch}
-        yield Row("peer", f"cache-dit Ulysses, {launch}", "ulysses", partial(with_cache_dit, case, launch), about)
+        about = {"engine": "cache-dit Ulysses", "launch": LAUNCHES[-1]}
+        name = f"cache-dit Ulysses, {LAUNCHES[-1]}"
+        yield Row("peer", name, partial(with_cache_dit, case, LAUNCHES[-1]), case.ceiling("ulysses"), about)
 
 
 @contextmanager
@@ -72,23 +67,16 @@ def with_cache_dit(case: Case, launch: str) -> Iterator[Timed]:
     with (
         classes_kept(),
         backends_kept(),
-        _peer(case, lambda _: cached(case.theirs, case.mesh.world.size), launch) as it,
+        _peer(case, lambda _: cached(case.theirs, case.mesh.world.size), launch) as ready,
     ):
-        yield it
-
-
-def _engine(case: Case, parallel: Parallel, ranks: Callable[[], DeviceMesh | None], compiled: bool) -> Any:
-    """Return diffusers' module with its engine."""
-    twin = engine(case.theirs, parallel, ranks(), case.mesh.device, case.dtype)
-    if compiled:
-        compile_blocks(twin)
-    return twin
+        yield ready
 
 
 @contextmanager
-def _peer(case: Case, made: Callable[[bool], Any], launch: str, branches: int = 1) -> Iterator[Timed]:
-    module, keeps = made("compiled" in launch), Keeps(case, launch)
-    step = keeps(partial(module, **case.arguments, return_dict=False))
+def _peer(case: Case, twins: Callable[[bool], Any], launch: str, branches: int = 1) -> Iterator[Timed]:
+    """Call another engine's module; branches: how often in a step."""
+    module, keeps = twins("compiled" in launch), Keeps(case)
+    step = keeps(lambda: module(**case.arguments, return_dict=False)[0])
     step()  # compile before the graph's warm-up: compiling tunes and loads on a stream of its own
     call = graphed(step) if "graph" in launch else step
 
@@ -96,28 +84,4 @@ def _peer(case: Case, made: Callable[[bool], Any], launch: str, branches: int = 
         for _ in range(branches):
             call()
 
-    yield Timed(every, facts=keeps.facts)
-
-
-class Keeps:
-    """Keeps the last result of a call, to compare it with diffusers' on one rank when all is timed."""
-
-    def __init__(self, case: Case, launch: str) -> None:
-        self._case, self._launch = case, launch
-        self.out: Tensor | None = None
-
-    def __call__(self, work: Callable[[], Any]) -> Callable[[], object]:
-        """Return the work without gradients; its first result is kept."""
-
-        @torch.no_grad()
-        def step() -> None:
-            self.out = work()[0]
-
-        return step
-
-    def facts(self) -> dict[str, Any]:
-        """Return the largest relative error of any rank's result."""
-        assert self.out is not None
-        truth = self._case.truth
-        error = float((self.out.double() - truth.double()).norm() / truth.double().norm())
-        return {"error": max(self._case.mesh.collect(error, float))}
+    yield Timed.of(every, case.mesh.device, keeps.facts)

@@ -1,106 +1,218 @@
-"""Seconds from a prompt to a PNG with FLUX.1, by part: our own loop, the adapter, and diffusers' pipeline.
+"""Seconds from a prompt to a PNG with FLUX.1, by part: `parallelize` beside diffusers' own engine.
 
-    for n in 1 2; do torchrun --nproc_per_node=$n launch/bench.py pipeline --model flux.1-dev --out lines.jsonl; done
+    torchrun --nproc_per_node=2 launch/bench.py pipeline --out lines.jsonl
 
-Every row (`launch/benches/pictures.py`) makes a first picture (compilation, captures), and then pictures in turn with
-the other rows (A B C A B C). The slowest rank counts, for each part and for the whole picture; each line names what
-wrote its PNG.
+All parts have their released sizes and random weights (`launch/baselines/flux_pipeline.py`), so that no checkpoint is
+needed; on a machine without GPUs they are tiny. Encoders and decoder stay on the GPU in all rows. Our rows write the
+PNG as our command does, diffusers' as its users do, by `image.save`. The reference is diffusers' fastest row.
 """
 
 from __future__ import annotations
 
+import io
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import IO, Any
 
+import torch
 from torch import Tensor
 
-from launch.benches.calls import REFUSALS
-from launch.benches.pictures import Case, Picture, Pipeline, Row, adapters, own, theirs
-from launch.benches.released import RELEASED
-from launch.benches.timing import append, attempt, command, environment, slowest
-from seqpar import mesh as meshes
-from seqpar.mesh import Mesh
+import seqpar
+from launch.baselines.flux_pipeline import SMALL, Sizes, pipeline
+from launch.baselines.released import RELEASED, Released
+from launch.baselines.transformers import Graphed, compile_blocks, device_mesh, engine, engine_name, shared_copy
+from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
+from seqpar.mesh import Mesh, default_dtype
+from seqpar.pipelines._pictures import write_png
 
-PARTS = ("encode", "steps", "decode", "png")
-Line = dict[str, Any]
+GUIDANCE = 3.5
+LAUNCHES = ("compiled blocks + graph", "compiled blocks", "eager")
+Writer = Callable[[Any, IO[bytes]], object]
+
+
+@dataclass(frozen=True)
+class Pipeline(Flags):
+    """Time whole pictures, from a prompt to a PNG."""
+
+    steps: int = 28
+    """Number of denoising steps."""
+    size: int = 1024
+    """Height and width of the picture in pixels."""
+    strategy: str = "auto"
+    """Strategy of our rows."""
+    transport: str = "auto"
+    """Transport of our rows."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all rows share. released: the transformer; sizes: the other parts."""
+
+    args: Pipeline
+    released: Released
+    mesh: Mesh
+    dtype: torch.dtype
+    sizes: Sizes
+
+    @cached_property
+    def pipe(self) -> Any:
+        """Return diffusers' pipeline; rows share its encoders and decoder."""
+        return pipeline(self.released.build(self.dtype, self.mesh.device), self.dtype, self.mesh.device, self.sizes)
+
+    @cached_property
+    def ranks(self) -> Any:
+        """Return diffusers' mesh of all ranks."""
+        return device_mesh(self.mesh)
+
+    @property
+    def engine(self) -> str:
+        """Return the name of diffusers' engine."""
+        counts = (self.released.tokens, *self.released.others, self.released.config["num_attention_heads"])
+        return engine_name(self.mesh.world.size, counts)
+
+    @cached_property
+    def first(self) -> list[Tensor]:
+        """Return the latents of the first row that made a picture, with which others are compared."""
+        return []
+
+    def around(self, transformer: Any) -> Any:
+        """Return diffusers' pipeline with the same parts around another transformer; `parallelize` changes decoders."""
+        others = {"transformer": transformer, "vae": shared_copy(self.pipe.vae)}
+        made = type(self.pipe)(**{**self.pipe.components, **others})
+        made.set_progress_bar_config(disable=True)
+        return made
 
 
 def main(args: Pipeline) -> None:
-    """Measure all rows and print a table on rank 0."""
-    if args.model != "flux.1-dev":
-        raise ValueError(f"got --model {args.model}, expected flux.1-dev: no other pipeline is made here yet")
-    _, world = meshes.join()
-    device = meshes.pick_device(world)
-    side = args.size // 16
-    released = RELEASED[args.model].sized(side * side, None)
-    case = Case(args, released, Mesh.from_env(cfg=1, device=device), meshes.default_dtype(device))
-    rows = [*own(case), *adapters(case), *theirs(case)]
-    measure(case, [row for row in rows if any(word in row.name for word in args.only or ("",))])
+    """Measure all rows; rank 0 prints and appends the lines."""
+    args.check()
+    device = Mesh.joined().device
+    known, on_gpu = RELEASED["flux.1-dev"], device.type == "cuda"
+    tokens = (args.size // 16) ** 2
+    released = known.sized(tokens, None) if on_gpu else known.small().sized(tokens, None)
+    case = Case(
+        args, released, Mesh.from_env(cfg=1, device=device), default_dtype(device), Sizes() if on_gpu else SMALL
+    )
+    about = {"model": released.name, "steps": args.steps, "size": args.size, "strategy": args.strategy}
+    measure("pipeline", about, [*ours(case), *theirs(case)], case.mesh, args)
 
 
-def measure(case: Case, rows: Sequence[Row]) -> list[Line]:
-    """Make first pictures of all rows, then rounds of pictures; append and print a line for each row."""
-    mesh, until = case.mesh, time.monotonic() + 60 * case.args.minutes
-    makers: dict[str, Picture] = {}
-    lines: dict[str, Line] = {row.name: {"refused": "left out: --minutes are over"} for row in rows}
-    times: dict[str, list[dict[str, float]]] = {row.name: [] for row in rows}
-    latents: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        for row in rows:
-            if mesh.share(time.monotonic() > until, bool):
-                break
-            begun = time.perf_counter()
-            maker, why = attempt(lambda row=row: _first(stack, row), mesh, *REFUSALS)
-            if maker is None:
-                lines[row.name] = {"refused": why}
-            else:
-                makers[row.name], lines[row.name] = maker, {"first_s": time.perf_counter() - begun}
-            if mesh.is_main:
-                print(f"{row.name}: {why or f'first picture after {time.perf_counter() - begun:.1f} s'}", flush=True)
-        for index in range(case.args.rounds):
-            for name, maker in makers.items():
-                if not mesh.share(time.monotonic() > until, bool):
-                    ms, latents[name] = maker(f"{index} houses by the sea")
-                    times[name].append(ms)
-    made = [_line(case, row, lines[row.name], times[row.name], latents) for row in rows]
-    if mesh.is_main:
-        append(made, case.args.out)
-        print("\n".join(map(shown, made)), flush=True)
-    return made
+def ours(case: Case) -> Iterator[Row]:
+    """Yield diffusers' pipeline after `parallelize`, with our model and with diffusers' modules inside."""
+    for native in (True, False):
+        name = f"parallelize, {'native' if native else 'generic'}"
+        yield Row("ours", name, partial(_ours, case, native), _reference(case), {"png": "seqpar"})
 
 
-def _first(stack: ExitStack, row: Row) -> Picture:
-    """Set a row up, and make its first picture."""
-    maker = stack.enter_context(row.ready())
-    maker("a first picture")
-    return maker
+@contextmanager
+def _ours(case: Case, native: bool) -> Iterator[Timed]:
+    # weights of its own, because ours join those of diffusers in place, and other rows' graphs read them
+    pipe, args = case.around(deepcopy(case.pipe.transformer)), case.args
+    mesh = None if args.strategy == "auto" else case.mesh  # a mesh's axes would restrict the planner's choice
+    seqpar.parallelize(pipe, mesh, strategy=args.strategy, transport=args.transport, native=native)
+    try:
+        yield _timed(case, pipe, write_png)
+    finally:
+        seqpar.release(pipe)
 
 
-def _line(case: Case, row: Row, made: Line, times: Sequence[dict[str, float]], latents: dict[str, Tensor]) -> Line:
-    """Return the JSON line of a row: ms of the whole picture, and of each part."""
-    args, mesh = case.args, case.mesh
-    about = {"model": args.model, "steps": args.steps, "size": args.size, "kind": row.kind, "way": row.name}
-    about |= {"strategy": args.strategy, "png": row.writer}
-    line: Line = {"bench": "pipeline", "case": about, "gpus": mesh.world.size, "ms": None, **made}
-    if times:
-        parts = {part: [ms[part] for ms in times] for part in PARTS} | {"all": [sum(ms.values()) for ms in times]}
-        found = slowest(parts, mesh)
-        line |= {"ms": found.pop("all"), "parts_ms": found, "ms_a_step": found["steps"]["median"] / args.steps}
-        line.pop("refused", None)
-    first = next((x for name, x in latents.items() if name.startswith("diffusers")), None)
-    if first is not None and row.name in latents:
-        line["difference"] = float((latents[row.name].double() - first.double()).norm() / first.double().norm())
-    return line | {"command": command(), "env": environment(mesh.device)}
+def theirs(case: Case) -> Iterator[Row]:
+    """Yield diffusers' pipeline with its own engine; on CPUs eager alone."""
+    for launch in LAUNCHES if case.mesh.device.type == "cuda" else LAUNCHES[-1:]:
+        name = f"{case.engine}, {launch}"
+        yield Row("peer", name, partial(_theirs, case, launch), _reference(case), {"png": "image.save"})
 
 
-def shown(line: Line) -> str:
-    """Return one line of the table."""
-    name, ms = line["case"]["way"], line["ms"]
-    if ms is None:
-        return f"{name:<48} {line.get('refused', 'left out: --minutes are over')}"
-    parts = ", ".join(f"{part} {1e-3 * each['median']:.3f}" for part, each in line["parts_ms"].items())
-    told = f"{name:<48} {1e-3 * ms['median']:7.3f} s ({1e-3 * ms['min']:.3f} - {1e-3 * ms['max']:.3f}): {parts}"
-    told += f" by {line['case']['png']}; {line['ms_a_step']:.1f} ms a step; first picture after {line['first_s']:.1f} s"
-    return told + (f"; latents differ by {line['difference']:.1e}" if "difference" in line else "")
+def _reference(case: Case) -> Reference | None:
+    """Return diffusers' fastest row; on several CPUs it has none, because its context parallelism needs GPUs."""
+    on_gpu = case.mesh.device.type == "cuda"
+    if not on_gpu and case.mesh.world.size > 1:
+        return None
+    launch = LAUNCHES[0] if on_gpu else LAUNCHES[-1]
+    return Reference(f"{case.engine}, {launch}", partial(_theirs, case, launch))
+
+
+@contextmanager
+def _theirs(case: Case, launch: str) -> Iterator[Timed]:
+    twin = engine(case.pipe.transformer, case.engine, case.ranks, case.mesh.device, case.dtype)
+    if "compiled" in launch:
+        compile_blocks(twin)
+    if "graph" in launch:
+        twin.forward = Graphed(twin.forward)
+    yield _timed(case, case.around(twin), lambda image, file: image.save(file, format="PNG"))
+
+
+def _timed(case: Case, pipe: Any, write: Writer) -> Timed:
+    """Return a row that makes pictures; its line has the median ms of each part, and how far its latents are."""
+    every: list[dict[str, float]] = []
+    latents: list[Tensor] = []
+
+    def ms(calls: int) -> float:
+        whole = 0.0
+        for _ in range(calls):
+            parts, made = picture(case, pipe, write, f"{len(every)} houses by the sea")
+            every.append(parts)
+            latents[len(latents) :] = [made] if not latents else []
+            whole += sum(parts.values())
+        return whole / calls
+
+    def facts() -> Line:
+        timed = every[2:]  # those of the rounds
+        case.first[len(case.first) :] = latents if not case.first else []
+        parts = {part: sorted(each[part] for each in timed)[len(timed) // 2] for part in timed[0]}
+        away = float((latents[0].double() - case.first[0].double()).norm() / case.first[0].double().norm())
+        return {"parts_ms": parts, "ms_a_step": parts["steps"] / case.args.steps, "difference": away}
+
+    return Timed(ms, facts)
+
+
+class Clock:
+    """Takes the time of parts on this rank; every part ends when all ranks have ended it."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self.ms = mesh, {}
+        self._before = self._now()
+
+    def _now(self) -> float:
+        if self._mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._mesh.collect(None, None)
+        return time.perf_counter()
+
+    def ends(self, part: str) -> None:
+        """Note the ms since the last part ended."""
+        now = self._now()
+        self.ms[part] = 1e3 * (now - self._before)
+        self._before = now
+
+
+@torch.no_grad()
+def picture(case: Case, pipe: Any, write: Writer, prompt: str) -> tuple[dict[str, float], Tensor]:
+    """Make a picture with diffusers' pipeline; return ms by part, and its latents (1, C, h, w)."""
+    args, device, clock = case.args, case.mesh.device, Clock(case.mesh)
+    text, pooled, _ = pipe.encode_prompt(prompt, None, device=device, max_sequence_length=case.released.text)
+    clock.ends("encode")
+    packed = pipe(
+        prompt_embeds=text,
+        pooled_prompt_embeds=pooled,
+        height=args.size,
+        width=args.size,
+        num_inference_steps=args.steps,
+        guidance_scale=GUIDANCE,
+        generator=torch.Generator().manual_seed(0),
+        output_type="latent",
+    ).images
+    clock.ends("steps")
+    latents = pipe._unpack_latents(packed, args.size, args.size, pipe.vae_scale_factor)
+    config = pipe.vae.config
+    decoded = pipe.vae.decode(latents / config.scaling_factor + config.shift_factor, return_dict=False)[0]
+    (image,) = pipe.image_processor.postprocess(decoded, output_type="pil")
+    clock.ends("decode")
+    if case.mesh.is_main:
+        write(image, io.BytesIO())
+    clock.ends("png")
+    return clock.ms, latents

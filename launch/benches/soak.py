@@ -22,9 +22,7 @@ from typing import Any
 
 import torch
 
-from launch.benches.called import WAYS, calls
-from launch.benches.held import replays
-from launch.benches.resident import memory
+from launch.benches.soak_parts import WAYS, calls, memory, replays
 from launch.benches.timing import append, command, environment
 from seqpar.mesh import Mesh, default_dtype
 from seqpar.pipelines.class_labels import Files, Pipeline
@@ -60,12 +58,6 @@ class Soak:
     """Denoising steps of a picture."""
     seconds: float = 600
     """After this time only the last picture of a part is made."""
-    cfg: int = 1
-    """Ranks of the cfg axis for the pictures; with 2, all of them are guided."""
-    strategy: str = "auto"
-    """Strategy of the pictures."""
-    transport: str = "auto"
-    """Transport of the pictures."""
     out: Path | None = None
     """Append JSON lines here."""
 
@@ -99,13 +91,10 @@ def main(args: Soak) -> None:
 def measured(args: Soak, device: torch.device) -> Iterator[Line]:
     """Yield the lines of all parts; `replays` uses the built-in model."""
     files, dtype = Files.locate(args.model), default_dtype(device)
-    parts = {
-        "mixed": mixed(files, args.pictures, args.scale, args.cfg > 1),
-        "sizes": sized(files, args.sizes, args.scale),
-    }
+    parts = {"mixed": mixed(files, args.pictures, args.scale), "sizes": sized(files, args.sizes, args.scale)}
     if args.pictures or args.sizes:
-        mesh = Mesh.from_env(cfg=args.cfg, device=device)
-        with Pipeline.load(files, mesh, dtype, args.strategy, "auto", args.transport) as pipeline:
+        mesh = Mesh.from_env(cfg=1, device=device)
+        with Pipeline.load(files, mesh, dtype) as pipeline:
             for name, kinds in parts.items():
                 yield from soaked(name, pipeline, kinds, args.steps, time.monotonic() + args.seconds)
             pipeline.dit.release()
@@ -116,14 +105,14 @@ def measured(args: Soak, device: torch.device) -> Iterator[Line]:
 # Pictures ---------------------------------------------------------------------------------------------------------
 
 
-def mixed(files: Files, count: int, scale: int = 1, guided: bool = False) -> list[Kind]:
+def mixed(files: Files, count: int, scale: int = 1) -> list[Kind]:
     """Kinds in a random order in which each comes equally often; the first picture's kind is also the last one's."""
     drawn, own = random.Random(0), files.latent_size(None)[0] * files.factor
     sides = [scale * own * times // 2 for times in (1, 2, 3, 4)]
     every = itertools.product(
         [None, *itertools.product(sides, sides)],
         [(7,), (1, 7)],
-        [Guidance(3.0 if guided else 1.0), Guidance(4.0), Guidance(4.0, rescale=0.5)],
+        [Guidance(1.0), Guidance(4.0), Guidance(4.0, rescale=0.5)],
         ["DDIMScheduler", "DPMSolverMultistepScheduler", "EulerDiscreteScheduler", "DDPMScheduler"],
     )
     kinds = drawn.sample([Kind(*one) for one in every], KINDS)

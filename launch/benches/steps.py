@@ -1,66 +1,71 @@
-"""Time of a denoising step on every layout of the running processes, and a digest of its latents.
+"""ms a denoising step of models of classes on every layout of the running processes, beside ceilings and other engines.
 
-    torchrun --nproc_per_node=4 launch/bench.py steps --model dit-xl/2 --tokens 1024 4096 16384 --out lines.jsonl
+    torchrun --nproc_per_node=2 launch/bench.py steps --model large-dit-7b --tokens 256 4096 --out lines.jsonl
 
-One JSON line a row: {"bench": "steps", "case": {...}, "gpus": N, "ms": {"median", "min", "max"}, "digest": ...}. The
-digest is that of the latents after 25 steps from one seed: equal digests mean equal bits, also between runs with
-different numbers of processes. Each round times every layout once (A B C A B C), so that drifting clocks affect all
-layouts equally; the slowest rank counts.
+Our rows sample by our own loop, one picture with guidance; a step is timed from the end of the second one to the end of
+the last, and the digest is that of the latents after 25 steps: equal digests are equal bits, also between runs with
+different numbers of processes. Their reference is the ceiling of their layout: the matrix products and the attention of
+one rank alone. Peers of Large-DiT are plain Ulysses and diffusers' context parallelism around the published model
+(`launch/baselines/engines.py`), eager, with compiled blocks, and each in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from math import isqrt
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from torch import Tensor
 
-from launch.benches.timing import append, command, environment, spread
+from launch.baselines.engines import OtherEngine, other_engines, other_step, plain_model, with_core
+from launch.baselines.graphs import graphed
+from launch.baselines.plain_large_dit import PlainLargeDiT
+from launch.baselines.transformers import device_mesh
+from launch.benches.ceiling import ceiling, share
+from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
 from seqpar import exact
-from seqpar import mesh as meshes
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh, default_dtype
-from seqpar.pipelines.class_labels import DDIM_DEFAULT
+from seqpar.models import large_dit
+from seqpar.pipelines.class_labels import DDIM_DEFAULT, Files
 from seqpar.planner.costs import strategies
+from seqpar.planner.plan import choose_local, load_local, work_of
 from seqpar.protocols import SequenceModel
 from seqpar.sampling.guidance import Guidance
-from seqpar.sampling.loop import digest, draw_noise, sample
-from seqpar.weights.find import locate
+from seqpar.sampling.loop import Sampler, digest, draw_noise
 
 GUIDANCE = Guidance(4.0)
 DIGEST_STEPS = 25
+MOST_STEPS = 200  # of a run
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Time a denoising step on every layout of the running processes."""
+class Steps(Flags):
+    """Time a denoising step on every layout of the running processes, beside its ceiling and other engines."""
 
-    model: str = "dit-xl/2"
-    """A preset (random weights) or a checkpoint."""
-    tokens: tuple[int, ...] = (1024, 4096, 16384)
+    model: str = "large-dit-7b"
+    """A preset (random weights), "builtin" or a checkpoint of a model of classes."""
+    tokens: tuple[int, ...] = (256, 4096)
     """Square token counts."""
-    steps: int = 10
-    """Number of timed steps in a round."""
-    rounds: int = 3
-    """Number of rounds; medians are over rounds."""
     layouts: tuple[str, ...] = ()
     """Layouts to time, as strategy:cfg:ring (ulysses:2:1); all that fit if none are given."""
+    peers: bool = True
+    """Also time other engines, if it is a Large-DiT."""
+    compiled: bool = True
+    """Also time other engines with compiled blocks (minutes of compilation)."""
     local: str = "auto"
-    """Implementation of attention on one device."""
+    """Local attention of our layouts, of ceilings and of plain Ulysses."""
     transport: str = "auto"
     """Transport of the exchanges between ranks."""
     graph: bool = True
-    """Replay the step as a CUDA graph if that is possible."""
+    """Replay our step as a CUDA graph if that is possible."""
     exact: bool = False
     """Time the exact mode (seqpar/exact.py), in which the bits of a batch row depend on that row alone."""
-    out: Path | None = None
-    """Append JSON lines here."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,6 @@ class Layout:
     cfg: int
     ring: int
     ulysses: int
-    data: int = 1
 
     @property
     def name(self) -> str:
@@ -79,142 +83,165 @@ class Layout:
         return f"{self.strategy}:{self.cfg}:{self.ring}"
 
     def __str__(self) -> str:
-        pictures = f"data{self.data} " if self.data > 1 else ""
-        return f"{self.strategy} {pictures}cfg{self.cfg} ring{self.ring} ulysses{self.ulysses}"
+        return f"{self.strategy} cfg{self.cfg} ring{self.ring} ulysses{self.ulysses}"
 
 
 def main(args: Steps) -> None:
-    """Measure all cases, print a table on rank 0, append the lines."""
+    """Measure all token counts on the running processes; rank 0 prints and appends the lines."""
     if args.exact:
         exact.turn_on()
-    _, world = meshes.join()
-    check(args, world)
-    device = meshes.pick_device(world)
-    dtype = default_dtype(device)
-    model = locate(args.model).build(dtype, device)
+    world = Mesh.joined()
+    check(args, world.world.size)
+    model = Files.locate(args.model).blueprint.build(default_dtype(world.device), world.device)
     for tokens in args.tokens:
-        lines = measure(args, model, tokens, world, device)
-        if not dist.is_initialized() or meshes.join()[0] == 0:
-            report(lines, args.out)  # at once, so that an interrupted run keeps its lines
+        case = Case(args, model, Mesh.from_env(cfg=1, device=world.device), tokens)
+        rows = [*ours(case), *(peers(case) if args.peers and isinstance(model, large_dit.Model) else ())]
+        measure("steps", case.about, rows, case.mesh, args)
+        torch._dynamo.reset()
 
 
 def check(args: Steps, world: int) -> None:
     """Raise `ValueError` for flags that cannot be measured, before any weight is read."""
-    check_squares(args.tokens)
-    if args.steps < 1 or args.rounds < 1:
-        raise ValueError(f"got --steps {args.steps} --rounds {args.rounds}, expected at least 1 of each")
-    layouts(args, world)
-
-
-def check_squares(counts: Sequence[int]) -> None:
-    """Raise `ValueError` for a token count that is not a square number."""
-    for tokens in counts:
+    for tokens in args.tokens:
         side = isqrt(max(0, tokens))
         if tokens < 1 or side**2 != tokens:
             near = f"{side**2} or {(side + 1) ** 2}" if side else "1"
             raise ValueError(f"got --tokens {tokens}, expected squares: {near}")
-
-
-def measure(args: Steps, model: SequenceModel, tokens: int, world: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return one JSON line for each layout at one token count."""
-    side = isqrt(tokens) * model.config.patch_size
-    runs = {layout: Run(args, model, layout, side, device) for layout in layouts(args, world)}
-    digests = {layout: run.digest() for layout, run in runs.items()}
-    times: dict[Layout, list[float]] = {layout: [] for layout in runs}
-    for _ in range(args.rounds):
-        for layout, run in runs.items():
-            times[layout].append(run.time(args.steps))
-    return [line(args, tokens, world, layout, run.dit, times[layout], digests[layout]) for layout, run in runs.items()]
-
-
-def line(
-    args: Steps, tokens: int, world: int, layout: Layout, dit: DistributedDiT, times: list[float], bits: str
-) -> dict[str, Any]:
-    """Return the JSON line of one layout."""
-    case = {"model": args.model, "tokens": tokens, "layout": str(layout), "local": dit.local.name, "graph": args.graph}
-    case |= {"transport": dit.transport.name, "exact": args.exact}
-    case |= {"guidance": "axis" if layout.cfg == 2 else "batched", "dtype": str(dit.dtype).removeprefix("torch.")}
-    return {
-        "bench": "steps",
-        "case": case,
-        "gpus": world,
-        "ms": spread(times),
-        "digest": bits,
-        "command": command(),
-        "env": environment(dit.device),
-    }
-
-
-def layouts(args: Steps, world: int) -> list[Layout]:
-    """Return the layouts that the flags ask for (see `fitting`)."""
-    return fitting(args.layouts, world)
+    args.check()
+    fitting(args.layouts, world)
 
 
 def fitting(names: Sequence[str], world: int) -> list[Layout]:
-    """Return all layouts of this number of processes, or those named; `ValueError` for a name that does not fit."""
-    found = []
-    for cfg in (1, 2) if world % 2 == 0 else (1,):
-        rest = world // cfg
-        for ring in (ring for ring in range(1, rest + 1) if rest % ring == 0):
-            found += [Layout(name, cfg, ring, rest // ring) for name in named(ring, rest // ring)]
-    known = [layout.name for layout in found]
+    """Return all layouts of this number of processes, or those named; `ValueError` for a name that does not fit.
+
+    A single rank exchanges nothing, so only one strategy is listed for it.
+    """
+    every = [
+        Layout(strategy, cfg, ring, world // cfg // ring)
+        for cfg in ((1, 2) if world % 2 == 0 else (1,))
+        for ring in range(1, world // cfg + 1)
+        if world // cfg % ring == 0
+        for strategy, facts in strategies().items()
+        if facts.names(ring, world // cfg // ring)
+    ]
+    known = [layout.name for layout in every]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"got --layouts {' '.join(unknown)}, expected some of {', '.join(known)}")
-    return [layout for layout in found if not names or layout.name in names]
+    return [layout for layout in every if not names or layout.name in names]
 
 
-def named(ring: int, ulysses: int) -> list[str]:
-    """Return the strategies that run on this mesh; a single rank exchanges nothing, so only one is listed for it."""
-    return [name for name, facts in strategies().items() if facts.names(ring, ulysses)]
+@dataclass(frozen=True)
+class Case:
+    """A model, a number of tokens and the ranks: what all rows share. mesh: all ranks on one sequence."""
+
+    args: Steps
+    model: SequenceModel
+    mesh: Mesh
+    tokens: int
+
+    @property
+    def about(self) -> Line:
+        """Return what all lines repeat."""
+        about: Line = {"model": self.args.model, "tokens": self.tokens, "exact": self.args.exact}
+        return about | {"dtype": str(self.dtype).removeprefix("torch."), "graph": self.args.graph}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the weights."""
+        return next(self.model.parameters()).dtype
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return height and width of the latent."""
+        return (isqrt(self.tokens) * self.model.config.patch_size,) * 2
+
+    @cached_property
+    def local(self) -> str:
+        """Return the name of the local attention."""
+        head_dim = self.model.config.attention_head_dim
+        return choose_local(self.args.local, self.mesh.device, self.dtype, head_dim).name
+
+    @cached_property
+    def plain(self) -> PlainLargeDiT:
+        """Return the plain model, which other engines compute."""
+        return plain_model(self.model.config, self.dtype, self.mesh.device)
+
+    def mesh_of(self, layout: Layout) -> Mesh:
+        """Return the mesh of a layout."""
+        axes = {"cfg": layout.cfg, "ring": layout.ring, "ulysses": layout.ulysses}
+        return Mesh.from_env(**axes, device=self.mesh.device)
+
+    def ceiling(self, layout: Layout) -> Reference:
+        """Return the ceiling of a layout."""
+        return Reference(f"ceiling of {layout}", partial(_ceiling, self, layout))
 
 
-class Run:
-    """One layout that is set up and can be timed repeatedly."""
-
-    def __init__(self, args: Steps, model: SequenceModel, layout: Layout, side: int, device: torch.device) -> None:
-        self._mesh = Mesh.from_env(cfg=layout.cfg, ring=layout.ring, ulysses=layout.ulysses, device=device)
-        self.dit = DistributedDiT(model, self._mesh, layout.strategy, args.local, args.transport)
-        self._graph = args.graph
-        self._noise = draw_noise((1, model.config.in_channels, side, side), torch.Generator().manual_seed(0))
-
-    def digest(self) -> str:
-        """Return the digest of the latents after 25 steps; this run is also the warm-up."""
-        return digest(self._sample(DIGEST_STEPS))
-
-    def time(self, steps: int) -> float:
-        """Return ms a step of the slowest rank, measured from the end of the second step to the end of the last."""
-        marks: list[Any] = []
-        self._sample(steps + 2, lambda index: marks.append(mark(self._mesh.device)))
-        if self._mesh.device.type == "cuda":
-            torch.cuda.synchronize()
-            elapsed = marks[1].elapsed_time(marks[-1])
-        else:
-            elapsed = 1e3 * (marks[-1] - marks[1])
-        return max(self._mesh.collect(elapsed / steps, float))
-
-    def _sample(self, steps: int, on_step: Any = lambda index: None) -> torch.Tensor:
-        scheduler = DDIMScheduler.from_config(DDIM_DEFAULT)
-        labels = {"class_labels": torch.zeros(1, dtype=torch.int64)}
-        return sample(
-            self.dit, scheduler, self._noise, labels, steps=steps, guidance=GUIDANCE, on_step=on_step, graph=self._graph
-        )
+def ours(case: Case) -> Iterator[Row]:
+    """Yield a row for each layout."""
+    for layout in fitting(case.args.layouts, case.mesh.world.size):
+        about = {"layout": str(layout), "local": case.local, "guidance": "axis" if layout.cfg == 2 else "batched"}
+        yield Row("ours", str(layout), partial(_ours, case, layout), case.ceiling(layout), about)
 
 
-def mark(device: torch.device) -> Any:
-    """Return a point in time: an event on the GPU's stream, or the time of the host's clock."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+@contextmanager
+def _ours(case: Case, layout: Layout) -> Iterator[Timed]:
+    """Sample by our own loop."""
+    dit = DistributedDiT(case.model, case.mesh_of(layout), layout.strategy, case.args.local, case.args.transport)
+    noise = draw_noise((1, case.model.config.in_channels, *case.size), torch.Generator().manual_seed(0))
+    prompt = {"class_labels": torch.zeros(1, dtype=torch.int64)}
+    wait = torch.cuda.synchronize if dit.device.type == "cuda" else lambda: None
+    with Sampler(dit, graph=case.args.graph) as sampler:
+
+        def run(steps: int, on_step: Callable[[int], None] = lambda index: None) -> Tensor:
+            scheduler = DDIMScheduler.from_config(DDIM_DEFAULT)
+            return sampler(scheduler, noise, prompt, steps=steps, guidance=GUIDANCE, on_step=on_step)
+
+        def ms(calls: int) -> float:
+            moments, steps = list[float](), min(calls, MOST_STEPS)
+
+            def on_step(index: int) -> None:
+                if index in (1, steps + 1):
+                    wait()
+                    moments.append(time.perf_counter())
+
+            run(steps + 2, on_step)
+            return 1e3 * (moments[1] - moments[0]) / steps
+
+        bits = digest(run(DIGEST_STEPS))
+        yield Timed(ms, lambda: {"digest": bits, "transport": dit.transport.name})
+    dit.release()
 
 
-def report(lines: list[dict[str, Any]], out: Path | None) -> None:
-    """Print the table and append the JSON lines to the file."""
-    for line in lines:
-        case, ms = line["case"], line["ms"]
-        print(
-            f"{case['tokens']:>6} tokens  {line['gpus']} x  {case['layout']:<32} {case['local']:<6} "
-            f"{ms['median']:9.2f} ms  ({ms['min']:.2f} - {ms['max']:.2f})  {line['digest']}"
-        )
-    append(lines, out)
+@contextmanager
+def _ceiling(case: Case, layout: Layout) -> Iterator[Timed]:
+    """Compute one rank's matrix products and attention alone."""
+    work, device = work_of(case.model.config), case.mesh.device
+    mine = share(work, case.tokens, layout.strategy, case.mesh_of(layout))
+    step = ceiling(work, mine, case.local, case.dtype, device)
+    yield Timed.of(graphed(step) if device.type == "cuda" else step, device)
+
+
+def peers(case: Case) -> Iterator[Row]:
+    """Yield the rows of other engines, those in CUDA graphs last, because a capture may fail."""
+    heads, local = case.model.config.num_attention_heads, load_local(case.local)
+    engines = other_engines(case.mesh, device_mesh(case.mesh), case.tokens, heads, local)
+    reference = case.ceiling(next(x for x in fitting((), case.mesh.world.size) if x.cfg == x.ring == 1))
+    for graph in (False, True) if case.mesh.device.type == "cuda" else (False,):
+        for compiled in (False, True) if case.args.compiled else (False,):
+            for engine in engines:
+                if engine.compiles or not compiled:
+                    launch = " + ".join(["compiled blocks" if compiled else "eager", *(["graph"] if graph else [])])
+                    ready = partial(_peer, case, engine, compiled, graph)
+                    yield Row("peer", f"{engine.name}, {launch}", ready, reference, {"launch": launch})
+
+
+@contextmanager
+def _peer(case: Case, engine: OtherEngine, compiled: bool, graph: bool) -> Iterator[Timed]:
+    """Compute a step of a plain model with another engine's attention."""
+    if engine.refusal is not None:
+        raise ValueError(engine.refusal)
+    twin = with_core(case.plain, engine.core, compiled)
+    step = other_step(twin, case.model, case.size, case.mesh, GUIDANCE.scale)
+    step()  # compile before the graph's warm-up: compiling tunes and loads on a stream of its own
+    step = graphed(step) if graph else step
+    yield Timed.of(step, case.mesh.device)

@@ -84,8 +84,9 @@ def outcomes() -> Iterator[dict[tuple[str, str], Future[Outcome]]]:
 def test_a_fault_ends_in_time_and_leaves_nothing(
     outcomes: dict[tuple[str, str], Future[Outcome]], name: str, transport: str
 ) -> None:
-    bits = outcomes[NOTHING.name, "peer"].result().digest
-    assert bits is not None
+    clean = outcomes[NOTHING.name, "peer"].result()
+    bits = clean.digest
+    assert bits is not None, "\n".join(clean.lines)
     outcome = outcomes[name, transport].result()
     assert wrong(case_of(name), outcome, deadlines_of(case_of(name)), bits) == [], "\n".join(outcome.lines)
 

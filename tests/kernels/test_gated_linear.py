@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from launch.benches.products import TILES
 from seqpar.kernels import gated_linear as module
 from seqpar.kernels import gelu, swiglu
 from seqpar.kernels.gated_linear import (
@@ -30,6 +29,15 @@ from tests.support.meshes import random
 
 gpu = pytest.mark.gpu
 SIZES = [pytest.param(case, id="-".join(map(str, case.values()))) for case in CASES]
+# shapes of programs that differ in rows, columns, clusters and in whether two tiles take turns
+TILES = (
+    Tile(128, 192, 2),
+    Tile(128, 192, 1, 4),
+    Tile(128, 128),
+    Tile(64, 192, 1, 2),
+    Tile(128, 256, 1, 2, pingpong=False),
+    Tile(256, 192, 2, pingpong=False),
+)
 SMALL = {"batch": 2, "tokens": 37, "inner": 72, "width": 136}
 SEVEN_B = FASTER[(9, 0), 11008, 4096]
 Case = dict[str, int]

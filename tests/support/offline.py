@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from launch.benches.kernels import Case, cases
-from launch.benches.tiles import candidates
 from seqpar.kernels import (
     adaln,
     channel_norm,
@@ -53,6 +52,7 @@ from seqpar.planner.plan import load_strategy, load_transport
 from seqpar.protocols import Attend, Prepare
 from seqpar.shard import JointShard, Shard, Tokens
 from seqpar.transports import _folder
+from tests.support.kernel_cases import cases
 
 BF16 = torch.bfloat16
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -133,12 +133,11 @@ def widths(ptx: str, operation: str) -> dict[int, int]:
 
 
 def launches() -> dict[str, Callable[[], object]]:
-    """Return a launch of every kernel in every candidate tile, at the widths of the 7B and DiT-XL/2."""
+    """Return a launch of every kernel in its tile, at the widths of the 7B and DiT-XL/2."""
     made: dict[str, Callable[[], object]] = {}
     for width in (4096, 1152):
-        for case in cases(16, width, "cpu"):
-            for tile in candidates(case, width) or [None]:
-                made[f"{case.name}, {width}, {tile or 'today'}"] = launch_of(case, tile)
+        for case in cases(16, width):
+            made[f"{case.name}, {width}"] = partial(lambda case: case.module.launch(*case.data()), case)
         made[f"unaligned, {width}"] = unaligned(width)
     made |= {f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))}
     made |= {f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))}
@@ -157,10 +156,6 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {f"multistep, {p} and {q}": multistepped(p, q) for p, q in ((1, 1), (1, 2), (2, 2), (3, 3))}
     made |= {"wide, 512": wide(4096, 512), "wide, 512, uneven": wide(4001, 512)}
     return made | {"ddim": update, "ddpm": learned, "flags": lambda: flags.launch(four_ranks(), True, True)}
-
-
-def launch_of(case: Case, tile: Any) -> Callable[[], object]:
-    return lambda: case.module.launch(*case.data(), **({} if tile is None else {"tiled": tile}))
 
 
 def unaligned(width: int) -> Callable[[], object]:

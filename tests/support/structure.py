@@ -38,11 +38,7 @@ ROOMS = {
     "family": "pipelines",
 }
 # files that name members without being a list of them
-NOT_LISTS = {
-    "launch/baselines/rungs.py": "plain twins of some models: a new model needs none",
-    "launch/benches/split.py": "words in the names of GPU kernels",
-    "launch/benches/ways.py": "the word for a competitor, and the transport of one rank",
-}
+NOT_LISTS = {}
 
 
 @dataclass(frozen=True)

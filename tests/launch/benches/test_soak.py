@@ -12,6 +12,7 @@ from launch.benches import soak
 from launch.benches.soak import Soak
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.bench
 Line = dict[str, Any]
 SETTINGS = Soak(pictures=2, sizes=2, calls=2, replays=25, steps=1)
 

@@ -1,7 +1,7 @@
-"""Transformers that people run, as they were released: their configs, their operations, and inputs of one call.
+"""Transformers that people run, as they were released: their configs and the inputs of one call, with random weights.
 
-Weights are random. `launch/bench.py scale --model NAME` times a call of one of them, with one batch row: one picture or
-video, one guidance branch.
+A call has one batch row: one picture or video, one guidance branch. Only torch and diffusers are used, so that a bench
+can build the same model beside any version of the project.
 """
 
 from __future__ import annotations
@@ -13,38 +13,42 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import Tensor, nn
 
-from launch.benches.works import cogvideo_work, qwen_work, sd3_work, wan_work
-from seqpar.models import flux
-from seqpar.planner.facts import Work
-from seqpar.protocols import SequenceModel
-from seqpar.weights.find import locate, randomise
-
 Inputs = Callable[..., dict[str, Any]]
+INIT_STD = 0.02
 LAYERS = ("num_layers", "num_single_layers")
+SMALL_SIZE = (2, 4, 4)
+
+
+def randomise(model: nn.Module, seed: int) -> None:
+    """Set normally distributed matrices, norm weights of one and zero biases, reproducibly on one device type."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=INIT_STD, generator=generator)
+        else:
+            nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
 
 @dataclass(frozen=True)
 class Released:
     """A transformer as it was released.
 
-    theirs: the name of its class in diffusers. config: the arguments of that class. work: its operations. size: the
-    tokens of the state as (frames,) rows and columns. text: the number of text tokens. joined: whether attention joins
-    text and state; otherwise text is cross-attended. native: the preset or config of our own model, if there is one.
-    inputs: makes the arguments of a call of diffusers' transformer.
+    theirs: the name of its class in diffusers. config: the arguments of that class. size: the tokens of the state as
+    (frames,) rows and columns. text: the number of text tokens. inputs: makes the arguments of a call of diffusers'
+    transformer. narrow: what makes the config tiny, for a CPU. joined: whether attention joins text and state;
+    otherwise text is cross-attended.
     """
 
     name: str
     theirs: str
     config: Mapping[str, Any]
-    work: Work
     size: tuple[int, ...]
     text: int
     inputs: Inputs
+    narrow: Mapping[str, Any]
     joined: bool = True
-    native: Callable[[torch.dtype, torch.device], SequenceModel] | None = None
 
     @property
     def tokens(self) -> int:
@@ -65,6 +69,10 @@ class Released:
             raise ValueError(f"got {tokens} tokens for {self.name}, expected none: it makes a video of one size")
         size = self.size if tokens is None else squarest(tokens)
         return replace(self, size=size, text=self.text if text is None else text)
+
+    def small(self) -> Released:
+        """Return the model with few blocks and heads and a small state, which runs on a CPU."""
+        return replace(self, config={**self.config, **self.narrow}, size=SMALL_SIZE[-len(self.size) :], text=8)
 
     def build(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """Return diffusers' own transformer with random weights, made on the device."""
@@ -145,33 +153,6 @@ def wan_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]
     }
 
 
-def sd3_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return latents, text, pooled text and timestep as `StableDiffusion3Pipeline` passes them."""
-    sides = (side * model.config["patch_size"] for side in model.size)
-    image = random(1, model.config["in_channels"], *sides)
-    return {
-        "hidden_states": image,
-        "encoder_hidden_states": random(1, model.text, model.config["joint_attention_dim"]),
-        "pooled_projections": random(1, model.config["pooled_projection_dim"]),
-        "timestep": torch.full((1,), 500.0, device=image.device),
-    }
-
-
-def cogvideo_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return latents of a video, text, timestep and rotary rows as `CogVideoXPipeline` passes them."""
-    (frames, *sides), config = model.size, model.config
-    rows, columns = (side * config["patch_size"] for side in sides)
-    video = random(1, frames, config["in_channels"], rows, columns)
-    crops, dim = ((0, 0), tuple(sides)), config["attention_head_dim"]
-    rotary = get_3d_rotary_pos_embed(dim, crops, tuple(sides), frames, device=video.device)
-    return {
-        "hidden_states": video,
-        "encoder_hidden_states": random(1, model.text, config["text_embed_dim"]),
-        "timestep": torch.full((1,), 500, device=video.device),
-        "image_rotary_emb": rotary,
-    }
-
-
 # Models -----------------------------------------------------------------------------------------------------------
 
 JOINT: Mapping[str, Any] = {"num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": (16, 56, 56)}
@@ -207,38 +188,8 @@ WAN: Mapping[str, Any] = {
     "qk_norm": "rms_norm_across_heads",
 }
 
-
-SD3: Mapping[str, Any] = {
-    "sample_size": 128,
-    "patch_size": 2,
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_layers": 38,
-    "attention_head_dim": 64,
-    "num_attention_heads": 38,
-    "joint_attention_dim": 4096,
-    "caption_projection_dim": 2432,
-    "pooled_projection_dim": 2048,
-    "pos_embed_max_size": 192,
-    "qk_norm": "rms_norm",
-}
-COGVIDEO: Mapping[str, Any] = {
-    "num_attention_heads": 48,
-    "attention_head_dim": 64,
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_layers": 42,
-    "text_embed_dim": 4096,
-    "time_embed_dim": 512,
-    "patch_size": 2,
-    "use_rotary_positional_embeddings": True,
-}
-
-
-def preset(name: str) -> Callable[[torch.dtype, torch.device], SequenceModel]:
-    """Return a function that builds our own model of this preset."""
-    return lambda dtype, device: locate(name).build(dtype, device)
-
+FEW: Mapping[str, Any] = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
+NARROW: Mapping[str, Any] = {**FEW, "axes_dims_rope": (4, 6, 6), "joint_attention_dim": 12, "in_channels": 16}
 
 RELEASED: Mapping[str, Released] = {
     model.name: model
@@ -247,23 +198,29 @@ RELEASED: Mapping[str, Released] = {
             "flux.1-dev",
             "FluxTransformer2DModel",
             FLUX,
-            flux.work(flux.PRESETS["flux.1-dev"]),
             squarest(4096),
             512,
             flux_inputs,
-            native=preset("flux.1-dev"),
+            {**NARROW, "num_single_layers": 2, "pooled_projection_dim": 8},
         ),
-        Released("qwen-image", "QwenImageTransformer2DModel", QWEN, qwen_work(QWEN), squarest(4096), 128, qwen_inputs),
-        Released("sd3.5-large", "SD3Transformer2DModel", SD3, sd3_work(SD3), squarest(4096), 333, sd3_inputs),
         Released(
-            "cogvideox-5b",
-            "CogVideoXTransformer3DModel",
-            COGVIDEO,
-            cogvideo_work(COGVIDEO),
-            (13, 30, 45),
-            226,
-            cogvideo_inputs,
+            "qwen-image",
+            "QwenImageTransformer2DModel",
+            QWEN,
+            squarest(4096),
+            128,
+            qwen_inputs,
+            {**NARROW, "out_channels": 4},
         ),
-        Released("wan2.1-14b", "WanTransformer3DModel", WAN, wan_work(WAN), (21, 30, 52), 512, wan_inputs, False),
+        Released(
+            "wan2.1-14b",
+            "WanTransformer3DModel",
+            WAN,
+            (21, 30, 52),
+            512,
+            wan_inputs,
+            {**FEW, "text_dim": 8, "freq_dim": 16, "ffn_dim": 40},
+            joined=False,
+        ),
     )
 }

@@ -1,0 +1,75 @@
+"""Benches that start processes of their own: two versions in alternating rounds, and jobs with faults in them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import seqpar
+from launch.benches import compare, faults
+from launch.benches.compare import ROOT, Compare
+from launch.benches.compare_job import WORKS, Setting
+from launch.benches.faults import Faults
+from tests.faults.forked import forked
+from tests.support.pool import Pool, server
+
+pytestmark = pytest.mark.bench
+
+
+def test_two_versions_are_timed_in_turn_and_their_bits_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    other = tmp_path / "other"
+    other.symlink_to(ROOT)
+    out = tmp_path / "lines.jsonl"
+    works = ("call:flux.1-dev",)
+    compare.main(Compare(trees=(other,), works=works, gpus=1, small=True, rounds=2, calls=2, out=out))
+    (line,) = [json.loads(text) for text in out.read_text().splitlines()]
+    assert {name: len(ms) for name, ms in line["ms"].items()} == {"other": 2, "this": 2}
+    assert all(ms > 0 for each in line["ms"].values() for ms in each)
+    assert len(line["digests"]) == 1
+    assert "same bits" in capsys.readouterr().out
+
+
+def timers(rank: int, world: int, device: torch.device) -> dict[str, tuple[float, str]]:
+    """Return the ms and the bits of every work with tiny models."""
+    setting = Setting(seqpar, device, world, small=True)
+    words = {"call": ("qwen-image", "cfg"), "step": ("dit-s/8", "4", "strategy=ring", "ring=2"), "unidiffuser": ()}
+    words |= {"decode": ("64",), "picture": ("64", "2")}
+    assert words.keys() == WORKS.keys()
+    made = {name: WORKS[name](setting, *words[name]) for name in WORKS}
+    return {name: (timer.ms(1), timer.bits()) for name, timer in made.items()}
+
+
+def test_every_work_is_timed_and_has_one_set_of_bits_on_both_ranks(ranks: Pool) -> None:
+    if ranks.device == "cuda":
+        pytest.skip("tiny models are for CPUs")
+    first, second = ranks.run(2, timers)
+    assert {name: bits for name, (_, bits) in first.items()} == {name: bits for name, (_, bits) in second.items()}
+    assert all(ms > 0 for ms, _ in first.values())
+
+
+def test_a_job_with_a_fault_is_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server()
+    monkeypatch.setitem(faults.STARTERS, "seqpar", forked)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    out = tmp_path / "lines.jsonl"
+    faults.main(Faults(only=("raises",), transports=("peer",), starters=("seqpar",), out=out))
+    clean, raised, jobs = (json.loads(text) for text in out.read_text().splitlines())
+    assert clean["latents"] is not None
+    assert raised["code"] == 1
+    assert "planted bug" in raised["message"]
+    assert clean["wrong"] == raised["wrong"] == []
+    assert jobs["jobs"] == 2
+    table: Any = capsys.readouterr().out
+    assert table.count("| right |") == 4  # each row is shown at once, and in the table
+    assert os.environ["WORLD_SIZE"] == "1"

@@ -1,0 +1,197 @@
+"""Each bench of a table runs once on two ranks of a CPU, with tiny models; its rows compute what they say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from launch import bench
+from launch.baselines.engines import other_engines, other_step, plain_model, ulysses, with_core
+from launch.baselines.released import RELEASED
+from launch.baselines.transformers import device_mesh
+from launch.benches import plot, rows, steps
+from launch.benches.exchange import MOVES
+from launch.benches.works import work_of_call
+from seqpar.local import sdpa
+from seqpar.mesh import Mesh
+from seqpar.models import large_dit
+from tests.support.meshes import mesh as make_mesh
+from tests.support.meshes import random
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.bench
+QUICK = ("--rounds", "2", "--seconds", "0.001")
+CPU = torch.device("cpu")
+TINY = large_dit.Config(64, 2, 4, 4, 48, num_classes=10, sample_size=8)
+Line = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def cpus() -> Iterator[Pool]:
+    """Return ranks on the CPU, also on a machine with GPUs, where benches use models of their real sizes."""
+    pool = Pool("cpu")
+    yield pool
+    pool.close()
+
+
+def run(rank: int, world: int, device: torch.device, words: tuple[str, ...]) -> None:
+    """Run `launch/bench.py WORDS` on this rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["bench.py", *words])
+        bench.run(rank)
+
+
+@pytest.fixture
+def benched(cpus: Pool, tmp_path: Path) -> Callable[..., list[Line]]:
+    """Return a function that runs a bench on two ranks and returns its lines."""
+
+    def lines_of(*words: str) -> list[Line]:
+        out = tmp_path / "lines.jsonl"
+        cpus.run(2, run, (*words, "--out", str(out)))
+        lines = [json.loads(text) for text in out.read_text().splitlines()]
+        assert all(line["command"].startswith(f"launch/bench.py {words[0]}") for line in lines)
+        assert all(line["ms"]["min"] <= line["ms"]["median"] <= line["ms"]["max"] for line in lines if line.get("ms"))
+        return lines
+
+    return lines_of
+
+
+def test_a_step_of_our_loop_is_timed(benched: Callable[..., list[Line]]) -> None:
+    words = ("--model", "builtin", "--tokens", "16", "--layouts", "ulysses:1:1", "ulysses:2:1", *QUICK)
+    lines = benched("steps", *words)
+    assert [line["case"]["layout"] for line in lines] == ["ulysses cfg1 ring1 ulysses2", "ulysses cfg2 ring1 ulysses1"]
+    assert all(line["over"] > 0 and line["reference"].startswith("ceiling of") for line in lines)
+
+
+def peers(rank: int, world: int, device: torch.device) -> list[Line]:
+    """Measure our layouts and other engines of a small Large-DiT."""
+    model = large_dit.Model(TINY).requires_grad_(False)
+    args = steps.Steps(compiled=False, rounds=1, seconds=0.001)
+    case = steps.Case(args, model, Mesh.from_env(cfg=1, device=device), 16)
+    return rows.measure("steps", case.about, [*steps.ours(case), *steps.peers(case)], case.mesh, args)
+
+
+def test_other_engines_are_timed_beside_ours(cpus: Pool, tmp_path: Path) -> None:
+    """Strategies that only move data have one set of bits; the plot shows ours, peers and ceilings."""
+    lines, _ = cpus.run(2, peers)
+    timed = {line["case"]["way"] for line in lines if line["ms"]}
+    assert timed >= {"ulysses cfg1 ring1 ulysses2", "plain Ulysses, eager", "diffusers Ulysses, eager"}
+    ours = {line["case"]["way"]: line["digest"] for line in lines if "digest" in line}
+    assert len({bits for way, bits in ours.items() if way.startswith(("ulysses cfg1", "kv_gather cfg1"))}) == 1
+    pytest.importorskip("matplotlib")
+    plot.steps(lines).savefig(tmp_path / "steps.png")
+
+
+def compared(rank: int, world: int, device: torch.device) -> dict[str, float]:
+    """Return each engine's largest error on this rank's tokens, relative to the plain model on one rank."""
+    torch.manual_seed(0)
+    mesh, model, plain = make_mesh(device, cfg=1), large_dit.Model(TINY).double(), plain_model(TINY, torch.float64, CPU)
+    whole = other_step(plain, model, (8, 8), Mesh.single(CPU), 4.0)()
+    mine = slice(16 * rank // world, 16 * (rank + 1) // world)
+    errors = {}
+    for engine in other_engines(mesh, device_mesh(mesh), 16, 4, sdpa.attend):
+        out = other_step(with_core(plain, engine.core, False), model, (8, 8), mesh, 4.0)()
+        errors[engine.name] = float((out - whole[:, mine]).abs().max() / whole.abs().max())
+    wrong = with_core(plain, lambda q, k, v: sdpa.attend(q, k.flip(1), v)[0], False)
+    errors["wrong"] = float((other_step(wrong, model, (8, 8), Mesh.single(CPU), 4.0)() - whole).abs().max())
+    return errors
+
+
+def test_other_engines_compute_the_plain_model(cpus: Pool) -> None:
+    for errors in cpus.run(2, compared):
+        assert errors.pop("wrong") > 1e-9  # a negative control
+        assert list(errors) == ["plain Ulysses", "diffusers Ulysses"]
+        assert max(errors.values()) < 1e-6
+
+
+def attended(rank: int, world: int, device: torch.device) -> float:
+    """Return the largest error of plain Ulysses on this rank's tokens."""
+    axis = make_mesh(device, cfg=1).sequence
+    q, k, v = (random((2, 4 * world, 2 * world, 8), seed, device) for seed in range(3))
+    mine, core = slice(4 * rank, 4 * rank + 4), ulysses(lambda *qkv: sdpa.attend(*qkv)[0], axis)
+    return float((core(*(x[:, mine] for x in (q, k, v))) - sdpa.attend(q, k, v)[0][:, mine]).abs().max())
+
+
+def test_plain_ulysses_is_attention_over_all_tokens(cpus: Pool) -> None:
+    assert max(cpus.run(3, attended)) < 1e-12
+
+
+@pytest.mark.parametrize("model", RELEASED)
+def test_calls_compute_what_diffusers_computes(benched: Callable[..., list[Line]], model: str) -> None:
+    lines = benched("calls", "--model", model, "--strategy", "ulysses", *QUICK)
+    ours = [line for line in lines if line["case"]["kind"] == "ours"]
+    assert len(ours) == (3 if model == "flux.1-dev" else 2)
+    assert all(line["error"] < 1e-4 and line["over"] > 0 for line in ours)
+    assert all("expected GPUs" in line["refused"] for line in lines if line not in ours)
+
+
+@pytest.mark.parametrize("model", RELEASED)
+def test_a_call_has_the_flops_that_torch_counts(model: str) -> None:
+    """The modulation and the text's embedding are in a call; `Work` counts them apart from a step."""
+    known = RELEASED[model].small()
+    work, theirs, given = work_of_call(known), known.build(torch.float32, CPU), known.arguments(torch.float32, CPU)
+    # the counter knows matrix products, but not the CPU's fused attention
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        theirs(**given, return_dict=False)
+    rest = sum(2 * inputs * outputs for inputs, outputs in work.modulation())
+    rest += sum(2 * known.text * inputs * outputs for inputs, outputs in work.text)
+    assert counter.get_total_flops() == work.step(1, known.tokens, known.others).flops + rest
+
+
+def test_a_picture_is_timed_by_part(benched: Callable[..., list[Line]]) -> None:
+    lines = benched("pipeline", "--steps", "2", "--size", "64", "--rounds", "2")
+    ours = [line for line in lines if line["ms"]]
+    assert [line["case"]["way"] for line in ours] == ["parallelize, native", "parallelize, generic"]
+    for line in ours:
+        assert set(line["parts_ms"]) == {"encode", "steps", "decode", "png"}
+        assert line["difference"] < 1e-4
+
+
+def test_strips_are_the_picture_of_one_rank(benched: Callable[..., list[Line]]) -> None:
+    lines = benched("decode", "--vae", "kl", "wan", "--size", "64", "--frames", "5", *QUICK)
+    ways = {(line["case"]["vae"], line["case"]["way"]): line for line in lines}
+    for vae in ("kl", "wan"):
+        assert ways[vae, "ours, 2 ranks"]["difference"] < 1e-5
+        assert ways[vae, "diffusers, eager, again"]["over"] > 0
+
+
+def test_exchanges_are_timed_beside_bare_collectives(benched: Callable[..., list[Line]], tmp_path: Path) -> None:
+    lines = benched("exchange", "--megabytes", "0.001", "--heads", "4", "--head-dim", "2", *QUICK)
+    ways = {(line["case"]["move"], line["case"]["transport"]) for line in lines if line["ms"]}
+    assert ways == {(move, way) for move in MOVES for way in ("collective", "peer")}
+    assert all(line["over"] > 0 and line["reference"] == "bare" for line in lines)
+    pytest.importorskip("matplotlib")
+    plot.exchange(lines).savefig(tmp_path / "exchange.png")
+
+
+def refused(rank: int, world: int, device: torch.device) -> list[Line]:
+    """Measure a row that cannot be set up on one rank, one that is late, and one that no word asks for."""
+
+    def fail() -> Tensor:
+        raise RuntimeError("no room\nhere") if rank else ValueError("got no room")
+
+    mesh, named = Mesh.joined(), [rows.Row("ours", name, fail) for name in ("one", "two")]  # pyright: ignore
+    flags = rows.Flags(only=("two",), rounds=1)
+    return [
+        *rows.measure("none", {}, named, mesh, flags),
+        *rows.measure("none", {}, named, mesh, replace(flags, minutes=-1.0)),
+    ]
+
+
+def test_a_row_that_is_not_possible_has_the_reason_on_all_ranks(cpus: Pool) -> None:
+    for lines in cpus.run(2, refused):
+        assert [(line["case"]["way"], line["refused"]) for line in lines] == [
+            ("two", "got no room"),
+            ("two", rows.LATE),
+        ]
+        assert all(line["refused"] in rows.shown(line) for line in lines)

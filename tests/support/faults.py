@@ -2,7 +2,7 @@
 
     python -m tests.support.faults                  # every fault, some minutes
     python -m tests.support.faults --only ring      # only faults whose name contains this word
-    python -m tests.support.faults --some 3 --seed COMMIT    # three of them, chosen by a commit's hash, as the gate does
+    python -m tests.support.faults --some 3 --seed HASH    # three of them, chosen by a hash, as the gate does
 
 First every test named here must pass on a copy without a fault. Then each fault is applied to a fresh copy, its test
 runs alone, and must fail. The command prints a table and exits with 1 if a fault survives. A text to replace must be

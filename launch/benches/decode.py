@@ -31,7 +31,7 @@ from launch.baselines.decoders import DECODERS
 from launch.baselines.graphs import graphed
 from launch.benches.decode_table import EAGER, TILING, shown
 from launch.benches.decode_times import GIB, free, memory, once, times, trace, worst
-from launch.benches.decode_ways import Case, Decoding, Way, megapixels, predicted, ways
+from launch.benches.decode_ways import Case, Decoding, Way, megapixels, ways
 from launch.benches.difference import draw, far
 from launch.benches.timing import append, attempt, command, environment, slowest
 from seqpar import mesh as meshes
@@ -285,6 +285,4 @@ def _line(case: Case, way: Way, found: Line, seen: Seen) -> Line:
         line["times"] = {name: ms / found["ms"]["median"] for name, ms in seen.ms.items()}
         if found.get("gib") and EAGER in seen.gib:
             line["memory"] = (found["gib"] + found["outside_gib"]) / seen.gib[EAGER]
-    if way.counted is not None and case.mesh.is_main:
-        line["predicted"] = predicted(case, way.counted)
     return line | {"command": command(), "env": environment(case.mesh.device)}

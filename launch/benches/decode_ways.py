@@ -13,18 +13,11 @@ from torch import Tensor
 
 from launch.baselines.decoders import Decoder, latents
 from launch.benches.decode_table import EAGER, TILING
-from seqpar.adapter import decoding
 from seqpar.mesh import Mesh
-from seqpar.planner.decoder import Counted, milliseconds
-from seqpar.planner.machine import here
 from seqpar.planner.plan import choose_transport, load_transport
-from seqpar.planner.rates import load
-from seqpar.vae.decodable import kind_of
-from seqpar.vae.dry import PICTURE, counted, held_bytes, shares
+from seqpar.vae.on_mesh import MeshVAE
 from seqpar.vae.parallel import ParallelVAE
-from seqpar.vae.turns import STRIP_BYTES
 
-HUGE = 60.0  # megapixels of a picture that a rank may have to decode in strips, one after the other
 SMALL = 10.0  # megapixels; larger works are decoded by `parallelize` just as in the other rows
 Decoding = Callable[[Tensor], Tensor]
 """Decodes whole latents, which are equal on all ranks, into the whole picture or video."""
@@ -72,7 +65,7 @@ def megapixels(decoder: Decoder, z: Tensor) -> float:
 class Way:
     """A way to decode. everywhere: all ranks decode together, else rank 0 decodes and the others wait on the host.
 
-    graph: the decoding is replayed as a CUDA graph. counted: of what the planner predicts ms and memory.
+    graph: the decoding is replayed as a CUDA graph.
     """
 
     name: str
@@ -80,7 +73,6 @@ class Way:
     everywhere: bool = True
     graph: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
-    counted: Callable[[], Counted] | None = None
 
     @property
     def kind(self) -> str:
@@ -91,34 +83,19 @@ class Way:
 def ways(case: Case) -> Iterator[Way]:
     """Yield all rows of a case. Rows of one GPU other than diffusers' are there on one rank only."""
     ranks, on_gpu = case.mesh.world.size, case.mesh.device.type == "cuda"
-    count = partial(counted, kind_of(case.vae), tuple(case.z.shape))
-    yield Way(EAGER, partial(_theirs, case), everywhere=False, counted=partial(count, plain=True))
+    yield Way(EAGER, partial(_theirs, case), everywhere=False)
     if on_gpu and ranks == 1:
         yield Way("diffusers, graph", partial(_theirs, case), everywhere=False, graph=True)
     yield Way(TILING, partial(_tiled, case), everywhere=False)
     name = f"ours, {ranks} GPU{'s' * (ranks > 1)}" if on_gpu else f"ours, {ranks} rank{'s' * (ranks > 1)}"
     for last in (False, True) if on_gpu else (False,):
         layout, facts = ", channels-last" * last, {"channels_last": last}
-        yield Way(
-            name + layout, partial(_ours, case, last), facts=facts, counted=None if last else partial(count, ranks)
-        )
+        yield Way(name + layout, partial(_ours, case, last), facts=facts)
         if on_gpu:
             yield Way(f"{name}{layout}, graph", partial(_ours, case, last), graph=True, facts=facts)
     if case.megapixels < SMALL:
         yield Way(f"{name}, parallelize", partial(_parallelized, case))
-    if ranks == 1 or (case.frames == 1 and case.megapixels > HUGE):
-        for share in shares(case.z.ndim):
-            row = f"{name}, strips in turn" + f", holding 1/{share}" * (case.z.ndim == PICTURE)
-            turns, facts = partial(count, ranks, turns=share), {"channels_last": on_gpu}
-            yield Way(row, partial(_ours, case, on_gpu, share), facts=facts, counted=turns)
     yield Way("diffusers, eager, again", partial(_theirs, case), everywhere=False)
-
-
-def predicted(case: Case, count: Callable[[], Counted]) -> dict[str, float]:
-    """Return the planner's ms and GiB beside weights. The ms are those of our kernels, also for diffusers' rows."""
-    machine, found = here(case.mesh.device, case.mesh.world.size, case.transport), count()
-    rates = load(machine.device, machine.count, f"{case.dtype}".removeprefix("torch."))
-    return {"ms": milliseconds(found, rates, machine.transport), "gib": found.gib}
 
 
 @contextmanager
@@ -142,17 +119,11 @@ def _tiled(case: Case) -> Iterator[Decoding]:
 
 
 @contextmanager
-def _ours(case: Case, channels_last: bool, turns: int = 0) -> Iterator[Decoding]:
-    """Decode by strips on all ranks; on one rank the same functions decode the whole.
-
-    turns: each rank computes what it has in strips, one after the other; see `seqpar.vae.dry.counted`.
-    """
+def _ours(case: Case, channels_last: bool) -> Iterator[Decoding]:
+    """Decode by strips on all ranks; on one rank the same functions decode the whole."""
     mesh = case.mesh
     transport = load_transport(choose_transport(case.transport, mesh).name)
     vae = ParallelVAE(case.vae, mesh, transport, channels_last)
-    if turns:
-        vae.strip_bytes = STRIP_BYTES
-        vae.held_bytes = held_bytes(kind_of(case.vae), tuple(case.z.shape), mesh.world.size, turns)
     try:
         if mesh.world.size > 1 and (why := vae.why_whole(tuple(case.z.shape))):
             raise ValueError(f"got a latent that is decoded whole on every rank: {why}")
@@ -164,7 +135,7 @@ def _ours(case: Case, channels_last: bool, turns: int = 0) -> Iterator[Decoding]
 @contextmanager
 def _parallelized(case: Case) -> Iterator[Decoding]:
     """Decode as a pipeline does after `seqpar.parallelize`: small pictures by a CUDA graph from the second call on."""
-    made = decoding.of(case.vae, case.mesh, choose_transport(case.transport, case.mesh).name)
+    made = MeshVAE.of(case.vae, case.mesh, choose_transport(case.transport, case.mesh).name)
 
     def decode(z: Tensor) -> Tensor:
         return made.decode(z, return_dict=False)[0]

@@ -39,11 +39,12 @@ def run(args: Args) -> None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks)), str))
         return
     plan = shared_plan(job.load, job.blueprint, ranks, wish_of(args), job.dtype)
-    ranks.together(lambda: decoding.check(args, job, plan, ranks))
+    ranks.together(lambda: decoding.check(job, ranks))
     started = time.perf_counter()
     with _encoding(job, ranks) as encoded:
         hook = {"on_prompt": encoded} if "prompts" in job.loading else {}
         pipeline = job.pipeline.load(**job.loading, **hook, plan=plan)
+    pipeline.set_vae(args.vae)
     loaded = time.perf_counter() - started
     _introduce(args, pipeline, job, plan)
     with pipeline, Progress(job.evaluations, ranks) as progress:
@@ -76,7 +77,7 @@ def _write(args: Args, job: Job, pipeline: Any, latents: Tensor, measured: dict[
     way = pipeline.way(len(latents), job.pixels, args.vae)
     mine = len(latents) if way is None else way.shard(len(latents)).sizes[way.axis.rank]
     with Bar(mine, "picture", mesh, "decoding") as bar:
-        images = pipeline.decode(latents, bar, args.vae)
+        images = pipeline.decode(latents, bar)
     paths = outputs(args, job)
     if mesh.is_main:
         shown = parameters(args, pipeline, job) | measured

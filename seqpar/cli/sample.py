@@ -44,7 +44,6 @@ def run(args: Args) -> None:
     with _encoding(job, ranks) as encoded:
         hook = {"on_prompt": encoded} if "prompts" in job.loading else {}
         pipeline = job.pipeline.load(**job.loading, **hook, plan=plan)
-    pipeline.set_vae(args.vae)
     loaded = time.perf_counter() - started
     _introduce(args, pipeline, job, plan)
     with pipeline, Progress(job.evaluations, ranks) as progress:
@@ -58,7 +57,8 @@ def run(args: Args) -> None:
 
 
 def _introduce(args: Args, pipeline: Any, job: Job, plan: Plan) -> None:
-    """Show what is run, and verify it if that is asked; see `seqpar.fidelity.verify`."""
+    """Choose how pictures are decoded, show what is run, and verify it if asked; see `seqpar.fidelity.verify`."""
+    pipeline.set_vae(args.vae)
     _say(pipeline.dit.mesh, summary(args, pipeline, job, plan))
     if args.verify:
         from seqpar.cli import verifying  # imports what no other run needs

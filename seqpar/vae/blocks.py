@@ -56,13 +56,13 @@ def _forwards(module: Any) -> Iterator[tuple[nn.Module, Callable[..., Tensor]]]:
 
 def picture_block(block: Any, input_tensor: Tensor, temb: None = None) -> Tensor:
     """Return what a ResnetBlock2D of a VAE, which has no embedding of a timestep, makes of a picture (N, C, H, W)."""
-    shortcut = input_tensor, None
     hidden, bias = _without_bias(block.conv1, normed(input_tensor, block.norm1, True))
     hidden = block.dropout(normed(hidden, block.norm2, True, bias))
-    last = _without_bias(block.conv2, hidden)
+    hidden, bias = _without_bias(block.conv2, hidden)
+    shortcut = input_tensor, None
     if block.conv_shortcut is not None:
         shortcut = _without_bias(block.conv_shortcut, input_tensor)
-    out = sum_of(shortcut, last)
+    out = sum_of(shortcut, (hidden, bias))
     return out if block.output_scale_factor == 1 else out / block.output_scale_factor
 
 
@@ -75,7 +75,8 @@ def video_block(block: Any, x: Tensor, feat_cache: list[Any] | None = None, feat
     hidden, before = _cached(normed(x, block.norm1, True), feat_cache, feat_idx)
     hidden = block.dropout(normed(block.conv1(hidden, before), block.norm2, True))
     hidden, before = _cached(hidden, feat_cache, feat_idx)
-    return sum_of(_causal(block.conv2, hidden, before), shortcut)
+    hidden, bias = _causal(block.conv2, hidden, before)
+    return sum_of((hidden, bias), shortcut)
 
 
 def _without_bias(conv: nn.Conv2d, x: Tensor) -> Biased:

@@ -148,8 +148,8 @@ class MeshVAE:
             spread = self._spread_of_rows(form.tensors[INPUT].shape, len(form.tensors) == 1)
             self._say(spread.explained)
             method = self._strips if spread.name == "strips" else self._alone
-            made = self._run(method, form) if spread.axis.size == 1 else self._by_rows(method, form, spread.axis)
-        return DecoderOutput(*made) if wrapped else made
+            sample = self._run(method, form) if spread.axis.size == 1 else self._by_rows(method, form, spread.axis)
+        return DecoderOutput(*sample) if wrapped else sample
 
     def encode(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `vae.encode` returns for rank 0's arguments, whole on every rank."""
@@ -162,9 +162,9 @@ class MeshVAE:
                 return Method(own(self.vae, "encode"))(form.whole)
             is_first = self._calls.is_first(("encode", form.tensors[INPUT].shape))
             with self.mesh.call(self.mesh.replica, "an encoding by strips", is_first):
-                made = Method(self._parallel.encode)(form.whole)
+                encoded = Method(self._parallel.encode)(form.whole)
             self._moves.check()
-            return made
+            return encoded
 
     def check_call(self, shape: Sequence[int] | None, also: str = "") -> None:
         """Raise ValueError, with what would fit, if `decode` cannot decode latents of a shape (N, C, ..., h, w).
@@ -195,9 +195,9 @@ class MeshVAE:
         """Return the results of all rows, which an axis divides."""
         x = form.tensors[INPUT]
         shard = Shard(len(x), axis.size)
-        made = [form_of(self._run(method, form.holding({INPUT: row}))) for row in x[shard.slice(axis.rank)].split(1)]
-        mine = {path: torch.cat([each.tensors[path] for each in made]) for path in made[0].tensors}
-        return made[0].holding({path: gather(part, axis, shard.sizes) for path, part in mine.items()}).whole
+        rows = [form_of(self._run(method, form.holding({INPUT: row}))) for row in x[shard.slice(axis.rank)].split(1)]
+        mine = {path: torch.cat([each.tensors[path] for each in rows]) for path in rows[0].tensors}
+        return rows[0].holding({path: gather(part, axis, shard.sizes) for path, part in mine.items()}).whole
 
     # One call ----------------------------------------------------------------------------------------------------
 
@@ -217,8 +217,10 @@ class MeshVAE:
 
     def _addresses(self) -> tuple[int, ...] | None:
         """Return the weights' addresses, or None if not all are on this rank's device, where graphs would need them."""
-        here = not self._captures or is_on(self.vae, self.mesh.device)
-        return tuple(weight.data_ptr() for weight in self.vae.parameters() if self._captures) if here else None
+        if not self._captures:
+            return ()
+        here = is_on(self.vae, self.mesh.device)
+        return tuple(weight.data_ptr() for weight in self.vae.parameters()) if here else None
 
     def _why_whole(self, shape: Sequence[int], encode: bool = False) -> str | None:
         """Return why latents (or pictures, with `encode`) of this shape are not cut into strips, or None."""

@@ -36,7 +36,7 @@ def called(pipe: Any, **others: Any) -> int:
         return given
 
     with StayDouble():
-        pipe(**CALL, **{"output_type": "pt", **others}, callback_on_step_end=on_step)
+        pipe(**{**CALL, "output_type": "pt", **others}, callback_on_step_end=on_step)
     return len(steps)
 
 
@@ -82,7 +82,7 @@ def test_all_ranks_refuse_alike(ranks: Pool) -> None:
     first, *others = ranks.run(2, refused)
     assert others == [first]
     assert "20x12 pixels" in first[0]
-    assert first[1].startswith("got ")
+    assert "the shape that the VAE decodes" in first[1]
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "pixart", "wan", "qwen-image", "several pictures"])

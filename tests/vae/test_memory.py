@@ -94,7 +94,7 @@ def test_calls_of_pipelines_count_rows_and_frames_and_tiles_pass() -> None:
         vae = vaes.tiny(name)
         meter = Imagined(0)
         on_mesh, shape = MeshVAE(vae, Mesh.single(), "collective", meter=meter), (3, 4, *frames, 40, 24)
-        meter.room = 3 * (PIXEL * 3 * (5 if frames else 1) * 40 * 24 * 16 + FIXED)
+        meter.room = 3 * (PIXEL * 3 * (3 if frames else 1) * 40 * 24 * 16 + FIXED)
         on_mesh.check_call(shape)
         on_mesh.check_call(None)
         meter.room -= 1

@@ -8,7 +8,7 @@ conversions to fp32 in between; here it is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,33 +25,36 @@ from seqpar.vae.norms import Biased, adds_apart, normed, sum_of, with_bias
 def fewer_passes(vae: nn.Module) -> Iterator[None]:
     """While it is entered, modules of a VAE compute by the functions below.
 
-    A module whose `forward` was replaced by somebody else, to load its weights for example, is left alone. The VAE
-    object itself is changed meanwhile (and `ParallelVAE` sets its `use_tiling`), so two threads must not call one VAE
-    at the same time.
+    Modules of which one has another `forward` by somebody else, to load its weights for example, are left alone. The
+    VAE object itself is changed meanwhile (and `ParallelVAE` sets its `use_tiling`), so two threads must not call one
+    VAE at the same time.
     """
     changed: list[nn.Module] = []
     try:
         for module in vae.modules():
-            for each, forward in _forwards(module):
-                if "forward" not in vars(each):
-                    each.forward = forward
-                    changed.append(each)
+            for each, forward in _forwards(module).items():
+                each.forward = forward
+                changed.append(each)
         yield
     finally:
         for module in changed:
             del module.forward
 
 
-def _forwards(module: Any) -> Iterator[tuple[nn.Module, Callable[..., Tensor]]]:
-    """Yield modules, this one or children of it, and what takes the place of their `forward`."""
+def _forwards(module: Any) -> dict[nn.Module, Callable[..., Tensor]]:
+    """Return modules, this one or children of it, with what takes the place of their `forward`."""
     name = type(module).__name__
-    if name in FORWARDS:
-        yield module, partial(FORWARDS[name], module)
+    if name in FORWARDS and not _replaced(module.modules()):
+        return {module: partial(FORWARDS[name], module)}
     if name in ACTIVATED:
-        activation, *all_norms = ACTIVATED[name]
-        yield getattr(module, activation), _unchanged
-        for each in all_norms:
-            yield getattr(module, each), partial(_normed, getattr(module, each), True)
+        activation, *before = (getattr(module, each) for each in ACTIVATED[name])
+        if not _replaced((activation, *before)):
+            return {activation: _unchanged, **{norm: partial(_normed, norm, True) for norm in before}}
+    return {}
+
+
+def _replaced(modules: Iterable[nn.Module]) -> bool:
+    return any("forward" in vars(module) for module in modules)
 
 
 def picture_block(block: Any, input_tensor: Tensor, temb: None = None) -> Tensor:

@@ -118,11 +118,12 @@ class DecodingMemory:
         Tiles are as small as their user wants, and are not checked. kept(): the bytes that a model will keep meanwhile,
         also those that it has not taken yet. also: what else the message says that a user may do.
         """
-        strips, device = spread.name == "strips", self._mesh.device
+        strips = spread.name == "strips"
         if self.meter is None or spread.tiled or (not strips and getattr(self._vae, "use_tiling", False)):
             return
-        if not all(self._mesh.collect(is_on(self._vae, device), bool)):
-            self._say("sizes are not checked before the first step, because the VAE's weights are not on all GPUs")
+        reason = self._why_not()
+        if reason is not None:
+            self._say(f"sizes are not checked before the first step, because {reason}")
             return
         free = self.meter.free()
         if kept is not None:
@@ -136,6 +137,13 @@ class DecodingMemory:
         need = max(self._mesh.collect(shape[0] * self.need(self.meter, strips, shape[1:-2]).of(area), float))
         if need > free:
             raise ValueError("; ".join(filter(None, (refusal(pixels, need, free, spread), also))))
+
+    def _why_not(self) -> str | None:
+        """Return why small decodings cannot be made now, or None; the same on all ranks."""
+        if self._vae.config.get("timestep_conditioning"):
+            return "the VAE takes more than latents"
+        here = all(self._mesh.collect(is_on(self._vae, self._mesh.device), bool))
+        return None if here else "the VAE's weights are not on all GPUs"
 
     def need(self, meter: Meter, strips: bool, form: tuple[int, ...]) -> Need:
         """Return what decoding latents of (channels, frames) takes on this rank, from small decodings on all ranks."""

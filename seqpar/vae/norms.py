@@ -89,7 +89,7 @@ def with_bias(y_NC: Tensor, bias_C: Tensor | None) -> Tensor:
     if bias_C is None:
         return y_NC
     if kernels.places_last(y_NC) is False:
-        return residual.add((y_NC, bias_C), None, False, y_NC)
+        return residual.add((y_NC, bias_C), None, y_NC)
     return y_NC.add_(bias_C.view(-1, *[1] * (y_NC.ndim - 2)))
 
 

@@ -104,11 +104,14 @@ def test_calls_of_pipelines_count_rows_and_frames_and_tiles_pass() -> None:
         on_mesh.check_call(shape)
 
 
-def test_weights_elsewhere_are_not_checked_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    vae = vaes.tiny("kl").to("meta")
-    for _ in range(2):
-        MeshVAE(vae, Mesh.single(), "collective", meter=Imagined(0)).check(1, (4, 40, 24), lambda: 0)
-    assert capsys.readouterr().out.count("sizes are not checked before the first step, because the VAE's weights") == 2
+def test_what_cannot_be_measured_is_not_checked_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    reasons = ("the VAE's weights are not on all GPUs", "the VAE takes more than latents")
+    for vae, reason in zip((vaes.tiny("kl").to("meta"), vaes.tiny("ltx 0.9.5")), reasons, strict=True):
+        on_mesh = MeshVAE(vae, Mesh.single(), "collective", meter=Imagined(0))
+        for _ in range(2):
+            on_mesh.check(1, (4, 40, 24), lambda: 0)
+        said = f"seqpar: sizes are not checked before the first step, because {reason}\n"
+        assert capsys.readouterr().out == said
 
 
 def on_ranks(rank: int, world: int, device: torch.device) -> list[str]:

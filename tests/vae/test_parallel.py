@@ -51,11 +51,18 @@ def made(vae: Any, task: Task, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def on_strips(
-    rank: int, world: int, device: torch.device, tasks: list[Task], dtype: torch.dtype, transport: str
+    rank: int,
+    world: int,
+    device: torch.device,
+    tasks: list[Task],
+    dtype: torch.dtype,
+    transport: str,
+    channels_last: bool = False,
 ) -> list[Tensor]:
+    """Return what strips make for tasks, of which those of one VAE are neighbours."""
     mesh, results = make_mesh(device), []
     for name in dict.fromkeys(name for name, _, _ in tasks):
-        parallel = ParallelVAE(vaes.tiny(name, dtype).to(device), mesh, load(transport).Transport())
+        parallel = ParallelVAE(vaes.tiny(name, dtype).to(device), mesh, load(transport).Transport(), channels_last)
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             results += [made(parallel, task, dtype, device) for task in tasks if task[0] == name]
         parallel.release()
@@ -90,13 +97,13 @@ def test_every_vae_decodes_and_encodes_as_one_process(ranks: Pool, world: int) -
 
 def test_fp32_is_close_and_bf16_is_as_exact_as_one_process(ranks: Pool) -> None:
     """In bf16 the error against fp64 is at most 1.25 times that of diffusers on one process."""
-    tasks: list[Task] = [(name, encode, SIZES[0]) for encode in (False, True) for name in vaes.CASES]
+    tasks: list[Task] = [(name, encode, SIZES[0]) for name in vaes.CASES for encode in (False, True)]
     answers = ranks.run(3, in_narrow_dtypes, tasks)
     for fp32, _, _ in answers:
         for task, result in zip(tasks, fp32, strict=True):
             assert (result.cpu() - truth(*task, torch.float32)).abs().max() <= 1e-4, task
     _, bf16, alone = answers[0]
-    for task, both in zip(tasks, zip(bf16, alone, strict=True), strict=False):
+    for task, *both in zip([task for task in tasks if not task[1]], bf16, alone, strict=True):
         ours, theirs = ((one.cpu().double() - truth(*task)).square().mean().sqrt() for one in both)
         assert ours <= 1.25 * theirs, task
 
@@ -250,15 +257,3 @@ def test_an_offloaded_vae_arrives_before_its_strips(ranks: Pool) -> None:
         for number, (task, (result, called)) in enumerate(zip(tasks, results, strict=True), start=1):
             assert largest(result, truth(*task)) <= 1e-9, task
             assert called == number
-
-
-def data_groups(rank: int, world: int, device: torch.device) -> tuple[Tensor, tuple[int, int, int]]:
-    mesh = make_mesh(device, data=2, cfg=2, ulysses=1)
-    parallel = ParallelVAE(vaes.tiny("kl").to(device), mesh, collective.Transport())
-    size = SIZES[mesh.data.rank]
-    return vaes.decoded(parallel, vaes.latents("kl", *size).to(device)), size
-
-
-def test_each_data_group_decodes_its_own_pictures(ranks: Pool) -> None:
-    for picture, size in ranks.run(4, data_groups):
-        assert largest(picture, truth("kl", False, size)) <= 1e-9

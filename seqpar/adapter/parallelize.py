@@ -67,6 +67,7 @@ def parallelize(
     native: whether a model of this package may compute on the transformer's weights, which is faster. plan: where the
     tokens of a transformer are split, as `seqpar.adapter.cuts.Cuts` or diffusers' `_cp_plan`; None takes what is known
     of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto" prints why.
+    "tiled" decodes whole pictures by diffusers' tiling, which needs the least memory and leaves seams.
     cfg: whether ranks may compute both branches of guidance at the same time; False lets all share the tokens. Rank 0's
     inputs are used on every rank; `release` puts everything back. Raises ValueError alike on all ranks.
     """

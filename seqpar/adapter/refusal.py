@@ -2,36 +2,36 @@
 
 A pipeline calls its `prepare_latents` once before the first step. What it returns, and the height and width that it is
 given, say what will be decoded. A pipeline without that method, and latents whose size cannot be told for sure, are not
-checked. When it wins: on GPUs, where the error would otherwise come after minutes of sampling.
+checked.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from functools import update_wrapper
 from typing import Any
 
 from torch import Tensor, nn
 
-from seqpar.adapter.decoding import Decoding
 from seqpar.vae.known import spatial_factor
+from seqpar.vae.on_mesh import MeshVAE
 
 NAME = "prepare_latents"
+NOT_DECODED = "for output_type='latent' parallelize the pipeline with vae=False"
 
 
-def refuse_sizes(pipe: Any, decoding: Decoding) -> Callable[[], None]:
+def refuse_sizes(pipe: Any, vae: MeshVAE) -> Callable[[], None]:
     """Make a pipeline refuse sizes that its VAE cannot decode, in place; return what ends that."""
     theirs = getattr(pipe, NAME, None)
     if not inspect.ismethod(theirs):
         return lambda: None
     before = {name: x for name, x in vars(pipe).items() if name == NAME}
-    checked = vars(pipe)[NAME] = Checked(theirs, decoding)
+    checked = vars(pipe)[NAME] = Checked(theirs, vae)
 
     def end() -> None:
-        checked.decoding = None
+        checked.vae = None
         if vars(pipe).get(NAME) is checked:  # otherwise someone has wrapped it since
             del vars(pipe)[NAME]
             vars(pipe).update(before)
@@ -42,24 +42,23 @@ def refuse_sizes(pipe: Any, decoding: Decoding) -> Callable[[], None]:
 class Checked:
     """A pipeline's `prepare_latents`, with a ValueError, the same on every rank, for what cannot be decoded.
 
-    It checks calls that the pipeline's own call makes, if that call decodes: with output_type="latent" it does not.
-    decoding: None lets all sizes pass.
+    It cannot know whether the pipeline will decode at all (output_type="latent"), so its error says what to do then.
+    vae: None lets all sizes pass.
     """
 
-    def __init__(self, theirs: Callable[..., Any], decoding: Decoding | None) -> None:
-        self._theirs, self.decoding = theirs, decoding
+    def __init__(self, theirs: Callable[..., Any], vae: MeshVAE | None) -> None:
+        self._theirs, self.vae = theirs, vae
         self._signature = inspect.signature(theirs)
         update_wrapper(self, theirs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the pipeline prepares."""
-        made = self._theirs(*args, **kwargs)
-        kind = _output_type(getattr(self._theirs, "__self__", None))
-        if self.decoding is not None and kind is not None:
-            given = self._signature.bind(*args, **kwargs).arguments
-            shape = shape_of(self.decoding.vae, made[0] if isinstance(made, tuple) else made, given)
-            self.decoding.check_call(shape, kind != "latent")
-        return made
+        prepared = self._theirs(*args, **kwargs)
+        if self.vae is not None:
+            arguments = self._signature.bind(*args, **kwargs).arguments
+            latents = prepared[0] if isinstance(prepared, tuple) else prepared
+            self.vae.check_call(shape_of(self.vae.vae, latents, arguments), NOT_DECODED)
+        return prepared
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """Return the own method of the pipeline's copy."""
@@ -90,17 +89,3 @@ def shape_of(vae: Any, latents: object, given: Mapping[str, Any]) -> tuple[int, 
 def _takes_frames(vae: nn.Module) -> bool:
     """Return whether latents of a VAE have a dim of frames, which is 1 for pictures."""
     return any(isinstance(module, nn.Conv3d) for module in vae.modules())
-
-
-def _output_type(pipe: object) -> str | None:
-    """Return the output_type of the pipeline's call that is running; None outside of such a call.
-
-    Only the call itself has it, so it is read from the calling frames. Locals of other frames are not touched, because
-    to read them keeps them alive.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if {"self", "output_type"} <= {*frame.f_code.co_varnames} and frame.f_locals.get("self") is pipe:
-            return str(frame.f_locals.get("output_type"))
-        frame = frame.f_back
-    return None

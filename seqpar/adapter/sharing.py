@@ -6,24 +6,31 @@ When it wins: every rank calls the pipeline, so without it each decodes the whol
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, Literal
 
-from seqpar.adapter import decoding
+from torch.utils import _pytree as pytree
+
 from seqpar.adapter.refusal import refuse_sizes
+from seqpar.engine.promises import plain
 from seqpar.mesh import Mesh
+from seqpar.vae.known import why_unknown
+from seqpar.vae.on_mesh import MeshVAE
 from seqpar.vae.shared import User, share
 
-Wished = Literal["auto"] | bool  # whether a pipeline's VAE computes by strips; see `seqpar.parallelize`
+Wished = Literal["auto", "tiled"] | bool  # how a pipeline's VAE decodes; see `seqpar.parallelize`
 
 
 def check_wish(pipe_or_transformer: Any, wish: Wished) -> None:
-    """Raise ValueError for a wish that is none, and for strips of a VAE that is not there or not known."""
-    if wish not in ("auto", True, False):
-        raise ValueError(f"got vae={wish!r}, expected 'auto', True or False")
+    """Raise ValueError for a wish that is none, and for strips or tiles of a VAE that has none."""
+    if wish not in ("auto", "tiled", True, False):
+        raise ValueError(f"got vae={wish!r}, expected 'auto', 'tiled', True or False")
     vae = getattr(pipe_or_transformer, "vae", None)
-    if wish is True and not _is_vae(vae):
-        raise ValueError(f"got vae=True for a {type(pipe_or_transformer).__name__} without a VAE, expected 'auto'")
-    reason = decoding.why_unknown(vae) if wish is True else None
+    if wish in (True, "tiled") and not _is_vae(vae):
+        raise ValueError(f"got vae={wish!r} for a {type(pipe_or_transformer).__name__} without a VAE, expected 'auto'")
+    if wish == "tiled" and not hasattr(vae, "enable_tiling"):
+        raise ValueError(f"got vae='tiled' for a {type(vae).__name__}, which has no tiling, expected 'auto'")
+    reason = why_unknown(vae) if wish is True else None
     if reason is not None:
         raise ValueError(f"got vae=True for a {type(vae).__name__} that is not cut into strips: {reason}")
 
@@ -39,20 +46,49 @@ def share_vae(
     vae = getattr(pipe_or_transformer, "vae", None)
     if not _is_vae(vae):
         return lambda: None
-    reason = decoding.why_unknown(vae) if wish is not False else None
+    if wish == "tiled":
+        return _in_tiles(vae, share(vae, User(mesh, check)))
+    reason = why_unknown(vae) if wish is not False else None
     if wish is False or reason is not None:
         if reason is not None and mesh.is_main and mesh.world.size > 1:
             print(f"seqpar: every rank decodes whole pictures, because {reason}", flush=True)
         return share(vae, User(mesh, check))
-    made = decoding.of(vae, mesh, transport)
-    ends = share(vae, User(mesh, check, made.decode, made.encode)), refuse_sizes(pipe_or_transformer, made)
+    on_mesh = MeshVAE.of(vae, mesh, transport)
+    ends = (
+        share(vae, User(mesh, check, _of_values(on_mesh.decode), _of_values(on_mesh.encode))),
+        refuse_sizes(pipe_or_transformer, on_mesh),
+    )
 
     def ended() -> None:
         for end in ends:
             end()
-        made.release()
+        on_mesh.release()
 
     return ended
+
+
+def _in_tiles(vae: Any, end: Callable[[], None]) -> Callable[[], None]:
+    """Let a VAE decode in diffusers' tiles; return what ends that, and calls `end`."""
+    before = vae.use_tiling
+    vae.enable_tiling()
+
+    def ended() -> None:
+        end()
+        if not before:
+            vae.disable_tiling()
+
+    return ended
+
+
+def _of_values(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that gets plain tensors in place of promises (`seqpar.engine.promises`)."""
+
+    @wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map(plain, (args, kwargs))
+        return method(*args, **kwargs)
+
+    return called
 
 
 def _is_vae(vae: Any) -> bool:

@@ -25,7 +25,12 @@ from seqpar.pipelines._pictures import save, written
 from seqpar.pipelines.adapted import Adapted, forget_encoders
 from seqpar.planner.plan import parse_mesh
 
-VAE: dict[str, Wished] = {"auto": "auto", "strips": True, "pictures": False}  # --vae for `parallelize`
+VAE: dict[str, Wished] = {
+    "auto": "auto",
+    "strips": True,
+    "pictures": False,
+    "tiled": "tiled",
+}  # --vae for `parallelize`
 FPS = 16  # frames a second of a video if the user names none
 
 

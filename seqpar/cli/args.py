@@ -65,9 +65,10 @@ class Flags:
     transport: str = "auto"
     """How blocks travel between ranks: peer (written into the other GPUs' memory, on one machine) or collective (NCCL,
     gloo); auto takes peer if all GPUs reach each other's memory."""
-    vae: Literal["auto", "strips", "pictures"] = "auto"
+    vae: Literal["auto", "strips", "pictures", "tiled"] = "auto"
     """How the decoder uses several ranks: each picture cut into strips, or whole pictures, some on each rank; auto
-    takes strips for fewer pictures than ranks."""
+    takes strips for fewer pictures than ranks. tiled: whole pictures by diffusers' tiling, which needs the least memory
+    and leaves seams."""
     exact: bool = False
     """The same latents, bit by bit, on any number of GPUs, at any size; a little slower (seqpar/exact.py)."""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"

@@ -39,7 +39,7 @@ def run(args: Args) -> None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks)), str))
         return
     plan = shared_plan(job.load, job.blueprint, ranks, wish_of(args), job.dtype)
-    ranks.together(lambda: decoding.check(args, job, plan, ranks))
+    ranks.together(lambda: decoding.check(job, ranks))
     started = time.perf_counter()
     with _encoding(job, ranks) as encoded:
         hook = {"on_prompt": encoded} if "prompts" in job.loading else {}
@@ -57,7 +57,8 @@ def run(args: Args) -> None:
 
 
 def _introduce(args: Args, pipeline: Any, job: Job, plan: Plan) -> None:
-    """Show what is run, and verify it if that is asked; see `seqpar.fidelity.verify`."""
+    """Choose how pictures are decoded, show what is run, and verify it if asked; see `seqpar.fidelity.verify`."""
+    pipeline.set_vae(args.vae)
     _say(pipeline.dit.mesh, summary(args, pipeline, job, plan))
     if args.verify:
         from seqpar.cli import verifying  # imports what no other run needs
@@ -76,7 +77,7 @@ def _write(args: Args, job: Job, pipeline: Any, latents: Tensor, measured: dict[
     way = pipeline.way(len(latents), job.pixels, args.vae)
     mine = len(latents) if way is None else way.shard(len(latents)).sizes[way.axis.rank]
     with Bar(mine, "picture", mesh, "decoding") as bar:
-        images = pipeline.decode(latents, bar, args.vae)
+        images = pipeline.decode(latents, bar)
     paths = outputs(args, job)
     if mesh.is_main:
         shown = parameters(args, pipeline, job) | measured

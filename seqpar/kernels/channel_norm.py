@@ -35,40 +35,28 @@ CASES: tuple[tuple[int, ...], ...] = (
 )
 
 
-def channel_norm(
-    x_NC: Tensor, weight_C: Tensor, bias_C: Tensor | None = None, silu: bool = False, out_NC: Tensor | None = None
-) -> Tensor:
-    """Return the norm of x, (N, C, ...), over its channels, with SiLU if `silu`, in x's dtype and memory format.
-
-    out_NC: where the result is written, with the strides that a result has.
-    """
+def channel_norm(x_NC: Tensor, weight_C: Tensor, bias_C: Tensor | None = None, silu: bool = False) -> Tensor:
+    """Return the norm of x, (N, C, ...), over its channels, with SiLU if `silu`, in x's dtype and memory format."""
     taken = fused(x_NC, weight_C, bias_C) and x_NC.shape[1] <= WIDEST
-    return (launch if taken else reference)(x_NC, weight_C, bias_C, silu, out_NC)
+    return (launch if taken else reference)(x_NC, weight_C, bias_C, silu)
 
 
-def reference(
-    x_NC: Tensor, weight_C: Tensor, bias_C: Tensor | None = None, silu: bool = False, out_NC: Tensor | None = None
-) -> Tensor:
+def reference(x_NC: Tensor, weight_C: Tensor, bias_C: Tensor | None = None, silu: bool = False) -> Tensor:
     """Compute `channel_norm` in plain torch."""
     wide, each = x_NC.to(state_dtype(x_NC.dtype)), (-1, *[1] * (x_NC.dim() - 2))
     wide = F.normalize(wide, dim=1, eps=SMALLEST) * x_NC.shape[1] ** 0.5 * weight_C.to(wide.dtype).view(each)
     wide = wide if bias_C is None else wide + bias_C.to(wide.dtype).view(each)
-    return (torch.empty_like(x_NC) if out_NC is None else out_NC).copy_(F.silu(wide) if silu else wide)
+    return torch.empty_like(x_NC).copy_(F.silu(wide) if silu else wide)
 
 
-def launch(
-    x_NC: Tensor, weight_C: Tensor, bias_C: Tensor | None = None, silu: bool = False, out_NC: Tensor | None = None
-) -> Tensor:
+def launch(x_NC: Tensor, weight_C: Tensor, bias_C: Tensor | None = None, silu: bool = False) -> Tensor:
     """Run the kernel of `channel_norm`."""
     x_NC, last = dense(x_NC)
     samples, channels = x_NC.shape[:2]
     if weight_C.shape != (channels,) or (bias_C is not None and bias_C.shape != (channels,)):
         shapes = [tuple(z.shape) for z in (weight_C, bias_C) if z is not None]
         raise ValueError(f"got weights of shapes {shapes}, expected ({channels},)")
-    out = torch.empty_like(x_NC) if out_NC is None else out_NC
-    if out.stride() != x_NC.stride() or out.shape != x_NC.shape or out.dtype != x_NC.dtype:
-        shape = f"{tuple(out.shape)}, {out.dtype} of strides {out.stride()}"
-        raise ValueError(f"got an output {shape}, expected {tuple(x_NC.shape)}, {x_NC.dtype} of {x_NC.stride()}")
+    out = torch.empty_like(x_NC)
     if out.numel():
         width, places = triton.next_power_of_2(channels), x_NC.numel() // (samples * channels)
         # contiguous memory is read in pieces of neighbouring places, sample by sample; channels-last memory in one

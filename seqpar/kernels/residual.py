@@ -14,11 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels._silu import activated
-from seqpar.kernels._triton import compiled, fused, jit, tl, triton
+from seqpar.kernels._triton import fused, jit, tl, triton
 from seqpar.protocols import state_dtype
 
 # shapes that tests check: samples, channels, places
@@ -27,17 +25,15 @@ Shifted = tuple[Tensor, Tensor | None]
 """A picture (N, C, ...) in channels-last memory, and a bias (C,) that is to be added to it, or None."""
 
 
-def add(first: Shifted, second: Shifted | None = None, silu: bool = False, out_NC: Tensor | None = None) -> Tensor:
-    """Return the sum of two pictures with their biases, with SiLU if `silu`, in channels-last memory.
+def add(first: Shifted, second: Shifted | None = None, out_NC: Tensor | None = None) -> Tensor:
+    """Return the sum of two pictures with their biases, in channels-last memory.
 
     out_NC: where the result is written; it may be one of the pictures.
     """
-    return (launch if fused(*first, *(second or ())) else reference)(first, second, silu, out_NC)
+    return (launch if fused(*first, *(second or ())) else reference)(first, second, out_NC)
 
 
-def reference(
-    first: Shifted, second: Shifted | None = None, silu: bool = False, out_NC: Tensor | None = None
-) -> Tensor:
+def reference(first: Shifted, second: Shifted | None = None, out_NC: Tensor | None = None) -> Tensor:
     """Compute `add` in plain torch."""
     x_NC, parts = first[0], []
     for picture, bias in (first, second or (None, None)):
@@ -45,10 +41,10 @@ def reference(
             wide = picture.to(state_dtype(picture.dtype))
             parts.append(wide if bias is None else wide + bias.to(wide.dtype).view(-1, *[1] * (x_NC.dim() - 2)))
     total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    return (torch.empty_like(x_NC) if out_NC is None else out_NC).copy_(F.silu(total) if silu else total)
+    return (torch.empty_like(x_NC) if out_NC is None else out_NC).copy_(total)
 
 
-def launch(first: Shifted, second: Shifted | None = None, silu: bool = False, out_NC: Tensor | None = None) -> Tensor:
+def launch(first: Shifted, second: Shifted | None = None, out_NC: Tensor | None = None) -> Tensor:
     """Run the kernel of `add`."""
     x_NC, shift = first
     y_NC, y_shift = second or (None, None)
@@ -62,7 +58,6 @@ def launch(first: Shifted, second: Shifted | None = None, silu: bool = False, ou
         width, places = triton.next_power_of_2(channels), out.numel() // channels
         rows, tiles = max(1, 2048 // width), 4
         constants: dict[str, Any] = {"C": channels, "WIDTH": width, "ROWS": rows, "TILES": tiles, "num_warps": 4}
-        constants |= {"SILU": silu, "MACHINE": compiled(residual_kernel)}
         grid = (triton.cdiv(places, rows * tiles),)
         residual_kernel[grid](x_NC, shift, y_NC, y_shift, out, places, **constants)
     return out
@@ -70,18 +65,7 @@ def launch(first: Shifted, second: Shifted | None = None, silu: bool = False, ou
 
 @jit
 def residual_kernel(
-    x,
-    shift,
-    y,
-    y_shift,
-    out,
-    places,
-    C: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-    SILU: tl.constexpr,
-    MACHINE: tl.constexpr,
+    x, shift, y, y_shift, out, places, C: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr
 ):
     first = tl.program_id(0).to(tl.int64) * (ROWS * TILES)
     channel = tl.arange(0, WIDTH)
@@ -99,6 +83,4 @@ def residual_kernel(
         if y is not None:
             value += tl.load(y + first * C + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
         value += bias[None, :]
-        if SILU:
-            value = activated(value, MACHINE)
         tl.store(out + first * C + at, value.to(out.dtype.element_ty), inside)

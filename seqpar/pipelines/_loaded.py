@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.adapter import decoding
 from seqpar.arguments import check_floats
 from seqpar.engine.distributed import DistributedDiT, settled
 from seqpar.inputs import from_rank_0
@@ -19,7 +18,9 @@ from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.search import Wish
 from seqpar.sampling.loop import Sampler
-from seqpar.vae.decoder import WISHES, Way, decode, preview
+from seqpar.vae.decoder import preview
+from seqpar.vae.on_mesh import MeshVAE
+from seqpar.vae.spread import WISHES, Spread
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Loaded:
     def release(self) -> None:
         """Free the buffers, the exchanges and the CUDA graphs that are kept between calls."""
         self.sampler.release()
-        if "decoding" in vars(self):
-            self.decoding.release()
+        if "on_mesh" in vars(self):
+            self.on_mesh.release()
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -52,26 +53,36 @@ class Loaded:
         return Sampler(self.dit)
 
     @cached_property
-    def decoding(self) -> decoding.Decoding:
-        """Return the decoder on the ranks of the mesh, which keeps exchanges and CUDA graphs between pictures."""
-        return decoding.of(self.vae, self.dit.mesh, self.dit.transport.name)
+    def on_mesh(self) -> MeshVAE:
+        """Return the VAE on the ranks of the mesh, which keeps exchanges and CUDA graphs between pictures."""
+        return MeshVAE.of(self.vae, self.dit.mesh, self.dit.transport.name)
+
+    def set_vae(self, wish: str) -> None:
+        """Spread pictures over ranks in this way from now on: "auto", "strips", "pictures" or "tiled".
+
+        It decides which sizes are refused before sampling, and how `decode` works. "tiled" is diffusers' tiling, which
+        needs little memory and leaves seams. Every rank must call this with the same wish.
+        """
+        _check_wish(wish)
+        if self.vae is not None:
+            self.on_mesh.wish = wish
 
     def decode(
-        self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None, wish: str = "auto"
+        self, latents_NCHW: Tensor, on_image: Callable[[int], None] = lambda index: None, wish: str | None = None
     ) -> Tensor:
         """Return pictures (N, 3, H, W) in [0, 1] on every rank, from rank 0's latents.
 
-        on_image, wish: see `seqpar.vae.decoder.decode`.
+        on_image: see `MeshVAE.pictures`. wish: how pictures are spread in this call; None takes that of `set_vae`.
         """
         self.dit.mesh.together(lambda: self._check_latents(latents_NCHW, wish))
         if self.vae is None:
             return preview(from_rank_0(self.dit.mesh, {"latents": latents_NCHW})["latents"], self.files.factor)
-        return decode(self.decoding, latents_NCHW, on_image, wish)
+        return self.on_mesh.pictures(latents_NCHW, on_image, self.on_mesh.wish if wish is None else wish)
 
-    def _check_latents(self, latents_NCHW: object, wish: str) -> None:
+    def _check_latents(self, latents_NCHW: object, wish: str | None) -> None:
         """Raise ValueError for what is no latents of this decoder."""
-        if wish not in WISHES:
-            raise ValueError(f"got wish={wish!r}, expected {', '.join(WISHES)}")
+        if wish is not None:
+            _check_wish(wish)
         check_floats("latents", latents_NCHW)
         assert isinstance(latents_NCHW, Tensor)
         channels, shape = None if self.vae is None else self.vae.config.latent_channels, tuple(latents_NCHW.shape)
@@ -79,10 +90,10 @@ class Loaded:
             raise ValueError(f"got latents of shape {shape}, expected (N, {channels or 'C'}, H, W)")
 
     def check_decodable(self, count: int, latent: tuple[int, int], load: Callable[[], Load]) -> None:
-        """Raise ValueError, with what would fit, if `count` latents of (height, width) cannot be decoded here.
+        """Raise ValueError, with what would fit, if `count` latents of a size cannot be decoded as `set_vae` says.
 
-        load: returns the sampler's; called for sizes that need much memory. What the sampler keeps is not there for
-        decoding, also where it has not taken it yet. Every rank must call this at the same time, with the same numbers.
+        latent: (height, width). load: returns the sampler's. What the sampler keeps is not there for decoding, also
+        where it has not taken it yet. Every rank must call this at the same time, with the same numbers.
         """
 
         def model() -> int:
@@ -91,12 +102,17 @@ class Loaded:
             return predict(ranking.work, run, self.dit.plan.layout, ranking.rates).memory.total
 
         if self.vae is not None:
-            self.decoding.check(count, (self.vae.config.latent_channels, *latent), model)
+            self.on_mesh.check(count, (self.vae.config.latent_channels, *latent), model)
 
-    def way(self, count: int, pixels: tuple[int, int], wish: str = "auto") -> Way | None:
+    def way(self, count: int, pixels: tuple[int, int], wish: str = "auto") -> Spread | None:
         """Return how `decode` decodes `count` pictures of a size, or None for previews."""
         factor = self.files.factor
-        return None if self.vae is None else self.decoding.way(count, [side // factor for side in pixels], wish)
+        return None if self.vae is None else self.on_mesh.spread(count, [side // factor for side in pixels], wish)
+
+
+def _check_wish(wish: str) -> None:
+    if wish not in WISHES:
+        raise ValueError(f"got wish={wish!r}, expected {', '.join(WISHES)}")
 
 
 def placed(

@@ -13,16 +13,11 @@ import torch
 from torch import Tensor
 
 from seqpar.local import sdpa, wide
-from seqpar.vae.place import Place
+from seqpar.vae.strip import Strip
 
 
-def attention(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Apply the rule of `torch.nn.functional.scaled_dot_product_attention` to the tokens of a strip (B, H, l, D)."""
-    return _attention(place, function, *args, **kwargs)
-
-
-def _attention(
-    place: Place,
+def attention(
+    strip: Strip,
     function: Callable[..., Any],
     query: Tensor,
     key: Tensor,
@@ -32,12 +27,13 @@ def _attention(
     is_causal: bool = False,
     **more: Any,
 ) -> Tensor:
-    if place.cut.axis.size > 1:
+    """Apply the rule of `torch.nn.functional.scaled_dot_product_attention` to the tokens of a strip (B, H, l, D)."""
+    if strip.cut.axis.size > 1:
         if dropout_p or is_causal or query.ndim != 4:
-            place.refuse(f"got attention of {tuple(query.shape)} with dropout {dropout_p} or is_causal={is_causal}")
-        sizes = place.cut.shares(key.shape[2])
-        attn_mask = None if attn_mask is None else _all_columns(place, attn_mask, sizes)
-        key, value = _gathered(place, key, value, sizes)
+            strip.refuse(f"got attention of {tuple(query.shape)} with dropout {dropout_p} or is_causal={is_causal}")
+        sizes = strip.cut.shares(key.shape[2])
+        attn_mask = None if attn_mask is None else _all_columns(strip, attn_mask, sizes)
+        key, value = _gathered(strip, key, value, sizes)
     plain = attn_mask is None and not dropout_p and not is_causal and all(not each for each in more.values())
     if plain and query.ndim == 4 and _wide(query):
         out_BlHD, _ = wide.attend(*(x.transpose(1, 2) for x in (query, key, value)))
@@ -53,10 +49,10 @@ def _wide(query: Tensor) -> bool:
     return wide.preference(major, query.shape[-1]) > sdpa.preference(major, query.shape[-1])
 
 
-def _gathered(place: Place, k_BHlD: Tensor, v_BHlD: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _gathered(strip: Strip, k_BHlD: Tensor, v_BHlD: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return the keys and values of all ranks."""
     (b, heads, _, d), e = k_BHlD.shape, v_BHlD.shape[3]
-    gather = place.exchanges.tokens(sizes, (b, heads, d + e), k_BHlD)
+    gather = strip.exchanges.tokens(sizes, (b, heads, d + e), k_BHlD)
     mine_lBHd = gather.outbox()
     mine_lBHd[..., :d].copy_(k_BHlD.permute(2, 0, 1, 3))
     mine_lBHd[..., d:].copy_(v_BHlD.permute(2, 0, 1, 3))
@@ -64,12 +60,12 @@ def _gathered(place: Place, k_BHlD: Tensor, v_BHlD: Tensor, sizes: tuple[int, ..
     return k_BHLD, v_BHLD
 
 
-def _all_columns(place: Place, mask_BHll: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def _all_columns(strip: Strip, mask_BHll: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """Return a mask's columns for the keys of all ranks; a key's column depends only on its frame."""
-    pixels = place.cut.mine * place.cut.other
+    pixels = strip.cut.mine * strip.cut.other
     local = mask_BHll.shape[-1]
     if local % pixels:
-        place.refuse(f"got a mask of {local} keys, expected frames of {pixels} pixels")
+        strip.refuse(f"got a mask of {local} keys, expected frames of {pixels} pixels")
     frames = local // pixels
     column_BHlT1 = mask_BHll.unflatten(-1, (frames, pixels))[..., :1]
     shapes = ((*column_BHlT1.shape[:-1], size // frames) for size in sizes)

@@ -1,12 +1,9 @@
 """What the strips of one VAE tell each other: edge rows, sums of norms, keys and values.
 
-Exchanges are made at the first use of a shape and kept, so that a CUDA graph may replay them. A computation that runs
-several strips on one device gives `Place` an object with the same three methods.
+Exchanges are made at the first use of a shape and kept, so that a CUDA graph may replay them.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,27 +13,8 @@ from seqpar.transports._contract import Gather, Halo, Transport
 from seqpar.transports.collective.point_to_point import CollectiveGather
 
 
-class Exchanges(Protocol):
-    """What `Place` asks for. All ranks make the same calls in the same order."""
-
-    def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
-        """Send `first` to the rank before and `last` to the rank after; write what they sent to `before`, `after`.
-
-        See `seqpar.transports._exchanges.Halo.swap`; all ranks call, in the same order, with blocks of any size.
-        """
-        ...
-
-    def every(self, block: Tensor) -> Tensor:
-        """Return the blocks of all ranks, stacked in a new first dim; valid until the next call with this shape."""
-        ...
-
-    def tokens(self, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
-        """Return a gather of blocks (sizes[r], *shape) for one use."""
-        ...
-
-
-class TransportExchanges:
-    """`Exchanges` between the ranks of an axis."""
+class Exchanges:
+    """Exchanges between the ranks of an axis, all of which make the same calls in the same order."""
 
     def __init__(self, axis: Axis, transport: Transport) -> None:
         self._axis, self._transport = axis, transport
@@ -44,7 +22,10 @@ class TransportExchanges:
         self._halos: dict[tuple[object, ...], Halo] = {}
 
     def swap(self, first: Tensor | None, last: Tensor | None, before: Tensor | None, after: Tensor | None) -> None:
-        """See `Exchanges.swap`."""
+        """Send `first` to the rank before and `last` to the rank after; write what they sent to `before`, `after`.
+
+        See `seqpar.transports._exchanges.Halo.swap`; all ranks call, in the same order, with blocks of any size.
+        """
         blocks = [block for block in (first, last, before, after) if block is not None]
         if self._axis.size == 1 or not blocks:
             return
@@ -56,7 +37,7 @@ class TransportExchanges:
         self._halos[key].swap(first, last, before, after)
 
     def every(self, block: Tensor) -> Tensor:
-        """See `Exchanges.every`."""
+        """Return the blocks of all ranks, stacked in a new first dim; valid until the next call with this shape."""
         key = (block.shape, block.dtype, block.device)
         if key not in self._gathers:
             sizes = (1,) * self._axis.size
@@ -67,7 +48,7 @@ class TransportExchanges:
         return gather.deliver()
 
     def tokens(self, sizes: tuple[int, ...], shape: tuple[int, ...], like: Tensor) -> Gather:
-        """See `Exchanges.tokens`. The buffers are not kept, because they can be larger than a layer."""
+        """Return a gather of blocks (sizes[r], *shape) for one use; it is not kept, as it can exceed a layer."""
         return CollectiveGather(self._axis, sizes, shape, like)
 
     def release(self) -> None:

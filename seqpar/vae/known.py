@@ -7,11 +7,14 @@ splitting along channels and time. What joins along the cut dim is found by the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from seqpar.vae.shared import METHODS, own
 
 _TORCH = {
     "activation": ("SiLU",),
@@ -80,7 +83,6 @@ def check_modules(vae: nn.Module) -> None:
                 f"got a VAE whose module {name or '(the VAE itself)'} is a {kind}, expected types whose strips were "
                 f"tested; decode whole pictures, or add rules and a test for it"
             )
-
         if getattr(module, "per_channel_scale1", None) is not None:
             raise ValueError(
                 f"got a VAE whose module {name} ({kind}) draws noise for its pixels (inject_noise), which strips would "
@@ -89,6 +91,18 @@ def check_modules(vae: nn.Module) -> None:
     changed = why_changed(vae)
     if changed is not None:
         raise ValueError(changed)
+
+
+def why_unknown(vae: Any) -> str | None:
+    """Return why a VAE is never cut into strips, or None: a type of module, or a decode that is not diffusers' own."""
+    for name in filter(partial(hasattr, vae), METHODS):
+        if getattr(own(vae, name), "__func__", None) is not getattr(type(vae), name):
+            return f"its {name} was replaced by another function"
+    try:
+        check_modules(vae)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def why_changed(vae: nn.Module) -> str | None:
@@ -118,35 +132,9 @@ def _kind(one: object) -> str:
     return f"{type(one).__module__}.{type(one).__qualname__}"
 
 
-def writes(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function writes into one of its arguments."""
-    name = getattr(function, "__name__", "")
-    if name in ("__setitem__", "__set__", "__delitem__") or (name.endswith("_") and not name.endswith("__")):
-        return True
-    if name.startswith("__i"):
-        return name not in ("__index__", "__int__", "__invert__", "__iter__", "__init__")
-    code = getattr(function, "__code__", None)  # of functions in Python, which take these two by position, too
-    named = {} if code is None else dict(zip(code.co_varnames[: code.co_argcount], args, strict=False))
-    given = ((named | {**kwargs}).get(name) for name in ("inplace", "out"))
-    return any(isinstance(x, Tensor) or bool(x) for x in given)
-
-
 def _getters(*names: str) -> list[Any]:
     return [getattr(Tensor, name).__get__ for name in names]
 
-
-METADATA: frozenset[Any] = frozenset(
-    (
-        *_getters("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta"),
-        *_getters("is_cuda", "is_cpu", "is_sparse", "is_quantized"),
-        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.element_size, Tensor.__len__),
-        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__, torch.is_tensor),
-        *(torch.is_floating_point, torch.is_complex, torch.numel),
-    )
-)
-"""Functions that read no values, only what a tensor without memory knows, too."""
-PLACES: frozenset[Any] = frozenset((Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset))
-"""Functions that read only where values lie."""
 
 LOCAL = frozenset(
     [

@@ -1,185 +1,122 @@
 """Rules of norms: statistics over the strips of all ranks, and one kernel for a norm and the SiLU that follows it.
 
-A group norm returns a tensor that is not written yet (`Later`), and `silu` writes norm and SiLU in one pass. Moments of
-groups are combined in the order of the ranks, so that all ranks get the same bits. In channels-last memory the bias of
-a convolution is added by the norm or sum that follows it.
+Moments of groups are combined in the order of the ranks, so that all ranks get the same bits. `normed` and `sum_of` are
+what `seqpar.vae.blocks` calls in place of several functions of torch; the function mode sees them like those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function
 
 from seqpar.kernels import group_norm as kernels
 from seqpar.kernels import residual
 from seqpar.kernels.channel_norm import channel_norm
-from seqpar.vae.later import Biased, ChannelNorm, GroupNorm
-from seqpar.vae.place import Place
+from seqpar.vae.strip import Strip
+
+Biased = tuple[Tensor, Tensor | None]
+"""A picture (N, C, ...), and a bias (C,) that is still to be added to it, or None."""
 
 
-def group_norm(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Apply the rule of `torch.nn.functional.group_norm` to a strip (N, C, ...)."""
-    return _group_norm(place, *args, **kwargs)
+def normed(x_NC: Tensor, norm: nn.Module, silu: bool = False, shift_C: Tensor | None = None) -> Tensor:
+    """Return the norm of x + shift, (N, C, ...), by diffusers' module of a norm, followed by SiLU if `silu`.
+
+    norm: a GroupNorm, or an RMSNorm over channels with `gamma` and `bias`, which takes no shift.
+    """
+    return handle_torch_function(normed, (x_NC,), x_NC, norm, silu, shift_C)
 
 
-def _group_norm(
-    place: Place,
+def sum_of(first: Biased, second: Biased) -> Tensor:
+    """Return the sum of two pictures and their biases, rounded once."""
+    return handle_torch_function(sum_of, (first[0],), first, second)
+
+
+def apply_normed(
+    strip: Strip, function: Any, x_NC: Tensor, norm: Any, silu: bool = False, shift_C: Tensor | None = None
+) -> Tensor:
+    """Apply the rule of `normed`."""
+    if isinstance(norm, nn.GroupNorm):
+        affine = kernels.Affine(norm.weight, norm.bias, norm.eps, shift_C)
+        return _group_norm(strip, x_NC, norm.num_groups, affine, silu)
+    bias = norm.bias.flatten() if isinstance(norm.bias, Tensor) else None
+    return channel_norm(kernels.dense(x_NC)[0], norm.gamma.flatten(), bias, silu)
+
+
+def group_norm(
+    strip: Strip,
+    function: Any,
     input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    how = place.later.how(input)
-    if how is not None and not isinstance(how, Biased):
-        place.later.write(input)
-    shift = how.bias if isinstance(how, Biased) else None
-    x_NC = how.x if isinstance(how, Biased) else kernels.dense(input)[0]
-    moments_NG3 = combine(place, kernels.moments(x_NC, num_groups, shift))
-    return place.later.add(x_NC, GroupNorm(x_NC, moments_NG3, kernels.Affine(weight, bias, eps, shift)))
+    """Apply the rule of `torch.nn.functional.group_norm` to a strip (N, C, ...)."""
+    return _group_norm(strip, input, num_groups, kernels.Affine(weight, bias, eps), silu=False)
 
 
-def combine(place: Place, moments_NG3: Tensor) -> Tensor:
-    """Return the moments of groups over all strips, from those of this rank's."""
-    return moments_NG3 if place.cut.axis.size == 1 else kernels.combine(place.exchanges.every(moments_NG3))
-
-
-def silu(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Apply the rule of `torch.nn.functional.silu`: together with the norm before it, if that is not written yet."""
-    return _silu(place, function, *args, **kwargs)
-
-
-def _silu(place: Place, function: Callable[..., Any], input: Tensor, inplace: bool = False) -> Tensor:
-    how = place.later.how(input)
-    if how is None:
-        if inplace:
-            place.later.finish()  # a norm that is not written yet may read what this overwrites
-        return function(input, inplace=inplace)
-    if inplace:
-        place.later.write(input, silu=True)
-        return input
-    out = torch.empty_like(input)
-    how.write(out, silu=True)
-    return out
-
-
-def over_channels(x_NC: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the RMSNorm of x, (N, C, ...), over its channels; weight and bias have C elements.
-
-    A function mode sees it, like a function of torch.
-    """
-    if has_torch_function((x_NC,)):
-        return handle_torch_function(over_channels, (x_NC,), x_NC, weight, bias)
-    return channel_norm(x_NC, weight.flatten(), None if bias is None else bias.flatten())
-
-
-def norm_of_channels(
-    place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """Apply the rule of `over_channels`, which is local."""
-    x_NC, weight, bias = args
+def _group_norm(strip: Strip, x_NC: Tensor, groups: int, affine: kernels.Affine, silu: bool) -> Tensor:
     x_NC, _ = kernels.dense(x_NC)
-    return place.later.add(x_NC, ChannelNorm(x_NC, weight.flatten(), None if bias is None else bias.flatten()))
+    moments_NG3 = combine(strip, kernels.moments(x_NC, groups, affine.shift_C))
+    return kernels.normalise(x_NC, moments_NG3, affine, silu)
 
 
-def add(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Apply the rule of addition, which is local: biases of convolutions that were left out are added as well."""
-    pairs: list[residual.Shifted] = []
-    for x in args:
-        how = place.later.how(x)
-        pairs.append((how.x, how.bias) if isinstance(how, Biased) else (x, None))
-    alike = len(args) == 2 and not kwargs and all(isinstance(x, Tensor) for x in args)
-    if alike and any(bias is not None for _, bias in pairs) and _same(*args) and not _norm_waits(place, *args):
-        first, second = pairs
-        return residual.add(first, second)
-    place.later.settle(function, args, kwargs)
-    return function(*args, **kwargs)
+def combine(strip: Strip, moments_NG3: Tensor) -> Tensor:
+    """Return the moments of groups over all strips, from those of this rank's."""
+    return moments_NG3 if strip.cut.axis.size == 1 else kernels.combine(strip.exchanges.every(moments_NG3))
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
-    return (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
+def apply_sum(strip: Strip, function: Any, first: Biased, second: Biased) -> Tensor:
+    """Apply the rule of `sum_of`, which is local."""
+    (x, _), (y, _) = first, second
+    if (first[1] is None and second[1] is None) or x.stride() != y.stride() or x.dtype != y.dtype:
+        return with_bias(*first) + with_bias(*second)
+    return residual.add(first, second)
 
 
-def _norm_waits(place: Place, *given: Tensor) -> bool:
-    return any(place.later.how(x) is not None and not isinstance(place.later.how(x), Biased) for x in given)
+def adds_apart(x: Tensor, bias: Tensor | None) -> bool:
+    """Return whether a kernel of ours adds the bias of a convolution of x: in channels-last memory.
 
-
-def left_out(place: Place, input: Tensor, bias: Tensor | None) -> bool:
-    """Return whether a convolution of this input leaves out its bias for what follows: in channels-last memory."""
-    return bias is not None and bias.dtype == input.dtype and kernels.places_last(input) is False
-
-
-def biased(place: Place, y: Tensor, bias: Tensor) -> Tensor:
-    """Return the output y of a convolution without its bias, which is added when y is read."""
-    if kernels.places_last(y) is False:
-        return place.later.keep(y, Biased(y.detach(), bias))
-    return y.add_(bias.view(-1, *[1] * (y.ndim - 2)))
-
-
-def divide(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Apply the rule of division, which is local; modules in `SCALED` by the number 1 save the copy of plain torch.
-
-    Elsewhere the input may have another user, who would see what an in-place function makes of the result.
+    cuDNN's convolutions as torch calls them add no bias, so torch needs a pass of its own, too.
     """
-    if len(args) == 2 and not kwargs and isinstance(args[1], (int, float)) and args[1] == 1:
-        x = args[0]
-        if isinstance(x, Tensor) and x.is_floating_point() and type(place.module()).__name__ in SCALED:
-            return x
-    return function(*args, **kwargs)
+    return bias is not None and bias.dtype == x.dtype and kernels.places_last(x) is False
 
 
-SCALED = frozenset(("ResnetBlock2D", "Attention"))
-"""Modules of diffusers that divide a sum that nobody else has by their scale, which is nearly always 1."""
+def with_bias(y_NC: Tensor, bias_C: Tensor | None) -> Tensor:
+    """Return the output y of a convolution with its bias, which is added in place."""
+    if bias_C is None:
+        return y_NC
+    if kernels.places_last(y_NC) is False:
+        return residual.add((y_NC, bias_C), None, y_NC)
+    return y_NC.add_(bias_C.view(-1, *[1] * (y_NC.ndim - 2)))
 
 
-@contextmanager
-def single_functions(vae: nn.Module) -> Iterator[None]:
-    """While it is entered, the modules in `FORWARDS` call one function each, which the rules then see.
-
-    Wan and Qwen-Image write these as many functions, with conversions to fp32 in between. A module whose `forward` was
-    replaced by somebody else, to load its weights for example, is left alone. The VAE object itself is changed
-    meanwhile (and `ParallelVAE` sets its `use_tiling`), so two threads must not call one VAE at the same time.
-    """
-    changed: list[nn.Module] = []
-    try:
-        for module in vae.modules():
-            forward = FORWARDS.get(type(module).__name__)
-            if forward is not None and "forward" not in vars(module):
-                module.forward = partial(forward, module)
-                changed.append(module)
-        yield
-    finally:
-        for module in changed:
-            del module.forward
+def over_channels(strip: Strip, x: Tensor, dims: Any) -> None:
+    """Refuse a reduction over rows or columns. The last dim is channels if the two before it are the strip."""
+    dims = {dim - x.ndim if dim >= 0 else dim for dim in dims}
+    if dims == {-1} and x.ndim >= 4 and strip.cut.fits(x[..., 0]):
+        return
+    if dims & {-1, -2}:
+        strip.refuse(f"got a reduction of {tuple(x.shape)} over dims {sorted(dims)}, which include rows or columns")
 
 
-def _norm(module: Any, x: Tensor) -> Tensor:
-    if not module.channel_first:
-        return type(module).forward(module, x)
-    bias = module.bias if isinstance(module.bias, Tensor) else None
-    return over_channels(x, module.gamma, bias)
+def normalize(
+    strip: Strip, function: Any, input: Tensor, p: float = 2.0, dim: int = 1, *more: Any, **named: Any
+) -> Tensor:
+    """Apply the rule of `torch.nn.functional.normalize`, which is local over channels."""
+    over_channels(strip, input, (dim,))
+    return function(input, p, dim, *more, **named)
 
 
-def _upsample(module: Any, x: Tensor) -> Tensor:
-    """Upsample in x's dtype; a nearest one only copies, so that the bits are those of a conversion to fp32 and back.
-
-    fp64 is left to diffusers, which rounds it to fp32.
-    """
-    if not module.mode.startswith("nearest") or x.dtype == torch.float64:
-        return type(module).forward(module, x)
-    return F.interpolate(x, size=module.size, scale_factor=module.scale_factor, mode=module.mode)
+def layer_norm(strip: Strip, function: Any, input: Tensor, normalized_shape: Any, *more: Any, **named: Any) -> Tensor:
+    """Apply the rule of `torch.nn.functional.layer_norm`, which is local over channels in the last dim."""
+    over_channels(strip, input, range(-len(normalized_shape), 0))
+    return function(input, normalized_shape, *more, **named)
 
 
-FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "WanRMS_norm": _norm,
-    "QwenImageRMS_norm": _norm,
-    "WanUpsample": _upsample,
-    "QwenImageUpsample": _upsample,
-}
+def mean(strip: Strip, function: Any, input: Tensor, dim: Any = None, *more: Any, **named: Any) -> Tensor:
+    """Apply the rule of `Tensor.mean`, which is local over channels and frames."""
+    over_channels(strip, input, range(input.ndim) if dim is None else dim if isinstance(dim, tuple) else (dim,))
+    return function(input, dim, *more, **named)

@@ -9,58 +9,58 @@ import torch
 from torch import Tensor
 
 from seqpar.vae.layout import memory_format
-from seqpar.vae.place import Place
+from seqpar.vae.strip import Strip
 
 Pads = dict[int, tuple[int, int]]
 """Dim (counted from the end) -> how much is added before and after."""
 
 
-def pad_strip(place: Place, strip: Tensor, pads: Pads, mode: str = "constant", value: float = 0.0) -> Tensor:
-    """Return a strip padded along some dims. A mode other than constant, replicate and reflect is refused."""
+def pad_strip(strip: Strip, x: Tensor, pads: Pads, mode: str = "constant", value: float = 0.0) -> Tensor:
+    """Return a strip x padded along some dims. A mode other than constant, replicate and reflect is refused."""
     if mode not in ("constant", "replicate", "reflect"):
-        place.refuse(f"got padding of mode {mode!r}, expected constant, replicate or reflect")
-    shape = list(strip.shape)
+        strip.refuse(f"got padding of mode {mode!r}, expected constant, replicate or reflect")
+    shape, cut = list(x.shape), strip.cut
     for dim, (before, after) in pads.items():
         shape[dim] += before + after
-    padded = torch.empty(shape, dtype=strip.dtype, device=strip.device, memory_format=memory_format(strip))
+    padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
     lines = padded
     for dim, (before, _) in pads.items():
-        if dim != place.cut.dim:
-            lines = lines.narrow(dim, before, strip.shape[dim])
-    before, after = pads.get(place.cut.dim, (0, 0))
-    lines.narrow(place.cut.dim, before, strip.shape[place.cut.dim]).copy_(strip)
-    fill_halo(place, lines, (before, after), mode, value)
+        if dim != cut.dim:
+            lines = lines.narrow(dim, before, x.shape[dim])
+    before, after = pads.get(cut.dim, (0, 0))
+    lines.narrow(cut.dim, before, x.shape[cut.dim]).copy_(x)
+    fill_halo(strip, lines, (before, after), mode, value)
     for dim, sides in pads.items():
-        if dim != place.cut.dim:
+        if dim != cut.dim:
             fill_edges(padded, dim, sides, mode, value)
     if before or after:
-        place.has_halo(padded, before, after)
+        strip.has_halo(padded)
     return padded
 
 
-def fill_halo(place: Place, padded: Tensor, sides: tuple[int, int], mode: str = "constant", value: float = 0.0) -> None:
+def fill_halo(strip: Strip, padded: Tensor, sides: tuple[int, int], mode: str = "constant", value: float = 0.0) -> None:
     """Write the edge rows of a padded strip whose inside is written: the neighbours' rows, or the outer padding."""
-    cut, (before, after) = place.cut, sides
+    cut, (before, after) = strip.cut, sides
     if not (before or after):
         return
     size = padded.shape[cut.dim] - before - after
     if min(cut.shares(size)) < max(before, after):
-        place.refuse(f"got strips of {min(cut.shares(size))} rows, expected at least {max(before, after)}")
-    place.exchanges.swap(
-        first=edge(place, padded, before, after) if not cut.first else None,
-        last=edge(place, padded, size, before) if not cut.last else None,
-        before=edge(place, padded, 0, before) if not cut.first else None,
-        after=edge(place, padded, before + size, after) if not cut.last else None,
+        strip.refuse(f"got strips of {min(cut.shares(size))} rows, expected at least {max(before, after)}")
+    strip.exchanges.swap(
+        first=edge(strip, padded, before, after) if not cut.first else None,
+        last=edge(strip, padded, size, before) if not cut.last else None,
+        before=edge(strip, padded, 0, before) if not cut.first else None,
+        after=edge(strip, padded, before + size, after) if not cut.last else None,
     )
     fill_edges(padded, cut.dim, sides, mode, value, (cut.first, cut.last))
 
 
-def edge(place: Place, padded: Tensor, start: int, count: int) -> Tensor | None:
-    """Return some rows, with their dims in the order in which they travel; None for no rows."""
+def edge(strip: Strip, x: Tensor, start: int, count: int) -> Tensor | None:
+    """Return some rows of x, with their dims in the order in which they travel; None for no rows."""
     if not count:
         return None
-    rows = padded.narrow(place.cut.dim, start, count)
-    return rows.movedim(1, -1) if place.channels_last else rows
+    rows = x.narrow(strip.cut.dim, start, count)
+    return rows.movedim(1, -1) if strip.channels_last else rows
 
 
 def fill_edges(

@@ -17,16 +17,13 @@ from torch import Tensor
 from seqpar.mesh import Mesh
 from seqpar.transports._contract import Transport
 from seqpar.transports.collective.point_to_point import gather
+from seqpar.vae.blocks import fewer_passes
 from seqpar.vae.cut import Cut
-from seqpar.vae.exchanges import TransportExchanges
+from seqpar.vae.exchanges import Exchanges
 from seqpar.vae.known import check_modules, spatial_factor
 from seqpar.vae.layout import channels_last, pixels_last, weights_pixels_last
 from seqpar.vae.mode import StripMode
-from seqpar.vae.norms import single_functions
-from seqpar.vae.place import Place
-from seqpar.vae.turns import maybe_in_turns
-
-__all__ = ["Cut", "ParallelVAE", "Place"]
+from seqpar.vae.strip import Strip
 
 
 class ParallelVAE:
@@ -35,20 +32,15 @@ class ParallelVAE:
     transport: moves edge rows and sums; `release` frees its memory, so it must be this VAE's own. channels_last:
     compute in channels-last memory; until `release` the weights of convolutions have this format, too. Raises
     ValueError for a VAE with a type of module whose strips were not tested. It computes no gradients.
-    strip_bytes: may be set for the next calls, alike on all ranks: what a rank has is computed in strips of this size,
-    in turn, which needs less memory (`seqpar.vae.turns`); None computes it at once. held_bytes: see there.
     """
 
     def __init__(self, vae: Any, mesh: Mesh, transport: Transport, channels_last: bool = False) -> None:
         check_modules(vae)
         self._vae, self._axis, self._transport, self._main = vae, mesh.replica, transport, mesh.is_main
-        self._exchanges = TransportExchanges(self._axis, transport)
-        self._names = {module: name for name, module in vae.named_modules()}
+        self._exchanges = Exchanges(self._axis, transport)
         self._side = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._factor, self._told = spatial_factor(vae), set[str]()
         self._restore = weights_pixels_last(vae) if channels_last else None
-        self.strip_bytes: int | None = None
-        self.held_bytes = 0
 
     def decode(self, z: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what `vae.decode` returns for whole latents (N, C, ..., h, w), with the whole sample on every rank.
@@ -116,10 +108,10 @@ class ParallelVAE:
             self._tell("the VAE's tiling is off while it works on strips, which need no tiles and have no seams")
             self._vae.use_tiling = False
         try:
-            place = Place(cut, self._exchanges, self._names, channels_last(self._vae), self._side)
-            with torch.no_grad(), single_functions(self._vae), StripMode(place):
-                own = inspect.unwrap(getattr(type(self._vae), method)).__get__(self._vae)
-                return maybe_in_turns(lambda: own(strip, *args, **kwargs), place, self.strip_bytes, self.held_bytes)
+            own = inspect.unwrap(getattr(type(self._vae), method)).__get__(self._vae)
+            mode = StripMode(Strip(cut, self._exchanges, channels_last(self._vae), self._side))
+            with torch.no_grad(), fewer_passes(self._vae), mode:
+                return own(strip, *args, **kwargs)
         finally:
             if tiled:
                 self._vae.use_tiling = True

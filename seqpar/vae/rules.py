@@ -1,6 +1,7 @@
-"""What each function does to a strip: the table of rules by function, and the rules of convolutions and reductions.
+"""What each function does to a strip: the table of rules by function, and the rules of convolutions and resizing.
 
-A rule is called in place of the function. Functions that are in neither `RULES` nor `known.LOCAL` are refused.
+A rule is called in place of the function, with the strip, the function and its arguments. Functions that are in neither
+`RULES` nor `known.LOCAL` are refused.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels import upsample
-from seqpar.vae import edges
+from seqpar.vae import edges, norms
 from seqpar.vae.attention import attention
-from seqpar.vae.norms import add, biased, divide, group_norm, left_out, norm_of_channels, over_channels, silu
 from seqpar.vae.padding import pad_strip
-from seqpar.vae.place import Place
+from seqpar.vae.strip import Strip
 
-Rule = Callable[[Place, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Rule = Callable[..., Any]
+"""Takes a `Strip`, the function, and the function's own arguments; returns what the function does on the strip."""
 
 
 @dataclass(frozen=True)
@@ -46,81 +47,57 @@ class Settings:
         return tuple(pads)
 
 
-def taken(input: Tensor, *settings: Any, **named: Any) -> tuple[Tensor, Settings]:
-    """Return the input of conv2d or conv3d, and what they take besides, from their arguments."""
-    return input, Settings(*settings, **named)
-
-
-def convolve(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def convolve(strip: Strip, function: Any, input: Tensor, *settings: Any, **named: Any) -> Tensor:
     """Apply the rule of conv2d and conv3d: padding along the cut dim becomes rows of the neighbours."""
-    return _convolve(place, function, *taken(*args, **kwargs))
-
-
-def _convolve(place: Place, function: Callable[..., Any], input: Tensor, given: Settings) -> Tensor:
-    at, weight = place.cut.dim, given.weight
-    if isinstance(given.padding, str) or input.ndim != weight.ndim:
+    at, own = strip.cut.dim, Settings(*settings, **named)
+    weight, apart = own.weight, norms.adds_apart(input, own.bias)
+    if isinstance(own.padding, str) or input.ndim != weight.ndim:
         shape = tuple(input.shape)
-        place.refuse(f"got a convolution of {shape} with padding {given.padding!r}, expected numbers and a batch")
-    pad, reach = given.along(given.padding)[at], (weight.shape[at] - 1) * given.along(given.dilation)[at]
-    held, bias = (given.bias, None) if left_out(place, input, given.bias) else (None, given.bias)
+        strip.refuse(f"got a convolution of {shape} with padding {own.padding!r}, expected numbers and a batch")
+    pad, reach = own.along(own.padding)[at], (weight.shape[at] - 1) * own.along(own.dilation)[at]
 
     def apply(x: Tensor, pad: int) -> Tensor:
-        return function(x, weight, bias, given.stride, given.padded(at, pad), given.dilation, given.groups)
+        bias = None if apart else own.bias
+        return function(x, weight, bias, own.stride, own.padded(at, pad), own.dilation, own.groups)
 
     if pad > 0 or reach == 0:
-        place.check(input)
-    elif place.halo(input) is None:
-        place.refuse(f"got a convolution over {reach + 1} rows without padding, of a tensor that was not padded")
-    out = _with_halo(place, input, (pad, reach, given.along(given.stride)[at]), apply) if pad else apply(input, 0)
-    place.check(out)
-    return out if held is None else biased(place, out, held)
+        strip.check(input)
+    elif not strip.is_padded(input):
+        strip.refuse(f"got a convolution over {reach + 1} rows without padding, of a tensor that was not padded")
+    out = _with_halo(strip, input, (pad, reach, own.along(own.stride)[at]), apply) if pad else apply(input, 0)
+    strip.check(out)
+    return norms.with_bias(out, own.bias) if apart else out
 
 
-def _with_halo(
-    place: Place, strip: Tensor, sizes: tuple[int, int, int], apply: Callable[[Tensor, int], Tensor]
-) -> Tensor:
-    """Return the convolution of a strip with rows of its neighbours; sizes: padding, rows of the kernel - 1, stride.
+def _with_halo(strip: Strip, x: Tensor, sizes: tuple[int, int, int], apply: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Return the convolution of a strip x with rows of its neighbours; sizes: padding, rows of the kernel - 1, stride.
 
     apply: the convolution of a tensor with so many rows of zeros on both sides.
     """
     pad = sizes[0]
-    if place.cut.axis.size == 1:
-        return apply(strip, pad)
-    if edges.fits(place, strip, *sizes):
-        return edges.convolve(place, strip, pad, apply)
-    return apply(pad_strip(place, strip, {place.cut.dim: (pad, pad)}), 0)
+    if strip.cut.axis.size == 1:
+        return apply(x, pad)
+    if edges.fits(strip, x, *sizes):
+        return edges.convolve(strip, x, pad, apply)
+    return apply(pad_strip(strip, x, {strip.cut.dim: (pad, pad)}), 0)
 
 
-def pad(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Apply the rule of `torch.nn.functional.pad`: only padding along the cut dim needs the neighbours."""
-    return _pad(place, function, *args, **kwargs)
-
-
-def _pad(
-    place: Place,
-    function: Callable[..., Any],
-    input: Tensor,
-    pad: Any,
-    mode: str = "constant",
-    value: float | None = None,
+def pad(
+    strip: Strip, function: Any, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None
 ) -> Tensor:
+    """Apply the rule of `torch.nn.functional.pad`: only padding along the cut dim needs the neighbours."""
     pads = {-1 - index: (pad[2 * index], pad[2 * index + 1]) for index in range(len(pad) // 2)}
-    if pads.get(place.cut.dim, (0, 0)) == (0, 0):
+    if pads.get(strip.cut.dim, (0, 0)) == (0, 0):
         return function(input, pad, mode, value)
     if min(pad) < 0:
-        place.refuse(f"got padding {tuple(pad)}, expected no negative numbers")
-    place.check(input)
-    return pad_strip(place, input, pads, mode, value or 0.0)
+        strip.refuse(f"got padding {tuple(pad)}, expected no negative numbers")
+    strip.check(input)
+    return pad_strip(strip, input, pads, mode, value or 0.0)
 
 
-def interpolate(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Apply the rule of `torch.nn.functional.interpolate`: a nearest one by whole factors is local."""
-    return _interpolate(place, function, *args, **kwargs)
-
-
-def _interpolate(
-    place: Place,
-    function: Callable[..., Any],
+def interpolate(
+    strip: Strip,
+    function: Any,
     input: Tensor,
     size: Any = None,
     scale_factor: Any = None,
@@ -128,82 +105,36 @@ def _interpolate(
     *more: Any,
     **named: Any,
 ) -> Tensor:
+    """Apply the rule of `torch.nn.functional.interpolate`: a nearest one by whole factors is local."""
     factors = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor]
     if size is not None or mode not in ("nearest", "nearest-exact") or any(f != int(f) for f in factors):
-        place.refuse(f"got interpolation {mode!r} to {size or scale_factor}, expected the nearest by whole factors")
-    place.check(input)
+        strip.refuse(f"got interpolation {mode!r} to {size or scale_factor}, expected the nearest by whole factors")
+    strip.check(input)
     if input.ndim == 4 and {*factors} == {2}:
         return upsample.double(input)
     return function(input, size, scale_factor, mode, *more, **named)
 
 
-def normalize(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Apply the rule of `torch.nn.functional.normalize`, which is local over channels."""
-
-    def rule(input: Tensor, p: float = 2.0, dim: int = 1, *more: Any, **named: Any) -> Tensor:
-        _over_channels(place, input, (dim,))
-        return function(input, p, dim, *more, **named)
-
-    return rule(*args, **kwargs)
-
-
-def mean(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Apply the rule of `Tensor.mean`, which is local over channels and frames."""
-
-    def rule(input: Tensor, dim: Any = None, *more: Any, **named: Any) -> Tensor:
-        _over_channels(place, input, range(input.ndim) if dim is None else dim if isinstance(dim, tuple) else (dim,))
-        return function(input, dim, *more, **named)
-
-    return rule(*args, **kwargs)
-
-
-def layer_norm(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Apply the rule of `torch.nn.functional.layer_norm`, which is local over channels in the last dim."""
-
-    def rule(input: Tensor, normalized_shape: Any, *more: Any, **named: Any) -> Tensor:
-        _over_channels(place, input, range(-len(normalized_shape), 0))
-        return function(input, normalized_shape, *more, **named)
-
-    return rule(*args, **kwargs)
-
-
-def dropout(place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def dropout(
+    strip: Strip, function: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     """Return the input of `torch.nn.functional.dropout`; a dropout that is active is refused."""
-
-    def rule(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if training and p:
-            place.refuse("got an active dropout, which would draw other numbers for a strip; call eval()")
-        return input
-
-    return rule(*args, **kwargs)
-
-
-def _over_channels(place: Place, x: Tensor, dims: Any) -> None:
-    """Refuse a reduction over rows or columns. The last dim is channels if the two before it are the strip."""
-    dims = {dim - x.ndim if dim >= 0 else dim for dim in dims}
-    if dims == {-1} and x.ndim >= 4 and place.cut.fits(x[..., 0]):
-        return
-    if dims & {-1, -2}:
-        place.refuse(f"got a reduction of {tuple(x.shape)} over dims {sorted(dims)}, which include rows or columns")
+    if training and p:
+        strip.refuse("got an active dropout, which would draw other numbers for a strip; call eval()")
+    return input
 
 
 RULES: Mapping[Callable[..., Any], Rule] = {
     F.conv2d: convolve,
     F.conv3d: convolve,
     F.pad: pad,
-    F.group_norm: group_norm,
-    F.silu: silu,
-    over_channels: norm_of_channels,
-    torch.Tensor.add: add,
-    torch.add: add,
-    torch.Tensor.div: divide,
-    F.layer_norm: layer_norm,
-    F.normalize: normalize,
-    torch.Tensor.mean: mean,
+    F.group_norm: norms.group_norm,
+    F.layer_norm: norms.layer_norm,
+    F.normalize: norms.normalize,
+    torch.Tensor.mean: norms.mean,
+    norms.normed: norms.apply_normed,
+    norms.sum_of: norms.apply_sum,
     F.scaled_dot_product_attention: attention,
     F.interpolate: interpolate,
     F.dropout: dropout,
 }
-
-TAKERS = frozenset({F.group_norm, F.silu, torch.Tensor.add, torch.add})
-"""Functions whose rules take tensors that are not written yet; before all others these are written."""

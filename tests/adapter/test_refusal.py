@@ -9,23 +9,22 @@ import pytest
 import torch
 
 import seqpar
-from seqpar.adapter import decoding
-from seqpar.adapter.decoding import Decoding
 from seqpar.mesh import Mesh
+from seqpar.vae.on_mesh import MeshVAE
 from tests.adapter.test_pipelines import CASES, SHORT, Case
 from tests.support import pipelines
 from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
+from tests.vae.test_memory import Imagined
 
 REFUSAL = r"got 20x12 pixels, whose decoding needs .* that are free; "
 CALL = {"prompt": "a red cat", "height": 20, "width": 12, "num_inference_steps": 1, **SHORT}
 
 
-def fake(patch: pytest.MonkeyPatch, free: float) -> None:
-    """Give this rank a device with 1e-6 GiB, of which `free` GiB are free."""
-    patch.setattr(decoding, "total_gib", lambda device: 1e-6)
-    patch.setattr(decoding, "free_gib", lambda device: free)
+def with_meter(patch: pytest.MonkeyPatch, meter: Imagined | None) -> None:
+    """Let VAEs read an imagined device, where the tests' devices would not refuse anything."""
+    patch.setattr(MeshVAE, "of", staticmethod(lambda vae, mesh, way: MeshVAE(vae, mesh, way, meter=meter)))
 
 
 def called(pipe: Any, **others: Any) -> int:
@@ -37,61 +36,61 @@ def called(pipe: Any, **others: Any) -> int:
         return given
 
     with StayDouble():
-        pipe(**CALL, **{"output_type": "pt", **others}, callback_on_step_end=on_step)
+        pipe(**{**CALL, "output_type": "pt", **others}, callback_on_step_end=on_step)
     return len(steps)
 
 
 def refused(rank: int, world: int, device: torch.device) -> list[str]:
-    """Return what this rank is told where rank 0 has too little memory, and where the ranks' output_type differs."""
-    pipe, told = seqpar.parallelize(pipelines.flux(), make_mesh(device, cfg=1)), list[str]()
+    """Return what this rank is told where rank 0 has too little memory, and where the ranks prepare other sizes."""
+    told = list[str]()
     with pytest.MonkeyPatch.context() as patch:
-        fake(patch, 8.0 if rank else 1e-7)
-        for kind in ("pt", "latent" if rank else "pt"):
+        with_meter(patch, Imagined(1e12 if rank else 1.0))
+        pipe = seqpar.parallelize(pipelines.flux(), make_mesh(device, cfg=1))
+        for height in (20, 20 + 8 * rank):
             with pytest.raises(ValueError, match="got ") as error:
-                called(pipe, output_type=kind)
+                called(pipe, height=height)
             told.append(str(error.value))
-        assert called(pipe, output_type="latent") == 1
-    seqpar.release(pipe)
+        seqpar.release(pipe)
     return told
 
 
-def test_a_size_is_refused_before_the_first_step_unless_it_fits_or_is_not_decoded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_size_is_refused_before_the_first_step_unless_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Imagined(1.0)
+    with_meter(monkeypatch, meter)
     pipe = seqpar.parallelize(pipelines.flux(), Mesh.single())
-    assert called(pipe) == 1  # a CPU never refuses
-    fake(monkeypatch, 1e-7)
-    for kind in ("pt", "pil"):
-        with pytest.raises(ValueError, match=REFUSAL):
-            called(pipe, output_type=kind, callback_on_step_end_tensor_inputs=[])
-    assert called(pipe, output_type="latent") == 1
+    with pytest.raises(ValueError, match=REFUSAL) as error:
+        called(pipe)
+    assert str(error.value).endswith("; for output_type='latent' parallelize the pipeline with vae=False")
     pipe.vae.enable_tiling()
     assert called(pipe) == 1  # tiles are as small as their user wants
     pipe.vae.disable_tiling()
-    fake(monkeypatch, 8.0)
+    meter.room = 1e12
     assert called(pipe) == 1
-    fake(monkeypatch, 1e-7)
+    meter.room = 1.0
     twin = copy.deepcopy(pipe, {id(pipe.transformer): pipe.transformer})
     assert twin.prepare_latents.__self__ is twin  # a copy checks nothing, and prepares with its own parts
     shallow = copy.copy(pipe)
     seqpar.release(pipe)
     assert "prepare_latents" not in vars(pipe)
     assert called(pipe) == called(shallow) == 1
+    for wish in (False, "tiled"):
+        assert called(seqpar.parallelize(pipe, Mesh.single(), vae=wish), output_type="latent") == 1  # pyright: ignore
+        seqpar.release(pipe)
 
 
 def test_all_ranks_refuse_alike(ranks: Pool) -> None:
     first, *others = ranks.run(2, refused)
     assert others == [first]
     assert "20x12 pixels" in first[0]
-    assert first[1].startswith("got ranks that do different things: rank 0 prepares latents to decode")
+    assert "the shape that the VAE decodes" in first[1]
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "pixart", "wan", "qwen-image", "several pictures"])
 def test_the_checked_shape_is_the_one_that_is_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name] if name in CASES else Case(pipelines.flux, {**SHORT, "num_images_per_prompt": 3})
-    seen, decode = list[Any](), Decoding.decode
-    monkeypatch.setattr(Decoding, "check_call", lambda self, shape, decodes: seen.append(shape))
-    monkeypatch.setattr(Decoding, "decode", lambda self, z, *a, **k: seen.append(z.shape) or decode(self, z, *a, **k))
+    seen, decode = list[Any](), MeshVAE.decode
+    monkeypatch.setattr(MeshVAE, "check_call", lambda self, shape, also: seen.append(shape))
+    monkeypatch.setattr(MeshVAE, "decode", lambda self, z, *a, **k: seen.append(z.shape) or decode(self, z, *a, **k))
     pipe = seqpar.parallelize(case.pipe(), Mesh.single())
     case.pictures(pipe)
     assert len(seen) == 2

@@ -81,10 +81,10 @@ def test_a_model_is_found_whatever_the_case_of_its_name(tmp_path: Path, name: st
 def test_more_pictures_than_memory_holds_are_refused(tmp_path: Path) -> None:
     job = check(Args(out=tmp_path / "x.png"), Mesh.single())
     assert isinstance(job, Job)
-    decoding._check_memory(job, Mesh.single())
+    decoding.check(job, Mesh.single())
     many = replace(job, load=replace(job.load, images=10**6), pixels=(1024, 1024))
     with pytest.raises(ValueError, match=r"got 1000000 pictures of 1024x1024 pixels, which take 11718\.8 GiB"):
-        decoding._check_memory(many, Mesh.single())
+        decoding.check(many, Mesh.single())
 
 
 def test_heads_of_original_files_are_named_by_a_flag(tmp_path: Path) -> None:

@@ -12,11 +12,10 @@ from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance
-from seqpar.adapter import decoding
 from seqpar.mesh import Mesh
 from seqpar.pipelines._pictures import grid, to_pil
 from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline, generate
-from seqpar.vae.decoder import decode
+from seqpar.vae.on_mesh import MeshVAE
 from tests.conftest import DEVICE
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
@@ -121,8 +120,8 @@ def test_generate_is_the_whole_path_in_one_call() -> None:
 def decoded_alone(rank: int, world: int, device: torch.device) -> bool:
     pipeline = Pipeline.load(Files.locate("builtin"), make_mesh(device, cfg=1))
     latents = torch.randn(5, 4, 16, 16, generator=torch.Generator().manual_seed(0)).to(device)
-    alone = decoding.of(pipeline.vae, Mesh.single(device), "collective")
-    return torch.equal(pipeline.decode(latents), decode(alone, latents))
+    alone = MeshVAE.of(pipeline.vae, Mesh.single(device), "collective")
+    return torch.equal(pipeline.decode(latents), alone.pictures(latents))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

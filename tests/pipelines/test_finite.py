@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers.configuration_utils import FrozenDict
 from torch import Tensor
 
 from seqpar.cli.args import Args
@@ -16,36 +17,24 @@ from seqpar.cli.sample import run
 from seqpar.mesh import Mesh
 from seqpar.pipelines import class_labels
 from seqpar.pipelines.adapted import Adapted
-from seqpar.vae.decoder import Way, decode, load_vae
+from seqpar.vae.decoder import load_vae
+from seqpar.vae.on_mesh import MeshVAE
 from tests.support.pool import Pool
 
 ONE = Mesh.single(torch.device("cpu"))
 
-CONFIG = SimpleNamespace(block_out_channels=(1,), scaling_factor=1.0, shift_factor=None)
 
+class Identity(torch.nn.Module):
+    """A decoder of three channels that makes its input, with something else in place of 9."""
 
-class Identity:
-    """A decoder of three channels that makes its input, as `decode` calls one."""
+    def __init__(self, spoil: float) -> None:
+        super().__init__()
+        self.dtype, self._spoil = torch.float32, spoil
+        self.config = FrozenDict(block_out_channels=(1,), scaling_factor=1.0, shift_factor=None)
 
-    def __init__(self, mesh: Mesh, spoil: float) -> None:
-        self.mesh, self._spoil = mesh, spoil
-        self.vae: Any = SimpleNamespace(config=CONFIG, dtype=torch.float32)
-
-    def rank_0s(self, latents_NCHW: Tensor) -> Tensor:
-        return latents_NCHW
-
-    def way(self, count: int, shape: Any, wish: str = "auto") -> Way:
-        return Way("pictures", self.mesh.world.size, self.mesh.world)
-
-    def prepare(self, way: Way, shape: Any) -> None: ...
-
-    def say(self, text: str | None) -> None: ...
-
-    def alone(self, latent_1Chw: Tensor) -> Tensor:
-        return torch.where(latent_1Chw == 9.0, self._spoil, latent_1Chw)
-
-    def strips(self, latent_1Chw: Tensor) -> Tensor:
-        return self.alone(latent_1Chw)
+    def decode(self, z: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        """Return what diffusers' decoders return without `return_dict`."""
+        return (torch.where(z == 9.0, self._spoil, z),)
 
 
 def decoded(rank: int, world: int, device: torch.device, spoil: float) -> str:
@@ -53,7 +42,7 @@ def decoded(rank: int, world: int, device: torch.device, spoil: float) -> str:
     mesh, latents = Mesh.joined(device), torch.zeros(3, 3, 4, 4, device=device)
     latents[2, 1, 3, 0] = 9.0
     try:
-        made = decode(Identity(mesh, spoil), latents)
+        made = MeshVAE(Identity(spoil), mesh, "collective").pictures(latents)
     except FloatingPointError as error:
         return str(error)
     assert made.unique().tolist() == [0.5, 1.0]

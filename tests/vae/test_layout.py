@@ -9,8 +9,8 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import nn
 
-from seqpar.adapter.decoding import Decoding
 from seqpar.mesh import Mesh
+from seqpar.vae.on_mesh import MeshVAE
 from tests.support import vaes
 
 
@@ -26,7 +26,7 @@ def test_the_last_user_of_a_vae_puts_its_weights_back_and_it_is_saved_meanwhile(
     vae, z = vaes.tiny("kl"), vaes.latents("kl", 1, 5, 3)
     parameters, truth = dict(vae.named_parameters()), vaes.decoded(vae, z)
     with torch.inference_mode():
-        first, second = (Decoding(vae, Mesh.single(), "collective", None, True, True) for _ in range(2))
+        first, second = (MeshVAE(vae, Mesh.single(), "collective", None, True, True) for _ in range(2))
     copied = copy.deepcopy(vae)
     for end in (first.release, first.release):  # twice, which must not end the second one's use
         end()
@@ -41,7 +41,7 @@ def test_the_last_user_of_a_vae_puts_its_weights_back_and_it_is_saved_meanwhile(
     saved = AutoencoderKL.from_pretrained(tmp_path, torch_dtype=torch.float64)
     assert all(torch.equal(parameter, parameters[name]) for name, parameter in saved.named_parameters())
     assert is_last(copied)
-    of_copy = Decoding(copied, Mesh.single(), "collective", None, True, True)
+    of_copy = MeshVAE(copied, Mesh.single(), "collective", None, True, True)
     assert (of_copy.decode(z).sample - truth).abs().max() < 1e-12
     of_copy.release()
     assert not is_last(copied)

@@ -15,9 +15,9 @@ from seqpar.mesh import Axis
 from seqpar.transports import collective
 from seqpar.vae import edges, known
 from seqpar.vae.cut import Cut
-from seqpar.vae.exchanges import TransportExchanges
+from seqpar.vae.exchanges import Exchanges
 from seqpar.vae.mode import StripMode
-from seqpar.vae.place import Place
+from seqpar.vae.strip import Strip
 from tests.support import vaes
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
@@ -52,10 +52,10 @@ def on_strips(
     axis = make_mesh(device).replica
     cut = Cut.of(axis, *latent)
     assert cut is not None
-    exchanges = TransportExchanges(axis, collective.Transport())
+    exchanges = Exchanges(axis, collective.Transport())
     strip = cut.take(coded(latent[0] * scale, latent[1] * scale), scale).to(device)
     results = {}
-    with torch.no_grad(), StripMode(Place(cut, exchanges, {})):
+    with torch.no_grad(), StripMode(Strip(cut, exchanges)):
         for name, function in FUNCTIONS.items():
             results[name] = function(strip, WEIGHT.to(device))
     return Cut(Axis("", rank, world), cut.sizes, cut.dim, cut.other), results
@@ -89,26 +89,19 @@ def test_edges_have_arrived_also_after_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     cut = Cut.of(Axis("world"), 9, 4)
     assert cut is not None
-    place = Place(cut, TransportExchanges(Axis("world"), collective.Transport()), {}, side=side)  # type: ignore[arg-type]
+    strip = Strip(cut, Exchanges(Axis("world"), collective.Transport()), side=side)  # type: ignore[arg-type]
 
-    def fails(strip: Tensor, pad: int) -> Tensor:
+    def fails(x: Tensor, pad: int) -> Tensor:
         assert here.waited_for == []
         raise torch.OutOfMemoryError("no memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        edges.convolve(place, coded(9, 4), 1, fails)
+        edges.convolve(strip, coded(9, 4), 1, fails)
     assert (here.waited_for, side.waited_for) == ([side], [here])
 
 
 class Odd(nn.Module):
-    """A module with something that strips must refuse."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
+    """A type of module that strips do not know."""
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -129,22 +122,16 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_rule_is_refused_by_name(name: str) -> None:
     function, message = REFUSED[name]
-    vae = nn.Sequential(nn.Identity(), Odd(function))
     axis = Axis("world", 0, 2)  # no exchange is reached
-    place = Place(Cut(axis, (2, 2), -2, 2), TransportExchanges(axis, collective.Transport()), names(vae))
-    with pytest.raises(ValueError, match=message) as raised, torch.no_grad(), StripMode(place):
-        vae(coded(2, 2))
-    assert "in 1 (Odd)" in str(raised.value)
-
-
-def names(vae: nn.Module) -> dict[nn.Module, str]:
-    return {module: name for name, module in vae.named_modules()}
+    strip = Strip(Cut(axis, (2, 2), -2, 2), Exchanges(axis, collective.Transport()))
+    with pytest.raises(ValueError, match=message), torch.no_grad(), StripMode(strip):
+        function(coded(2, 2))
 
 
 def test_an_unknown_module_and_noise_are_refused_by_name() -> None:
     vae = vaes.tiny("kl")
     known.check_modules(vae)
-    vae.decoder.mid_block.resnets[1].nonlinearity = Odd(F.silu)
+    vae.decoder.mid_block.resnets[1].nonlinearity = Odd()
     with pytest.raises(
         ValueError, match=r"module decoder.mid_block.resnets.1.nonlinearity is a tests.vae.test_rules.Odd"
     ):
@@ -161,25 +148,3 @@ def test_an_unpadded_strip_of_another_height_is_noticed_although_columns_fit() -
     assert cut.fits(torch.empty(1, 1, 16, 40))
     assert not cut.fits(torch.empty(1, 1, 24, 40))
     assert cut.shares(16) == (24, 16, 16)
-
-
-def test_functions_that_write_are_known_by_name_and_by_arguments() -> None:
-    x = torch.zeros(1)
-    write: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
-        (Tensor.add_, (x, x), {}),
-        (Tensor.__iadd__, (x, x), {}),
-        (Tensor.__setitem__, (x, 0, 1), {}),
-        (torch.add, (x, x), {"out": x}),
-        (F.relu, (x, True), {}),
-        (F.leaky_relu, (x, 0.1), {"inplace": True}),
-        (F.normalize, (x, 2, 0, 1e-12, x), {}),
-    ]
-    read: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
-        (Tensor.__int__, (x,), {}),
-        (torch.add, (x, x), {"out": None}),
-        (F.relu, (x, False), {}),
-        (F.silu, (x,), {"inplace": False}),
-        (F.normalize, (x,), {"out": None}),
-    ]
-    assert [known.writes(*each) for each in write] == [True] * len(write)
-    assert [known.writes(*each) for each in read] == [False] * len(read)

@@ -20,8 +20,9 @@ from seqpar import exact
 from seqpar.mesh import Axis, Mesh
 from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
+from seqpar.types.keys import KeyMap
 from seqpar.weights import vae_keys
-from seqpar.weights.checkpoint import Checkpoint, KeyMap, check, find_checkpoint, open_checkpoint
+from seqpar.weights.checkpoint import Checkpoint, check, find_checkpoint, open_checkpoint
 from seqpar.weights.jsons import read_json
 from seqpar.weights.loading import load
 from seqpar.weights.parts import check_autoencoder

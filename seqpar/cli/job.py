@@ -42,24 +42,24 @@ def checked(args: Args, mesh: Mesh) -> Job | Adapted:
     left) if the files of the run do not fit on rank 0's disk.
     """
     mesh.together(lambda: check_flags(args))
+    path = None
     if mesh.world.size > 1:
-        why = mesh.share(_why_not_found(args.model) if mesh.is_main else None, str | None)
+        path, why = _resolved(args.model) if mesh.is_main else (None, None)
+        why = mesh.share(why, str | None)
         if why is not None:
             raise ValueError(why)
-    job = mesh.together(lambda: check(args, mesh))
+    job = mesh.together(lambda: check(args, mesh, path))
     if args.dry_run is None:
         check_room(outputs(args, job)[-1], _disk_bytes(args, job), mesh)
     return job
 
 
-def _why_not_found(name: str) -> str | None:
-    """Why there is no path of this name, or None."""
+def _resolved(name: str) -> tuple[Path | None, str | None]:
+    """The path of this name, and why there is none; neither for a preset."""
     try:
-        if not is_builtin(name):
-            resolve(name)
+        return None if is_builtin(name) else resolve(name), None
     except (ValueError, OSError) as error:
-        return str(error)
-    return None
+        return None, str(error)
 
 
 def check_flags(args: Args) -> None:
@@ -69,10 +69,13 @@ def check_flags(args: Args) -> None:
     parse_size(args.size)
 
 
-def check(args: Args, mesh: Mesh) -> Job | Adapted:
-    """The job that the flags describe; `ValueError` for any flag that is wrong. Reads headers of files, no weights."""
+def check(args: Args, mesh: Mesh, path: Path | None = None) -> Job | Adapted:
+    """The job that the flags describe; `ValueError` for any flag that is wrong. Reads headers of files, no weights.
+
+    path: what the model's name stands for, if that is known.
+    """
     check_flags(args)
-    family, path = family_of(args.model, args.heads)
+    family, path = family_of(args.model if path is None else str(path), args.heads)
     order = order_of(args, mesh)
     if "class_labels" not in (family.PROMPT or ()):
         order.refuse("expected none: it is for models that make pictures of classes", respacing=order.respacing)

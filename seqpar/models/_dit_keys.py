@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar.models import _layers
-from seqpar.weights.checkpoint import KeyMap, Source
+from seqpar.types.keys import KeyMap, Source
 
 
 def _pairs(ours: str, *theirs: str, bias: bool = True) -> dict[str, Source]:

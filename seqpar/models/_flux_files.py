@@ -13,8 +13,8 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from seqpar.weights import schemas
-from seqpar.weights.checkpoint import KeyMap, Source
+from seqpar.types import schemas
+from seqpar.types.keys import KeyMap, Source
 
 PATCH = 2  # diffusers' pipeline cuts the latent into patches of 2 x 2, and its transformer has a patch size of 1
 

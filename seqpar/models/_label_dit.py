@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from seqpar.arguments import check_labels
 from seqpar.models import _layers
 from seqpar.protocols import Condition, SequenceModel, state_dtype
-from seqpar.weights.checkpoint import shape_of
+from seqpar.types.keys import shape_of
 
 FREQUENCIES = 256  # width of the timestep sinusoid, in every published model
 

@@ -15,8 +15,8 @@ import torch
 
 from seqpar.models import _layers
 from seqpar.models._label_dit import check_outputs, confirm, confirm_heads, count_classes, is_diffusers, original_heads
-from seqpar.weights import schemas
-from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
+from seqpar.types import schemas
+from seqpar.types.keys import KeyMap, Source, count_layers, shape_of
 
 CHANNELS = 4  # of the latent; the patch size follows
 CLASS = "DiTLLaMA2DModel"  # ppdiffusers' name; diffusers has no such model

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from seqpar.models import _layers
-from seqpar.weights import schemas
-from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
+from seqpar.types import schemas
+from seqpar.types.keys import KeyMap, Source, count_layers, shape_of
 
 HEAD_DIM = 64  # of every published UniDiffuser; the shapes do not tell it
 DATA_TYPE = "use_data_type_embedding"

@@ -31,8 +31,8 @@ from seqpar.models._label_dit import (
 )
 from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Prepare, Projected
-from seqpar.weights import schemas
-from seqpar.weights.checkpoint import count_layers, shape_of
+from seqpar.types import schemas
+from seqpar.types.keys import count_layers, shape_of
 
 NORM = Norm("layer", 1e-6)  # the norm before attention and before the final layer, in both variants
 # how far a table of positions is from the sine-cosine one: by the rounding of its numbers in fp32, and at most by that

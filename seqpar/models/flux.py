@@ -23,7 +23,7 @@ from seqpar.models import _flux_files
 from seqpar.models._flux_conditioning import FREQUENCIES, Conditioned
 from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Encoded, Given, Prepare, Projected
-from seqpar.weights.checkpoint import KeyMap
+from seqpar.types.keys import KeyMap
 
 NORM = Norm("layer", 1e-6)  # every block norm and the final one
 QK_EPS = 1e-6

@@ -23,7 +23,7 @@ from seqpar.models import _large_dit_files, _layers
 from seqpar.models._label_dit import LabelDiT
 from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Given, Prepare, Projected, Stream
-from seqpar.weights.checkpoint import KeyMap
+from seqpar.types.keys import KeyMap
 
 CONDITION = 1024  # width of timestep and label embeddings, unless the model is narrower
 FINAL_NORM = Norm("layer", 1e-6)

@@ -24,7 +24,7 @@ from seqpar.kernels.post_norm import Affine, post_norm
 from seqpar.models import _layers, _uvit_files
 from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Encoded, Prepare, Projected, SequenceModel, state_dtype
-from seqpar.weights.checkpoint import KeyMap
+from seqpar.types.keys import KeyMap
 
 NOISE = 1000  # the timestep at which a modality is pure noise, so that the prediction does not depend on it
 

@@ -1,7 +1,7 @@
 """Checks the parts of a pipeline folder that diffusers and transformers read themselves, before they do.
 
-Both wait for a pipe and build as many layers as a config says. Both give random values to weights that a file
-lacks, and then only warn. Here each of these is one message.
+Both build as many layers as a config says, and give random values to weights that a file lacks, and then only warn.
+Here each of these is one message, and no part brings a program, an adapter or a kernel of its own.
 When it wins: always; it reads configs and the headers of weight files.
 """
 
@@ -20,22 +20,23 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.modeling_utils import ModelMixin
 
 from seqpar.pipelines._naming import naming
+from seqpar.types.schemas import shown
 from seqpar.vae.decoder import check_vae
 from seqpar.weights.checkpoint import SUFFIXES, Checkpoint, find_checkpoint, open_checkpoint
 from seqpar.weights.find import WithoutValues
 from seqpar.weights.hub import errors_only
-from seqpar.weights.jsons import check_regular, read_json
+from seqpar.weights.jsons import read_json
 from seqpar.weights.layout import open_model
 from seqpar.weights.parts import INDEX, check_numbers, part_of, read_scheduler
-from seqpar.weights.schemas import shown
 
 LARGE = 1 << 28  # a tensor of at most this many elements is never refused
 MORE = 1 << 24  # elements that an encoder may have besides twice those of its files
 MANY = 1000  # tensors that a model may have besides twice those of its files
-TEXT_BYTES = 1 << 27  # of tokenizers; those of published models have up to 40 MB
+TOKENIZER_BYTES = 1 << 27  # of its config; those of published models have up to 40 MB
 STEMS = ("model", "pytorch_model")  # of the names of transformers' weight files
 WITHOUT_WEIGHTS = re.compile("Token|Processor|FeatureExtractor")  # in the names of classes
 LIBRARIES = ("diffusers", "transformers")  # whose classes a folder may name
+PROGRAMS = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
 ADAPTER = "adapter_config.json"  # beside a model: transformers then loads peft's adapter into it
 YOURSELF = "to use it, load the pipeline yourself and call seqpar.parallelize"
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
@@ -54,7 +55,9 @@ def check_parts(folder: Path, index: Mapping[str, Any], file: Path | None = None
         check_files(folder / name)
         _check_asks_nothing(folder / name, library, kind)
         if name == "scheduler":
-            read_scheduler(folder / name)
+            config = read_scheduler(folder / name)
+            with naming(f"got {folder / name}, which describes no {kind}"):
+                getattr(diffusers, kind).from_config(config)
         elif (folder / name / "config.json").is_file() and not WITHOUT_WEIGHTS.search(kind):
             check_model(folder / name, library, kind)
     return read_json(folder / "transformer" / "config.json") if file is None else check_single(file)[1]
@@ -95,24 +98,13 @@ def _check_asks_nothing(folder: Path, library: str, kind: str) -> None:
     """Raise ValueError for a part of which transformers would ask at the terminal whether to run its own program."""
     if library != "transformers" or not ("Auto" in kind or kind.endswith("Processor")):
         return
-    for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
-        if (folder / name).is_file() and "auto_map" in read_json(folder / name, TEXT_BYTES):
+    for name in PROGRAMS:
+        if (folder / name).is_file() and "auto_map" in read_json(folder / name, TOKENIZER_BYTES):
             raise ValueError(f"got {folder / name} with auto_map, expected a class of {library}; {YOURSELF}")
 
 
 def check_files(folder: Path) -> None:
-    """Raise ValueError if something in a folder is no regular file and no folder, or if a text in it is too long.
-
-    Also if it would load more than the part itself: an adapter, a kernel from a hub, or weights of other shapes.
-    """
-    for file in sorted(folder.iterdir()):
-        if file.is_dir():
-            continue
-        text = file.suffix in (".json", ".txt", ".model")
-        try:
-            check_regular(file, TEXT_BYTES if text else None)
-        except ValueError as error:
-            raise ValueError(f"got {file}, expected a readable file: {error}") from error
+    """Raise ValueError if a part's folder would load more than the part: an adapter, a hub's kernel, other weights."""
     if (folder / ADAPTER).exists():
         raise ValueError(f"got {folder / ADAPTER}, expected no adapter, which would change the weights; {YOURSELF}")
     if (folder / "config.json").is_file():
@@ -150,36 +142,35 @@ def check_model(folder: Path, library: str, name: str) -> None:
 def check_encoder(folder: Path, name: str) -> None:
     """Raise ValueError if the weights of an encoder of transformers are missing, truncated or do not fit its config.
 
-    name: its class. Reads the config and headers; layers and the number of all weights are compared.
+    name: its class. Reads the config and headers; layers and the number of all weights are compared, because names of
+    weights differ between versions of transformers.
     """
     file = folder / "config.json"
     config = read_json(file)
     check_numbers(config, file)
     stems = [stem for stem in STEMS if any((folder / (stem + suffix)).is_file() for suffix in SUFFIXES)]
     checkpoint = open_checkpoint(find_checkpoint(folder, (stems or STEMS)[0]))
-    counted = config.get("text_config") or config
-    named = next((name for name in LAYERS if isinstance(counted.get(name), int)), None)
-    counts = layers_in(checkpoint)
-    if named is not None and counts and counted[named] not in counts:
+    sizes, counts = config.get("text_config") or config, layers_in(checkpoint)
+    field = next((field for field in LAYERS if isinstance(sizes.get(field), int)), None)
+    if field is not None and counts and sizes[field] not in counts:
         expected = f"{' or '.join(map(str, sorted(counts)))}, as {Path(checkpoint.name).name} has"
-        raise ValueError(f"got {file} with {named}={counted[named]}, expected {expected}")
-    _check_amount(folder, name, checkpoint)
+        raise ValueError(f"got {file} with {field}={sizes[field]}, expected {expected}")
+    described, held = _described(folder, name, checkpoint), sum(map(math.prod, checkpoint.shapes.values()))
+    if described > 2 * held + MORE:  # tied weights may count twice
+        raise ValueError(f"got {file}, which describes {described:,} parameters, expected the {held:,} of its files")
 
 
-def _check_amount(folder: Path, name: str, checkpoint: Checkpoint) -> None:
-    """Raise ValueError if a model of transformers has far more weights than its files, which would all be random."""
+def _described(folder: Path, name: str, checkpoint: Checkpoint) -> int:
+    """Return the number of parameters that a config of transformers describes; 0 for a class that it does not have."""
     import transformers  # not installed where no model needs it
 
     kind: Any = getattr(transformers, name, None)
     if not hasattr(kind, "config_class"):
-        return
-    file = folder / "config.json"
-    told = f"got {file}, which describes no {name}"
-    with naming(told), errors_only(transformers.utils.logging), torch.device("meta"), Bounded(checkpoint):
+        return 0
+    what = f"got {folder / 'config.json'}, which describes no {name}"
+    with naming(what), errors_only(transformers.utils.logging), torch.device("meta"), Bounded(checkpoint):
         model = kind(kind.config_class.from_pretrained(folder))
-    described, held = sum(each.numel() for each in model.parameters()), sum(map(math.prod, checkpoint.shapes.values()))
-    if described > 2 * held + MORE:  # tied weights may count twice
-        raise ValueError(f"got {file}, which describes {described:,} parameters, expected the {held:,} of its files")
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 class Bounded(WithoutValues):
@@ -203,8 +194,8 @@ class Bounded(WithoutValues):
 
 def layers_in(checkpoint: Checkpoint) -> set[int]:
     """Return the numbers of layers that keys of the form `prefix.N.name` count, one for each prefix."""
-    found = {match.groups() for key in checkpoint.shapes if (match := re.match(r"(.*?)\.(\d{1,9})\.", key))}
-    return set(Counter(prefix for prefix, _ in found).values())
+    layers = {match.groups() for key in checkpoint.shapes if (match := re.match(r"(.*?)\.(\d{1,9})\.", key))}
+    return set(Counter(prefix for prefix, _ in layers).values())
 
 
 def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: Checkpoint) -> None:

@@ -10,8 +10,9 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
+from seqpar.types.keys import KeyMap
 from seqpar.weights import vae_keys
-from seqpar.weights.checkpoint import Checkpoint, KeyMap, check, find_checkpoint, open_checkpoint
+from seqpar.weights.checkpoint import Checkpoint, check, find_checkpoint, open_checkpoint
 from seqpar.weights.jsons import read_json
 from seqpar.weights.loading import load
 from seqpar.weights.parts import check_autoencoder

@@ -6,7 +6,6 @@ wrong file is refused after reading its header, not gigabytes of weights. `seqpa
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from seqpar.types.keys import KeyMap
 from seqpar.weights import paddle, pickles
 from seqpar.weights.headers import read_header
 from seqpar.weights.jsons import read_index
-from seqpar.weights.opcodes import MOST_LETTERS, shown
 
 SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 # of diffusers, then of ppdiffusers
@@ -30,31 +29,12 @@ NAMES = (
     *("diffusion_paddle_model.safetensors", "diffusion_paddle_model.safetensors.index.json"),
 )
 INDEX = ".index.json"
+MOST_LETTERS = 256  # of the name of a tensor
 WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # other dtypes hold no weights
 
 
 @dataclass(frozen=True)
-class Source:
-    """The checkpoint keys from which one parameter is made, and the function that combines their tensors."""
-
-    keys: tuple[str, ...]
-    combine: Callable[..., Tensor] = lambda tensor: tensor
-
-
-@dataclass(frozen=True)
-class KeyMap:
-    """How a checkpoint maps to a model.
-
-    sources: parameter -> source. ignored: keys that are not read. repeats: key -> the key whose values it must equal.
-    """
-
-    sources: Mapping[str, Source]
-    ignored: frozenset[str] = frozenset()
-    repeats: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Place:
+class Position:
     """Where a tensor's bytes begin: in which file, after how many bytes."""
 
     path: Path
@@ -66,8 +46,8 @@ class Checkpoint:
     """The shapes and dtypes of all tensors by key, and a function that reads one tensor; `name` is used in messages.
 
     about: what is known beside the tensors of an original file. "args": arguments of the training script (name ->
-    number or text). "shards": the number of model-parallel files that were merged. places: where the bytes of a tensor
-    lie in a file, row by row, for the keys of which that is known; reading there makes no pages of the file resident.
+    number or text). "shards": the number of model-parallel files that were merged. positions: where the bytes of a
+    tensor lie in a file, row by row, for the keys of which that is known; reading there makes no page resident.
     """
 
     name: str
@@ -75,7 +55,7 @@ class Checkpoint:
     read: Callable[[str], Tensor]
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
-    places: Mapping[str, Place] = field(default_factory=dict)
+    positions: Mapping[str, Position] = field(default_factory=dict)
 
     def tensor(self, key: str) -> Tensor:
         """Return one tensor; ValueError if it cannot be read, as from a file that has become shorter."""
@@ -104,7 +84,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise ValueError(f"got checkpoint {path} without a tensor, expected the weights of a model")
     if odd := [key for key in opened.shapes if not key.isprintable() or not 0 < len(key) <= MOST_LETTERS]:
         expected = f"names of at most {MOST_LETTERS} printable letters"
-        raise ValueError(f"got checkpoint {path} with a tensor named {shown(odd[0])}, expected {expected}")
+        raise ValueError(f"got checkpoint {path} with a tensor named {odd[0]!a:.100}, expected {expected}")
     return opened
 
 
@@ -170,50 +150,23 @@ def named(checkpoint: Checkpoint) -> Iterator[None]:
         raise ValueError(f"{checkpoint.name}: {error}") from error
 
 
-def shape_of(shapes: Mapping[str, tuple[int, ...]], key: str, dims: int) -> tuple[int, ...]:
-    """Return the shape of a key from which `recognise` reads sizes.
-
-    Raises `ValueError` if the key is missing, has another number of dims than `dims`, or has an empty dim.
-    """
-    if key not in shapes:
-        raise ValueError(
-            f"got a checkpoint that lacks {key}, expected a complete one: the model's sizes follow from it"
-        )
-    if len(shapes[key]) != dims or 0 in shapes[key]:
-        raise ValueError(f"got a checkpoint with {key} of shape {shapes[key]}, expected {dims} dims, none empty")
-    return shapes[key]
-
-
-def count_layers(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
-    """Return the number of layers in keys of the form `prefix.N.name`; ValueError if a number below is missing."""
-    found = (re.match(rf"{re.escape(prefix)}\.(\d{{1,9}})\.", key) for key in shapes)
-    numbers = {int(match[1]) for match in found if match}
-    lost = next((number for number in range(len(numbers)) if number not in numbers), None)
-    if lost is not None:
-        raise ValueError(f"got a checkpoint with {prefix}.{max(numbers)} that lacks all of {prefix}.{lost}")
-    return len(numbers)
-
-
 def _some(keys: Iterable[str], most: int = 4) -> str:
     keys = sorted(keys)
-    return ", ".join(map(shown, keys[:most])) + (f", and {len(keys) - most} more" if len(keys) > most else "") or "none"
+    names = ", ".join(f"{key:.{MOST_LETTERS}}" for key in keys[:most])
+    return names + (f", and {len(keys) - most} more" if len(keys) > most else "") or "none"
 
 
 def _safetensors(path: Path) -> Checkpoint:
     try:
-        found, told = read_header(path)
-        file = safe_open(path, framework="pt")
-    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"got checkpoint {path}, which is truncated or not a safetensors file: {error}") from error
-    opened = Checkpoint(
-        str(path),
-        {key: entry.shape for key, entry in found.items()},
-        file.get_tensor,
-        {key: entry.dtype for key, entry in found.items()},
-        places={key: Place(path, entry.start) for key, entry in found.items()},
-    )
-    paddles = path.name.startswith("diffusion_paddle_model") and told.get("format") != "pt"
-    return _from_paddle(opened) if paddles else opened
+        entries, about, read = read_header(path)
+    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, OverflowError) as error:
+        reason = str(error).partition("\n")[0][:MOST_LETTERS]
+        raise ValueError(f"got checkpoint {path}, which is truncated or not a safetensors file: {reason}") from error
+    shapes, dtypes = {key: x.shape for key, x in entries.items()}, {key: x.dtype for key, x in entries.items()}
+    positions = {key: Position(path, entry.start) for key, entry in entries.items()}
+    opened = Checkpoint(str(path), shapes, read, dtypes, positions=positions)
+    written_by_paddle = path.name.startswith("diffusion_paddle_model") and about.get("format") != "pt"
+    return _from_paddle(opened) if written_by_paddle else opened
 
 
 def _from_paddle(opened: Checkpoint) -> Checkpoint:
@@ -228,12 +181,12 @@ def _from_paddle(opened: Checkpoint) -> Checkpoint:
 
 
 def _sharded(index: Path) -> Checkpoint:
-    places = read_index(index)
-    files = {name: open_checkpoint(index.parent / name) for name in sorted(set(places.values()))}
-    lost = [key for key, name in places.items() if key not in files[name].shapes]
+    names = read_index(index)
+    files = {name: open_checkpoint(index.parent / name) for name in sorted(set(names.values()))}
+    lost = [key for key, name in names.items() if key not in files[name].shapes]
     if lost:
         raise ValueError(f"got index {index} whose files lack {_some(lost)}, expected all keys of weight_map")
-    shapes = {key: files[name].shapes[key] for key, name in places.items()}
-    dtypes = {key: files[name].dtypes[key] for key, name in places.items()}
-    spots = {key: files[name].places[key] for key, name in places.items() if key in files[name].places}
-    return Checkpoint(str(index), shapes, lambda key: files[places[key]].read(key), dtypes, places=spots)
+    shapes = {key: files[name].shapes[key] for key, name in names.items()}
+    dtypes = {key: files[name].dtypes[key] for key, name in names.items()}
+    positions = {key: files[name].positions[key] for key, name in names.items() if key in files[name].positions}
+    return Checkpoint(str(index), shapes, lambda key: files[names[key]].read(key), dtypes, positions=positions)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from seqpar.weights.checkpoint import KeyMap, Source
+from seqpar.types.keys import KeyMap, Source
 from seqpar.weights.find import Blueprint
 
 STEM = "diffusion_pytorch_model"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 import seqpar.models
 from seqpar.mesh import Mesh
 from seqpar.protocols import SequenceModel, plugins
-from seqpar.weights.checkpoint import Checkpoint, KeyMap, check, from_state_dict, named
+from seqpar.types.keys import KeyMap
+from seqpar.weights.checkpoint import Checkpoint, check, from_state_dict, named
 from seqpar.weights.hub import download
-from seqpar.weights.layout import layout_of, open_model
+from seqpar.weights.layout import open_model
 from seqpar.weights.loading import load
 
 INIT_STD = 0.02  # standard deviation of the random weights of presets
@@ -39,16 +41,24 @@ class WithoutValues(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model that can be built: its module, its config and its checkpoint (None means random weights)."""
+    """A model that can be built: its module, its config and its checkpoint (None means random weights).
+
+    path: the file or folder that a name stood for, or None for a preset and for a model in memory.
+    """
 
     name: str
     module: ModuleType
     config: Any
     checkpoint: Checkpoint | None = None
     keys: KeyMap | None = None
+    path: Path | None = None
 
     def meta(self) -> SequenceModel:
-        """Return the model on the meta device, without memory for its weights."""
+        """Return the model on the meta device, without memory for its weights: one object until it is built."""
+        return self._drawn
+
+    @cached_property
+    def _drawn(self) -> SequenceModel:
         with torch.device("meta"), WithoutValues():
             return self.module.Model(self.config)
 
@@ -59,6 +69,7 @@ class Blueprint:
         ValueError on all of them.
         """
         model = self.meta()
+        vars(self).pop("_drawn")  # it is given its weights; whoever asks again gets another one
         if self.checkpoint is None or self.keys is None:
             randomise(model.to(dtype).to_empty(device=device), seed)
         else:
@@ -66,17 +77,21 @@ class Blueprint:
         return model.requires_grad_(False).eval()
 
 
-def locate(name: str | Path, heads: int | None = None) -> Blueprint:
+def locate(name: str | Path | Blueprint, heads: int | None = None) -> Blueprint:
     """Return the blueprint for a preset, a folder or file of a layout of `seqpar.weights.layout`, or a hub id.
 
-    heads: the number of heads, for original files of sizes that were never released; nothing in such a file says it.
-    Raises ValueError if nothing has this name or its files do not fit, before any weight is read.
+    name: a blueprint stands for itself. heads: the number of heads, for original files of sizes that were never
+    released; nothing in such a file says it. Raises ValueError if nothing has this name or its files do not fit, before
+    any weight is read.
     """
+    if isinstance(name, Blueprint):
+        _check_heads(name.name, name.config, heads)
+        return name
     path = resolve(name)
     if path is not None:
-        return _blueprint(*open_model(path), heads)
+        return replace(_blueprint(*open_model(path), heads), path=path)
     preset = str(name).lower()
-    module, config = _presets()[preset]
+    module, config = presets(_modules())[preset]
     _check_heads(preset, config, heads)
     return Blueprint(preset, module, config)
 
@@ -84,21 +99,17 @@ def locate(name: str | Path, heads: int | None = None) -> Blueprint:
 def resolve(name: str | Path) -> Path | None:
     """Return the path of the file or folder that a name stands for, or None for a preset.
 
-    A hub id is downloaded. Raises ValueError if nothing has this name, if it is a pipe or a device, or if the folder is
-    not one of a model.
+    A hub id is downloaded; a path costs nothing. Raises ValueError if nothing has this name, or if it is a pipe or a
+    device.
     """
-    if str(name).lower() in _presets():
+    known = presets(_modules())
+    if str(name).lower() in known:
         return None
     path = Path(name)
     if not path.exists():
-        path = download(str(name), list(_presets()))
+        path = download(str(name), list(known))
     if not (path.is_file() or path.is_dir()):
         raise ValueError(f"got model {name}, expected a file or folder; it is a pipe or a device")
-    if path.is_dir() and layout_of(path) is None:
-        raise ValueError(
-            f"got model {name}, which is not a diffusers folder (no model_index.json or config.json), and has no files "
-            f"of Large-DiT (consolidated.00-of-01.pth) or UniDiffuser (uvit_v1.pth)"
-        )
     return path
 
 
@@ -123,17 +134,17 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 
 def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None, heads: int | None = None) -> Blueprint:
-    said = config
+    description = config
     if config is None:  # an original file: what is known beside it
-        said = {**checkpoint.about, "read": checkpoint.tensor, **({} if heads is None else {"heads": heads})}
+        description = {**checkpoint.about, "read": checkpoint.tensor, **({} if heads is None else {"heads": heads})}
     for module in _modules():
         with named(checkpoint):
-            found = module.recognise(checkpoint.shapes, said)
-        if found is not None:
-            _check_heads(checkpoint.name, found[0], heads)
-            _check_layers(checkpoint, found[0])
-            keys: KeyMap = module.KEY_MAPS[found[1]](found[0])
-            blueprint = Blueprint(checkpoint.name, module, found[0], checkpoint, keys)
+            recognised = module.recognise(checkpoint.shapes, description)
+        if recognised is not None:
+            own, keys = recognised[0], module.KEY_MAPS[recognised[1]](recognised[0])
+            _check_heads(checkpoint.name, own, heads)
+            _check_layers(checkpoint, own)
+            blueprint = Blueprint(checkpoint.name, module, own, checkpoint, keys)
             check(_drawn(blueprint), checkpoint, keys)
             return blueprint
     known = f"which no model of seqpar recognises ({', '.join(plugins(seqpar.models))})"
@@ -174,5 +185,12 @@ def _modules() -> list[ModuleType]:
     return [importlib.import_module(path) for path in plugins(seqpar.models).values()]
 
 
-def _presets() -> dict[str, tuple[ModuleType, Any]]:
-    return {preset: (module, config) for module in _modules() for preset, config in module.PRESETS.items()}
+def presets(modules: Iterable[Any]) -> dict[str, tuple[Any, Any]]:
+    """Return name of a preset -> its model's module and config; RuntimeError if two models name the same one."""
+    known: dict[str, tuple[Any, Any]] = {}
+    for module in modules:
+        for name, config in module.PRESETS.items():
+            if name in known or name != name.lower():
+                raise RuntimeError(f"got preset {name!r} of {module.__name__}, expected a new name in small letters")
+            known[name] = (module, config)
+    return known

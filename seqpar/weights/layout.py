@@ -82,7 +82,10 @@ def open_model(path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
         return as_diffusers(checkpoint, path) or (checkpoint, None)
     layout = layout_of(path)
     if layout is None:
-        raise ValueError(f"got folder {path}, expected one of a model: with {PIPELINE}, {CONFIG} or original files")
+        raise ValueError(
+            f"got model {path}, which is not a diffusers folder (no {PIPELINE} or {CONFIG}), and has no files of "
+            f"Large-DiT (consolidated.00-of-01.pth) or UniDiffuser (uvit_v1.pth)"
+        )
     if layout.kind == "consolidated":
         return open_consolidated(path), None
     if layout.kind == "pipeline":

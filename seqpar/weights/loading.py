@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from seqpar.mesh import Axis, Mesh, finish
-from seqpar.weights.checkpoint import Checkpoint, KeyMap, check
+from seqpar.types.keys import KeyMap
+from seqpar.weights.checkpoint import Checkpoint, check
 from seqpar.weights.staging import Staging
 
 READERS = 8  # threads a rank at most: one copies less from the page cache, or asks less of a disk, than a GPU takes

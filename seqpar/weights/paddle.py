@@ -1,47 +1,41 @@
 """Reads PaddlePaddle's `.pdparams` files without Paddle, mapped into memory.
 
-`paddle.save` pickles a dict of numpy arrays (protocol 2 to 4). The reader of `seqpar/weights/opcodes.py` calls nothing
-that the pickle names: names are compared with those that numpy writes, and bytes become views of the file. Two facts of
-the format: bfloat16 numbers are stored as uint16, and the weights of linear layers are (in, out), which is transposed
-from torch's.
+`paddle.save` pickles a dict of numpy arrays (protocol 2 to 4). Python's disassembler lists the opcodes of the file,
+and the few that arrays need are followed here: nothing that the file names is called, and bytes of arrays are views of
+the file. Two facts of the format: bfloat16 numbers are stored as uint16, and the weights of linear layers are
+(in, out), which is transposed from torch's.
 """
 
 from __future__ import annotations
 
 import mmap
-import struct
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
+import pickletools
+import re
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.weights.opcodes import FAILURES, Reader, sizes_of, word
-
-# numpy's codes of element types, without the byte order
-DTYPES = {
-    "f8": torch.float64,
-    "f4": torch.float32,
-    "f2": torch.float16,
-    "u2": torch.bfloat16,
-    "i8": torch.int64,
-    "i4": torch.int32,
-    "i2": torch.int16,
-    "i1": torch.int8,
-    "u1": torch.uint8,
-    "b1": torch.bool,
-}
+TYPES = r"[fiu][1248]|b1"  # numpy's codes of the element types of weights, without the byte order
 NAMES = "StructuredToParameterName@@"  # the key of a table of Paddle's own parameter names
 SPLIT = "UnpackBigParamInfor@@"  # the key of a table of arrays that were cut in pieces of 1 GiB
 RECONSTRUCT = ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")
+# opcodes that push a value: that of their argument, or this one
+PUSHED = ("BININT", "BININT1", "BININT2", "LONG1", "GLOBAL", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
+PUSHED += ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
+CONSTANTS = dict.fromkeys((*PUSHED, "NONE")) | {"EMPTY_TUPLE": (), "NEWTRUE": True, "NEWFALSE": False}
+# opcode -> how many values it takes off the stack; others take those since the last mark
+TAKEN = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "SETITEM": 2, "STACK_GLOBAL": 2, "REDUCE": 2, "BUILD": 1}
+MOST_OPCODES = 1 << 20  # of a file: an array takes about 35
+LARGE = 1 << 10  # bytes; longer pieces of the file are views
 
 
 @dataclass
-class Kind:
+class ElementType:
     """A numpy dtype that is being read: its code, and its byte order, which comes after it."""
 
     code: str
@@ -50,9 +44,84 @@ class Kind:
 
 @dataclass
 class Array:
-    """A numpy array that is being read: its tensor comes after it."""
+    """A numpy array that is being read: its shape, type, order of dims and bytes come after it."""
 
-    tensor: Tensor | None = None
+    shape: tuple[int, ...] = ()
+    kind: ElementType = field(default_factory=lambda: ElementType(""))
+    fortran: bool = False
+    data: bytes | memoryview | str = b""  # a text under protocol 2
+
+
+class Views:
+    """The bytes of a mapped file, as the disassembler reads them; large pieces are not copied."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data, self.readline, self.tell = data, data.readline, data.tell
+
+    def read(self, count: int) -> bytes | memoryview:
+        """Return the next bytes; fewer at the end of the file."""
+        if count < LARGE:
+            return self._data.read(count)
+        start = self._data.tell()
+        self._data.seek(min(start + count, len(self._data)))
+        return memoryview(self._data)[start : start + count]
+
+
+def _value(data: mmap.mmap) -> Any:
+    """Return the value of a pickle whose names are texts, "module name", which are compared with those of arrays."""
+    stack, marks, memo = list[Any](), list[int](), dict[int, Any]()
+    for opcode, argument, _ in islice(pickletools.genops(Views(data)), MOST_OPCODES):  # pyright: ignore
+        name = opcode.name
+        if name == "STOP":
+            return stack.pop()
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if argument is None else argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name in CONSTANTS:
+            stack.append(CONSTANTS[name] if argument is None else argument)
+        elif name == "EMPTY_DICT":
+            stack.append({})
+        elif name not in ("PROTO", "FRAME"):
+            start = len(stack) - TAKEN[name] if name in TAKEN else marks.pop()
+            values = stack[start:]
+            del stack[start:]
+            _join(name, stack, values)
+    raise ValueError(f"it has more than {MOST_OPCODES} opcodes")
+
+
+def _join(name: str, stack: list[Any], values: list[Any]) -> None:
+    """Follow an opcode that makes one value of the last ones of the stack, or puts them into the value below."""
+    if name.startswith("TUPLE"):
+        stack.append(tuple(values))
+    elif name.startswith("SETITEM"):
+        stack[-1].update(zip(map(_text, values[::2]), values[1::2], strict=True))
+    elif name == "STACK_GLOBAL":
+        stack.append(" ".join(map(_text, values)))
+    elif name == "REDUCE":
+        stack.append(_called(*values))
+    elif name == "BUILD":
+        _complete(stack[-1], *values)
+    else:
+        raise ValueError(f"its opcode {name} is none that arrays need")
+
+
+def _called(name: Any, arguments: Any) -> Any:
+    """Return what a call of a name would make, if numpy, a tuple or an empty dict is asked for."""
+    match name, arguments:
+        case str(), _ if name in RECONSTRUCT:
+            return Array()
+        case "numpy dtype", (str(code), *_):
+            return ElementType(code)
+        case "_codecs encode", (str(text), "latin1"):  # bytes under protocol 2
+            return text
+        case "builtins tuple" | "__builtin__ tuple", (tuple(values),):
+            return values
+        case "collections OrderedDict", ():
+            return {}
+    raise ValueError(f"it asks for {name!a:.200}, which arrays do not need; nothing of it was run")
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -60,16 +129,15 @@ def read_state(path: Path) -> dict[str, Tensor]:
     try:
         with open(path, "rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it; never written
-        found = Arrays(data).read()
-    except FAILURES as error:
-        reason = "is truncated or " if isinstance(error, (IndexError, struct.error)) else ""
-        raise ValueError(f"got checkpoint {path}, which {reason}is no dict of arrays: {error}") from error
-    if not isinstance(found, Mapping) or SPLIT in found:
-        raise ValueError(f"got checkpoint {path}, expected a dict of whole arrays; save it by a newer Paddle")
-    state = {key: _tensor(value) for key, value in found.items() if key != NAMES}
-    if odd := [key for key, tensor in state.items() if tensor is None]:
-        raise ValueError(f"got checkpoint {path}, expected a state dict (key -> array), found no array at {odd[0]!r}")
-    return {key: torch_layout(key, tensor) for key, tensor in state.items() if tensor is not None}
+        state = _value(data)
+        if not isinstance(state, dict) or SPLIT in state:
+            raise ValueError("it holds no dict of whole arrays; save it by a newer Paddle")
+        arrays = {key: _array(key, value) for key, value in state.items() if key != NAMES}
+        if sum(len(array.data) for array in arrays.values()) > len(data):
+            raise ValueError("its arrays have more bytes than it")
+        return {key: torch_layout(key, _tensor(array)) for key, array in arrays.items()}
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
+        raise ValueError(f"got checkpoint {path}, which is truncated or no dict of arrays: {error}") from error
 
 
 def torch_layout(key: str, tensor: Tensor) -> Tensor:
@@ -79,74 +147,36 @@ def torch_layout(key: str, tensor: Tensor) -> Tensor:
     return tensor.T if linear else tensor
 
 
-def _tensor(value: object) -> Tensor | None:
-    """Return the tensor of an array, or of a pair (Paddle's name, array)."""
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
-        value = value[1]
-    return value.tensor if isinstance(value, Array) else None
+def _array(key: str, value: object) -> Array:
+    """Return an array, or that of a pair (Paddle's name, array)."""
+    array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
+    if not isinstance(array, Array):
+        raise ValueError(f"it holds no array at {key!a:.100}")
+    return array
 
 
-class Arrays(Reader):
-    """A pickle of numpy arrays."""
-
-    NEED = "arrays"
-    MOST_TEXT = sys.maxsize  # under protocol 2 the bytes of arrays are texts
-
-    def __init__(self, data: mmap.mmap) -> None:
-        super().__init__(data)
-        self._copied = 0  # bytes
-
-    def key(self, value: object) -> str:
-        """Return the key of a dict, which is a text."""
-        if not isinstance(value, str):
-            raise ValueError(f"a key that is no text at byte {self.at}")
-        return value
-
-    def call(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Return what a call of a name would make, if numpy, a tuple or an empty dict is asked for."""
-        if name in RECONSTRUCT:
-            return Array()
-        if name == "numpy dtype" and args:
-            return Kind(word(args[0]))
-        if name == "_codecs encode" and len(args) == 2 and args[1] == "latin1":  # bytes under protocol 2
-            return self._encoded(args[0])
-        if name in ("builtins tuple", "__builtin__ tuple") and len(args) == 1 and isinstance(args[0], (tuple, list)):
-            return tuple(args[0])
-        if name == "collections OrderedDict" and not args:
-            return {}
-        raise ValueError(f"it asks for a call of {name!r}, which is none that arrays need; nothing of it was run")
-
-    def _encoded(self, text: object) -> memoryview:
-        """Return the bytes of a text; all of them together are no more than the file."""
-        if not isinstance(text, str):
-            raise ValueError(f"the bytes of a {type(text).__name__} at byte {self.at}, expected those of a text")
-        self._copied += len(text)
-        if self._copied > len(self.data):
-            raise ValueError(f"the same text again and again at byte {self.at}")
-        return memoryview(bytearray(text.encode("latin1")))
-
-    def complete(self, target: Any, state: Any) -> None:
-        """Give a dtype or an array its state."""
-        if not isinstance(state, tuple):
-            raise ValueError(f"a state that is no tuple at byte {self.at}")
-        if isinstance(target, Kind) and len(state) > 1:
-            target.order = word(state[1])
-        elif isinstance(target, Array) and len(state) == 5:
-            target.tensor = _array(*state[1:])
-        else:
-            raise ValueError(f"a state of a {type(target).__name__} at byte {self.at}, expected one of an array")
+def _tensor(array: Array) -> Tensor:
+    """Return the tensor of an array: a view of the file, unless it is short."""
+    code, order, data = array.kind.code, array.kind.order, array.data
+    if not re.fullmatch(TYPES, code) or order not in ("<", "|", "="):
+        raise ValueError(f"it has an array of type {order}{code:.20}, expected one of {TYPES}")
+    data = data.encode("latin1") if isinstance(data, str) else data
+    flat = np.frombuffer(bytearray(data) if isinstance(data, bytes) else data, code)
+    return torch.from_numpy(flat.reshape(array.shape, order="F" if array.fortran else "C"))
 
 
-def _array(shape: object, kind: object, fortran: object, data: object) -> Tensor:
-    """Return the tensor of an array's state: a view of the file."""
-    if not isinstance(kind, Kind) or not isinstance(data, memoryview):
-        raise ValueError(f"an array of a {type(kind).__name__} and a {type(data).__name__}, expected type and bytes")
-    dtype, shape = DTYPES.get(kind.code), sizes_of(shape)
-    if dtype is None or kind.order not in "<|=":
-        raise ValueError(f"an array of type {kind.order}{kind.code}, expected one of {', '.join(DTYPES)}")
-    if prod(shape) * dtype.itemsize != len(data):
-        raise ValueError(f"an array of shape {shape} and {len(data)} bytes, which do not fit together")
-    if not len(data):
-        return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(data, dtype=dtype)
-    return flat.view(shape[::-1]).permute(*range(len(shape))[::-1]) if fortran else flat.view(shape)
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"it has a {type(value).__name__} where a text is expected")
+    return value
+
+
+def _complete(target: object, state: Any) -> None:
+    """Give a dtype or an array its state."""
+    match target, state:
+        case ElementType(), (_, str(order), *_):
+            target.order = order
+        case Array(), (_, tuple(shape), ElementType() as kind, fortran, bytes() | memoryview() | str() as data):
+            target.shape, target.kind, target.fortran, target.data = shape, kind, bool(fortran), data
+        case _:
+            raise ValueError(f"it has a state of a {type(target).__name__}, expected one of an array")

@@ -1,93 +1,91 @@
 """Opens torch's pickled files (.pt, .pth, .bin) without running what is in them.
 
-The reader of `seqpar/weights/torch_reader.py` makes tensors, builtin values and the `argparse.Namespace` in which
-training scripts save their arguments. Everything else is refused by name. Files are mapped into memory, so that opening
-one reads its index alone, and every tensor is known to lie inside the file before one is made.
+torch's own restricted reader (`weights_only`) makes tensors and plain values, and refuses every other name. Here are
+the bounds before it, which keep a small file from filling the memory, and one sentence after it. Archives are mapped
+into memory, so that opening one reads its index alone; files of torch before 1.6 are read whole.
 """
 
 from __future__ import annotations
 
-import mmap
+import io
+import os
+import re
+import warnings
 import zipfile
+from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from seqpar.weights.archives import ARCHIVE, PICKLE, Span, mapped, records
-from seqpar.weights.opcodes import FAILURES, MOST_LETTERS, word
-from seqpar.weights.torch_reader import Arguments, Odd, Strided, Weights, what_is
-
 T = TypeVar("T")
 NESTED = ("ema", "model", "state_dict")  # where training checkpoints keep their weights; the first one is taken
 WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put before each key
+ARCHIVE, PICKLE = b"PK\x03\x04", b"\x80"  # how archives and older files begin
+INDEX_BYTES = 1 << 21  # of the pickled part of an archive: 250 bytes a tensor are usual
+TABLE_BYTES = 1 << 20  # of an archive's table of records, and of the pickled part of an older file
 MOST_SHARED = 4  # bytes of tensors for each byte of a file: some share a storage, as tied embeddings do
-MAGIC = 0x1950A86A20F9469CFC6C  # the first of the pickles of an old file
+PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+# what training scripts save among their arguments; paths are read as names of files, which nothing opens
+ALLOWED: list[Any] = [
+    Namespace,
+    *((PurePath, f"{module}.{name}") for module in ("pathlib", "pathlib._local") for name in PATHS),
+]
 
 
-@dataclass(frozen=True)
-class Pickled:
-    """What a file holds: a value, the bytes of the file, and where the numbers of each storage lie."""
+class Bounded(io.FileIO):
+    """A file of which at most `TABLE_BYTES` are read into Python.
 
-    value: Any
-    data: mmap.mmap
-    spans: Mapping[str, Span]
+    The numbers of an older file's tensors are read by torch from the descriptor, and not counted.
+    """
 
-    def tensor(self, found: Strided) -> Tensor:
-        """Return a tensor that is mapped from the file, or copied where its numbers begin at an odd byte."""
-        width, span = found.dtype.itemsize, self.spans[found.storage.key]
-        if not prod(found.size):
-            return torch.empty(found.size, dtype=found.dtype)
-        data = memoryview(self.data)[span.start : span.start + found.storage.nbytes // width * width]
-        flat, stride = torch.frombuffer(data, dtype=torch.uint8), [step * width for step in found.stride]
-        if span.start % width == 0:
-            return flat.view(found.dtype).as_strided(found.size, found.stride, found.offset)
-        numbers = flat.as_strided((*found.size, width), (*stride, 1), found.offset * width).contiguous()
-        return numbers.view(found.dtype)[..., 0]
+    left = TABLE_BYTES
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return the next bytes; ValueError once they are too many."""
+        size = os.fstat(self.fileno()).st_size - self.tell() if size is None or size < 0 else size
+        self.left -= size
+        if self.left < 0:
+            raise ValueError(f"has an index of more than {TABLE_BYTES} bytes")
+        return super().read(size) or b""
 
 
 def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return (key -> tensor, arguments of the training script) of a plain state dict or of a training checkpoint.
 
-    The tensors are mapped from the file. Raises `ValueError` if the file is truncated, asks for other types than
-    tensors and plain values, or holds no state dict.
+    The tensors of an archive are mapped from the file. Raises `ValueError` if the file is truncated, asks for other
+    types than tensors and plain values, or holds no state dict.
     """
-    opened = unpickled(path)
-    loaded = opened.value
-    args = loaded.get("args") if isinstance(loaded, Mapping) else None
-    if isinstance(loaded, Mapping):
-        loaded = next((loaded[name] for name in NESTED if isinstance(loaded.get(name), Mapping)), loaded)
-    if not isinstance(loaded, Mapping) or not loaded or not all(_is_weight(*item) for item in loaded.items()):
-        raise ValueError(f"got checkpoint {path}, expected a state dict (key -> tensor){_odd(loaded)}")
-    total = sum(prod(found.size) * found.dtype.itemsize for found in loaded.values())
-    if total > MOST_SHARED * len(opened.data):
-        raise ValueError(f"got checkpoint {path} of {len(opened.data)} bytes with tensors of {total}, expected no more")
-    return {key: opened.tensor(found) for key, found in unwrapped(loaded).items()}, plain(args)
+    content = _loaded(path)
+    args = content.get("args") if isinstance(content, dict) else None
+    if isinstance(content, dict):
+        content = next((content[name] for name in NESTED if isinstance(content.get(name), dict)), content)
+    if not isinstance(content, dict) or not content:
+        raise ValueError(f"got checkpoint {path} holding a {type(content).__name__}, expected named tensors")
+    for key, value in content.items():
+        if (reason := _why_no_weight(key, value)) is not None:
+            raise ValueError(f"got checkpoint {path}, expected named tensors, found {reason} under {key!a:.100}")
+    nbytes, total = path.stat().st_size, sum(tensor.numel() * tensor.itemsize for tensor in content.values())
+    if total > MOST_SHARED * nbytes:
+        raise ValueError(f"got checkpoint {path} of {nbytes} bytes with tensors of {total}, expected no more")
+    return {key: tensor.detach() for key, tensor in unwrapped(content).items()}, plain(args)
 
 
 def read_arguments(path: Path) -> dict[str, Any]:
     """Return the arguments of a training script that were saved alone, such as model_args.pth."""
-    loaded = unpickled(path).value
-    if not isinstance(loaded, (Arguments, Mapping)):
-        raise ValueError(f"got {path} holding {what_is(loaded)}, expected the arguments of a training script")
-    return plain(loaded)
+    content = _loaded(path)
+    if not isinstance(content, (Namespace, dict)):
+        raise ValueError(f"got {path} holding a {type(content).__name__}, expected the arguments of a training script")
+    return plain(content)
 
 
 def plain(args: Any) -> dict[str, Any]:
     """Return the arguments that are numbers, texts or None; {} if there is no Namespace and no dict of them."""
-    values = args.values if isinstance(args, Arguments) else args if isinstance(args, Mapping) else {}
-    return {name: value for name, value in values.items() if isinstance(name, str) and _is_plain(value)}
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether this is None, a number or a short text."""
-    if isinstance(value, str):
-        return len(value) <= MOST_LETTERS
-    return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
+    values = vars(args) if isinstance(args, Namespace) else args if isinstance(args, dict) else {}
+    kinds = (str, int, float, type(None))
+    return {name: value for name, value in values.items() if isinstance(name, str) and isinstance(value, kinds)}
 
 
 def unwrapped(state: Mapping[str, T]) -> dict[str, T]:
@@ -98,59 +96,46 @@ def unwrapped(state: Mapping[str, T]) -> dict[str, T]:
     return dict(state)
 
 
-def unpickled(path: Path) -> Pickled:
+def _loaded(path: Path) -> Any:
     """Return what a file holds; `ValueError` says why it is refused."""
     try:
-        data = mapped(path)
-        if data[: len(ARCHIVE)] == ARCHIVE:
-            return _archive(path, data)
-        if data[: len(PICKLE)] == PICKLE:
-            return _old(data)
-        raise ValueError("it is neither an archive nor a pickle")
-    except (*FAILURES, zipfile.BadZipFile, NotImplementedError) as error:
-        text = str(error) or type(error).__name__
-        text = text if text.startswith(("has ", "asks ")) else f"is truncated or holds no weights: {text}"
-        raise ValueError(f"got checkpoint {path}, which {text}") from error
+        with Bounded(path) as file, warnings.catch_warnings(), torch.serialization.safe_globals(ALLOWED):
+            warnings.simplefilter("ignore")  # of other protocols; what torch cannot read is an error all the same
+            start = file.read(len(ARCHIVE))
+            file.seek(0)
+            if start == ARCHIVE:
+                _check_records(file)
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if start.startswith(PICKLE):
+                return torch.load(file, map_location="cpu", weights_only=True)  # pyright: ignore[reportArgumentType]
+            raise ValueError("is neither an archive nor a pickle")
+    except Exception as error:  # a crafted file can make torch raise any
+        raise ValueError(f"got checkpoint {path}, which {_reason(error)}") from error
 
 
-def _archive(path: Path, data: mmap.mmap) -> Pickled:
-    """Return what a zip archive holds."""
-    index, spans = records(path, data)
-    reader = Weights(data[index.start : index.start + index.length])
-    value = reader.read()
-    for key, storage in reader.storages.items():
-        if storage.nbytes > (spans[key].length if key in spans else 0):
-            raise ValueError(f"the numbers of storage {key!a} are not in the file")
-    return Pickled(value, data, spans)
+def _check_records(file: Bounded) -> None:
+    """Raise ValueError for an archive that grows when it is read; torch compresses none."""
+    with zipfile.ZipFile(file) as archive:
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1:
+                raise ValueError(f"has the compressed record {record.filename!a:.200}, which torch never writes")
+            if record.filename.endswith("data.pkl") and record.file_size > INDEX_BYTES:
+                raise ValueError(f"has an index of {record.file_size} bytes, expected at most {INDEX_BYTES}")
 
 
-def _old(data: mmap.mmap) -> Pickled:
-    """Return what a file of torch before 1.6 holds: a number, a version, the sizes of types, a value and its keys."""
-    reader = Weights(data)
-    magic, version, system = reader.read(), reader.read(), reader.read()
-    if magic != MAGIC or version != 1001 or not isinstance(system, Mapping) or not system.get("little_endian"):
-        raise ValueError("it does not begin as torch's files do")
-    value, keys = reader.read(), reader.read()
-    if not isinstance(keys, list) or {word(key) for key in keys} != reader.storages.keys():
-        raise ValueError("its list of storages is not that of its tensors")
-    spans = dict[str, Span]()
-    for key in keys:
-        storage = reader.storages[key]
-        if reader.number("q") != storage.count:
-            raise ValueError(f"storage {key!a} has another size than its tensors say")
-        spans[key] = Span(reader.at, storage.nbytes)
-        reader.skip(storage.nbytes)
-    return Pickled(value, data, spans)
+def _reason(error: Exception) -> str:
+    """Return what is wrong with a file, without torch's advice to run what it asks for."""
+    if match := re.search(r"GLOBAL ([\w.]{1,200})", str(error)):
+        return f"asks for {match[1]}, expected tensors and plain values only; nothing of it was run"
+    if isinstance(error, ValueError) and str(error).startswith(("has ", "is ")):
+        return str(error)
+    return "is truncated, or holds no weights that torch reads as such; save its state dict by torch.save"
 
 
-def _is_weight(key: object, value: object) -> bool:
-    """Return whether this is a named tensor whose numbers are all in the file."""
-    return isinstance(key, str) and isinstance(value, Strided)
-
-
-def _odd(loaded: object) -> str:
-    """Return the first thing that is no weight, as the end of a message."""
-    if not isinstance(loaded, Mapping) or not loaded:
-        return f", found {what_is(loaded)}"
-    key, value = next((key, value) for key, value in loaded.items() if not _is_weight(key, value))
-    return f", found {what_is(value)} under {what_is(key) if isinstance(key, Odd) else ascii(key)[:100]}"
+def _why_no_weight(key: object, value: object) -> str | None:
+    """Return what a value is that is no weight, or None for a tensor with numbers and a name."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    if value.layout != torch.strided or value.is_quantized or value.is_nested or value.device.type != "cpu":
+        return "a sparse, quantised, nested or meta tensor"
+    return None if isinstance(key, str) else "a tensor"

@@ -17,7 +17,8 @@ import diffusers
 import torch
 from torch import Tensor
 
-from seqpar.weights.checkpoint import Checkpoint, count_layers, named, open_checkpoint, shape_of
+from seqpar.types.keys import count_layers, shape_of
+from seqpar.weights.checkpoint import Checkpoint, named, open_checkpoint
 from seqpar.weights.jsons import read_json
 
 PREFIX = "model.diffusion_model."  # before the keys of a transformer that ComfyUI saves, with its other parts or alone

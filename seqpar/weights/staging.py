@@ -1,6 +1,6 @@
 """Brings tensors of a checkpoint to a device through two small page-locked buffers, and converts them there.
 
-A file is read straight into these buffers where the place of a tensor is known: a mapped file costs a page fault for
+A file is read straight into these buffers where the position of a tensor is known: a mapped file costs a page fault for
 every few pages, and fetches a file that is not in the page cache in small pieces. The numbers cross to the GPU as they
 lie in the file and are converted by it, since a processor's core converts less than a tenth of what the link takes.
 """
@@ -40,12 +40,12 @@ class Staging:
 
         Raises ValueError if the file has become shorter than its header says.
         """
-        if key not in checkpoint.places:
+        if key not in checkpoint.positions:
             return self.copy(checkpoint.read(key), dtype)
-        shape, kept, place = checkpoint.shapes[key], checkpoint.dtypes[key], checkpoint.places[key]
+        shape, kept, position = checkpoint.shapes[key], checkpoint.dtypes[key], checkpoint.positions[key]
         made = torch.empty(shape, dtype=dtype or kept, device=self._device)
-        with open(place.path, "rb", buffering=0) as file:
-            self._fill(made, kept, lambda at, buffer: _read(file, place.offset + at, buffer))
+        with open(position.path, "rb", buffering=0) as file:
+            self._fill(made, kept, lambda at, buffer: _read(file, position.offset + at, buffer))
         return made
 
     def copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.weights.checkpoint import KeyMap, Source, count_layers, shape_of
+from seqpar.types.keys import KeyMap, Source, count_layers, shape_of
 
 OLD = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
 ORIGINAL = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out", "group_norm": "norm"}

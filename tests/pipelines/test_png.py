@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from seqpar.pipelines import _png
-from seqpar.pipelines._pictures import FAST, write_png
+from seqpar.pipelines._pictures import write_png
 
 
 def made(width: int, height: int, kind: str) -> Image.Image:
@@ -23,35 +22,26 @@ def made(width: int, height: int, kind: str) -> Image.Image:
 
 
 @pytest.mark.parametrize("kind", ["noise", "smooth"])
-@pytest.mark.parametrize("size", [(512, 512), (301, 257), (24, 700), (64, 64), (999, 63)])
+@pytest.mark.parametrize("size", [(512, 512), (301, 257), (24, 700), (999, 63), (9, 1)])
 def test_a_reader_finds_the_pixels_and_the_texts(size: tuple[int, int], kind: str) -> None:
+    """Pillow checks the sums of chunks and of the stream; its own files, of one strip, are not much smaller."""
     image, info, file, pillow = made(*size, kind), PngInfo(), io.BytesIO(), io.BytesIO()
     info.add_text("seqpar", '{"seed": 1}')
     info.add_itxt("Title", "Füchse")
     write_png(image, file, info)
-    image.save(pillow, "png", pnginfo=info, **FAST)
+    image.save(pillow, "png", pnginfo=info, compress_level=1, compress_type=zlib.Z_RLE)
     read = Image.open(io.BytesIO(file.getvalue()))
     read.load()
     assert (read.mode, read.size, read.info) == ("RGB", size, {"seqpar": '{"seed": 1}', "Title": "Füchse"})
     assert np.array_equal(np.asarray(read), np.asarray(image))
-    assert len(file.getvalue()) < 1.01 * len(pillow.getvalue()) + 100 * _png.MOST
+    assert len(file.getvalue()) < 1.01 * len(pillow.getvalue()) + 1600
     Image.open(io.BytesIO(file.getvalue())).verify()
 
 
-def test_the_stream_of_all_strips_is_what_one_encoder_writes() -> None:
-    image, file = made(130, 520, "smooth"), io.BytesIO()
-    _png.write(image, file)
-    start = file.getvalue().index(b"IDAT")
-    length = int.from_bytes(file.getvalue()[start - 4 : start], "big")
-    whole = image.tobytes("zip", "RGB", False, 0, zlib.Z_DEFAULT_STRATEGY, b"")
-    # zlib compares its checksum, and the filters, which refer to the row above, are those of the whole picture
-    assert zlib.decompress(file.getvalue()[start + 4 : start + 4 + length]) == zlib.decompress(whole)
-
-
-def test_pictures_that_are_no_plain_rgb_are_written_whole() -> None:
-    for image in (Image.new("RGBA", (70, 70), (1, 2, 3, 4)), Image.new("L", (70, 70), 9), Image.new("RGB", (70, 9))):
-        file = io.BytesIO()
-        write_png(image, file)
-        read = Image.open(io.BytesIO(file.getvalue()))
-        assert (read.mode, read.size) == (image.mode, image.size)
-        assert np.array_equal(np.asarray(read), np.asarray(image))
+@pytest.mark.parametrize("mode", ["RGBA", "L"])
+def test_pictures_that_are_no_rgb_are_written_by_pillow(mode: str) -> None:
+    image, file = made(70, 70, "noise").convert(mode), io.BytesIO()
+    write_png(image, file)
+    read = Image.open(io.BytesIO(file.getvalue()))
+    assert read.mode == mode
+    assert np.array_equal(np.asarray(read), np.asarray(image))

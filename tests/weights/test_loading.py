@@ -34,7 +34,7 @@ def built(rank: int, world: int, device: torch.device, folder: str) -> tuple[lis
 
     # repeats are compared, which reads them; here the reading of parameters is counted alone
     keys = replace(keys, repeats={}, ignored=keys.ignored | frozenset(keys.repeats))
-    blueprint = replace(blueprint, checkpoint=replace(checkpoint, read=counted, places={}), keys=keys)
+    blueprint = replace(blueprint, checkpoint=replace(checkpoint, read=counted, positions={}), keys=keys)
     model = blueprint.build(torch.bfloat16, device, mesh=Mesh.joined(device))
     assert not any(parameter.is_meta or parameter.requires_grad for parameter in model.parameters())
     return read, {name: parameter.data for name, parameter in model.named_parameters()}
@@ -130,7 +130,7 @@ def test_tensors_come_whole_through_small_buffers(tmp_path: Path, device: str, m
     file = tmp_path / "model.safetensors"
     save_file({str(i): tensor.contiguous() for i, tensor in enumerate(tensors)}, file, {"format": "pt"})
     opened = open_checkpoint(file)
-    assert opened.places.keys() == opened.shapes.keys()
+    assert opened.positions.keys() == opened.shapes.keys()
     for i, tensor in enumerate(tensors):
         for dtype in (None, torch.bfloat16, torch.float64):
             for got in (stage.copy(tensor, dtype), stage.fetch(opened, str(i), dtype)):
@@ -139,4 +139,4 @@ def test_tensors_come_whole_through_small_buffers(tmp_path: Path, device: str, m
                 assert torch.equal(got.cpu(), tensor.to(got.dtype))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match="which ends at byte"):
-        [stage.fetch(opened, key) for key in opened.places]
+        [stage.fetch(opened, key) for key in opened.positions]

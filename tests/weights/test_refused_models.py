@@ -35,7 +35,7 @@ def test_a_part_with_an_impossible_number_is_refused(tmp_path: Path, name: str) 
 
 def test_converting_a_text_ends_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "notes.pt").write_text("not a checkpoint\n" * 9)
-    with pytest.raises(ValueError, match=r"notes\.pt, which is truncated or .*: it is neither an archive nor a pickle"):
+    with pytest.raises(ValueError, match=r"notes\.pt, which is neither an archive nor a pickle"):
         command(["convert", str(tmp_path / "notes.pt"), str(tmp_path / "out")])
     assert [path.name for path in tmp_path.iterdir()] == ["notes.pt"]
 

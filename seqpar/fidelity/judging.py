@@ -23,17 +23,15 @@ import torch
 from torch import Tensor
 
 from seqpar import exact
-from seqpar.distributed import DistributedDiT, plan_of
-from seqpar.fidelity.compare import FLOORS, Bound, Error, Place, bound, first_over, first_unequal, worst
+from seqpar.distributed import DistributedDiT
+from seqpar.fidelity.compare import FLOORS, Error, Place, bound, first_over, first_unequal, worst
+from seqpar.fidelity.one_rank import full_precision, plain_engine
 from seqpar.fidelity.pictures import Likeness, likeness
 from seqpar.fidelity.trajectory import Trajectory, on_own_inputs, on_same_inputs, record, shared
 from seqpar.fidelity.ways import Meshes, Way
-from seqpar.fidelity.widened import full_precision
 from seqpar.mesh import Mesh
 from seqpar.planner.costs import facts_of
-from seqpar.planner.plan import Choice
 from seqpar.planner.search import Wish
-from seqpar.protocols import SequenceModel
 from seqpar.sampling.request import Request
 
 T = TypeVar("T")
@@ -112,8 +110,8 @@ class Bench:
     pipeline: Any
     truth: Trajectory
     picture: Tensor
-    same: Mapping[Place, Bound]
-    own: Mapping[Place, Bound]
+    same: Mapping[Place, Error]
+    own: Mapping[Place, Error]
     plain: Row
     lpips: Any
 
@@ -141,13 +139,6 @@ def judge(
         rows += [made.plain, *mine]
         pictures += worst_pictures
     return Judged(tuple(rows), tuple(pictures), tuple(notes))
-
-
-def plain_engine(model: SequenceModel, alone: Mesh) -> DistributedDiT:
-    """Return the model on one rank with attention by its formula, also in exact mode, which has kernels for 16 bits."""
-    dtype = torch.bfloat16 if exact.is_on() else next(model.parameters()).dtype
-    plan = plan_of(model.config, model, dtype, alone, Wish())
-    return DistributedDiT(model, alone, plan=replace(plan, local=Choice("reference", "the reference of a comparison")))
 
 
 def _bench(

@@ -15,7 +15,8 @@ from torch import Tensor
 from seqpar.distributed import DistributedDiT
 from seqpar.fidelity import judging, outliers
 from seqpar.fidelity.compare import digest
-from seqpar.fidelity.judging import Judged, Subject, judge, plain_engine
+from seqpar.fidelity.judging import Judged, Subject, judge
+from seqpar.fidelity.one_rank import plain_engine
 from seqpar.fidelity.trajectory import record
 from seqpar.fidelity.ways import Meshes, ways
 from seqpar.local import sdpa

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import uuid
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.distributed import DistributedDiT
 from seqpar.fidelity import blocks, own_loop
-from seqpar.fidelity.blocks import Compared, Share, blocks_of
-from seqpar.fidelity.verify import VerificationError, verify
-from seqpar.fidelity.widened import other_weights, widened
+from seqpar.fidelity.blocks import Share, blocks_of
+from seqpar.fidelity.one_rank import widened
+from seqpar.fidelity.verify import VerificationError, other_weights, verify
 from seqpar.kernels.flags import Flags
 from seqpar.local import sdpa
 from seqpar.mesh import Mesh
@@ -325,22 +325,20 @@ def test_layers_read_wider_weights_for_a_time_and_quantised_ones_are_refused() -
 
 def test_a_ranks_tokens_of_joined_streams_are_taken_in_every_order_that_fits() -> None:
     whole, lengths = torch.arange(14.0).view(2, 7, 1), {"text": 3, "image": 4}
-    for ordered, expected in ((True, [[2, 5, 6]]), (False, [[2, 5, 6], [2, 3, 6]])):
-        share = Share(lengths, 2, 1, ordered=ordered)
-        assert [take(whole)[0, :, 0].tolist() for take in share.ways(whole, whole[:, :3])] == expected
-    (rows,) = Share(lengths, 2, 1, torch.tensor([1]), 2).ways(whole, whole[:1, :3])
-    assert rows(whole)[..., 0].tolist() == [[9, 12, 13]]
+    share = Share(lengths, 2, 1)
+    for mine in ([2, 5, 6], [2, 3, 6]):  # text before image, and image before text
+        assert share.nearest(whole, whole[:, mine] + 0.1)(whole)[0, :, 0].tolist() == mine
+    (rows,) = Share({"image": 7}, 2, 1, torch.tensor([1]), 2).takes(whole, whole[:1, :3])
+    assert rows(whole)[..., 0].tolist() == [[11, 12, 13]]
     with pytest.raises(ValueError, match="expected a share of the tokens of"):
-        Share(lengths, 2, 1).ways(whole, whole[:, :5])
+        share.takes(whole, whole[:, :5])
 
 
 def test_a_rank_that_returns_none_of_its_tokens_is_refused() -> None:
     whole = torch.ones(1, 7, 2)
-    for total, parts, refused in ((7, 2, True), (7, 9, False)):  # the ninth rank of nine has no token of seven
-        compared = Compared(Share({"image": total}, parts, parts - 1))
-        compared.keep("block", whole[:, :0])
-        with pytest.raises(ValueError, match="expected a share") if refused else nullcontext():
-            compared.truth("block", whole)
+    Share({"image": 7}, 9, 8).takes(whole, whole[:, :0])  # the ninth rank of nine has no token of seven
+    with pytest.raises(ValueError, match="expected a share"):
+        Share({"image": 7}, 2, 1).takes(whole, whole[:, :0])
 
 
 def test_only_blocks_that_are_called_count() -> None:

@@ -10,33 +10,41 @@ CUDA graph. The same in a narrower data type is the "plain" run of that type. A 
 - every rank finds so, and all ranks have the same bits;
 - its bits are those of the same layout by another transport, and in exact mode, if its strategy only moves data, those
   of one rank.
+
+Predictions on the same inputs show the error of one evaluation alone, which a wrong or imprecise operation raises at
+once. A run of its own shows what becomes of these errors in the picture; it also covers the CUDA graph and the steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqpar import exact
+from seqpar.adapter.signature import form_of
 from seqpar.distributed import DistributedDiT
-from seqpar.fidelity.compare import FLOORS, Error, Place, bound, first_over, first_unequal, worst
+from seqpar.fidelity.compare import FACTOR, FLOORS, Comparison, Error, Place, digest, error, first_unequal, worst
 from seqpar.fidelity.one_rank import full_precision, plain_engine
 from seqpar.fidelity.pictures import Likeness, likeness
-from seqpar.fidelity.trajectory import Trajectory, on_own_inputs, on_same_inputs, record, shared
 from seqpar.fidelity.ways import Meshes, Way
+from seqpar.inputs import broadcast
 from seqpar.mesh import Mesh
 from seqpar.planner.costs import facts_of
 from seqpar.planner.search import Wish
+from seqpar.sampling.loop import check_finite
 from seqpar.sampling.request import Request
+from seqpar.sampling.run import begin
 
 T = TypeVar("T")
 OWN_FACTOR = 2.0  # of the error of a run of its own
-Errors = Mapping[Place, Error]
+OUTLIER = 8.0  # a power of two, so that planted outliers are the same numbers in every data type
+OUTLIERS = 128  # one channel of this many is an outlier, and at least one
+Errors = dict[Place, Error]
 
 
 @dataclass(frozen=True)
@@ -52,23 +60,58 @@ class Subject:
     request: Request
 
 
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """A run of S evaluations of the model, as whole tensors of the streams of the state by their names.
+
+    inputs: what the model was given at each evaluation, then the latents, S + 1. predictions: guided predictions, S.
+    """
+
+    inputs: tuple[dict[str, Tensor], ...]
+    predictions: tuple[dict[str, Tensor], ...]
+
+    @property
+    def bits(self) -> tuple[str, ...]:
+        """Return the digest of each evaluation's prediction, then that of the latents."""
+        return *map(digest, self.predictions), digest(self.inputs[-1])
+
+    def errors(self, truth: Trajectory) -> tuple[Errors, Errors]:
+        """Return the error of each prediction, made on the inputs of `truth`, and of the state after each step."""
+        predicted = enumerate(zip(self.predictions, truth.predictions, strict=True))
+        stepped = enumerate(zip(self.inputs[1:], truth.inputs[1:], strict=True))
+        same = {Place(step): error(*pair) for step, pair in predicted}
+        return same, {Place(step, 1, "latents"): error(*pair) for step, pair in stepped}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank measured of a way (see `Row`), or the message with which its run ended."""
+
+    same: Errors = field(default_factory=dict)
+    own: Errors = field(default_factory=dict)
+    bits: tuple[str, ...] = ()
+    local: str = ""
+    failed: str | None = None
+
+
 @dataclass(frozen=True)
 class Row:
     """The result of one way in one data type; `way` is None for the plain run.
 
     same, own: errors of the predictions on the reference's inputs, and of the states of the way's own run, the worst of
-    all ranks. bits: digests of rank 0. findings: why the way does not hold; none if it does.
+    all ranks. ratio: the largest error of a prediction in units of the plain run's. bits: digests of rank 0. like: of
+    rank 0's pictures. findings: why the way does not hold; none if it does.
     """
 
     subject: str
     dtype: torch.dtype
     way: Way | None
     local: str
-    same: Errors
-    own: Errors
-    ratio: float
-    bits: tuple[str, ...]
-    like: Likeness | None
+    same: Errors = field(default_factory=dict)
+    own: Errors = field(default_factory=dict)
+    ratio: float = float("nan")
+    bits: tuple[str, ...] = ()
+    like: Likeness | None = None
     findings: tuple[str, ...] = ()
 
 
@@ -85,33 +128,22 @@ class Pictures:
 class Judged:
     """The rows of a subject, pictures of each data type on rank 0, and notes on what was left out."""
 
-    rows: tuple[Row, ...]
-    pictures: tuple[Pictures, ...]
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Measured:
-    """What one rank found of a way: errors and bits, or the message with which the run ended."""
-
-    same: Errors = field(default_factory=dict)
-    own: Errors = field(default_factory=dict)
-    bits: tuple[str, ...] = ()
-    local: str = ""
-    failed: str | None = None
+    rows: list[Row]
+    pictures: list[Pictures]
+    notes: list[str]
 
 
 @dataclass(frozen=True, eq=False)
 class Bench:
-    """One data type of a subject: its pipeline cast to that type, the reference, and what errors may be."""
+    """One data type of a subject: its pipeline cast to that type, the reference, and the plain run, which sets bounds.
+
+    picture: of the reference. lpips: see `judge`.
+    """
 
     subject: Subject
-    dtype: torch.dtype
     pipeline: Any
     truth: Trajectory
     picture: Tensor
-    same: Mapping[Place, Error]
-    own: Mapping[Place, Error]
     plain: Row
     lpips: Any
 
@@ -124,42 +156,63 @@ def judge(
     ways: as `seqpar.fidelity.ways.ways` returns them, with its meshes. wish: names the local attention. lpips: a
     network of `load_lpips`, or None.
     """
-    ranks, alone = meshes.ranks, Mesh.single(meshes.ranks.device)
+    ranks, judged = meshes.ranks, Judged([], [], [])
     with full_precision():
-        dit = plain_engine(subject.pipeline.dit.model, alone)
-        truth = shared(ranks, record(dit, subject.request, graph=False))
+        dit = plain_engine(subject.pipeline.dit.model, Mesh.single(ranks.device))
+        mine = record(dit, subject.request, graph=False)
+        form = form_of((mine.inputs, mine.predictions))
+        truth = Trajectory(*form.holding(broadcast(ranks, form.tensors)).whole)
         picture = replace(subject.pipeline, dit=dit).decode(_latents(dit, truth))
-    rows, pictures, notes = list[Row](), list[Pictures](), list[str]()
     for dtype in dtypes:
-        made = _bench(subject, dtype, truth, picture, lpips, ranks)
-        if isinstance(made, str):
-            notes.append(made)
+        try:
+            bench = _bench(subject, dtype, truth, picture, lpips, ranks)
+        except ValueError as error:  # overflow in this data type, which is no error of a way of computing
+            reason = f"{_name(dtype)} is not judged, because one rank alone fails in it: {error}"
+            judged.notes.append(f"{subject.name}: {reason}")
             continue
-        mine, worst_pictures = _rows(made, ways, meshes, wish)
-        rows += [made.plain, *mine]
-        pictures += worst_pictures
-    return Judged(tuple(rows), tuple(pictures), tuple(notes))
+        judged.rows.append(bench.plain)
+        _judge_ways(bench, ways, meshes, wish, judged)
+    return judged
 
 
-def _bench(
-    subject: Subject, dtype: torch.dtype, truth: Trajectory, picture: Tensor, lpips: Any, ranks: Mesh
-) -> Bench | str:
-    """Return the bench of one data type; the reason, where one rank alone cannot compute the request in it."""
+@torch.inference_mode(False)
+@torch.no_grad()
+def record(dit: DistributedDiT, request: Request, on: Trajectory | None = None, graph: bool = True) -> Trajectory:
+    """Return the run of a request, complete on every rank of the model's mesh.
+
+    on: the run on whose inputs the model predicts; None means its own. graph: replay steps as CUDA graphs if possible;
+    predictions never are. The request's generator is left as it is, so that every run of a request adds the same noise.
+    Raises FloatingPointError if the latents stop being finite. Every rank must call this at the same time.
+    """
+    noise = request.generator
+    noise = None if noise is None else torch.Generator(noise.device).set_state(noise.get_state())
+    run = begin(dit, replace(request, generator=noise))
+    try:
+        inputs, predictions = [run.inputs()], list[dict[str, Tensor]]()
+        for index in range(len(run.timesteps)):
+            predictions.append(run.predict_on(index, (inputs if on is None else on.inputs)[index]))
+            if graph and run.why_no_graph is None:
+                run.capture()
+            run.step()
+            inputs.append(run.inputs())
+        dit.check_delivered()
+        check_finite(run.first_bad(), run.timesteps)
+        return Trajectory(tuple(inputs), tuple(predictions))
+    finally:
+        run.release()
+
+
+def _bench(subject: Subject, dtype: torch.dtype, truth: Trajectory, picture: Tensor, lpips: Any, ranks: Mesh) -> Bench:
+    """Return the bench of one data type; ValueError on all ranks where one alone cannot compute the request in it."""
     dit = plain_engine(_cast(subject.pipeline.dit.model, dtype), Mesh.single(ranks.device))
     pipeline = replace(subject.pipeline, dit=dit, vae=_cast(subject.pipeline.vae, dtype))
-    name = _name(dtype)
-    try:
-        made = ranks.together(lambda: _refused(lambda: record(dit, subject.request, truth, graph=False)))
-        like = ranks.of_rank_0(
-            lambda: _refused(lambda: likeness(pipeline.decode(_latents(dit, made)), picture, lpips)), Likeness
-        )
-    except ValueError as error:  # overflow in this data type, which is no error of a way of computing
-        return f"{subject.name}: {name} is not judged, because one rank alone fails in it: {error}"
-    same, own = ranks.share((on_same_inputs(made, truth), on_own_inputs(made, truth)), tuple[Errors, Errors])
-    row = Row(subject.name, dtype, None, dit.local.name, same, own, 1.0, made.bits, like)
-    bounds = {place: bound(error, dtype) for place, error in same.items()}
-    loose = {place: bound(error, dtype, OWN_FACTOR) for place, error in own.items()}
-    return Bench(subject, dtype, pipeline, truth, picture, bounds, loose, row, lpips)
+    made = ranks.together(lambda: _refused(lambda: record(dit, subject.request, truth, graph=False)))
+    like = ranks.of_rank_0(
+        lambda: _refused(lambda: likeness(pipeline.decode(_latents(dit, made)), picture, lpips)), Likeness
+    )
+    same, own = ranks.share(made.errors(truth), tuple[Errors, Errors])
+    plain = Row(subject.name, dtype, None, dit.local.name, same, own, 1.0, made.bits, like)
+    return Bench(subject, pipeline, truth, picture, plain, lpips)
 
 
 def _refused(work: Callable[[], T]) -> T:
@@ -170,61 +223,56 @@ def _refused(work: Callable[[], T]) -> T:
         raise ValueError(str(error)) from error
 
 
-def _rows(bench: Bench, ways: Sequence[Way], meshes: Meshes, wish: Wish) -> tuple[list[Row], list[Pictures]]:
-    """Return a row for each way, and the pictures of the way that differs most (on rank 0)."""
+def _judge_ways(bench: Bench, ways: Sequence[Way], meshes: Meshes, wish: Wish, judged: Judged) -> None:
+    """Add a row for each way, and the pictures of the way that differs most (on rank 0)."""
     rows, most = list[Row](), list[Pictures]()
     for way in ways:
-        measured, got = _measured(bench, way, meshes, wish)
-        row = _row(bench, way, measured, got)
-        row = replace(row, findings=(*row.findings, *_unequal(row, rows)))
-        rows.append(row)
-        if got is not None and (not most or _psnr(row) < _psnr(most[0].row)):
-            most = [Pictures(row, bench.picture.cpu(), got.cpu())]
-    return rows, [replace(each, row=row) for each in most for row in rows if row.way == each.row.way]
+        row, got = _row(bench, way, meshes, wish)
+        rows.append(replace(row, findings=(*row.findings, *_unequal(row, rows))))
+        if got is not None and (not most or _psnr(rows[-1]) < _psnr(most[0].row)):
+            most = [Pictures(rows[-1], bench.picture.cpu(), got.cpu())]
+    judged.rows.extend(rows)
+    judged.pictures.extend(most)
 
 
-def _measured(bench: Bench, way: Way, meshes: Meshes, wish: Wish) -> tuple[list[Measured], Tensor | None]:
-    """Compute a way on its ranks; return what each of them measured on every process, and rank 0's pictures."""
-    ranks, mesh, mine, got = meshes.ranks, meshes.of(way.ranks, way.layout.sizes), None, None
+def _row(bench: Bench, way: Way, meshes: Meshes, wish: Wish) -> tuple[Row, Tensor | None]:
+    """Compute a way on its ranks; return its row on every process, and its pictures on rank 0."""
+    ranks, mesh, mine, got = meshes.ranks, meshes.of(*way.layout.sizes.values()), None, None
     if mesh is not None:
         try:
             mine, got = _computed(bench, way, mesh, wish)
         except (ValueError, FloatingPointError) as error:  # raised alike on all ranks of the way
             mine = Measured(failed=str(error))
-    return [each for each in ranks.collect(mine, Measured | None) if each is not None], got if ranks.is_main else None
+    every = [each for each in ranks.collect(mine, Measured | None) if each is not None]
+    row = Row(bench.subject.name, bench.plain.dtype, way, every[0].local, bits=every[0].bits)
+    if failed := [f"rank {rank}: {each.failed}" for rank, each in enumerate(every) if each.failed is not None]:
+        return replace(row, findings=tuple(failed)), None
+    same = {place: worst(each.same[place] for each in every) for place in every[0].same}
+    own = {place: worst(each.own[place] for each in every) for place in every[0].own}
+    compared = (
+        Comparison(row.dtype, FACTOR, same, bench.plain.same),
+        Comparison(row.dtype, OWN_FACTOR, own, bench.plain.own),
+    )
+    findings = [str(finding) for finding in (each.first() for each in compared) if finding is not None]
+    if len({each.bits for each in every}) > 1:
+        findings.append("ranks have different bits of what all of them should have whole")
+    ratio = max(_ratio(error, bench.plain.same[place], row.dtype) for place, error in same.items())
+    got = got if ranks.is_main else None
+    like = None if got is None else likeness(got, bench.picture, bench.lpips)
+    return replace(row, same=same, own=own, ratio=ratio, like=like, findings=tuple(findings)), got
 
 
 def _computed(bench: Bench, way: Way, mesh: Mesh, wish: Wish) -> tuple[Measured, Tensor]:
-    layout, transport = way.layout, way.layout.transport if way.exchanges else "auto"
-    dit = DistributedDiT(bench.pipeline.dit.model, mesh, layout.strategy, wish.local, transport)
+    """Return what this rank measures of a way, and its pictures."""
+    transport = "auto" if way.transport == "-" else way.transport
+    dit = DistributedDiT(bench.pipeline.dit.model, mesh, way.layout.strategy, wish.local, transport)
     try:
         made = record(dit, bench.subject.request, bench.truth)
         with replace(bench.pipeline, dit=dit) as pipeline:  # decoded as one rank decodes: only the latents are judged
             got = pipeline.decode(_latents(dit, made), wish="pictures")
     finally:
         dit.release()
-    truth = bench.truth
-    return Measured(on_same_inputs(made, truth), on_own_inputs(made, truth), made.bits, dit.local.name), got
-
-
-def _row(bench: Bench, way: Way, measured: Sequence[Measured], got: Tensor | None) -> Row:
-    """Return the row of a way from what its ranks measured."""
-    first = measured[0]
-    row = Row(bench.subject.name, bench.dtype, way, first.local, {}, {}, float("nan"), first.bits, None)
-    failed = [f"rank {rank}: {each.failed}" for rank, each in enumerate(measured) if each.failed is not None]
-    if failed:
-        return replace(row, findings=tuple(failed))
-    same, own = (
-        {place: worst(getattr(each, kind)[place] for each in measured) for place in getattr(first, kind)}
-        for kind in ("same", "own")
-    )
-    found = [first_over(same, bench.same), first_over(own, bench.own)]
-    findings = [str(finding) for finding in found if finding is not None]
-    if len({each.bits for each in measured}) > 1:
-        findings.append("ranks have different bits of what all of them should have whole")
-    ratio = max((_ratio(error, bench.plain.same[place], bench.dtype) for place, error in same.items()), default=0.0)
-    like = None if got is None else likeness(got, bench.picture, bench.lpips)
-    return replace(row, same=same, own=own, ratio=ratio, like=like, findings=tuple(findings))
+    return Measured(*made.errors(bench.truth), made.bits, dit.local.name), got
 
 
 def _ratio(error: Error, plain: Error, dtype: torch.dtype) -> float:
@@ -239,13 +287,17 @@ def _unequal(row: Row, others: Sequence[Row]) -> list[str]:
         if row.way is None or other.way is None or not row.bits or not other.bits:
             continue
         twins = replace(row.way.layout, transport="") == replace(other.way.layout, transport="")
-        moves = facts_of(row.way.layout.strategy).moves_only
-        alone = exact.is_on() and other.way.ranks == 1 and moves
+        alone = exact.is_on() and other.way.ranks == 1 and facts_of(row.way.layout.strategy).moves_only
         index = first_unequal(row.bits, other.bits) if twins or alone else None
         if index is not None:
             what = f"prediction of step {index + 1}" if index < len(row.same) else "latents"
             findings.append(f"{what}: other bits than {other.way}, expected the same: only data moves")
     return findings
+
+
+def _psnr(row: Row) -> float:
+    """Return a row's PSNR; a row that does not hold comes before all others."""
+    return (row.like.psnr if row.like is not None else 0.0) - (1e6 if row.findings else 0.0)
 
 
 def _latents(dit: DistributedDiT, made: Trajectory) -> Tensor:
@@ -263,9 +315,20 @@ def _cast(module: Any, dtype: torch.dtype) -> Any:
     return made
 
 
-def _psnr(row: Row) -> float:
-    """Return a row's PSNR; a row that does not hold comes before all others."""
-    return (row.like.psnr if row.like is not None else 0.0) - (1e6 if row.findings else 0.0)
+@torch.no_grad()
+def plant_outliers(model: nn.Module) -> None:
+    """Multiply a few rows of every linear layer but the last, in place: each makes one channel of a layer's output.
+
+    Trained transformers have such channels, random weights have none. With them sums cancel, scores of attention grow,
+    and one channel decides the statistics of a norm, so that arithmetic which is too narrow shows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and layer is not getattr(model, "final", None):
+            rows = torch.randperm(layer.out_features, generator=generator)[: max(1, layer.out_features // OUTLIERS)]
+            for x in (layer.weight, layer.bias):
+                if x is not None:
+                    x[rows.to(x.device)] *= OUTLIER
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from seqpar.distributed import DistributedDiT
-from seqpar.fidelity import judging, outliers
+from seqpar.fidelity import judging
 from seqpar.fidelity.compare import digest
-from seqpar.fidelity.judging import Judged, Subject, judge
+from seqpar.fidelity.judging import Judged, Subject, judge, plant_outliers, record
 from seqpar.fidelity.one_rank import plain_engine
-from seqpar.fidelity.trajectory import record
-from seqpar.fidelity.ways import Meshes, ways
+from seqpar.fidelity.ways import Meshes, Way, ways
 from seqpar.local import sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import large_dit
 from seqpar.pipelines.class_labels import Files, Pipeline
 from seqpar.planner.costs import strategies
+from seqpar.planner.facts import Layout
 from seqpar.planner.plan import work_of
 from seqpar.planner.search import Wish
 from seqpar.sampling.guidance import Guidance
@@ -31,7 +29,6 @@ from seqpar.sampling.run import Run
 from seqpar.transports.collective.exchange import CollectiveToHeads
 from seqpar.weights.find import Blueprint
 from tests.models.test_large_dit import TINY, ours
-from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 
 Fault = Callable[[pytest.MonkeyPatch, int], None]
@@ -107,7 +104,7 @@ def builtin(device: torch.device) -> Pipeline:
 def planted(device: torch.device) -> Pipeline:
     """Return the built-in model with planted outliers."""
     pipeline = builtin(device)
-    outliers.plant(pipeline.dit.model)
+    plant_outliers(pipeline.dit.model)
     return pipeline
 
 
@@ -142,35 +139,32 @@ def judged(
         if fault is not None:
             fault(patch, rank)
         made: Judged = judge(Subject(kind, pipeline, request), tried, (dtype,), meshes, wish)
-    assert made.notes == ()
+    assert made.notes == []
     return [
         (row.way.ranks, row.way.strategy, row.way.transport, row.findings, row.ratio) for row in made.rows if row.way
     ]
 
 
-def failed(rank: int, world: int, device: torch.device, everywhere: bool) -> tuple[str, int]:
-    """Return how a record that fails ends, in the bench on rank 1 or in a way on all ranks, and what is released."""
-    pipeline, mesh, released = builtin(device), Mesh.joined(device), Mock()
+def failing(rank: int, world: int, device: torch.device, alone: bool) -> tuple[list[str], list[str], int]:
+    """Return notes, findings and releases where bf16 fails: for one rank alone on rank 1, or for all ranks of a way."""
+    pipeline, releases, record, release = builtin(device), list[int](), judging.record, DistributedDiT.release
     request = pipeline.request(["3"], steps=2, guidance=Guidance(4.0), size=(16, 16))
-    true, subject = judging.record, Subject("tiny", pipeline, request)
+    way = Way(Layout(1, 1, 1, world, "ulysses", "collective"))
 
-    def failing(*args: Any, **named: Any) -> Any:
-        if everywhere or rank == 1:
+    def failing_record(dit: DistributedDiT, *args: Any, **named: Any) -> Any:
+        if dit.dtype == torch.bfloat16 and (rank == 1 if alone else dit.mesh.world.size > 1):
             raise ValueError("overflow")
-        return true(*args, **named)
+        return record(dit, *args, **named)
 
-    truth = true(pipeline.dit, request)
+    def counted(dit: DistributedDiT) -> None:
+        releases.append(dit.mesh.world.size)
+        release(dit)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(judging, "record", failing)
-        patch.setattr(DistributedDiT, "release", released)
-        if not everywhere:
-            made = judging._bench(subject, torch.bfloat16, truth, torch.zeros(1, 3, 16, 16), None, mesh)
-            return str(made), 0
-        bench: Any = SimpleNamespace(pipeline=pipeline, subject=subject, truth=truth)
-        way: Any = SimpleNamespace(layout=SimpleNamespace(strategy="ulysses", transport="auto"), exchanges=True)
-        with pytest.raises(ValueError, match="overflow") as error:
-            judging._computed(bench, way, mesh_for("ulysses", world, device), Wish())
-        return str(error.value), released.call_count
+        patch.setattr(judging, "record", failing_record)
+        patch.setattr(DistributedDiT, "release", counted)
+        made = judge(Subject("tiny", pipeline, request), [way], [torch.bfloat16], Meshes(Mesh.joined(device)), Wish())
+    return made.notes, [finding for row in made.rows for finding in row.findings], releases.count(world)
 
 
 @pytest.mark.parametrize(
@@ -220,10 +214,9 @@ def test_every_record_of_a_request_adds_the_same_noise() -> None:
 
 
 def test_a_data_type_in_which_one_rank_alone_fails_is_left_out_on_all_ranks(ranks: Pool) -> None:
-    found = ranks.run(2, failed, False)
-    assert found[0] == found[1]
-    assert "bfloat16 is not judged, because one rank alone fails in it: rank 1: overflow" in found[0][0]
-    assert ranks.run(2, failed, True) == [("overflow", 1)] * 2
+    note = "tiny: bfloat16 is not judged, because one rank alone fails in it: rank 1: overflow"
+    assert ranks.run(2, failing, True) == [([note], [], 0)] * 2
+    assert ranks.run(2, failing, False) == [([], ["rank 0: overflow", "rank 1: overflow"], 1)] * 2
 
 
 def test_no_correct_way_is_an_alarm(ranks: Pool) -> None:

@@ -14,7 +14,7 @@ from seqpar.cli.plan import wish_of
 from seqpar.cli.summary import versions
 from seqpar.deadlines import Deadlines
 from seqpar.distributed import plan_of
-from seqpar.fidelity.judging import Judged, Subject, judge, plant_outliers
+from seqpar.fidelity.judging import Row, Subject, judge, plant_outliers
 from seqpar.fidelity.pictures import WINDOW, load_lpips, why_no_lpips
 from seqpar.fidelity.report import failures, table, write
 from seqpar.fidelity.ways import Meshes, Way, ways
@@ -39,16 +39,14 @@ def run_fidelity(args: FidelityArgs) -> None:
     tried, notes = ways(counts, meshes, wish, work_of(job.blueprint.config), job.load)
     head = "\n".join(_head(args, job, ranks, tried, [*_notes(args, job, dtypes), *notes]))
     _say(ranks, f"{head}\n")
-    judged = _judged(args, job, meshes, tried, dtypes, wish)
-    rows = [row for each in judged for row in each.rows]
+    rows, skipped = _judged(args, job, meshes, tried, dtypes, wish)
     failed = failures(rows) if any(row.way is not None for row in rows) else ["nothing was compared"]
     verdict = f"{len(failed)} finding(s)" if failed else "every way holds"
-    skipped = [note for each in judged for note in each.notes]
     text = "\n".join([table(rows), "", *skipped, *failed, f"verdict   {verdict}"])
     _say(ranks, text)
     if ranks.is_main:
         facts = {**asdict(args), "out": str(args.out), "lpips": str(args.lpips), "versions": versions()}
-        write(args.out, f"{head}\n\n{text}", rows, [picture for each in judged for picture in each.pictures], facts)
+        write(args.out, f"{head}\n\n{text}", rows, facts)
     if failed:
         raise FloatingPointError(f"got {failed[0]} ({len(failed)} finding(s) in all; see {args.out / 'table.md'})")
 
@@ -90,7 +88,7 @@ def _dtypes(args: FidelityArgs, device: torch.device) -> tuple[torch.dtype, ...]
 
 def _judged(
     args: FidelityArgs, job: Job, meshes: Meshes, tried: tuple[Way, ...], dtypes: tuple[torch.dtype, ...], wish: Wish
-) -> list[Judged]:
+) -> tuple[list[Row], list[str]]:
     """Judge the weights as they are and, unless the flags say otherwise, with planted outliers."""
     ranks, dtype = meshes.ranks, _reference(args, meshes.ranks.device)
     alone = Mesh.single(ranks.device)
@@ -100,11 +98,12 @@ def _judged(
     file = None if why_no_lpips(args.lpips) else args.lpips
     lpips = None if file is None else ranks.together(lambda: load_lpips(file))
     name = "random" if job.blueprint.checkpoint is None else "trained"
-    judged = [judge(Subject(name, pipeline, request), tried, dtypes, meshes, wish, lpips)]
+    rows, notes = judge(Subject(name, pipeline, request), tried, dtypes, meshes, wish, lpips)
     if args.outliers:
         plant_outliers(pipeline.dit.model)
-        judged.append(judge(Subject(f"{name}, outliers", pipeline, request), tried, dtypes, meshes, wish, lpips))
-    return judged
+        more = judge(Subject(f"{name}, outliers", pipeline, request), tried, dtypes, meshes, wish, lpips)
+        rows, notes = rows + more[0], notes + more[1]
+    return rows, notes
 
 
 def _reference(args: FidelityArgs, device: torch.device) -> torch.dtype:

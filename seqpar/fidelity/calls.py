@@ -28,7 +28,7 @@ from seqpar.adapter.promises import Promise, plain
 from seqpar.adapter.signature import Form, form_of
 from seqpar.fidelity.blocks import Share
 from seqpar.fidelity.compare import BITS, Comparison, Place, digest, error, first_unequal
-from seqpar.fidelity.look import AFTER, WHOLE, Look, Streams, compare_references, copied, in_place_of
+from seqpar.fidelity.look import AFTER, WHOLE, Look, Streams, compare_references, in_place_of
 from seqpar.fidelity.one_rank import held, wide, widened
 from seqpar.mesh import Mesh
 
@@ -37,7 +37,7 @@ WIDE = torch.float32  # the reference's data type, also of fp32 and fp64: some o
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class RecordedCall:
     """A call that a pipeline made, with its results. step, turn: the step of the run, and which of its calls it was."""
 
     module: Any
@@ -56,7 +56,7 @@ class Made:
 class _Recorder:
     """Takes the place of a transformer's call, and keeps arguments and results."""
 
-    def __init__(self, module: nn.Module, call: Call, made: list[Made]) -> None:
+    def __init__(self, module: nn.Module, call: Call, made: list[RecordedCall]) -> None:
         self._module, self._call, self._made = module, call, made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ class _Recorder:
         results = self._call(*args, **kwargs)
         kept = form_of(tuple(results.values()) if isinstance(results, Mapping) else tuple(results))
         kept = kept.each(lambda x: x if isinstance(x, Promise) else x.clone())
-        self._made.append(Made(self._module, self._call, arguments, kept, *self._step(arguments.tensors)))
+        self._made.append(RecordedCall(self._module, self._call, arguments, kept, *self._step(arguments.tensors)))
         return results
 
     def __getattr__(self, name: str) -> Any:
@@ -93,13 +93,13 @@ def mesh_of(target: Any) -> Mesh:
     return call.mesh
 
 
-def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int) -> tuple[list[Made], str]:
+def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int) -> tuple[list[RecordedCall], str]:
     """Return the calls that a pipeline makes, or several calls of a transformer, and the digest of the latents.
 
     steps: of a pipeline's run, unless its arguments say so; its pictures are not decoded. A transformer is called as
     often with the same arguments. Raises ValueError if the pipeline did not call its transformer.
     """
-    made, ending = list[Made](), ""
+    made, ending = list[RecordedCall](), ""
     with _recording(transformers_of(target).values(), made):
         if isinstance(target, nn.Module):
             for _ in range(steps):
@@ -118,7 +118,7 @@ def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps:
 
 
 @contextmanager
-def _recording(modules: Iterable[nn.Module], made: list[Made]) -> Iterator[None]:
+def _recording(modules: Iterable[nn.Module], made: list[RecordedCall]) -> Iterator[None]:
     before = [(module, vars(module)["forward"]) for module in modules]
     try:
         for module, call in before:
@@ -129,7 +129,7 @@ def _recording(modules: Iterable[nn.Module], made: list[Made]) -> Iterator[None]
             vars(module)["forward"] = call
 
 
-def compare_pipelines(measured: Comparison, made: Sequence[Made], ending: str) -> tuple[str, ...]:
+def compare_pipelines(measured: Comparison, made: Sequence[RecordedCall], ending: str) -> tuple[str, ...]:
     """Compare the bits that the ranks' pipelines pass to the transformer: guidance and schedulers make them of results.
 
     ending: digest of what the pipeline returned. Returns a note where the ranks were given different inputs from the
@@ -145,7 +145,7 @@ def compare_pipelines(measured: Comparison, made: Sequence[Made], ending: str) -
     return ()
 
 
-def measure(made: Sequence[Made]) -> Comparison:
+def measure(made: Sequence[RecordedCall]) -> Comparison:
     """Return what this rank measures of the calls; every rank must call this at the same time."""
     dtype = dtype_of(made[0].module)
     measured = Comparison(WIDE if dtype == torch.float64 else dtype)
@@ -164,7 +164,7 @@ def measure(made: Sequence[Made]) -> Comparison:
 class _Again:
     """A call again: by the ranks now, and by one rank alone with `by_one`, after all calls were made by the ranks."""
 
-    def __init__(self, made: Made) -> None:
+    def __init__(self, made: RecordedCall) -> None:
         self.made, mesh = made, made.call.mesh
         self._given = made.call.rank_0s(dict(made.arguments.whole))
         self._inside: Inside = made.call.body.inside(self._given.whole)
@@ -201,16 +201,14 @@ class _Again:
 
     def _by_native(self, native: Callable[[Mapping[str, Any]], tuple[Tensor, ...]]) -> tuple[Streams, Streams]:
         """Return the results of the native model on one rank in its own type and in the wider one."""
-        both = list[Streams]()
+        given, module = self._given.whole, self._inside.module
 
-        def compute(true: Callable[..., Streams], *arguments: Any) -> Streams:
-            both[:] = self._look.by_one(lambda given: copied(true(*given)), arguments, WIDE)
-            return both[0]
+        def results(outputs: Streams) -> Streams:
+            with in_place_of([module], lambda *_: outputs):
+                return form_of(native(given)).tensors
 
-        with in_place_of([self._inside.module], compute):
-            alone = form_of(native(self._given.whole)).tensors
-        with in_place_of([self._inside.module], lambda *_: both[1]):
-            return alone, form_of(native(self._given.whole)).tensors
+        alone, truth = self._look.tokens_by_one(lambda: native(given), WIDE)
+        return results(alone), results(truth)
 
     def _forward(self, arguments: Mapping[str, Any]) -> Streams:
         forward: Any = self.made.call.__wrapped__

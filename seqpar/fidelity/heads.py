@@ -56,7 +56,7 @@ class Attended:
         return by_formula(q, k, v, self.mask)[0]
 
 
-class Watched:
+class Observed:
     """An attention that computes the same as another one, and tells what it computed."""
 
     def __init__(self, attend: Attend, tell: Callable[[Attended], None]) -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from seqpar.fidelity.blocks import Share, Take, watched
 from seqpar.fidelity.compare import EXACT, Comparison, Error, Place, bound, error
-from seqpar.fidelity.heads import Attended, Watched
+from seqpar.fidelity.heads import Attended, Observed
 from seqpar.fidelity.one_rank import Conditioning, wide, widened
 from seqpar.inputs import broadcast
 from seqpar.mesh import Axis, Mesh
@@ -67,7 +67,7 @@ class Look:
 
     def attention(self, attend: Attend) -> Attend:
         """Return an attention that computes the same, and whose heads `ranks` compares."""
-        return Watched(attend, lambda attended: self._attended.append((len(self._kept), attended)))
+        return Observed(attend, lambda attended: self._attended.append((len(self._kept), attended)))
 
     def by_one(self, compute: Callable[[T], Streams], arguments: T, dtype: torch.dtype) -> tuple[Streams, Streams]:
         """Return what one rank computes of nested arguments in the ranks' data type, and in a wider one."""
@@ -76,6 +76,32 @@ class Look:
             alone = compute(arguments)
         with widened(self._modules, dtype), watched(self._modules, self._see_truth), conditioning.replayed(dtype):
             return alone, compute(wide(arguments, dtype))
+
+    def tokens_by_one(self, call: Callable[[], object], dtype: torch.dtype) -> tuple[Streams, Streams]:
+        """Return what one rank's `forward_tokens` returns in this call, in the ranks' data type and in a wider one."""
+        both = list[Streams]()
+
+        def compute(true: Callable[..., Streams], *arguments: Any) -> Streams:
+            both[:] = self.by_one(lambda given: copied(true(*given)), arguments, dtype)
+            return both[0]
+
+        with in_place_of(self._modules, compute):
+            call()
+        return both[0], both[1]
+
+    def tokens(self, call: Callable[[], object], watch: Callable[[Attend], Attend] | None = None) -> Streams:
+        """Return what `forward_tokens` returns here in this call. watch: returns the attention that it calls."""
+        outputs: dict[str, Tensor] = {}
+
+        def compute(true: Callable[..., Streams], *arguments: Any) -> Streams:
+            *inputs, attend = arguments
+            returned = true(*inputs, attend if watch is None else watch(attend))
+            outputs.update(copied(returned))
+            return returned
+
+        with in_place_of(self._modules, compute):
+            call()
+        return outputs
 
     def unequal(self, compute: Callable[[], object]) -> list[tuple[int, str]]:
         """Return position and name of each output that has other bits than in this call of one rank."""

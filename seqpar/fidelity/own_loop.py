@@ -7,9 +7,7 @@ the ranks run the steps once more, as CUDA graphs where the run has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +70,7 @@ class _Loop:
         mesh, made, inputs = self._dit.mesh, self._made, copied(self.ranks.inputs())
         look = Look(self._models, mesh.sequence, _share(self._dit, self._request, self.ranks))
         with look.ranks():
-            mine = self._outputs(self.ranks.step, look.attention)
+            mine = look.tokens(self.ranks.step, look.attention)
         self._dit.check_delivered()
         ours, after = self._whole(mine), copied(self.ranks.inputs())
         made.bits += [digest(ours), digest(after)]
@@ -86,15 +84,9 @@ class _Loop:
 
         Returns the reference's outputs. One rank's own state stays that of the ranks, but for what is wrong.
         """
-        made, dtype, both = self._made, self._dit.dtype, list[Streams]()
-
-        def compute(true: Callable[..., Streams], *arguments: Any) -> Streams:
-            both[:] = look.by_one(lambda given: copied(true(*given)), arguments, WIDER.get(dtype, torch.float32))
-            return both[0]
-
-        with in_place_of(self._models, compute):
-            self._alone.predict_on(index, inputs)
-        alone, truth = both
+        made, dtype = self._made, self._dit.dtype
+        wider = WIDER.get(dtype, torch.float32)
+        alone, truth = look.tokens_by_one(lambda: self._alone.predict_on(index, inputs), wider)
         made.blocks = max(made.blocks, look.report(made, lambda position, name: Place(index, position, name)))
         made.add(Place(index, WHOLE), error(ours, truth), error(alone, truth))
         with in_place_of(self._models, lambda *_: dict(ours)):
@@ -108,30 +100,11 @@ class _Loop:
         """In exact mode, compare the bits with those of one rank with the same attention."""
         if (run := self._exact) is None:
             return
-        one: Streams = {}
-
-        def compute() -> None:
-            nonlocal one
-            one = self._outputs(lambda: run.predict_on(index, inputs))
-
-        unequal = look.unequal(compute)
-        unequal += [(WHOLE, Place(0).name)] if digest(one) != digest(ours) else []
+        one = list[Streams]()
+        unequal = look.unequal(lambda: one.append(look.tokens(lambda: run.predict_on(index, inputs))))
+        unequal += [(WHOLE, Place(0).name)] if digest(one[0]) != digest(ours) else []
         for position, name in unequal[:1]:
             self._made.find(Place(index, position, name), BITS.format("one rank has, and only data moves"))
-
-    def _outputs(self, call: Callable[[], object], watch: Callable[[Any], Any] = lambda attend: attend) -> Streams:
-        """Return what the model returns on this rank in this call. watch: returns the attention that it calls."""
-        outputs = dict[str, Tensor]()
-
-        def kept(true: Callable[..., Streams], *arguments: Any) -> Streams:
-            *given, attend = arguments
-            returned = true(*given, watch(attend))
-            outputs.update(copied(returned))
-            return returned
-
-        with in_place_of(self._models, kept):
-            call()
-        return outputs
 
     def _whole(self, outputs: Streams) -> Streams:
         """Return the model's outputs for all tokens, and for the rows of all images with the prompt, then without."""

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
-from seqpar.fidelity.judging import Errors, Pictures, Row
+from seqpar.fidelity.judging import Row
+from seqpar.fidelity.runs import Errors
 from seqpar.pipelines._pictures import GAP, INK, PAPER, SHOWN, save, to_pil, written
 
 AMPLIFIED = 0.5  # brightness of the largest difference in the difference picture
@@ -70,14 +72,14 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return [f"{row.subject}, {_name(row)}, {row.way or 'plain'}: {finding}" for row in rows for finding in row.findings]
 
 
-def write(folder: Path, text: str, rows: Sequence[Row], pictures: Sequence[Pictures], facts: dict[str, Any]) -> None:
+def write(folder: Path, text: str, rows: Sequence[Row], facts: dict[str, Any]) -> None:
     """Write table.md, errors.json and difference.png into a folder, each whole or not at all."""
     with written(folder / "table.md") as path:
         path.write_text(text + "\n", encoding="utf-8")
     with written(folder / "errors.json") as path:
         path.write_text(json.dumps({**facts, "rows": [_data(row) for row in rows]}, indent=1), encoding="utf-8")
-    if pictures:
-        save(difference(pictures), folder / "difference.png", facts)
+    if any(row.way is not None and row.picture is not None for row in rows):
+        save(difference(rows), folder / "difference.png", facts)
 
 
 def _data(row: Row) -> dict[str, Any]:
@@ -97,31 +99,33 @@ def _data(row: Row) -> dict[str, Any]:
     }
 
 
-def difference(pictures: Sequence[Pictures]) -> Image.Image:
+def difference(rows: Sequence[Row]) -> Image.Image:
     """Return a sheet with a line for each data type: the reference, the way that differs most, and the difference.
 
     Of several pictures the one that differs most is shown. Differences are amplified, so that the largest has about
     half of full brightness; the factor is in the caption.
     """
-    strips = [_strip(each) for each in pictures]
+    truths = {(row.subject, row.dtype): row.picture for row in rows if row.way is None}
+    pairs = [(row, truths[row.subject, row.dtype], row.picture) for row in rows if row.way is not None]
+    strips = [_strip(row, truth, got) for row, truth, got in pairs if truth is not None and got is not None]
     sheet = Image.new("RGB", (max(strip.width for strip in strips), sum(strip.height for strip in strips)), PAPER)
     for number, strip in enumerate(strips):
         sheet.paste(strip, (0, sum(above.height for above in strips[:number])))
     return sheet
 
 
-def _strip(pictures: Pictures) -> Image.Image:
+def _strip(row: Row, truth_N3HW: Tensor, got_N3HW: Tensor) -> Image.Image:
     """Return one line of the sheet, with its caption below."""
-    distances = (pictures.got - pictures.truth).abs()
+    distances = (got_N3HW - truth_N3HW).abs()
     index = int(distances.flatten(1).mean(dim=1).argmax())
-    truth, got, distance = (x[index] for x in (pictures.truth, pictures.got, distances))
+    truth, got, distance = (x[index] for x in (truth_N3HW, got_N3HW, distances))
     largest = float(distance.max())
     factor = 2.0 ** math.floor(math.log2(2 * AMPLIFIED / largest)) if largest > 0 else 1.0
     scale = max(1, SHOWN // max(truth.shape[1:]))
     shown = torch.stack((truth, got, (distance * factor).clamp(0, 1)))
     enlarged = F.pad(shown.repeat_interleave(scale, 2).repeat_interleave(scale, 3), (0, GAP), value=1.0)
     (image,) = to_pil(torch.cat([*enlarged], dim=2)[None])
-    row, font = pictures.row, ImageFont.load_default(size=13)
+    font = ImageFont.load_default(size=13)
     psnr = "" if row.like is None else f", PSNR {row.like.psnr:.1f} dB"
     text = f"{row.subject}, {_name(row)}, {row.way}{psnr}: the reference, this way, the difference x {factor:g}"
     width = max(image.width, int(font.getlength(text)) + GAP) + 2 * GAP

@@ -25,6 +25,7 @@ from seqpar.arguments import MOST_STEPS, check_whole
 from seqpar.distributed import DistributedDiT
 from seqpar.fidelity import own_loop
 from seqpar.fidelity.compare import BITS, Comparison, Finding, Place
+from seqpar.inputs import broadcast, shapes
 from seqpar.mesh import Mesh
 from seqpar.pipelines._loaded import Loaded
 from seqpar.planner.plan import Plan
@@ -34,8 +35,6 @@ from seqpar.sampling.request import Request
 __all__ = ["EVALUATIONS", "Verdict", "VerificationError", "verify"]
 
 EVALUATIONS = 3  # on GPUs the third one is the first that replays a graph which was captured before
-PLACES = 1 << 24  # values of a weight that are summed at a time, which takes 16 bytes for each
-SPREAD = 0x1E3779B97F4A7C15  # odd and large, so that the factors of neighbours have nothing in common
 
 
 class VerificationError(FloatingPointError):
@@ -207,28 +206,14 @@ def _judged(mesh: Mesh, made: Comparison, what: str) -> Verdict:
 
 
 def other_weights(mesh: Mesh, model: nn.Module) -> str | None:
-    """Return in words which weight of which rank has other values than rank 0's, or None.
-
-    Sums of all bits, each times a number of its place, are compared, which takes one pass over the weights. Every rank
-    must call this at the same time.
-    """
-    every = mesh.collect({name: _sum(x) for name, x in model.named_parameters()}, dict[str, int])
-    for rank, sums in enumerate(every):
-        different = next((name for name, value in every[0].items() if sums.get(name) != value), None)
-        if different is not None or sums.keys() != every[0].keys():
-            return f"rank {rank} has other weights than rank 0: {different or 'other names'}"
-    return None
-
-
-def _sum(x: Tensor) -> int:
-    """Return a sum of a weight's bits in which every place counts differently, modulo 2^64.
-
-    The factors are odd, so that any change of one value changes the sum; those of two places are never equal.
-    """
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits, total, start = x.detach().contiguous().view(-1).view(kinds[x.itemsize]), 0, 0
-    for part in bits.split(PLACES):
-        factors = torch.arange(start, start + len(part), device=x.device).mul_(2 * SPREAD).add_(1)
-        total += int((factors * part).sum())
-        start += len(part)
-    return total % 2**64
+    """Return in words which weight of which rank has other bits than rank 0's, or None; all ranks call it together."""
+    mine, different = {name: x.detach() for name, x in model.named_parameters()}, None
+    every = mesh.collect(str(shapes(mine)), str)
+    if (other := next((rank for rank, form in enumerate(every) if form != every[0]), None)) is not None:
+        return f"rank {other} has other weights than rank 0: other names, shapes or data types"
+    for name, x in mine.items():
+        theirs = broadcast(mesh, {name: x})[name]
+        if different is None and not torch.equal(*(y.flatten().view(torch.uint8) for y in (x, theirs))):
+            different = name
+    names = enumerate(mesh.collect(different, str | None))
+    return next((f"rank {rank} has other weights than rank 0: {name}" for rank, name in names if name), None)

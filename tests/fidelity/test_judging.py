@@ -13,8 +13,9 @@ from torch import Tensor
 from seqpar.distributed import DistributedDiT
 from seqpar.fidelity import judging
 from seqpar.fidelity.compare import digest
-from seqpar.fidelity.judging import Judged, Subject, judge, plant_outliers, record
+from seqpar.fidelity.judging import Subject, judge, plant_outliers
 from seqpar.fidelity.one_rank import plain_engine
+from seqpar.fidelity.runs import record
 from seqpar.fidelity.ways import Meshes, Way, ways
 from seqpar.local import sdpa
 from seqpar.mesh import Mesh
@@ -138,11 +139,9 @@ def judged(
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
             fault(patch, rank)
-        made: Judged = judge(Subject(kind, pipeline, request), tried, (dtype,), meshes, wish)
-    assert made.notes == []
-    return [
-        (row.way.ranks, row.way.strategy, row.way.transport, row.findings, row.ratio) for row in made.rows if row.way
-    ]
+        rows, notes = judge(Subject(kind, pipeline, request), tried, (dtype,), meshes, wish)
+    assert notes == []
+    return [(row.way.ranks, row.way.strategy, row.way.transport, row.findings, row.ratio) for row in rows if row.way]
 
 
 def failing(rank: int, world: int, device: torch.device, alone: bool) -> tuple[list[str], list[str], int]:
@@ -163,8 +162,10 @@ def failing(rank: int, world: int, device: torch.device, alone: bool) -> tuple[l
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(judging, "record", failing_record)
         patch.setattr(DistributedDiT, "release", counted)
-        made = judge(Subject("tiny", pipeline, request), [way], [torch.bfloat16], Meshes(Mesh.joined(device)), Wish())
-    return made.notes, [finding for row in made.rows for finding in row.findings], releases.count(world)
+        rows, notes = judge(
+            Subject("tiny", pipeline, request), [way], [torch.bfloat16], Meshes(Mesh.joined(device)), Wish()
+        )
+    return notes, [finding for row in rows for finding in row.findings], releases.count(world)
 
 
 @pytest.mark.parametrize(

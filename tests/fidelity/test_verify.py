@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import io
 import re
-import uuid
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
-from torch import Tensor, nn
-from torch.distributed import distributed_c10d
+from torch import nn
 
 import seqpar
 from seqpar import Guidance
-from seqpar.attention import ulysses
-from seqpar.attention.ulysses import Ulysses
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.distributed import DistributedDiT
@@ -27,18 +21,27 @@ from seqpar.fidelity import blocks, own_loop
 from seqpar.fidelity.blocks import Share, blocks_of
 from seqpar.fidelity.one_rank import widened
 from seqpar.fidelity.verify import VerificationError, other_weights, verify
-from seqpar.kernels.flags import Flags
-from seqpar.local import sdpa
 from seqpar.mesh import Mesh
-from seqpar.models import dit, large_dit
+from seqpar.models import large_dit
 from seqpar.pipelines import flux, unidiffuser
 from seqpar.pipelines.class_labels import Files, Pipeline
 from seqpar.planner.search import Wish
 from seqpar.sampling.loop import digest
-from seqpar.sampling.run import Run
-from seqpar.transports.collective.exchange import CollectiveToHeads
 from seqpar.weights.find import Blueprint
-from tests.fidelity.test_judging import Fault, lost_shard, rotary_off_by_one, swapped_branches
+from tests.fidelity.faults import (
+    Fault,
+    guidance_of_pipeline_off,
+    guidance_off,
+    head_of_kernel_off,
+    head_off,
+    lost_in_block_5_of_step_2,
+    lost_shard,
+    none,
+    reference_off,
+    rotary_off_by_one,
+    stale_flag,
+    swapped_branches,
+)
 from tests.models.test_large_dit import TINY, ours
 from tests.support import pipelines
 from tests.support.meshes import mesh_for
@@ -47,112 +50,6 @@ from tests.support.pool import Pool
 LABELS = {"guidance": Guidance(4.0), "size": (64, 64)}
 Layout = tuple[str, int, str]
 """Strategy, size of the cfg axis, transport."""
-
-
-def none(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Plant nothing."""
-
-
-def stale_flag(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let rank 0 find flags of peer memory raised already, as if they were left from before.
-
-    Rank 1 writes for an attention only after rank 0 has ended it, so that rank 0 always reads what was there before.
-    """
-    true, attend, write, calls = Flags.of, Ulysses.__call__, ulysses.write, list[int]()
-    names = [uuid.uuid4().hex]
-    dist.broadcast_object_list(names, 0)
-    store: Any = distributed_c10d._get_default_store()
-
-    def of(*args: Any) -> Flags:
-        made = true(*args)
-        made.counts[1] = -(10**6) if rank == 0 else 0
-        return made
-
-    def late(*given: Any, **named: Any) -> bool:
-        calls.append(1)
-        if rank == 1:
-            store.wait([f"{names[0]} {len(calls)}"])
-        return write(*given, **named)
-
-    def ended(self: Ulysses, *streams_and_mask: Any, **beside: Any) -> tuple[Tensor, ...]:
-        outs = attend(self, *streams_and_mask, **beside)
-        if self._axis.size > 1 and rank == 0:
-            store.set(f"{names[0]} {len(calls)}", "")
-        return outs
-
-    patch.setattr(Flags, "of", of)
-    patch.setattr(ulysses, "write", late)
-    patch.setattr(Ulysses, "__call__", ended)
-
-
-def head_off(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let a head of rank 1 be two percent off in the fifth of seven blocks, whatever its strategy is."""
-    true, calls = DistributedDiT.attend, list[int]()
-
-    def attend(dit: DistributedDiT, *kind: Any) -> Any:
-        right = true(dit, *kind)
-
-        def off(*streams_and_mask: Any, **beside: Any) -> tuple[Tensor, ...]:
-            outs = right(*streams_and_mask, **beside)
-            calls.append(1)
-            if (len(calls) - 1) % 7 == 4:
-                outs[0][:, :, 1] *= 1.02
-            return outs
-
-        setattr(off, "tokens", right.tokens)  # noqa: B010 (a function has no such name)
-        return off if rank == 1 and dit.mesh.world.size > 1 else right
-
-    patch.setattr(DistributedDiT, "attend", attend)
-
-
-def head_of_kernel_off(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let rank 1's kernel for attention compute its first head two percent off."""
-    true = sdpa.attend
-
-    def off(*q_k_v_mask: Any) -> tuple[Tensor, Tensor]:
-        out, lse = true(*q_k_v_mask)
-        out[:, :, 0] *= 1.02 if rank == 1 else 1
-        return out, lse
-
-    patch.setattr(sdpa, "attend", off)
-
-
-def guidance_off(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let the ranks' runs on rank 1 have a guidance scale that is one percent off."""
-    true = Run.__init__
-
-    def init(run: Run, dit: DistributedDiT, course: Any) -> None:
-        true(run, dit, course)
-        run._guidance_S *= 1.01 if rank == 1 and dit.mesh.world.size > 1 else 1
-
-    patch.setattr(Run, "__init__", init)
-
-
-def guidance_of_pipeline_off(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let rank 1's pipeline have a guidance scale that is one percent off."""
-    scale = property(lambda pipe: pipe._guidance_scale * (1.01 if rank == 1 else 1))
-    patch.setattr(StableDiffusion3Pipeline, "guidance_scale", scale)
-
-
-def reference_off(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let rank 1's layers compute other numbers, in the ranks' run and alone, so that it finds itself right."""
-    true = dit.linear_gelu
-    patch.setattr(dit, "linear_gelu", lambda *args: true(*args) * (1.001 if rank == 1 else 1))
-
-
-def lost_in_block_5_of_step_2(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let rank 1 lose the first rank's values in one block of one step."""
-    true, calls = CollectiveToHeads.deliver, list[int]()
-
-    def lossy(exchange: Any, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = true(exchange, met)
-        calls.append(1)
-        block, step = (len(calls) - 1) % 7, (len(calls) - 1) // 7
-        if rank == 1 and (block, step) == (4, 1):
-            v[:, : exchange._layout.tokens[0]] = 0
-        return q, k, v
-
-    patch.setattr(CollectiveToHeads, "deliver", lossy)
 
 
 def labels(rank: int, world: int, device: torch.device, layout: Layout, dtype: torch.dtype, config: Any = None) -> Any:

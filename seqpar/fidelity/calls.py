@@ -189,7 +189,7 @@ class _Again:
             alone, truth = self._look.by_one(self._forward, self._given.whole, WIDE)
         else:
             alone, truth = self._by_native(self._inside.alone)
-        measured.blocks = max(measured.blocks, self._look.report(measured, made.place))
+        self._look.report(measured, made.place)
         measured.add(made.place(WHOLE, "the result"), error(ours, truth), error(alone, truth))
         measured.bits.append(digest(ours))
         if self._inside.alone is not None:  # the native model is right, too: with diffusers' own conditioning

@@ -37,12 +37,14 @@ class Look:
     """A look into one evaluation: what its blocks returned on this rank, their errors, and what is wrong with heads.
 
     modules: the models that may compute it. axis: the sequence axis of the ranks. share: this rank's part of whole
-    tensors; it may be set later, before one rank computes.
+    tensors; it may be set later, before one rank computes. unequal: position and name of each output of a block that
+    has other bits than that of one rank in the ranks' data type.
     """
 
     def __init__(self, modules: Sequence[nn.Module], axis: Axis, share: Share | None = None) -> None:
         self._modules, self._axis = list({id(each): each for each in modules}.values()), axis
         self.share = share or Share({}, axis.size, axis.rank)
+        self.unequal: list[tuple[int, str]] = []
         self._kept: dict[str, Tensor] = {}
         self._alone: dict[str, Tensor] = {}
         self._takes: dict[str, Take] = {}
@@ -103,42 +105,29 @@ class Look:
             call()
         return outputs
 
-    def unequal(self, compute: Callable[[], object]) -> list[tuple[int, str]]:
-        """Return position and name of each output that has other bits than in this call of one rank."""
-        equal: dict[str, bool] = {}
-
-        def see(name: str, whole: Tensor) -> None:
-            mine = self._mine(name)
-            equal[name] = any(torch.equal(take(whole), mine) for take in self.share.takes(whole, mine))
-
-        with watched(self._modules, see):
-            compute()
-        return [(block_position(number), name) for number, (name, same) in enumerate(equal.items()) if not same]
-
-    def report(self, made: Comparison, place: Callable[[int, str], Place]) -> int:
-        """Add all errors and findings at places by position and name; return how many outputs of blocks there were."""
+    def report(self, made: Comparison, place: Callable[[int, str], Place]) -> None:
+        """Add all errors and findings at places by position and name."""
         for position, name, reason in self._wrong:
             made.find(place(position, name), reason)
         if self._kept:
             made.find(place(0, "a block"), f"{next(iter(self._kept))} did not run on one rank alone")
         for number, (name, errors) in enumerate(self._errors.items()):
             made.add(place(block_position(number), name), *errors)
-        return len(self._errors)
+        made.blocks = max(made.blocks, len(self._errors))
 
     def _see_alone(self, name: str, whole: Tensor) -> None:
-        take = self._takes[name] = self.share.nearest(whole, self._mine(name))
+        if name not in self._kept:
+            raise ValueError(f"got {name}, which ran on one rank alone, expected the blocks that ran on this rank, too")
+        take = self._takes[name] = self.share.nearest(whole, self._kept[name])
         self._alone[name] = take(whole).clone()
+        if not torch.equal(self._alone[name], self._kept[name]):
+            self.unequal.append((block_position([*self._kept].index(name)), name))
 
     def _see_truth(self, name: str, whole: Tensor) -> None:
         """Measure the outputs of the ranks and of one rank alone, and let go of them."""
         truth, mine, alone = self._takes[name](whole), self._kept.pop(name), self._alone.pop(name)
         if mine.numel():  # a rank may have no token of a stream
             self._errors[name] = error({name: mine}, {name: truth}), error({name: alone}, {name: truth})
-
-    def _mine(self, name: str) -> Tensor:
-        if name not in self._kept:
-            raise ValueError(f"got {name}, which ran on one rank alone, expected the blocks that ran on this rank, too")
-        return self._kept[name]
 
 
 @contextmanager

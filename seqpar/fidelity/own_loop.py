@@ -50,20 +50,18 @@ def measure(dit: DistributedDiT, request: Request, evaluations: int) -> Comparis
 
 
 class _Loop:
-    """Runs of one request: of the ranks, of one rank alone, and in exact mode of one rank with the ranks' attention."""
+    """Runs of one request: of the ranks, and of one rank alone, in exact mode with the ranks' attention."""
 
     def __init__(self, dit: DistributedDiT, request: Request, made: Comparison) -> None:
         self._dit, self._request, self._made = dit, request, made
         self._models = [dit.model, *(each.model for each in request.segments.values())]
         self.ranks = begin(dit, _again(request))
         self._alone = held(dit.mesh, lambda: begin(*_by_one(dit, request)))
-        self._exact = held(dit.mesh, lambda: begin(*_by_one(dit, request, dit.local.name))) if _is_exact(dit) else None
 
     def release(self) -> None:
         """Free what the runs keep."""
-        for run in (self.ranks, self._alone, self._exact):
-            if run is not None:
-                run.release()
+        self.ranks.release()
+        self._alone.release()
 
     def step(self, index: int) -> Streams:
         """Let the ranks make the step of this number, compare it, and return the state after it."""
@@ -74,7 +72,6 @@ class _Loop:
         self._dit.check_delivered()
         ours, after = self._whole(mine), copied(self.ranks.inputs())
         made.bits += [digest(ours), digest(after)]
-        self._check_exact(look, index, inputs, ours)
         truth = held(mesh, lambda: self._compare(look, index, inputs, ours, after))
         compare_references(made, mesh, Place(index, WHOLE), truth)
         return after
@@ -87,24 +84,17 @@ class _Loop:
         made, dtype = self._made, self._dit.dtype
         wider = WIDER.get(dtype, torch.float32)
         alone, truth = look.tokens_by_one(lambda: self._alone.predict_on(index, inputs), wider)
-        made.blocks = max(made.blocks, look.report(made, lambda position, name: Place(index, position, name)))
+        look.report(made, lambda position, name: Place(index, position, name))
         made.add(Place(index, WHOLE), error(ours, truth), error(alone, truth))
+        unequal = [*look.unequal, *([] if digest(alone) == digest(ours) else [(WHOLE, Place(0).name)])]
+        for position, name in unequal[:1] if _is_exact(self._dit) else ():
+            made.find(Place(index, position, name), BITS.format("one rank has, and only data moves"))
         with in_place_of(self._models, lambda *_: dict(ours)):
             self._alone.step()
         reason = error(after, self._alone.inputs()).why_not(STEP.get(dtype, STEP_FP32))
         if reason is not None:
             made.find(Place(index, AFTER, STATE), f"{reason}, from the same prediction")
         return truth
-
-    def _check_exact(self, look: Look, index: int, inputs: Streams, ours: Streams) -> None:
-        """In exact mode, compare the bits with those of one rank with the same attention."""
-        if (run := self._exact) is None:
-            return
-        one = list[Streams]()
-        unequal = look.unequal(lambda: one.append(look.tokens(lambda: run.predict_on(index, inputs))))
-        unequal += [(WHOLE, Place(0).name)] if digest(one[0]) != digest(ours) else []
-        for position, name in unequal[:1]:
-            self._made.find(Place(index, position, name), BITS.format("one rank has, and only data moves"))
 
     def _whole(self, outputs: Streams) -> Streams:
         """Return the model's outputs for all tokens, and for the rows of all images with the prompt, then without."""
@@ -139,12 +129,12 @@ def _once_more(dit: DistributedDiT, request: Request, states: list[Streams], mad
         run.release()
 
 
-def _by_one(dit: DistributedDiT, request: Request, local: str = "reference") -> tuple[DistributedDiT, Request]:
+def _by_one(dit: DistributedDiT, request: Request) -> tuple[DistributedDiT, Request]:
     """Return the engine and the request of one rank alone, on the same weights."""
-    alone = Mesh.single(dit.device)
+    alone, same_bits = Mesh.single(dit.device), _is_exact(dit)
 
     def engine(model: SequenceModel) -> DistributedDiT:
-        return plain_engine(model, alone) if local == "reference" else DistributedDiT(model, alone, local=local)
+        return DistributedDiT(model, alone, local=dit.local.name) if same_bits else plain_engine(model, alone)
 
     segments = {first: engine(each.model) for first, each in request.segments.items()}
     return engine(dit.model), replace(_again(request), segments=segments)

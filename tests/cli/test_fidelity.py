@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -14,20 +12,13 @@ from PIL import Image
 from seqpar.cli.args import FidelityArgs
 from seqpar.cli.fidelity import RANDOM, _notes, checked, run_fidelity
 from seqpar.mesh import Mesh
-from tests.fidelity.faults import Fault, lost_shard, none
+from tests.fidelity.faults import Fault, ending, lost_shard, none
 from tests.support.pool import Pool
 
 
 def printed(rank: int, world: int, device: torch.device, args: FidelityArgs, fault: Fault) -> tuple[str, str]:
     """Return what rank prints, and the error with which it ends."""
-    shown, ended = io.StringIO(), ""
-    with redirect_stdout(shown), pytest.MonkeyPatch.context() as patch:
-        fault(patch, rank)
-        try:
-            run_fidelity(args)
-        except FloatingPointError as error:
-            ended = str(error)
-    return shown.getvalue(), ended
+    return ending(rank, fault, lambda: run_fidelity(args))
 
 
 def test_a_table_and_a_picture_are_written_beside_each_other(ranks: Pool, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import uuid
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -30,6 +32,17 @@ def after(patch: pytest.MonkeyPatch, owner: Any, name: str, changed: Callable[..
     """Let a function return `changed(its result, *its arguments)`."""
     true = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **named: changed(true(*args, **named), *args))
+
+
+def ending(rank: int, fault: Fault, call: Callable[[], object]) -> tuple[str, str]:
+    """Return what a call with this fault prints, and the message of the FloatingPointError in which it ends, or ""."""
+    with redirect_stdout(io.StringIO()) as shown, pytest.MonkeyPatch.context() as patch:
+        fault(patch, rank)
+        try:
+            call()
+        except FloatingPointError as error:
+            return shown.getvalue(), str(error)
+    return shown.getvalue(), ""
 
 
 def none(patch: pytest.MonkeyPatch, rank: int) -> None:

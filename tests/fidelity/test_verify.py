@@ -20,7 +20,7 @@ from seqpar.distributed import DistributedDiT
 from seqpar.fidelity import blocks, own_loop
 from seqpar.fidelity.blocks import Share, blocks_of
 from seqpar.fidelity.one_rank import widened
-from seqpar.fidelity.verify import VerificationError, other_weights, verify
+from seqpar.fidelity.verify import Verdict, VerificationError, other_weights, verify
 from seqpar.mesh import Mesh
 from seqpar.models import large_dit
 from seqpar.pipelines import flux, unidiffuser
@@ -30,6 +30,7 @@ from seqpar.sampling.loop import digest
 from seqpar.weights.find import Blueprint
 from tests.fidelity.faults import (
     Fault,
+    ending,
     guidance_of_pipeline_off,
     guidance_off,
     head_of_kernel_off,
@@ -65,16 +66,13 @@ def verified(
     rank: int, world: int, device: torch.device, layout: Layout, dtype: torch.dtype, fault: Fault, tiny: bool = False
 ) -> str:
     """Return what is found; every rank must find the same."""
-    pipeline = labels(rank, world, device, layout, dtype, TINY if tiny else None)
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
-        fault(patch, rank)
-        try:
-            found = verify(pipeline, ["3"], **LABELS)
-        except VerificationError as error:
-            assert bool(shown.getvalue()) is (rank == 0)
-            return str(error)
-    assert found.blocks >= 2
-    return f"holds {found.ratio:.2f}" if found.ratio < 1.6 else str(found)
+    pipeline, verdicts = labels(rank, world, device, layout, dtype, TINY if tiny else None), list[Verdict]()
+    shown, ended = ending(rank, fault, lambda: verdicts.append(verify(pipeline, ["3"], **LABELS)))
+    assert bool(shown) is (rank == 0)
+    if ended:
+        return ended
+    assert verdicts[0].blocks >= 2
+    return f"holds {verdicts[0].ratio:.2f}" if verdicts[0].ratio < 1.6 else str(verdicts[0])
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -107,25 +105,17 @@ def test_the_first_block_and_step_that_are_wrong_are_named(
 
 def pipe_of(kind: str, mesh: Mesh, device: torch.device, layout: Layout) -> tuple[Any, dict[str, Any]]:
     """Return a tiny pipeline, ours or a parallelized one of diffusers, and the arguments of a run."""
-    strategy, _, transport = layout
-    name, _, how = kind.partition(" ")
-    wish = Wish(strategy=strategy, transport=transport)
-    asked = {"prompt": "a red cat", "height": 32, "width": 48}
+    (strategy, _, transport), (name, how) = layout, kind.split()
+    pipe = getattr(pipelines, name)(*([False] if name == "unidiffuser" else [])).to(device)
     if how == "ours":
-        found = {"flux": flux, "unidiffuser": unidiffuser}[name].Pipeline.of(
-            pipelines_of(name, device), mesh, wish=wish
-        )
+        family, wish = {"flux": flux, "unidiffuser": unidiffuser}[name], Wish(strategy=strategy, transport=transport)
         guidance = Guidance(2.0, embedded=3.5) if name == "flux" else Guidance(4.0)
-        return found, {"prompts": ["a red cat"], "guidance": guidance, "size": (32, 48)}
-    pipe = pipelines_of(name, device)
+        settings = {"prompts": ["a red cat"], "guidance": guidance, "size": (32, 48)}
+        return family.Pipeline.of(pipe, mesh, wish=wish), settings
     pipe.to(BF16)
-    given = {"flux": {"true_cfg_scale": 2.0, "negative_prompt": "x"}, "sd3": {"guidance_scale": 4.0}}[name]
     seqpar.parallelize(pipe, mesh, strategy=strategy, transport=transport, native=how == "native")
-    return pipe, {**asked, **given, "output_type": "latent"}
-
-
-def pipelines_of(name: str, device: torch.device) -> Any:
-    return getattr(pipelines, name)(*([False] if name == "unidiffuser" else [])).to(device)
+    guided = {"flux": {"true_cfg_scale": 2.0, "negative_prompt": "x"}, "sd3": {"guidance_scale": 4.0}}[name]
+    return pipe, {"prompt": "a red cat", "height": 32, "width": 48, "output_type": "latent", **guided}
 
 
 def called(
@@ -141,16 +131,13 @@ def called(
     def latents() -> str:
         return digest(pipe.latents(**asked, steps=2) if ours else pipe(**seeded(), num_inference_steps=2).images)
 
-    def found(fault: Fault) -> str:
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
-            fault(patch, rank)
-            try:
-                return "holds" if verify(pipe, **seeded(), evaluations=2).blocks >= 3 else "no blocks"
-            except VerificationError as error:
-                return str(error)
+    def verified(fault: Fault) -> str:
+        blocks = list[int]()
+        _, ended = ending(rank, fault, lambda: blocks.append(verify(pipe, **seeded(), evaluations=2).blocks))
+        return ended or ("holds" if blocks[0] >= 3 else "no blocks")
 
     before = latents()
-    return found(none), "holds" if fault is none else found(fault), before, latents()
+    return verified(none), "holds" if fault is none else verified(fault), before, latents()
 
 
 @pytest.mark.parametrize(
@@ -281,13 +268,7 @@ def sampled(rank: int, world: int, device: torch.device, out: Path, fault: Fault
     args = Args(
         classes=("cat",), steps=2, mesh="cfg=1", strategy="ulysses", transport="collective", verify=True, out=out
     )
-    with redirect_stdout(io.StringIO()) as shown, pytest.MonkeyPatch.context() as patch:
-        fault(patch, rank)
-        try:
-            run(args)
-        except FloatingPointError as error:
-            return shown.getvalue(), str(error)
-    return shown.getvalue(), ""
+    return ending(rank, fault, lambda: run(args))
 
 
 def test_the_command_makes_pictures_only_if_the_run_holds(ranks: Pool, tmp_path: Path) -> None:

@@ -246,6 +246,7 @@ def exactly(rank: int, world: int, device: torch.device) -> str:
 
 
 def test_what_is_not_finite_or_not_asked_rightly_does_not_hold() -> None:
+    assert seqpar.verify is verify  # also after its module was imported
     pipeline = labels(0, 1, torch.device("cpu"), ("ulysses", 1, "auto"), torch.float16)
     pipeline.dit.model.get_parameter("blocks.3.fc2.bias").fill_(torch.inf)
     with redirect_stdout(io.StringIO()), pytest.raises(VerificationError, match=r"blocks.3, .* that are not finite"):

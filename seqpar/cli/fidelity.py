@@ -14,8 +14,7 @@ from seqpar.cli.plan import wish_of
 from seqpar.cli.summary import versions
 from seqpar.deadlines import Deadlines
 from seqpar.engine.distributed import plan_of
-from seqpar.fidelity import outliers
-from seqpar.fidelity.judging import Judged, Subject, judge
+from seqpar.fidelity.judging import Row, Subject, judge, plant_outliers
 from seqpar.fidelity.pictures import WINDOW, load_lpips, why_no_lpips
 from seqpar.fidelity.report import failures, table, write
 from seqpar.fidelity.ways import Meshes, Way, ways
@@ -23,7 +22,6 @@ from seqpar.mesh import Mesh
 from seqpar.pipelines._family import Job
 from seqpar.planner.plan import work_of
 from seqpar.planner.search import Wish
-from seqpar.protocols import SequenceModel
 
 RANDOM = (
     "WARNING: these weights are random, and errors of random weights, also of those with planted outliers, are smaller "
@@ -39,20 +37,16 @@ def run_fidelity(args: FidelityArgs) -> None:
     job, dtypes = ranks.together(lambda: (checked(args, ranks), _dtypes(args, ranks.device)))
     wish, meshes, counts = wish_of(as_sample(args)), Meshes(ranks), args.counts or range(1, ranks.world.size + 1)
     tried, notes = ways(counts, meshes, wish, work_of(job.blueprint.config), job.load)
-    lines = _head(args, job, ranks, tried, [*_notes(args, job, dtypes), *notes])
-    _say(ranks, "\n".join(lines))
-    judged = _judged(args, job, meshes, tried, dtypes, wish)
-    rows = [row for each in judged for row in each.rows]
-    failed = failures(rows)
-    if not rows or not any(row.way is not None for row in rows):
-        failed = ["nothing was compared"]
+    head = "\n".join(_head(args, job, ranks, tried, [*_notes(args, job, dtypes), *notes]))
+    _say(ranks, f"{head}\n")
+    rows, skipped = _judged(args, job, meshes, tried, dtypes, wish)
+    failed = failures(rows) if any(row.way is not None for row in rows) else ["nothing was compared"]
     verdict = f"{len(failed)} finding(s)" if failed else "every way holds"
-    skipped = [note for each in judged for note in each.notes]
-    text = "\n".join([*lines, "", table(rows), "", *skipped, *failed, f"verdict   {verdict}"])
-    _say(ranks, "\n".join(["", *text.splitlines()[len(lines) + 1 :]]))
+    text = "\n".join([table(rows), "", *skipped, *failed, f"verdict   {verdict}"])
+    _say(ranks, text)
     if ranks.is_main:
         facts = {**asdict(args), "out": str(args.out), "lpips": str(args.lpips), "versions": versions()}
-        write(args.out, text, rows, [picture for each in judged for picture in each.pictures], facts)
+        write(args.out, f"{head}\n\n{text}", rows, facts)
     if failed:
         raise FloatingPointError(f"got {failed[0]} ({len(failed)} finding(s) in all; see {args.out / 'table.md'})")
 
@@ -94,7 +88,7 @@ def _dtypes(args: FidelityArgs, device: torch.device) -> tuple[torch.dtype, ...]
 
 def _judged(
     args: FidelityArgs, job: Job, meshes: Meshes, tried: tuple[Way, ...], dtypes: tuple[torch.dtype, ...], wish: Wish
-) -> list[Judged]:
+) -> tuple[list[Row], list[str]]:
     """Judge the weights as they are and, unless the flags say otherwise, with planted outliers."""
     ranks, dtype = meshes.ranks, _reference(args, meshes.ranks.device)
     alone = Mesh.single(ranks.device)
@@ -104,12 +98,12 @@ def _judged(
     file = None if why_no_lpips(args.lpips) else args.lpips
     lpips = None if file is None else ranks.together(lambda: load_lpips(file))
     name = "random" if job.blueprint.checkpoint is None else "trained"
-    found = [judge(Subject(name, pipeline, request), tried, dtypes, meshes, wish, lpips)]
+    rows, notes = judge(Subject(name, pipeline, request), tried, dtypes, meshes, wish, lpips)
     if args.outliers:
-        model: SequenceModel = pipeline.dit.model
-        outliers.plant(model)
-        found.append(judge(Subject(f"{name}, outliers", pipeline, request), tried, dtypes, meshes, wish, lpips))
-    return found
+        plant_outliers(pipeline.dit.model)
+        more = judge(Subject(f"{name}, outliers", pipeline, request), tried, dtypes, meshes, wish, lpips)
+        rows, notes = rows + more[0], notes + more[1]
+    return rows, notes
 
 
 def _reference(args: FidelityArgs, device: torch.device) -> torch.dtype:
@@ -133,15 +127,14 @@ def _head(args: FidelityArgs, job: Job, ranks: Mesh, tried: tuple[Way, ...], not
 
 def _notes(args: FidelityArgs, job: Job, dtypes: tuple[torch.dtype, ...]) -> list[str]:
     """Return what a reader of the table must know."""
-    notes = [RANDOM] if job.blueprint.checkpoint is None else []
-    if args.dtype == "auto" and torch.float16 not in dtypes:
-        notes.append("fp16 is slow on CPUs and not compared; --dtype fp16 does so")
-    reason = why_no_lpips(args.lpips)
-    if reason is not None:
-        notes.append(f"no LPIPS: {reason}")
-    if not args.exact:
-        notes.append("bits are compared between transports; with --exact (GPUs) also with those of one rank")
-    return notes
+    no_fp16, no_lpips = args.dtype == "auto" and torch.float16 not in dtypes, why_no_lpips(args.lpips)
+    every = {
+        RANDOM: job.blueprint.checkpoint is None,
+        "fp16 is slow on CPUs and not compared; --dtype fp16 does so": no_fp16,
+        f"no LPIPS: {no_lpips}": no_lpips is not None,
+        "bits are compared between transports; with --exact (GPUs) also with those of one rank": not args.exact,
+    }
+    return [note for note, holds in every.items() if holds]
 
 
 def _say(mesh: Mesh, text: str) -> None:

@@ -11,7 +11,7 @@ blocks as well. Text encoders and the VAE are not verified.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,95 +26,80 @@ from seqpar.adapter.estimate import dtype_of
 from seqpar.adapter.parallelize import transformers_of
 from seqpar.engine.promises import Promise, plain
 from seqpar.engine.signature import Form, form_of
-from seqpar.fidelity.blocks import Compared, Share, watched
-from seqpar.fidelity.compare import Error, Place, digest, error, first_unequal
-from seqpar.fidelity.conditioning import Conditioning
-from seqpar.fidelity.heads import Heads
-from seqpar.fidelity.held import held
-from seqpar.fidelity.verdict import AFTER, BITS, WHOLE, Measured
-from seqpar.fidelity.widened import full_precision, wide, widened
+from seqpar.fidelity.blocks import Share
+from seqpar.fidelity.compare import BITS, Comparison, Place, digest, error, first_unequal
+from seqpar.fidelity.look import AFTER, WHOLE, Look, Streams, compare_references, in_place_of
+from seqpar.fidelity.one_rank import held, wide, widened
 from seqpar.mesh import Mesh
-from seqpar.planner.plan import Plan
 
-Results = dict[str, Tensor]
 ROOM = 10 * WHOLE  # positions of one call of a step
+WIDE = torch.float32  # the reference's data type, also of fp32 and fp64: some of diffusers' models round to it within
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class RecordedCall:
     """A call that a pipeline made, with its results. step, turn: the step of the run, and which of its calls it was."""
 
     module: Any
     call: Call
     arguments: Form
-    results: Any
+    results: Form
     step: int
     turn: int
 
     def place(self, position: int, name: str) -> Place:
         """Return a place of this call."""
-        return Place(
-            self.step, self.turn * ROOM + position, name if self.turn == 0 else f"{name}, call {self.turn + 1},"
-        )
+        turn = f", call {self.turn + 1}," if self.turn else ""
+        return Place(self.step, self.turn * ROOM + position, f"{name}{turn}")
 
 
 class _Recorder:
     """Takes the place of a transformer's call, and keeps arguments and results."""
 
-    def __init__(self, module: nn.Module, call: Call, made: list[Made]) -> None:
+    def __init__(self, module: nn.Module, call: Call, made: list[RecordedCall]) -> None:
         self._module, self._call, self._made = module, call, made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         named = self._call.named(args, kwargs)
         named.pop("return_dict", None)
-        given = form_of(named).each(lambda x: plain(x).clone())
+        arguments = form_of(named).each(lambda x: plain(x).clone())
         results = self._call(*args, **kwargs)
         kept = form_of(tuple(results.values()) if isinstance(results, Mapping) else tuple(results))
         kept = kept.each(lambda x: x if isinstance(x, Promise) else x.clone())
-        self._made.append(Made(self._module, self._call, given, kept, *self._step(given)))
+        self._made.append(RecordedCall(self._module, self._call, arguments, kept, *self._step(arguments.tensors)))
         return results
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
 
-    def _step(self, given: Form) -> tuple[int, int]:
+    def _step(self, arguments: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return step and turn of a call: a step ends where the timestep changes."""
         if not self._made:
             return 0, 0
         last = self._made[-1]
-        same = all(torch.equal(x.flatten()[:1], y.flatten()[:1]) for x, y in _timesteps(last.arguments, given))
+        before, names = last.arguments.tensors, {"timestep", "t"} & arguments.keys() & last.arguments.tensors.keys()
+        same = all(torch.equal(before[name].flatten()[:1], arguments[name].flatten()[:1]) for name in names)
         return (last.step, last.turn + 1) if same and last.module is self._module else (last.step + 1, 0)
-
-
-def _timesteps(first: Form, second: Form) -> list[tuple[Tensor, Tensor]]:
-    names = [name for name in ("timestep", "t") if name in first.tensors and name in second.tensors]
-    return [(first.tensors[name], second.tensors[name]) for name in names]
 
 
 def mesh_of(target: Any) -> Mesh:
     """Return the mesh of a parallelized pipeline or transformer; ValueError for any other."""
-    found = list(transformers_of(target).values())
-    for module in found:
+    for module in transformers_of(target).values():
         if not isinstance(vars(module).get("forward"), Call):
             raise ValueError(
                 f"got a {type(module).__name__} that is not parallelized, expected seqpar.parallelize before verify"
             )
-    call: Any = found[0].forward
+    call: Any = next(iter(transformers_of(target).values())).forward
     return call.mesh
 
 
-def plan_of(made: Made) -> Plan:
-    """Return the plan by which a call was computed."""
-    return made.call.body.inside(made.arguments.whole).ranks.plan
-
-
-def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int) -> tuple[list[Made], str]:
+def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int) -> tuple[list[RecordedCall], str]:
     """Return the calls that a pipeline makes, or several calls of a transformer, and the digest of the latents.
 
     steps: of a pipeline's run, unless its arguments say so; its pictures are not decoded. A transformer is called as
-    often with the same arguments.
+    often with the same arguments. Raises ValueError if the pipeline did not call its transformer.
     """
-    made, ending = list[Made](), ""
+    made, ending = list[RecordedCall](), ""
     with _recording(transformers_of(target).values(), made):
         if isinstance(target, nn.Module):
             for _ in range(steps):
@@ -127,10 +112,24 @@ def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps:
             if settings.get("output_type") == "latent":
                 tensors = (x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor))
                 ending = digest({str(number): plain(x) for number, x in enumerate(tensors)})
+    if not made:
+        raise ValueError(f"got a {type(target).__name__} that did not call its transformer, expected a call")
     return made, ending
 
 
-def compare_pipelines(measured: Measured, made: Sequence[Made], ending: str) -> tuple[str, ...]:
+@contextmanager
+def _recording(modules: Iterable[nn.Module], made: list[RecordedCall]) -> Iterator[None]:
+    before = [(module, vars(module)["forward"]) for module in modules]
+    try:
+        for module, call in before:
+            vars(module)["forward"] = _Recorder(module, call, made)
+        yield
+    finally:
+        for module, call in before:
+            vars(module)["forward"] = call
+
+
+def compare_pipelines(measured: Comparison, made: Sequence[RecordedCall], ending: str) -> tuple[str, ...]:
     """Compare the bits that the ranks' pipelines pass to the transformer: guidance and schedulers make them of results.
 
     ending: digest of what the pipeline returned. Returns a note where the ranks were given different inputs from the
@@ -146,111 +145,71 @@ def compare_pipelines(measured: Measured, made: Sequence[Made], ending: str) -> 
     return ()
 
 
-@contextmanager
-def _recording(modules: Any, made: list[Made]) -> Iterator[None]:
-    before = [(vars(module), module.forward) for module in modules]
-    try:
-        for (named, call), module in zip(before, modules, strict=True):
-            named["forward"] = _Recorder(module, call, made)
-        yield
-    finally:
-        for named, call in before:
-            named["forward"] = call
-
-
-def measure(made: Sequence[Made]) -> Measured:
+def measure(made: Sequence[RecordedCall]) -> Comparison:
     """Return what this rank measures of the calls; every rank must call this at the same time."""
     dtype = dtype_of(made[0].module)
-    # some of diffusers' transformers round to fp32 within, also in fp64
-    measured = Measured(torch.float32 if dtype == torch.float64 else dtype)
+    measured = Comparison(WIDE if dtype == torch.float64 else dtype)
     with torch.inference_mode(False), torch.no_grad():
-        looks = [_Look(each) for each in made]
+        again = [_Again(each) for each in made]
         for each in made:
             each.call.check_delivered()
         for call in {id(each.call): each.call for each in made}.values():
             call.release()  # the transformer's own forward must be free of hooks; the next call makes all again
-        for look in looks:
-            mesh, place = look.made.call.mesh, look.made.place(WHOLE, "the result")
-            measured.compare_references(mesh, place, held(mesh, lambda look=look: look.by_one(measured)))
+        for each in again:
+            mesh, place = each.made.call.mesh, each.made.place(WHOLE, "the result")
+            compare_references(measured, mesh, place, held(mesh, lambda each=each: each.by_one(measured)))
     return measured
 
 
-class _Look:
-    """A look into one call: blocks of the ranks now, those of one rank by `by_one`, after all looks were made."""
+class _Again:
+    """A call again: by the ranks now, and by one rank alone with `by_one`, after all calls were made by the ranks."""
 
-    def __init__(self, made: Made) -> None:
+    def __init__(self, made: RecordedCall) -> None:
         self.made, mesh = made, made.call.mesh
         self._given = made.call.rank_0s(dict(made.arguments.whole))
         self._inside: Inside = made.call.body.inside(self._given.whole)
-        self._ours = made.results.each(plain)  # a promise is computed now, on all ranks
-        self._compared = Compared(Share({}, mesh.sequence.size, mesh.sequence.rank))
-        ranks, own, heads = self._inside.ranks, self._inside.alone is None, Heads(self._compared.count)
+        self._ours = dict(made.results.each(plain).tensors)  # a promise is computed now, on all ranks
+        self._look, ranks = Look([self._inside.module], mesh.sequence), self._inside.ranks
         attend = ranks.attend
         try:
-            vars(ranks)["attend"] = lambda *kind, **masked: heads.watch(attend(*kind, **masked))
-            with watched([self._inside.module], self._compared.keep):
+            vars(ranks)["attend"] = lambda *kind, **masked: self._look.attention(attend(*kind, **masked))
+            with self._look.ranks():
                 made.call.body(self._given.whole)
         finally:
             del vars(ranks)["attend"]
-        self._wrong = [*heads.wrong(mesh.sequence, self._compared.names())]
-        self._compared.share = Share(dict(ranks.last.lengths), ranks.axis.size, ranks.axis.rank, ordered=not own)
+        self._look.share = Share(dict(ranks.last.lengths), ranks.axis.size, ranks.axis.rank)
 
-    def by_one(self, measured: Measured) -> Results:
-        """Compute the call on this rank alone, in fp32 (fp64 for fp64) and in the model's data type, and compare.
+    def by_one(self, measured: Comparison) -> Streams:
+        """Compute the call on this rank alone, in the model's data type and in a wider one, and compare.
 
         Returns the results in the wider type.
         """
-        made, dtype = self.made, torch.promote_types(measured.dtype, torch.float32)
-        given, ours = self._given.each(lambda x: wide(x, dtype)), dict(self._ours.tensors)
-        truth, alone = self._by_own(given, dtype) if self._inside.alone is None else self._by_native(given, dtype)
-        self._add_blocks(measured)
-        measured.add(made.place(WHOLE, "the result"), *_errors(ours, alone, truth))
+        made, ours = self.made, self._ours
+        if self._inside.alone is None:
+            alone, truth = self._look.by_one(self._forward, self._given.whole, WIDE)
+        else:
+            alone, truth = self._by_native(self._inside.alone)
+        self._look.report(measured, made.place)
+        measured.add(made.place(WHOLE, "the result"), error(ours, truth), error(alone, truth))
         measured.bits.append(digest(ours))
         if self._inside.alone is not None:  # the native model is right, too: with diffusers' own conditioning
-            with self._wide(dtype):
-                truth = self._forward(given)
-            alone = self._forward(self._given)
-            measured.add(made.place(WHOLE + 1, "the result, by diffusers' own forward"), *_errors(ours, alone, truth))
+            with widened([made.module], WIDE):
+                theirs = self._forward(wide(self._given.whole, WIDE))
+            errors = error(ours, theirs), error(self._forward(self._given.whole), theirs)
+            measured.add(made.place(WHOLE + 1, "the result, by diffusers' own forward"), *errors)
         return truth
 
-    def _by_own(self, given: Form, dtype: torch.dtype) -> tuple[Results, Results]:
-        """Return the results of the transformer's own forward in the wider type, and in its own."""
-        conditioning, module = Conditioning(self.made.module), self._inside.module
-        with watched([module], lambda name, x: None), conditioning.recorded():
-            self._forward(self._given)
-        with watched([module], self._compared.truth), self._wide(dtype), conditioning.replayed(dtype):
-            truth = self._forward(given)
-        with watched([module], self._compared.plain):
-            return truth, self._forward(self._given)
+    def _by_native(self, native: Callable[[Mapping[str, Any]], tuple[Tensor, ...]]) -> tuple[Streams, Streams]:
+        """Return the results of the native model on one rank in its own type and in the wider one."""
+        given, module = self._given.whole, self._inside.module
 
-    def _by_native(self, given: Form, dtype: torch.dtype) -> tuple[Results, Results]:
-        """Return the results of the native model on one rank in the wider type, and in its own."""
-        module, alone = self._inside.module, self._inside.alone
-        assert alone is not None
-        with watched([module], self._compared.truth), self._wide(dtype):
-            truth = dict(form_of(alone(given.whole)).tensors)
-        with watched([module], self._compared.plain):
-            return truth, dict(form_of(alone(self._given.whole)).tensors)
+        def results(outputs: Streams) -> Streams:
+            with in_place_of([module], lambda *_: outputs):
+                return form_of(native(given)).tensors
 
-    @contextmanager
-    def _wide(self, dtype: torch.dtype) -> Iterator[None]:
-        with full_precision(), widened([self.made.module, self._inside.module], dtype):
-            yield
+        alone, truth = self._look.tokens_by_one(lambda: native(given), WIDE)
+        return results(alone), results(truth)
 
-    def _forward(self, given: Form) -> Results:
+    def _forward(self, arguments: Mapping[str, Any]) -> Streams:
         forward: Any = self.made.call.__wrapped__
-        return dict(form_of(tuple(forward(**given.whole, return_dict=False))).tensors)
-
-    def _add_blocks(self, measured: Measured) -> None:
-        single = Measured(measured.dtype)
-        single.add_blocks(self.made.step, self._compared)
-        for place, mine in single.mine.items():
-            measured.add(self.made.place(place.position, place.name), mine, single.alone[place])
-        measured.found += single.found
-        for position, name, reason in self._wrong:
-            measured.find(self.made.place(position, name), reason)
-        measured.blocks = max(measured.blocks, single.blocks)
-
-
-def _errors(ours: Results, alone: Results, truth: Results) -> tuple[Error, Error]:
-    return error(ours, truth), error(alone, truth)
+        return form_of(tuple(forward(**arguments, return_dict=False))).tensors

@@ -1,9 +1,8 @@
 """Measures how far tensors of a run are from those of a reference run, and judges the errors by bounds.
 
-It knows nothing about models, ranks or files: a comparison is a set of measured `Error`s, each at a `Place` of the run,
-and `first_over` returns the first one that is over its `Bound`. Comparing predictions step by step and tensors block by
-block differs only in the places.
-When it wins: one definition of error and bound for every check of a run, so that numbers can be compared.
+It is the one definition of error and bound: `seqpar fidelity` compares predictions and states step by step, `verify`
+compares outputs of blocks, too. It knows nothing about models, ranks or files: a `Comparison` holds `Error`s, each at a
+`Place` of the run, beside those of one rank alone, and its first finding is where the run is wrong.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ PLACE_FACTOR, LARGEST_FACTOR = 1.6, 4.0
 # errors up to this are rounding: in fp32 and fp64 the order of a sum decides how large they are
 FLOORS = {torch.float64: 1e-11, torch.float32: 1e-5}
 WIDER = {torch.float32: torch.float64, torch.float64: torch.float64}  # the reference of other data types is fp32
+BITS = "other bits than {}, expected the same"
 
 
 @dataclass(frozen=True, order=True)
@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Error:
-    """The error of tensors, relative to the root mean square (rms) of the reference.
+    """The error of tensors, or the largest that is accepted, relative to the root mean square (rms) of the reference.
 
     rms: the rms of the difference. largest: the largest absolute difference of an element, which shows a fault that few
     tokens have. Both are NaN if a value is not finite.
@@ -48,36 +48,75 @@ class Error:
     rms: float
     largest: float
 
+    def share(self, bound: Error) -> float:
+        """Return the rms as a share of what is accepted: up to 1 is within the bound; NaN if it is NaN."""
+        return self.rms / bound.rms if bound.rms else (0.0 if self.rms == 0 else math.inf)
 
-@dataclass(frozen=True)
-class Bound:
-    """The largest `Error` that is accepted."""
-
-    rms: float
-    largest: float
-
-    def share(self, error: Error) -> float:
-        """Return the error's rms as a share of what is accepted: up to 1 is within the bound; NaN if it is NaN."""
-        return error.rms / self.rms if self.rms else (0.0 if error.rms == 0 else math.inf)
-
-    def why_not(self, error: Error) -> str | None:
+    def why_not(self, bound: Error) -> str | None:
         """Return in words why the error is too large for a single place even though errors scatter, or None."""
-        if not self.share(error) <= PLACE_FACTOR:
-            return f"error {error.rms:.2e}, expected at most {self.rms:.2e}"
-        if not error.largest <= self.largest:
-            return f"an element is wrong by {error.largest:.2e}, expected at most {self.largest:.2e}"
+        if not self.share(bound) <= PLACE_FACTOR:
+            return f"error {self.rms:.2e}, expected at most {bound.rms:.2e}"
+        if not self.largest <= bound.largest:
+            return f"an element is wrong by {self.largest:.2e}, expected at most {bound.largest:.2e}"
         return None
+
+
+Errors = Mapping[Place, Error]
+EXACT = Error(0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The first place at which a bound is passed."""
+    """A place at which something is wrong, and what."""
 
     place: Place
     reason: str
 
     def __str__(self) -> str:
         return f"{self.place}: {self.reason}"
+
+
+@dataclass
+class Comparison:
+    """What one rank has measured: errors of the ranks' run, and of one rank alone in the same data type.
+
+    factor: how many times the error of one rank is accepted. found: what is wrong besides errors. bits: digests of what
+    all ranks should have whole. blocks: the largest number of blocks' outputs in an evaluation.
+    """
+
+    dtype: torch.dtype
+    factor: float = FACTOR
+    mine: dict[Place, Error] = field(default_factory=dict)
+    alone: dict[Place, Error] = field(default_factory=dict)
+    found: list[Finding] = field(default_factory=list)
+    bits: list[str] = field(default_factory=list)
+    blocks: int = 0
+
+    def add(self, place: Place, mine: Error, alone: Error) -> None:
+        """Add the errors at a place; one rank alone must have finite numbers there."""
+        self.mine[place], self.alone[place] = mine, alone
+        if math.isnan(alone.rms):
+            self.find(place, "one rank alone has numbers that are not finite there; try another data type")
+
+    def find(self, place: Place, reason: str) -> None:
+        """Add what is wrong at a place."""
+        self.found.append(Finding(place, reason))
+
+    def first(self) -> Finding | None:
+        """Return the first place at which something is wrong, or None; ValueError if nothing was compared."""
+        over = first_over(self.mine, {place: bound(self.alone[place], self.dtype, self.factor) for place in self.mine})
+        return min([*self.found, *([] if over is None else [over])], key=lambda each: each.place, default=None)
+
+    def ratio(self, place: Place) -> float:
+        """Return the error at a place in units of one rank's, or of the smallest that counts; 0 for other findings."""
+        if place not in self.mine:
+            return 0.0
+        floor = FLOORS.get(self.dtype, 0.0) / FACTOR
+        return self.mine[place].share(Error(max(self.alone[place].rms, floor), math.inf))
+
+    def worst(self) -> tuple[float, Place]:
+        """Return the largest ratio (NaN if one is NaN), and its place."""
+        return max(((self.ratio(place), place) for place in self.mine), key=lambda each: (math.isnan(each[0]), each[0]))
 
 
 def error(got: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Error:
@@ -95,24 +134,26 @@ def error(got: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Error:
         # a maximum with NaN would depend on the order, so NaN comes from the sum
         largest = max(largest, float(difference.abs().max())) if difference.numel() else largest
     unit = math.sqrt(total / count) if total else 1.0
-    rms = math.sqrt(squares / count) / unit if math.isfinite(squares) else math.nan
+    rms = math.sqrt(squares / max(1, count)) / unit if math.isfinite(squares) else math.nan
     return Error(rms, largest / unit if math.isfinite(rms) else math.nan)
 
 
 def worst(errors: Iterable[Error]) -> Error:
     """Return the largest of each number; NaN if one is NaN."""
     every = list(errors)
-    return Error(_most([each.rms for each in every]), _most([each.largest for each in every]))
+    if any(math.isnan(each.rms) for each in every):
+        return Error(math.nan, math.nan)
+    return Error(max(each.rms for each in every), max(each.largest for each in every))
 
 
-def bound(alone: Error, dtype: torch.dtype, factor: float = FACTOR) -> Bound:
+def bound(alone: Error, dtype: torch.dtype, factor: float = FACTOR) -> Error:
     """Return what an error may be, given the error of one rank at the same place in the same data type."""
     floor = FLOORS.get(dtype, 0.0)
     largest = LARGEST_FACTOR * factor / FACTOR * alone.largest
-    return Bound(max(factor * alone.rms, floor), max(largest, LARGEST_FACTOR * floor))
+    return Error(max(factor * alone.rms, floor), max(largest, LARGEST_FACTOR * floor))
 
 
-def first_over(errors: Mapping[Place, Error], bounds: Mapping[Place, Bound]) -> Finding | None:
+def first_over(errors: Errors, bounds: Errors) -> Finding | None:
     """Return the first place, in the order of the run, at which a bound is passed; None if all bounds hold.
 
     Bounds hold if the errors of all places together (the rms of their shares) are within them, and no place is over its
@@ -121,19 +162,18 @@ def first_over(errors: Mapping[Place, Error], bounds: Mapping[Place, Bound]) -> 
     """
     if not errors or errors.keys() != bounds.keys():
         raise ValueError(f"got errors at {len(errors)} places and bounds at {len(bounds)}, expected the same places")
-    shares = {place: bounds[place].share(errors[place]) for place in sorted(errors)}
+    shares = {place: errors[place].share(bounds[place]) for place in sorted(errors)}
     for place in shares:
-        reason = bounds[place].why_not(errors[place])
-        if reason is not None:
+        if (reason := errors[place].why_not(bounds[place])) is not None:
             return Finding(place, reason)
     together = math.sqrt(sum(share**2 for share in shares.values()) / len(shares))
     if together <= 1:
         return None
     first = next(place for place, share in shares.items() if share > 1)
-    reason = (
-        f"error {errors[first].rms:.2e}, expected at most {bounds[first].rms:.2e}; {together:.2f} times over all steps"
+    return Finding(
+        first,
+        f"error {errors[first].rms:.2e}, expected at most {bounds[first].rms:.2e}; {together:.2f} times over all steps",
     )
-    return Finding(first, reason)
 
 
 def first_unequal(bits: Sequence[str], reference: Sequence[str]) -> int | None:
@@ -152,7 +192,3 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
         whole = x.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)  # one number may have stride 0
         hashed.update(whole.view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()[:16]
-
-
-def _most(numbers: Sequence[float]) -> float:
-    return math.nan if any(map(math.isnan, numbers)) else max(numbers)

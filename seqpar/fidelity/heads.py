@@ -1,28 +1,26 @@
 """Compares what each head of attention returned on this rank with the formula of attention, on the inputs that it had.
 
 A block's output hides a fault of one head, because the head is a small part of it and the blocks before have rounded.
-Here every attention starts from this rank's own streams, as it did in the run, so that only its own rounding remains.
-When it wins: attention is what the ranks compute together, and a head that is wrong by two percent is found in bf16.
+Here every attention starts from this rank's own streams, as it did in the run, so that only its own rounding remains:
+a head that is wrong by two percent is found in bf16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from seqpar.attention._streams import given, present
 from seqpar.fidelity.compare import FACTOR, FLOORS, WIDER
-from seqpar.fidelity.widened import full_precision
+from seqpar.fidelity.one_rank import full_precision
 from seqpar.kernels.prepare import reference as prepared
 from seqpar.local.reference import attend as by_formula
 from seqpar.mesh import Axis
 from seqpar.protocols import Attend, Projected, Stream
 from seqpar.transports.collective.point_to_point import gather
-
-QKV = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,31 +56,11 @@ class Attended:
         return by_formula(q, k, v, self.mask)[0]
 
 
-@dataclass(frozen=True, eq=False)
-class Heads:
-    """The attentions of a run on this rank, each with the number of outputs of blocks that came before it."""
+class Observed:
+    """An attention that computes the same as another one, and tells what it computed."""
 
-    before: Callable[[], int]
-    calls: list[tuple[int, Attended]] = field(default_factory=list)
-
-    def watch(self, attend: Attend) -> Attend:
-        """Return an attention that computes the same and keeps what it computed."""
-        return _Watched(attend, self)
-
-    def wrong(self, axis: Axis, names: Sequence[str]) -> Iterator[tuple[int, str, str]]:
-        """Yield position, name and reason of each attention that is wrong; all ranks of the sequence call it together.
-
-        names: of the outputs of blocks, of which the next one after an attention names it.
-        """
-        for before, attended in self.calls:
-            if (reason := attended.wrong(axis)) is not None:
-                name = names[before].partition(",")[0] if before < len(names) else "the last layers"
-                yield 2 * before, f"attention in {name}", reason
-
-
-class _Watched:
-    def __init__(self, attend: Attend, heads: Heads) -> None:
-        self._attend, self._heads, self.tokens = attend, heads, attend.tokens
+    def __init__(self, attend: Attend, tell: Callable[[Attended], None]) -> None:
+        self._attend, self._tell, self.tokens = attend, tell, attend.tokens
 
     def __call__(
         self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
@@ -90,8 +68,7 @@ class _Watched:
         """See `seqpar.protocols.Attend`."""
         kept = tuple(map(_copied, streams))
         outs = self._attend(streams, mask_BL, beside=beside)
-        attended = Attended(kept, mask_BL, torch.cat(outs, dim=1).clone())
-        self._heads.calls.append((self._heads.before(), attended))
+        self._tell(Attended(kept, mask_BL, torch.cat(outs, dim=1).clone()))
         return outs
 
 
@@ -102,14 +79,13 @@ def _copied(stream: Stream) -> Stream:
     return replace(stream, q=stream.q.clone(), k=stream.k.clone(), v=stream.v.clone())
 
 
-def _qkv(stream: Stream, dtype: torch.dtype) -> QKV:
+def _qkv(stream: Stream, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return q and k after norm and rotary, and v, computed in this data type."""
     if isinstance(stream, Projected):
         bias = None if stream.bias is None else stream.bias.to(dtype)
         stream = replace(stream, x=stream.x.to(dtype), weight=stream.weight.to(dtype), bias=bias)
     own = given(stream)
-    q, k, v = (x.to(dtype) for x in (own.q, own.k, own.v))
-    return *prepared(q, k, own.prepare), v
+    return *prepared(own.q.to(dtype), own.k.to(dtype), own.prepare), own.v.to(dtype)
 
 
 def _errors(got: Tensor, truth: Tensor) -> Tensor:

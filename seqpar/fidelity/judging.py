@@ -14,31 +14,33 @@ CUDA graph. The same in a narrower data type is the "plain" run of that type. A 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqpar import exact
-from seqpar.engine.distributed import DistributedDiT, plan_of
-from seqpar.fidelity.compare import FLOORS, Bound, Error, Place, bound, first_over, first_unequal, worst
+from seqpar.engine.distributed import DistributedDiT
+from seqpar.engine.signature import form_of
+from seqpar.fidelity.compare import FACTOR, FLOORS, Comparison, Error, first_unequal, worst
+from seqpar.fidelity.one_rank import full_precision, plain_engine
 from seqpar.fidelity.pictures import Likeness, likeness
-from seqpar.fidelity.trajectory import Trajectory, on_own_inputs, on_same_inputs, record, shared
+from seqpar.fidelity.runs import Errors, Trajectory, record
 from seqpar.fidelity.ways import Meshes, Way
-from seqpar.fidelity.widened import full_precision
+from seqpar.inputs import broadcast
 from seqpar.mesh import Mesh
 from seqpar.planner.costs import facts_of
-from seqpar.planner.plan import Choice
 from seqpar.planner.search import Wish
-from seqpar.protocols import SequenceModel
 from seqpar.sampling.request import Request
 
 T = TypeVar("T")
 OWN_FACTOR = 2.0  # of the error of a run of its own
-Errors = Mapping[Place, Error]
+OUTLIER = 8.0  # a power of two, so that planted outliers are the same numbers in every data type
+OUTLIERS = 128  # one channel of this many is an outlier, and at least one
 
 
 @dataclass(frozen=True)
@@ -55,46 +57,8 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Row:
-    """The result of one way in one data type; `way` is None for the plain run.
-
-    same, own: errors of the predictions on the reference's inputs, and of the states of the way's own run, the worst of
-    all ranks. bits: digests of rank 0. findings: why the way does not hold; none if it does.
-    """
-
-    subject: str
-    dtype: torch.dtype
-    way: Way | None
-    local: str
-    same: Errors
-    own: Errors
-    ratio: float
-    bits: tuple[str, ...]
-    like: Likeness | None
-    findings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Pictures:
-    """Pictures (N, 3, H, W) of the reference and of the way whose pictures differ most in one data type."""
-
-    row: Row
-    truth: Tensor
-    got: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Judged:
-    """The rows of a subject, pictures of each data type on rank 0, and notes on what was left out."""
-
-    rows: tuple[Row, ...]
-    pictures: tuple[Pictures, ...]
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
 class Measured:
-    """What one rank found of a way: errors and bits, or the message with which the run ended."""
+    """What one rank measured of a way (see `Row`), or the message with which its run ended."""
 
     same: Errors = field(default_factory=dict)
     own: Errors = field(default_factory=dict)
@@ -104,71 +68,80 @@ class Measured:
 
 
 @dataclass(frozen=True, eq=False)
+class Row:
+    """The result of one way in one data type; `way` is None for the plain run.
+
+    same, own: errors of the predictions on the reference's inputs, and of the states of the way's own run, the worst of
+    all ranks. ratio: the largest error of a prediction in units of the plain run's. bits: digests of rank 0. like: of
+    rank 0's pictures. findings: why the way does not hold; none if it does. picture: on rank 0, pictures
+    (N, 3, H, W) of the reference in the plain run's row, and in that of the way whose pictures differ most.
+    """
+
+    subject: str
+    dtype: torch.dtype
+    way: Way | None
+    local: str
+    same: Errors = field(default_factory=dict)
+    own: Errors = field(default_factory=dict)
+    ratio: float = float("nan")
+    bits: tuple[str, ...] = ()
+    like: Likeness | None = None
+    findings: tuple[str, ...] = ()
+    picture: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Bench:
-    """One data type of a subject: its pipeline cast to that type, the reference, and what errors may be."""
+    """One data type of a subject: its pipeline cast to that type, the reference, and the plain run, which sets bounds.
+
+    lpips: see `judge`.
+    """
 
     subject: Subject
-    dtype: torch.dtype
     pipeline: Any
     truth: Trajectory
-    picture: Tensor
-    same: Mapping[Place, Bound]
-    own: Mapping[Place, Bound]
     plain: Row
     lpips: Any
 
 
 def judge(
     subject: Subject, ways: Sequence[Way], dtypes: Sequence[torch.dtype], meshes: Meshes, wish: Wish, lpips: Any = None
-) -> Judged:
-    """Return the judged rows of a subject. Every process must call this at the same time.
+) -> tuple[list[Row], list[str]]:
+    """Return the judged rows of a subject, and notes on what was left out. Every process must call this together.
 
     ways: as `seqpar.fidelity.ways.ways` returns them, with its meshes. wish: names the local attention. lpips: a
     network of `load_lpips`, or None.
     """
-    ranks, alone = meshes.ranks, Mesh.single(meshes.ranks.device)
+    ranks, rows, notes = meshes.ranks, list[Row](), list[str]()
     with full_precision():
-        dit = plain_engine(subject.pipeline.dit.model, alone)
-        truth = shared(ranks, record(dit, subject.request, graph=False))
+        dit = plain_engine(subject.pipeline.dit.model, Mesh.single(ranks.device))
+        mine = record(dit, subject.request, graph=False)
+        form = form_of((mine.inputs, mine.predictions))
+        truth = Trajectory(*form.holding(broadcast(ranks, form.tensors)).whole)
         picture = replace(subject.pipeline, dit=dit).decode(_latents(dit, truth))
-    rows, pictures, notes = list[Row](), list[Pictures](), list[str]()
     for dtype in dtypes:
-        made = _bench(subject, dtype, truth, picture, lpips, ranks)
-        if isinstance(made, str):
-            notes.append(made)
+        try:
+            bench = _bench(subject, dtype, truth, picture, lpips, ranks)
+        except ValueError as error:  # overflow in this data type, which is no error of a way of computing
+            reason = "is not judged, because one rank alone fails in it"
+            notes.append(f"{subject.name}: {str(dtype).removeprefix('torch.')} {reason}: {error}")
             continue
-        mine, worst_pictures = _rows(made, ways, meshes, wish)
-        rows += [made.plain, *mine]
-        pictures += worst_pictures
-    return Judged(tuple(rows), tuple(pictures), tuple(notes))
+        rows += [bench.plain, *_judged(bench, ways, meshes, wish)]
+    return rows, notes
 
 
-def plain_engine(model: SequenceModel, alone: Mesh) -> DistributedDiT:
-    """Return the model on one rank with attention by its formula, also in exact mode, which has kernels for 16 bits."""
-    dtype = torch.bfloat16 if exact.is_on() else next(model.parameters()).dtype
-    plan = plan_of(model.config, model, dtype, alone, Wish())
-    return DistributedDiT(model, alone, plan=replace(plan, local=Choice("reference", "the reference of a comparison")))
-
-
-def _bench(
-    subject: Subject, dtype: torch.dtype, truth: Trajectory, picture: Tensor, lpips: Any, ranks: Mesh
-) -> Bench | str:
-    """Return the bench of one data type; the reason, where one rank alone cannot compute the request in it."""
+def _bench(subject: Subject, dtype: torch.dtype, truth: Trajectory, picture: Tensor, lpips: Any, ranks: Mesh) -> Bench:
+    """Return the bench of one data type; ValueError on all ranks where one alone cannot compute the request in it."""
     dit = plain_engine(_cast(subject.pipeline.dit.model, dtype), Mesh.single(ranks.device))
     pipeline = replace(subject.pipeline, dit=dit, vae=_cast(subject.pipeline.vae, dtype))
-    name = _name(dtype)
-    try:
-        made = ranks.together(lambda: _refused(lambda: record(dit, subject.request, truth, graph=False)))
-        like = ranks.of_rank_0(
-            lambda: _refused(lambda: likeness(pipeline.decode(_latents(dit, made)), picture, lpips)), Likeness
-        )
-    except ValueError as error:  # overflow in this data type, which is no error of a way of computing
-        return f"{subject.name}: {name} is not judged, because one rank alone fails in it: {error}"
-    same, own = ranks.share((on_same_inputs(made, truth), on_own_inputs(made, truth)), tuple[Errors, Errors])
-    row = Row(subject.name, dtype, None, dit.local.name, same, own, 1.0, made.bits, like)
-    bounds = {place: bound(error, dtype) for place, error in same.items()}
-    loose = {place: bound(error, dtype, OWN_FACTOR) for place, error in own.items()}
-    return Bench(subject, dtype, pipeline, truth, picture, bounds, loose, row, lpips)
+    made = ranks.together(lambda: _refused(lambda: record(dit, subject.request, truth, graph=False)))
+    like = ranks.of_rank_0(
+        lambda: _refused(lambda: likeness(pipeline.decode(_latents(dit, made)), picture, lpips)), Likeness
+    )
+    errors = ranks.share(made.errors(truth), tuple[Errors, Errors])
+    shown = picture.cpu() if ranks.is_main else None
+    plain = Row(subject.name, dtype, None, dit.local.name, *errors, 1.0, made.bits, like, picture=shown)
+    return Bench(subject, pipeline, truth, plain, lpips)
 
 
 def _refused(work: Callable[[], T]) -> T:
@@ -179,66 +152,59 @@ def _refused(work: Callable[[], T]) -> T:
         raise ValueError(str(error)) from error
 
 
-def _rows(bench: Bench, ways: Sequence[Way], meshes: Meshes, wish: Wish) -> tuple[list[Row], list[Pictures]]:
-    """Return a row for each way, and the pictures of the way that differs most (on rank 0)."""
-    rows, most = list[Row](), list[Pictures]()
+def _judged(bench: Bench, ways: Sequence[Way], meshes: Meshes, wish: Wish) -> list[Row]:
+    """Return a row for each way; only the one whose pictures differ most keeps them."""
+    rows = list[Row]()
     for way in ways:
-        measured, got = _measured(bench, way, meshes, wish)
-        row = _row(bench, way, measured, got)
-        row = replace(row, findings=(*row.findings, *_unequal(row, rows)))
-        rows.append(row)
-        if got is not None and (not most or _psnr(row) < _psnr(most[0].row)):
-            most = [Pictures(row, bench.picture.cpu(), got.cpu())]
-    return rows, [replace(each, row=row) for each in most for row in rows if row.way == each.row.way]
+        row = _row(bench, way, meshes, wish)
+        rows.append(replace(row, findings=(*row.findings, *_unequal(row, rows))))
+        shown = [row for row in rows if row.picture is not None and row.like is not None]
+        most = min(shown, key=lambda row: (not row.findings, row.like.psnr if row.like else math.inf), default=None)
+        rows = [row if row is most else replace(row, picture=None) for row in rows]
+    return rows
 
 
-def _measured(bench: Bench, way: Way, meshes: Meshes, wish: Wish) -> tuple[list[Measured], Tensor | None]:
-    """Compute a way on its ranks; return what each of them measured on every process, and rank 0's pictures."""
-    ranks, mesh, mine, got = meshes.ranks, meshes.of(way.ranks, way.layout.sizes), None, None
+def _row(bench: Bench, way: Way, meshes: Meshes, wish: Wish) -> Row:
+    """Compute a way on its ranks; return its row on every process."""
+    ranks, plain, mesh, mine, got = meshes.ranks, bench.plain, meshes.of(*way.layout.sizes.values()), None, None
     if mesh is not None:
         try:
             mine, got = _computed(bench, way, mesh, wish)
         except (ValueError, FloatingPointError) as error:  # raised alike on all ranks of the way
             mine = Measured(failed=str(error))
-    return [each for each in ranks.collect(mine, Measured | None) if each is not None], got if ranks.is_main else None
+    every = [each for each in ranks.collect(mine, Measured | None) if each is not None]
+    row = Row(plain.subject, plain.dtype, way, every[0].local, bits=every[0].bits)
+    if failed := [f"rank {rank}: {each.failed}" for rank, each in enumerate(every) if each.failed is not None]:
+        return replace(row, findings=tuple(failed))
+    same = {place: worst(each.same[place] for each in every) for place in every[0].same}
+    own = {place: worst(each.own[place] for each in every) for place in every[0].own}
+    compared = Comparison(row.dtype, FACTOR, same, plain.same), Comparison(row.dtype, OWN_FACTOR, own, plain.own)
+    findings = [str(finding) for finding in (each.first() for each in compared) if finding is not None]
+    if len({each.bits for each in every}) > 1:
+        findings.append("ranks have different bits of what all of them should have whole")
+    row = replace(row, same=same, own=own, ratio=_ratio(same, plain), findings=tuple(findings))
+    if got is None or plain.picture is None:
+        return row
+    return replace(row, like=likeness(got, plain.picture, bench.lpips), picture=got.cpu())
 
 
 def _computed(bench: Bench, way: Way, mesh: Mesh, wish: Wish) -> tuple[Measured, Tensor]:
-    layout, transport = way.layout, way.layout.transport if way.exchanges else "auto"
-    dit = DistributedDiT(bench.pipeline.dit.model, mesh, layout.strategy, wish.local, transport)
+    """Return what this rank measures of a way, and its pictures."""
+    transport = "auto" if way.transport == "-" else way.transport
+    dit = DistributedDiT(bench.pipeline.dit.model, mesh, way.layout.strategy, wish.local, transport)
     try:
         made = record(dit, bench.subject.request, bench.truth)
         with replace(bench.pipeline, dit=dit) as pipeline:  # decoded as one rank decodes: only the latents are judged
             got = pipeline.decode(_latents(dit, made), wish="pictures")
     finally:
         dit.release()
-    truth = bench.truth
-    return Measured(on_same_inputs(made, truth), on_own_inputs(made, truth), made.bits, dit.local.name), got
+    return Measured(*made.errors(bench.truth), made.bits, dit.local.name), got
 
 
-def _row(bench: Bench, way: Way, measured: Sequence[Measured], got: Tensor | None) -> Row:
-    """Return the row of a way from what its ranks measured."""
-    first = measured[0]
-    row = Row(bench.subject.name, bench.dtype, way, first.local, {}, {}, float("nan"), first.bits, None)
-    failed = [f"rank {rank}: {each.failed}" for rank, each in enumerate(measured) if each.failed is not None]
-    if failed:
-        return replace(row, findings=tuple(failed))
-    same, own = (
-        {place: worst(getattr(each, kind)[place] for each in measured) for place in getattr(first, kind)}
-        for kind in ("same", "own")
-    )
-    found = [first_over(same, bench.same), first_over(own, bench.own)]
-    findings = [str(finding) for finding in found if finding is not None]
-    if len({each.bits for each in measured}) > 1:
-        findings.append("ranks have different bits of what all of them should have whole")
-    ratio = max((_ratio(error, bench.plain.same[place], bench.dtype) for place, error in same.items()), default=0.0)
-    like = None if got is None else likeness(got, bench.picture, bench.lpips)
-    return replace(row, same=same, own=own, ratio=ratio, like=like, findings=tuple(findings))
-
-
-def _ratio(error: Error, plain: Error, dtype: torch.dtype) -> float:
-    """Return an error in units of one rank's; where one rank has none, in units of the smallest that counts."""
-    return error.rms / (plain.rms or FLOORS.get(dtype, 1.0)) if error.rms else 0.0
+def _ratio(same: Errors, plain: Row) -> float:
+    """Return the largest error in units of one rank's; where that has none, in units of the smallest that counts."""
+    least = FLOORS.get(plain.dtype, 1.0)
+    return max(error.share(Error(plain.same[place].rms or least, math.inf)) for place, error in same.items())
 
 
 def _unequal(row: Row, others: Sequence[Row]) -> list[str]:
@@ -248,8 +214,7 @@ def _unequal(row: Row, others: Sequence[Row]) -> list[str]:
         if row.way is None or other.way is None or not row.bits or not other.bits:
             continue
         twins = replace(row.way.layout, transport="") == replace(other.way.layout, transport="")
-        moves = facts_of(row.way.layout.strategy).moves_only
-        alone = exact.is_on() and other.way.ranks == 1 and moves
+        alone = exact.is_on() and other.way.ranks == 1 and facts_of(row.way.layout.strategy).moves_only
         index = first_unequal(row.bits, other.bits) if twins or alone else None
         if index is not None:
             what = f"prediction of step {index + 1}" if index < len(row.same) else "latents"
@@ -272,10 +237,17 @@ def _cast(module: Any, dtype: torch.dtype) -> Any:
     return made
 
 
-def _psnr(row: Row) -> float:
-    """Return a row's PSNR; a row that does not hold comes before all others."""
-    return (row.like.psnr if row.like is not None else 0.0) - (1e6 if row.findings else 0.0)
+@torch.no_grad()
+def plant_outliers(model: nn.Module) -> None:
+    """Multiply a few rows of every linear layer but the last, in place: each makes one channel of a layer's output.
 
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    Trained transformers have such channels, random weights have none. With them sums cancel, scores of attention grow,
+    and one channel decides the statistics of a norm, so that arithmetic which is too narrow shows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and layer is not getattr(model, "final", None):
+            rows = torch.randperm(layer.out_features, generator=generator)[: max(1, layer.out_features // OUTLIERS)]
+            for x in (layer.weight, layer.bias):
+                if x is not None:
+                    x[rows.to(x.device)] *= OUTLIER

@@ -30,9 +30,12 @@ class Likeness:
 
 def likeness(got_N3HW: Tensor, truth_N3HW: Tensor, lpips: Any = None) -> Likeness:
     """Return the worst PSNR, SSIM and LPIPS of pairs of pictures with values in [0, 1]. lpips: from `load_lpips`."""
-    got, truth = got_N3HW.cpu(), truth_N3HW.cpu()
-    distance = None if lpips is None else float(_lpips(lpips, got.float(), truth.float()).max())
-    return Likeness(float(psnr(got, truth).min()), float(ssim(got, truth).min()), distance)
+    pair, distance = (got_N3HW.cpu(), truth_N3HW.cpu()), None
+    if lpips is not None:  # its network takes values in [-1, 1]
+        scale = math.ceil(LPIPS_LEAST / min(pair[0].shape[2:]))
+        enlarged = (x.float().repeat_interleave(scale, 2).repeat_interleave(scale, 3) * 2 - 1 for x in pair)
+        distance = float(lpips(*enlarged).max())
+    return Likeness(float(psnr(*pair).min()), float(ssim(*pair).min()), distance)
 
 
 def psnr(got_N3HW: Tensor, truth_N3HW: Tensor) -> Tensor:
@@ -50,24 +53,16 @@ def ssim(got_N3HW: Tensor, truth_N3HW: Tensor) -> Tensor:
     """
     if min(got_N3HW.shape[2:]) < WINDOW:
         raise ValueError(f"got pictures of {tuple(got_N3HW.shape[2:])} pixels, expected at least {WINDOW} x {WINDOW}")
-    x, y = got_N3HW.double(), truth_N3HW.double()
-    mean_x, mean_y = _blurred(x), _blurred(y)
-    variances = _blurred(x * x) - mean_x**2 + _blurred(y * y) - mean_y**2
-    covariance = _blurred(x * y) - mean_x * mean_y
-    above = (2 * mean_x * mean_y + C1) * (2 * covariance + C2)
-    return (above / ((mean_x**2 + mean_y**2 + C1) * (variances + C2))).mean(dim=(1, 2, 3))
-
-
-def _blurred(x_NCHW: Tensor) -> Tensor:
-    """Return the weighted means of all windows that lie in the picture, (N, C, H - 10, W - 10)."""
-    offset = torch.arange(WINDOW, dtype=x_NCHW.dtype) - WINDOW // 2
+    offset = torch.arange(WINDOW, dtype=torch.float64) - WINDOW // 2
     weights = (-(offset**2) / (2 * SIGMA**2)).exp()
-    weights = (weights / weights.sum()).expand(x_NCHW.shape[1], 1, 1, WINDOW)
-    across = F.conv2d(x_NCHW, weights, groups=len(weights))
-    return F.conv2d(across, weights.transpose(2, 3), groups=len(weights))
-
-
-# LPIPS ---------------------------------------------------------------------------------------------------------
+    window = (torch.outer(weights, weights) / weights.sum() ** 2)[None, None]
+    x, y = got_N3HW.double(), truth_N3HW.double()
+    products = torch.stack((x, y, x * x, y * y, x * y))
+    means = F.conv2d(products.flatten(0, 2)[:, None], window).unflatten(0, products.shape[:3])
+    mean_x, mean_y = means[0], means[1]
+    variances = means[2] + means[3] - mean_x**2 - mean_y**2
+    above = (2 * mean_x * mean_y + C1) * (2 * (means[4] - mean_x * mean_y) + C2)
+    return (above / ((mean_x**2 + mean_y**2 + C1) * (variances + C2))).flatten(1).mean(dim=1)
 
 
 def why_no_lpips(weights: Path | None) -> str | None:
@@ -84,19 +79,11 @@ def load_lpips(weights: Path) -> Any:
     weights: torchvision's AlexNet as a file of tensors ("features.0.weight", ...). Nothing is downloaded. Raises
     ValueError if the file does not have these tensors.
     """
-    lpips = importlib.import_module("lpips")
-    network = lpips.LPIPS(net="alex", pnet_rand=True, verbose=False)
-    given, _ = read_state(weights)
+    network = importlib.import_module("lpips").LPIPS(net="alex", pnet_rand=True, verbose=False)
+    tensors, _ = read_state(weights)
     for name, parameter in network.net.named_parameters():  # "slice2.3.weight" is torchvision's "features.3.weight"
         key = f"features.{name.partition('.')[2]}"
-        if key not in given or given[key].shape != parameter.shape:
+        if key not in tensors or tensors[key].shape != parameter.shape:
             raise ValueError(f"got {weights} without {key} of shape {tuple(parameter.shape)}, expected an AlexNet")
-        parameter.data.copy_(given[key])
+        parameter.data.copy_(tensors[key])
     return network.eval().requires_grad_(False)
-
-
-def _lpips(network: Any, got_N3HW: Tensor, truth_N3HW: Tensor) -> Tensor:
-    """Return LPIPS of each pair, (N,); its network takes values in [-1, 1]."""
-    scale = math.ceil(LPIPS_LEAST / min(got_N3HW.shape[2:]))
-    pair = (x.repeat_interleave(scale, 2).repeat_interleave(scale, 3) * 2 - 1 for x in (got_N3HW, truth_N3HW))
-    return network(*pair).flatten()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
 
 from seqpar.mesh import AXES, Mesh
 from seqpar.planner.facts import Layout, Work
@@ -14,10 +16,14 @@ from seqpar.transports import _folder
 
 @dataclass(frozen=True)
 class Way:
-    """A number of ranks (the first of all processes), and the layout, strategy and transport that they use."""
+    """The layout, strategy and transport of a run on the first of all processes."""
 
-    ranks: int
     layout: Layout
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of processes."""
+        return prod(self.layout.sizes.values())
 
     @property
     def strategy(self) -> str:
@@ -25,14 +31,9 @@ class Way:
         return self.layout.strategy if self.layout.sequence > 1 else "-"
 
     @property
-    def exchanges(self) -> bool:
-        """Return whether ranks exchange data within a step."""
-        return self.layout.sequence * self.layout.cfg > 1
-
-    @property
     def transport(self) -> str:
-        """Return the transport's name, or "-" if nothing is exchanged."""
-        return self.layout.transport if self.exchanges else "-"
+        """Return the transport's name, or "-" if ranks exchange nothing within a step."""
+        return self.layout.transport if self.layout.sequence * self.layout.cfg > 1 else "-"
 
     def __str__(self) -> str:
         if self.ranks == 1:
@@ -44,19 +45,12 @@ class Way:
 class Meshes:
     """Makes the mesh of each layout once, because process groups take time and memory.
 
-    ranks: the mesh of all processes (`Mesh.joined`).
+    ranks: the mesh of all processes (`Mesh.joined`). of(data, cfg, ring, ulysses): see `Mesh.of_first`.
     """
 
     def __init__(self, ranks: Mesh) -> None:
         self.ranks = ranks
-        self._made: dict[tuple[int, ...], Mesh | None] = {}
-
-    def of(self, count: int, sizes: Mapping[str, int]) -> Mesh | None:
-        """Return the mesh of the first `count` processes; see `Mesh.of_first`."""
-        key = (count, *(sizes[name] for name in AXES))
-        if key not in self._made:
-            self._made[key] = Mesh.of_first(count, sizes, self.ranks.device)
-        return self._made[key]
+        self.of = cache(lambda *sizes: Mesh.of_first(prod(sizes), dict(zip(AXES, sizes, strict=True)), ranks.device))
 
 
 def ways(
@@ -66,27 +60,25 @@ def ways(
 
     One rank is always the first. Every process must call this at the same time, because a transport is tried.
     """
-    found, notes = list[Way](), list[str]()
+    listed, notes = list[Way](), list[str]()
     for count in sorted({1, *counts}):
         wanted = wish if count > 1 else replace(wish, axes={}, strategy="auto")
         names, reasons = _transports(count, meshes, wish.transport)
         notes += [reason for reason in reasons if reason not in notes]
-        mine = [Way(count, layout) for name in names for layout in allowed(count, wanted, work, load, name)]
+        mine = [Way(layout) for name in names for layout in allowed(count, wanted, work, load, name)]
         if not mine:
             notes.append(f"{count} ranks: no layout that is asked for fits them")
-        found += [way for way in mine if way.exchanges or way.layout.transport == names[0]]
-    return tuple(found), tuple(notes)
+        listed += [way for way in mine if way.transport != "-" or way.layout.transport == names[0]]
+    return tuple(listed), tuple(notes)
 
 
 def _transports(count: int, meshes: Meshes, asked: str) -> tuple[list[str], list[str]]:
     """Return the transports that work between the first `count` processes, and why the others do not."""
-    names, reasons = [asked] if asked != "auto" else list(_folder.names()), list[str]()
-    ranks, mesh = meshes.ranks, meshes.of(count, {"data": 1, "cfg": 1, "ring": 1, "ulysses": count})
-    working = list[str]()
+    ranks, mesh, working, reasons = meshes.ranks, meshes.of(1, 1, 1, count), list[str](), list[str]()
+    names = [asked] if asked != "auto" else list(_folder.names())
     for name in names if count > 1 else _folder.unasked(ranks.device.type)[-1:]:
-        reason = ranks.share(
-            None if mesh is None else _folder.load(name).why_not_tried(mesh.world, ranks.device), str | None
-        )
+        mine = None if mesh is None else _folder.load(name).why_not_tried(mesh.world, ranks.device)
+        reason = ranks.share(mine, str | None)
         if reason is None:
             working.append(name)
         elif asked != "auto":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -14,26 +12,18 @@ from PIL import Image
 from seqpar.cli.args import FidelityArgs
 from seqpar.cli.fidelity import RANDOM, _notes, checked, run_fidelity
 from seqpar.mesh import Mesh
-from tests.fidelity.test_judging import lost_shard
+from tests.fidelity.faults import Fault, ending, lost_shard, none
 from tests.support.pool import Pool
 
 
-def printed(rank: int, world: int, device: torch.device, args: FidelityArgs, broken: bool = False) -> tuple[str, str]:
+def printed(rank: int, world: int, device: torch.device, args: FidelityArgs, fault: Fault) -> tuple[str, str]:
     """Return what rank prints, and the error with which it ends."""
-    shown, ended = io.StringIO(), ""
-    with redirect_stdout(shown), pytest.MonkeyPatch.context() as patch:
-        if broken:
-            lost_shard(patch, rank)
-        try:
-            run_fidelity(args)
-        except FloatingPointError as error:
-            ended = str(error)
-    return shown.getvalue(), ended
+    return ending(rank, fault, lambda: run_fidelity(args))
 
 
 def test_a_table_and_a_picture_are_written_beside_each_other(ranks: Pool, tmp_path: Path) -> None:
     args = FidelityArgs(classes=("cat",), steps=2, transport="collective", out=tmp_path / "new")
-    (first, ended), (second, _) = ranks.run(2, printed, args)
+    (first, ended), (second, _) = ranks.run(2, printed, args, none)
     assert ended == second == ""
     table = (tmp_path / "new" / "table.md").read_text()
     assert [line for line in first.splitlines() if line.startswith("| ")] == [
@@ -61,7 +51,7 @@ def test_a_table_and_a_picture_are_written_beside_each_other(ranks: Pool, tmp_pa
 def test_a_fault_ends_in_an_error_that_names_it_and_the_table_is_written(ranks: Pool, tmp_path: Path) -> None:
     flags = {"strategy": "ulysses", "mesh": "cfg=1", "transport": "collective", "outliers": False, "dtype": "bf16"}
     args = FidelityArgs(classes=("cat",), steps=2, counts=(2,), out=tmp_path, **flags)
-    for shown, ended in ranks.run(2, printed, args, True):
+    for shown, ended in ranks.run(2, printed, args, lost_shard):
         assert ended.startswith("got trained, bfloat16, 2 ranks, ulysses 2, ulysses, collective: prediction of step 1")
         assert "FAILS" in shown or not shown
     assert "verdict   2 finding(s)" in (tmp_path / "table.md").read_text()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqpar.fidelity.compare import Bound, Error, Place, bound, digest, error, first_over, first_unequal
+from seqpar.fidelity.compare import Error, Place, bound, digest, error, first_over, first_unequal
 from seqpar.fidelity.pictures import likeness, load_lpips, psnr, ssim, why_no_lpips
 
 NAN = math.nan
@@ -56,11 +56,11 @@ def test_the_first_place_over_the_bound_is_named(errors: tuple[Error, ...], plac
 
 
 def test_bounds_have_a_floor_for_wide_types_only_and_all_places_need_one() -> None:
-    assert bound(Error(1e-7, 1e-6), torch.float32) == Bound(1e-5, 4e-5)
-    assert bound(Error(0.0, 0.0), torch.float16).why_not(Error(1e-9, 1e-9)) is not None
+    assert bound(Error(1e-7, 1e-6), torch.float32) == Error(1e-5, 4e-5)
+    assert Error(1e-9, 1e-9).why_not(bound(Error(0.0, 0.0), torch.float16)) is not None
     for errors in ({}, {Place(0): Error(0, 0), Place(1): Error(0, 0)}):
         with pytest.raises(ValueError, match="expected the same places"):
-            first_over(errors, {Place(0): Bound(1.0, 1.0)})
+            first_over(errors, {Place(0): Error(1.0, 1.0)})
     assert sorted([Place(1), Place(0, 2, "latents"), Place(0, 1, "block 1")])[0].name == "block 1"
 
 

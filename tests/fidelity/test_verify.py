@@ -4,41 +4,45 @@ from __future__ import annotations
 
 import io
 import re
-import uuid
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
-from torch import Tensor, nn
-from torch.distributed import distributed_c10d
+from torch import nn
 
 import seqpar
 from seqpar import Guidance
-from seqpar.attention import ulysses
-from seqpar.attention.ulysses import Ulysses
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity import blocks, own_loop
-from seqpar.fidelity.blocks import Compared, Share, blocks_of
-from seqpar.fidelity.verify import VerificationError, verify
-from seqpar.fidelity.widened import other_weights, widened
-from seqpar.kernels.flags import Flags
-from seqpar.local import sdpa
+from seqpar.fidelity.blocks import Share, blocks_of
+from seqpar.fidelity.one_rank import widened
+from seqpar.fidelity.verify import Verdict, VerificationError, other_weights, verify
 from seqpar.mesh import Mesh
-from seqpar.models import dit, large_dit
+from seqpar.models import large_dit
 from seqpar.pipelines import flux, unidiffuser
 from seqpar.pipelines.class_labels import Files, Pipeline
 from seqpar.planner.search import Wish
 from seqpar.sampling.loop import digest
-from seqpar.sampling.run import Run
-from seqpar.transports.collective.exchange import CollectiveToHeads
 from seqpar.weights.find import Blueprint
-from tests.fidelity.test_judging import Fault, lost_shard, rotary_off_by_one, swapped_branches
+from tests.fidelity.faults import (
+    Fault,
+    ending,
+    guidance_of_pipeline_off,
+    guidance_off,
+    head_of_kernel_off,
+    head_off,
+    lost_in_block_5_of_step_2,
+    lost_shard,
+    none,
+    reference_off,
+    rotary_off_by_one,
+    stale_flag,
+    swapped_branches,
+)
 from tests.models.test_large_dit import TINY, ours
 from tests.support import pipelines
 from tests.support.meshes import mesh_for
@@ -47,112 +51,6 @@ from tests.support.pool import Pool
 LABELS = {"guidance": Guidance(4.0), "size": (64, 64)}
 Layout = tuple[str, int, str]
 """Strategy, size of the cfg axis, transport."""
-
-
-def none(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Plant nothing."""
-
-
-def stale_flag(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let rank 0 find flags of peer memory raised already, as if they were left from before.
-
-    Rank 1 writes for an attention only after rank 0 has ended it, so that rank 0 always reads what was there before.
-    """
-    true, attend, write, calls = Flags.of, Ulysses.__call__, ulysses.write, list[int]()
-    names = [uuid.uuid4().hex]
-    dist.broadcast_object_list(names, 0)
-    store: Any = distributed_c10d._get_default_store()
-
-    def of(*args: Any) -> Flags:
-        made = true(*args)
-        made.counts[1] = -(10**6) if rank == 0 else 0
-        return made
-
-    def late(*given: Any, **named: Any) -> bool:
-        calls.append(1)
-        if rank == 1:
-            store.wait([f"{names[0]} {len(calls)}"])
-        return write(*given, **named)
-
-    def ended(self: Ulysses, *streams_and_mask: Any, **beside: Any) -> tuple[Tensor, ...]:
-        outs = attend(self, *streams_and_mask, **beside)
-        if self._axis.size > 1 and rank == 0:
-            store.set(f"{names[0]} {len(calls)}", "")
-        return outs
-
-    patch.setattr(Flags, "of", of)
-    patch.setattr(ulysses, "write", late)
-    patch.setattr(Ulysses, "__call__", ended)
-
-
-def head_off(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let a head of rank 1 be two percent off in the fifth of seven blocks, whatever its strategy is."""
-    true, calls = DistributedDiT.attend, list[int]()
-
-    def attend(dit: DistributedDiT, *kind: Any) -> Any:
-        right = true(dit, *kind)
-
-        def off(*streams_and_mask: Any, **beside: Any) -> tuple[Tensor, ...]:
-            outs = right(*streams_and_mask, **beside)
-            calls.append(1)
-            if (len(calls) - 1) % 7 == 4:
-                outs[0][:, :, 1] *= 1.02
-            return outs
-
-        setattr(off, "tokens", right.tokens)  # noqa: B010 (a function has no such name)
-        return off if rank == 1 and dit.mesh.world.size > 1 else right
-
-    patch.setattr(DistributedDiT, "attend", attend)
-
-
-def head_of_kernel_off(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let rank 1's kernel for attention compute its first head two percent off."""
-    true = sdpa.attend
-
-    def off(*q_k_v_mask: Any) -> tuple[Tensor, Tensor]:
-        out, lse = true(*q_k_v_mask)
-        out[:, :, 0] *= 1.02 if rank == 1 else 1
-        return out, lse
-
-    patch.setattr(sdpa, "attend", off)
-
-
-def guidance_off(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let the ranks' runs on rank 1 have a guidance scale that is one percent off."""
-    true = Run.__init__
-
-    def init(run: Run, dit: DistributedDiT, course: Any) -> None:
-        true(run, dit, course)
-        run._guidance_S *= 1.01 if rank == 1 and dit.mesh.world.size > 1 else 1
-
-    patch.setattr(Run, "__init__", init)
-
-
-def guidance_of_pipeline_off(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let rank 1's pipeline have a guidance scale that is one percent off."""
-    scale = property(lambda pipe: pipe._guidance_scale * (1.01 if rank == 1 else 1))
-    patch.setattr(StableDiffusion3Pipeline, "guidance_scale", scale)
-
-
-def reference_off(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let rank 1's layers compute other numbers, in the ranks' run and alone, so that it finds itself right."""
-    true = dit.linear_gelu
-    patch.setattr(dit, "linear_gelu", lambda *args: true(*args) * (1.001 if rank == 1 else 1))
-
-
-def lost_in_block_5_of_step_2(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Let rank 1 lose the first rank's values in one block of one step."""
-    true, calls = CollectiveToHeads.deliver, list[int]()
-
-    def lossy(exchange: Any, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = true(exchange, met)
-        calls.append(1)
-        block, step = (len(calls) - 1) % 7, (len(calls) - 1) // 7
-        if rank == 1 and (block, step) == (4, 1):
-            v[:, : exchange._layout.tokens[0]] = 0
-        return q, k, v
-
-    patch.setattr(CollectiveToHeads, "deliver", lossy)
 
 
 def labels(rank: int, world: int, device: torch.device, layout: Layout, dtype: torch.dtype, config: Any = None) -> Any:
@@ -168,16 +66,13 @@ def verified(
     rank: int, world: int, device: torch.device, layout: Layout, dtype: torch.dtype, fault: Fault, tiny: bool = False
 ) -> str:
     """Return what is found; every rank must find the same."""
-    pipeline = labels(rank, world, device, layout, dtype, TINY if tiny else None)
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
-        fault(patch, rank)
-        try:
-            found = verify(pipeline, ["3"], **LABELS)
-        except VerificationError as error:
-            assert bool(shown.getvalue()) is (rank == 0)
-            return str(error)
-    assert found.blocks >= 2
-    return f"holds {found.ratio:.2f}" if found.ratio < 1.6 else str(found)
+    pipeline, verdicts = labels(rank, world, device, layout, dtype, TINY if tiny else None), list[Verdict]()
+    shown, ended = ending(rank, fault, lambda: verdicts.append(verify(pipeline, ["3"], **LABELS)))
+    assert bool(shown) is (rank == 0)
+    if ended:
+        return ended
+    assert verdicts[0].blocks >= 2
+    return f"holds {verdicts[0].ratio:.2f}" if verdicts[0].ratio < 1.6 else str(verdicts[0])
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -210,25 +105,17 @@ def test_the_first_block_and_step_that_are_wrong_are_named(
 
 def pipe_of(kind: str, mesh: Mesh, device: torch.device, layout: Layout) -> tuple[Any, dict[str, Any]]:
     """Return a tiny pipeline, ours or a parallelized one of diffusers, and the arguments of a run."""
-    strategy, _, transport = layout
-    name, _, how = kind.partition(" ")
-    wish = Wish(strategy=strategy, transport=transport)
-    asked = {"prompt": "a red cat", "height": 32, "width": 48}
+    (strategy, _, transport), (name, how) = layout, kind.split()
+    pipe = getattr(pipelines, name)(*([False] if name == "unidiffuser" else [])).to(device)
     if how == "ours":
-        found = {"flux": flux, "unidiffuser": unidiffuser}[name].Pipeline.of(
-            pipelines_of(name, device), mesh, wish=wish
-        )
+        family, wish = {"flux": flux, "unidiffuser": unidiffuser}[name], Wish(strategy=strategy, transport=transport)
         guidance = Guidance(2.0, embedded=3.5) if name == "flux" else Guidance(4.0)
-        return found, {"prompts": ["a red cat"], "guidance": guidance, "size": (32, 48)}
-    pipe = pipelines_of(name, device)
+        settings = {"prompts": ["a red cat"], "guidance": guidance, "size": (32, 48)}
+        return family.Pipeline.of(pipe, mesh, wish=wish), settings
     pipe.to(BF16)
-    given = {"flux": {"true_cfg_scale": 2.0, "negative_prompt": "x"}, "sd3": {"guidance_scale": 4.0}}[name]
     seqpar.parallelize(pipe, mesh, strategy=strategy, transport=transport, native=how == "native")
-    return pipe, {**asked, **given, "output_type": "latent"}
-
-
-def pipelines_of(name: str, device: torch.device) -> Any:
-    return getattr(pipelines, name)(*([False] if name == "unidiffuser" else [])).to(device)
+    guided = {"flux": {"true_cfg_scale": 2.0, "negative_prompt": "x"}, "sd3": {"guidance_scale": 4.0}}[name]
+    return pipe, {"prompt": "a red cat", "height": 32, "width": 48, "output_type": "latent", **guided}
 
 
 def called(
@@ -244,16 +131,13 @@ def called(
     def latents() -> str:
         return digest(pipe.latents(**asked, steps=2) if ours else pipe(**seeded(), num_inference_steps=2).images)
 
-    def found(fault: Fault) -> str:
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
-            fault(patch, rank)
-            try:
-                return "holds" if verify(pipe, **seeded(), evaluations=2).blocks >= 3 else "no blocks"
-            except VerificationError as error:
-                return str(error)
+    def verified(fault: Fault) -> str:
+        blocks = list[int]()
+        _, ended = ending(rank, fault, lambda: blocks.append(verify(pipe, **seeded(), evaluations=2).blocks))
+        return ended or ("holds" if blocks[0] >= 3 else "no blocks")
 
     before = latents()
-    return found(none), "holds" if fault is none else found(fault), before, latents()
+    return verified(none), "holds" if fault is none else verified(fault), before, latents()
 
 
 @pytest.mark.parametrize(
@@ -325,22 +209,20 @@ def test_layers_read_wider_weights_for_a_time_and_quantised_ones_are_refused() -
 
 def test_a_ranks_tokens_of_joined_streams_are_taken_in_every_order_that_fits() -> None:
     whole, lengths = torch.arange(14.0).view(2, 7, 1), {"text": 3, "image": 4}
-    for ordered, expected in ((True, [[2, 5, 6]]), (False, [[2, 5, 6], [2, 3, 6]])):
-        share = Share(lengths, 2, 1, ordered=ordered)
-        assert [take(whole)[0, :, 0].tolist() for take in share.ways(whole, whole[:, :3])] == expected
-    (rows,) = Share(lengths, 2, 1, torch.tensor([1]), 2).ways(whole, whole[:1, :3])
-    assert rows(whole)[..., 0].tolist() == [[9, 12, 13]]
+    share = Share(lengths, 2, 1)
+    for mine in ([2, 5, 6], [2, 3, 6]):  # text before image, and image before text
+        assert share.nearest(whole, whole[:, mine] + 0.1)(whole)[0, :, 0].tolist() == mine
+    (rows,) = Share({"image": 7}, 2, 1, torch.tensor([1]), 2).takes(whole, whole[:1, :3])
+    assert rows(whole)[..., 0].tolist() == [[11, 12, 13]]
     with pytest.raises(ValueError, match="expected a share of the tokens of"):
-        Share(lengths, 2, 1).ways(whole, whole[:, :5])
+        share.takes(whole, whole[:, :5])
 
 
 def test_a_rank_that_returns_none_of_its_tokens_is_refused() -> None:
     whole = torch.ones(1, 7, 2)
-    for total, parts, refused in ((7, 2, True), (7, 9, False)):  # the ninth rank of nine has no token of seven
-        compared = Compared(Share({"image": total}, parts, parts - 1))
-        compared.keep("block", whole[:, :0])
-        with pytest.raises(ValueError, match="expected a share") if refused else nullcontext():
-            compared.truth("block", whole)
+    Share({"image": 7}, 9, 8).takes(whole, whole[:, :0])  # the ninth rank of nine has no token of seven
+    with pytest.raises(ValueError, match="expected a share"):
+        Share({"image": 7}, 2, 1).takes(whole, whole[:, :0])
 
 
 def test_only_blocks_that_are_called_count() -> None:
@@ -364,6 +246,7 @@ def exactly(rank: int, world: int, device: torch.device) -> str:
 
 
 def test_what_is_not_finite_or_not_asked_rightly_does_not_hold() -> None:
+    assert seqpar.verify is verify  # also after its module was imported
     pipeline = labels(0, 1, torch.device("cpu"), ("ulysses", 1, "auto"), torch.float16)
     pipeline.dit.model.get_parameter("blocks.3.fc2.bias").fill_(torch.inf)
     with redirect_stdout(io.StringIO()), pytest.raises(VerificationError, match=r"blocks.3, .* that are not finite"):
@@ -386,13 +269,7 @@ def sampled(rank: int, world: int, device: torch.device, out: Path, fault: Fault
     args = Args(
         classes=("cat",), steps=2, mesh="cfg=1", strategy="ulysses", transport="collective", verify=True, out=out
     )
-    with redirect_stdout(io.StringIO()) as shown, pytest.MonkeyPatch.context() as patch:
-        fault(patch, rank)
-        try:
-            run(args)
-        except FloatingPointError as error:
-            return shown.getvalue(), str(error)
-    return shown.getvalue(), ""
+    return ending(rank, fault, lambda: run(args))
 
 
 def test_the_command_makes_pictures_only_if_the_run_holds(ranks: Pool, tmp_path: Path) -> None:

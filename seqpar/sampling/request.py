@@ -14,7 +14,6 @@ from torch import Tensor
 from seqpar.distributed import DistributedDiT
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
-from seqpar.sampling.ddim import clip
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.original import clip_denoised, respace
 from seqpar.sampling.steppers import Decision, check_eta, decide
@@ -195,11 +194,9 @@ class Course:
             guidance.embedded is None,
             tuple((first, dit.state) for first, dit in request.segments.items()),
         )
-        if schedule is None:
-            if decision.learned:
-                return *same, "learned variances"
-            options = decision.options
-            return *same, options.get("eta", 0.0) > 0, clip(self.scheduler), options.get("use_clipped_model_output")
+        if (one := decision.one_step) is not None:
+            return *same, one.learned, any(one.noisy), one.clipped
+        assert schedule is not None
         sizes = schedule.states_SP.shape[1], schedule.outputs_SQ.shape[1], bool((schedule.inputs_S == 1).all())
         return *same, sizes, bool(schedule.draws)
 

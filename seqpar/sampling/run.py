@@ -21,7 +21,7 @@ from seqpar.sampling.guidance import check_layout
 from seqpar.sampling.request import Course, Request, course, rank_0s
 from seqpar.sampling.segment import Conditions, Segment
 from seqpar.sampling.state import State
-from seqpar.sampling.steppers import DDIM, DDPM, Decision, Replicated, Stepper, Traced, make_stepper, restart_stepper
+from seqpar.sampling.steppers import Decision, OneStep, Replicated, Stepper, Traced, make_stepper, restart_stepper
 from seqpar.shard import Shard
 from seqpar.streams import Split, check_lengths, completed, distinct, stacked
 
@@ -178,7 +178,7 @@ class Run:
 
     def place(self, latents: Tensor) -> None:
         """Set these whole latents as the model's next input; ValueError if steps depend on more than their input."""
-        if not all(isinstance(stepper, (DDIM, DDPM)) for stepper in self._steppers.values()):
+        if not all(isinstance(stepper, OneStep) for stepper in self._steppers.values()):
             raise ValueError(
                 "got a scheduler with a state of its own, expected DDIM, whose step depends on its input alone"
             )
@@ -215,9 +215,7 @@ class Run:
             return False
         for name, state in self._states.items():
             state.tokens.copy_(state.slice(whole[name] * course.start_scale))
-            restart_stepper(
-                self._steppers[name], course.decision, course.scheduler, state, self._guidance_S, course.generator
-            )
+            restart_stepper(self._steppers[name], course.decision, self._guidance_S, course.generator)
             self._starts[name].copy_(state.tokens)
         self._count.zero_()
         self._bad.fill_(len(course.timesteps_S))
@@ -249,7 +247,7 @@ class Run:
         self._segment = next(segment for segment in self._segments if self._index in segment.steps)
         self._segment.load(self._index)
         for each in self._steppers.values():
-            if isinstance(each, DDPM):
+            if isinstance(each, OneStep):
                 each.load(self._index)
 
     def _parted(self, name: str, out: Tensor) -> Branches:

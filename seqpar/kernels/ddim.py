@@ -177,22 +177,22 @@ def step_kernel(
     here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = here < tokens * C
     token, column = (here // C).to(tl.int64), here % C
-    now = tl.load(step).to(tl.int64)
-    c = table + now * K
+    index = tl.load(step).to(tl.int64)
+    c = table + index * K
     dtype: tl.constexpr = table.dtype.element_ty
     state += image * tokens * C + here
     x = tl.load(state, mask, 0.0).to(dtype)
     cond += image * cond_image + token * cond_token + column
     m = tl.load(cond, mask, 0.0).to(tl.float32)
     if uncond is not None:
-        m = guided(m, uncond + image * uncond_image + token * uncond_token, column, guidance + now, mask, GUIDED)
+        m = guided(m, uncond + image * uncond_image + token * uncond_token, column, guidance + index, mask, GUIDED)
     m = m.to(dtype)
     x0 = tl.load(c) * x + tl.load(c + 1) * m
     clip = tl.load(c + 2)  # comparisons keep NaN, as torch's clamp does; minimum and maximum would hide it
     x0 = tl.where(x0 > clip, clip, x0)
     x0 = tl.where(x0 < -clip, -clip, x0)
     if noise is not None:
-        row = now - tl.load(first).to(tl.int64)
+        row = index - tl.load(first).to(tl.int64)
         z = tl.load(noise + (row * tl.num_programs(1) + image) * tokens * C + here, mask, 0.0).to(dtype)
     if LEARNED:
         sigma = tl.exp(tl.load(c + 5) + tl.load(c + 6) * tl.load(cond + C, mask, 0.0).to(dtype))
@@ -205,7 +205,7 @@ def step_kernel(
             new += tl.load(c + 7) * z
     new = new.to(tl.float32)
     tl.store(state, new, mask)
-    note(new, mask, now, bad)
+    note(new, mask, index, bad)
 
 
 @jit
@@ -216,7 +216,7 @@ def guided(m, uncond, column, scale, mask, GUIDED: tl.constexpr):
 
 
 @jit
-def note(new, mask, now, bad):
+def note(new, mask, index, bad):
     """Lower `bad` to this step if a new value is not finite."""
     broken = tl.sum((mask & ~(tl.abs(new) < float("inf"))).to(tl.int32), 0) != 0
-    tl.atomic_min(bad, now, mask=broken, sem="relaxed")
+    tl.atomic_min(bad, index, mask=broken, sem="relaxed")

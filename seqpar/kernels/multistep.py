@@ -167,29 +167,29 @@ def multistep_kernel(
     here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = here < tokens * C
     token, column = (here // C).to(tl.int64), here % C
-    now = tl.load(step).to(tl.int64)
+    index = tl.load(step).to(tl.int64)
     size = tl.num_programs(1).to(tl.int64) * tokens * C  # elements of a slot
     at = image * tokens * C + here
-    row = table + now * (1 + P + Q)
-    x = tl.load(states + (now % P) * size + at, mask, 0.0)
+    row = table + index * (1 + P + Q)
+    x = tl.load(states + (index % P) * size + at, mask, 0.0)
     m = tl.load(cond + image * cond_image + token * cond_token + column, mask, 0.0).to(tl.float32)
     if uncond is not None:
-        m = guided(m, uncond + image * uncond_image + token * uncond_token, column, guidance + now, mask, GUIDED)
+        m = guided(m, uncond + image * uncond_image + token * uncond_token, column, guidance + index, mask, GUIDED)
     new = tl.load(row + 1) * x.to(tl.float64) + tl.load(row + 1 + P) * m.to(tl.float64)
     # + P and + Q keep the slots of steps before the first from being negative; their weights are zero: no read
     for j in tl.static_range(1, P):  # pyright: ignore[reportGeneralTypeIssues]
         weight = tl.load(row + 1 + j)
         used = here < tl.where(weight != 0, tokens * C, 0)
-        new += weight * tl.load(states + ((now + P - j) % P) * size + at, used, 0.0).to(tl.float64)
+        new += weight * tl.load(states + ((index + P - j) % P) * size + at, used, 0.0).to(tl.float64)
     for j in tl.static_range(1, Q):  # pyright: ignore[reportGeneralTypeIssues]
         weight = tl.load(row + 1 + P + j)
         used = here < tl.where(weight != 0, tokens * C, 0)
-        new += weight * tl.load(outputs + ((now + Q - 1 - j) % (Q - 1)) * size + at, used, 0.0).to(tl.float64)
+        new += weight * tl.load(outputs + ((index + Q - 1 - j) % (Q - 1)) * size + at, used, 0.0).to(tl.float64)
     if Q > 1:
-        tl.store(outputs + (now % (Q - 1)) * size + at, m, mask)
+        tl.store(outputs + (index % (Q - 1)) * size + at, m, mask)
     if noise is not None:
-        new += tl.load(noise + now * size + at, mask, 0.0).to(tl.float64)
-    tl.store(states + ((now + 1) % P) * size + at, new.to(states.dtype.element_ty), mask)
+        new += tl.load(noise + index * size + at, mask, 0.0).to(tl.float64)
+    tl.store(states + ((index + 1) % P) * size + at, new.to(states.dtype.element_ty), mask)
     if seen is not None:
         tl.store(seen + at, (tl.load(row) * new).to(tl.float32), mask)
-    note(new.to(tl.float32), mask, now, bad)
+    note(new.to(tl.float32), mask, index, bad)

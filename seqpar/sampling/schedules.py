@@ -259,10 +259,10 @@ def scale_of(seen: Tensor, state: Tensor) -> float:
     return scale
 
 
-def step_options(scheduler: Any, **given: Any) -> dict[str, Any]:
-    """Return the given keyword arguments that are not None and that this scheduler's step accepts."""
+def step_options(scheduler: Any, **options: Any) -> dict[str, Any]:
+    """Return the options that are not None and that this scheduler's step accepts."""
     accepted = inspect.signature(scheduler.step).parameters
-    return {name: value for name, value in given.items() if value is not None and name in accepted}
+    return {name: value for name, value in options.items() if value is not None and name in accepted}
 
 
 def mixed_noise(

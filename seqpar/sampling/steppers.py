@@ -82,18 +82,18 @@ def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int 
     name = type(scheduler).__name__
     if (reason := why_not_driven(scheduler)) is not None:
         raise ValueError(f"got scheduler {name!r}, which {reason}; expected one like DDIMScheduler")
-    given = step_options(scheduler, **(options or {}))
+    accepted = step_options(scheduler, **(options or {}))
     if steps_locally(scheduler):
-        return Decision(None, None, given, begin, ddim_steps(scheduler, given, begin))
+        return Decision(None, None, accepted, begin, ddim_steps(scheduler, accepted, begin))
     if learns_range(scheduler):
-        return Decision(None, None, given, begin, ddpm_steps(scheduler, begin))
-    drawn = given | step_options(scheduler, generator=torch.Generator())
+        return Decision(None, None, accepted, begin, ddpm_steps(scheduler, begin))
+    drawn = accepted | step_options(scheduler, generator=torch.Generator())
     try:
         try:
-            return Decision(trace(scheduler, drawn, begin), None, given, begin)
+            return Decision(trace(scheduler, drawn, begin), None, accepted, begin)
         except NotLinearError as reason:
             check_whole(scheduler, drawn, begin)
-            return Decision(None, f"{name} is not traced, {_why(scheduler, str(reason))}", given, begin)
+            return Decision(None, f"{name} is not traced, {_why(scheduler, str(reason))}", accepted, begin)
     except FAILURES as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"got scheduler {name!r}, which fails in its step: {reason}") from error

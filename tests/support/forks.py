@@ -1,7 +1,7 @@
-"""Starts a job from a process that has already imported torch and diffusers; the job is otherwise what a user starts.
+"""Runs a program in a process that is forked from one that has imported torch and diffusers already.
 
-The starter of the ranks (`seqpar.cli.ranks`) is forked from the server of the pool of ranks, and
-it forks its ranks instead of starting new Pythons, which saves some ten seconds of CPU time a job. All else is real:
+The process is a child of the server of the pool of ranks. If it starts ranks (`seqpar.cli.ranks`), it forks them
+instead of starting new Pythons, which saves some ten seconds of CPU time a job. All else is what a user starts:
 sessions, process ids, signals, exit codes, pipes, environment, sockets, shared memory.
 """
 
@@ -14,19 +14,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from launch.benches.fault_job import Job, Started
+Main = Callable[[], object]
 
 
-class Forked:
-    """A forked rank, as the part of `subprocess.Popen` that the starter uses."""
+class ForkedRank:
+    """A forked rank, as the part of `subprocess.Popen` that the starter of ranks uses."""
 
-    def __init__(self, words: tuple[str, ...], env: dict[str, str], start_new_session: bool) -> None:
+    def __init__(self, main: Main, words: tuple[str, ...], env: dict[str, str], start_new_session: bool) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _become(words[words.index("-m") + 2 :], env)
+            _become(main, words[words.index("-m") + 2 :], env)
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or None."""
@@ -46,39 +49,45 @@ class Forked:
         return code
 
 
-class Starter:
-    """The process that starts the ranks, as `launch.benches.fault_job` watches it."""
+class Forked:
+    """A forked process, whose output goes to files. main: a function that pickle finds by its name.
 
-    def __init__(self, process: Any) -> None:
-        self._process = process
-        self.pid: int = process.pid
+    words: of its command line. environment: all of it. The server must run (`tests.support.pool.server`), because
+    threads may start this.
+    """
+
+    def __init__(
+        self, main: Main, words: Sequence[object], environment: Mapping[str, str], output: Path, errors: Path
+    ) -> None:
+        given = main, tuple(map(str, words)), dict(environment), output, errors
+        self._process: Any = multiprocessing.get_context("forkserver").Process(target=_start, args=given)
+        self._process.start()
+        self.pid: int = self._process.pid
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or None."""
         return self._process.exitcode
 
-
-def forked(job: Job) -> Started:
-    """Start `seqpar WORDS` with its ranks; `fault_job.by_command` does the same with new Pythons.
-
-    The server must run (`tests.support.pool.server`), because threads call this.
-    """
-    process = multiprocessing.get_context("forkserver").Process(target=_start, args=(job,))
-    process.start()
-    return Starter(process)
-
-
-def _start(job: Job) -> None:
-    """Become the starter."""
-    told = os.open(job.folder / "told", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(told, 1)
-    os.dup2(told, 2)
-    setattr(subprocess, "Popen", Forked)  # noqa: B010
-    _become(job.command(), {**os.environ, **job.settings()})
+    def wait(self, timeout: float) -> int | None:
+        """Wait for the exit code; a process that hangs is killed, and None returned."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            self._process.kill()
+            self._process.join()
+        return code
 
 
-def _become(words: tuple[str, ...] | list[str], environment: dict[str, str]) -> None:
-    """Run `launch.benches.planted WORDS` in this process and end it as Python would."""
+def _start(main: Main, words: tuple[str, ...], environment: dict[str, str], output: Path, errors: Path) -> None:
+    """Become the process."""
+    for number, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+    setattr(subprocess, "Popen", partial(ForkedRank, main))  # noqa: B010
+    _become(main, words, environment)
+
+
+def _become(main: Main, words: Sequence[str], environment: dict[str, str]) -> None:
+    """Run `main` with these words in this process and end it as Python would."""
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the starter's handlers are not those of its ranks
@@ -86,13 +95,11 @@ def _become(words: tuple[str, ...] | list[str], environment: dict[str, str]) -> 
     os.environ.clear()
     os.environ.update(environment)
     multiprocessing.set_start_method("fork", force=True)  # as in a new Python: semaphores are unlinked at once
-    tempfile.tempdir = None  # the folder of temporary files is the job's
+    tempfile.tempdir = None  # the environment names the folder of temporary files
     sys.argv = ["seqpar", *words]
-    from launch.benches import planted
-
     code = 1
     try:
-        planted.main()
+        main()
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -12,7 +12,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 LONGEST_S = 10**6  # of any deadline: 11 days; timers of process groups count in 64-bit nanoseconds
-FIRST_CALLS = 2  # when a rank has ended its second call, every rank has ended its first one, which it met in the second
+# calls with the longer deadline: a rank can end its second call only when every other rank has ended its first one
+FIRST_CALLS = 2
 KINDS = 256  # kinds of calls that are remembered; a forgotten kind has the longer deadline again
 
 

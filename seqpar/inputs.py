@@ -81,16 +81,16 @@ def streams_of_rank_0(mesh: Mesh, work: Callable[[], Mapping[str, Tensor]]) -> d
 
     Other ranks need not know names, shapes or dtypes, which come first.
     """
-    made: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
     def forms() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        made.update(work())
-        return {name: (tuple(x.shape), x.dtype) for name, x in made.items()}
+        tensors.update(work())
+        return {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
 
     kinds = mesh.of_rank_0(forms, dict[str, tuple[tuple[int, ...], torch.dtype]])
     if not mesh.is_main:
-        made.update({name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()})
-    return {name: x.cpu() for name, x in broadcast(mesh, made).items()}
+        tensors.update({name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()})
+    return {name: x.cpu() for name, x in broadcast(mesh, tensors).items()}
 
 
 def _rooms(mesh: Mesh, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:

@@ -104,10 +104,10 @@ def _plain(value: object) -> object:
 
 def _special(kind: type, value: object) -> object:
     """Return the value of a kind that MessagePack does not know."""
-    found = getattr(torch, value, None) if isinstance(value, str) else None
-    if kind is not torch.dtype or not isinstance(found, torch.dtype):
+    dtype = getattr(torch, value, None) if isinstance(value, str) else None
+    if kind is not torch.dtype or not isinstance(dtype, torch.dtype):
         raise ValueError(f"{value!r} is no {_name(kind)}")
-    return found
+    return dtype
 
 
 def _name(kind: Any) -> str:

@@ -21,7 +21,7 @@ from seqpar.deadlines import Deadlines
 from seqpar.processes import close as close
 from seqpar.processes import group_timeout, join, watch
 from seqpar.processes import last_words as last_words
-from seqpar.shared_errors import Told
+from seqpar.shared_errors import SharedError
 from seqpar.watch import LostRankError, Watch
 
 T = TypeVar("T")
@@ -182,18 +182,18 @@ class Mesh:
 
         It is `together` and `share` in one exchange. kind: the type of the result, see `share`.
         """
-        result, error, told = None, None, None
+        result, error, shared = None, None, None
         if self.is_main:
             try:
                 result = work()
             except LostRankError:
                 raise
             except (ValueError, OSError) as raised:
-                error, told = raised, Told.of(raised)
+                error, shared = raised, SharedError.of(raised)
         if self.world.size > 1:
-            result, told = self.share((result, told), tuple[kind | None, Told | None])
-        if told is not None:
-            raise told.error(f"rank 0: {told.text}" if self.world.size > 1 else None) from error
+            result, shared = self.share((result, shared), tuple[kind | None, SharedError | None])
+        if shared is not None:
+            raise shared.error(f"rank 0: {shared.text}" if self.world.size > 1 else None) from error
         return result  # pyright: ignore[reportReturnType]
 
     def together(self, work: Callable[[], T]) -> T:
@@ -210,13 +210,13 @@ class Mesh:
             raise  # other ranks have ended or are stopped, so nothing can be shared with them
         except (ValueError, OSError) as raised:
             error = raised
-        errors = self.collect(None if error is None else Told.of(error), Told | None)
-        failed = next(((rank, told) for rank, told in enumerate(errors) if told is not None), None)
+        errors = self.collect(None if error is None else SharedError.of(error), SharedError | None)
+        failed = next(((rank, shared) for rank, shared in enumerate(errors) if shared is not None), None)
         if failed is None:
             return result  # pyright: ignore[reportReturnType]
-        rank, told = failed
-        everywhere = all(each is not None and each.text == told.text for each in errors)
-        raise told.error(None if everywhere else f"rank {rank}: {told.text}") from error
+        rank, shared = failed
+        everywhere = all(each is not None and each.text == shared.text for each in errors)
+        raise shared.error(None if everywhere else f"rank {rank}: {shared.text}") from error
 
     def collect(self, value: T, kind: Any) -> list[T]:
         """Return a small value of every rank, in rank order, on every rank. kind: its type, see `share`."""
@@ -299,15 +299,15 @@ def fill(
     world: int, data: int, cfg: int | None, ring: int, ulysses: int | None, guidance: bool
 ) -> tuple[int, int, int, int]:
     """Return the four axis sizes, choosing those that are None; `ValueError` if their product is not `world`."""
-    given = {"data": data, "cfg": cfg, "ring": ring, "ulysses": ulysses}
-    for name, size in given.items():
+    sizes_by_name = {"data": data, "cfg": cfg, "ring": ring, "ulysses": ulysses}
+    for name, size in sizes_by_name.items():
         if size is not None and type(size) is not int:
             raise ValueError(f"got {name}={size!r}, expected a whole number")
         if size is not None and size < 1:
             raise ValueError(f"got {name}={size}, expected at least 1")
     if cfg is not None and cfg > 2:
         raise ValueError(f"got cfg={cfg}, expected 1 or 2: guidance has two branches")
-    rest = world // prod(size for size in given.values() if size is not None)
+    rest = world // prod(size for size in sizes_by_name.values() if size is not None)
     if cfg is None:
         cfg = 2 if guidance and rest > 0 and rest % 2 == 0 else 1
     if ulysses is None:
@@ -328,7 +328,7 @@ def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
     There is no `replica` among them where it is the world and not also `sequence`, which has a communicator already.
     Every process creates every group in the same order, because torch requires it.
     """
-    axes, made, timeout = {}, {}, group_timeout()
+    axes, groups, timeout = {}, {}, group_timeout()
     joined: list[tuple[str, tuple[int, ...]]] = [("sequence", (2, 3))]
     if len(ranks_DCRU) > 1 or ranks_DCRU.shape[1] == 1:
         joined.append(("replica", (1, 2, 3)))
@@ -336,10 +336,10 @@ def _groups(rank: int, ranks_DCRU: torch.Tensor) -> dict[str, Axis]:
         others = [dim for dim in range(4) if dim not in dims]
         lines = ranks_DCRU.permute(*others, *dims).flatten(0, len(others) - 1).flatten(1).tolist()
         key = tuple(map(tuple, lines))
-        if key not in made:  # sequence often has the same ranks as ulysses, and then shares its communicator
+        if key not in groups:  # sequence often has the same ranks as ulysses, and then shares its communicator
             several = len(lines[0]) > 1
-            made[key] = dist.new_subgroups_by_enumeration(lines, timeout)[0] if several else None
-        group, mine = made[key], next((line for line in lines if rank in line), None)
+            groups[key] = dist.new_subgroups_by_enumeration(lines, timeout)[0] if several else None
+        group, mine = groups[key], next((line for line in lines if rank in line), None)
         if mine is None:
             continue
         assert group is None or isinstance(group, dist.ProcessGroup)

@@ -12,12 +12,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
-from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from seqpar.deadlines import Deadlines
-from seqpar.pulse import Board, Files
+from seqpar.pulse import Files
 from seqpar.watch import Watch
 
 MEETING = "SEQPAR_MEETING"  # environment of a rank: the private folder in which the ranks of one machine meet
@@ -33,7 +31,7 @@ def join(device: torch.device | None = None, deadlines: Deadlines | None = None)
             return 0, 1
         cuda = torch.cuda.is_available() and (device is None or device.type == "cuda")
         limits = deadlines or Deadlines()
-        store, rank, world = _met(limits)
+        store, rank, world = _meet(limits)
         _gather_all(store, rank, world, limits.first_s)
         # gloo beside NCCL exchanges small host objects without a GPU, and without waiting for one
         backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=limits.host_s)
@@ -43,17 +41,17 @@ def join(device: torch.device | None = None, deadlines: Deadlines | None = None)
     return dist.get_rank(), dist.get_world_size()
 
 
-def _met(limits: Deadlines) -> tuple[Store, int, int]:
+def _meet(limits: Deadlines) -> tuple[dist.Store, int, int]:
     """Return the store by which ranks meet, this rank and their number; the store is a file in a folder of `seqpar`."""
     folder = os.environ.pop(MEETING, None)
     if folder is None:
         return next(rendezvous("env://", timeout=timedelta(seconds=limits.first_s)))
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _watched().folder = Path(folder)
-    return FileStore(str(Path(folder, "store")), world), rank, world
+    return dist.FileStore(str(Path(folder, "store")), world), rank, world
 
 
-def _gather_all(store: Store, rank: int, world: int, limit_s: float) -> None:
+def _gather_all(store: dist.Store, rank: int, world: int, limit_s: float) -> None:
     """Wait until all ranks have started."""
     run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives the ranks that torchrun starts again
     keys = [f"seqpar/started/{run}/{other}" for other in range(world)]
@@ -78,23 +76,20 @@ class _Watched:
         self.last_words: Callable[[str], NoReturn] | None = None
         atexit.register(self.end)
 
-    def now(self) -> Watch:
-        """Return the watch of the process group as it is now."""
+    def current(self) -> Watch:
+        """Return the watch of the process group that exists."""
         group = dist.group.WORLD
         if self.watch is None or self.group is not group:
             self.end()
             self.group = group
-            self.watch = Watch(dist.get_rank(), dist.get_world_size(), Deadlines(), self._connection())
+            self.watch = Watch(dist.get_rank(), Deadlines(), self._store())
             self.watch.last_words = self.last_words or self.watch.last_words
             if group is not None:
                 self.watch.groups.append(group)
         return self.watch
 
-    def _connection(self) -> Board | None:
-        """Return what the ranks read each other's signs of life from, and nothing else uses; None if there is none.
-
-        The file of a store only grows, so no signs go there.
-        """
+    def _store(self) -> dist.Store | None:
+        """Return where ranks show signs of life and nothing else is; None for a store in a file, which only grows."""
         if self.folder is not None:
             return Files(self.folder)
         store: Any = dist.distributed_c10d._get_default_store()
@@ -116,7 +111,7 @@ def _watched() -> _Watched:
 
 def watch() -> Watch:
     """Return the watch over the ranks of this process's group of all ranks."""
-    return _watched().now()
+    return _watched().current()
 
 
 def last_words(tell: Callable[[str], NoReturn]) -> None:

@@ -16,38 +16,27 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 from zlib import crc32
 
 import msgspec
+import torch.distributed as dist
 
 BEAT_S = 0.5
 KEY = "seqpar/pulse/{}"
 HEAD = struct.Struct("<II")  # before the text of a sign in a file: its length and check sum
 
 
-class Board(Protocol):
-    """Where signs are, as in a `torch.distributed.Store`; its functions raise RuntimeError or OSError if it is gone."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-    def set_timeout(self, timeout: timedelta, /) -> None: ...
-
-
-class Files:
-    """A board of one small file a key, in a folder that only this user can reach.
+class Files(dist.Store):
+    """A store of one small file a key, in a folder that only this user can reach; OSError if the folder is gone.
 
     A file is written over in place: a full disk does not silence a rank, whose file has its space already.
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._folder = folder
 
-    def set(self, key: str, value: str, /) -> None:
+    def set(self, key: str, value: str) -> None:
         """Write a value of a key, which only this process writes."""
         text = value.encode()
         file = os.open(self._path(key), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -56,7 +45,7 @@ class Files:
         finally:
             os.close(file)
 
-    def get(self, key: str, /) -> bytes:
+    def get(self, key: str) -> bytes:
         """Return a key's value; ValueError if it is being written, OSError if it is gone."""
         data = self._path(key).read_bytes()
         length, check = HEAD.unpack(data[: HEAD.size].ljust(HEAD.size, b"\0"))
@@ -65,24 +54,12 @@ class Files:
             raise ValueError(f"got half a sign in {key}, expected a whole one")
         return text
 
-    def check(self, keys: list[str], /) -> bool:
+    def check(self, keys: list[str]) -> bool:
         """Return whether all keys have values."""
         return all(self._path(key).exists() for key in keys)
 
-    def set_timeout(self, timeout: timedelta, /) -> None:
-        """Do nothing: files answer at once."""
-
     def _path(self, key: str) -> Path:
         return self._folder / f"{key.replace('/', '-')}.sign"
-
-
-@dataclass(frozen=True)
-class Letter:
-    """A sign as it is written; see `Sign`."""
-
-    beat: int
-    left: bool
-    begun: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -110,7 +87,9 @@ class Pulse:
     after each beat; it may call `read`.
     """
 
-    def __init__(self, rank: int, store: Board, patience_s: Callable[[], float], every: Callable[[], None]) -> None:
+    def __init__(
+        self, rank: int, store: dist.Store, patience_s: Callable[[], float], every: Callable[[], None]
+    ) -> None:
         self._rank, self._store, self._patience_s, self._every = rank, store, patience_s, every
         self._begun: dict[str, int] = {}
         self._beat, self._left = 0, False
@@ -133,11 +112,10 @@ class Pulse:
                 if rank == self._rank or not self._store.check([key]):  # a missing key would be waited for
                     continue
                 try:
-                    letter = msgspec.json.decode(self._store.get(key), type=Letter)
+                    sign = msgspec.json.decode(self._store.get(key), type=Sign)
                 except (ValueError, RecursionError):  # half written, or by a stranger: no sign, the rank may be late
                     continue
-                before, sign = self._signs.get(rank), Sign(letter.beat, letter.left, letter.begun)
-                if before is None or before != sign:
+                if sign != self._signs.get(rank):
                     self._signs[rank] = replace(sign, seen_s=time.monotonic())
             return {rank: self._signs[rank] for rank in ranks if rank in self._signs}
 
@@ -161,11 +139,11 @@ class Pulse:
                 self.silent_since = None
             except (RuntimeError, OSError):  # the process that holds the store has ended or is stopped
                 self.silent_since = self.silent_since or time.monotonic()
-            self._every()
-            self._over.wait(BEAT_S)
+            if not self._over.wait(BEAT_S):
+                self._every()
 
     def _tell(self) -> None:
         with self._lock:
             self._beat += 1
-            letter = Letter(self._beat, self._left, dict(self._begun))
-            self._store.set(KEY.format(self._rank), msgspec.json.encode(letter).decode())
+            sign = Sign(self._beat, self._left, dict(self._begun))
+            self._store.set(KEY.format(self._rank), msgspec.json.encode(sign).decode())

@@ -1,4 +1,4 @@
-"""`Told`: an error of one rank, as it is told to the others so that all of them raise the same one.
+"""`SharedError`: an error of one rank, as it is told to the others so that all of them raise the same one.
 
 What the user got wrong is a ValueError on every rank. What went wrong (a time limit, a full disk) keeps its class, so
 that a program, and the exit code of the command, can tell both apart.
@@ -28,7 +28,7 @@ def is_failure(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
-class Told:
+class SharedError:
     """An error's text; number: its `errno` if it is one of `SYSTEM`; late: whether it is a TimeoutError."""
 
     text: str
@@ -36,11 +36,11 @@ class Told:
     late: bool = False
 
     @staticmethod
-    def of(error: ValueError | OSError) -> Told:
+    def of(error: ValueError | OSError) -> SharedError:
         """Return what the other ranks must know of an error."""
         number = error.errno if isinstance(error, OSError) and error.errno in SYSTEM else None
         text = str(error).encode(errors="backslashreplace").decode()  # names of files may be no text
-        return Told(text, number, isinstance(error, TimeoutError))
+        return SharedError(text, number, isinstance(error, TimeoutError))
 
     def error(self, text: str | None = None) -> ValueError | OSError:
         """Return the error to raise, with another text if one is given."""
@@ -49,6 +49,6 @@ class Told:
             return TimeoutError(text)
         if self.number is None:
             return ValueError(text)
-        made = OSError(text)
-        made.errno = self.number  # not as an argument, which would come before the text once more
-        return made
+        error = OSError(text)
+        error.errno = self.number  # not as an argument, which would come before the text once more
+        return error

@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NoReturn, Protocol
 from weakref import WeakSet
@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 
 from seqpar.deadlines import Deadlines
-from seqpar.pulse import BEAT_S, Board, Pulse, Sign
-from seqpar.waits import Wait, is_lost, text_of_late, text_of_unknown, why_late
+from seqpar.pulse import BEAT_S, Pulse, Sign
 
 SLICE_S = 0.5  # of a wait, between two looks
 GRACE_S = 3.0  # for the main thread to raise the error of a failed watch
+# what a process group says when other ranks did not come or closed their connections
+LOST = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "connection refused")
 
 
 class LostRankError(TimeoutError):
@@ -45,24 +46,54 @@ class Follows(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits for. rank: this one. ranks: those that have to come. key, count: what each has begun then.
+
+    limit_s: how long a rank may show no sign of life, or not begin it; with `busy` it may begin it later.
+    """
+
+    rank: int
+    what: str
+    ranks: tuple[int, ...]
+    key: str
+    count: int
+    limit_s: float
+    busy: bool = False
+
+    def error(self, waited: float, reasons: Mapping[int, str], more: str = "it is not known which") -> str:
+        """Return the error after `waited` seconds in vain. reasons: late rank -> why it is late.
+
+        more: what is known where no rank is known to be late.
+        """
+        start, what = f"rank {self.rank} waited {round(waited, 1):g} s in vain for", f"({self.what})"
+        if reasons:
+            late, why = ", ".join(map(str, reasons)), "; ".join(dict.fromkeys(reasons.values()))
+            return f"{start} rank {late} {what}; {why}; see its output"
+        return (
+            f"{start} another rank of {list(self.ranks)} {what}; {more}; it died, is stuck, or did not make this call: "
+            f"see the output of the other ranks"
+        )
+
+
 class Watch:
-    """Watches the other ranks of a process group; see the module. rank, world: this rank and the number of all.
+    """Watches the other ranks of a process group; see the module. rank: this one.
 
     store: where ranks show signs of life, which nothing else uses; None watches by deadlines alone and names ranks
     only where an exchange knows them. last_words: ends a process whose main thread cannot be woken; it gets the error.
     """
 
-    def __init__(self, rank: int, world: int, deadlines: Deadlines, store: Board | None) -> None:
-        self.rank, self.world, self.deadlines = rank, world, deadlines
+    def __init__(self, rank: int, deadlines: Deadlines, store: dist.Store | None) -> None:
+        self.rank, self.deadlines = rank, deadlines
         self.failed: str | None = None
         self.groups: list[dist.ProcessGroup] = []
         self.last_words: Callable[[str], NoReturn] = _end
         self._raised = threading.Event()
         self._is_first, self._inside = True, False
         self._followers: WeakSet[Follows] = WeakSet()
-        self._calls: deque[Wait] = deque()
-        self._lock = threading.Lock()
-        self._oldest: tuple[Wait | None, float] = None, 0.0
+        self._queueing: tuple[Wait, None] | None = None  # the call that the host queues on the device
+        self._queued: deque[tuple[Wait, torch.cuda.Event]] = deque()  # calls that it has queued, until they end
+        self._oldest: tuple[object, float] = None, 0.0  # of these calls, and since when it is the oldest
         self._pulse = None
         if store is not None:
             self._pulse = Pulse(rank, store, lambda: max(1.0, self.deadlines.later_s), self._look)
@@ -86,22 +117,19 @@ class Watch:
         for follower in self._followers:
             follower.limit(self.limit_s)
         wait, on_device = self._begun(what, ranks, "calls"), device.type == "cuda" and self._pulse is not None
-        if on_device:  # watched from now on, because NCCL's first exchange holds the host up until all ranks have come
-            self._unfinished(wait)
+        # watched from now on, because NCCL's first exchange holds the host up until all ranks have come
+        self._queueing = (wait, None) if on_device else None
         try:
             yield
             if on_device:
                 event = torch.cuda.Event()
                 event.record()
-                self._unfinished(replace(wait, event=event), wait)
-        except RuntimeError as error:
-            if self.failed is None:
-                raise
-            self._raised.set()
-            raise LostRankError(self.failed) from error  # what an aborted exchange says
+                self._queued.append((wait, event))
+        except RuntimeError:
+            self.raise_if_failed()  # in the place of what an aborted exchange says
+            raise
         finally:
-            self._inside, self._is_first = False, True
-            self._forget(wait)
+            self._inside, self._is_first, self._queueing = False, True, None
 
     def raise_if_failed(self) -> None:
         """Raise TimeoutError if a wait of this rank is known to be in vain; this does not wait for the device."""
@@ -124,147 +152,126 @@ class Watch:
             try:
                 work.wait(timedelta(seconds=min(SLICE_S, wait.limit_s)))
                 return
-            except RuntimeError:  # the end of the slice, or of the exchange
-                if work.is_completed() and self._succeeded(work, wait, start):
+            except RuntimeError:  # the end of the slice, or of the exchange, which may have gone well since
+                if work.is_completed():
+                    with self._explained(wait, start):
+                        work.wait()
                     return
             self.raise_if_failed()
-            told = self._late(wait, start)
-            if told is not None or time.monotonic() - start > longest:
-                raise LostRankError(told or text_of_unknown(self.rank, wait, longest, "all show signs of life"))
-
-    def _succeeded(self, work: dist.Work, wait: Wait, start: float) -> bool:
-        """Return True for a completed exchange, which may have ended between a slice's end and this; else raise why."""
-        try:
-            return work.wait()
-        except RuntimeError as error:
-            if not is_lost(error):
-                raise
-            raise self._lost(wait, start) from error
-
-    def exchange(self, work: dist.Work, what: str, ranks: tuple[int, ...]) -> None:
-        """Wait for an exchange by gloo until the deadline; raises TimeoutError, which names the late ranks."""
-        with self.named(what, ranks):
-            work.wait(timedelta(seconds=self.limit_s))
+            if (error := self._vain(wait, start, longest, "all show signs of life")) is not None:
+                raise LostRankError(error)
 
     @contextmanager
     def named(self, what: str, ranks: tuple[int, ...]) -> Iterator[None]:
         """Raise TimeoutError, which names the late ranks, where an exchange times out or loses its connections."""
-        wait, start = self._begun(what, ranks, "exchanges"), time.monotonic()
+        with self._explained(self._begun(what, ranks, "exchanges"), time.monotonic()):
+            yield
+
+    def close(self) -> None:
+        """Tell the other ranks that this process leaves the group, and watch no more."""
+        if self._pulse is not None:
+            self._pulse.leave()
+        self._queued.clear()
+        self.groups.clear()
+
+    def _begun(self, what: str, ranks: tuple[int, ...], kind: str) -> Wait:
+        """Count that this rank begins something, so that others can see that it has come."""
+        key = f"{kind} of {ranks}"
+        count = 0 if self._pulse is None else self._pulse.begin(key)
+        return Wait(self.rank, what, ranks, key, count, self.limit_s)
+
+    @contextmanager
+    def _explained(self, wait: Wait, start: float) -> Iterator[None]:
+        """Raise LostRankError for an exchange that times out or loses its connections, by the signs of its ranks."""
         try:
             yield
         except RuntimeError as error:
             if self.failed is None and not is_lost(error):
                 raise
-            raise self._lost(wait, start) from error
+            self._raised.set()
+            raise LostRankError(self.failed or self._lost(wait, time.monotonic() - start)) from error
 
-    def close(self) -> None:
-        """Tell the other ranks that this process leaves the group, and watch no more."""
-        self._calls.clear()
-        self.groups.clear()
-        if self._pulse is not None:
-            self._pulse.leave()
-
-    def _begun(self, what: str, ranks: tuple[int, ...], kind: str) -> Wait:
-        """Count that this rank begins something, so that others can see that it has come."""
-        key = f"{kind} of {ranks}"
-        return Wait(what, ranks, key, 0 if self._pulse is None else self._pulse.begin(key), self.limit_s)
-
-    def _lost(self, wait: Wait, start: float) -> LostRankError:
-        """Return the error of an exchange that timed out, or whose connections broke, by the signs of its ranks."""
-        waited = time.monotonic() - start
-        self._raised.set()
-        if self.failed is not None:
-            return LostRankError(self.failed)
-        if reasons := self._reasons(wait):
-            return LostRankError(text_of_late(self.rank, wait, waited, reasons))
-        return LostRankError(text_of_unknown(self.rank, wait, waited, "it is not known which"))
-
-    def _unfinished(self, new: Wait | None = None, before: Wait | None = None) -> Wait | None:
-        """Add a call on the device, in the place of `before` if that is given; return the oldest one that is not over.
-
-        A call without an event is still being queued.
-        """
-        with self._lock:
-            if new is not None and before is not None and before in self._calls:
-                self._calls[self._calls.index(before)] = new
-            elif new is not None:
-                self._calls.append(new)
-            while self._calls and (event := self._calls[0].event) is not None and _is_over(event):
-                self._calls.popleft()
-            return self._calls[0] if self._calls else None
-
-    def _forget(self, wait: Wait) -> None:
-        """Watch a call no more that an error ended while it was queued."""
-        with self._lock:
-            if wait in self._calls:
-                self._calls.remove(wait)
-
-    # The thread --------------------------------------------------------------------------------------------------
+    def _lost(self, wait: Wait, waited: float) -> str:
+        """Return the error of an exchange that has failed; ranks that give no more signs are named before late ones."""
+        start = time.monotonic()
+        _, behind = self._missing(wait, start, 0.0)
+        if self._signs(wait):
+            time.sleep(4 * BEAT_S)
+        gone, _ = self._missing(wait, start, 3 * BEAT_S)
+        return wait.error(waited, gone or behind)
 
     def _look(self) -> None:
         """Look whether the oldest call on the device waits in vain; called after each beat."""
-        wait = self._unfinished()
-        if self._oldest[0] is not wait:
-            self._oldest = wait, time.monotonic()
-        if wait is None or self.failed is not None:
+        while self._queued and _is_over(self._queued[0][1]):
+            self._queued.popleft()
+        oldest = self._queued[0] if self._queued else self._queueing
+        if self._oldest[0] is not oldest:
+            self._oldest = oldest, time.monotonic()
+        if oldest is None or self.failed is not None:
             return
-        told = self._late(wait, self._oldest[1])
-        waited = time.monotonic() - self._oldest[1]
-        if told is None and waited > max(self.deadlines.host_s, wait.limit_s):
-            told = text_of_unknown(self.rank, wait, waited, "all show signs of life, so a device may hang")
-        if told is not None:
-            self._fail(told)
+        wait, longest = oldest[0], max(self.deadlines.host_s, oldest[0].limit_s)
+        error = self._vain(wait, self._oldest[1], longest, "all show signs of life, so a device may hang")
+        if error is not None:
+            self._fail(error)
 
-    def _fail(self, told: str) -> None:
+    def _fail(self, error: str) -> None:
         """Wake the main thread; where that is impossible, end the process."""
-        self.failed = told
+        self.failed = error
         for group in self.groups:
             # one thread each, because an abort waits until the graphs that hold the communicator are gone
             threading.Thread(target=_abort, args=(group,), daemon=True, name="seqpar-abort").start()
 
         def end() -> None:
             if not self._raised.wait(GRACE_S):
-                self.last_words(told)
+                self.last_words(error)
 
         threading.Thread(target=end, daemon=True).start()
 
-    # What is known of other ranks --------------------------------------------------------------------------------
-
-    def _late(self, wait: Wait, start: float) -> str | None:
-        """Return the error if a rank has ended, shows no sign of life, or has not begun what this one waits for."""
+    def _vain(self, wait: Wait, start: float, longest: float, more: str) -> str | None:
+        """Return the error if a wait is in vain, else None. longest: seconds after which it is; more: see `Wait`."""
         waited = time.monotonic() - start
-        found = {
-            rank: reason
-            for rank, sign in self._signs(wait.ranks).items()
-            if (reason := why_late(wait, sign, start, waited)) is not None
-        }
+        gone, behind = self._missing(wait, start, wait.limit_s)
+        if late := gone or (behind if waited > wait.limit_s and not wait.busy else {}):
+            return wait.error(waited, late)
         silent = None if self._pulse is None else self._pulse.silent_since
-        if not found and silent is not None and time.monotonic() - max(silent, start) > wait.limit_s:
-            return text_of_unknown(self.rank, wait, waited, "the store of the process group does not answer, either")
-        return text_of_late(self.rank, wait, waited, found) if found else None
+        if silent is not None and time.monotonic() - max(silent, start) > wait.limit_s:
+            return wait.error(waited, {}, "the store of the process group does not answer, either")
+        return wait.error(waited, {}, more) if waited > longest else None
 
-    def _reasons(self, wait: Wait) -> dict[int, str]:
-        """Return why ranks are late in an exchange that has failed already: those that show no sign any more."""
-        before = self._signs(wait.ranks)
-        if not before:
-            return {}
-        time.sleep(4 * BEAT_S)
-        found = {}
-        for rank, sign in self._signs(wait.ranks).items():
-            if sign.left:
-                found[rank] = "its process has ended by itself"
-            elif rank in before and before[rank].beat == sign.beat:
-                found[rank] = "it shows no sign of life: it died or is stopped"
-        behind = {rank: sign.begun.get(wait.key, 0) < wait.count for rank, sign in before.items()}
-        return found or {rank: "it runs, but did not come" for rank, late in behind.items() if late}
+    def _missing(self, wait: Wait, start: float, patience_s: float) -> tuple[dict[int, str], dict[int, str]]:
+        """Return the ranks that have ended or show no sign of life, and those that live but have not come, with why.
 
-    def _signs(self, ranks: Collection[int]) -> dict[int, Sign]:
+        patience_s: for how long after `start` a rank may show no sign of life.
+        """
+        gone: dict[int, str] = {}
+        behind: dict[int, str] = {}
+        for rank, sign in self._signs(wait).items():
+            has_come = sign.begun.get(wait.key, 0) >= wait.count
+            is_silent = (silent := sign.silent_s(start)) > patience_s
+            if sign.left and (is_silent or not has_come):
+                gone[rank] = "its process has ended by itself"
+            elif is_silent:
+                gone[rank] = f"it has shown no sign of life for {round(silent, 1):g} s: it died or is stopped"
+            if not has_come:
+                behind[rank] = "it lives, but has not begun this call"
+        return gone, behind
+
+    def _signs(self, wait: Wait) -> dict[int, Sign]:
+        """Return the last signs of the other ranks of a wait, as far as they have given one."""
         if self._pulse is None:
             return {}
         try:
-            return self._pulse.read([rank for rank in ranks if rank != self.rank])
+            return self._pulse.read([rank for rank in wait.ranks if rank != self.rank])
         except (RuntimeError, OSError):
             return {}  # the store is gone, which `silent_since` tells
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Return whether an error says that other ranks did not come or closed their connections.
+
+    A process group tells of both with plain RuntimeErrors that differ only in their texts.
+    """
+    return any(word in str(error).lower() for word in LOST)
 
 
 def drain(watch: Watch | None, device: torch.device, also: Callable[[], object] = lambda: None) -> None:
@@ -291,6 +298,6 @@ def _abort(group: dist.ProcessGroup) -> None:
     group._get_backend(torch.device("cuda")).abort()
 
 
-def _end(told: str) -> NoReturn:
-    print(f"error: {told}", file=sys.stderr, flush=True)
+def _end(error: str) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(1)

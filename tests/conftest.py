@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -55,14 +56,27 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if DEVICE == "cuda" else min(len(os.sched_getaffinity(0)), 8)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that need more GPUs than there are, and sort by world size so that process groups are reused."""
+    """Deselect tests that need more GPUs than there are, sort the others by world size, and group them by worker.
+
+    So process groups are reused. A file's tests run in one worker. Ranks that wait for each other take CPU time from
+    those of other workers, so files with several ranks share as few workers as there are pairs of cores.
+    """
     gpus = torch.cuda.device_count() if DEVICE == "cuda" else None
     left_out = [item for item in items if DEVICE != "cuda" and item.get_closest_marker("gpu")]
     left_out += [item for item in items if gpus is not None and _world(item) > gpus]
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)
-    items[:] = sorted((item for item in items if item not in gone), key=_world)
+    items[:] = [item for item in items if item not in gone]
+    files = {path: index for index, path in enumerate(dict.fromkeys(item.path for item in items))}
+    alone = "PYTEST_XDIST_WORKER" not in os.environ  # a worker keeps a file together, for its fixtures
+    items.sort(key=lambda item: (0 if alone else files[item.path], _world(item)))
+    shared = {item.path for item in items if "ranks" in getattr(item, "fixturenames", ())}
+    pairs = max(1, len(os.sched_getaffinity(0)) // 2)
+    for item in items:
+        name = f"ranks {crc32(bytes(item.path)) % pairs}" if item.path in shared else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(name))
 
 
 def _world(item: pytest.Item) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import queue
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +22,11 @@ from seqpar.deadlines import KINDS, Calls, Deadlines
 from seqpar.kernels.flags import Late
 from seqpar.mesh import Axis, Mesh
 from seqpar.processes import _gather_all
-from seqpar.pulse import Files, Sign
+from seqpar.pulse import BEAT_S, Files, Pulse, Sign
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import begin
 from seqpar.transports import _folder
-from seqpar.waits import is_lost
-from seqpar.watch import Watch
+from seqpar.watch import SLICE_S, Watch, is_lost
 from tests.engine.test_distributed import local
 from tests.sampling.test_sampling import scheduler
 from tests.support.meshes import mesh_for
@@ -56,121 +55,131 @@ def test_the_first_two_calls_of_a_kind_have_the_longer_deadline() -> None:
     assert len(calls._counts) == KINDS
 
 
-class Never:
-    """An exchange on the host that never ends."""
+class Ranks:
+    """The watches of two ranks in this process, whose signs of life and looks come at times that a test sets.
 
-    def wait(self, timeout: timedelta) -> None:
-        time.sleep(timeout.total_seconds())
-        raise RuntimeError("Operation timed out!")
+    Time stands still but for `sleep`, which stands for `time.sleep` in the watches. alive: ranks that give signs.
+    """
 
-    def is_completed(self) -> bool:
-        return False
+    def __init__(self, folder: Path) -> None:
+        self.now, self.alive = 100.0, {0, 1}
+        self.mine, self.other = self.watches = [Watch(rank, SHORT, Files(folder)) for rank in range(2)]
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass, in which living ranks tell that they live, and look."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + BEAT_S)
+            for rank in sorted(self.alive):
+                pulse_of(self.watches[rank])._tell()
+            for rank in sorted(self.alive):
+                pulse_of(self.watches[rank])._every()
+
+    def leave(self) -> None:
+        """End the other rank by itself."""
+        self.other.close()
+        self.alive.discard(1)
 
 
-class Just:
-    """An exchange on the host that ends just after a slice of the wait for it, well or with an error."""
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    """Return a function that makes two ranks; time is theirs, and their threads do nothing."""
+    pairs: list[Ranks] = []
+    monkeypatch.setattr(Pulse, "_run", lambda self: None)
+    for module in ("seqpar.watch", "seqpar.pulse"):
+        clock = SimpleNamespace(monotonic=lambda: pairs[-1].now, sleep=lambda seconds: pairs[-1].sleep(seconds))
+        monkeypatch.setattr(f"{module}.time", clock)
 
-    def __init__(self, error: str = "") -> None:
-        self.error = error
+    def make() -> Ranks:
+        (folder := tmp_path / str(len(pairs))).mkdir()
+        pairs.append(Ranks(folder))
+        pairs[-1].sleep(2 * BEAT_S)  # both have been seen
+        return pairs[-1]
+
+    yield make
+    for ranks in pairs:
+        for each in ranks.watches:
+            each.close()
+
+
+class Exchange:
+    """An exchange on the host. error: how it ends just after a slice of the wait for it; None: it never does."""
+
+    def __init__(self, ranks: Ranks, error: str | None = None) -> None:
+        self.ranks, self.error = ranks, error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if timeout is not None or self.error:
-            raise RuntimeError("Operation timed out!" if timeout is not None else self.error)
+        if timeout is not None:
+            self.ranks.sleep(timeout.total_seconds())
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
         return True
 
     def is_completed(self) -> bool:
-        return True
+        return self.error is not None
 
 
 class Event:
-    """A call on a device that has ended or not."""
+    """A call on a device that has ended or not; query: fails as the device does."""
 
-    def __init__(self) -> None:
-        self.over = False
+    def __init__(self, error: str = "") -> None:
+        self.over, self.error = False, error
 
     def record(self) -> None: ...
 
     def query(self) -> bool:
+        if self.error:
+            raise RuntimeError(self.error)
         return self.over
 
 
-@contextmanager
-def watches(folder: Path | None = None) -> Iterator[list[Watch]]:
-    """Yield the watches of two ranks that share a folder or, without one, a store, all in this process."""
-    store = dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=10))  # pyright: ignore[reportPrivateImportUsage]
-    made = [Watch(rank, 2, SHORT, Files(folder) if folder else _connection(store)) for rank in range(2)]
-    try:
-        yield made
-    finally:
-        for each in made:
-            each.close()
-
-
-def _connection(store: Any) -> Any:
-    return store.clone()
-
-
-def stop(watch: Watch) -> None:
-    """Let a rank show no more signs of life, as one that was stopped."""
+def pulse_of(watch: Watch) -> Pulse:
     assert watch._pulse is not None
-    watch._pulse._over.set()
+    return watch._pulse
 
 
-def told(work: Callable[[], object]) -> tuple[str, float]:
-    """Return the TimeoutError of some work, and the seconds until then."""
-    start = time.monotonic()
+def in_vain(work: Callable[[], object]) -> str:
+    """Return the TimeoutError of some work."""
     with pytest.raises(TimeoutError) as caught:
         work()
-    return str(caught.value), time.monotonic() - start
+    return str(caught.value)
 
 
-def test_a_host_exchange_that_ends_between_two_looks_is_not_lost() -> None:
-    mine = Watch(0, 2, SHORT, None)
-    mine.host(Just(), "an exchange", (0, 1))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TimeoutError, match="in vain for another rank"):
-        mine.host(Just("Connection closed by peer"), "an exchange", (0, 1))  # pyright: ignore[reportArgumentType]
+def hosted(ranks: Ranks, error: str | None = None) -> Callable[[], None]:
+    """Return a wait of rank 0 for a host exchange."""
+    return lambda: ranks.mine.host(Exchange(ranks, error), "an exchange", (0, 1))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_host_exchange_that_ends_between_two_looks_is_not_lost(two: Callable[..., Ranks]) -> None:
+    ranks = two()
+    hosted(ranks, "")()
     with pytest.raises(RuntimeError, match="shape"):
-        mine.host(Just("shape '[3]' is invalid"), "an exchange", (0, 1))  # pyright: ignore[reportArgumentType]
+        hosted(ranks, "shape '[3]' is invalid")()
+    text = in_vain(hosted(ranks, "Connection closed by peer"))
+    assert text.endswith("in vain for rank 1 (an exchange); it lives, but has not begun this call; see its output")
+    ranks.alive.discard(1)
+    text = in_vain(hosted(ranks, "Connection closed by peer"))
+    assert "in vain for rank 1 (an exchange); it has shown no sign of life for 2 s: it died or is stopped" in text
 
 
-@pytest.mark.parametrize("board", ["store", "files"])
-def test_a_host_exchange_waits_for_a_rank_that_lives_and_not_for_others(board: str, tmp_path: Path) -> None:
-    folders = [tmp_path / name if board == "files" else None for name in ("busy", "gone", "stopped")]
-    for folder in folders:
-        if folder is not None:
-            folder.mkdir()
-    with (
-        watches(folders[0]) as (mine, other),
-        watches(folders[1]) as (left, gone),
-        watches(folders[2]) as (here, stopped),
-    ):
-        jobs = {
-            "busy": lambda: mine.host(Never(), "an exchange", (0, 1)),  # pyright: ignore[reportArgumentType]
-            "gone": lambda: left.host(Never(), "an exchange", (0, 1)),  # pyright: ignore[reportArgumentType]
-            "stopped": lambda: here.host(Never(), "an exchange", (0, 1)),  # pyright: ignore[reportArgumentType]
-        }
-        time.sleep(1.2)  # every rank has been seen
-        gone.close()
-        stop(stopped)
-        found: dict[str, tuple[str, float]] = {}
-        threads = [
-            threading.Thread(target=lambda n=n, job=job: found.update({n: told(job)})) for n, job in jobs.items()
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert other.failed is None
-    text, seconds = found["gone"]
-    assert "rank 0 waited" in text
-    assert "in vain for rank 1 (an exchange); its process has ended by itself" in text
-    assert seconds < SHORT.first_s
-    text, seconds = found["stopped"]
-    assert "in vain for rank 1 (an exchange); it has shown no sign of life for" in text
-    assert SHORT.first_s <= seconds < SHORT.host_s
-    text, seconds = found["busy"]
-    assert "another rank of [0, 1] (an exchange); all show signs of life" in text
-    assert seconds >= SHORT.host_s
+def test_a_host_exchange_waits_for_a_rank_that_lives_and_not_for_others(two: Callable[..., Ranks]) -> None:
+    ranks = two()
+    start = ranks.now
+    text = in_vain(hosted(ranks))
+    assert "another rank of [0, 1] (an exchange); all show signs of life; it died, is stuck, or did not make" in text
+    assert SHORT.host_s < ranks.now - start <= SHORT.host_s + SLICE_S
+    start = ranks.now
+    ranks.alive.discard(1)
+    text = in_vain(hosted(ranks))
+    assert text.startswith("rank 0 waited 2 s in vain for rank 1 (an exchange); it has shown no sign of life for 2 s")
+    assert SHORT.first_s < ranks.now - start <= SHORT.first_s + SLICE_S
+    ranks = two()
+    start = ranks.now
+    ranks.leave()
+    text = in_vain(hosted(ranks))
+    assert text.endswith("in vain for rank 1 (an exchange); its process has ended by itself; see its output")
+    assert ranks.now - start <= SLICE_S
 
 
 def test_signs_in_files_take_no_more_room_and_are_read_whole(tmp_path: Path) -> None:
@@ -195,86 +204,123 @@ def test_signs_in_files_take_no_more_room_and_are_read_whole(tmp_path: Path) -> 
 
 
 def test_a_sign_that_a_stranger_has_written_is_none_and_the_ranks_go_on_telling(tmp_path: Path) -> None:
-    with watches(tmp_path) as (mine, other):
-        time.sleep(0.6)
-        before = mine._signs((1,))[1]
-        assert other._pulse is not None
-        with other._pulse._lock:
-            files, sign = Files(tmp_path), '{"beat": 1, "left": false, "begun": {}'
+    """The threads are real here, and so is the store of one of the pairs."""
+    store: Any = dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=60))  # pyright: ignore
+    for shared in (lambda: Files(tmp_path), store.clone):
+        mine, other = (Pulse(rank, shared(), lambda: 60.0, lambda: None) for rank in range(2))
+        before = seen(mine, lambda sign: True)
+        files = shared()
+        with other._lock:
+            sign = '{"beat": 1, "left": false, "begun": {}'
             files.set("seqpar/pulse/2", sign + "}")  # of another rank, which a bad sign must not hide
             deep = sign + ', "x": ' + "[" * 10**5 + "]" * 10**5 + "}"
-            for text in ("", "{", '{"beat": "x", "left": false, "begun": {}}', '{"beat": 1}', "[" * 10**5, deep):
-                files.set("seqpar/pulse/1", text or " ")
-                assert mine._signs((1, 2)) == {1: before, 2: Sign(1, False, {})}
-            (tmp_path / "seqpar-pulse-1.sign").write_bytes(b"half")
-            assert mine._signs((1, 2)) == {1: before, 2: Sign(1, False, {})}
-        time.sleep(1.2)
-        assert mine._signs((1,))[1].beat > before.beat
+            before = mine.read((1,))[1]
+            for text in (" ", "{", '{"beat": "x", "left": false, "begun": {}}', '{"beat": 1}', "[" * 10**5, deep):
+                files.set("seqpar/pulse/1", text)
+                assert mine.read((1, 2)) == {1: before, 2: Sign(1, False, {})}
+        assert not seen(mine, lambda sign, beat=before.beat: sign.beat > beat).left
+        other.begin("calls of x")
+        other.leave()
+        assert seen(mine, lambda sign: sign.left).begun == {"calls of x": 1}
+        mine.leave()
 
 
-def test_a_call_on_a_device_that_waits_in_vain_is_told_from_one_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is faked: its event is over or not. What a graph of NCCL waits for is seen by no other timer."""
-    gpu, ended, words, events = torch.device("cuda", 0), [], [], []
+def seen(pulse: Pulse, wanted: Callable[[Sign], bool]) -> Sign:
+    """Return the first sign of rank 1 that is wanted."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        sign = pulse.read((1,)).get(1)
+        if sign is not None and wanted(sign):
+            return sign
+        time.sleep(0.01)
+    raise AssertionError("no sign")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """Fake a device: its calls are over or not. What a graph of NCCL waits for is seen by no other timer."""
+    events: list[Event] = []
     monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(Event()) or events[-1])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("seqpar.watch._abort", ended.append)
-    monkeypatch.setattr("seqpar.watch.GRACE_S", 0.2)
-    with watches() as late, watches() as stopped, watches() as computes:
-        for name, (mine, other) in {"late": late, "stopped": stopped, "computes": computes}.items():
-            mine.groups.append(name)  # pyright: ignore[reportArgumentType]
-            mine.last_words = words.append  # pyright: ignore[reportAttributeAccessIssue]
-            with mine.call("step 7", (0, 1), False, gpu):
-                assert mine.limit_s == SHORT.later_s
-            if name != "late":
-                with other.call("step 7", (0, 1), False, CPU):
-                    pass
-        stop(stopped[1])
-        time.sleep(2.6)
-        assert computes[0].failed is None
-        events[-1].over = True
-        computes[0].raise_if_failed()
-        assert sorted(ended) == ["late", "stopped"]  # the groups whose exchanges were aborted
-        reasons = {"it lives, but has not begun this call": late[0], "it has shown no sign of life": stopped[0]}
-        for reason, mine in reasons.items():
-            text, _ = told(mine.raise_if_failed)
-            assert "rank 0 waited" in text
-            assert f"in vain for rank 1 (step 7); {reason}" in text
-            assert text in words  # nothing had raised the error in the time of grace
-            assert told(lambda mine=mine: mine.call("step 8", (0, 1), False, gpu).__enter__())[0] == text
+    monkeypatch.setattr("seqpar.watch.GRACE_S", 0.01)
+    return events
 
 
-def test_a_call_that_holds_the_host_up_while_it_is_queued_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL's first exchange does, which waits on the host until all ranks have come."""
-    gpu, words = torch.device("cuda", 0), []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("seqpar.watch.GRACE_S", 0.2)
-    with watches() as (mine, other):
-        mine.last_words = words.append  # pyright: ignore[reportAttributeAccessIssue]
-        time.sleep(0.6)
-        stop(other)
-        with mine.call("step 1", (0, 1), False, gpu):
-            time.sleep(SHORT.later_s + 1.6)
-        assert "in vain for rank 1 (step 1); it has shown no sign of life" in words[0]
+GPU = torch.device("cuda", 0)
 
 
-def test_a_device_that_fails_does_not_end_the_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(Event):
-        def query(self) -> bool:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+def test_a_call_on_a_device_that_waits_in_vain_is_told_from_one_that_computes(
+    two: Callable[..., Ranks], gpu: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted, words = queue.Queue[str](), queue.Queue[str]()
+    monkeypatch.setattr("seqpar.watch._abort", aborted.put)
+    reasons = {"late": "it lives, but has not begun this call", "stopped": "it has shown no sign of life"}
+    for name in ("computes", *reasons):
+        ranks = two()
+        mine, other = ranks.watches
+        mine.groups.append(name)  # pyright: ignore[reportArgumentType]
+        mine.last_words = words.put  # pyright: ignore[reportAttributeAccessIssue]
+        with mine.call("step 7", (0, 1), False, GPU):
+            assert mine.limit_s == SHORT.later_s
+        if name != "late":
+            with other.call("step 7", (0, 1), False, CPU):
+                pass
+        ranks.alive -= {1} if name == "stopped" else set()
+        ranks.sleep(2 * SHORT.later_s)
+        if name == "computes":
+            assert mine.failed is None
+            gpu[-1].over = True
+            ranks.sleep(2 * SHORT.host_s)
+            mine.raise_if_failed()
+            continue
+        assert aborted.get(timeout=60) == name  # the group whose exchanges were aborted
+        text = words.get(timeout=60)  # nothing had raised the error in the time of grace
+        assert "rank 0 waited" in text
+        assert f"in vain for rank 1 (step 7); {reasons[name]}" in text
+        assert in_vain(mine.raise_if_failed) == text
+        assert in_vain(mine.call("step 8", (0, 1), False, GPU).__enter__) == text
+    assert aborted.empty()
 
-    monkeypatch.setattr(torch.cuda, "Event", Broken)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with watches() as (mine, other):
-        with mine.call("step 1", (0, 1), False, torch.device("cuda", 0)):
+
+def test_a_device_that_hangs_is_noticed_though_all_ranks_live(two: Callable[..., Ranks], gpu: list[Event]) -> None:
+    ranks = two()
+    for each in ranks.watches:
+        each.last_words = lambda error: None  # pyright: ignore[reportAttributeAccessIssue]
+        with each.call("step 7", (0, 1), False, GPU):
             pass
-        mine.deadlines = replace(SHORT, later_s=2.5)
-        time.sleep(0.7)
-        assert mine._pulse is not None
-        before = other._signs((0,))[0].beat
-        time.sleep(1.2)
-        assert other._signs((0,))[0].beat > before
-        assert mine._pulse._store.timeout.total_seconds() == 2.5  # pyright: ignore[reportAttributeAccessIssue]
+    ranks.sleep(SHORT.host_s - BEAT_S)
+    ranks.mine.raise_if_failed()
+    ranks.sleep(3 * BEAT_S)
+    assert "(step 7); all show signs of life, so a device may hang" in in_vain(ranks.mine.raise_if_failed)
+
+
+def test_a_call_that_holds_the_host_up_while_it_is_queued_is_watched(
+    two: Callable[..., Ranks], gpu: list[Event]
+) -> None:
+    """As NCCL's first exchange does, which waits on the host until all ranks have come."""
+    ranks, words = two(), queue.Queue[str]()
+    ranks.mine.last_words = words.put  # pyright: ignore[reportAttributeAccessIssue]
+    ranks.alive.discard(1)
+    with ranks.mine.call("step 1", (0, 1), False, GPU):
+        ranks.sleep(SHORT.later_s + 2 * BEAT_S)
+    assert "in vain for rank 1 (step 1); it has shown no sign of life" in words.get(timeout=60)
+
+
+def test_a_device_that_fails_does_not_end_the_signs_of_life(two: Callable[..., Ranks], gpu: list[Event]) -> None:
+    ranks = two()
+    with ranks.mine.call("step 1", (0, 1), False, GPU):
+        pass
+    gpu[-1].error = "CUDA error: an illegal memory access was encountered"
+    before = pulse_of(ranks.other).read((0,))[0].beat
+    ranks.sleep(2 * SHORT.host_s)
+    assert pulse_of(ranks.other).read((0,))[0].beat > before
+    ranks.mine.raise_if_failed()
+
+
+def test_a_store_that_does_not_answer_is_named(two: Callable[..., Ranks]) -> None:
+    ranks = two()
+    pulse_of(ranks.mine).silent_since = ranks.now
+    assert "the store of the process group does not answer, either" in in_vain(hosted(ranks))
 
 
 def test_deadlines_change_from_call_to_call_also_on_devices() -> None:
@@ -285,7 +331,7 @@ def test_deadlines_change_from_call_to_call_also_on_devices() -> None:
         def limit(self, deadline_s: float) -> None:
             self.limits.append(deadline_s)
 
-    watch, moves = Watch(0, 2, SHORT, None), Moves()
+    watch, moves = Watch(0, SHORT, None), Moves()
     watch.follow(moves)
     assert watch.limit_s == SHORT.first_s
     for is_first in (True, False, False):
@@ -305,22 +351,19 @@ def test_only_errors_of_lost_ranks_are_taken_for_those() -> None:
 def test_a_rank_that_never_starts_is_named() -> None:
     store = dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=10))  # pyright: ignore[reportPrivateImportUsage]
     store.set("seqpar/started/0/2", "1")
-    text, seconds = told(lambda: _gather_all(store, 0, 3, 0.5))
+    text = in_vain(lambda: _gather_all(store, 0, 3, 0.5))
     assert text.startswith("rank 0 waited 0.5 s in vain for rank 1 of 3 to start")
-    assert seconds < 3
 
 
-def left_alone(
-    rank: int, world: int, device: torch.device, transport: str, port: int, way: str
-) -> tuple[str, float, bool]:
-    """Do work on a model three times, and once more without rank 1; return rank 0's error, seconds, whether quick.
+def left_alone(rank: int, world: int, device: torch.device, transport: str, port: int, way: str) -> tuple[str, float]:
+    """Do work on a model three times, and once more without rank 1; return rank 0's error, and its seconds.
 
     way: calls of the model, or steps of the loop, which are replays of a CUDA graph on GPUs. The signs of life go
     through a store of their own, as the pool's store is a file.
     """
-    store = dist.TCPStore("localhost", port, world, rank == 0, timedelta(seconds=10))  # pyright: ignore
+    store: Any = dist.TCPStore("localhost", port, world, rank == 0, timedelta(seconds=60))  # pyright: ignore
     mesh = mesh_for("ulysses", world, device)
-    watch = Watch(rank, world, Deadlines(first_s=30, later_s=1, host_s=60), _connection(store))
+    watch = Watch(rank, Deadlines(first_s=60, later_s=1, host_s=60), store.clone())
     watch.groups += [group for group in {mesh.world.group, mesh.sequence.group} if group is not None]
     mesh = _watched(mesh, watch)
     try:
@@ -335,12 +378,10 @@ def left_alone(
         if rank == 0:
             with pytest.raises(TimeoutError) as caught:
                 _ended(dit, work)
-            seconds = time.monotonic() - start
-            return str(caught.value), seconds, seconds < 10  # not the first deadline
+            return str(caught.value), time.monotonic() - start
         if way == "calls":
             dit._inputs.of_rank_0({"hidden_states": x, "timestep": t, "class_labels": t})
-        time.sleep(3.2)
-        return "nothing", 0.0, True
+        return "nothing", 0.0
     finally:
         watch.close()
 
@@ -375,13 +416,12 @@ def test_a_call_without_one_rank_ends_after_the_later_deadline_and_names_it(
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    (text, seconds, quick), (other, _, _) = ranks.run(2, left_alone, transport, port, way)
-    assert "rank 0 waited 1" in text
+    (text, seconds), (other, _) = ranks.run(2, left_alone, transport, port, way)
+    assert text.startswith("rank 0 waited ")
     nccl = ranks.device == "cuda" and transport == "collective"
     what = ("step 4 of 5" if way == "steps" else "a call of the transformer") if nccl else "axis ulysses, "
     assert f"in vain for rank 1 ({what}" in text
-    assert seconds >= 1
-    assert quick
+    assert 1 <= seconds < 50  # not the first deadline
     assert other == "nothing"
     if transport == "collective":
         ranks.close()  # the group of an exchange that timed out is not used again

@@ -27,16 +27,12 @@ from typing import Literal, NoReturn
 
 from seqpar import mesh as meshes
 from seqpar.cli.interrupted import ends_when_interrupted
-from seqpar.cli.stopped import end_ranks, stopped_ranks
-from seqpar.shared_errors import LOST, is_failure
+from seqpar.shared_errors import is_failure
 
 Kind = Literal["mistake", "failure", "bug"]
 GRACE_S = 5.0  # other ranks give rank 0 this long to tell its message
 LAST_GRACE_S = 1.0  # the same for ranks whose main thread has been given time already
 INTERRUPTED_S = 2.0  # for the main thread to end after Ctrl-C
-# A rank whose connections break has often done nothing wrong. It waits this long before it says so: torchrun's agent
-# looks ten times a second, and ends it in this time if another rank has died.
-BLAME_S = 2.0
 MISTAKE, FAILURE, STOPPED = 2, 1, 128 + signal.SIGINT  # exit codes; shells have the last one after Ctrl-C
 PROCESS = ".process"  # name of the file in the folder of reports that holds a rank's process id, after the rank
 REPORTS, STARTER = "SEQPAR_REPORTS", "SEQPAR_STARTER"  # environment of a rank: a folder, a process id
@@ -73,8 +69,8 @@ class Report:
     @staticmethod
     def read(folder: str | Path) -> dict[int, Report]:
         """Rank -> its report, in order of ranks."""
-        found = {int(path.stem): Report(**json.loads(path.read_text())) for path in Path(folder).glob("*.json")}
-        return dict(sorted(found.items()))
+        reports = {int(path.stem): Report(**json.loads(path.read_text())) for path in Path(folder).glob("*.json")}
+        return dict(sorted(reports.items()))
 
 
 def kind_of(error: BaseException) -> Kind:
@@ -107,7 +103,7 @@ def guarded(work: Callable[[int], None], interrupted_s: float = INTERRUPTED_S) -
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that cannot be encoded must not end finished work
             stream.reconfigure(errors="backslashreplace")
-    meshes.last_words(lambda told: _tell(rank, folder, meshes.LostRankError(told), LAST_GRACE_S))
+    meshes.last_words(lambda error: _tell(rank, folder, meshes.LostRankError(error), LAST_GRACE_S))
     with ends_when_interrupted(lambda: _stopped(rank, folder), interrupted_s):
         try:
             try:
@@ -133,19 +129,15 @@ def _stopped(rank: int, folder: str | None) -> NoReturn:
 
 
 def _tell(rank: int, folder: str | None, error: BaseException, grace_s: float) -> NoReturn:
-    """Tell why this rank ends, end ranks that cannot end themselves, and exit.
-
-    grace_s: see `_say`; 0 if a rank is stopped, because torchrun's agent ends this one as soon as that one has ended.
-    """
-    report, stopped = Report.of(error), stopped_ranks()
+    """Tell why this rank ends, and exit. grace_s: see `_say`."""
+    report = Report.of(error)
     try:
         if folder is not None:
             report.write(folder, rank)
         else:
-            _say(rank, report, error, 0.0 if stopped else grace_s)
+            _say(rank, report, error, grace_s)
         sys.stdout.flush()
     finally:  # also where the disk is full, or nobody reads the output any more
-        end_ranks(stopped)
         # not sys.exit: a process group whose other ranks wait in a collective would hold the exit up
         os._exit(report.code)
 
@@ -153,9 +145,7 @@ def _tell(rank: int, folder: str | None, error: BaseException, grace_s: float) -
 def _say(rank: int, report: Report, error: BaseException, grace_s: float) -> None:
     """Print why this rank ends. Under torchrun rank 0 prints first, others after `grace_s` if it had nothing to say."""
     line = line_of(error)
-    if report.kind == "bug" or isinstance(error, LOST):
-        _wait_for_blame(rank, line)
-    elif rank > 0:
+    if rank > 0:
         _wait(grace_s)
     text = report.text.rstrip() if report.kind == "bug" else f"error: {line}"
     if _to_torchrun(report) and report.kind == "bug":  # whose report has the traceback
@@ -173,18 +163,10 @@ def _to_torchrun(report: Report) -> bool:
     return True
 
 
-def _wait_for_blame(rank: int, line: str) -> None:
-    """Wait before a bug is told: if torchrun's agent ends this rank in this time, another one was the first to fail."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _wait(BLAME_S, f"error: another rank ended first; rank 0 then saw: {line}" if rank == 0 else None)
-
-
-def _wait(seconds: float, last: str | None = None) -> None:
-    """Sleep. If torchrun's agent ends this rank meanwhile, print `last` and leave without a line in its report."""
+def _wait(seconds: float) -> None:
+    """Sleep. If torchrun's agent ends this rank meanwhile, leave without a line in its report."""
 
     def ended(number: int, frame: FrameType | None) -> None:
-        if last is not None:
-            print(last, file=sys.stderr, flush=True)
         os._exit(0)  # the agent knows already that the run has failed, and lists whatever ends with another code
 
     if "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is threading.main_thread():

@@ -24,20 +24,20 @@ def ends_when_interrupted(end: Callable[[], NoReturn], grace_s: float) -> Iterat
     In this time the main thread may end by itself, and remove unfinished files.
     Where something else handles SIGINT, as torchrun's agent does while it ends its ranks, that is left to it.
     """
-    told, tell = os.pipe()
-    os.set_blocking(tell, False)
+    receive, send = os.pipe()
+    os.set_blocking(send, False)
 
     def watch() -> None:
-        while number := os.read(told, 1):
+        while number := os.read(receive, 1):
             if number[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 time.sleep(grace_s)
                 end()
-        os.close(told)
+        os.close(receive)
 
     threading.Thread(target=watch, daemon=True, name="seqpar-interrupted").start()
-    before = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(send, warn_on_full_buffer=False)
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.close(tell)
+        os.close(send)

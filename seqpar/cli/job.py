@@ -13,6 +13,7 @@ import torch
 import seqpar.attention
 import seqpar.local
 import seqpar.transports
+from seqpar.arguments import check_whole
 from seqpar.cli.args import Args
 from seqpar.mesh import Mesh, default_dtype
 from seqpar.pipelines._family import Job, Order, family_of, is_builtin
@@ -23,14 +24,16 @@ from seqpar.protocols import plugin
 from seqpar.sampling.guidance import Guidance, check_layout
 from seqpar.weights.find import resolve
 
-MOST = {  # largest values of flags that stand for an amount of work or memory
-    "steps": 100_000,
-    "pictures": 65_536,  # in one run; the next --seed makes others
-    "side": 131_072,  # pixels of a --size
-    "heads": 65_536,
-    "frames": 100_000,
-    "fps": 1000,
+RANGES = {  # of flags that are numbers; most stand for an amount of work or memory
+    "steps": (1, 100_000),
+    "repeat": (1, 65_536),
+    "heads": (1, 65_536),
+    "frames": (1, 100_000),
+    "fps": (1, 1000),
+    "seed": (0, 2**63 - 1),
 }
+MOST_PICTURES = 65_536  # in one run; the next --seed makes others
+MOST_SIDE = 131_072  # pixels of a --size
 MOST_PLANNED = (512, 1024)  # GPUs of one plan, and of all plans of a command: time grows with the square of a number
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -134,9 +137,8 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     sides = text.lower().split("x")
     if len(sides) > 2 or not all(side.isdecimal() for side in sides):
         raise ValueError(f"got --size {text}, expected pixels like 256 or 256x384 (height x width)")
-    most = MOST["side"]
-    if any(len(side) > len(str(most)) or int(side) > most for side in sides):
-        raise ValueError(f"got --size {text}, expected at most {most} pixels along a side")
+    if any(len(side) > len(str(MOST_SIDE)) or int(side) > MOST_SIDE for side in sides):
+        raise ValueError(f"got --size {text}, expected at most {MOST_SIDE} pixels along a side")
     return int(sides[0]), int(sides[-1])
 
 
@@ -160,33 +162,26 @@ def _check_heads(args: Args, job: Job | Adapted) -> None:
 def _check_ranges(args: Args) -> None:
     """Raise ValueError for a number that is out of its range."""
     _check_counts(args.dry_run or ())
-    if args.steps < 1 or args.repeat < 1:
-        raise ValueError(f"got --steps {args.steps} --repeat {args.repeat}, expected at least 1 of each")
-    for name in ("steps", "heads", "frames", "fps"):
-        value = getattr(args, name)
-        if value is not None and not 1 <= value <= MOST[name]:
-            least = "at least 1" if value < 1 else f"at most {MOST[name]}"
-            raise ValueError(f"got --{name} {value}, expected {least}")
+    for name, (least, most) in RANGES.items():
+        if (value := getattr(args, name)) is not None:
+            check_whole(f"--{name}", value, least, most)
     named = max(len(args.classes), len(args.prompt), 1)
-    if args.repeat * named > MOST["pictures"]:
+    if args.repeat * named > MOST_PICTURES:
         raise ValueError(
-            f"got {named} x --repeat {args.repeat} pictures, expected at most {MOST['pictures']} in a run; make others "
-            f"by runs with another --seed"
+            f"got {named} x --repeat {args.repeat} pictures, expected at most {MOST_PICTURES} in a run; make others by "
+            f"runs with another --seed"
         )
     if args.vae == "strips" and args.exact:
         raise ValueError("got --vae strips with --exact, expected pictures: strips round sums in another order")
-    if not 0 <= args.seed < 2**63:
-        raise ValueError(f"got --seed {args.seed}, expected 0 to 2**63 - 1")
 
 
 def _check_counts(counts: Sequence[int]) -> None:
     """Raise ValueError for numbers of processes that no plan is made for."""
     most, total = MOST_PLANNED
-    if any(count < 1 for count in counts):
-        raise ValueError(f"got --dry-run {counts}, expected numbers of processes, from 1")
-    if any(count > most for count in counts) or sum(counts) > total:
-        shown = " ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
-        raise ValueError(f"got plans for {shown} GPUs, expected numbers up to {most}, together at most {total}")
+    for count in counts:
+        check_whole("GPUs to plan for", count, 1, most)
+    if sum(counts) > total:
+        raise ValueError(f"got plans for {sum(counts)} GPUs together, expected at most {total}")
 
 
 def _check_names(args: Args) -> None:

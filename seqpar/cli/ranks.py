@@ -20,6 +20,7 @@ from types import FrameType
 
 import torch
 
+from seqpar.arguments import check_whole
 from seqpar.cli.exits import PROCESS, REPORTS, STARTER, STOPPED, Report
 from seqpar.processes import MEETING
 from seqpar.transports._sockets import remove_sockets
@@ -46,14 +47,12 @@ def wanted(gpus: int | None, ranks: int | None) -> int:
     if gpus is not None and ranks is not None:
         raise ValueError(f"got --gpus {gpus} and --ranks {ranks}, expected one of them")
     for name, count in (("gpus", gpus), ("ranks", ranks)):
-        if count is not None and count < 1:
-            raise ValueError(f"got --{name} {count}, expected at least 1")
-        if count is not None and count > MOST:
-            raise ValueError(f"got --{name} {count}, expected at most {MOST} processes on one machine")
-    if gpus is not None and gpus > (there := torch.cuda.device_count()):
+        if count is not None:
+            check_whole(f"--{name}", count, 1, MOST)
+    if gpus is not None and gpus > (present := torch.cuda.device_count()):
         raise ValueError(
-            f"got --gpus {gpus} on a machine with {there} GPU(s), expected at most {there}"
-            + ("" if there else f"; use --ranks {gpus} for processes on the CPU")
+            f"got --gpus {gpus} on a machine with {present} GPU(s), expected at most {present}"
+            + ("" if present else f"; use --ranks {gpus} for processes on the CPU")
         )
     return gpus or ranks or 1
 
@@ -75,8 +74,8 @@ def start(words: Sequence[str], count: int) -> None:
             raise SystemExit(128 + stop.number) from None
         finally:
             _end(ranks, signal.SIGTERM)  # also where a rank could not be started
-            told = [path.read_text() for path in Path(folder).glob(f"*{PROCESS}")]
-            remove_sockets([int(text) for text in told if text])
+            processes = [path.read_text() for path in Path(folder).glob(f"*{PROCESS}")]
+            remove_sockets([int(process) for process in processes if process])
         if failed:
             codes = {rank: code for rank, one in enumerate(ranks) if (code := one.poll())}
             killed = {rank: -signal.SIGTERM for rank in codes if codes[rank] == -signal.SIGKILL}  # by `_end`

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels._triton import fused, jit, tl
-from seqpar.kernels.ddim import guide
+from seqpar.kernels.ddim import check_contiguous, guide, guided, note, strides_of
 
 BLOCK = 512
 
@@ -119,43 +119,24 @@ def launch(
     states, outputs, seen = history.states_PnlC, history.outputs_QnlC, history.seen_nlC
     slots, images, tokens, width = states.shape
     count = 1 if outputs is None else len(outputs) + 1
-    single, double = torch.float32, torch.float64
-    for name, tensor, dtype in (
-        ("state", states, single if seen is None else double),
-        ("history of outputs", outputs, single),
-        ("model input", seen, single),
-        ("table", steps.table_SK, double),
-        ("guidance", steps.guidance_S, single),
-        ("noise", steps.noise_SnlC, single),
-    ):
-        if tensor is not None and not (tensor.is_contiguous() and tensor.dtype == dtype):
-            raise ValueError(f"got a {name} {tensor.dtype} {tensor.stride()}, expected contiguous {dtype}")
-    if steps.table_SK.shape[1] != 1 + slots + count:
-        raise ValueError(f"got a table {tuple(steps.table_SK.shape)}, expected 1 + {slots} + {count} columns")
-    strides: list[int] = []
-    for output in (cond_nlM, uncond_nlM):
-        if output is not None and (output.stride(-1) != 1 or output.shape[-1] < width):
-            raise ValueError(f"got predictions {tuple(output.shape)}, expected at least {width} contiguous columns")
-        strides += [0, 0] if output is None else output.stride()[:2]
-    guided = width if steps.guided is None else steps.guided
-    grid = (-(-tokens * width // BLOCK), images)
-    tensors = (states, outputs, seen, cond_nlM, uncond_nlM, steps.noise_SnlC, steps.table_SK, steps.guidance_S)
-    # a thread holds 16 bytes of the state: with twice as much of fp64, Triton 3.6 spills
-    warps = BLOCK * states.element_size() // (16 * 32)
-    # without fused multiply-adds the bits are those of plain torch
-    multistep_kernel[grid](
-        *tensors,
-        step,
-        bad,
-        tokens,
-        *strides,
+    table, guidance = steps.table_SK, steps.guidance_S
+    check_contiguous(torch.float32, outputs=outputs, input=seen, guidance=guidance, noise=steps.noise_SnlC)
+    check_contiguous(torch.float64, table=table)
+    check_contiguous(torch.float32 if seen is None else torch.float64, state=states)
+    if table.shape[1] != 1 + slots + count:
+        raise ValueError(f"got a table {tuple(table.shape)}, expected 1 + {slots} + {count} columns")
+    strides = strides_of(cond_nlM, uncond_nlM, width)
+    multistep_kernel[(-(-tokens * width // BLOCK), images)](
+        *(states, outputs, seen, cond_nlM, uncond_nlM, steps.noise_SnlC, table, guidance),
+        *(step, bad, tokens, *strides),
         C=width,
-        GUIDED=guided,
+        GUIDED=width if steps.guided is None else steps.guided,
         P=slots,
         Q=count,
         BLOCK=BLOCK,
-        num_warps=warps,
-        enable_fp_fusion=False,
+        # a thread holds 16 bytes of the state: with twice as much of fp64, Triton 3.6 spills
+        num_warps=BLOCK * states.element_size() // (16 * 32),
+        enable_fp_fusion=False,  # without fused multiply-adds the bits are those of plain torch
     )
 
 
@@ -186,32 +167,29 @@ def multistep_kernel(
     here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = here < tokens * C
     token, column = (here // C).to(tl.int64), here % C
-    now = tl.load(step).to(tl.int64)
+    index = tl.load(step).to(tl.int64)
     size = tl.num_programs(1).to(tl.int64) * tokens * C  # elements of a slot
     at = image * tokens * C + here
-    row = table + now * (1 + P + Q)
-    x = tl.load(states + (now % P) * size + at, mask, 0.0)
+    row = table + index * (1 + P + Q)
+    x = tl.load(states + (index % P) * size + at, mask, 0.0)
     m = tl.load(cond + image * cond_image + token * cond_token + column, mask, 0.0).to(tl.float32)
     if uncond is not None:
-        u = tl.load(uncond + image * uncond_image + token * uncond_token + column, mask, 0.0).to(tl.float32)
-        m = tl.where(column < GUIDED, u + tl.load(guidance + now) * (m - u), m)
+        m = guided(m, uncond + image * uncond_image + token * uncond_token, column, guidance + index, mask, GUIDED)
     new = tl.load(row + 1) * x.to(tl.float64) + tl.load(row + 1 + P) * m.to(tl.float64)
     # + P and + Q keep the slots of steps before the first from being negative; their weights are zero: no read
     for j in tl.static_range(1, P):  # pyright: ignore[reportGeneralTypeIssues]
         weight = tl.load(row + 1 + j)
         used = here < tl.where(weight != 0, tokens * C, 0)
-        new += weight * tl.load(states + ((now + P - j) % P) * size + at, used, 0.0).to(tl.float64)
+        new += weight * tl.load(states + ((index + P - j) % P) * size + at, used, 0.0).to(tl.float64)
     for j in tl.static_range(1, Q):  # pyright: ignore[reportGeneralTypeIssues]
         weight = tl.load(row + 1 + P + j)
         used = here < tl.where(weight != 0, tokens * C, 0)
-        new += weight * tl.load(outputs + ((now + Q - 1 - j) % (Q - 1)) * size + at, used, 0.0).to(tl.float64)
+        new += weight * tl.load(outputs + ((index + Q - 1 - j) % (Q - 1)) * size + at, used, 0.0).to(tl.float64)
     if Q > 1:
-        tl.store(outputs + (now % (Q - 1)) * size + at, m, mask)
+        tl.store(outputs + (index % (Q - 1)) * size + at, m, mask)
     if noise is not None:
-        new += tl.load(noise + now * size + at, mask, 0.0).to(tl.float64)
-    tl.store(states + ((now + 1) % P) * size + at, new.to(states.dtype.element_ty), mask)
+        new += tl.load(noise + index * size + at, mask, 0.0).to(tl.float64)
+    tl.store(states + ((index + 1) % P) * size + at, new.to(states.dtype.element_ty), mask)
     if seen is not None:
         tl.store(seen + at, (tl.load(row) * new).to(tl.float32), mask)
-    kept = new.to(tl.float32)
-    broken = tl.sum((mask & ~(tl.abs(kept) < float("inf"))).to(tl.int32), 0) != 0
-    tl.atomic_min(bad, now, mask=broken, sem="relaxed")
+    note(new.to(tl.float32), mask, index, bad)

@@ -57,9 +57,9 @@ def _check(dit: DistributedDiT, request: Request, on_step: object) -> None:
     for kind in TOKENS:
         check_named(kind, getattr(request, kind))
     if dit.mesh.is_main:
-        for given in (prompt, negative):
-            if given is not None and set(given) <= set(dit.model.PROMPT):
-                dit.model.check_prompt(given)
+        for named in (prompt, negative):
+            if named is not None and set(named) <= set(dit.model.PROMPT):
+                dit.model.check_prompt(named)
 
 
 def _check_scheduler(scheduler: Any) -> None:

@@ -38,9 +38,9 @@ def draw_steps(
     sizes = [prod(shape) for shape in shapes.values()]
     parts = min(MOST, os.cpu_count() or 1, count, sum(sizes) * count // LEAST)
     if parts > 1 and dtype.itemsize < 4 and all(size and size % BLOCK == 0 for size in sizes):
-        made = _in_parts(shapes, Shard(count, parts), generator, dtype)
-        if made is not None:
-            return made
+        noise = _in_parts(shapes, Shard(count, parts), generator, dtype)
+        if noise is not None:
+            return noise
     return _in_turn(shapes, count, generator, dtype)
 
 
@@ -66,8 +66,8 @@ def _in_parts(shapes: Shapes, turns: Shard, generator: torch.Generator, dtype: t
             drawing.append(pool.submit(part, states[-1], count))
             torch.empty(values * count, dtype=torch.int32).random_(generator=ahead)
             states.append(ahead.get_state())
-        made = [each.result() for each in drawing]
-    if any(not torch.equal(end, state) for (_, end), state in zip(made, states[1:], strict=True)):
+        parts = [each.result() for each in drawing]
+    if any(not torch.equal(end, state) for (_, end), state in zip(parts, states[1:], strict=True)):
         return None
     generator.set_state(states[-1])
-    return {name: torch.cat([noise[name] for noise, _ in made]) for name in shapes}
+    return {name: torch.cat([noise[name] for noise, _ in parts]) for name in shapes}

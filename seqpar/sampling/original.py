@@ -34,15 +34,15 @@ def spaced(respacing: str, train: int) -> list[int]:
     counts = [int(part) for part in parts]
     if ddim:
         return list(range(0, train, _stride(counts[0], train)))[::-1]
-    found, start = [], 0
+    timesteps, start = [], 0
     for index, count in enumerate(counts):
         size = train // len(counts) + (index < train % len(counts))
         if count > size:
             raise ValueError(f"got respacing {respacing!r}, expected at most {size} timesteps in section {index + 1}")
         apart = (size - 1) / (count - 1) if count > 1 else 1
-        found += [start + round(place) for place in accumulate(repeat(apart, count - 1), initial=0.0)]
+        timesteps += [start + round(place) for place in accumulate(repeat(apart, count - 1), initial=0.0)]
         start += size
-    return found[::-1]
+    return timesteps[::-1]
 
 
 def _stride(count: int, train: int) -> int:

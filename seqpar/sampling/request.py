@@ -14,7 +14,6 @@ from torch import Tensor
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
-from seqpar.sampling.ddim import clip
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.original import clip_denoised, respace
 from seqpar.sampling.steppers import Decision, check_eta, decide
@@ -79,10 +78,10 @@ class Request:
 
     def latents(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the noise of each stream of the state; ValueError if the names do not match."""
-        given = {names[0]: self.noise} if isinstance(self.noise, Tensor) else dict(self.noise)
-        if set(given) != set(names):
-            raise ValueError(f"got noise for {', '.join(sorted(given))}, expected {', '.join(names)}")
-        return {name: given[name] for name in names}
+        noise = {names[0]: self.noise} if isinstance(self.noise, Tensor) else dict(self.noise)
+        if set(noise) != set(names):
+            raise ValueError(f"got noise for {', '.join(sorted(noise))}, expected {', '.join(names)}")
+        return {name: noise[name] for name in names}
 
 
 def rank_0s(mesh: Mesh, request: Request) -> Request:
@@ -90,16 +89,16 @@ def rank_0s(mesh: Mesh, request: Request) -> Request:
     if mesh.world.size == 1:
         return request
     generator = request.generator or torch.Generator().manual_seed(0)
-    given = _tensors_of_rank_0(mesh, request, generator)
-    generator.set_state(given["generator"].cpu().clone())  # torch reads the storage of a view from its beginning
+    tensors = _tensors_of_rank_0(mesh, request, generator)
+    generator.set_state(tensors["generator"].cpu().clone())  # torch reads the storage of a view from its beginning
     guidance, eta = mesh.share((request.guidance, request.eta), tuple[Guidance, float | None])
 
     def named(kind: str) -> dict[str, Tensor]:
-        return {name.removeprefix(f"{kind} "): x for name, x in given.items() if name.startswith(f"{kind} ")}
+        return {name.removeprefix(f"{kind} "): x for name, x in tensors.items() if name.startswith(f"{kind} ")}
 
     return replace(
         request,
-        noise=named("noise") if isinstance(request.noise, Mapping) else given["noise"],
+        noise=named("noise") if isinstance(request.noise, Mapping) else tensors["noise"],
         prompt=named("prompt"),
         negative=None if request.negative is None else named("negative"),
         drawn=named("drawn"),
@@ -124,10 +123,10 @@ def _tensors_of_rank_0(mesh: Mesh, request: Request, generator: torch.Generator)
         named |= {f"{kind} {name}": x for name, x in part.items()}
     # other ranks may have passed tensors, so all must be told before any rank raises
     refused = {name: f"{type(x).__name__}, which is no tensor" for name, x in named.items() if not torch.is_tensor(x)}
-    given = from_rank_0(mesh, {name: x for name, x in named.items() if name not in refused}, _form(request) | refused)
+    tensors = from_rank_0(mesh, {name: x for name, x in named.items() if name not in refused}, _form(request) | refused)
     for name, what in refused.items():
         raise ValueError(f"got {name} of type {what}, expected a tensor")
-    return given
+    return tensors
 
 
 def _form(request: Request) -> dict[str, object]:
@@ -195,11 +194,9 @@ class Course:
             guidance.embedded is None,
             tuple((first, dit.state) for first, dit in request.segments.items()),
         )
-        if schedule is None:
-            if decision.learned:
-                return *same, "learned variances"
-            options = decision.options
-            return *same, options.get("eta", 0.0) > 0, clip(self.scheduler), options.get("use_clipped_model_output")
+        if (one := decision.one_step) is not None:
+            return *same, one.learned, any(one.noisy), one.clipped
+        assert schedule is not None
         sizes = schedule.states_SP.shape[1], schedule.outputs_SQ.shape[1], bool((schedule.inputs_S == 1).all())
         return *same, sizes, bool(schedule.draws)
 
@@ -232,9 +229,9 @@ def course(request: Request, decided: Callable[[Any, Mapping[str, Any], int], De
 
 def set_timesteps(scheduler: Any, steps: int, schedule: Mapping[str, Any]) -> None:
     """Set a scheduler's timesteps by a number of steps, or by the sigmas or timesteps that `schedule` holds."""
-    given = schedule.keys() & {"sigmas", "timesteps"}
+    replacing = schedule.keys() & {"sigmas", "timesteps"}
     try:
-        scheduler.set_timesteps(*([] if given else [steps]), **schedule)
+        scheduler.set_timesteps(*([] if replacing else [steps]), **schedule)
     except TypeError as error:
         names = ", ".join(sorted(schedule)) or "nothing"
         raise ValueError(

@@ -22,7 +22,7 @@ from seqpar.sampling.conditions import Conditions
 from seqpar.sampling.request import Course, Request, course, rank_0s
 from seqpar.sampling.segment import Segment
 from seqpar.sampling.state import State
-from seqpar.sampling.steppers import DDIM, DDPM, Replicated, Stepper, Traced, make_stepper, restart_stepper
+from seqpar.sampling.steppers import OneStep, Replicated, Stepper, Traced, make_stepper, restart_stepper
 from seqpar.streams import Split
 
 
@@ -173,7 +173,7 @@ class Run:
 
     def place(self, latents: Tensor) -> None:
         """Set these whole latents as the model's next input; ValueError if steps depend on more than their input."""
-        if not all(isinstance(stepper, (DDIM, DDPM)) for stepper in self._steppers.values()):
+        if not all(isinstance(stepper, OneStep) for stepper in self._steppers.values()):
             raise ValueError(
                 "got a scheduler with a state of its own, expected DDIM, whose step depends on its input alone"
             )
@@ -210,9 +210,7 @@ class Run:
             return False
         for name, state in self._states.items():
             state.tokens.copy_(state.slice(whole[name] * course.start_scale))
-            restart_stepper(
-                self._steppers[name], course.decision, course.scheduler, state, self._guidance_S, course.generator
-            )
+            restart_stepper(self._steppers[name], course.decision, self._guidance_S, course.generator)
             self._starts[name].copy_(state.tokens)
         self._count.zero_()
         self._bad.fill_(len(course.timesteps_S))
@@ -244,7 +242,7 @@ class Run:
         self._segment = next(segment for segment in self._segments if self._index in segment.steps)
         self._segment.load(self._index)
         for each in self._steppers.values():
-            if isinstance(each, DDPM):
+            if isinstance(each, OneStep):
                 each.load(self._index)
 
     def _scale(self, step: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def trace(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Schedul
     options: keyword arguments of its step, such as eta; see `step_options`. The scheduler itself is not changed.
     Raises NotLinearError, with the reason, if coefficients cannot express its steps, and ValueError if it fails.
     """
-    record = play(copy.deepcopy(scheduler), options, begin)
+    record = play(scheduler, options, begin)
     rows, width = [], (1, 1)
     for index in reversed(range(len(record.outputs))):  # many weights fit the short history of the first steps
         row = solve(record, index, width)
@@ -141,45 +142,30 @@ def trace(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> Schedul
         torch.stack([padded(row[0], width[0]) for row in rows]),
         torch.stack([padded(row[1], width[1]) for row in rows]),
         noise,
-        drawn_dtypes(copy.deepcopy(scheduler), options, begin) if record.draws else (),
+        drawn_dtypes(scheduler, options, begin) if record.draws else (),
         max(row[3] for row in rows),
     )
 
 
 def play(scheduler: Any, options: Mapping[str, Any], begin: int) -> Record:
-    """Step the scheduler through its schedule on random vectors and record it; the scheduler is changed by this."""
+    """Step a copy of the scheduler through its schedule on random vectors and record it."""
     generator = torch.Generator().manual_seed(0)
-    if begin and hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(begin)
-    timesteps, state, recorder = scheduler.timesteps[begin:], vector(generator), Recorder(generator)
-    outputs = [vector(generator) for _ in timesteps]  # outside the recorder, which would record them as noise
-    scales, states, drawn = [], [state], [0]
+    scales, states, drawn, recorder = [], [vector(generator)], [0], Recorder(generator)
+    outputs = [vector(generator) for _ in scheduler.timesteps[begin:]]  # not in the recorder, which would record them
     with recorder:
-        for t, output in zip(timesteps, outputs, strict=True):
-            seen = scheduler.scale_model_input(state, t) if hasattr(scheduler, "scale_model_input") else state
-            scales.append(scale_of(seen, state))
-            state = scheduler.step(output.clone(), t, state.clone(), **options).prev_sample
-            if not state.isfinite().all():
-                raise ValueError(f"step {len(scales)} makes NaN or infinity from finite states and outputs")
+        for seen, state in stepped(scheduler, options, begin, states[0], outputs):
+            scales.append(scale_of(seen, states[-1]))
             states.append(state)
             drawn.append(len(recorder.draws))
     return Record(scales, states, outputs, recorder.draws, drawn)
 
 
 def drawn_dtypes(scheduler: Any, options: Mapping[str, Any], begin: int) -> tuple[torch.dtype | None, ...]:
-    """Return the dtype of each draw, None for that of the state: some schedulers make an fp64 state fp32 first.
-
-    The scheduler is changed by this.
-    """
+    """Return the dtype of each draw, None for that of the state: some schedulers make an fp64 state fp32 first."""
     generator = torch.Generator().manual_seed(0)
-    if begin and hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(begin)
     state, output, recorder = vector(generator), vector(generator), Recorder(generator, casts=True)
     with recorder:
-        for t in scheduler.timesteps[begin:]:
-            if hasattr(scheduler, "scale_model_input"):
-                scheduler.scale_model_input(state, t)
-            state = scheduler.step(output, t, state, **options).prev_sample.double()
+        list(stepped(scheduler, options, begin, state, repeat(output)))
     return tuple(recorder.dtypes)
 
 
@@ -188,23 +174,35 @@ def check_whole(scheduler: Any, options: Mapping[str, Any], begin: int = 0) -> N
 
     This runs a copy of the scheduler on random latents; see `trace` for the arguments.
     """
-    scheduler, generator = copy.deepcopy(scheduler), torch.Generator().manual_seed(0)
-    if begin and hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(begin)
-    state = torch.randn(SHAPE, generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    state, *outputs = (torch.randn(SHAPE, generator=generator) for _ in [None, *scheduler.timesteps[begin:]])
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
-        for index, t in enumerate(scheduler.timesteps[begin:]):
-            if hasattr(scheduler, "scale_model_input"):
-                scheduler.scale_model_input(state, t)
-            output = torch.randn(SHAPE, generator=generator)
-            state = scheduler.step(output, t, state, **options).prev_sample
-            if state.shape != SHAPE or not state.is_floating_point():
-                raise ValueError(f"step {index + 1} returns {state.dtype} of shape {tuple(state.shape)}, not latents")
-            if not state.isfinite().all():
-                raise ValueError(f"step {index + 1} makes NaN or infinity from finite states and outputs")
+        list(stepped(scheduler, options, begin, state, outputs))
         if not torch.equal(torch.get_rng_state(), before):
             raise ValueError("it draws from torch's global generator, whose numbers differ between ranks")
+
+
+def stepped(
+    scheduler: Any, options: Mapping[str, Any], begin: int, state: Tensor, outputs: Iterable[Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Step a copy of the scheduler from its evaluation `begin` on; yield the model's input and the next state.
+
+    Raises ValueError if a step returns no latents, or numbers that are not finite.
+    """
+    scheduler, dtype = copy.deepcopy(scheduler), state.dtype
+    if begin and hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(begin)
+    for index, (t, output) in enumerate(zip(scheduler.timesteps[begin:], outputs, strict=False)):
+        seen = scheduler.scale_model_input(state, t) if hasattr(scheduler, "scale_model_input") else state
+        following = scheduler.step(output.clone(), t, state.clone(), **options).prev_sample
+        if following.shape != SHAPE or not following.is_floating_point():
+            shape = tuple(following.shape)
+            raise ValueError(f"step {index + 1} returns {following.dtype} of shape {shape}, not latents")
+        if not following.isfinite().all():
+            raise ValueError(f"step {index + 1} makes NaN or infinity from finite states and outputs")
+        state = following.to(dtype)
+        yield seen, state
 
 
 def solve(record: Record, index: int, width: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, float]:
@@ -213,7 +211,7 @@ def solve(record: Record, index: int, width: tuple[int, int]) -> tuple[Tensor, T
     width: the numbers of states and outputs that other rows need; a history within these is tried first.
     """
     best = float("inf")
-    found: list[tuple[Tensor, Tensor, Tensor, float]] = []
+    fits: list[tuple[Tensor, Tensor, Tensor, float]] = []
     most = min(MOST, index + 1)
     sizes = [(p, q) for p in range(1, most + 1) for q in range(1, most + 1)]
     sizes.sort(key=lambda size: (max(size[0], width[0]) + max(size[1], width[1]), sum(size), size))
@@ -228,14 +226,14 @@ def solve(record: Record, index: int, width: tuple[int, int]) -> tuple[Tensor, T
             weights, residual = fit(columns, record.states[index + 1])
             best = min(best, residual)
             if residual <= ENOUGH:
-                found.append((weights[:p], weights[p : p + q], weights[p + q :], residual))
+                fits.append((weights[:p], weights[p : p + q], weights[p + q :], residual))
             if residual <= CLEAN:
-                return found[-1]
-    if not found:
+                return fits[-1]
+    if not fits:
         raise NotLinearError(
             f"step {index + 1} is not linear in the last {most} states and outputs (relative residual {best:.0e})"
         )
-    return found[0]
+    return fits[0]
 
 
 def fit(columns: Sequence[Tensor], wanted: Tensor) -> tuple[Tensor, float]:
@@ -261,10 +259,10 @@ def scale_of(seen: Tensor, state: Tensor) -> float:
     return scale
 
 
-def step_options(scheduler: Any, **given: Any) -> dict[str, Any]:
-    """Return the given keyword arguments that are not None and that this scheduler's step accepts."""
+def step_options(scheduler: Any, **options: Any) -> dict[str, Any]:
+    """Return the options that are not None and that this scheduler's step accepts."""
     accepted = inspect.signature(scheduler.step).parameters
-    return {name: value for name, value in given.items() if value is not None and name in accepted}
+    return {name: value for name, value in options.items() if value is not None and name in accepted}
 
 
 def mixed_noise(

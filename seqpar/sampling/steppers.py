@@ -1,9 +1,10 @@
 """Steps a stream of the state by a diffusers scheduler, in one of three ways that `decide` chooses from.
 
-DDIM, and DDPM with the model's variances, have kernels of their own, with clipping. Any other linear scheduler steps on
-local tokens, too, by the coefficients that `seqpar.sampling.schedules` traces. All others gather the prediction (of the
-latent's size), step the whole latents identically on every rank and split them again; they win only where a scheduler
-is not linear.
+DDIM, and DDPM with the model's variances, have a kernel of their own, with clipping. Any other linear scheduler steps
+on local tokens, too, by the coefficients that `seqpar.sampling.schedules` traces. All others gather the prediction (of
+the latent's size), step the whole latents identically on every rank and split them again; they win only where a
+scheduler is not linear. Noise is drawn whole on the CPU, in the order of the steps, and every rank keeps its share, so
+that any number of ranks has the same noise.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from seqpar.kernels.ddim import guide
 from seqpar.kernels.multistep import History, Steps, guided_multistep
-from seqpar.sampling.ddim import DDIM, ddim_coefficients, ddim_update, steps_locally
-from seqpar.sampling.ddpm import DDPM, ddpm_coefficients, learns_range
+from seqpar.sampling.ddim import ddim_steps, steps_locally
+from seqpar.sampling.ddpm import ddpm_steps, learns_range
+from seqpar.sampling.one_step import Coefficients, OneStep
 from seqpar.sampling.schedules import FAILURES, NotLinearError, Schedule, check_whole, mixed_noise, step_options, trace
 from seqpar.sampling.state import State
 
@@ -41,16 +43,21 @@ class Stepper(Protocol):
 class Decision:
     """The way in which a scheduler steps.
 
-    schedule: traced coefficients. whole: the reason why the whole latents are stepped. DDIM and DDPM have neither if
-    their own kernels step. learned: whether this is DDPM with the model's variances, the second half of its output.
-    options: the keyword arguments of the scheduler's step. begin: index of the first evaluation.
+    One of three is given: schedule, traced coefficients; one_step, those of DDIM or DDPM; whole, the reason why the
+    whole latents are stepped. options: the keyword arguments of the scheduler's step. begin: index of the first
+    evaluation.
     """
 
     schedule: Schedule | None = None
     whole: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     begin: int = 0
-    learned: bool = False
+    one_step: Coefficients | None = None
+
+    @property
+    def learned(self) -> bool:
+        """Return whether this is DDPM with the model's variances, the second half of the model's output."""
+        return self.one_step is not None and self.one_step.learned
 
     @property
     def local(self) -> bool:
@@ -75,28 +82,26 @@ def decide(scheduler: Any, options: Mapping[str, Any] | None = None, begin: int 
     name = type(scheduler).__name__
     if (reason := why_not_driven(scheduler)) is not None:
         raise ValueError(f"got scheduler {name!r}, which {reason}; expected one like DDIMScheduler")
-    given = step_options(scheduler, **(options or {}))
+    accepted = step_options(scheduler, **(options or {}))
     if steps_locally(scheduler):
-        ddim_coefficients(scheduler, given.get("eta", 0.0), bool(given.get("use_clipped_model_output")), begin)
-        return Decision(None, None, given, begin)
+        return Decision(None, None, accepted, begin, ddim_steps(scheduler, accepted, begin))
     if learns_range(scheduler):
-        ddpm_coefficients(scheduler, begin)
-        return Decision(None, None, given, begin, learned=True)
-    drawn = given | step_options(scheduler, generator=torch.Generator())
+        return Decision(None, None, accepted, begin, ddpm_steps(scheduler, begin))
+    drawn = accepted | step_options(scheduler, generator=torch.Generator())
     try:
         try:
-            return Decision(trace(scheduler, drawn, begin), None, given, begin)
+            return Decision(trace(scheduler, drawn, begin), None, accepted, begin)
         except NotLinearError as reason:
             check_whole(scheduler, drawn, begin)
-            return Decision(None, f"{name} is not traced, {_why(scheduler, str(reason))}", given, begin)
+            return Decision(None, f"{name} is not traced, {_why(scheduler, str(reason))}", accepted, begin)
     except FAILURES as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"got scheduler {name!r}, which fails in its step: {reason}") from error
 
 
-def _why(scheduler: Any, found: str) -> str:
+def _why(scheduler: Any, reason: str) -> str:
     known = [name for name in ("thresholding", "clip_sample", "clip_denoised") if scheduler.config.get(name)]
-    return f"because of its {' and '.join(known)}" if known else found
+    return f"because of its {' and '.join(known)}" if known else reason
 
 
 class Traced:
@@ -120,11 +125,12 @@ class Traced:
         """Step the state; see `Stepper`. `step` selects coefficients and slots of the history on the device."""
         guided_multistep(self.history, cond, uncond, self._steps, step, bad)
 
-    def restart(self, schedule: Schedule, steps: Steps) -> None:
+    def restart(self, schedule: Schedule, guidance_S: Tensor, generator: torch.Generator) -> None:
         """Copy another run's coefficients, noise and first state into the buffers that a captured step reads.
 
         The history is not cleared, even of NaN, because a step reads only slots that this run has written.
         """
+        steps = traced_steps(self._state, schedule, guidance_S, generator)
         self._steps.table_SK.copy_(steps.table_SK)
         self._steps.guidance_S.copy_(steps.guidance_S)
         if self._steps.noise_SnlC is not None and steps.noise_SnlC is not None:
@@ -194,41 +200,31 @@ def make_stepper(
     decision: Decision, scheduler: Any, state: State, start: Tensor, guidance_S: Tensor, generator: torch.Generator
 ) -> Stepper:
     """Return the stepper of one stream of the state. start: the whole latents before the first step."""
-    shape, schedule = state.shape, decision.schedule
     if not decision.local:
         own = copy.deepcopy(scheduler)  # each stream needs the scheduler's history of its own
         return Replicated(own, decision, state, start, guidance_S, generator)
-    if decision.learned:
-        return DDPM(state, scheduler, decision.begin, guidance_S, generator)
-    if schedule is None:
-        update = ddim_update(state, scheduler, decision.options, decision.begin, guidance_S, shape, generator)
-        return DDIM(state, update)
-    return Traced(state, schedule, traced_steps(state, schedule, guidance_S, shape, generator))
+    if decision.one_step is not None:
+        return OneStep(state, decision.one_step, guidance_S, generator)
+    assert decision.schedule is not None
+    return Traced(state, decision.schedule, traced_steps(state, decision.schedule, guidance_S, generator))
 
 
-def restart_stepper(
-    stepper: Stepper, decision: Decision, scheduler: Any, state: State, guidance_S: Tensor, generator: torch.Generator
-) -> None:
+def restart_stepper(stepper: Stepper, decision: Decision, guidance_S: Tensor, generator: torch.Generator) -> None:
     """Copy a run's schedule and noise into the buffers of a stepper of the same kind; the state is new already."""
-    begin, shape, schedule = decision.begin, state.shape, decision.schedule
-    if isinstance(stepper, DDIM):
-        stepper.restart(ddim_update(state, scheduler, decision.options, begin, guidance_S, shape, generator))
-    elif isinstance(stepper, DDPM):
-        stepper.restart(scheduler, begin, guidance_S, generator)
-    elif isinstance(stepper, Traced) and schedule is not None:
-        stepper.restart(schedule, traced_steps(state, schedule, guidance_S, shape, generator))
+    if isinstance(stepper, OneStep) and decision.one_step is not None:
+        stepper.restart(decision.one_step, guidance_S, generator)
+    elif isinstance(stepper, Traced) and decision.schedule is not None:
+        stepper.restart(decision.schedule, guidance_S, generator)
 
 
-def traced_steps(
-    state: State, schedule: Schedule, guidance_S: Tensor, shape: tuple[int, ...], generator: torch.Generator
-) -> Steps:
-    """Return all steps of a run by a traced schedule; shape: the shape of the whole latents."""
+def traced_steps(state: State, schedule: Schedule, guidance_S: Tensor, generator: torch.Generator) -> Steps:
+    """Return all steps of a run by a traced schedule."""
     like = state.tokens
     after = torch.cat((schedule.inputs_S[1:], torch.ones(1, dtype=torch.float64)))
     table = torch.cat((after[:, None], schedule.states_SP, schedule.outputs_SQ), dim=1).to(like.device)
     noise = None
     if schedule.draws:
-        noise = torch.stack([state.slice(x) for x in mixed_noise(schedule, shape, like.dtype, generator)])
+        noise = torch.stack([state.slice(x) for x in mixed_noise(schedule, state.shape, like.dtype, generator)])
     return Steps(table, guidance_S, state.guided_width, noise)
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from seqpar.cli.main import main
+from tests.support.forks import Forked
+from tests.support.pool import server
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "seqpar.cli")
@@ -21,14 +26,16 @@ def environment() -> dict[str, str]:
 
 
 def seqpar(*words: object) -> subprocess.CompletedProcess[str]:
-    """`seqpar WORDS`; a hang is a failure."""
-    return _finished([*COMMAND, *map(str, words)])
+    """`seqpar WORDS`, forked with its ranks; a hang is a failure."""
+    server()
+    with tempfile.TemporaryDirectory(prefix="seqpar-test-") as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        code = Forked(main, words, environment(), output, errors).wait(LIMIT_S)
+        assert code is not None, f"no end within {LIMIT_S} s"
+        return subprocess.CompletedProcess(words, code, output.read_text(), errors.read_text())
 
 
 def torchrun(*flags: object) -> subprocess.CompletedProcess[str]:
-    """`torchrun --nproc_per_node=2 launch/sample.py FLAGS`; a hang is a failure."""
-    return _finished([*TORCHRUN, SCRIPT, *map(str, flags)])
-
-
-def _finished(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """`torchrun --nproc_per_node=2 launch/sample.py FLAGS`, not forked; a hang is a failure."""
+    command = [*TORCHRUN, SCRIPT, *map(str, flags)]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment(), check=False)

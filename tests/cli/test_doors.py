@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from seqpar.cli.main import main
 from seqpar.cli.ranks import INTERFACES, loopback
-from tests.cli.test_ranks import running
+from tests.cli.processes import LIMIT_S, environment
+from tests.cli.test_ranks import LONG, ranks_of
+from tests.support.forks import Forked
+from tests.support.pool import server
 
 LISTENS, UNBOUND = "0A", "07"  # states of TCP and UDP sockets that take what comes
 # what another user tries; it says what works
@@ -63,12 +70,31 @@ def _sockets(process: int) -> list[str]:
     return [match[1] for link in links if (match := re.fullmatch(r"socket:\[(\d+)\]", link))]
 
 
+@contextmanager
+def running(folder: Path, temporary: Path) -> Iterator[tuple[Forked, list[int]]]:
+    """A forked command whose two ranks are in their steps, and the ranks' process ids."""
+    server()
+    output, errors, end = folder / "output", folder / "errors", time.monotonic() + LIMIT_S
+    words = ("sample", "--ranks", "2", *LONG, "--out", folder / "x.png")
+    process = Forked(main, words, environment() | {"TMPDIR": str(temporary)}, output, errors)
+    try:
+        while not (output.exists() and "\ngraph" in output.read_text()):
+            assert process.poll() is None, errors.read_text()
+            assert time.monotonic() < end, errors.read_text()
+            time.sleep(0.1)
+        yield process, ranks_of(process.pid)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM)  # it ends its ranks
+        process.wait(LIMIT_S)
+
+
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="finds sockets in /proc")
 def test_a_job_is_reached_from_this_machine_alone_and_its_folder_by_nobody(tmp_path: Path) -> None:
     with ExitStack() as opened:
         temporary = Path(opened.enter_context(tempfile.TemporaryDirectory()))  # not below a folder that is ours alone
         temporary.chmod(0o1777)
-        process, ranks = opened.enter_context(running(tmp_path / "x.png", temporary))
+        process, ranks = opened.enter_context(running(tmp_path, temporary))
         doors = {"starter": open_doors([process.pid]), "ranks": open_doors(ranks)}
         (folder,) = (path for path in temporary.iterdir() if path.name.startswith("seqpar-"))
         files = [folder / name for name in ("store", "seqpar-pulse-0.sign", "seqpar-pulse-1.sign", "0.process")]

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
-from seqpar import DistributedDiT, Guidance, sample
-from seqpar.cli.exits import INTERRUPTED_S, LONGEST, Report, kind_of, line_of
-from seqpar.cli.stopped import RUN, end_ranks, stopped_ranks
+from seqpar import DistributedDiT, Guidance, processes, sample
+from seqpar.cli.exits import INTERRUPTED_S, LONGEST, Report, guarded, kind_of, line_of
 from seqpar.local import sdpa
+from tests.support.forks import Forked
+from tests.support.pool import server
 from tests.support.tiny import diffusers_dit
 
 NO_MEMORY = "[enforce fail at alloc_cpu.cpp:130] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
@@ -96,99 +96,54 @@ def test_a_message_that_quotes_a_long_flag_keeps_its_ends() -> None:
     assert line.endswith(", expected y")
 
 
-# the main thread locks a mutex twice, so that it waits in C for ever and no handler of Python's runs
-STUCK = """
-import ctypes, signal, sys, time
-import torch.distributed as dist
-from seqpar import processes
-from seqpar.cli.exits import guarded
+def stuck() -> None:
+    """Lock a mutex twice in the main thread, so that it waits in C for ever and no handler of Python's runs."""
+    how, handled = sys.argv[1], []
+    if how.endswith("unread"):  # as where the reader of a pipe has left
+        reader, writer = os.pipe()
+        os.dup2(writer, 2)
+        os.close(reader)
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in the background
+    def work(rank: int) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        if how == "handled":
+            signal.signal(signal.SIGINT, lambda *_: handled.append(print("handled", file=sys.stderr)))
+        print("ready", flush=True)
+        while how == "handled" and not handled:
+            time.sleep(0.1)
+        if how == "handled":
+            time.sleep(INTERRUPTED_S + 1)
+            return
+        if how.startswith("vain"):
+            processes.watch()._fail("rank 0 waited in vain for rank 1")
+        library.pthread_mutex_lock(mutex)
+        library.pthread_mutex_lock(mutex)
 
-def work(rank):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-    library.pthread_mutex_lock(mutex)
-    if sys.argv[1] == "handled":
-        signal.signal(signal.SIGINT, lambda *_: print("handled", file=sys.stderr))
-        library.pthread_mutex_unlock(mutex)
-    print("ready", flush=True)
-    if sys.argv[1] == "handled":
-        time.sleep(4)
-    if sys.argv[1] == "vain":
-        processes.watch()._fail("rank 0 waited in vain for rank 1")
-    library.pthread_mutex_lock(mutex)
-
-guarded(work)
-"""
+    guarded(work)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="C's mutexes have other names and sizes")
-def test_a_process_that_waits_in_native_code_ends_after_ctrl_c_and_after_a_vain_wait() -> None:
+def test_a_process_that_waits_in_native_code_ends_after_ctrl_c_and_after_a_vain_wait(tmp_path: Path) -> None:
     """As the host does while NCCL makes a communicator, or while it synchronizes with a GPU."""
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": {**os.environ, "PYTHONPATH": path}}
-    words = ("interrupted", "unread", "vain", "vain unread", "handled")
-    with ExitStack() as opened:
-        jobs = {word: subprocess.Popen([sys.executable, "-c", STUCK, *word.split()], **pipes) for word in words}
-        for job in jobs.values():
-            opened.enter_context(job)
-        for job in jobs.values():
-            opened.callback(job.kill)
-        for word in ("unread", "vain unread"):  # as when the reader of a pipe has left
-            _pipe(jobs[word].stderr).close()
+    server()
+    cases = ("interrupted", "interrupted unread", "vain", "vain unread", "handled")
+    jobs = {how: Forked(stuck, (how,), os.environ, tmp_path / how, tmp_path / f"{how} errors") for how in cases}
+    for how, job in jobs.items():
+        end = time.monotonic() + 60
+        while not ((tmp_path / how).exists() and "ready" in (tmp_path / how).read_text()):
+            assert time.monotonic() < end, how
+            time.sleep(0.02)
         start = time.monotonic()
-        for word in ("interrupted", "unread", "handled"):
-            assert _pipe(jobs[word].stdout).readline() == b"ready\n"
-            start = time.monotonic()
-            jobs[word].send_signal(signal.SIGINT)
-        codes = {word: jobs[word].wait(60) for word in words}
-        assert time.monotonic() - start >= INTERRUPTED_S
-        told = {word: _pipe(jobs[word].stderr).read().decode() for word in ("interrupted", "vain", "handled")}
-    assert codes == {"interrupted": 130, "unread": 130, "vain": 1, "vain unread": 1, "handled": 0}
-    assert {word: text.splitlines()[-1] for word, text in told.items()} == {
+        if not how.startswith("vain"):
+            os.kill(job.pid, signal.SIGINT)
+    codes = {how: job.wait(60) for how, job in jobs.items()}
+    assert time.monotonic() - start >= INTERRUPTED_S
+    assert codes == {"interrupted": 130, "interrupted unread": 130, "vain": 1, "vain unread": 1, "handled": 0}
+    last_lines = {
         "interrupted": "stopped",
         "vain": "error: rank 0 waited in vain for rank 1",
         "handled": "handled",  # as by torchrun's agent
     }
-
-
-def _pipe(end: IO[bytes] | None) -> IO[bytes]:
-    assert end is not None
-    return end
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
-def test_stopped_ranks_are_found_and_ended_whatever_their_names_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = os.fsencode(tmp_path) + b"/\xff\xfe ) T"
-    shutil.copy(os.fsencode(shutil.which("sleep") or ""), program)
-    run = {name: f"{name} here" for name in RUN}
-    environments = {
-        "rank 0": {**run, "RANK": "0"},
-        "rank 1": {**run, "RANK": "1"},
-        "of another job": {**run, RUN[2]: "1", "RANK": "1"},
-        "no rank": run,
-        "not of torchrun": {"RANK": "1"},
-    }
-    others = {name: subprocess.Popen([program, b"60"], env=env) for name, env in environments.items()}
-    monkeypatch.setattr(os, "getppid", os.getpid)  # as if this process were one of the ranks
-    monkeypatch.delenv(RUN[0], raising=False)
-    assert stopped_ranks() == []
-    for name, value in run.items():
-        monkeypatch.setenv(name, value)
-    try:
-        stopped = {name: each for name, each in others.items() if name != "rank 0"}
-        for each in stopped.values():
-            each.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, each.pid, os.WSTOPPED)
-        assert stopped_ranks() == [stopped["rank 1"].pid]
-        end_ranks([each.pid for each in others.values()])  # numbers that may have gone to others
-        assert stopped["rank 1"].wait(10) == -signal.SIGKILL
-        end_ranks([stopped["rank 1"].pid])  # it has ended
-        assert {name for name, each in others.items() if each.poll() is None} == {*others} - {"rank 1"}
-    finally:
-        for each in others.values():
-            each.kill()
-            each.wait()
+    for how, line in last_lines.items():
+        assert (tmp_path / f"{how} errors").read_text().splitlines()[-1] == line

@@ -61,9 +61,9 @@ def words(folder: Path, out: Path, flags: tuple[str, ...]) -> list[str]:
         (("--size", "16"), "got 1 tokens for 2 ranks"),
         (("--guidance", "1", "--mesh", "cfg=2"), "got cfg=2 with guidance 1.0, expected guidance > 1"),
         (("--scheduler", "DDIMSchedular"), "got scheduler 'DDIMSchedular', expected one of diffusers': DDIMS"),
-        (("--steps", "0"), "got --steps 0"),
+        (("--steps", "0"), "got --steps=0"),
         (("--out", "/proc/nowhere/x.png"), "got output /proc/nowhere/x.png, which cannot be written"),
-        (("--dry-run", "0"), "got --dry-run (0,), expected numbers of processes, from 1"),
+        (("--dry-run", "0"), "got GPUs to plan for=0, expected a whole number from 1"),
         (
             ("--model", "dit-xl/2", "--size", "131072", "--mesh", "auto"),  # terabytes
             "got a run that does not fit: its smallest layout",

@@ -21,7 +21,8 @@ import torch
 from launch.benches.fault_cases import CASES, NOTHING, Case, Deadlines, for_a_while, wrong
 from launch.benches.fault_job import Job, Outcome, carried_out
 from launch.benches.faults import WORDS
-from tests.faults.forked import forked
+from launch.benches.planted import main
+from tests.support.forks import Forked
 from tests.support.pool import server
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
@@ -59,6 +60,12 @@ def case_of(name: str) -> Case:
 def deadlines_of(case: Case) -> Deadlines:
     """Return the deadlines that a job with this fault gets."""
     return LONG if case.within == "nothing" else SHORT
+
+
+def forked(job: Job) -> Forked:
+    """Start `seqpar WORDS` with its ranks; `fault_job.by_command` does the same with new Pythons."""
+    told = job.folder / "told"
+    return Forked(main, job.command(), {**os.environ, **job.settings()}, told, told)
 
 
 def ended(name: str, transport: str) -> Outcome:

@@ -20,7 +20,6 @@ NARROW = {
     "merge": {4},  # log-sum-exps, one for each row of a head
     "outboxes": {8},  # the table of places
     "ddim": {2, 4, 8},  # latent-sized; its scalars too
-    "ddpm": {2, 4, 8},  # the same
     "multistep": {2, 4, 8},  # the same
     "residual": {2, 4, 8},  # biases
     "push": {8},  # the table of places

@@ -11,16 +11,13 @@ from torch import Tensor
 
 from seqpar.kernels.multistep import CASES, History, Steps, guided_multistep, launch, reference
 from tests.conftest import DEVICE
+from tests.kernels.test_ddim import draw
 
 gpu = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
 SIZES = [pytest.param(case, marks=gpu if case["tokens"] > 130 else ()) for case in CASES]
 STEPS = 5
 Call = Callable[..., None]
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def data(case: dict[str, int], dtype: torch.dtype = torch.float32) -> tuple[History, list[tuple[Tensor, ...]], Steps]:

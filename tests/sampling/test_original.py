@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from seqpar import DistributedDiT, Guidance, parallelize, release, sample
 from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import Files
-from seqpar.sampling import ddpm
+from seqpar.sampling import one_step
 from seqpar.sampling.ddim import ddim_coefficients
+from seqpar.sampling.ddpm import ddpm_coefficients
 from seqpar.sampling.loop import Sampler, draw_noise
+from seqpar.sampling.one_step import OneStep
 from seqpar.sampling.original import pass_variances, respace, spaced
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import begin
-from seqpar.sampling.steppers import DDIM, DDPM
 from tests.conftest import DEVICE
 from tests.engine.test_distributed import local
 from tests.support.meshes import mesh_for
@@ -82,7 +83,7 @@ def test_respaced_ddim_has_an_integer_stride() -> None:
 def test_respacing_ends_when_timesteps_are_set_again() -> None:
     scheduler, fresh = DDIMScheduler(**LINEAR), DDIMScheduler(**LINEAR)
     respace(scheduler, "7")
-    ends = ddim_coefficients(copy.deepcopy(scheduler), 0.0)[:, 4]
+    ends = ddim_coefficients(copy.deepcopy(scheduler), 0.0)[:, 5]
     assert torch.equal(ends[:-1], scheduler.alphas_cumprod[scheduler.timesteps[1:]].double() ** 0.5)
     for each in (scheduler, fresh):
         each.set_timesteps(7)
@@ -108,7 +109,7 @@ def test_every_step_is_the_originals(kind: str, respacing: str, clip: bool) -> N
     how: dict[str, Any] = {"respacing": respacing, "clip_denoised": clip, "generator": torch.Generator().manual_seed(5)}
     how |= {} if kind == "ddpm" else {"eta": eta}
     run = begin(dit, Request(scheduler, noise().double(), {"class_labels": torch.tensor(LABELS)}, 9, THREE, **how))
-    assert all(isinstance(stepper, DDPM if kind == "ddpm" else DDIM) for stepper in run._steppers.values())
+    assert all(isinstance(stepper, OneStep) for stepper in run._steppers.values())
     timesteps, generator = run.timesteps.tolist(), torch.Generator().manual_seed(5)
     process, found, truth = Process(timesteps[::-1]), [], []
     assert scheduler.config.clip_sample is False  # the caller's scheduler is not changed
@@ -134,8 +135,8 @@ def test_all_coefficients_are_the_originals() -> None:
     scheduler.set_timesteps(timesteps=spaced("250", 1000))  # pyright: ignore[reportAttributeAccessIssue]
     process = Process(spaced("250", 1000)[::-1])
     x, m, v, z = (torch.randn(1, 4, 4, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(4))
-    for i, c in zip(range(249, -1, -1), ddpm.ddpm_coefficients(scheduler), strict=True):
-        got = c[2] * (c[0] * x + c[1] * m) + c[3] * x + (torch.exp(c[4] + c[5] * v) * z if i else 0)
+    for i, c in zip(range(249, -1, -1), ddpm_coefficients(scheduler), strict=True):
+        got = c[3] * (c[0] * x + c[1] * m) + c[4] * x + (torch.exp(c[5] + c[6] * v) * z if i else 0)
         want = process.p_sample(torch.cat((m, v), 1), x, i, z)
         assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
 
@@ -213,7 +214,7 @@ def test_noise_in_chunks_restarts_and_rewinds_change_no_bit(monkeypatch: pytest.
         whole, other, again = (made(sampler, seed) for seed in (5, 6, 5))
         assert torch.equal(whole, again)
         assert not torch.equal(whole, other)
-    monkeypatch.setattr(ddpm, "NOISE_BYTES", 4 * whole.numel() * whole.element_size())
+    monkeypatch.setattr(one_step, "NOISE_BYTES", 4 * whole.numel() * whole.element_size())
     with Sampler(dit) as sampler:
         made(sampler, 6)
         run = sampler._run

@@ -35,7 +35,7 @@ def test_ddim_coefficients_are_diffusers(prediction: str, eta: float, steps: int
     sched.set_timesteps(steps)
     x, m, z = (random((2, 4, 4, 4), seed) for seed in range(3))
     for t, c in zip(sched.timesteps, ddim_coefficients(sched, eta), strict=True):
-        ours = c[4] * (c[0] * x + c[1] * m) + c[5] * (c[2] * x + c[3] * m) + c[6] * z
+        ours = c[5] * (c[0] * x + c[1] * m) + c[6] * (c[3] * x + c[4] * m) + c[7] * z
         theirs: Any = sched.step(m, int(t), x, eta=eta, variance_noise=z if eta else None)  # pyright: ignore
         assert torch.allclose(ours, theirs.prev_sample, rtol=1e-10, atol=1e-10)
 

@@ -23,7 +23,7 @@ from seqpar.sampling.loop import Sampler, draw_noise, why_no_graph
 from seqpar.sampling.request import Course, Request, course
 from seqpar.sampling.run import Run
 from seqpar.sampling.schedules import Schedule
-from seqpar.sampling.steppers import DDIM, Replicated, Traced, decide, traced_steps
+from seqpar.sampling.steppers import OneStep, Replicated, Traced, decide, traced_steps
 from tests.conftest import DEVICE
 from tests.engine.test_distributed import local
 from tests.support.meshes import mesh_for
@@ -161,9 +161,9 @@ def stepped_here(name: str, dtype: torch.dtype) -> Tensor:
     schedule = decide(sched).schedule
     assert schedule is not None
     tokens = many().to(DEVICE, dtype) * float(getattr(sched, "init_noise_sigma", 1.0))
-    state: Any = SimpleNamespace(tokens=tokens, guided_width=None)
+    state: Any = SimpleNamespace(tokens=tokens, guided_width=None, shape=tokens.shape)
     count, generator = len(sched.timesteps), torch.Generator()
-    steps = traced_steps(state, schedule, torch.ones(count, device=DEVICE, dtype=dtype), tokens.shape, generator)
+    steps = traced_steps(state, schedule, torch.ones(count, device=DEVICE, dtype=dtype), generator)
     step, bad = torch.zeros((), dtype=torch.int64, device=DEVICE), torch.tensor(count, device=DEVICE)
     made = Traced(state, schedule, steps)
     for index in range(count):
@@ -391,7 +391,7 @@ def test_ddim_with_clipped_model_output_is_diffusers_own(eta: float, clipped: bo
     )
     run = Run(dit, course(request))
     sched.set_timesteps(6)
-    assert isinstance(stepper(run), DDIM)
+    assert isinstance(stepper(run), OneStep)
     model, x, labels = diffusers_dit().to(DEVICE), noise().double().to(DEVICE), torch.tensor(LABELS, device=DEVICE)
     generator = torch.Generator().manual_seed(5)
     for t in sched.timesteps:

@@ -172,9 +172,9 @@ FAULTS = (
     ),
     Fault(
         "DDPM takes the variances of the unconditional branch",
-        "seqpar/kernels/ddpm.py",
-        "cond_nlM[..., width : 2 * width].double()",
-        "(cond_nlM if uncond_nlM is None else uncond_nlM)[..., width : 2 * width].double()",
+        "seqpar/kernels/ddim.py",
+        "cond_nlM[..., width : 2 * width].to(clip.dtype)",
+        "(cond_nlM if uncond_nlM is None else uncond_nlM)[..., width : 2 * width].to(clip.dtype)",
         "tests/sampling/test_original.py::test_every_step_is_the_originals[ddpm-4,3,2-False]",
         "each step differs from the original's",
     ),

@@ -27,7 +27,6 @@ from seqpar.kernels import (
     adaln,
     channel_norm,
     ddim,
-    ddpm,
     flags,
     gelu,
     group_norm,
@@ -155,7 +154,7 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {f"upsample, {width}, {last}": doubled(width, last) for width in (128, 384) for last in (True, False)}
     made |= {f"multistep, {p} and {q}": multistepped(p, q) for p, q in ((1, 1), (1, 2), (2, 2), (3, 3))}
     made |= {"wide, 512": wide(4096, 512), "wide, 512, uneven": wide(4001, 512)}
-    return made | {"ddim": update, "ddpm": learned, "flags": lambda: flags.launch(four_ranks(), True, True)}
+    return made | {"ddim": update, "ddim, learned": learned, "flags": lambda: flags.launch(four_ranks(), True, True)}
 
 
 def unaligned(width: int) -> Callable[[], object]:
@@ -303,7 +302,7 @@ def doubled(channels: int, last: bool) -> Callable[[], object]:
 def update() -> None:
     """Launch a DDIM step."""
     step, outputs = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
-    how = ddim.Update(torch.zeros(25, 7), torch.zeros(25), clip=1.0)
+    how = ddim.Update(torch.zeros(25, 8), torch.zeros(25))
     ddim.launch(torch.zeros(1, 16, 16), outputs, outputs, how, step, step.clone())
 
 
@@ -311,8 +310,8 @@ def learned() -> None:
     """Launch a DDPM step with the model's variances."""
     step, outputs = torch.zeros((), dtype=torch.int64), rows(1, 16, 32)
     table, noise = torch.zeros(250, 7, dtype=torch.float64), torch.zeros(250, 1, 16, 16)
-    how = ddpm.Steps(table, torch.zeros(250), noise, step.clone(), 12)
-    ddpm.launch(torch.zeros(1, 16, 16), outputs, outputs, how, step, step.clone())
+    how = ddim.Update(table, torch.zeros(250), 12, noise, step.clone(), learned=True)
+    ddim.launch(torch.zeros(1, 16, 16), outputs, outputs, how, step, step.clone())
 
 
 def multistepped(states: int, outputs: int) -> Callable[[], object]:

@@ -61,7 +61,7 @@ installed diffusers does.
   is traced where its steps are linear in at most {MOST} states and {MOST} outputs.
 - **refused**: the scheduler cannot be built with these settings, or cannot be driven by the denoising loop.
 
-DDIM, and DDPM with the variances that the model predicts, have kernels of their own, which also clip. A
+DDIM, and DDPM with the variances that the model predicts, have a kernel of their own, which also clips. A
 `--scheduler` of another noise process (diffusion by betas, flow matching) than that of the model's own scheduler is
 refused; in Python, `sample` takes any scheduler, as a checkpoint alone does not say what it was trained with. Some
 classes need a package that diffusers does not install; their rows name it, and say what the class does where it is

@@ -6,6 +6,8 @@ What a kernel of NCCL waits for is seen by the watch alone (`seqpar.watch`), whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -34,7 +36,5 @@ class Waits:
     def end(self, works: Iterable[dist.Work]) -> None:
         """Wait for all works; by NCCL the current stream waits, and the host does not."""
         for work in works:
-            if self._watch is not None and self.on_host:
-                self._watch.exchange(work, self._what, self._ranks)
-            else:
-                self.begun(work.wait)
+            limited = self._watch is not None and self.on_host
+            self.begun(partial(work.wait, timedelta(seconds=self._watch.limit_s)) if limited else work.wait)

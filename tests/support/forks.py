@@ -1,0 +1,109 @@
+"""Runs a program in a process that is forked from one that has imported torch and diffusers already.
+
+The process is a child of the server of the pool of ranks. If it starts ranks (`seqpar.cli.ranks`), it forks them
+instead of starting new Pythons, which saves some ten seconds of CPU time a job. All else is what a user starts:
+sessions, process ids, signals, exit codes, pipes, environment, sockets, shared memory.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+Main = Callable[[], object]
+
+
+class ForkedRank:
+    """A forked rank, as the part of `subprocess.Popen` that the starter of ranks uses."""
+
+    def __init__(self, main: Main, words: tuple[str, ...], env: dict[str, str], start_new_session: bool) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(main, words[words.index("-m") + 2 :], env)
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or None."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the exit code, or raise what the starter expects."""
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a forked rank", timeout)
+            time.sleep(0.01)
+        return code
+
+
+class Forked:
+    """A forked process, whose output goes to files. main: a function that pickle finds by its name.
+
+    words: of its command line. environment: all of it. The server must run (`tests.support.pool.server`), because
+    threads may start this.
+    """
+
+    def __init__(
+        self, main: Main, words: Sequence[object], environment: Mapping[str, str], output: Path, errors: Path
+    ) -> None:
+        given = main, tuple(map(str, words)), dict(environment), output, errors
+        self._process: Any = multiprocessing.get_context("forkserver").Process(target=_start, args=given)
+        self._process.start()
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or None."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for the exit code; a process that hangs is killed, and None returned."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            self._process.kill()
+            self._process.join()
+        return code
+
+
+def _start(main: Main, words: tuple[str, ...], environment: dict[str, str], output: Path, errors: Path) -> None:
+    """Become the process."""
+    for number, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+    setattr(subprocess, "Popen", partial(ForkedRank, main))  # noqa: B010
+    _become(main, words, environment)
+
+
+def _become(main: Main, words: Sequence[str], environment: dict[str, str]) -> None:
+    """Run `main` with these words in this process and end it as Python would."""
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # the starter's handlers are not those of its ranks
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    multiprocessing.set_start_method("fork", force=True)  # as in a new Python: semaphores are unlinked at once
+    tempfile.tempdir = None  # the environment names the folder of temporary files
+    sys.argv = ["seqpar", *words]
+    code = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

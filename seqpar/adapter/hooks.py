@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from seqpar.adapter import ops
 from seqpar.adapter.attention import SplitAttention
-from seqpar.adapter.cuts import Cut, Cuts, Cutting, Joint, Place, parameters, submodules
+from seqpar.adapter.changes import Changes
+from seqpar.adapter.cuts import Boundary, Cuts, Cutting, CutTokens, Joint, parameters, submodules
 from seqpar.adapter.forward import Ranks
-from seqpar.adapter.seats import Seat, missed, refuse_backend, written_in
+from seqpar.adapter.seats import Seat, missed, refuse_backend
 
 OURS = "seqpar"  # the names of our hooks begin with it
 READS = f"{OURS} reads others"  # the name of the hook that looks at what an attention module is given
@@ -31,9 +32,9 @@ Which = int | tuple[int | None, ...]
 class Cutter:
     """Cuts and gathers the tensors of a place; all submodules of a path share one, and so their compiled code."""
 
-    def __init__(self, ranks: Ranks, place: Place, use: str) -> None:
+    def __init__(self, ranks: Ranks, place: Boundary, use: str) -> None:
         self.ranks, self._use = ranks, use
-        self._cuts: list[Cut] = []
+        self._cuts: list[CutTokens] = []
         self._gathers = tuple(place.gathers.values())
         self.gathers = tuple((index, which) for which, index in enumerate(place.gathers))
         self.inputs = tuple((name, self._which(how)) for name, how in place.inputs.items())
@@ -41,7 +42,7 @@ class Cutter:
         self.number = ops.NUMBERS.add(self)
 
     def _which(self, how: Cutting | None) -> Any:
-        if not isinstance(how, Cut):
+        if not isinstance(how, CutTokens):
             return None if how is None else tuple(self._which(one) for one in how)
         self._cuts.append(how)
         return len(self._cuts) - 1
@@ -85,7 +86,7 @@ class Cutter:
         return shape
 
 
-class PlaceHook(ModelHook):
+class BoundaryHook(ModelHook):
     """Cuts a submodule's inputs and outputs, and gathers its outputs."""
 
     def __init__(self, cutter: Cutter, names: Sequence[str]) -> None:
@@ -150,15 +151,15 @@ class ChecksHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forget what was reached before."""
-        self._attention.reached = self._attention.values.reached = False
+        self._attention.reached = False
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Raise ValueError if it was not reached, although tokens are split."""
         attention = self._attention
-        if attention.reached or attention.values.reached or not attention.splits:
-            return output
-        return missed(output, type(module).__name__, self._path)
+        return (
+            output if attention.reached or not attention.splits else missed(output, type(module).__name__, self._path)
+        )
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -174,7 +175,8 @@ def _computes_itself(module: nn.Module) -> bool:
         registry: Any = vars(module)["_diffusers_hook"]
         inner = registry.hooks[CHECKS].fn_ref if CHECKS in registry.hooks else registry._fn_refs[0]
         forward = inner.original_forward or inner.forward
-    return written_in(getattr(forward, "__func__", forward)) != "diffusers"
+    code = getattr(forward, "__func__", forward)  # `functools.wraps` changes its `__module__`, and not its globals
+    return getattr(code, "__globals__", {}).get("__name__", "").partition(".")[0] != "diffusers"
 
 
 def _register_innermost(registry: Any, hook: ModelHook, name: str) -> None:
@@ -243,16 +245,12 @@ class Installed:
     Its hook would keep the exchanges and their buffers alive, too, so hooks are also removed when this object goes.
     """
 
-    def __init__(self, module: nn.Module, cuts: Cuts, ranks: Ranks) -> None:
-        self._module, self._cuts, self._ranks = module, cuts, ranks
+    def __init__(self, module: nn.Module, cuts: Cuts, ranks: Ranks, changes: Changes) -> None:
+        self._module, self._cuts, self._ranks, self._changes = module, cuts, ranks, changes
+        self._followed = -1  # the count of changes up to which the module was followed
         self._hooked: list[Hooked] = []
         finalize(self, _unhook, self._hooked).atexit = False
         self._seats: list[Seat] = []
-        self._attentions: list[list[nn.Module]] = []
-        self._attributes: list[dict[str, Any]] = []
-        self._classes: set[Any] = set()
-        self._forwards: list[Any] = []
-        self._checked: list[Seat] = []
         self._split: dict[Joint, SplitAttention] = {}
         for path, joint in cuts.attention.items():
             if joint not in self._split:
@@ -263,71 +261,60 @@ class Installed:
             self.remove()
             raise
 
-    def _places(self) -> list[tuple[nn.Module, str]]:
-        """Return (submodule, path) of every place; the inputs of the transformer itself are cut before its forward."""
-        return [(one, path) for path in self._cuts.places if path for one in submodules(self._module, path)]
+    def refresh(self) -> None:
+        """Put hooks and attention on what has changed since the last call; ValueError if a backend was set.
 
-    def _seat(self) -> None:
-        """Find the attention modules, anew where one was replaced; those that are gone get their processors back."""
-        attentions = [submodules(self._module, path) for path in self._cuts.attention]
-        if attentions == self._attentions:  # modules are equal if they are the same
+        What this puts on counts as no change. After an error it is tried again in the next call.
+        """
+        count = self._changes.count()
+        if count == self._followed:
             return
+        self._take_seats()
+        self._hook()
+        for seat in self._seats:
+            seat.refresh()
+        self._changes.accept()
+        self._followed = count
+
+    def _take_seats(self) -> None:
+        """Find the attention modules; those that were replaced get their own processors back."""
         names = {one: name for name, one in self._module.named_modules()}
         before = {(seat.module, seat.attention): seat for seat in self._seats}
         self._seats = []
-        for joint, modules in zip(self._cuts.attention.values(), attentions, strict=True):
+        for path, joint in self._cuts.attention.items():
             split = self._split[joint]
+            modules = submodules(self._module, path)
             self._seats += [before.pop((one, split), None) or Seat(names[one], one, split) for one in modules]
         for seat in before.values():
             seat.leave()
-        self._attentions, self._forwards = attentions, []
-        self._attributes = [vars(seat.module) for seat in self._seats]
-        self._classes = {type(seat.module) for seat in self._seats}
-
-    def _find_checked(self) -> bool:
-        """Find the attention modules that compute by themselves; return whether their checks are called."""
-        forwards = [each.get("forward") for each in self._attributes] + [kind.forward for kind in self._classes]
-        if forwards == self._forwards:
-            return True
-        self._checked, self._forwards = [seat for seat in self._seats if _computes_itself(seat.module)], forwards
-        return all(_is_hooked(seat.module) for seat in self._checked)
 
     def _hook(self) -> None:
         """Hook the places, anew where a layer was replaced, as adapters do, or where another hook is around ours.
 
-        Inside of a hook that skips a block, ours would not cut and gather the tokens that pass the block by.
+        Inside of a hook that skips a block, ours would not cut and gather the tokens that pass the block by. The inputs
+        of the transformer itself are cut before its forward.
         """
-        places, seats = self._places(), [seat for seat in self._seats if not seat.attention.joint.streams]
-        modules = [*(one for one, _ in places), *(seat.module for seat in seats)]
-        names = [*(f"{OURS} {path}" for _, path in places), *(READS for _ in seats)]
-        called = self._find_checked()
-        checks = [(ref(seat.module), CHECKS) for seat in self._checked]
-        wanted = [*zip(map(ref, modules), names, strict=True), *checks]
-        if called and wanted == self._hooked and all(map(_is_outermost, modules)):
+        places = [(one, path) for path in self._cuts.places if path for one in submodules(self._module, path)]
+        readers = [seat for seat in self._seats if not seat.attention.joint.streams]
+        checked = [seat for seat in self._seats if _computes_itself(seat.module)]
+        outer = [*((one, f"{OURS} {path}") for one, path in places), *((seat.module, READS) for seat in readers)]
+        wanted = [*((ref(one), name) for one, name in outer), *((ref(seat.module), CHECKS) for seat in checked)]
+        in_place = all(_is_outermost(one) for one, _ in outer) if wanted == self._hooked else False
+        if in_place and all(_is_hooked(seat.module) for seat in checked):
             return
         _unhook(self._hooked)
-        shared = {path: Cutter(self._ranks, place, path) for path, place in self._cuts.places.items() if path}
-        hooks: list[ModelHook] = [
-            PlaceHook(shared[path], parameters(one) if self._cuts.places[path].inputs else []) for one, path in places
-        ]
-        hooks += [ReadsHook(seat.attention, parameters(seat.module)) for seat in seats]
-        for module, name, hook in zip(modules, names, hooks, strict=True):
+        cutters = {path: Cutter(self._ranks, place, path) for path, place in self._cuts.places.items() if path}
+        hooks = [BoundaryHook(cutters[path], parameters(one) if cutters[path].inputs else []) for one, path in places]
+        more = [ReadsHook(seat.attention, parameters(seat.module)) for seat in readers]
+        for (module, name), hook in zip(outer, (*hooks, *more), strict=True):
             HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
-            self._hooked.append((ref(module), name))
-        for seat in self._checked:
+        for seat in checked:
             _register_innermost(HookRegistry.check_if_exists_or_initialize(seat.module), ChecksHook(seat), CHECKS)
-            self._hooked.append((ref(seat.module), CHECKS))
-
-    def refresh(self) -> None:
-        """Put hooks and attention on what is new since the last call; ValueError if an attention backend was set."""
-        self._seat()
-        self._hook()
-        for seat in self._seats:
-            seat.refresh()
+        self._hooked += wanted
 
     def remove(self) -> None:
         """Take off hooks and attention; modules get their own processors back, with settings that were changed."""
         _unhook(self._hooked)
         for seat in self._seats:
             seat.leave()
-        self._seats, self._attentions = [], []
+        self._seats, self._followed = [], -1

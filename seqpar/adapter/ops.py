@@ -17,9 +17,14 @@ from torch import Tensor
 
 
 class Attends(Protocol):
-    """Attention over split tokens; q, k, v are (B, l, H, D), (B, l, G, D) and the result is (B, l, H, D)."""
+    """Attention over split tokens; q, k, v are (B, l, H, D), (B, l, G, D) and the result is (B, l, H, D).
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor: ...
+    reads: whether the module was given tokens to attend to besides its own.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, reads: bool
+    ) -> Tensor: ...
 
 
 class Moves(Protocol):
@@ -52,28 +57,32 @@ class Numbers:
 NUMBERS = Numbers()
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, number: int) -> Tensor:
-    found: Attends = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
-    return found.attend(q, k, v, mask, scale).clone(memory_format=torch.contiguous_format)
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, number: int, reads: bool
+) -> Tensor:
+    attend: Attends = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
+    return attend(q, k, v, mask, scale, reads).clone(memory_format=torch.contiguous_format)
 
 
-def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, number: int) -> Tensor:
+def _attention_shape(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, number: int, reads: bool
+) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
 def _cut(x: Tensor, number: int, which: int) -> Tensor:
-    found: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
-    return found.cut_by_number(x, which).clone(memory_format=torch.contiguous_format)
+    moves: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
+    return moves.cut_by_number(x, which).clone(memory_format=torch.contiguous_format)
 
 
 def _cut_shape(x: Tensor, number: int, which: int) -> Tensor:
-    found: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
-    return x.new_empty(found.size_by_number(x, which))
+    moves: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
+    return x.new_empty(moves.size_by_number(x, which))
 
 
 def _gather(x: Tensor, number: int, which: int, dim: int, total: int) -> Tensor:
-    found: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
-    return found.gather_by_number(x, which).clone(memory_format=torch.contiguous_format)
+    moves: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
+    return moves.gather_by_number(x, which).clone(memory_format=torch.contiguous_format)
 
 
 def _gather_shape(x: Tensor, number: int, which: int, dim: int, total: int) -> Tensor:
@@ -90,7 +99,7 @@ attention = torch.library.custom_op(
     "seqpar::split_attention",
     _attention,
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float? scale, int number) -> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float? scale, int number, bool reads) -> Tensor",
 )
 attention.register_fake(_attention_shape)
 cut = torch.library.custom_op(

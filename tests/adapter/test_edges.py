@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 from torch import Tensor, nn
 
 import seqpar
-from seqpar.adapter import parallelize
+from seqpar.adapter import lease, parallelize
 from seqpar.adapter.forward import MOST
 from seqpar.mesh import Mesh
 from tests.adapter import test_native
@@ -198,8 +198,8 @@ def rounds(rank: int, world: int, device: torch.device) -> list[int]:
     given, counts = mesh_for("ulysses", world, device), []
     module = test_native.tiny().to(device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallelize, "_lacks_host", lambda mesh: True)
-        patch.setattr(parallelize, "BACKENDS", "gloo" if device.type == "cpu" else parallelize.BACKENDS)
+        patch.setattr(lease, "_lacks_host", lambda mesh: True)
+        patch.setattr(lease, "BACKENDS", "gloo" if device.type == "cpu" else lease.BACKENDS)
         for mesh in (given, None, given, None):
             for name in ["_body", "_move"][: 1 + rank]:
                 with pytest.MonkeyPatch.context() as broken:

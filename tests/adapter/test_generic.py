@@ -20,7 +20,7 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 from torch import Tensor, nn
 
 from seqpar.adapter import generic
-from seqpar.adapter.cuts import Cut
+from seqpar.adapter.cuts import CutTokens
 from seqpar.adapter.forward import Ranks
 from seqpar.planner.plan import Choice
 from tests.support.diffusers_tiny import MODELS, SPLIT, flat, random, truth
@@ -115,7 +115,7 @@ def mistaken(rank: int, world: int, device: torch.device, name: str, mistake: st
     body, right = body_of(tiny.build().to(device), world, device, "ulysses"), Ranks.cut
     arguments = tiny.arguments(device)
 
-    def wrong(self: Ranks, x: Tensor, cut: Cut) -> Tensor:
+    def wrong(self: Ranks, x: Tensor, cut: CutTokens) -> Tensor:
         mine = right(self, x, cut)
         rotary = (cut.stream == "image" and not x.is_floating_point()) or x.dim() == 2
         if (mistake, cut.stream, rotary) in (("text", "text", False), ("rotary", "image", True)):

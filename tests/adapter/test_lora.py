@@ -18,8 +18,9 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from seqpar.adapter import adapters, generic, native
+from seqpar.adapter import generic, native
 from seqpar.adapter.body import Body
+from seqpar.adapter.changes import Changes
 from tests.adapter.test_native import TOLERANCE, arguments, error, ours, plan_for, theirs, tiny
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
@@ -294,15 +295,15 @@ def test_the_watch_is_quick_and_counts_only_changes() -> None:
     """FLUX.1's number of layers with an adapter on each; the time is far above the one in the docstring."""
     module = tiny(num_layers=19, num_single_layers=38)
     step("load", module)
-    watch = adapters.Watch(module)
+    watch = Changes(module)
     first = watch.count()
     start = time.perf_counter()
     for _ in range(5):
         assert watch.count() == first
     assert (time.perf_counter() - start) / 5 < 0.01
-    text = adapters.told(module)
+    text = watch.texts()
     module.transformer_blocks[18].attn.to_q.scale_layer(0.5)
     assert watch.count() == first + 1
-    assert adapters.told(module) != text
+    assert watch.texts() != text
     module.transformer_blocks[18].attn.to_q.lora_B["a"].weight.mul_(2)
     assert watch.count() == first + 2 == watch.count()

@@ -237,7 +237,7 @@ def planned(rank: int, world: int, device: torch.device, name: str, options: dic
         ("flux, true guidance", {"native": False, "transport": "peer"}, "ulysses 2"),
         ("perturbed pixart", {"strategy": "auto", "cfg": True}, "ulysses 2"),
         ("sd3", {"cfg": False}, "ulysses 2"),
-        ("wan", {"plan": WanTransformer3DModel._cp_plan, "strategy": "ring"}, "ring 2"),
+        ("wan", {"cuts": WanTransformer3DModel._cp_plan, "strategy": "ring"}, "ring 2"),
     ],
 )
 def test_the_planner_decides_on_what_is_not_given(ranks: Pool, name: str, options: dict[str, Any], mesh: str) -> None:

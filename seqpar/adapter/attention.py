@@ -56,25 +56,25 @@ class SplitAttention:
         """
         if torch.compiler.is_compiling():
             return ops.attention(q, k, v, None if self.joint.masked else mask, scale, self._number, reads)
-        now = self.ranks.now
-        if now is None or (self.ranks.axis.size == 1 and not (self.joint.masked or masks.is_by_key(mask, len(q)))):
+        forward = self.ranks.now
+        if forward is None or (self.ranks.axis.size == 1 and not (self.joint.masked or masks.is_by_key(mask, len(q)))):
             return _local(q, k, v, mask, scale)
         choose = self._named if self.joint.streams else self._inferred
-        joined = choose(now, q.shape[1], k.shape[1], reads)
+        joined = choose(forward, q.shape[1], k.shape[1], reads)
         if joined is None:
             return _local(q, k, v, mask, scale)
         streams, tokens = joined
-        bias = self._bias(now, mask, streams, tokens, q)
+        bias = self._bias(forward, mask, streams, tokens, q)
         default = q.shape[-1] ** -0.5
         if scale is not None and not isclose(scale, default, rel_tol=1e-12):
             q = q * (scale / default)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return self.ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
 
-    def _split(self, now: Forward, streams: Sequence[str]) -> JointShard:
-        return JointShard(tuple(Shard(now.lengths[name], self.ranks.axis.size) for name in streams))
+    def _split(self, forward: Forward, streams: Sequence[str]) -> JointShard:
+        return JointShard(tuple(Shard(forward.lengths[name], self.ranks.axis.size) for name in streams))
 
-    def _named(self, now: Forward, queries: int, keys: int, reads: bool) -> Joined | None:
+    def _named(self, forward: Forward, queries: int, keys: int, reads: bool) -> Joined | None:
         """Return the plan's streams, or None for attention of some of them to keys that are whole on every rank.
 
         queries, keys: their numbers on this rank. An attention besides the joint one (FLUX's of an image to another
@@ -82,31 +82,31 @@ class SplitAttention:
         queries, the one could not tell it from a wrong plan, so that both raise the same error.
         """
         rank, streams = self.ranks.axis.rank, self.joint.streams
-        if now.lengths.keys() >= set(streams):
-            tokens = self._split(now, streams)
+        if forward.lengths.keys() >= set(streams):
+            tokens = self._split(forward, streams)
             if tokens.sizes[rank] == queries:
                 return (streams, tokens) if queries == keys else None
         if self.ranks.axis.size == 1:  # all tokens are here, so that a processor may attend to any of them
             return None
-        alone = [self._split(now, (name,)).sizes for name in now.lengths]
+        alone = [self._split(forward, (name,)).sizes for name in forward.lengths]
         if queries == keys or any(sizes[rank] == queries and keys in sizes for sizes in alone):
-            raise self._unknown(now)
+            raise self._unknown(forward)
         return None
 
-    def _inferred(self, now: Forward, queries: int, keys: int, reads: bool) -> Joined | None:
+    def _inferred(self, forward: Forward, queries: int, keys: int, reads: bool) -> Joined | None:
         """Return the streams that a plan in diffusers' form joins here, or None for keys that are whole.
 
         A module that is given no other tokens attends to its own, which are split. One that is given some joins them if
         the plan splits text, and reads them whole otherwise.
         """
-        rank, named = self.ranks.axis.rank, tuple(name for name in now.lengths if not name.isdecimal())
+        rank, named = self.ranks.axis.rank, tuple(name for name in forward.lengths if not name.isdecimal())
         choices = dict.fromkeys((named, *((name,) for name in named))) if named else ()
-        every = [(streams, self._split(now, streams)) for streams in choices]
+        every = [(streams, self._split(forward, streams)) for streams in choices]
         joined = next((one for one in every if one[1].sizes[rank] == queries), None)
         if self.ranks.axis.size == 1:
             return joined if queries == keys else None
         if joined is None:
-            raise self._unknown(now)
+            raise self._unknown(forward)
         streams, sizes = joined[0], joined[1].sizes
         if any(sizes != other.sizes and any(map(eq, sizes, other.sizes)) for _, other in every):
             raise self._unclear("attention", "of streams of which some, but not all, ranks have as many tokens")
@@ -120,9 +120,9 @@ class SplitAttention:
             raise self._unclear("attention", "to other tokens than its own")
         return joined
 
-    def _unknown(self, now: Forward) -> ValueError:
+    def _unknown(self, forward: Forward) -> ValueError:
         """Return an error that is the same on every rank: it has no number of this rank's tokens."""
-        lengths = ", ".join(f"{total} of {name}" for name, total in now.lengths.items()) or "none"
+        lengths = ", ".join(f"{total} of {name}" for name, total in forward.lengths.items()) or "none"
         expected = " and ".join(self.joint.streams) or "one or all of the streams"
         return ValueError(
             f"got attention at {self._where} to other tokens than each rank's share of {expected}, of which "
@@ -136,15 +136,15 @@ class SplitAttention:
         )
 
     def _bias(
-        self, now: Forward, mask: Tensor | None, streams: Sequence[str], tokens: JointShard, q: Tensor
+        self, forward: Forward, mask: Tensor | None, streams: Sequence[str], tokens: JointShard, q: Tensor
     ) -> Tensor | None:
         """Return the key mask in the order of the ranks; it is converted once for all blocks."""
         rows, dtype = len(q), q.dtype
         if self.joint.masked:
             key = tuple(streams), dtype
-            if key not in now.converted:
-                now.converted[key] = None, masks.from_streams(now.masks, streams, tokens, dtype)
-            return now.converted[key][1]
+            if key not in forward.converted:
+                forward.converted[key] = None, masks.from_streams(forward.masks, streams, tokens, dtype)
+            return forward.converted[key][1]
         if mask is None:
             return None
         if len(streams) > 1 and not self.joint.streams:
@@ -153,9 +153,9 @@ class SplitAttention:
                 f"write the cuts as `seqpar.adapter.cuts.Cuts`, whose `Joint` names it"
             )
         place = mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, tuple(streams), dtype
-        if place not in now.converted:  # the mask is kept too, so that its address stays its own
-            now.converted[place] = mask, masks.from_whole(mask, rows, tokens, dtype)
-        return now.converted[place][1]
+        if place not in forward.converted:  # the mask is kept too, so that its address stays its own
+            forward.converted[place] = mask, masks.from_whole(mask, rows, tokens, dtype)
+        return forward.converted[place][1]
 
 
 def _local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -14,13 +14,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from seqpar.adapter import adapters, processors
+from seqpar.adapter import adapters
 from seqpar.adapter.foreign import Foreign, look
 
 REFRESHES = "_seqpar_refreshes"  # the attribute of a transformer that counts the calls of `seqpar.refresh`
@@ -40,7 +40,7 @@ class _Entry:
         """Return whether it is no longer as before."""
         try:
             return not self.equal(self.read(), self.before)
-        except RuntimeError:  # a tensor is in the place of another value: their comparison is no bool
+        except (RuntimeError, ValueError):  # a tensor or array is in place of another value: no bool comes of it
             return True
 
 
@@ -106,17 +106,31 @@ class Changes:
 # The entries ---------------------------------------------------------------------------------------------------
 
 
-def _entry(read: Callable[[], object], equal: Callable[[Any, Any], bool] | None = None) -> _Entry:
-    return _Entry(read, _copied(read()), equal or (lambda now, before: now == before))
+def _entry(read: Callable[[], object], equal: Callable[[Any, Any], bool] = eq) -> _Entry:
+    return _Entry(read, _copied(read()), equal)
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of nested containers, with the same objects in them."""
-    if isinstance(value, Mapping):
+    """Return a copy of nested containers, with the same objects in them, tensors as what is equal to them alone."""
+    if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [*map(_copied, value)] if isinstance(value, list) else tuple(map(_copied, value))
-    return set(value) if isinstance(value, set) else value
+    if isinstance(value, set):
+        return set(value)
+    return _Held(value) if isinstance(value, Tensor) else value
+
+
+class _Held:
+    """A tensor that is equal to nothing else, whatever its values are."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return self._tensor is other
 
 
 def _of_modules(root: nn.Module, own: list[nn.Module], every: list[nn.Module]) -> Iterator[_Entry]:
@@ -167,28 +181,14 @@ class _Addresses:
         return [x.data_ptr() if type(x) is nn.Parameter else id(x) for x in weights]
 
 
-def _of_processors(attention: list[nn.Module]) -> Iterator[_Entry]:
+def _of_processors(attention: list[Any]) -> Iterator[_Entry]:
     """Yield the entries of modules' attention processors: which they are, what they compute, and their attributes."""
-    every = [module.processor for module in attention]
-    seats, kinds = list(map(vars, attention)), {type(one) for one in every}
-    quick = [vars(one) for one in every if processors.is_plain(one)]
-    others = [one for one in every if not processors.is_plain(one)]
+    seats, every = list(map(vars, attention)), [module.processor for module in attention]
+    attributes = [vars(one) for one in every if hasattr(one, "__dict__")]
+    kinds = {base for one in every for base in type(one).__mro__}
     yield _entry(lambda: [names.get("processor") for names in seats])  # modules are among the children, too
-    yield _entry(lambda: [getattr(kind, "__call__", None) for kind in kinds])  # noqa: B004
-    yield _entry(lambda: quick)
-    yield _entry(lambda: [processors.attributes(one, _Held) for one in others])
-
-
-class _Held:
-    """An object that is equal to nothing else. It is kept, so that its address stays its own."""
-
-    __hash__ = object.__hash__
-
-    def __init__(self, item: object) -> None:
-        self.item = item
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and self.item is other.item
+    yield _entry(lambda: [vars(kind).get("__call__") for kind in kinds])
+    yield _entry(lambda: attributes)
 
 
 def _of_adapters(layers: list[nn.Module]) -> Iterator[_Entry]:

@@ -54,8 +54,8 @@ class Cutter:
             return ops.cut(value, self.number, which) if compiling else self.ranks.cut(value, self._cuts[which])
         if isinstance(value, (list, tuple)):
             each = which if isinstance(which, tuple) else (which,) * len(value)
-            made = [x if one is None else self.value(x, one) for x, one in zip(value, each, strict=True)]
-            return tuple(made) if isinstance(value, tuple) else made
+            parts = [x if one is None else self.value(x, one) for x, one in zip(value, each, strict=True)]
+            return tuple(parts) if isinstance(value, tuple) else parts
         if isinstance(value, dict):
             return {key: self.value(x, which) for key, x in value.items()}
         return value
@@ -109,12 +109,12 @@ class BoundaryHook(ModelHook):
         if not self._cutter.outputs and not self._cutter.gathers:
             return output
         alone = isinstance(output, Tensor)
-        made = [output] if alone else list(output)
+        outputs = [output] if alone else list(output)
         for index, which in self._cutter.outputs:
-            made[index] = self._cutter.value(made[index], which)
+            outputs[index] = self._cutter.value(outputs[index], which)
         for index, which in self._cutter.gathers:
-            made[index] = self._cutter.gather(made[index], which)
-        return made[0] if alone else tuple(made)
+            outputs[index] = self._cutter.gather(outputs[index], which)
+        return outputs[0] if alone else tuple(outputs)
 
 
 class ReadsHook(ModelHook):
@@ -130,11 +130,11 @@ class ReadsHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Look at the inputs."""
-        own, other = (self._given(name, args, kwargs) for name in ("hidden_states", "encoder_hidden_states"))
+        own, other = (self._argument(name, args, kwargs) for name in ("hidden_states", "encoder_hidden_states"))
         self._attention.reads = other is not None and other is not own
         return args, kwargs
 
-    def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = self._places.get(name, len(args))
         return kwargs.get(name, args[index] if index < len(args) else None)
 
@@ -211,8 +211,8 @@ Hooked = tuple["ref[nn.Module]", str]  # a submodule and the name of our hook on
 def _unhook(hooked: list[Hooked]) -> None:
     """Remove our hooks from the submodules that still exist, and empty the list."""
     while hooked:
-        found, name = hooked.pop()
-        if (module := found()) is not None:
+        reference, name = hooked.pop()
+        if (module := reference()) is not None:
             _remove(HookRegistry.check_if_exists_or_initialize(module), name)
 
 

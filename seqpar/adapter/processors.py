@@ -7,7 +7,6 @@ and gives every rank another number of keys. The one here masks them instead, fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -20,29 +19,6 @@ OWN = "seqpar_own"  # the attribute of a processor of ours that holds the module
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module; parameters and submodules are not settings
 
 
-def attributes(processor: Any, other: Callable[[object], object]) -> tuple[tuple[str, object], ...]:
-    """Return (name, value) of a processor's attributes, with containers as tuples that later changes do not reach.
-
-    other: replaces what is neither a plain value nor a container, such as tensors.
-    """
-    every = getattr(processor, "__dict__", {}).items()
-    left_out = _OF_MODULES if isinstance(processor, nn.Module) else ()
-    return tuple([(name, _frozen(value, other)) for name, value in every if name not in left_out])
-
-
-def is_plain(processor: Any) -> bool:
-    """Return whether `==` tells of all attributes that they were replaced: it compares no elements, as of tensors."""
-    return hasattr(processor, "__dict__") and not isinstance(processor, nn.Module) and _compares(vars(processor))
-
-
-def _compares(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_compares, value))
-    if isinstance(value, dict):
-        return all(map(_compares, value.values()))
-    return isinstance(value, _PLAIN) or type(value).__eq__ is object.__eq__
-
-
 def own_of(processor: Any) -> Any:
     """Return the processor that was set on the module, of which ours may be a copy; others are returned as they are."""
     return getattr(processor, OWN, processor)
@@ -50,20 +26,20 @@ def own_of(processor: Any) -> Any:
 
 def settings(processor: Any) -> str:
     """Return a processor's public attributes with plain values as a text, which is equal on all ranks."""
-    every = attributes(processor, lambda value: ...)
-    return ", ".join(f"{name} {value}" for name, value in every if name[0] != "_" and value is not ...)
+    left_out = _OF_MODULES if isinstance(processor, nn.Module) else ()
+    every = {name: _shown(value) for name, value in getattr(processor, "__dict__", {}).items() if name not in left_out}
+    return ", ".join(f"{name} {text}" for name, text in every.items() if name[0] != "_" and text != "...")
 
 
-def _frozen(value: Any, other: Callable[[object], object]) -> object:
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, (list, tuple)):
-        return tuple([_frozen(each, other) for each in value])
-    if isinstance(value, (set, frozenset)):
-        return frozenset(_frozen(each, other) for each in value)
+def _shown(value: Any) -> str:
+    """Return a text without addresses; "..." for what is neither a plain value nor a container."""
     if isinstance(value, dict):
-        return tuple([(_frozen(key, other), _frozen(each, other)) for key, each in value.items()])
-    return other(value)
+        return f"{{{', '.join(f'{_shown(key)}: {_shown(each)}' for key, each in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_shown, value)))}}}"
+    return str(value) if isinstance(value, _PLAIN) else "..."
 
 
 class MochiProcessor:

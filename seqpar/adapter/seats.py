@@ -27,7 +27,7 @@ from seqpar.adapter.attention import SplitAttention
 from seqpar.adapter.processors import OWN, own_of
 
 ASKED = "_attention_backend"  # the attribute of a processor that holds the backend that a user has set
-CARRIED = frozenset((OWN, ASKED, "seqpar_attention", "seqpar_skips", "seqpar_path"))  # what ours have besides
+CARRIED = frozenset((OWN, ASKED, "_seqpar_attention", "_seqpar_skips", "_seqpar_path"))  # what ours have besides
 PAG = "its mask lets each token of the image read itself alone, by its place among all of them"
 # processors that read keys by their place in the whole image, of which each rank has a part -> (name, why)
 UNSPLIT: dict[type, tuple[str, str]] = {
@@ -58,7 +58,7 @@ class Seat:
             if self.attention.ranks.axis.size > 1:
                 _refuse_unsplit(processor)
             self.module.processor = self.ours = self._ours_for(processor)
-        self.ours.seqpar_attention, self.ours.seqpar_skips = self.attention, _skips_scores(self.module)
+        self.ours._seqpar_attention, self.ours._seqpar_skips = self.attention, _skips_scores(self.module)
         vars(self.ours).pop(ASKED, None)  # the backend of our class counts again
 
     def _ours_for(self, processor: Any) -> Any:
@@ -71,7 +71,7 @@ class Seat:
             raise self._not_plain(own)
         try:
             ours: Any = copy(replaces() if replaces else own)
-            ours.__class__, ours.seqpar_path = _around(type(ours)), self.path
+            ours.__class__, ours._seqpar_path = _around(type(ours)), self.path
         except (TypeError, AttributeError) as error:  # Python refuses to set its class or its attributes
             raise self._not_plain(own) from error
         vars(ours)[OWN] = own  # not by setattr: a processor that is a module would count the other as its part
@@ -108,11 +108,11 @@ def _around(kind: type) -> type:
 
     @wraps(kind.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        attention: SplitAttention = self.seqpar_attention
+        attention: SplitAttention = self._seqpar_attention
         attention.reached = False
-        with Around(attention, self.seqpar_skips, foreign):
+        with Around(attention, self._seqpar_skips, foreign):
             out = kind.__call__(self, *args, **kwargs)
-        return out if attention.reached or not attention.splits else missed(out, kind.__name__, self.seqpar_path)
+        return out if attention.reached or not attention.splits else missed(out, kind.__name__, self._seqpar_path)
 
     ours = type(kind.__name__, (kind,), {"__call__": call, ASKED: AttentionBackendName.NATIVE})
     with suppress(ValueError):  # where diffusers knows nothing of this class

@@ -44,13 +44,13 @@ def share_vae(
         if reason is not None and mesh.is_main and mesh.world.size > 1:
             print(f"seqpar: every rank decodes whole pictures, because {reason}", flush=True)
         return share(vae, User(mesh, check))
-    made = decoding.of(vae, mesh, transport)
-    ends = share(vae, User(mesh, check, made.decode, made.encode)), refuse_sizes(pipe_or_transformer, made)
+    strips = decoding.of(vae, mesh, transport)
+    ends = share(vae, User(mesh, check, strips.decode, strips.encode)), refuse_sizes(pipe_or_transformer, strips)
 
     def ended() -> None:
         for end in ends:
             end()
-        made.release()
+        strips.release()
 
     return ended
 

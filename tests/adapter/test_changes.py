@@ -228,7 +228,7 @@ ONLY_HERE: dict[str, tuple[Callable[[Any], object], Callable[[Any], object], str
     "setting": (
         lambda module: setattr(module.transformer_blocks[0].attn.processor, "scale", [0.5]),
         lambda module: delattr(module.transformer_blocks[0].attn.processor, "scale"),
-        "got settings of attention processors '1 x scale (0.5,)",
+        "got settings of attention processors '1 x scale [0.5]",
     ),
     "backend": (
         lambda module: module.set_attention_backend("native"),

@@ -104,7 +104,10 @@ def test_a_transformer_without_a_plan_is_refused_with_the_way_to_write_one() -> 
     ("cuts", "told"),
     [
         (Cuts({"blocks.0": Boundary()}, {}), "which SD3Transformer2DModel does not have"),
-        (Cuts({"pos_embed": Boundary(inputs={"tokens": CutTokens("image")})}, {}), "expected one of the inputs of PatchEmbed"),
+        (
+            Cuts({"pos_embed": Boundary(inputs={"tokens": CutTokens("image")})}, {}),
+            "expected one of the inputs of PatchEmbed",
+        ),
         (Cuts({}, {}, masks={"mask": "text"}), "got cuts of the input 'mask' of the transformer"),
         ({"proj_out": 3}, "expected ContextParallelOutput"),
         ({"pos_embed": {0: 3}}, "expected a ContextParallelInput"),

@@ -20,7 +20,7 @@ import seqpar
 from seqpar.adapter.parallelize import transformers_of
 from tests.support import pipelines
 from tests.support.diffusers_tiny import moved
-from tests.support.foreign import StayDouble
+from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
 from tests.support.pool import Pool
@@ -55,20 +55,6 @@ class Case:
         pipe = self.pipe().to(device)
         self.change(pipe)
         return self.pictures(pipe).cpu()
-
-
-class InDouble:
-    """A body that keeps fp64 also where a promise is read, because torch leaves a function mode while it handles."""
-
-    def __init__(self, body: Any) -> None:
-        self._body = body
-
-    def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        with StayDouble():
-            return self._body(arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._body, name)
 
 
 def brighter(pipe: Any, step: int, t: Tensor, given: dict[str, Any]) -> dict[str, Any]:
@@ -177,8 +163,7 @@ def sharded(rank: int, world: int, device: torch.device, name: str, cfg: int) ->
     case, pipe = EVERY[name], EVERY[name].pipe()
     seqpar.parallelize(pipe, make_mesh(device, cfg=cfg))
     for module in transformers_of(pipe).values():
-        call: Any = module.forward
-        call.body = InDouble(call.body)
+        in_double(module)
     case.pictures(pipe, rank)
     case.change(pipe)
     return case.pictures(pipe, rank)
@@ -224,7 +209,7 @@ def test_perturbed_attention_is_right_or_refused(ranks: Pool, world: int, cfg: i
 def planned(rank: int, world: int, device: torch.device, name: str, options: dict[str, Any]) -> tuple[Tensor, str]:
     """Return this rank's pictures, where the planner decides on the mesh, and the mesh."""
     pipe = seqpar.parallelize(EVERY[name].pipe(), **options)
-    pipe.transformer.forward.body = InDouble(pipe.transformer.forward.body)
+    in_double(pipe.transformer)
     return EVERY[name].pictures(pipe, rank), str(pipe.transformer.forward.mesh)
 
 

@@ -18,7 +18,8 @@ from seqpar.adapter.changes import Changes
 from seqpar.adapter.cuts import Boundary, Cuts
 from seqpar.adapter.foreign import Foreign, refuse_split
 from seqpar.adapter.forward import Ranks
-from seqpar.adapter.hooks import Cutter, Installed
+from seqpar.adapter.hooks import Cutter
+from seqpar.adapter.installed import Installed
 from seqpar.adapter.masks import key_rows
 from seqpar.adapter.table import cuts_of
 from seqpar.mesh import Mesh

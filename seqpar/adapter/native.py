@@ -23,7 +23,7 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxTransformer2DModel
 from torch import Tensor, nn
 
-from seqpar.adapter import adapters, adopt, changes, generic, hooks
+from seqpar.adapter import adapters, adopt, changes, generic, seats
 from seqpar.adapter.body import Inside
 from seqpar.adapter.cuts import Cuts, GatherTokens
 from seqpar.adapter.foreign import Foreign, look
@@ -217,7 +217,7 @@ class Native:
         if (self._signs(), scale) == (self._seen, self._scale):
             return
         self._seen, self._scale = None, scale
-        hooks.refuse_backends(self._module)
+        seats.refuse_backends(self._module)
         with torch.inference_mode(False):  # weights outlive the caller's mode
             found = adopt.places(self._module)
             shapes = {key: place.parameter.shape for key, place in found.items()}

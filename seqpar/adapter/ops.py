@@ -9,32 +9,11 @@ When it wins: compiled blocks only; eager code calls the objects themselves and 
 from __future__ import annotations
 
 from itertools import count
-from typing import Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-
-
-class Attends(Protocol):
-    """Attention over split tokens; q, k, v are (B, l, H, D), (B, l, G, D) and the result is (B, l, H, D).
-
-    reads: whether the module was given tokens to attend to besides its own.
-    """
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, reads: bool
-    ) -> Tensor: ...
-
-
-class Moves(Protocol):
-    """Cuts and gathers by their number."""
-
-    def cut_by_number(self, x: Tensor, which: int) -> Tensor: ...
-
-    def size_by_number(self, x: Tensor, which: int) -> list[int]: ...
-
-    def gather_by_number(self, x: Tensor, which: int) -> Tensor: ...
 
 
 class Numbers:
@@ -42,15 +21,15 @@ class Numbers:
 
     def __init__(self) -> None:
         self._next = count()
-        self._live: WeakValueDictionary[int, object] = WeakValueDictionary()
+        self._live: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
     def add(self, item: object) -> int:
-        """Return a new number for an object."""
+        """Return a new number for a `SplitAttention` or a `Cutter`."""
         number = next(self._next)
         self._live[number] = item
         return number
 
-    def __getitem__(self, number: int) -> object:
+    def __getitem__(self, number: int) -> Any:
         return self._live[number]
 
 
@@ -60,8 +39,7 @@ NUMBERS = Numbers()
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, number: int, reads: bool
 ) -> Tensor:
-    attend: Attends = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
-    return attend(q, k, v, mask, scale, reads).clone(memory_format=torch.contiguous_format)
+    return NUMBERS[number](q, k, v, mask, scale, reads).clone(memory_format=torch.contiguous_format)
 
 
 def _attention_shape(
@@ -71,8 +49,7 @@ def _attention_shape(
 
 
 def _cut(x: Tensor, number: int, which: int) -> Tensor:
-    moves: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
-    return moves.cut_by_number(x, which).clone(memory_format=torch.contiguous_format)
+    return NUMBERS[number].cut_by_number(x, which).clone(memory_format=torch.contiguous_format)
 
 
 def _cut_shape(x: Tensor, number: int, which: int) -> Tensor:
@@ -81,8 +58,7 @@ def _cut_shape(x: Tensor, number: int, which: int) -> Tensor:
 
 
 def _gather(x: Tensor, number: int, which: int, dim: int, total: int) -> Tensor:
-    moves: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
-    return moves.gather_by_number(x, which).clone(memory_format=torch.contiguous_format)
+    return NUMBERS[number].gather_by_number(x, which).clone(memory_format=torch.contiguous_format)
 
 
 def _gather_shape(x: Tensor, number: int, which: int, dim: int, total: int) -> Tensor:

@@ -25,8 +25,8 @@ from seqpar.adapter.changes import REFRESHES
 from seqpar.adapter.cuts import Cuts
 from seqpar.adapter.foreign import BEFORE, look, refuse_split
 from seqpar.adapter.graphs import Capture, CudaCapture
-from seqpar.adapter.hooks import refuse_backends
 from seqpar.adapter.lease import Before, Lease, leased
+from seqpar.adapter.seats import refuse_backends
 from seqpar.adapter.sharing import Wished
 from seqpar.adapter.subjects import all_checked, planned, takes_variances, transformers_of
 from seqpar.inputs import agree

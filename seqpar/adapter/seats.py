@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from diffusers.hooks._helpers import AttentionProcessorRegistry
 from diffusers.models import attention_processor
 from diffusers.models.attention_dispatch import AttentionBackendName
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.adapter import ops
@@ -220,3 +220,9 @@ def refuse_backend(processor: Any) -> None:
             f"got attention backend {getattr(asked, 'value', asked)} for a parallelized transformer, expected none; "
             f"call its reset_attention_backend(), and name the attention with local= of parallelize"
         )
+
+
+def refuse_backends(module: nn.Module) -> None:
+    """Raise ValueError if an attention backend is set in any of a transformer's processors."""
+    for one in module.modules():
+        refuse_backend(getattr(one, "processor", None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from diffusers.hooks.group_offloading import _is_group_offload_enabled
 from torch import nn
 
 from seqpar.adapter import estimate, sharing
@@ -12,7 +13,6 @@ from seqpar.adapter import native as native_body
 from seqpar.adapter.call import Call
 from seqpar.adapter.cuts import Cuts
 from seqpar.adapter.foreign import look
-from seqpar.adapter.hooks import is_offloaded
 from seqpar.adapter.sharing import Wished
 from seqpar.adapter.table import cuts_of
 from seqpar.mesh import Mesh
@@ -70,7 +70,7 @@ def _checked(module: nn.Module, cuts: Cuts | Mapping[str, Any] | None) -> Cuts:
         )
     if getattr(module, "_parallel_config", None) is not None:
         raise ValueError(f"got {name} with diffusers' enable_parallelism, expected none; load it without")
-    if is_offloaded(module):
+    if _is_offloaded(module):
         raise ValueError(f"got {name} whose weights are offloaded, expected none: they must stay on the GPU")
     if next(module.parameters(), None) is None:
         raise ValueError(f"got {name} without parameters, expected a diffusers transformer")
@@ -106,3 +106,8 @@ def planned(
     work = estimate.native_work(module) if ours else estimate.work_of(module)
     load = estimate.load_of(module, dtype, guided, work.joined)
     return make(work, load, dtype, mesh or Mesh.joined(), wish, mesh)
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Return whether hooks of accelerate or diffusers move a transformer's weights between host and GPU."""
+    return hasattr(module, "_hf_hook") or _is_group_offload_enabled(module)

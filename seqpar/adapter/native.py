@@ -23,7 +23,7 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxTransformer2DModel
 from torch import Tensor, nn
 
-from seqpar.adapter import adapters, adopt, changes, generic, seats
+from seqpar.adapter import adapters, adopt, changes, generic, processors, seats
 from seqpar.adapter.body import Inside
 from seqpar.adapter.cuts import Cuts, GatherTokens
 from seqpar.adapter.foreign import Foreign, look
@@ -341,7 +341,7 @@ def _of_hooks(module: Any) -> Iterator[str]:
     for block in _blocks(module):
         if getattr(block.attn, "fused_projections", False):
             yield "its projections are fused (fuse_qkv_projections), which the native model does by itself"
-        if type(block.attn.processor) is not FluxAttnProcessor:
+        if type(processors.own_of(block.attn.processor)) is not FluxAttnProcessor:
             yield f"an attention processor is a {type(block.attn.processor).__name__}"
     yield from map(str, look(module).hooks)
 

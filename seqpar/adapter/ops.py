@@ -53,8 +53,7 @@ def _cut(x: Tensor, number: int, which: int) -> Tensor:
 
 
 def _cut_shape(x: Tensor, number: int, which: int) -> Tensor:
-    moves: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
-    return x.new_empty(moves.size_by_number(x, which))
+    return x.new_empty(NUMBERS[number].size_by_number(x, which))
 
 
 def _gather(x: Tensor, number: int, which: int, dim: int, total: int) -> Tensor:

@@ -153,17 +153,6 @@ def test_fp32_weights_under_autocast_compute_what_diffusers_does(
     assert world > 1 or "own modules compute, because autocast asks for torch.bfloat16" in capfd.readouterr().out
 
 
-def test_a_scale_of_none_is_no_scale() -> None:
-    module, given = test_native.tiny(), test_native.arguments("dev")
-    from tests.adapter.test_lora import add
-
-    add(module, "a", seed=1)
-    body = test_native.body_of(module)
-    truth = test_native.ours(body, given)
-    got = test_native.ours(body, {**given, "joint_attention_kwargs": {"scale": None}})
-    assert torch.equal(got, truth)
-
-
 # What stays, and what does not ---------------------------------------------------------------------------------
 
 

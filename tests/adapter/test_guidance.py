@@ -34,7 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of 
 TOLERANCE = 1e-10
 VISIBLE = 1e-3
 STEPS = 4
-LAYOUTS = [(1, 1), (2, 2), (3, 1), (4, 2)]
+LAYOUTS = [(2, 2), (3, 1)]  # (ranks, size of the cfg axis)
+MORE = [(1, 1, "skipped layers"), (4, 2, "skipped layers"), (4, 2, "adapters switched late"), (4, 2, "plain")]
 TINY = Tiny("WanTransformer3DModel", {**WAN, "num_layers": 3}, wan)
 PLAIN_PROCESSORS = Tiny("PixArtTransformer2DModel", PIXART, pixart)  # whose processors know no dispatcher
 Call = Callable[..., Tensor]
@@ -224,8 +225,7 @@ def sharded(rank: int, world: int, device: torch.device, name: str, cfg: int) ->
         return str(error)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("world", "cfg"), LAYOUTS)
+@pytest.mark.parametrize(("world", "cfg", "name"), [*((*layout, name) for layout in LAYOUTS for name in CASES), *MORE])
 def test_guidance_is_right_or_refused(ranks: Pool, world: int, cfg: int, name: str) -> None:
     refused = CASES[name].refused if world > cfg else None
     assert_right_or_refused(ranks.run(world, sharded, name, cfg), truth(name, ranks.device), TOLERANCE, refused)

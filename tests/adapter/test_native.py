@@ -113,9 +113,11 @@ def on_ranks(rank: int, world: int, device: torch.device, strategy: str, case: s
     return error(first, truth)
 
 
-@pytest.mark.parametrize(("world", "case"), [(1, "schnell"), (2, "fill"), (3, "dev"), (4, "dev")])
-@pytest.mark.parametrize("strategy", LAYOUTS)
-def test_the_native_body_equals_diffusers(ranks: Pool, world: int, strategy: str, case: str) -> None:
+WORLDS = [(1, "schnell", "ulysses"), (2, "fill", "kv_first"), (4, "dev", "ulysses")]
+
+
+@pytest.mark.parametrize(("world", "case", "strategy"), [*WORLDS, *((3, "dev", strategy) for strategy in LAYOUTS)])
+def test_the_native_body_equals_diffusers(ranks: Pool, world: int, case: str, strategy: str) -> None:
     for difference in ranks.run(world, on_ranks, strategy, case):
         assert difference < TOLERANCE
 

@@ -34,7 +34,7 @@ def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) ->
     cuts = known if asked is None else asked
     if not cuts and not isinstance(cuts, Cuts):
         raise ValueError(
-            f"got {type(module).__name__}, whose tokens nobody has said where to cut, expected cuts; {HELP}"
+            f"got {type(module).__name__}, which has no known cuts of its tokens, expected some; {HELP}"
         )
     cuts = cuts if isinstance(cuts, Cuts) else from_diffusers(module, cuts)
     check(module, cuts)

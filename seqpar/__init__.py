@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from seqpar.adapter.parallelize import parallelize, release
+    from seqpar.adapter.parallelize import parallelize, refresh, release
     from seqpar.deadlines import Deadlines
     from seqpar.engine.distributed import DistributedDiT
     from seqpar.fidelity.verify import verify
@@ -20,7 +20,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Deadlines", "DistributedDiT", "Guidance", "Mesh", "Sampler", "parallelize", "release", "sample", "verify"]
+__all__ = [
+    "Deadlines",
+    "DistributedDiT",
+    "Guidance",
+    "Mesh",
+    "Sampler",
+    "parallelize",
+    "refresh",
+    "release",
+    "sample",
+    "verify",
+]
 
 _MODULES = {
     "Deadlines": "seqpar.deadlines",
@@ -29,6 +40,7 @@ _MODULES = {
     "Mesh": "seqpar.mesh",
     "Sampler": "seqpar.sampling.loop",
     "parallelize": "seqpar.adapter.parallelize",
+    "refresh": "seqpar.adapter.parallelize",
     "release": "seqpar.adapter.parallelize",
     "sample": "seqpar.sampling.loop",
     "verify": "seqpar.fidelity.verify",

@@ -19,8 +19,8 @@ from seqpar.weights.checkpoint import Checkpoint, KeyMap, Source, check
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a parameter of a module lives, below adapters' layers: `owner` holds it under `name`."""
+class Holder:
+    """The module that holds a parameter, below adapters' layers, and the parameter's name there."""
 
     owner: nn.Module
     name: str
@@ -28,28 +28,26 @@ class Place:
     @property
     def parameter(self) -> Tensor:
         """Return the parameter that is there now."""
-        found = self.owner._parameters[self.name]
-        assert found is not None
-        return found
+        return self.owner.get_parameter(self.name)
 
 
-def places(module: nn.Module) -> dict[str, Place]:
-    """Return key -> place of all parameters, under the keys that they have without adapters."""
+def places(module: nn.Module) -> dict[str, Holder]:
+    """Return key -> holder of all parameters, under the keys that they have without adapters."""
     return {
-        f"{prefix}.{name}" if prefix else name: Place(owner, name)
+        f"{prefix}.{name}" if prefix else name: Holder(owner, name)
         for prefix, owner in adapters.without_adapters(module)
         for name, parameter in owner._parameters.items()
         if parameter is not None
     }
 
 
-def check_places(model: nn.Module, name: str, found: Mapping[str, Place], keys: KeyMap) -> None:
+def check_places(model: nn.Module, name: str, holders: Mapping[str, Holder], keys: KeyMap) -> None:
     """Raise ValueError if the module's parameters do not make those of `model`, by their keys and shapes.
 
     Each source must be one parameter unchanged, or the rows of several.
     """
-    shapes = {key: tuple(place.parameter.shape) for key, place in found.items()}
-    check(model, Checkpoint(name, shapes, lambda key: found[key].parameter), keys)
+    shapes = {key: tuple(holder.parameter.shape) for key, holder in holders.items()}
+    check(model, Checkpoint(name, shapes, lambda key: holders[key].parameter), keys)
     for ours, source in keys.sources.items():
         parts = [torch.empty(shapes[key], device="meta") for key in source.keys]
         if len(parts) == 1 and source.combine(*parts) is not parts[0]:
@@ -59,14 +57,14 @@ def check_places(model: nn.Module, name: str, found: Mapping[str, Place], keys: 
 
 
 @torch.no_grad()
-def adopt(model: nn.Module, found: Mapping[str, Place], keys: KeyMap) -> None:
+def adopt(model: nn.Module, holders: Mapping[str, Holder], keys: KeyMap) -> None:
     """Make the parameters of `model` share memory with the module's, which become views of the fused ones.
 
     It can be repeated, and then makes only those anew whose parts are no longer neighbours in memory, as after the
     module was moved or a weight was replaced.
     """
     for name, source in keys.sources.items():
-        put(model, name, shared(found, source))
+        put(model, name, shared(holders, source))
 
 
 @torch.no_grad()
@@ -79,41 +77,41 @@ def merge(
     scale: see `adapters.merged`. before: what the last call returned; its memory is written again where it fits, so
     that a change of scales alone keeps all addresses.
     """
-    rows, found = _rows_of(places(module), keys), {}
+    rows, merged = _rows_of(places(module), keys), {}
     for path, layer in adapters.layers(module):
         if not adapters.active(layer):
             continue
         for kind, value in zip(("weight", "bias"), adapters.merged(layer, scale), strict=True):
             if value is not None:
                 ours, mine = rows[f"{path}.{kind}"]
-                if ours not in found:
-                    found[ours] = _copy(model.get_parameter(ours), before.get(ours))
-                found[ours][mine].copy_(value)
-    for name, tensor in found.items():
+                if ours not in merged:
+                    merged[ours] = _copy(model.get_parameter(ours), before.get(ours))
+                merged[ours][mine].copy_(value)
+    for name, tensor in merged.items():
         put(model, name, tensor)
-    return found
+    return merged
 
 
-def _rows_of(found: Mapping[str, Place], keys: KeyMap) -> dict[str, tuple[str, slice]]:
+def _rows_of(holders: Mapping[str, Holder], keys: KeyMap) -> dict[str, tuple[str, slice]]:
     """Return key of the module -> (name of the model's parameter, the rows of it that the key makes)."""
-    made = {}
+    rows = {}
     for ours, source in keys.sources.items():
         start = 0
         for key in source.keys:
-            end = start + len(found[key].parameter)
-            made[key], start = (ours, slice(start, end)), end
-    return made
+            end = start + len(holders[key].parameter)
+            rows[key], start = (ours, slice(start, end)), end
+    return rows
 
 
 def _copy(like: Tensor, room: Tensor | None) -> Tensor:
     fits = room is not None and (room.shape, room.dtype, room.device) == (like.shape, like.dtype, like.device)
-    made = room if fits and room is not None else torch.empty_like(like)
-    return made.copy_(like)
+    copied = room if fits and room is not None else torch.empty_like(like)
+    return copied.copy_(like)
 
 
-def shared(found: Mapping[str, Place], source: Source) -> Tensor:
+def shared(holders: Mapping[str, Holder], source: Source) -> Tensor:
     """Return the tensor that is the source's parameters one below the other; several become views of it."""
-    parts = [found[key].parameter for key in source.keys]
+    parts = [holders[key].parameter for key in source.keys]
     if len(parts) == 1:
         return parts[0].detach()
     whole = joined(parts)

@@ -60,7 +60,7 @@ class Body(Protocol):
     def told(self) -> Mapping[str, str]:
         """Return what must be equal on all ranks, as it was at the last `state`, as texts by their names.
 
-        It says what computes, and has the texts of `seqpar.adapter.adapters.told`.
+        It says what computes, and has the texts of `seqpar.adapter.adapters.texts`.
         """
         ...
 

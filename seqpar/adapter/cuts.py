@@ -1,14 +1,14 @@
 """`Cuts`: where the tokens of a diffusers transformer are split over ranks and gathered again, as data.
 
 A transformer's own forward runs on every rank. Tensors that hold one row a token are cut to this rank's tokens on the
-way into or out of submodules, attention joins the ranks, and outputs are gathered. `table.py` has the plans of this
-package; `of` also accepts a plan in diffusers' form (`_cp_plan`), which says less: attention and masks are inferred.
-When it wins: a plan of few lines makes a transformer parallel without a change of its code.
+way into or out of submodules, attention joins the ranks, and outputs are gathered. `table.py` has the cuts of known
+transformers; diffusers' form (`_cp_plan`) is accepted, too, and says less: attention and masks are inferred.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutTokens:
     """Keep this rank's tokens of a tensor.
 
     stream: the kind of tokens (image, text). dim: the dim of the tokens. dims: the number of dims of a tensor that is
@@ -32,19 +32,19 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Gather:
+class GatherTokens:
     """Bring the tokens of all ranks together again, along `dim`."""
 
     stream: str
     dim: int = 1
 
 
-Cutting = Cut | tuple[Cut | None, ...]
+Cutting = CutTokens | tuple[CutTokens | None, ...]
 """One cut for all tensors of a value, or one for each element of a tuple or list (None: it stays whole)."""
 
 
 @dataclass(frozen=True)
-class Place:
+class Boundary:
     """What is cut and gathered at one submodule.
 
     inputs: parameter name of its forward -> cut. outputs and gathers: index among its outputs -> cut or gather; a
@@ -53,7 +53,7 @@ class Place:
 
     inputs: Mapping[str, Cutting] = field(default_factory=dict)
     outputs: Mapping[int, Cutting] = field(default_factory=dict)
-    gathers: Mapping[int, Gather] = field(default_factory=dict)
+    gathers: Mapping[int, GatherTokens] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _no_reason(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The plan of one transformer class.
+    """Where the tokens of one transformer class are cut and gathered, and which attention joins the ranks.
 
     places: path of a submodule -> what is cut there. "" is the transformer itself, of which only inputs are cut; in a
     path, "*" stands for every member of a list of modules, and -1 for its last one.
@@ -90,7 +90,7 @@ class Cuts:
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.
     """
 
-    places: Mapping[str, Place]
+    places: Mapping[str, Boundary]
     attention: Mapping[str, Joint]
     masks: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
@@ -99,32 +99,14 @@ class Cuts:
     why_eager: Callable[[nn.Module], str | None] = _no_reason
 
 
-def of(module: nn.Module, given: Cuts | Mapping[str, Any] | None = None) -> Cuts:
-    """Return the plan of a transformer: the caller's, that of our table, or that of its `_cp_plan`.
-
-    given: a `Cuts`, or a plan in diffusers' form. Raises ValueError, the same on every rank, if there is no plan, or if
-    it names submodules or parameters that the transformer does not have.
-    """
-    from seqpar.adapter import table  # the table is made of the types of this file
-
-    name, theirs = type(module).__name__, getattr(module, "_cp_plan", None)
-    if given is None:
-        found = table.find(type(module)) or (from_diffusers(module, theirs) if theirs else None)
-    else:
-        found = given if isinstance(given, Cuts) else from_diffusers(module, given)
-    if found is None:
-        raise ValueError(f"got {name}, which has no plan for splitting its tokens, expected one; {HELP}")
-    _check(module, found)
-    return found
-
-
-HELP = """write one and pass it as plan=, for example for a transformer with joint attention of text and image:
-    from seqpar.adapter.cuts import Cut, Cuts, Gather, Joint, Place
-    plan = Cuts(
+HELP = """write them and pass them as cuts=, for example for a transformer with joint attention of text and image:
+    from seqpar.adapter.cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
+    image, text = CutTokens("image"), CutTokens("text")
+    cuts = Cuts(
         places={
-            "transformer_blocks.0": Place(inputs={"hidden_states": Cut("image"), "encoder_hidden_states": Cut("text")}),
-            "transformer_blocks.*": Place(inputs={"image_rotary_emb": Cut("image", dim=0)}),
-            "proj_out": Place(gathers={0: Gather("image")}),
+            "transformer_blocks.0": Boundary(inputs={"hidden_states": image, "encoder_hidden_states": text}),
+            "transformer_blocks.*": Boundary(inputs={"image_rotary_emb": CutTokens("image", dim=0)}),
+            "proj_out": Boundary(gathers={0: GatherTokens("image")}),
         },
         attention={"transformer_blocks.*.attn": Joint(("text", "image"))},
     )
@@ -139,24 +121,23 @@ def submodules(module: nn.Module, path: str) -> list[nn.Module]:
 
     A path that ends with "?" may name none ("blocks.*.attn2?", where only some sizes of a model have a second one).
     """
-    found = [module]
+    modules = [module]
     for step in path.removesuffix("?").split(".") if path else ():
-        found = [child for parent in found for child in _children(parent, step)]
-    if not found and not path.endswith("?"):
+        modules = [child for parent in modules for child in _children(parent, step)]
+    if not modules and not path.endswith("?"):
         known = ", ".join(name for name, _ in module.named_children())
         raise ValueError(
-            f"got a plan with the submodule {path!r}, which {type(module).__name__} does not have, expected paths "
+            f"got cuts at the submodule {path!r}, which {type(module).__name__} does not have, expected paths "
             f"that begin with one of {known}"
         )
-    return found
+    return modules
 
 
 def _children(parent: nn.Module, step: str) -> list[nn.Module]:
     if step in ("*", "-1"):
         children = list(parent.children())
         return children if step == "*" else children[-1:]
-    child = parent._modules.get(step)  # without a dict of all, as attention modules are looked up in each call
-    return [] if child is None else [child]
+    return [child for name, child in parent.named_children() if name == step]
 
 
 def parameters(module: nn.Module) -> list[str]:
@@ -164,8 +145,8 @@ def parameters(module: nn.Module) -> list[str]:
     return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
 
 
-def _check(module: nn.Module, cuts: Cuts) -> None:
-    """Raise ValueError if a plan names submodules or parameters that a module does not have."""
+def check(module: nn.Module, cuts: Cuts) -> None:
+    """Raise ValueError if cuts name submodules or parameters that a module does not have."""
     for path in cuts.attention:
         submodules(module, path)
     named = [(path, name) for path, place in cuts.places.items() for name in place.inputs]
@@ -173,7 +154,7 @@ def _check(module: nn.Module, cuts: Cuts) -> None:
         for one in submodules(module, path):
             if name is not None and name not in parameters(one):
                 raise ValueError(
-                    f"got a plan with the input {name!r} of {path or 'the transformer'}, expected one of the inputs "
+                    f"got cuts of the input {name!r} of {path or 'the transformer'}, expected one of the inputs "
                     f"of {type(one).__name__}: {', '.join(parameters(one))}"
                 )
 
@@ -194,7 +175,7 @@ def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Cuts:
     return Cuts(places, attention)
 
 
-def _cuts(place: Place) -> list[Cut]:
+def _cuts(place: Boundary) -> list[CutTokens]:
     every = [*place.inputs.values(), *place.outputs.values()]
     return [cut for one in every for cut in (one if isinstance(one, tuple) else (one,)) if cut is not None]
 
@@ -206,27 +187,29 @@ def _joins(name: str, module: nn.Module, text: bool) -> bool:
     return in_blocks and hasattr(module, "processor") and (text or not cross)
 
 
-def _place(path: str, entry: Any) -> Place:
+def _place(path: str, entry: Any) -> Boundary:
     if isinstance(entry, Mapping):
         kept = {key: cut for key, cut in entry.items() if "mask" not in str(key)}
         inputs = {key: _cutting(path, key, cut) for key, cut in kept.items() if isinstance(key, str)}
         outputs = {key: _cutting(path, key, cut) for key, cut in kept.items() if isinstance(key, int)}
-        return Place(inputs, outputs)
+        return Boundary(inputs, outputs)
     every: list[Any] = list(entry) if isinstance(entry, (list, tuple)) else [entry]
     if not all(one is None or isinstance(one, ContextParallelOutput) for one in every):
         raise ValueError(
             f"got a plan with {entry!r} at {path!r}, expected ContextParallelOutput, or ContextParallelInput by name"
         )
-    return Place(gathers={i: Gather("image", one.gather_dim) for i, one in enumerate(every) if one is not None})
+    return Boundary(
+        gathers={i: GatherTokens("image", one.gather_dim) for i, one in enumerate(every) if one is not None}
+    )
 
 
 def _cutting(path: str, key: str | int, entry: Any) -> Cutting:
     if isinstance(entry, (list, tuple)):
-        made = (_cutting(path, key, one) for one in entry)
-        return tuple(one for one in made if isinstance(one, Cut))
+        each = (_cutting(path, key, one) for one in entry)
+        return tuple(one for one in each if isinstance(one, CutTokens))
     if not isinstance(entry, ContextParallelInput):
         raise ValueError(f"got a plan with {entry!r} for {key!r} at {path!r}, expected a ContextParallelInput")
-    return Cut(_stream(key), entry.split_dim, entry.expected_dims)
+    return CutTokens(_stream(key), entry.split_dim, entry.expected_dims)
 
 
 def _stream(key: str | int) -> str:
@@ -234,3 +217,14 @@ def _stream(key: str | int) -> str:
     if isinstance(key, int) or key.endswith(("emb", "index", "indices", "ids")):
         return ""
     return "text" if "encoder" in key or "text" in key or "txt" in key else "image"
+
+
+_FORMER = {"Cut": CutTokens, "Gather": GatherTokens, "Place": Boundary}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class by its former name, with a warning."""
+    if name not in _FORMER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"got {name}, expected its new name {_FORMER[name].__name__}", FutureWarning, stacklevel=2)
+    return _FORMER[name]

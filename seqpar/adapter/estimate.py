@@ -103,9 +103,13 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 
 def _attention(block: nn.Module) -> Iterator[Any]:
     for each in block.modules():
-        found: Any = each
-        if isinstance(getattr(found, "heads", None), int) and _is_linear(found, "to_q") and _is_linear(found, "to_k"):
-            yield found
+        module: Any = each
+        if (
+            isinstance(getattr(module, "heads", None), int)
+            and _is_linear(module, "to_q")
+            and _is_linear(module, "to_k")
+        ):
+            yield module
 
 
 def _is_linear(module: nn.Module, name: str) -> bool:

@@ -41,7 +41,7 @@ SHOWN, WIDTH = 3, 60  # things that are named in a line, and characters of each
 
 
 @dataclass(frozen=True)
-class Found:
+class Addition:
     """Something of others. path: of the submodule, "" for the transformer itself. kind: what it is, with its name."""
 
     path: str
@@ -54,58 +54,63 @@ class Found:
 
 @dataclass(frozen=True)
 class Foreign:
-    """What `look` has found. hooks: and replaced forwards. coupled: why rows cannot be computed apart, or None.
+    """What `look` sees. hooks: and replaced forwards. coupled: why rows cannot be computed apart, or None.
 
-    named: what may need all tokens, as a text of limited length that is equal on all ranks; "" for nothing.
+    unsplit: why tokens cannot be split, or None. named: what may need all tokens, as a text of limited length that is
+    equal on all ranks; "" for nothing.
     """
 
-    hooks: tuple[Found, ...] = ()
+    hooks: tuple[Addition, ...] = ()
     coupled: str | None = None
+    unsplit: str | None = None
     named: str = ""
 
 
 def look(module: nn.Module) -> Foreign:
     """Return what others have put onto a transformer and its submodules; this takes milliseconds."""
-    hooks, own = tuple(hooks_of(module)), tuple(_processors_of(module))
-    first = next(iter((*hooks, *own, *_quantised(module))), None)
-    may_need_all = [one for one in (*hooks, *own) if one.path and not _home(one.what).startswith(BY_TOKEN)]
+    hooks, seated, quantised = list[Addition](), list[Addition](), list[Addition]()
+    for path, one in module.named_modules():
+        hooks += _hooks_on(path, one)
+        seated += _processors_on(path, one)
+        quantised += _quantised(path, one)
+    first = next(iter((*hooks, *seated, *quantised)), None)
     coupled = None if first is None else f"{first} and may read other rows or keep something between calls"
-    return Foreign(hooks, coupled, _named(may_need_all))
+    reasons = [*map(_reads_all_tokens, hooks), *(f"{one}, with one scale for all tokens" for one in quantised)]
+    unsplit = next((reason for reason in reasons if reason is not None), None)
+    may_need_all = [one for one in (*hooks, *seated) if one.path and not _home(one.what).startswith(BY_TOKEN)]
+    return Foreign(tuple(hooks), coupled, unsplit, _named(may_need_all))
 
 
-def refuse_split(module: nn.Module) -> None:
+def refuse_split(module: nn.Module, foreign: Foreign) -> None:
     """Raise ValueError for what would surely compute something else from a rank's own tokens."""
-    reasons = [_reads_all_tokens(one.what, str(one)) for one in hooks_of(module)]
-    reasons += [f"{one}, with one scale for all tokens" for one in _quantised(module)]
-    reason = next((reason for reason in reasons if reason is not None), None)
-    if reason is not None:
+    if foreign.unsplit is not None:
         raise ValueError(
             f"got {type(module).__name__} on several ranks that split its tokens, expected one that needs no others: "
-            f"{reason}; remove that (disable_cache() for a cache), or use cfg= or data= ranks instead"
+            f"{foreign.unsplit}; remove that (disable_cache() for a cache), or use cfg= or data= ranks instead"
         )
 
 
-def hooks_of(module: nn.Module) -> Iterator[Found]:
-    """Yield hooks, and forwards that are not of a submodule's class.
+def _hooks_on(path: str, one: nn.Module) -> Iterator[Addition]:
+    """Yield hooks, and a forward that is not of the module's class.
 
     Hooks of torch on the transformer itself are left out: they run around a call, on all tokens.
     """
-    for path, one in module.named_modules():
-        hooks = [hook for hook in _of_diffusers(one) if not _home(hook).startswith(PASSIVE)]
-        yield from (Found(path, f"hook {type(hook).__name__}", hook) for hook in hooks)
-        hooks = (*one._forward_pre_hooks.values(), *one._forward_hooks.values()) if path else ()
-        yield from (Found(path, f"hook {_name(x)}", x) for x in hooks if not _home(x).startswith(PASSIVE))
-        forward = _unhooked(_set_on(one))
-        own = forward is None or getattr(forward, "__func__", None) is type(one).forward
-        if path and hasattr(one, "_hf_hook"):
-            yield Found(path, f"accelerate's hook {type(one._hf_hook).__name__}", one._hf_hook)
-        elif not own and not _home(forward).startswith(PASSIVE):
-            yield Found(path, f"forward {_name(forward)}", forward)
-        elif is_patched(type(one), "forward"):
-            yield Found(path, f"class with the forward {_name(type(one).forward)}", type(one).forward)
+    registry: Any = vars(one).get("_diffusers_hook")
+    hooks = [] if registry is None else list(registry.hooks.values())
+    yield from (Addition(path, f"hook {type(x).__name__}", x) for x in hooks if not _home(x).startswith(PASSIVE))
+    hooks = (*one._forward_pre_hooks.values(), *one._forward_hooks.values()) if path else ()
+    yield from (Addition(path, f"hook {_name(x)}", x) for x in hooks if not _home(x).startswith(PASSIVE))
+    forward = _unhooked(_set_on(one))
+    own = forward is None or getattr(forward, "__func__", None) is type(one).forward
+    if path and hasattr(one, "_hf_hook"):
+        yield Addition(path, f"accelerate's hook {type(one._hf_hook).__name__}", one._hf_hook)
+    elif not own and not _home(forward).startswith(PASSIVE):
+        yield Addition(path, f"forward {_name(forward)}", forward)
+    elif _is_patched(type(one), "forward"):
+        yield Addition(path, f"class with the forward {_name(type(one).forward)}", type(one).forward)
 
 
-def is_patched(kind: type, method: str) -> bool:
+def _is_patched(kind: type, method: str) -> bool:
     """Return whether a method was put onto a class by code of another package than the class's.
 
     A wrapper copies the names of what it wraps, but not the globals of the code.
@@ -122,54 +127,44 @@ def _set_on(one: nn.Module) -> Any:
     return vars(one).get("forward") if before is None else before.attributes.get("forward")
 
 
-def _processors_of(module: nn.Module) -> Iterator[Found]:
-    """Yield attention processors that may read other rows: a user's own, and those of perturbed attention."""
-    for path, one in module.named_modules():
-        processor = processors.own_of(getattr(one, "processor", None))
-        home, name = _home(processor), type(processor).__name__
-        known = home.startswith(("diffusers.models.", "seqpar.")) and "PAG" not in name
-        if processor is not None and (not known or is_patched(type(processor), "__call__")):
-            yield Found(path, f"processor {name}", processor)
+def _processors_on(path: str, one: nn.Module) -> Iterator[Addition]:
+    """Yield a processor that may read other rows: a user's own, or one of perturbed attention."""
+    processor = processors.own_of(getattr(one, "processor", None))
+    home, name = _home(processor), type(processor).__name__
+    known = home.startswith(("diffusers.models.", "seqpar.")) and "PAG" not in name
+    if processor is not None and (not known or _is_patched(type(processor), "__call__")):
+        yield Addition(path, f"processor {name}", processor)
 
 
-def _quantised(module: nn.Module) -> Iterator[Found]:
-    """Yield layers of blocks that are quantised with one scale for all rows and tokens of a call."""
-    for path, one in module.named_modules():
-        dtype = getattr(getattr(one, "_packed_params", None), "dtype", None)
-        if (
-            type(one).__module__.startswith(DYNAMIC)
-            and dtype != torch.float16
-            and ("blocks" in path or "layers" in path)
-        ):
-            yield Found(path, f"dynamically quantised {type(one).__name__}", one)
+def _quantised(path: str, one: nn.Module) -> Iterator[Addition]:
+    """Yield a layer of a block that is quantised with one scale for all rows and tokens of a call."""
+    dtype = getattr(getattr(one, "_packed_params", None), "dtype", None)
+    in_blocks = "blocks" in path or "layers" in path
+    if type(one).__module__.startswith(DYNAMIC) and dtype != torch.float16 and in_blocks:
+        yield Addition(path, f"dynamically quantised {type(one).__name__}", one)
 
 
-def _reads_all_tokens(hook: Any, shown: str) -> str | None:
-    kind = type(hook).__name__
+def _reads_all_tokens(addition: Addition) -> str | None:
+    hook, kind = addition.what, type(addition.what).__name__
     if kind in READS_ALL_TOKENS:
         return READS_ALL_TOKENS[kind]
     if kind == "MagCacheHeadHook" and hook.config.calibrate:
         return "MagCache measures its ratios on a rank's own tokens while it calibrates"
     if kind.endswith("SkipHook") and not isclose(getattr(hook, "dropout", 1.0), 1.0):
-        return f"{shown} and draws random numbers for a rank's own tokens"
+        return f"{addition} and draws random numbers for a rank's own tokens"
     return None
 
 
-def _named(every: Iterable[Found]) -> str:
-    places: dict[str, list[str]] = {}
-    for one in every:
-        places.setdefault(one.kind[:WIDTH], []).append(one.path)
-    shown = [f"{kind} on {_counted(paths)}" for kind, paths in list(places.items())[:SHOWN]]
-    return ", ".join([*shown, *([f"{len(places) - SHOWN} others"] if len(places) > SHOWN else [])])
+def _named(additions: Iterable[Addition]) -> str:
+    paths: dict[str, list[str]] = {}
+    for one in additions:
+        paths.setdefault(one.kind[:WIDTH], []).append(one.path)
+    shown = [f"{kind} on {_and_more(where)}" for kind, where in list(paths.items())[:SHOWN]]
+    return ", ".join([*shown, *([f"{len(paths) - SHOWN} others"] if len(paths) > SHOWN else [])])
 
 
-def _counted(paths: list[str]) -> str:
+def _and_more(paths: list[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-
-
-def _of_diffusers(one: nn.Module) -> tuple[Any, ...]:
-    registry = vars(one).get("_diffusers_hook")
-    return tuple(registry.hooks.values()) if registry is not None else ()
 
 
 def _unhooked(forward: Any) -> Any:

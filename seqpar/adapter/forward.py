@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 import seqpar.local
-from seqpar.adapter.cuts import Cut, Gather
+from seqpar.adapter.cuts import CutTokens, GatherTokens
 from seqpar.engine.keeper import Keeper
 from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import Plan, choose_local
@@ -55,7 +55,7 @@ class Ranks:
         self.now = self.last = Forward()
         return self.now
 
-    def cut(self, x: Tensor, cut: Cut) -> Tensor:
+    def cut(self, x: Tensor, cut: CutTokens) -> Tensor:
         """Return this rank's tokens of a tensor, as a view, and record how many tokens there are."""
         if (cut.dims is not None and x.dim() != cut.dims) or self.now is None:
             return x
@@ -83,7 +83,7 @@ class Ranks:
             raise ValueError(f"got a gather of {stream} at {use} before any cut of it, expected a cut; check the plan")
         return self.now.lengths[stream]
 
-    def gather(self, x: Tensor, gather: Gather, use: str) -> Tensor:
+    def gather(self, x: Tensor, gather: GatherTokens, use: str) -> Tensor:
         """Return a tensor with the tokens of all ranks; the next gather of this use overwrites it."""
         sizes = Shard(self.total(gather.stream, use), self.axis.size).sizes
         if x.shape[gather.dim] != sizes[self.axis.rank]:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.adapter import cuts as plans
-from seqpar.adapter.adapters import Watch
 from seqpar.adapter.body import Inside
-from seqpar.adapter.cuts import Cuts, Place
+from seqpar.adapter.changes import Changes
+from seqpar.adapter.cuts import Boundary, Cuts
 from seqpar.adapter.foreign import Foreign, refuse_split
 from seqpar.adapter.forward import Ranks
-from seqpar.adapter.hooks import Cutter, Installed
+from seqpar.adapter.hooks import Cutter
+from seqpar.adapter.installed import Installed
 from seqpar.adapter.masks import key_rows
+from seqpar.adapter.table import cuts_of
 from seqpar.mesh import Mesh
 from seqpar.planner.plan import Plan
 
@@ -38,7 +39,7 @@ def build(
     transformer's own. forward: the transformer's own forward, if another is in its place. Raises ValueError, the same
     on every rank, if there is no plan, if it does not fit, or if the tokens cannot be split.
     """
-    return Generic(module, mesh, plan, plans.of(module, cuts), forward)
+    return Generic(module, mesh, plan, cuts_of(module, cuts), forward)
 
 
 class Generic:
@@ -49,11 +50,11 @@ class Generic:
     ) -> None:
         self._module, self._cuts = module, cuts
         self._forward = forward or module.forward  # taken now, because the caller may put its own in this place
-        self._ranks, self._watch = Ranks(mesh, plan), Watch(module)
+        self._ranks, self._watch = Ranks(mesh, plan), Changes(module)
         self._looked, self._named = 0, {""}
         self._look()
-        self._root = Cutter(self._ranks, cuts.places.get("", Place()), "its inputs")
-        self._installed: Installed | None = Installed(module, cuts, self._ranks)
+        self._root = Cutter(self._ranks, cuts.places.get("", Boundary()), "its inputs")
+        self._installed: Installed | None = Installed(module, cuts, self._ranks, self._watch)
 
     @torch.no_grad()
     def __call__(self, arguments: Mapping[str, Any], /) -> tuple[Tensor, ...]:
@@ -81,7 +82,7 @@ class Generic:
     def state(self) -> Hashable:
         """See `seqpar.adapter.body.Body`; this also follows processors and layers that were replaced."""
         self._follow()
-        count = self._watch.count()
+        count = self._watch.counted
         if count != self._looked:
             self._look()
             self._looked = count
@@ -89,7 +90,7 @@ class Generic:
 
     def told(self) -> Mapping[str, str]:
         """See `seqpar.adapter.body.Body`."""
-        return {"computation": "by its own modules", **self._watch.told()}
+        return {"computation": "by its own modules", **self._watch.texts()}
 
     def version(self) -> Hashable:
         """See `seqpar.adapter.body.Body`."""
@@ -117,7 +118,7 @@ class Generic:
     def _follow(self) -> None:
         """Put hooks and attention on the module, also where it changed; ValueError if an attention backend was set."""
         if self._installed is None:
-            self._installed = Installed(self._module, self._cuts, self._ranks)
+            self._installed = Installed(self._module, self._cuts, self._ranks, self._watch)
         self._installed.refresh()
 
     def _look(self) -> None:
@@ -130,7 +131,7 @@ class Generic:
                 f"got {type(self._module).__name__} on {parts} ranks that split its tokens, expected one: {reason}; "
                 f"use cfg= or data= ranks instead"
             )
-        refuse_split(self._module)
+        refuse_split(self._module, self._watch.foreign())
         named = self._watch.foreign().named
         if named not in self._named and self._ranks.mesh.is_main:
             print(

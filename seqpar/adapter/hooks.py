@@ -1,25 +1,23 @@
-"""Installs cuts, gathers and attention on a transformer's submodules, and removes them again.
+"""The hooks that cut and gather tensors at a transformer's submodules, and look at what attention modules are given.
 
-Cuts and gathers are hooks of diffusers (`HookRegistry`), which its own context parallelism uses as well: they wrap a
-submodule's forward, so that compiled blocks see them.
+They are hooks of diffusers (`HookRegistry`), which its own context parallelism uses as well: they wrap a submodule's
+forward, so that compiled blocks see them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import finalize, ref
 
 import torch
-from diffusers.hooks.group_offloading import _is_group_offload_enabled
-from diffusers.hooks.hooks import HookRegistry, ModelHook
+from diffusers.hooks.hooks import ModelHook
 from torch import Tensor, nn
 
 from seqpar.adapter import ops
 from seqpar.adapter.attention import SplitAttention
-from seqpar.adapter.cuts import Cut, Cuts, Cutting, Joint, Place, parameters, submodules
+from seqpar.adapter.cuts import Boundary, Cutting, CutTokens
 from seqpar.adapter.forward import Ranks
-from seqpar.adapter.seats import Seat, missed, refuse_backend, written_in
+from seqpar.adapter.seats import Seat, missed
 
 OURS = "seqpar"  # the names of our hooks begin with it
 READS = f"{OURS} reads others"  # the name of the hook that looks at what an attention module is given
@@ -31,9 +29,9 @@ Which = int | tuple[int | None, ...]
 class Cutter:
     """Cuts and gathers the tensors of a place; all submodules of a path share one, and so their compiled code."""
 
-    def __init__(self, ranks: Ranks, place: Place, use: str) -> None:
+    def __init__(self, ranks: Ranks, place: Boundary, use: str) -> None:
         self.ranks, self._use = ranks, use
-        self._cuts: list[Cut] = []
+        self._cuts: list[CutTokens] = []
         self._gathers = tuple(place.gathers.values())
         self.gathers = tuple((index, which) for which, index in enumerate(place.gathers))
         self.inputs = tuple((name, self._which(how)) for name, how in place.inputs.items())
@@ -41,7 +39,7 @@ class Cutter:
         self.number = ops.NUMBERS.add(self)
 
     def _which(self, how: Cutting | None) -> Any:
-        if not isinstance(how, Cut):
+        if not isinstance(how, CutTokens):
             return None if how is None else tuple(self._which(one) for one in how)
         self._cuts.append(how)
         return len(self._cuts) - 1
@@ -53,8 +51,8 @@ class Cutter:
             return ops.cut(value, self.number, which) if compiling else self.ranks.cut(value, self._cuts[which])
         if isinstance(value, (list, tuple)):
             each = which if isinstance(which, tuple) else (which,) * len(value)
-            made = [x if one is None else self.value(x, one) for x, one in zip(value, each, strict=True)]
-            return tuple(made) if isinstance(value, tuple) else made
+            parts = [x if one is None else self.value(x, one) for x, one in zip(value, each, strict=True)]
+            return tuple(parts) if isinstance(value, tuple) else parts
         if isinstance(value, dict):
             return {key: self.value(x, which) for key, x in value.items()}
         return value
@@ -85,7 +83,7 @@ class Cutter:
         return shape
 
 
-class PlaceHook(ModelHook):
+class BoundaryHook(ModelHook):
     """Cuts a submodule's inputs and outputs, and gathers its outputs."""
 
     def __init__(self, cutter: Cutter, names: Sequence[str]) -> None:
@@ -108,12 +106,12 @@ class PlaceHook(ModelHook):
         if not self._cutter.outputs and not self._cutter.gathers:
             return output
         alone = isinstance(output, Tensor)
-        made = [output] if alone else list(output)
+        outputs = [output] if alone else list(output)
         for index, which in self._cutter.outputs:
-            made[index] = self._cutter.value(made[index], which)
+            outputs[index] = self._cutter.value(outputs[index], which)
         for index, which in self._cutter.gathers:
-            made[index] = self._cutter.gather(made[index], which)
-        return made[0] if alone else tuple(made)
+            outputs[index] = self._cutter.gather(outputs[index], which)
+        return outputs[0] if alone else tuple(outputs)
 
 
 class ReadsHook(ModelHook):
@@ -129,11 +127,11 @@ class ReadsHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Look at the inputs."""
-        own, other = (self._given(name, args, kwargs) for name in ("hidden_states", "encoder_hidden_states"))
+        own, other = (self._argument(name, args, kwargs) for name in ("hidden_states", "encoder_hidden_states"))
         self._attention.reads = other is not None and other is not own
         return args, kwargs
 
-    def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = self._places.get(name, len(args))
         return kwargs.get(name, args[index] if index < len(args) else None)
 
@@ -150,184 +148,11 @@ class ChecksHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forget what was reached before."""
-        self._attention.reached = self._attention.values.reached = False
+        self._attention.reached = False
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Raise ValueError if it was not reached, although tokens are split."""
-        attention = self._attention
-        if attention.reached or attention.values.reached or not attention.splits:
+        if self._attention.reached or not self._attention.splits:
             return output
         return missed(output, type(module).__name__, self._path)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    """Return whether a module's forward is the outermost hook of diffusers, and not one that was put in its place."""
-    forward: Any = vars(module).get("forward")
-    return getattr(getattr(forward, "func", None), "__module__", None) == HookRegistry.__module__
-
-
-def _computes_itself(module: nn.Module) -> bool:
-    """Return whether a module's forward, inside of all hooks, is not diffusers' own."""
-    forward: Any = module.forward
-    if _is_hooked(module):
-        registry: Any = vars(module)["_diffusers_hook"]
-        inner = registry.hooks[CHECKS].fn_ref if CHECKS in registry.hooks else registry._fn_refs[0]
-        forward = inner.original_forward or inner.forward
-    return written_in(getattr(forward, "__func__", forward)) != "diffusers"
-
-
-def _register_innermost(registry: Any, hook: ModelHook, name: str) -> None:
-    """Register a hook that the hooks of others call, unless a user's forward is around these."""
-    module, outer, inside = registry._module_ref, registry._module_ref.forward, _is_hooked(registry._module_ref)
-    registry.register_hook(hook, name)
-    if not inside:
-        return
-    first, call = registry._fn_refs[0], module.forward
-    calls = "forward" if first.original_forward is None else "original_forward"
-    hook.fn_ref.forward, module.forward = getattr(first, calls), outer
-    setattr(first, calls, call)
-    for order in (registry._hook_order, registry._fn_refs):
-        order.insert(0, order.pop())
-    registry.hooks = {name: registry.hooks.pop(name), **registry.hooks}
-
-
-def refuse_backends(module: nn.Module) -> None:
-    """Raise ValueError if an attention backend is set in any of a transformer's processors."""
-    for one in module.modules():
-        refuse_backend(getattr(one, "processor", None))
-
-
-def is_offloaded(module: nn.Module) -> bool:
-    """Return whether hooks of accelerate or diffusers move a transformer's weights between host and GPU."""
-    return hasattr(module, "_hf_hook") or _is_group_offload_enabled(module)
-
-
-Hooked = tuple["ref[nn.Module]", str]  # a submodule and the name of our hook on it
-
-
-def _unhook(hooked: list[Hooked]) -> None:
-    """Remove our hooks from the submodules that still exist, and empty the list."""
-    while hooked:
-        found, name = hooked.pop()
-        if (module := found()) is not None:
-            _remove(HookRegistry.check_if_exists_or_initialize(module), name)
-
-
-def _remove(registry: HookRegistry, name: str) -> None:
-    """Remove a hook, but no forward that a user has put in the place of all hooks.
-
-    diffusers forgets what the next hook around it calls, if that computes a forward of its own.
-    """
-    module: Any = registry._module_ref
-    replaced = None if _is_hooked(module) else vars(module).get("forward")
-    names = [*registry.hooks, ""]
-    around = registry.hooks.get(names[names.index(name) + 1]) if name in registry.hooks else None
-    forward = around.fn_ref.forward if around is not None else None
-    registry.remove_hook(name, recurse=False)
-    if around is not None and around.fn_ref.original_forward is not None:
-        around.fn_ref.original_forward, around.fn_ref.forward = around.fn_ref.forward, forward
-    if replaced is not None:
-        module.forward = replaced
-
-
-def _is_outermost(module: nn.Module) -> bool:
-    """Return whether a hook of ours is around those of others."""
-    return next(reversed(vars(module)["_diffusers_hook"].hooks), "").startswith(OURS)
-
-
-class Installed:
-    """What was put on one transformer; `refresh` follows processors that were replaced, `remove` takes all off.
-
-    A submodule may live longer than its transformer: diffusers keeps Qwen-Image's rotary embedding in a cache for ever.
-    Its hook would keep the exchanges and their buffers alive, too, so hooks are also removed when this object goes.
-    """
-
-    def __init__(self, module: nn.Module, cuts: Cuts, ranks: Ranks) -> None:
-        self._module, self._cuts, self._ranks = module, cuts, ranks
-        self._hooked: list[Hooked] = []
-        finalize(self, _unhook, self._hooked).atexit = False
-        self._seats: list[Seat] = []
-        self._attentions: list[list[nn.Module]] = []
-        self._attributes: list[dict[str, Any]] = []
-        self._classes: set[Any] = set()
-        self._forwards: list[Any] = []
-        self._checked: list[Seat] = []
-        self._split: dict[Joint, SplitAttention] = {}
-        for path, joint in cuts.attention.items():
-            if joint not in self._split:
-                self._split[joint] = SplitAttention(ranks, joint, path)
-        try:
-            self.refresh()
-        except ValueError:
-            self.remove()
-            raise
-
-    def _places(self) -> list[tuple[nn.Module, str]]:
-        """Return (submodule, path) of every place; the inputs of the transformer itself are cut before its forward."""
-        return [(one, path) for path in self._cuts.places if path for one in submodules(self._module, path)]
-
-    def _seat(self) -> None:
-        """Find the attention modules, anew where one was replaced; those that are gone get their processors back."""
-        attentions = [submodules(self._module, path) for path in self._cuts.attention]
-        if attentions == self._attentions:  # modules are equal if they are the same
-            return
-        names = {one: name for name, one in self._module.named_modules()}
-        before = {(seat.module, seat.attention): seat for seat in self._seats}
-        self._seats = []
-        for joint, modules in zip(self._cuts.attention.values(), attentions, strict=True):
-            split = self._split[joint]
-            self._seats += [before.pop((one, split), None) or Seat(names[one], one, split) for one in modules]
-        for seat in before.values():
-            seat.leave()
-        self._attentions, self._forwards = attentions, []
-        self._attributes = [vars(seat.module) for seat in self._seats]
-        self._classes = {type(seat.module) for seat in self._seats}
-
-    def _find_checked(self) -> bool:
-        """Find the attention modules that compute by themselves; return whether their checks are called."""
-        forwards = [each.get("forward") for each in self._attributes] + [kind.forward for kind in self._classes]
-        if forwards == self._forwards:
-            return True
-        self._checked, self._forwards = [seat for seat in self._seats if _computes_itself(seat.module)], forwards
-        return all(_is_hooked(seat.module) for seat in self._checked)
-
-    def _hook(self) -> None:
-        """Hook the places, anew where a layer was replaced, as adapters do, or where another hook is around ours.
-
-        Inside of a hook that skips a block, ours would not cut and gather the tokens that pass the block by.
-        """
-        places, seats = self._places(), [seat for seat in self._seats if not seat.attention.joint.streams]
-        modules = [*(one for one, _ in places), *(seat.module for seat in seats)]
-        names = [*(f"{OURS} {path}" for _, path in places), *(READS for _ in seats)]
-        called = self._find_checked()
-        checks = [(ref(seat.module), CHECKS) for seat in self._checked]
-        wanted = [*zip(map(ref, modules), names, strict=True), *checks]
-        if called and wanted == self._hooked and all(map(_is_outermost, modules)):
-            return
-        _unhook(self._hooked)
-        shared = {path: Cutter(self._ranks, place, path) for path, place in self._cuts.places.items() if path}
-        hooks: list[ModelHook] = [
-            PlaceHook(shared[path], parameters(one) if self._cuts.places[path].inputs else []) for one, path in places
-        ]
-        hooks += [ReadsHook(seat.attention, parameters(seat.module)) for seat in seats]
-        for module, name, hook in zip(modules, names, hooks, strict=True):
-            HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
-            self._hooked.append((ref(module), name))
-        for seat in self._checked:
-            _register_innermost(HookRegistry.check_if_exists_or_initialize(seat.module), ChecksHook(seat), CHECKS)
-            self._hooked.append((ref(seat.module), CHECKS))
-
-    def refresh(self) -> None:
-        """Put hooks and attention on what is new since the last call; ValueError if an attention backend was set."""
-        self._seat()
-        self._hook()
-        for seat in self._seats:
-            seat.refresh()
-
-    def remove(self) -> None:
-        """Take off hooks and attention; modules get their own processors back, with settings that were changed."""
-        _unhook(self._hooked)
-        for seat in self._seats:
-            seat.leave()
-        self._seats, self._attentions = [], []

@@ -23,10 +23,10 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxTransformer2DModel
 from torch import Tensor, nn
 
-from seqpar.adapter import adapters, adopt, generic, hooks
+from seqpar.adapter import adapters, adopt, changes, generic, processors, seats
 from seqpar.adapter.body import Inside
-from seqpar.adapter.cuts import Cuts, Gather
-from seqpar.adapter.foreign import Foreign, hooks_of
+from seqpar.adapter.cuts import Cuts, GatherTokens
+from seqpar.adapter.foreign import Foreign, look
 from seqpar.adapter.forward import Ranks
 from seqpar.engine.share import Share
 from seqpar.mesh import Mesh
@@ -61,13 +61,13 @@ def why_not(module: nn.Module) -> str | None:
     return _why_not_now(module, places) or _why_not_built(module, places)
 
 
-def _why_not_now(module: nn.Module, found: Mapping[str, adopt.Place]) -> str | None:
+def _why_not_now(module: nn.Module, found: Mapping[str, adopt.Holder]) -> str | None:
     """Return the first reason in what may change between calls."""
     every = itertools.chain(_of_layers(found), _of_adapters(module), _of_hooks(module), _of_settings(module))
     return next(every, None)
 
 
-def _why_not_built(module: nn.Module, found: Mapping[str, adopt.Place]) -> str | None:
+def _why_not_built(module: nn.Module, found: Mapping[str, adopt.Holder]) -> str | None:
     """Return why the module's parameters do not make those of the native model, or None; this takes a while."""
     try:
         config = _config(module, found)
@@ -93,7 +93,7 @@ class Native:
     def __init__(self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts | None) -> None:
         self._module, self._mesh, self._plan, self._cuts = module, mesh, plan, cuts
         self._forward = module.forward  # taken now, because the caller may put its own in this place
-        self._ranks, self._watch = Ranks(mesh, plan), adapters.Watch(module)
+        self._ranks, self._watch = Ranks(mesh, plan), changes.Changes(module)
         self._seen: Hashable = None
         self._blocks: list[Any] = []
         self._why: str | None = None
@@ -149,7 +149,7 @@ class Native:
     def told(self) -> Mapping[str, str]:
         """See `seqpar.adapter.body.Body`."""
         how = "by the native model" if self._why is None else f"by its own modules, because {self._why}"
-        return {"computation": how, **self._watch.told()}
+        return {"computation": how, **self._watch.texts()}
 
     def version(self) -> Hashable:
         """See `seqpar.adapter.body.Body`."""
@@ -188,7 +188,7 @@ class Native:
         condition = model.modulate_call(inputs["timestep"], inputs.get("guidance"), pooled, spread=self._spread)
         out = model.forward_tokens(*share.inputs({"image": share.split.mine("image", image)}, condition))
         forward.lengths.update(share.split.lengths)
-        return self._ranks.gather(out["image"], Gather("image"), "output")
+        return self._ranks.gather(out["image"], GatherTokens("image"), "output")
 
     def _spread(self, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
         """Compute a share of the modulation's products here and gather the others'; see `Spread`.
@@ -214,7 +214,7 @@ class Native:
         if (self._signs(), scale) == (self._seen, self._scale):
             return
         self._seen, self._scale = None, scale
-        hooks.refuse_backends(self._module)
+        seats.refuse_backends(self._module)
         with torch.inference_mode(False):  # weights outlive the caller's mode
             places = adopt.places(self._module)
             shapes = {key: place.parameter.shape for key, place in places.items()}
@@ -237,7 +237,7 @@ class Native:
         compiled = tuple(block._compiled_call_impl is not None for block in self._blocks)
         return self._watch.count(), module._cache_config is not None, compiled
 
-    def _adopt(self, found: Mapping[str, adopt.Place], scale: float) -> None:
+    def _adopt(self, found: Mapping[str, adopt.Holder], scale: float) -> None:
         config = _config(self._module, found)
         if self._model is None or self._model.config != config:
             with torch.device("meta"):
@@ -284,7 +284,7 @@ def _checked(model: flux.Model, arguments: Mapping[str, Any]) -> dict[str, Tenso
     return tensors
 
 
-def _config(module: Any, found: Mapping[str, adopt.Place]) -> flux.Config:
+def _config(module: Any, found: Mapping[str, adopt.Holder]) -> flux.Config:
     shapes = {key: tuple(place.parameter.shape) for key, place in found.items()}
     known = flux.recognise(shapes, {**module.config, "_class_name": type(module).__name__})
     assert known is not None
@@ -303,7 +303,7 @@ def _blocks(module: Any) -> Iterator[Any]:
 # Reasons for the generic body ----------------------------------------------------------------------------------
 
 
-def _of_layers(found: Mapping[str, adopt.Place]) -> Iterator[str]:
+def _of_layers(found: Mapping[str, adopt.Holder]) -> Iterator[str]:
     """Yield reasons in the module's own layers: quantised or replaced ones, dtypes, weights that are elsewhere."""
     first = next(iter(found.values())).parameter
     for key, place in found.items():
@@ -338,9 +338,9 @@ def _of_hooks(module: Any) -> Iterator[str]:
     for block in _blocks(module):
         if getattr(block.attn, "fused_projections", False):
             yield "its projections are fused (fuse_qkv_projections), which the native model does by itself"
-        if type(block.attn.processor) is not FluxAttnProcessor:
+        if type(processors.own_of(block.attn.processor)) is not FluxAttnProcessor:
             yield f"an attention processor is a {type(block.attn.processor).__name__}"
-    yield from map(str, hooks_of(module))
+    yield from map(str, look(module).hooks)
 
 
 def _of_settings(module: Any) -> Iterator[str]:

@@ -9,27 +9,11 @@ When it wins: compiled blocks only; eager code calls the objects themselves and 
 from __future__ import annotations
 
 from itertools import count
-from typing import Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-
-
-class Attends(Protocol):
-    """Attention over split tokens; q, k, v are (B, l, H, D), (B, l, G, D) and the result is (B, l, H, D)."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor: ...
-
-
-class Moves(Protocol):
-    """Cuts and gathers by their number."""
-
-    def cut_by_number(self, x: Tensor, which: int) -> Tensor: ...
-
-    def size_by_number(self, x: Tensor, which: int) -> list[int]: ...
-
-    def gather_by_number(self, x: Tensor, which: int) -> Tensor: ...
 
 
 class Numbers:
@@ -37,43 +21,43 @@ class Numbers:
 
     def __init__(self) -> None:
         self._next = count()
-        self._live: WeakValueDictionary[int, object] = WeakValueDictionary()
+        self._live: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
     def add(self, item: object) -> int:
-        """Return a new number for an object."""
+        """Return a new number for a `SplitAttention` or a `Cutter`."""
         number = next(self._next)
         self._live[number] = item
         return number
 
-    def __getitem__(self, number: int) -> object:
+    def __getitem__(self, number: int) -> Any:
         return self._live[number]
 
 
 NUMBERS = Numbers()
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, number: int) -> Tensor:
-    found: Attends = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
-    return found.attend(q, k, v, mask, scale).clone(memory_format=torch.contiguous_format)
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, number: int, reads: bool
+) -> Tensor:
+    return NUMBERS[number](q, k, v, mask, scale, reads).clone(memory_format=torch.contiguous_format)
 
 
-def _attention_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, number: int) -> Tensor:
+def _attention_shape(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, number: int, reads: bool
+) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
 def _cut(x: Tensor, number: int, which: int) -> Tensor:
-    found: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
-    return found.cut_by_number(x, which).clone(memory_format=torch.contiguous_format)
+    return NUMBERS[number].cut_by_number(x, which).clone(memory_format=torch.contiguous_format)
 
 
 def _cut_shape(x: Tensor, number: int, which: int) -> Tensor:
-    found: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
-    return x.new_empty(found.size_by_number(x, which))
+    return x.new_empty(NUMBERS[number].size_by_number(x, which))
 
 
 def _gather(x: Tensor, number: int, which: int, dim: int, total: int) -> Tensor:
-    found: Moves = NUMBERS[number]  # pyright: ignore[reportAssignmentType]
-    return found.gather_by_number(x, which).clone(memory_format=torch.contiguous_format)
+    return NUMBERS[number].gather_by_number(x, which).clone(memory_format=torch.contiguous_format)
 
 
 def _gather_shape(x: Tensor, number: int, which: int, dim: int, total: int) -> Tensor:
@@ -90,7 +74,7 @@ attention = torch.library.custom_op(
     "seqpar::split_attention",
     _attention,
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float? scale, int number) -> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float? scale, int number, bool reads) -> Tensor",
 )
 attention.register_fake(_attention_shape)
 cut = torch.library.custom_op(

@@ -7,28 +7,16 @@ and gives every rank another number of keys. The one here masks them instead, fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 OWN = "seqpar_own"  # the attribute of a processor of ours that holds the module's own
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module; parameters and submodules are not settings
-
-
-def attributes(processor: Any, other: Callable[[object], object] = id) -> tuple[tuple[str, object], ...]:
-    """Return (name, value) of a processor's attributes; values can be compared, also with later ones.
-
-    other: replaces objects that are neither plain values nor containers, such as tensors; by default their addresses.
-    """
-    found = getattr(processor, "__dict__", {}).items()
-    if isinstance(processor, nn.Module):
-        found = [(name, value) for name, value in found if name not in _OF_MODULES]
-    return tuple([(name, _frozen(value, other)) for name, value in found])
 
 
 def own_of(processor: Any) -> Any:
@@ -38,27 +26,24 @@ def own_of(processor: Any) -> Any:
 
 def settings(processor: Any) -> str:
     """Return a processor's public attributes with plain values as a text, which is equal on all ranks."""
-    found = attributes(processor, lambda value: ...)
-    return ", ".join(f"{name} {value}" for name, value in found if name[0] != "_" and value is not ...)
+    left_out = _OF_MODULES if isinstance(processor, nn.Module) else ()
+    every = {name: _shown(value) for name, value in getattr(processor, "__dict__", {}).items() if name not in left_out}
+    return ", ".join(f"{name} {text}" for name, text in every.items() if name[0] != "_" and text != "...")
 
 
-def _frozen(value: Any, other: Callable[[object], object]) -> object:
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, (list, tuple)):
-        return tuple([_frozen(each, other) for each in value])
-    if isinstance(value, (set, frozenset)):
-        return frozenset(_frozen(each, other) for each in value)
+def _shown(value: Any) -> str:
+    """Return a text without addresses; "..." for what is neither a plain value nor a container."""
     if isinstance(value, dict):
-        return tuple([(_frozen(key, other), _frozen(each, other)) for key, each in value.items()])
-    return other(value)
+        return f"{{{', '.join(f'{_shown(key)}: {_shown(each)}' for key, each in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_shown, value)))}}}"
+    return str(value) if isinstance(value, _PLAIN) else "..."
 
 
 class MochiProcessor:
     """Joint attention of video and text, video first; keys of padding are masked by the attention that it calls."""
-
-    _attention_backend: Any = None
-    _parallel_config: Any = None
 
     def __call__(
         self,
@@ -75,9 +60,7 @@ class MochiProcessor:
         if image_rotary_emb is not None:
             q, k = rotated(q, *image_rotary_emb), rotated(k, *image_rotary_emb)
         queries, keys, values = (torch.cat(pair, dim=1) for pair in zip((q, k, v), text, strict=True))
-        out = dispatch_attention_fn(
-            queries, keys, values, backend=self._attention_backend, parallel_config=self._parallel_config
-        )
+        out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (queries, keys, values))).transpose(1, 2)
         video_out, text_out = out.flatten(2).split((q.shape[1], text[0].shape[1]), dim=1)
         for layer in attn.to_out:
             video_out = layer(video_out)
@@ -86,8 +69,8 @@ class MochiProcessor:
 
 def _heads(x_BlE: Tensor, layers: tuple[Any, Any, Any], norms: tuple[Any, Any], heads: int) -> list[Tensor]:
     """Return q, k and v (B, l, H, D) of a stream, q and k normalised over each head where there are norms."""
-    made = [layer(x_BlE).unflatten(2, (heads, -1)) for layer in layers]
-    return [x if norm is None else norm(x) for x, norm in zip(made, (*norms, None), strict=True)]
+    projected = [layer(x_BlE).unflatten(2, (heads, -1)) for layer in layers]
+    return [x if norm is None else norm(x) for x, norm in zip(projected, (*norms, None), strict=True)]
 
 
 def rotated(x_BlHD: Tensor, cos_lHD2: Tensor, sin_lHD2: Tensor) -> Tensor:

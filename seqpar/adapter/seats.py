@@ -1,8 +1,8 @@
-"""The attention modules of a plan, with processors that compute by split attention in place of their own.
+"""The attention modules that join the ranks, with processors that compute by split attention in place of their own.
 
-diffusers' processors that call its dispatcher are copied and told where to compute. All other processors, a user's
-among them, get a class that derives from theirs and runs them inside of `Around`. It also checks that their attention
-was split attention: one that is written by hand would see this rank's tokens only.
+Every processor, diffusers' or a user's, gets a class that derives from its own and runs it inside of `Around`, which
+replaces torch's attention. It also checks that the processor has called it: an attention that is written by hand would
+see this rank's tokens only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import torch
 import torch.nn.functional as F
 from diffusers.hooks._helpers import AttentionProcessorRegistry
 from diffusers.models import attention_processor
-from torch import Tensor
+from diffusers.models.attention_dispatch import AttentionBackendName
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqpar.adapter import ops
-from seqpar.adapter.attention import BACKEND, SplitAttention, Values, refuse_training
+from seqpar.adapter.attention import SplitAttention
 from seqpar.adapter.processors import OWN, own_of
 
-CARRIED = frozenset((OWN, "_parallel_config", "_attention_backend", "seqpar_attention", "_seqpar_path"))
+ASKED = "_attention_backend"  # the attribute of a processor that holds the backend that a user has set
+CARRIED = frozenset((OWN, ASKED, "_seqpar_attention", "_seqpar_skips", "_seqpar_path"))  # what ours have besides
 PAG = "its mask lets each token of the image read itself alone, by its place among all of them"
 # processors that read keys by their place in the whole image, of which each rank has a part -> (name, why)
 UNSPLIT: dict[type, tuple[str, str]] = {
@@ -47,30 +49,33 @@ class Seat:
     module: Any
     attention: SplitAttention
     ours: Any = None
-    call: Any = None  # what its class computes, which may be replaced, too
 
     def refresh(self) -> None:
         """Follow a processor that was replaced; ValueError for one that cannot be split, or an attention backend."""
         processor = getattr(self.module, "processor", None)
         refuse_backend(processor)
-        if processor is not self.ours or type(processor).__call__ is not self.call:
+        if processor is not self.ours:
             if self.attention.ranks.axis.size > 1:
                 _refuse_unsplit(processor)
-            self.module.processor = self.ours = self._carrying(processor)
-            self.call = type(self.ours).__call__
-        wanted = self.attention.values if _skips_scores(self.module) else self.attention
-        if not _is_carried(self.ours, wanted):
-            _carry(self.ours, wanted)
+            self.module.processor = self.ours = self._ours_for(processor)
+        self.ours._seqpar_attention, self.ours._seqpar_skips = self.attention, _skips_scores(self.module)
+        vars(self.ours).pop(ASKED, None)  # the backend of our class counts again
 
-    def _carrying(self, processor: Any) -> Any:
-        """Return what replaces a processor; ValueError for an object of which no class can be derived."""
-        own, replaced = own_of(processor), self.attention.joint.processor
-        if callable(own):
-            try:
-                return _carrying(own, replaced() if replaced else own, self.path)
-            except (TypeError, AttributeError) as error:  # Python refuses to set its class or its attributes
-                raise self._not_plain(own) from error
-        raise self._not_plain(own)
+    def _ours_for(self, processor: Any) -> Any:
+        """Return what replaces a processor; ValueError for an object of which no class can be derived.
+
+        It is a copy, because one processor may serve several modules, which need not join the ranks alike.
+        """
+        own, replaces = own_of(processor), self.attention.joint.processor
+        if not callable(own):
+            raise self._not_plain(own)
+        try:
+            ours: Any = copy(replaces() if replaces else own)
+            ours.__class__, ours._seqpar_path = _around(type(ours)), self.path
+        except (TypeError, AttributeError) as error:  # Python refuses to set its class or its attributes
+            raise self._not_plain(own) from error
+        vars(ours)[OWN] = own  # not by setattr: a processor that is a module would count the other as its part
+        return ours
 
     def _not_plain(self, own: Any) -> ValueError:
         name = getattr(own, "__name__", type(own).__name__)
@@ -90,70 +95,41 @@ class Seat:
         self.module.processor = own
 
 
-def _carrying(own: Any, processor: Any, path: str) -> Any:
-    """Return a copy of a processor for an attention module; own: the module's own.
-
-    A copy, because one processor may serve several modules, which need not join the ranks alike.
-    """
-    made = copy(processor)
-    if not _dispatches(processor):  # first, because it fails for a function, which is no copy
-        made.__class__, made._seqpar_path = _around(type(processor)), path
-    vars(made)[OWN] = own  # not by setattr: a processor that is a module would count the other as its part
-    return made
-
-
-def _dispatches(processor: Any) -> bool:
-    """Return whether a processor is known to compute all attention by diffusers' dispatcher.
-
-    A user's class may have only inherited what the dispatcher is told, and a user may replace the call of a class.
-    """
-    kind = type(processor)
-    written = written_in(kind.__call__)
-    return _root(kind) == written and written in ("diffusers", "seqpar") and hasattr(processor, "_parallel_config")
-
-
-def written_in(function: Any) -> str:
-    """Return the package whose code a function or a method is: `functools.wraps` changes its `__module__` only."""
-    return getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
-
-
-def _root(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
-
-
 @cache
 def _around(kind: type) -> type:
     """Return a class that runs a processor inside of `Around`, with the same parameters: attention modules read them.
 
     There is one for each class of processors, so that compiled blocks share their code. What diffusers knows of a
-    processor, by its class, holds for ours.
+    processor, by its class, holds for ours. Its dispatcher calls torch's attention, whatever is set elsewhere.
     """
 
-    foreign = _root(kind) != "diffusers"  # its own ones read a result before they call attention again
+    # its own ones read a result before they call attention again, and never call it for whole keys alone
+    foreign = kind.__module__.partition(".")[0] not in ("diffusers", "seqpar")
 
     @wraps(kind.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        attention: SplitAttention | Values = self.seqpar_attention
-        attention.reached, attention.foreign = False, foreign
-        try:
-            with Around(attention):
-                out = kind.__call__(self, *args, **kwargs)
-        finally:
-            attention.foreign = False
+        attention: SplitAttention = self._seqpar_attention
+        attention.reached = False
+        with Around(attention, self._seqpar_skips, foreign):
+            out = kind.__call__(self, *args, **kwargs)
         return out if attention.reached or not attention.splits else missed(out, kind.__name__, self._seqpar_path)
 
-    ours = type(kind.__name__, (kind,), {"__call__": call})
+    ours = type(kind.__name__, (kind,), {"__call__": call, ASKED: AttentionBackendName.NATIVE})
     with suppress(ValueError):  # where diffusers knows nothing of this class
         AttentionProcessorRegistry.register(ours, AttentionProcessorRegistry.get(kind))
     return ours
 
 
 class Around(TorchFunctionMode):
-    """Replaces torch's `scaled_dot_product_attention` by split attention while a processor runs."""
+    """Replaces torch's `scaled_dot_product_attention` by split attention while a processor runs.
 
-    def __init__(self, attention: SplitAttention | Values) -> None:
+    skips: whether attention returns its values, as where diffusers skips its scores. foreign: whether it is a user's
+    processor, which may call attention again before it has read a result, and for whole keys alone.
+    """
+
+    def __init__(self, attention: SplitAttention, skips: bool, foreign: bool) -> None:
         super().__init__()
-        self._attention = attention
+        self._attention, self._skips, self._foreign = attention, skips, foreign
 
     def __torch_function__(
         self,
@@ -163,16 +139,21 @@ class Around(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """See `TorchFunctionMode`."""
-        if func is F.scaled_dot_product_attention:
-            known = {name: value for name, value in (kwargs or {}).items() if name != "enable_gqa"}  # shapes tell it
-            return _called(self._attention, *args, **known)
-        if func is Tensor.unflatten:  # compilers cannot trace what this method of Python calls inside of a mode
-            func = torch.unflatten
-        return func(*args, **(kwargs or {}))
+        if func is not F.scaled_dot_product_attention:
+            # compilers cannot trace what the method `unflatten` of Python calls inside of a mode
+            return (torch.unflatten if func is Tensor.unflatten else func)(*args, **(kwargs or {}))
+        attention = self._attention
+        q, k, v, mask, scale = _arguments(*args, **(kwargs or {}))
+        own = q.shape[1] == k.shape[1]
+        if own or not (self._foreign and attention.joint.streams):
+            attention.reached = True
+        if self._skips and own:
+            return v.transpose(1, 2)
+        out = attention(q, k, v, mask, scale, attention.reads)
+        return (out.clone() if self._foreign else out).transpose(1, 2)  # the next call overwrites it
 
 
-def _called(
-    attention: SplitAttention | Values,
+def _arguments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -180,11 +161,23 @@ def _called(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-) -> Tensor:
-    """Return attention with the parameters of `scaled_dot_product_attention`, whose tensors are (B, H, l, D)."""
-    refuse_training(dropout_p, is_causal)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return attention(q, k, v, attn_mask, scale).transpose(1, 2)
+    enable_gqa: bool = False,  # shapes tell it
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float | None]:
+    """Return q, k, v as (B, l, H, D), mask and scale, of the arguments of `scaled_dot_product_attention`."""
+    if dropout_p or is_causal:
+        raise ValueError(
+            f"got attention with dropout_p={dropout_p}, is_causal={is_causal}, expected neither: split attention is "
+            f"for inference with attention to all tokens; call the transformer's eval() first"
+        )
+    q, k, v = (_cast(x).transpose(1, 2) for x in (query, key, value))
+    return q, k, v, attn_mask, scale
+
+
+def _cast(x: Tensor) -> Tensor:
+    """Return a tensor in the dtype of the caller's autocast, as torch's own attention does; fp64 stays."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def missed(out: Any, name: str, path: str) -> Any:
@@ -197,20 +190,6 @@ def missed(out: Any, name: str, path: str) -> Any:
     if not torch.compiler.is_compiling():
         raise ValueError(message)
     return ops.refuse(out, message) if isinstance(out, Tensor) else (ops.refuse(out[0], message), *out[1:])
-
-
-def _carry(processor: Any, attention: SplitAttention | Values) -> None:
-    """Let a processor compute by `attention`."""
-    processor.seqpar_attention = attention
-    if hasattr(processor, "_parallel_config"):
-        processor._parallel_config, processor._attention_backend = attention, BACKEND
-
-
-def _is_carried(processor: Any, attention: SplitAttention | Values) -> bool:
-    """Return whether a processor computes by `attention`; a backend that was reset is removed with ours."""
-    if getattr(processor, "seqpar_attention", None) is not attention:
-        return False
-    return not hasattr(processor, "_parallel_config") or processor._attention_backend is BACKEND
 
 
 def _skips_scores(module: Any) -> bool:
@@ -235,9 +214,15 @@ def _refuse_unsplit(processor: Any) -> None:
 
 def refuse_backend(processor: Any) -> None:
     """Raise ValueError if a user has set an attention backend, which a parallelized transformer does not use."""
-    named = getattr(processor, "__dict__", {}).get("_attention_backend")
-    if named is not None and named is not BACKEND:
+    asked = getattr(processor, "__dict__", {}).get(ASKED)
+    if asked is not None:
         raise ValueError(
-            f"got attention backend {getattr(named, 'value', named)} for a parallelized transformer, expected none; "
+            f"got attention backend {getattr(asked, 'value', asked)} for a parallelized transformer, expected none; "
             f"call its reset_attention_backend(), and name the attention with local= of parallelize"
         )
+
+
+def refuse_backends(module: nn.Module) -> None:
+    """Raise ValueError if an attention backend is set in any of a transformer's processors."""
+    for one in module.modules():
+        refuse_backend(getattr(one, "processor", None))

@@ -1,38 +1,51 @@
-"""The plans of diffusers' transformers, by class: where their tokens are cut, which attention joins the ranks.
+"""The cuts of diffusers' transformers, by class: where their tokens are split, which attention joins the ranks.
 
-Where diffusers has a plan of its own (`_cp_plan`), ours is here because it does less or more: masks stay whole and are
+Where diffusers has a plan of its own (`_cp_plan`), ours are here because they do less or more: masks stay whole and are
 joined once a call, text that only cross-attention reads is not split, a timestep for each token is. Tensors are cut
 where they leave an embedder rather than where they enter each block, because that is one hook and compiles better.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from seqpar.adapter.cuts import Cut, Cuts, Gather, Joint, Place
+from seqpar.adapter.cuts import HELP, Boundary, Cuts, CutTokens, GatherTokens, Joint, check, from_diffusers
 from seqpar.adapter.processors import MochiProcessor
 
-IMAGE, TEXT = Cut("image"), Cut("text")
-OUT = Place(gathers={0: Gather("image")})
+IMAGE, TEXT = CutTokens("image"), CutTokens("text")
+OUT = Boundary(gathers={0: GatherTokens("image")})
 TEXT_IMAGE, IMAGE_TEXT = Joint(("text", "image")), Joint(("image", "text"))
 ALONE = Joint(("image",))
 BETWEEN = "residuals that are added between blocks would have to be split as the blocks' tokens are"
 
 
-def find(kind: type[nn.Module]) -> Cuts | None:
-    """Return the plan of a transformer class, or of the class that it derives from, or None."""
-    return next((PLANS[name] for name in (base.__name__ for base in kind.__mro__) if name in PLANS), None)
+def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) -> Cuts:
+    """Return the cuts of a transformer: the caller's, those of this table, or those of its `_cp_plan`.
+
+    asked: a `Cuts`, or a plan in diffusers' form. A class that is not in the table has the cuts of the class that it
+    derives from. Raises ValueError, the same on every rank, if there are none, or if they name submodules or parameters
+    that the transformer does not have.
+    """
+    theirs: Any = getattr(module, "_cp_plan", None)
+    known = next((CUTS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in CUTS), theirs)
+    cuts = known if asked is None else asked
+    if not cuts and not isinstance(cuts, Cuts):
+        raise ValueError(f"got {type(module).__name__}, which has no known cuts of its tokens, expected some; {HELP}")
+    cuts = cuts if isinstance(cuts, Cuts) else from_diffusers(module, cuts)
+    check(module, cuts)
+    return cuts
 
 
 def _flux() -> Cuts:
-    root = Place(
+    root = Boundary(
         inputs={
             "hidden_states": IMAGE,
             "encoder_hidden_states": TEXT,
-            "img_ids": Cut("image", dim=-2),
-            "txt_ids": Cut("text", dim=-2),
+            "img_ids": CutTokens("image", dim=-2),
+            "txt_ids": CutTokens("text", dim=-2),
             "controlnet_block_samples": IMAGE,
             "controlnet_single_block_samples": IMAGE,
         }
@@ -42,8 +55,8 @@ def _flux() -> Cuts:
 
 
 def _flux2() -> Cuts:
-    ids = {"img_ids": Cut("image", dim=-2), "txt_ids": Cut("text", dim=-2)}
-    root = Place(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT, **ids})
+    ids = {"img_ids": CutTokens("image", dim=-2), "txt_ids": CutTokens("text", dim=-2)}
+    root = Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT, **ids})
     both = {"transformer_blocks.*.attn": TEXT_IMAGE, "single_transformer_blocks.*.attn": TEXT_IMAGE}
     cached = "kept keys and values of reference images are those of all tokens; call the pipeline without a key cache"
     return Cuts({"": root, "proj_out": OUT}, both, refused={"kv_cache_mode": cached, "kv_cache": cached})
@@ -51,10 +64,10 @@ def _flux2() -> Cuts:
 
 def _qwen_image() -> Cuts:
     places = {
-        "": Place(inputs={"hidden_states": IMAGE, "controlnet_block_samples": IMAGE}),
-        "pos_embed": Place(outputs={0: Cut("image", dim=0), 1: Cut("text", dim=0)}),
-        "transformer_blocks.0": Place(inputs={"encoder_hidden_states": TEXT}),
-        "transformer_blocks.*": Place(inputs={"modulate_index": IMAGE}),
+        "": Boundary(inputs={"hidden_states": IMAGE, "controlnet_block_samples": IMAGE}),
+        "pos_embed": Boundary(outputs={0: CutTokens("image", dim=0), 1: CutTokens("text", dim=0)}),
+        "transformer_blocks.0": Boundary(inputs={"encoder_hidden_states": TEXT}),
+        "transformer_blocks.*": Boundary(inputs={"modulate_index": IMAGE}),
         "proj_out": OUT,
     }
     joint = {"transformer_blocks.*.attn": Joint(("text", "image"), masked=True)}
@@ -68,9 +81,9 @@ def _indexes_images(module: Any) -> str | None:
 
 def _wan() -> Cuts:
     places = {
-        "": Place(inputs={"timestep": Cut("image", dims=2)}),
-        "rope": Place(outputs={0: IMAGE, 1: IMAGE}),
-        "blocks.0": Place(inputs={"hidden_states": IMAGE}),
+        "": Boundary(inputs={"timestep": CutTokens("image", dims=2)}),
+        "rope": Boundary(outputs={0: IMAGE, 1: IMAGE}),
+        "blocks.0": Boundary(inputs={"hidden_states": IMAGE}),
         "proj_out": OUT,
     }
     return Cuts(places, {"blocks.*.attn1": ALONE})
@@ -78,9 +91,9 @@ def _wan() -> Cuts:
 
 def _sd3() -> Cuts:
     places = {
-        "": Place(inputs={"block_controlnet_hidden_states": IMAGE}),
-        "pos_embed": Place(outputs={0: IMAGE}),
-        "context_embedder": Place(outputs={0: TEXT}),
+        "": Boundary(inputs={"block_controlnet_hidden_states": IMAGE}),
+        "pos_embed": Boundary(outputs={0: IMAGE}),
+        "context_embedder": Boundary(outputs={0: TEXT}),
         "proj_out": OUT,
     }
     return Cuts(places, {"transformer_blocks.*.attn": IMAGE_TEXT, "transformer_blocks.*.attn2?": ALONE})
@@ -88,18 +101,18 @@ def _sd3() -> Cuts:
 
 def _cogvideox() -> Cuts:
     places = {
-        "": Place(inputs={"image_rotary_emb": Cut("image", dim=0)}),
-        "transformer_blocks.0": Place(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
+        "": Boundary(inputs={"image_rotary_emb": CutTokens("image", dim=0)}),
+        "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
         "proj_out": OUT,
     }
     return Cuts(places, {"transformer_blocks.*.attn1": TEXT_IMAGE})
 
 
 def _hunyuan_video() -> Cuts:
-    rows = Cut("image", dim=0)
+    rows = CutTokens("image", dim=0)
     places = {
-        "rope": Place(outputs={0: rows, 1: rows}),
-        "transformer_blocks.0": Place(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
+        "rope": Boundary(outputs={0: rows, 1: rows}),
+        "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
         "proj_out": OUT,
     }
     both = {"transformer_blocks.*.attn": IMAGE_TEXT, "single_transformer_blocks.*.attn": IMAGE_TEXT}
@@ -117,8 +130,8 @@ def _replaces_tokens(module: Any) -> str | None:
 
 def _ltx() -> Cuts:
     places = {
-        "": Place(inputs={"hidden_states": IMAGE, "timestep": Cut("image", dims=2)}),
-        "rope": Place(outputs={0: IMAGE, 1: IMAGE}),
+        "": Boundary(inputs={"hidden_states": IMAGE, "timestep": CutTokens("image", dims=2)}),
+        "rope": Boundary(outputs={0: IMAGE, 1: IMAGE}),
         "proj_out": OUT,
     }
     return Cuts(places, {"transformer_blocks.*.attn1": ALONE})
@@ -133,18 +146,18 @@ def _reads_audio(module: Any) -> str:
 
 
 def _from_patches(out: str) -> Cuts:
-    """Return the plan of models of one stream of image patches, with or without cross-attention to text."""
-    return Cuts({"pos_embed": Place(outputs={0: IMAGE}), out: OUT}, {"transformer_blocks.*.attn1": ALONE})
+    """Return the cuts of models of one stream of image patches, with or without cross-attention to text."""
+    return Cuts({"pos_embed": Boundary(outputs={0: IMAGE}), out: OUT}, {"transformer_blocks.*.attn1": ALONE})
 
 
 def _lumina2() -> Cuts:
-    joint = Cut("text and image")
+    joint = CutTokens("text and image")
     places = {
-        "rope_embedder": Place(outputs={2: IMAGE, 3: joint}),
-        "noise_refiner.0": Place(inputs={"hidden_states": IMAGE}),
+        "rope_embedder": Boundary(outputs={2: IMAGE, 3: joint}),
+        "noise_refiner.0": Boundary(inputs={"hidden_states": IMAGE}),
         "noise_refiner.-1": OUT,
-        "layers.0": Place(inputs={"hidden_states": joint}),
-        "norm_out": Place(gathers={0: Gather(joint.stream)}),
+        "layers.0": Boundary(inputs={"hidden_states": joint}),
+        "norm_out": Boundary(gathers={0: GatherTokens(joint.stream)}),
     }
     both = {"noise_refiner.*.attn": ALONE, "layers.*.attn": Joint((joint.stream,))}
     return Cuts(places, both, why_eager=_reads_lengths)
@@ -155,14 +168,14 @@ def _reads_lengths(module: Any) -> str:
 
 
 def _z_image() -> Cuts:
-    joint = Cut("text and image")
+    joint = CutTokens("text and image")
     places = {
-        "noise_refiner.*": Place(inputs={"freqs_cis": IMAGE, "noise_mask": IMAGE}),
-        "noise_refiner.0": Place(inputs={"x": IMAGE}),
+        "noise_refiner.*": Boundary(inputs={"freqs_cis": IMAGE, "noise_mask": IMAGE}),
+        "noise_refiner.0": Boundary(inputs={"x": IMAGE}),
         "noise_refiner.-1": OUT,
-        "layers.*": Place(inputs={"freqs_cis": joint, "noise_mask": joint}),
-        "layers.0": Place(inputs={"x": joint}),
-        "layers.-1": Place(gathers={0: Gather(joint.stream)}),
+        "layers.*": Boundary(inputs={"freqs_cis": joint, "noise_mask": joint}),
+        "layers.0": Boundary(inputs={"x": joint}),
+        "layers.-1": Boundary(gathers={0: GatherTokens(joint.stream)}),
     }
     both = {"noise_refiner.*.attention": ALONE, "layers.*.attention": Joint((joint.stream,))}
     return Cuts(places, both, refused={"controlnet_block_samples": BETWEEN})
@@ -170,16 +183,16 @@ def _z_image() -> Cuts:
 
 def _mochi() -> Cuts:
     places = {
-        "time_embed": Place(outputs={1: TEXT}),
-        "rope": Place(outputs={0: Cut("image", dim=0), 1: Cut("image", dim=0)}),
-        "transformer_blocks.0": Place(inputs={"hidden_states": IMAGE}),
+        "time_embed": Boundary(outputs={1: TEXT}),
+        "rope": Boundary(outputs={0: CutTokens("image", dim=0), 1: CutTokens("image", dim=0)}),
+        "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE}),
         "proj_out": OUT,
     }
     joint = {"transformer_blocks.*.attn1": Joint(("image", "text"), masked=True, processor=MochiProcessor)}
     return Cuts(places, joint, masks={"encoder_attention_mask": "text"}, kept=("encoder_attention_mask",))
 
 
-PLANS = {
+CUTS = {
     "FluxTransformer2DModel": _flux(),
     "Flux2Transformer2DModel": _flux2(),
     "QwenImageTransformer2DModel": _qwen_image(),

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import seqpar
-from tests.adapter.test_guidance import LAYOUTS, TOLERANCE, VISIBLE, InDouble
+from tests.adapter.test_guidance import LAYOUTS, TOLERANCE, VISIBLE
 from tests.support.diffusers_tiny import WAN, Tiny, moved, wan
-from tests.support.foreign import StayDouble
+from tests.support.foreign import StayDouble, assert_right_or_refused, in_double
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
 from tests.support.pool import Pool
@@ -133,9 +133,7 @@ def cached(rank: int, world: int, device: torch.device, name: str, cfg: int, how
         seqpar.parallelize(module, make_mesh(device, cfg=cfg))
         if how != "before":
             put(name, module, how)
-        call: Any = vars(module)["forward"]
-        if hasattr(call, "body"):  # a hook on the transformer itself is around the call
-            call.body = InDouble(call.body)
+        in_double(module)
         return latents_after(module, device)
     except ValueError as error:
         return str(error)
@@ -146,13 +144,8 @@ def cached(rank: int, world: int, device: torch.device, name: str, cfg: int, how
 def test_a_cache_is_right_or_refused(ranks: Pool, world: int, cfg: int, name: str) -> None:
     refused = CACHES[name].refused if world > cfg else None
     for how in ("enable_cache", "apply", "before") if world == 2 or refused else ("enable_cache",):
-        for latents in ranks.run(world, cached, name, cfg, how):
-            if refused is not None:
-                assert isinstance(latents, str)
-                assert refused in latents
-            else:
-                assert not isinstance(latents, str), latents
-                assert (latents - truth(name, ranks.device)).abs().max() < TOLERANCE
+        results = ranks.run(world, cached, name, cfg, how)
+        assert_right_or_refused(results, truth(name, ranks.device), TOLERANCE, refused)
 
 
 def test_negative_control_caches_change_the_latents(ranks: Pool) -> None:

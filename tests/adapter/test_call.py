@@ -301,7 +301,7 @@ def test_what_would_break_is_refused_in_a_sentence() -> None:
 
 def test_what_cannot_be_parallelized_is_refused_before_anything_changes() -> None:
     module = pipelines.flux().transformer
-    with pytest.raises(ValueError, match="got AutoencoderKL, which has no plan for splitting its tokens"):
+    with pytest.raises(ValueError, match="got AutoencoderKL, which has no known cuts of its tokens"):
         seqpar.parallelize(pipelines.decoder(0), Mesh.single())
     with pytest.raises(ValueError, match="got dict without transformer or transformer_2, expected a diffusers"):
         seqpar.parallelize({}, Mesh.single())

@@ -17,7 +17,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, Fl
 from torch import Tensor
 
 import seqpar
-from seqpar.adapter import adapters
+from seqpar.adapter.changes import Changes
 from seqpar.engine.graphs import Graphs
 from seqpar.mesh import Mesh
 from tests.adapter.test_lora import add, pipeline
@@ -177,7 +177,7 @@ def test_the_watch_compares_attributes_of_all_kinds() -> None:
     module: Any = tiny(num_layers=1, num_single_layers=1)
     processor = module.single_transformer_blocks[0].attn.processor
     processor.held = {"tensors": [random((2,), 1), random((2,), 2)], "scales": (0.5, [1, {2}])}
-    watch = adapters.Watch(module)
+    watch = Changes(module)
     first = watch.count()
     processor.held["tensors"][0].mul_(2)
     processor.held["scales"] = (0.5, [1, {2}])
@@ -228,7 +228,7 @@ ONLY_HERE: dict[str, tuple[Callable[[Any], object], Callable[[Any], object], str
     "setting": (
         lambda module: setattr(module.transformer_blocks[0].attn.processor, "scale", [0.5]),
         lambda module: delattr(module.transformer_blocks[0].attn.processor, "scale"),
-        "got settings of attention processors '1 x scale (0.5,)",
+        "got settings of attention processors '1 x scale [0.5]",
     ),
     "backend": (
         lambda module: module.set_attention_backend("native"),

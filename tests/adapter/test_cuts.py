@@ -16,10 +16,9 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
-from seqpar.adapter import cuts as plans
-from seqpar.adapter.cuts import Cut, Cuts, Gather, Joint, Place
+from seqpar.adapter.cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.adapter.masks import key_rows
-from seqpar.adapter.table import PLANS
+from seqpar.adapter.table import CUTS, cuts_of
 from tests.adapter.test_generic import TOLERANCE, Outputs, body_of, called, error
 from tests.support.diffusers_tiny import MODELS, truth
 from tests.support.pool import Pool
@@ -46,17 +45,17 @@ def with_plan(rank: int, world: int, device: torch.device, name: str, cuts: Any)
 
 FORGOTTEN = {
     "text": (
-        {"pos_embed": Place(outputs={0: Cut("image")})},
+        {"pos_embed": Boundary(outputs={0: CutTokens("image")})},
         "to other tokens than each rank's share of image and text",
     ),
-    "gather": ({"context_embedder": Place(outputs={0: Cut("text")})}, "before any cut of it"),
+    "gather": ({"context_embedder": Boundary(outputs={0: CutTokens("text")})}, "before any cut of it"),
 }
 
 
 @pytest.mark.parametrize("forgotten", ["text", "gather"])
 def test_a_plan_without_a_cut_is_refused_on_every_rank(ranks: Pool, forgotten: str) -> None:
     places, told = FORGOTTEN[forgotten]
-    out = Place(gathers={0: Gather("image")})
+    out = Boundary(gathers={0: GatherTokens("image")})
     joint = {"transformer_blocks.*.attn": Joint(("image", "text"))} if forgotten == "text" else {}
     for message in ranks.run(2, with_plan, "sd3", Cuts({**places, "proj_out": out}, joint)):
         assert told in message
@@ -82,7 +81,7 @@ def test_a_plan_in_diffusers_form_is_taken(ranks: Pool, world: int, name: str) -
         assert error(got, truth(name, ranks.device)) < TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "told"), [("qwen_masked", "their order"), ("ltx", "in a plan that splits text")])
+@pytest.mark.parametrize(("name", "told"), [("qwen_masked", "their order"), ("ltx", "with cuts that split text")])
 def test_diffusers_form_is_refused_where_it_says_too_little(ranks: Pool, name: str, told: str) -> None:
     for message in ranks.run(2, with_plan, name, MODELS[name].build()._cp_plan):
         assert told in message
@@ -93,32 +92,35 @@ class Unknown(nn.Module):
 
 
 def test_a_transformer_without_a_plan_is_refused_with_the_way_to_write_one() -> None:
-    message = raised(lambda: plans.of(Unknown()))
-    assert message.startswith("got Unknown, which has no plan")
-    example = message[message.index("    from seqpar") : message.index("Cut every tensor")]
+    message = raised(lambda: cuts_of(Unknown()))
+    assert message.startswith("got Unknown, which has no known cuts")
+    example = message[message.index("    from seqpar") : message.index("CutTokens every tensor")]
     made: dict[str, Any] = {}
     exec("\n".join(line[4:] for line in example.splitlines()), made)
-    assert isinstance(made["plan"], Cuts)
+    assert isinstance(made["cuts"], Cuts)
 
 
 @pytest.mark.parametrize(
     ("cuts", "told"),
     [
-        (Cuts({"blocks.0": Place()}, {}), "which SD3Transformer2DModel does not have"),
-        (Cuts({"pos_embed": Place(inputs={"tokens": Cut("image")})}, {}), "expected one of the inputs of PatchEmbed"),
-        (Cuts({}, {}, masks={"mask": "text"}), "got a plan with the input 'mask' of the transformer"),
+        (Cuts({"blocks.0": Boundary()}, {}), "which SD3Transformer2DModel does not have"),
+        (
+            Cuts({"pos_embed": Boundary(inputs={"tokens": CutTokens("image")})}, {}),
+            "expected one of the inputs of PatchEmbed",
+        ),
+        (Cuts({}, {}, masks={"mask": "text"}), "got cuts of the input 'mask' of the transformer"),
         ({"proj_out": 3}, "expected ContextParallelOutput"),
         ({"pos_embed": {0: 3}}, "expected a ContextParallelInput"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(cuts: Any, told: str) -> None:
-    assert told in raised(lambda: plans.of(MODELS["sd3"].build(), cuts))
+    assert told in raised(lambda: cuts_of(MODELS["sd3"].build(), cuts))
 
 
 def test_a_subclass_has_the_plan_of_its_class() -> None:
     module = MODELS["flux"].build()
     module.__class__ = type("Mine", (type(module),), {})
-    assert plans.of(module) is plans.of(MODELS["flux"].build())
+    assert cuts_of(module) is cuts_of(MODELS["flux"].build())
 
 
 # What is refused -----------------------------------------------------------------------------------------------
@@ -168,14 +170,14 @@ def test_masks_that_cannot_be_split_are_refused() -> None:
 
 
 def test_every_model_of_the_table_is_tested() -> None:
-    assert set(PLANS) <= {tiny.kind for tiny in MODELS.values()}
+    assert set(CUTS) <= {tiny.kind for tiny in MODELS.values()}
 
 
 def test_the_readme_names_the_transformers_that_run_and_no_other() -> None:
     text = (Path(__file__).parents[2] / "README.md").read_text()
     block = text.partition("<!-- transformers -->")[2].partition("<!-- end of transformers -->")[0]
-    assert sorted(re.findall(r"`(\w+)`", block)) == sorted(PLANS)
-    assert f"these {len(PLANS)} run" in text
+    assert sorted(re.findall(r"`(\w+)`", block)) == sorted(CUTS)
+    assert f"these {len(CUTS)} run" in text
     if diffusers.__version__.startswith("0.42."):
         assert f"Of the {len(every_transformer())} classes" in text
 

@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 from torch import Tensor, nn
 
 import seqpar
-from seqpar.adapter import parallelize
+from seqpar.adapter import lease, parallelize
 from seqpar.adapter.forward import MOST
 from seqpar.mesh import Mesh
 from tests.adapter import test_native
@@ -153,17 +153,6 @@ def test_fp32_weights_under_autocast_compute_what_diffusers_does(
     assert world > 1 or "own modules compute, because autocast asks for torch.bfloat16" in capfd.readouterr().out
 
 
-def test_a_scale_of_none_is_no_scale() -> None:
-    module, given = test_native.tiny(), test_native.arguments("dev")
-    from tests.adapter.test_lora import add
-
-    add(module, "a", seed=1)
-    body = test_native.body_of(module)
-    truth = test_native.ours(body, given)
-    got = test_native.ours(body, {**given, "joint_attention_kwargs": {"scale": None}})
-    assert torch.equal(got, truth)
-
-
 # What stays, and what does not ---------------------------------------------------------------------------------
 
 
@@ -198,8 +187,8 @@ def rounds(rank: int, world: int, device: torch.device) -> list[int]:
     given, counts = mesh_for("ulysses", world, device), []
     module = test_native.tiny().to(device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallelize, "_lacks_host", lambda mesh: True)
-        patch.setattr(parallelize, "BACKENDS", "gloo" if device.type == "cpu" else parallelize.BACKENDS)
+        patch.setattr(lease, "_lacks_host", lambda mesh: True)
+        patch.setattr(lease, "BACKENDS", "gloo" if device.type == "cpu" else lease.BACKENDS)
         for mesh in (given, None, given, None):
             for name in ["_body", "_move"][: 1 + rank]:
                 with pytest.MonkeyPatch.context() as broken:

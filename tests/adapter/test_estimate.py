@@ -8,7 +8,8 @@ import diffusers
 import pytest
 import torch
 
-from seqpar.adapter import cuts, estimate
+from seqpar.adapter import estimate
+from seqpar.adapter.table import cuts_of
 from seqpar.planner.facts import Work
 from seqpar.planner.rates import H200
 from seqpar.planner.search import Wish, search
@@ -37,7 +38,7 @@ def test_published_transformers(
     work = estimate.work_of(module)
     assert (work.heads, work.kv_heads, work.head_dim) == (heads, heads, head_dim)
     assert work.step(1, tokens).flops / 1e12 == pytest.approx(teraflop, rel=0.1)
-    assert cuts.of(module).attention
+    assert cuts_of(module).attention
     # its modules make q, k and v, so that kv_first hides nothing: measured 82.3 ms, ulysses 78.4 (Qwen-Image, 2 GPUs)
     run = estimate.load_of(module, torch.bfloat16, guided=False)
     picks = {world: search(work, run, world, Wish(), H200, "peer", None).best.strategy for world in (2, 4)}

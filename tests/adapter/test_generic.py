@@ -9,6 +9,7 @@ timestep for each token, and heads that the ranks do not divide (all of them).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
-from torch import Tensor, nn
+from torch import Tensor
 
 from seqpar.adapter import generic
-from seqpar.adapter.cuts import Cut
+from seqpar.adapter.cuts import CutTokens
 from seqpar.adapter.forward import Ranks
 from seqpar.planner.plan import Choice
 from tests.support.diffusers_tiny import MODELS, SPLIT, flat, random, truth
@@ -83,11 +84,15 @@ def test_a_split_transformer_equals_the_whole_one(ranks: Pool, world: int, strat
         assert error(got, truth(name, ranks.device)) < TOLERANCE
 
 
-@pytest.mark.parametrize(("world", "name"), [(2, "sd3_dual"), (3, "flux"), (4, "qwen_masked")])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("strategy", LAYOUTS)
+WAYS = [
+    (strategy, transport, *((2, "sd3_dual"), (3, "flux"), (4, "qwen_masked"))[index % 3])
+    for index, (strategy, transport) in enumerate(itertools.product(LAYOUTS, TRANSPORTS))
+]
+
+
+@pytest.mark.parametrize(("strategy", "transport", "world", "name"), WAYS)
 def test_a_split_transformer_is_right_by_every_strategy_and_transport(
-    ranks: Pool, world: int, strategy: str, transport: str, name: str
+    ranks: Pool, strategy: str, transport: str, world: int, name: str
 ) -> None:
     for got in ranks.run(world, split, name, strategy, transport):
         assert error(got, truth(name, ranks.device)) < TOLERANCE
@@ -115,7 +120,7 @@ def mistaken(rank: int, world: int, device: torch.device, name: str, mistake: st
     body, right = body_of(tiny.build().to(device), world, device, "ulysses"), Ranks.cut
     arguments = tiny.arguments(device)
 
-    def wrong(self: Ranks, x: Tensor, cut: Cut) -> Tensor:
+    def wrong(self: Ranks, x: Tensor, cut: CutTokens) -> Tensor:
         mine = right(self, x, cut)
         rotary = (cut.stream == "image" and not x.is_floating_point()) or x.dim() == 2
         if (mistake, cut.stream, rotary) in (("text", "text", False), ("rotary", "image", True)):
@@ -189,29 +194,6 @@ def lengths(rank: int, world: int, device: torch.device) -> list[float]:
 def test_texts_of_ever_new_lengths_do_not_fill_the_memory(ranks: Pool) -> None:
     for errors in ranks.run(2, lengths):
         assert max(errors) < TOLERANCE
-
-
-def test_state_changes_with_weights_and_adapters() -> None:
-    from peft import LoraConfig
-
-    tiny = MODELS["flux"]
-    module = tiny.build()
-    body = body_of(module, 1, CPU, "ulysses")
-    states = [body.state()]
-    module.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k"], init_lora_weights=False), "one")
-    module.double()
-    states.append(body.state())
-    with_one = called(body, tiny.arguments())
-    assert error(with_one, tiny.whole(module)) < TOLERANCE
-    assert error(with_one, tiny.whole()) > VISIBLE
-    module.set_adapters(["one"], [0.5])
-    states.append(body.state())
-    module.disable_adapters()
-    states.append(body.state())
-    module.x_embedder.weight = nn.Parameter(module.x_embedder.weight.clone())
-    states.append(body.state())
-    assert len(set(states)) == len(states)
-    assert body.state() == states[-1]
 
 
 def with_pictures(rank: int, world: int, device: torch.device) -> list[float]:

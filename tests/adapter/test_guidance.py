@@ -25,7 +25,7 @@ from torch import Tensor
 import seqpar
 from tests.adapter.test_lora import add
 from tests.support.diffusers_tiny import PIXART, WAN, Tiny, moved, pixart, wan
-from tests.support.foreign import StayDouble
+from tests.support.foreign import StayDouble, assert_right_or_refused, in_double
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
 from tests.support.pool import Pool
@@ -34,7 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of 
 TOLERANCE = 1e-10
 VISIBLE = 1e-3
 STEPS = 4
-LAYOUTS = [(1, 1), (2, 2), (3, 1), (4, 2)]
+LAYOUTS = [(2, 2), (3, 1)]  # (ranks, size of the cfg axis)
+MORE = [(1, 1, "skipped layers"), (4, 2, "skipped layers"), (4, 2, "adapters switched late"), (4, 2, "plain")]
 TINY = Tiny("WanTransformer3DModel", {**WAN, "num_layers": 3}, wan)
 PLAIN_PROCESSORS = Tiny("PixArtTransformer2DModel", PIXART, pixart)  # whose processors know no dispatcher
 Call = Callable[..., Tensor]
@@ -217,39 +218,17 @@ def sharded(rank: int, world: int, device: torch.device, name: str, cfg: int) ->
     if case.early:
         case.before(module)
     seqpar.parallelize(module, make_mesh(device, cfg=cfg))
-    call: Any = module.forward
-    call.body = InDouble(call.body)
+    in_double(module)
     try:
         return case.run(module, device, case.early)
     except ValueError as error:
         return str(error)
 
 
-class InDouble:
-    """A body that keeps fp64 also where a promise is read, because torch leaves a function mode while it handles."""
-
-    def __init__(self, body: Any) -> None:
-        self._body = body
-
-    def __call__(self, arguments: Any) -> Any:
-        with StayDouble():
-            return self._body(arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._body, name)
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("world", "cfg"), LAYOUTS)
+@pytest.mark.parametrize(("world", "cfg", "name"), [*((*layout, name) for layout in LAYOUTS for name in CASES), *MORE])
 def test_guidance_is_right_or_refused(ranks: Pool, world: int, cfg: int, name: str) -> None:
     refused = CASES[name].refused if world > cfg else None
-    for latents in ranks.run(world, sharded, name, cfg):
-        if refused is not None:
-            assert isinstance(latents, str)
-            assert refused in latents
-        else:
-            assert not isinstance(latents, str), latents
-            assert (latents - truth(name, ranks.device)).abs().max() < TOLERANCE
+    assert_right_or_refused(ranks.run(world, sharded, name, cfg), truth(name, ranks.device), TOLERANCE, refused)
 
 
 def test_negative_control_every_case_changes_the_latents(ranks: Pool) -> None:

@@ -62,8 +62,12 @@ def with_mask(name: str, device: torch.device | str) -> dict[str, Any]:
     return {**MODELS["flux"].arguments(device), "joint_attention_kwargs": {"attention_mask": mask}}
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(1, "ulysses"), (2, "ring"), (3, "ulysses")])
-@pytest.mark.parametrize("name", MASKS)
+WAYS = [(1, "ulysses", "queries"), (1, "ulysses", "queries without a batch"), (1, "ulysses", "infinite")]
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "name"), [*WAYS, *((w, s, name) for w, s in ((2, "ring"), (3, "ulysses")) for name in MASKS)]
+)
 def test_a_mask_is_right_or_refused_on_every_rank(ranks: Pool, name: str, world: int, strategy: str) -> None:
     whole = MODELS["flux"].whole(arguments=with_mask(name, ranks.device), device=ranks.device)
     assert error(whole, MODELS["flux"].whole(device=ranks.device)) > VISIBLE

@@ -15,6 +15,7 @@ from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor, FluxTransformer2DModel
 from torch import Tensor, nn
 
+import seqpar
 from seqpar.adapter import adopt, native
 from seqpar.mesh import Mesh
 from seqpar.models import flux
@@ -112,9 +113,11 @@ def on_ranks(rank: int, world: int, device: torch.device, strategy: str, case: s
     return error(first, truth)
 
 
-@pytest.mark.parametrize(("world", "case"), [(1, "schnell"), (2, "fill"), (3, "dev"), (4, "dev")])
-@pytest.mark.parametrize("strategy", LAYOUTS)
-def test_the_native_body_equals_diffusers(ranks: Pool, world: int, strategy: str, case: str) -> None:
+WORLDS = [(1, "schnell", "ulysses"), (2, "fill", "kv_first"), (4, "dev", "ulysses")]
+
+
+@pytest.mark.parametrize(("world", "case", "strategy"), [*WORLDS, *((3, "dev", strategy) for strategy in LAYOUTS)])
+def test_the_native_body_equals_diffusers(ranks: Pool, world: int, case: str, strategy: str) -> None:
     for difference in ranks.run(world, on_ranks, strategy, case):
         assert difference < TOLERANCE
 
@@ -176,6 +179,7 @@ def layer_replaced(module: Any) -> None:
     module.transformer_blocks[1].ff.net[2] = copy.deepcopy(module.transformer_blocks[0].ff.net[2])
 
 
+ALONE = ("a weight's data", "a parameter", "a setting")  # which calls do not compare: `seqpar.refresh` is for them
 CHANGES: dict[str, Callable[[Any], object]] = {
     "a weight's data": lambda module: setattr(
         module.single_transformer_blocks[0].attn.to_q.weight,
@@ -183,6 +187,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
         module.single_transformer_blocks[0].attn.to_q.weight.data * 2,
     ),
     "a parameter": replaced,
+    "a setting": lambda module: setattr(module.transformer_blocks[0].norm2, "eps", 0.5),
     "a layer": layer_replaced,
     "a state dict, assigned": lambda module: module.load_state_dict(
         {key: x * 1.25 for key, x in module.state_dict().items()}, assign=True
@@ -195,15 +200,20 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_body_follows_changes_of_the_module(change: str) -> None:
+def test_a_transformer_follows_changes_of_its_weights(change: str) -> None:
     module, given = tiny(), arguments("dev")
-    body = body_of(module)
-    old, state = ours(body, given), body.state()
+    seqpar.parallelize(module, Mesh.single())
+    body: Any = module.forward.body
+    old, state = theirs(module, given), body.state()
     assert body.state() == state
     CHANGES[change](module)
+    if change in ALONE:
+        seqpar.refresh(module)
     assert (body.state() == state) is (change == "a state dict, copied")  # which writes to the same addresses
+    got = theirs(module, given)
+    seqpar.release(module)
     truth = theirs(module, given)
-    assert error(ours(body, given), truth) < TOLERANCE
+    assert error(got, truth) < TOLERANCE
     assert change == "moved and back" or error(old, truth) > 1e-3
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from seqpar.mesh import Mesh
 from seqpar.shard import JointShard, Shard, Tokens
-from tests.support.foreign import BLOCKS, Foreign, StayDouble, Stream
+from tests.support.foreign import BLOCKS, BlockCase, StayDouble, Stream
 from tests.support.meshes import LAYOUTS, build, local_for, mesh_for
 from tests.support.pool import Pool
 
@@ -33,7 +33,7 @@ RUNS = [
 Mistake = Literal["none", "rotary of rank 0", "text on every rank"]
 
 
-def cut(foreign: Foreign, text: Stream, image: Stream, mesh: Mesh, mistake: Mistake) -> tuple[Tokens, Stream, Stream]:
+def cut(foreign: BlockCase, text: Stream, image: Stream, mesh: Mesh, mistake: Mistake) -> tuple[Tokens, Stream, Stream]:
     """Return the tokens that the strategy is built for, and this rank's text and image."""
     parts, part = mesh.sequence.size, mesh.sequence.rank
     texts, images = (Shard(stream.angles_LD2.shape[0], parts) for stream in (text, image))

@@ -16,10 +16,10 @@ from seqpar.adapter.call import Call
 from seqpar.engine.graphs import CudaCapture, Graphs
 from seqpar.engine.signature import form_of
 from seqpar.mesh import Mesh
-from tests.adapter.test_pipelines import CASES, TOLERANCE, InDouble, true_picture
+from tests.adapter.test_pipelines import CASES, TOLERANCE, true_picture
 from tests.support.calls import Captures, Recorder, Toy
 from tests.support.diffusers_tiny import MODELS, Inputs, Tiny, moved
-from tests.support.foreign import StayDouble
+from tests.support.foreign import InDouble, StayDouble
 from tests.support.meshes import TRANSPORTS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool

@@ -55,6 +55,38 @@ class StayDouble(TorchFunctionMode):
         return args[0] if rounds and args[0].dtype == torch.float64 else func(*args, **(kwargs or {}))
 
 
+class InDouble:
+    """A body that keeps fp64 also where a promise is read, because torch leaves a function mode while it handles."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        with StayDouble():
+            return self._body(arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
+
+
+def in_double(module: Any) -> None:
+    """Let a parallelized transformer compute in fp64; a hook on the transformer itself is around its call."""
+    call: Any = vars(module)["forward"]
+    if hasattr(call, "body"):
+        call.body = InDouble(call.body)
+
+
+def assert_right_or_refused(results: list[Any], truth: Tensor, tolerance: float, refused: str | None) -> None:
+    """Assert that every rank has the truth, or, where something is refused, a message with these words."""
+    for result in results:
+        if refused is not None:
+            assert isinstance(result, str)
+            assert refused in result
+        else:
+            assert not isinstance(result, str), result
+            assert (result - truth).abs().max() < tolerance
+
+
 @dataclass(frozen=True)
 class Stream:
     """The tokens of text or image with the rotary angles of their positions; a slice takes the same part of both."""
@@ -71,7 +103,7 @@ Run = Callable[[nn.Module, Stream, Stream, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Foreign:
+class BlockCase:
     """A block, its call, and the replacement of its attention. joint: whether text is part of the sequence."""
 
     block: Callable[[], nn.Module]
@@ -226,23 +258,23 @@ def fused_single() -> nn.Module:
 
 # five heads do not divide by two or three ranks; two key-value heads leave one of three ranks without any
 BLOCKS = {
-    "flux_double": Foreign(
+    "flux_double": BlockCase(
         lambda: FluxTransformerBlock(5 * DIM, num_attention_heads=5, attention_head_dim=DIM),
         run_flux,
         lambda block, attend: block.attn.set_processor(FluxDoubleProcessor(attend)),
         heads=5,
     ),
-    "flux_single": Foreign(
+    "flux_single": BlockCase(
         fused_single, run_flux, lambda block, attend: block.attn.set_processor(FluxSingleProcessor(attend)), heads=5
     ),
-    "wan": Foreign(
+    "wan": BlockCase(
         lambda: WanTransformerBlock(5 * DIM, ffn_dim=48, num_heads=5, cross_attn_norm=True),
         run_wan,
         lambda block, attend: block.attn1.set_processor(WanProcessor(attend)),  # attn2 reads text: it stays local
         heads=5,
         joint=False,
     ),
-    "lumina2": Foreign(
+    "lumina2": BlockCase(
         lambda: Lumina2TransformerBlock(6 * DIM, 6, num_kv_heads=2, multiple_of=8, ffn_dim_multiplier=1, norm_eps=1e-5),
         run_lumina,
         lambda block, attend: block.attn.set_processor(LuminaProcessor(attend)),

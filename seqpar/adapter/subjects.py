@@ -1,0 +1,113 @@
+"""What `parallelize` is given: a pipeline's transformers, whether they can be parallelized, and the plan for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from diffusers.hooks.group_offloading import _is_group_offload_enabled
+from torch import nn
+
+from seqpar.adapter import estimate, sharing
+from seqpar.adapter import native as native_body
+from seqpar.adapter.call import Call
+from seqpar.adapter.cuts import Cuts
+from seqpar.adapter.foreign import look
+from seqpar.adapter.sharing import Wished
+from seqpar.adapter.table import cuts_of
+from seqpar.mesh import Mesh
+from seqpar.planner.plan import Plan, make
+from seqpar.planner.search import Wish
+from seqpar.sampling.ddpm import check_variances, learns_range
+
+NAMES = ("transformer", "transformer_2")  # a pipeline's transformers; Wan 2.2 has one for early and one for late steps
+
+
+def transformers_of(pipe_or_transformer: Any) -> dict[str, nn.Module]:
+    """Return the transformers of a pipeline by name, or the transformer itself; ValueError if there is none."""
+    if isinstance(pipe_or_transformer, nn.Module):
+        return {"transformer": pipe_or_transformer}
+    parts = {name: getattr(pipe_or_transformer, name, None) for name in NAMES}
+    modules = {name: module for name, module in parts.items() if isinstance(module, nn.Module)}
+    if not modules:
+        raise ValueError(
+            f"got {type(pipe_or_transformer).__name__} without {' or '.join(NAMES)}, expected a diffusers "
+            f"transformer or a pipeline that has one"
+        )
+    return modules
+
+
+def all_checked(
+    pipe_or_transformer: Any,
+    modules: Mapping[str, nn.Module],
+    cuts: Cuts | Mapping[str, Any] | None,
+    vae: Wished,
+    cfg: bool,
+    mesh: Mesh | None,
+) -> dict[str, Cuts]:
+    """Return where each transformer is cut; ValueError if one, the pipeline's scheduler or an argument does not fit."""
+    if not isinstance(cfg, bool):
+        raise ValueError(f"got cfg={cfg!r}, expected True or False")
+    if not cfg and mesh is not None and mesh.cfg.size > 1:
+        raise ValueError(f"got cfg=False and a mesh with cfg={mesh.cfg.size}, expected one with cfg=1")
+    takes_variances(pipe_or_transformer)
+    sharing.check_wish(pipe_or_transformer, vae)
+    return {name: _checked(module, cuts) for name, module in modules.items()}
+
+
+def _checked(module: nn.Module, cuts: Cuts | Mapping[str, Any] | None) -> Cuts:
+    """Return where a transformer is cut; ValueError if it cannot be parallelized as it is now."""
+    name = type(module).__name__
+    if name == "OptimizedModule":
+        raise ValueError(
+            "got a compiled transformer, expected a plain one; call parallelize first and then, if at all, its "
+            "compile_repeated_blocks(): calls are CUDA graphs already"
+        )
+    if isinstance(vars(module).get("forward"), Call):
+        raise ValueError(
+            f"got {name} that is parallelized already, expected a plain one; a pipeline that shares it (from_pipe) "
+            f"can be called as it is; call seqpar.release to parallelize it in another way"
+        )
+    if getattr(module, "_parallel_config", None) is not None:
+        raise ValueError(f"got {name} with diffusers' enable_parallelism, expected none; load it without")
+    if _is_offloaded(module):
+        raise ValueError(f"got {name} whose weights are offloaded, expected none: they must stay on the GPU")
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"got {name} without parameters, expected a diffusers transformer")
+    if next(module.parameters()).device.type == "meta":
+        raise ValueError(f"got {name} without weights (on the meta device), expected a loaded one")
+    return cuts_of(module, cuts)
+
+
+def takes_variances(pipe: Any) -> bool:
+    """Return whether a pipeline cuts the variances off that its scheduler needs; ValueError if its model has none."""
+    named = any(kind.__name__ == "DiTPipeline" for kind in type(pipe).__mro__)
+    if not named or not learns_range(pipe.scheduler):
+        return False
+    check_variances(pipe.transformer.config)
+    return True
+
+
+def _guided(pipe_or_transformer: Any, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether two branches of guidance can be expected that may be computed apart from each other."""
+    perturbed = hasattr(pipe_or_transformer, "set_pag_applied_layers")  # its processors read the rows of all branches
+    apart = all(look(module).coupled is None for module in modules.values())
+    return apart and not perturbed and estimate.is_guided(next(iter(modules.values())))
+
+
+def planned(
+    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], mesh: Mesh | None, wish: Wish, native: bool, cfg: bool
+) -> Plan:
+    """Return the planner's plan for one picture of the first transformer's family, computed natively if it can be."""
+    guided = _guided(pipe_or_transformer, modules) and cfg if mesh is None else mesh.cfg.size > 1
+    module = next(iter(modules.values()))
+    dtype = estimate.dtype_of(module)
+    ours = native and native_body.why_not(module) is None
+    work = estimate.native_work(module) if ours else estimate.work_of(module)
+    load = estimate.load_of(module, dtype, guided, work.joined)
+    return make(work, load, dtype, mesh or Mesh.joined(), wish, mesh)
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Return whether hooks of accelerate or diffusers move a transformer's weights between host and GPU."""
+    return hasattr(module, "_hf_hook") or _is_group_offload_enabled(module)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from launch.benches.works import cogvideo_work, qwen_work, sd3_work, wan_work
 from seqpar.models import flux
-from seqpar.planner.facts import Work
 from seqpar.protocols import SequenceModel
+from seqpar.types.facts import Work
 from seqpar.weights.find import locate, randomise
 
 Inputs = Callable[..., dict[str, Any]]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from seqpar.planner.facts import Blocks, Cross, Work
+from seqpar.types.facts import Blocks, Cross, Work
 
 
 def _double(count: int, width: int, hidden: int) -> Blocks:

@@ -22,11 +22,11 @@ from seqpar.attention.kv_gather import stays
 from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh import Axis, Mesh
 from seqpar.outboxes import Outboxes
-from seqpar.planner.facts import Facts, Layer, Place
 from seqpar.protocols import Attend, Core, Given, Stream
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
+from seqpar.types.facts import Layer, ShardedLayer, StrategyFacts
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -117,7 +117,7 @@ def one_matrix(v_lBGD: Tensor | None) -> Tensor | None:
 # Facts ---------------------------------------------------------------------------------------------------------
 
 
-def layer(at: Place, rank: int) -> Layer:
+def layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of one rank: the exchange of `kv_gather`, with separate GEMMs and passes for q, k and v.
 
     With the peer transport the keys travel during the V GEMM and the values during the Q GEMM. For one batch row the V
@@ -132,4 +132,4 @@ def layer(at: Place, rank: int) -> Layer:
     return replace(gathered, passes=passes, split=True, behind=("v", "q") if at.direct else ())
 
 
-FACTS = Facts(moves_only=True, order=30, axes=(), layer=layer)
+FACTS = StrategyFacts(moves_only=True, order=30, axes=(), layer=layer)

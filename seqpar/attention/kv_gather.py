@@ -15,11 +15,11 @@ from torch import Tensor
 
 from seqpar.attention._streams import OneRank, given, layout_of, present, refuse_gradients, split_out, write
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.facts import Call, Facts, Layer, Move, Place
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
+from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -70,10 +70,10 @@ def stays(streams: Sequence[Stream]) -> bool:
 # Facts ---------------------------------------------------------------------------------------------------------
 
 
-def layer(at: Place, rank: int) -> Layer:
+def layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of one rank: one exchange of keys and values, one attention of its queries over all keys."""
     work, mine, others = at.work, at.sizes[rank], at.ranks - 1
-    calls = (Call(mine, at.tokens, work.heads, work.kv_heads),)
+    calls = (AttentionCall(mine, at.tokens, work.heads, work.kv_heads),)
     if not others:
         return Layer((), calls, at.prepared(rank), 0)
     both = 2 * work.kv_heads
@@ -83,4 +83,4 @@ def layer(at: Place, rank: int) -> Layer:
     return Layer(moves, calls, ((2 * mine * written, 1),), mine * work.heads + slots * at.tokens * both)
 
 
-FACTS = Facts(moves_only=True, order=10, axes=(), layer=layer)
+FACTS = StrategyFacts(moves_only=True, order=10, axes=(), layer=layer)

@@ -17,11 +17,11 @@ from torch import Tensor
 from seqpar.attention._streams import OneRank, given, layout_of, present, refuse_gradients, split_out, write
 from seqpar.kernels.push import push
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.facts import Call, Facts, Layer, Move, Place, refuse
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import ToHeads, ToTokens, Transport
 from seqpar.transports._layout import HeadLayout
+from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -71,13 +71,13 @@ class Ulysses:
 # Facts ---------------------------------------------------------------------------------------------------------
 
 
-def layer(at: Place, rank: int) -> Layer:
+def layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of one rank: one call of attention with some of the heads, between two exchanges."""
     heads, groups = at.heads(rank)
-    return around(at, rank, Layer((), (Call(at.tokens, at.tokens, heads, groups),) if heads else (), (), 0))
+    return around(at, rank, Layer((), (AttentionCall(at.tokens, at.tokens, heads, groups),) if heads else (), (), 0))
 
 
-def around(at: Place, rank: int, inner: Layer) -> Layer:
+def around(at: ShardedLayer, rank: int, inner: Layer) -> Layer:
     """Return the costs of any Core plus those of the two exchanges of heads around it."""
     if at.ulysses == 1:
         return replace(inner, passes=(*at.prepared(rank), *inner.passes))
@@ -105,4 +105,4 @@ def why_not(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
     return None if ring == 1 else f"ring={ring}, expected ring=1; use strategy usp for both"
 
 
-FACTS = Facts(moves_only=True, order=20, axes=("ulysses",), layer=layer, why_not=why_not)
+FACTS = StrategyFacts(moves_only=True, order=20, axes=("ulysses",), layer=layer, why_not=why_not)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from seqpar.attention.ring import Ring, ring_layer
 from seqpar.attention.ulysses import Ulysses, around
 from seqpar.mesh import Mesh
-from seqpar.planner.facts import Facts, Layer, Place
 from seqpar.protocols import Attend, Core
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import Transport
+from seqpar.types.facts import Layer, ShardedLayer, StrategyFacts
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -27,9 +27,9 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
 # Facts ---------------------------------------------------------------------------------------------------------
 
 
-def layer(at: Place, rank: int) -> Layer:
+def layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of one rank: a ring with its heads, between two exchanges of heads."""
     return around(at, rank, ring_layer(at, rank))
 
 
-FACTS = Facts(moves_only=False, order=40, axes=("ring", "ulysses"), layer=layer)
+FACTS = StrategyFacts(moves_only=False, order=40, axes=("ring", "ulysses"), layer=layer)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from seqpar.mesh import AXES, Mesh
-from seqpar.planner.facts import Layout, Work
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish, allowed
 from seqpar.transports import _folder
+from seqpar.types.facts import Layout, Work
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from seqpar.models._label_dit import (
     is_diffusers,
     original_heads,
 )
-from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Prepare, Projected
+from seqpar.types.facts import Blocks, Work
 from seqpar.weights import schemas
 from seqpar.weights.checkpoint import count_layers, shape_of
 

@@ -21,13 +21,13 @@ import seqpar.local
 from seqpar import exact
 from seqpar.mesh import AXES, Axis, Mesh
 from seqpar.planner import rates
-from seqpar.planner.facts import Layout, Work
 from seqpar.planner.machine import Machine, here
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Aim, Ranking, Wish, search
 from seqpar.protocols import plugin, plugins
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport
+from seqpar.types.facts import Layout, Work
 
 STEPS = 25  # assumed where the number of steps of a run is not known yet
 

@@ -13,9 +13,9 @@ from typing import Literal
 
 from seqpar.mesh import fill
 from seqpar.planner.costs import exact_strategies, facts_of, strategies, totals, why_not
-from seqpar.planner.facts import Layout, Work
 from seqpar.planner.predict import GIB, Load, Prediction, predict
 from seqpar.planner.rates import Rates
+from seqpar.types.facts import Layout, Work
 
 TIE = 0.01  # predictions that differ by a smaller share tie; the first in the order of `allowed` is taken then
 
@@ -159,7 +159,7 @@ def _divisors(number: int, given: int | None) -> list[int]:
 def _fits(name: str, ring: int, ulysses: int, wish: Wish, work: Work) -> bool:
     """Return whether a strategy can run on these axes and the wish allows it there.
 
-    In an automatic search each computation is listed under one strategy only (see `Facts.names`).
+    In an automatic search each computation is listed under one strategy only (see `StrategyFacts.names`).
     """
     facts = facts_of(name)
     if wish.exact and ring * ulysses > 1 and not facts.moves_only:

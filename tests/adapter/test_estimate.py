@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from seqpar.adapter import cuts, estimate
-from seqpar.planner.facts import Work
 from seqpar.planner.rates import H200
 from seqpar.planner.search import Wish, search
+from seqpar.types.facts import Work
 from tests.support.diffusers_tiny import MODELS
 
 THEIRS: Any = diffusers

@@ -16,9 +16,9 @@ from seqpar.local import reference
 from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit
 from seqpar.planner import costs
-from seqpar.planner.facts import Blocks, Layer, Layout, Move, Work
 from seqpar.protocols import Given, Prepare
 from seqpar.shard import Shard
+from seqpar.types.facts import Blocks, Layer, Layout, Move, Work
 from seqpar.weights.find import Blueprint, locate
 from tests.attention.test_strategies import CASES
 from tests.support.meshes import LAYOUTS, build, mesh_for, random, ring_of

@@ -16,12 +16,12 @@ from seqpar.local import sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit
 from seqpar.planner import rates
-from seqpar.planner.facts import Layout, Work
 from seqpar.planner.machine import Machine
 from seqpar.planner.plan import make, parse_mesh
 from seqpar.planner.predict import GIB, Load, predict
 from seqpar.planner.rates import CPU, H200, Rates
 from seqpar.planner.search import Ranking, Wish, allowed, search
+from seqpar.types.facts import Layout, Work
 from seqpar.weights.find import locate
 from tests.support.pool import Pool
 

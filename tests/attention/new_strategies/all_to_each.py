@@ -13,10 +13,10 @@ from torch import Tensor
 
 from seqpar.attention._streams import OneRank, given, joined, present, refuse_gradients, split_out
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.facts import Call, Facts, Layer, Move, Place, refuse
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Shard, Tokens, check_tokens, starts
 from seqpar.transports._contract import Gather, Transport
+from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -74,17 +74,17 @@ class AllToEach:
 # Facts ---------------------------------------------------------------------------------------------------------
 
 
-def layer(at: Place, rank: int) -> Layer:
+def layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of one rank: two exchanges around one call, and passes that rearrange q, k, v and the output."""
     work, mine, others, total = at.work, at.sizes[rank], at.ranks - 1, at.tokens
     if not others:
-        return Layer((), (Call(mine, total, work.heads, work.kv_heads),), at.prepared(rank), 0)
+        return Layer((), (AttentionCall(mine, total, work.heads, work.kv_heads),), at.prepared(rank), 0)
     groups, whole = Shard(work.kv_heads, at.ranks).sizes[rank], work.heads + 2 * work.kv_heads
     heads = groups * work.heads // work.kv_heads
     there = Move(mine * whole * others, (total - mine) * whole, others)
     back = Move(total * heads * others, total * (work.heads - heads), others)
     passes = (*at.prepared(rank), (4 * mine * whole, 2), (2 * total * heads, 1), (2 * mine * work.heads, 1))
-    return Layer((there, back), (Call(total, total, heads, groups),), passes, total * (whole + work.heads))
+    return Layer((there, back), (AttentionCall(total, total, heads, groups),), passes, total * (whole + work.heads))
 
 
 def why_not(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
@@ -93,4 +93,4 @@ def why_not(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
     return None if kv_heads >= ranks else f"{kv_heads} key-value heads on {ranks} ranks, expected one a rank"
 
 
-FACTS = Facts(moves_only=True, order=60, axes=(), layer=layer, why_not=why_not)
+FACTS = StrategyFacts(moves_only=True, order=60, axes=(), layer=layer, why_not=why_not)

@@ -14,10 +14,10 @@ from torch import Tensor
 from seqpar.attention._streams import OneRank, given, joined, present, refuse_gradients, split_out
 from seqpar.kernels.merge import merge
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.facts import Call, Facts, Layer, Move, Place
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Shard, Tokens, check_tokens, starts
 from seqpar.transports._contract import Gather, Transport
+from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -88,19 +88,19 @@ class Halves:
 # Facts ---------------------------------------------------------------------------------------------------------
 
 
-def layer(at: Place, rank: int) -> Layer:
+def layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of one rank: two exchanges, two calls, and two copies of k and v into each exchange."""
     work, mine, others, both = at.work, at.sizes[rank], at.ranks - 1, 2 * at.work.kv_heads
     if not others:
-        return Layer((), (Call(mine, at.tokens, work.heads, work.kv_heads),), at.prepared(rank), 0)
+        return Layer((), (AttentionCall(mine, at.tokens, work.heads, work.kv_heads),), at.prepared(rank), 0)
     halves = halves_of(at.sizes)
     moves = tuple(
         Move(half[rank] * both * others, (sum(half) - half[rank]) * both, others if half[rank] else 0)
         for half in halves
     )
-    calls = tuple(Call(mine, sum(half), work.heads, work.kv_heads) for half in halves)
+    calls = tuple(AttentionCall(mine, sum(half), work.heads, work.kv_heads) for half in halves)
     copies = (2 * mine * both, 2 * len(halves))
     return Layer(moves, calls, (*at.prepared(rank), copies), at.tokens * both, merges=len(halves) - 1)
 
 
-FACTS = Facts(moves_only=False, order=60, axes=(), layer=layer)
+FACTS = StrategyFacts(moves_only=False, order=60, axes=(), layer=layer)

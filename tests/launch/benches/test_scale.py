@@ -26,9 +26,9 @@ from seqpar.distributed import DistributedDiT
 from seqpar.local import sdpa
 from seqpar.mesh import Axis, Mesh
 from seqpar.pipelines.class_labels import DDIM_DEFAULT
-from seqpar.planner.facts import Call
 from seqpar.planner.plan import work_of
 from seqpar.sampling.loop import digest, draw_noise, sample
+from seqpar.types.facts import AttentionCall
 from tests.launch.baselines.test_engines import CONFIGS, model_of
 from tests.launch.benches.test_ladder import Still
 from tests.support.meshes import mesh as make_mesh
@@ -85,7 +85,7 @@ def test_the_ceiling_computes_a_ranks_shapes() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launch.benches.ceiling.load_local", lambda name: attend)
-        calls = (Call(9, 9, 4, 2), Call(9, 8, 4, 2))
+        calls = (AttentionCall(9, 9, 4, 2), AttentionCall(9, 8, 4, 2))
         out: Any = ceiling(work, Share(1, 5, calls), "sdpa", torch.float32, CPU)()
         idle: Any = ceiling(work, Share(2, 4, ()), "sdpa", torch.float32, CPU)()
     one = [((1, 9, 4, 16), (1, n, 2, 16), (1, n, 2, 16)) for n in (9, 8)]

@@ -10,14 +10,25 @@ the Q GEMM only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from seqpar.attention import kv_gather
-from seqpar.attention._streams import key, layout_of, present, query, refuse_gradients, split_out, value, write
+from seqpar.attention._streams import (
+    Alone,
+    Beside,
+    key,
+    layout_of,
+    present,
+    query,
+    refuse_gradients,
+    split_out,
+    value,
+    write,
+)
 from seqpar.attention.kv_gather import stays
 from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh import Axis, Mesh
@@ -34,21 +45,31 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     if mesh.sequence.size == 1:
         return kv_gather.build(mesh, tokens, local, transport)
     check_tokens(tokens, mesh.sequence.size)
-    return KVFirst(local, mesh.sequence, tokens.sizes, transport)
+    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
+    return KVFirst(local, mesh.sequence, tokens.sizes, transport, alone)
 
 
 class KVFirst:
     """Local attention of this rank's queries over the keys and values of all ranks. Owns its buffers (see `Attend`)."""
 
-    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
+    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, alone: Alone) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
+        self._alone = alone
         self.tokens = sum(sizes)
         self._exchanges: dict[HeadLayout, KeyValues] = {}
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Beside | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]:
         """Attend as `seqpar.protocols.Attend` says: send all streams' keys, then values, then compute the queries."""
+        if only is not None:
+            return self._alone.attend(only, streams, mask_BL, beside)
         # refuse before anything is sent, because the other ranks would wait in vain
         refuse_gradients(streams, "kv_first")
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
@@ -75,7 +96,7 @@ class KVFirst:
         prepared, k, v = exchange.deliver()
         return split_out(self._local(prepared if q_BlHD is None else q_BlHD, k, v, mask_BL)[0], streams)
 
-    def _hidden(self, here: Sequence[Given], mask_BL: Tensor | None, beside: Callable[[], None]) -> Tensor:
+    def _hidden(self, here: Sequence[Given], mask_BL: Tensor | None, beside: Beside) -> Tensor:
         """Attend to streams that the model has projected, with all of the transfer behind the work beside attention.
 
         There is no projection left to hide the transfer, so one kernel prepares q, k and v.

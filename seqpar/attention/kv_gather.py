@@ -8,12 +8,22 @@ it moves more data than ulysses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import OneRank, given, layout_of, present, refuse_gradients, split_out, write
+from seqpar.attention._streams import (
+    Alone,
+    Beside,
+    OneRank,
+    given,
+    layout_of,
+    present,
+    refuse_gradients,
+    split_out,
+    write,
+)
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
@@ -25,22 +35,32 @@ from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, Strateg
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Build attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size)
-    return KVGather(local, mesh.sequence, tokens.sizes, transport)
+    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
+    return KVGather(local, mesh.sequence, tokens.sizes, transport, alone)
 
 
 class KVGather:
     """Local attention of this rank's queries over the keys and values of all ranks. Owns its buffers (see `Attend`)."""
 
-    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
+    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, alone: Alone) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
+        self._alone = alone
         self.tokens = sum(sizes)
         self._one_rank = OneRank(local, axis, sizes[axis.rank])
         self._exchanges: dict[HeadLayout, KeyValues] = {}
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Beside | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
+        if only is not None:
+            return self._alone.attend(only, streams, mask_BL, beside)
         if self._axis.size == 1:
             return self._one_rank(streams, mask_BL, beside)
         refuse_gradients(streams, "kv_gather")

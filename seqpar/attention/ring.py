@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import Beside, refuse_gradients
+from seqpar.attention._streams import Alone, Beside, refuse_gradients
 from seqpar.attention.ulysses import Ulysses, around
 from seqpar.kernels.merge import merge
 from seqpar.mesh import Axis, Mesh
@@ -27,7 +27,8 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     refuse("ring", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
     check_tokens(tokens, mesh.sequence.size)
     ring = Ring(local, mesh.ring, tokens.sizes, transport)
-    return Ulysses(ring, mesh.ulysses, (tokens.sizes[mesh.ring.rank],), transport, tokens.total)
+    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
+    return Ulysses(ring, mesh.ulysses, (tokens.sizes[mesh.ring.rank],), transport, tokens.total, alone)
 
 
 class Ring:

@@ -8,13 +8,23 @@ ring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import OneRank, given, layout_of, present, refuse_gradients, split_out, write
+from seqpar.attention._streams import (
+    Alone,
+    Beside,
+    OneRank,
+    given,
+    layout_of,
+    present,
+    refuse_gradients,
+    split_out,
+    write,
+)
 from seqpar.kernels.push import push
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core, Stream
@@ -28,23 +38,34 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     """Build attention for one token count; `tokens` is sharded over `mesh.sequence`."""
     refuse("ulysses", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
     check_tokens(tokens, mesh.sequence.size)
-    return Ulysses(local, mesh.ulysses, tokens.sizes, transport, tokens.total)
+    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
+    return Ulysses(local, mesh.ulysses, tokens.sizes, transport, tokens.total, alone)
 
 
 class Ulysses:
     """Runs any Core on all tokens of one axis, with some of the heads on each rank. Owns its buffers (see `Attend`)."""
 
-    def __init__(self, core: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, tokens: int) -> None:
+    def __init__(
+        self, core: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, tokens: int, alone: Alone
+    ) -> None:
         """Set up attention. sizes: tokens of each rank of this axis; tokens: tokens of the whole sequence."""
         self._core, self._axis, self._sizes, self._transport = core, axis, sizes, transport
-        self.tokens = tokens
+        self.tokens, self._alone = tokens, alone
         self._one_rank = OneRank(core, axis, sizes[axis.rank])
         self._exchanges: dict[HeadLayout, tuple[ToHeads, ToTokens]] = {}
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Beside | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
+        if only is not None:
+            return self._alone.attend(only, streams, mask_BL, beside)
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         if self._axis.size == 1:
             return self._one_rank(streams, mask_BL, beside)

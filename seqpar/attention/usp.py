@@ -6,6 +6,7 @@ inside a group of ranks and slow between groups.
 
 from __future__ import annotations
 
+from seqpar.attention._streams import Alone
 from seqpar.attention.ring import Ring, ring_layer
 from seqpar.attention.ulysses import Ulysses, around
 from seqpar.mesh import Mesh
@@ -21,7 +22,8 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     width = mesh.ulysses.size
     parts = [tokens.sizes[row * width : (row + 1) * width] for row in range(mesh.ring.size)]
     ring = Ring(local, mesh.ring, tuple(map(sum, parts)), transport)
-    return Ulysses(ring, mesh.ulysses, parts[mesh.ring.rank], transport, tokens.total)
+    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
+    return Ulysses(ring, mesh.ulysses, parts[mesh.ring.rank], transport, tokens.total, alone)
 
 
 # Facts ---------------------------------------------------------------------------------------------------------

@@ -85,11 +85,17 @@ class _Watched:
         self._attend, self._heads, self.tokens = attend, heads, attend.tokens
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Callable[[], None] | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
         kept = tuple(map(_copied, streams))
-        outs = self._attend(streams, mask_BL, beside=beside)
+        outs = self._attend(streams, mask_BL, beside=beside, only=only)
         attended = Attended(kept, mask_BL, torch.cat(outs, dim=1).clone())
         self._heads.calls.append((self._heads.before(), attended))
         return outs

@@ -115,10 +115,17 @@ class Plain:
         self.tokens = tokens
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Callable[[], None] | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]:
         assert mask_BL is None
         assert beside is None
+        assert only is None
         made = [given(stream) for stream in streams]
         pairs = [prepare(x.q, x.k, x.prepare) for x in made]
         q, k = (torch.cat([pair[part] for pair in pairs], dim=1).transpose(1, 2) for part in (0, 1))

@@ -6,12 +6,12 @@ It has a rule about heads: every rank must have a key-value head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import OneRank, given, joined, present, refuse_gradients, split_out
+from seqpar.attention._streams import Alone, Beside, OneRank, given, joined, present, refuse_gradients, split_out
 from seqpar.mesh import Axis, Mesh
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Shard, Tokens, check_tokens, starts
@@ -22,22 +22,32 @@ from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, Strateg
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Build attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size)
-    return AllToEach(local, mesh.sequence, tokens, transport)
+    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
+    return AllToEach(local, mesh.sequence, tokens, transport, alone)
 
 
 class AllToEach:
     """Local attention of all queries with some of the heads. Owns its buffers (see `Attend`)."""
 
-    def __init__(self, local: Core, axis: Axis, tokens: Tokens, transport: Transport) -> None:
+    def __init__(self, local: Core, axis: Axis, tokens: Tokens, transport: Transport, alone: Alone) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, tokens.sizes, transport
+        self._alone = alone
         self.tokens = tokens.total
         self._one_rank = OneRank(local, axis, tokens.sizes[axis.rank])
         self._gathers: dict[tuple[object, ...], tuple[Gather, Gather]] = {}
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Beside | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
+        if only is not None:
+            return self._alone.attend(only, streams, mask_BL, beside)
         if self._axis.size == 1:
             return self._one_rank(streams, mask_BL, beside)
         refuse_gradients(streams, "all_to_each")

@@ -34,7 +34,6 @@ from seqpar.distributed import DistributedDiT
 from seqpar.mesh import Mesh
 from seqpar.pipelines import unidiffuser
 from seqpar.pipelines._pictures import to_pil, write_png
-from seqpar.pipelines._unidiffuser_parts import Texts
 from seqpar.planner.plan import work_of
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.request import Request
@@ -158,11 +157,11 @@ class Engine:
     @cached_property
     def maker(self) -> unidiffuser.Pipeline:
         """Return our pipeline around the model, with diffusers' encoder and decoder."""
-        pipe, config = self.case.half, self.dit.config
+        pipe = self.case.half
         scheduling = {"_class_name": "DPMSolverMultistepScheduler", **SCHEDULER}
-        files = unidiffuser.Files(from_diffusers(pipe.unet), None, pipe.vae.config, scheduling)
-        texts = Texts(pipe, config, self.mesh, self.case.dtype)
-        return unidiffuser.Pipeline(self.dit, files, pipe.vae, texts, pipe)
+        files = unidiffuser.Files(from_diffusers(pipe.unet), pipe, pipe.vae.config, scheduling)
+        texts = unidiffuser.Pipeline.texts_of(files, self.mesh, self.case.dtype)
+        return unidiffuser.Pipeline(self.dit, files, pipe.vae, texts)
 
     def run(self) -> Run:
         """Return a run from noise, without a graph."""

@@ -69,7 +69,7 @@ def main(args: Numerics) -> None:
 def locate(model: str, steps: int) -> Files:
     """The model's files; `ValueError` if no plain model matches it, or if its scheduler remembers earlier steps."""
     files = Files.locate(model)
-    if files.blueprint.checkpoint is not None and files.folder is None:
+    if files.blueprint.checkpoint is not None and files.source is None:
         raise ValueError(
             f"got model {model}, expected builtin, a diffusers pipeline folder or a preset: others "
             "have no plain model here"
@@ -113,8 +113,8 @@ def measure(model: str, files: Files, steps: int, device: torch.device) -> dict[
 def plain_truth(files: Files, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The plain model in a wider dtype, with weights rounded to bf16."""
     config = files.blueprint.config
-    if files.folder is not None:
-        made: Any = DiTTransformer2DModel.from_pretrained(files.folder, subfolder="transformer")
+    if files.source is not None:
+        made: Any = DiTTransformer2DModel.from_pretrained(files.source, subfolder="transformer")
         made = cast(made.to(device), dtype).requires_grad_(False).eval()
     else:
         made = plain_model(config, config.sample_size, dtype, device)

@@ -126,18 +126,17 @@ def own(case: Case) -> Iterator[Row]:
 @contextmanager
 def _own(case: Case) -> Iterator[Picture]:
     from seqpar.pipelines import flux
-    from seqpar.pipelines._flux_text import Texts
     from seqpar.weights.find import from_diffusers
 
     pipe, text = case.pipe, case.released.text
     blueprint = from_diffusers(pipe.transformer)
     scheduling = {"_class_name": "FlowMatchEulerDiscreteScheduler", **SCHEDULER}
-    files = flux.Files(blueprint, None, pipe.vae.config, scheduling, text)
+    files = flux.Files(blueprint, pipe, pipe.vae.config, scheduling, text)
     model = blueprint.build(case.dtype, case.mesh.device)
     dit = DistributedDiT(model, case.chosen, case.args.strategy, transport=case.args.transport)
     if case.mesh.is_main:
         print(f"own loop: {dit.plan}, transport {dit.transport}", flush=True)
-    texts = Texts(pipe, blueprint.config, text, case.mesh, case.dtype)
+    texts = flux.Pipeline.texts_of(files, case.mesh, case.dtype)
     with flux.Pipeline(dit, files, pipe.vae, texts) as maker:
         yield partial(_our_picture, case, maker)
 

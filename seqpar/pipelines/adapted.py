@@ -2,7 +2,6 @@
 
 It takes the flags of the command line to the arguments of the pipeline's call, as far as the pipeline has them, and
 refuses the others. Every rank loads the whole pipeline and makes the same call.
-When it wins: for every model without a file of its own in this folder; a loop of our own is faster.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from diffusers.image_processor import VaeImageProcessor
 
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _schedulers
-from seqpar.pipelines._family import Order
+from seqpar.pipelines._family import FOR_CLASSES, Order
 from seqpar.pipelines._folder import check_parts
 from seqpar.pipelines._naming import naming, naming_loop
 from seqpar.vae.shared import looked_at
@@ -33,7 +32,7 @@ from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
 from seqpar.weights.single_file import load_transformer
 
 PIPELINES = ()  # those of no other file
-PROMPT = None
+MODELS = ()  # nor native models
 
 
 @dataclass(frozen=True)
@@ -131,6 +130,7 @@ def check(order: Order, path: Path | None, why: str | None = None) -> Adapted:
 def _check_flags(order: Order, name: str, given: Mapping[str, inspect.Parameter]) -> None:
     """Raise ValueError for flags that no pipeline takes this way, and for a pipeline that needs more than a prompt."""
     order.refuse(f"expected none: {name} takes texts", classes=order.classes)
+    order.refuse(FOR_CLASSES, respacing=order.respacing)
     order.refuse("expected none: diffusers' loop has none", eta=order.eta, guidance_channels=order.guidance_channels)
     if "num_frames" not in given:
         order.refuse(f"expected none: {name} makes no videos", frames=order.frames, fps=order.fps)

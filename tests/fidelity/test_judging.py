@@ -134,7 +134,7 @@ def judged(
     files = pipeline.files
     request = pipeline.request(["3"], steps=2, guidance=guidance, size=size)
     ranks, config = Mesh.joined(device), files.blueprint.config
-    load = files.load_of([3], guidance, 2, dtype, size)
+    load = files.load_of([3], guidance.on, 2, dtype, size)
     meshes = Meshes(ranks)
     tried, _ = ways(counts, meshes, wish, work_of(config), load)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,6 @@
 """Halves: queries stay; keys and values of all ranks are gathered in two halves, and the two results are merged.
 
-Only `tests/attention/test_new_strategy.py` adds this strategy to the folder. A half holds the first or the last tokens
+Only `tests/test_one_file.py` adds this strategy to the folder. A half holds the first or the last tokens
 of every rank, and one half is used at a time.
 """
 

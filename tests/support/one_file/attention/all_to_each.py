@@ -1,6 +1,6 @@
 """All to each: every rank gathers q, k and v of all tokens, attends with its share of the heads, and gathers outputs.
 
-Only `tests/attention/test_new_strategy.py` adds this strategy to the folder. It moves data and changes no arithmetic.
+Only `tests/test_one_file.py` adds this strategy to the folder. It moves data and changes no arithmetic.
 It has a rule about heads: every rank must have a key-value head.
 """
 

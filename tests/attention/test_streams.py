@@ -378,7 +378,7 @@ def test_gpu_streams_in_bf16_and_in_graphs(ranks: Pool, world: int, transport: s
         assert (one[index].double() - exact).norm() < 2e-2 * exact.norm()
 
 
-def refused(rank: int, world: int, device: torch.device, strategy: str) -> list[str]:
+def misfits(rank: int, world: int, device: torch.device, strategy: str) -> list[str]:
     """Return the errors for streams with unequal heads, and with other lengths than the strategy was built for."""
     tokens, told = JointShard((Shard(4, world), Shard(8, world))), []
     attend = build(strategy, mesh_for(strategy, world, device), tokens, reference.attend)
@@ -395,7 +395,7 @@ def refused(rank: int, world: int, device: torch.device, strategy: str) -> list[
 @pytest.mark.parametrize("strategy", ["ulysses", "kv_first", "kv_gather"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_streams_that_do_not_fit_are_refused(ranks: Pool, world: int, strategy: str) -> None:
-    for heads, tokens in ranks.run(world, refused, strategy):
+    for heads, tokens in ranks.run(world, misfits, strategy):
         assert "expected the same in all streams" in heads
         assert f"expected {12 // world} tokens together" in tokens
 

@@ -39,8 +39,8 @@ def given(stream: Stream) -> Given:
     if isinstance(stream, Given):
         return stream
     dim = len(stream.weight) // (stream.heads + 2 * stream.kv_heads)
-    made = F.linear(stream.x, stream.weight, stream.bias).unflatten(-1, (-1, dim))
-    q, k, v = made.split((stream.heads, stream.kv_heads, stream.kv_heads), dim=2)
+    qkv = F.linear(stream.x, stream.weight, stream.bias).unflatten(-1, (-1, dim))
+    q, k, v = qkv.split((stream.heads, stream.kv_heads, stream.kv_heads), dim=2)
     return Given(q, k, v, stream.prepare)
 
 

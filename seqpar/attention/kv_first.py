@@ -74,9 +74,9 @@ class KVFirst:
         refuse_gradients(streams, "kv_first")
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         here = present(streams)
-        made = [stream for stream in here if isinstance(stream, Given)]
-        if beside is not None and len(made) == len(here):
-            return split_out(self._hidden(made, mask_BL, beside), streams)
+        projected = [stream for stream in here if isinstance(stream, Given)]
+        if beside is not None and len(projected) == len(here):
+            return split_out(self._hidden(projected, mask_BL, beside), streams)
         first_k = key(here[0])
         exchange = self._exchange(layout_of(self._sizes, here, first_k))
         boxes = exchange.outboxes()

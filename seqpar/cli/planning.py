@@ -60,11 +60,10 @@ def tables(
     parts = []
     for machine in machines:
         try:
-            made = planned(load, model, machine, wish, dtype)
-            more = after(made, machine)
-            parts.append(
-                "\n".join([f"{machine.count} x {machine.device}: {made}", made.table(), *([more] if more else [])])
-            )
+            ranking = planned(load, model, machine, wish, dtype)
+            more = after(ranking, machine)
+            head = f"{machine.count} x {machine.device}: {ranking}"
+            parts.append("\n".join([head, ranking.table(), *([more] if more else [])]))
         except ValueError as error:
             if len(machines) == 1:
                 raise

@@ -93,15 +93,15 @@ class Adapted:
         arguments = dict(self.arguments)
         if self.counts_steps:
             arguments["callback_on_step_end"] = partial(_counted, on_step)
-        told = f"got pipeline {self.folder}, which fails in its loop"
-        with naming_loop(told, mesh.world.size > 1), _checked_vae(getattr(pipe, "vae", None), self.dtype):
+        failing = f"got pipeline {self.folder}, which fails in its loop"
+        with naming_loop(failing, mesh.world.size > 1), _checked_vae(getattr(pipe, "vae", None), self.dtype):
             result = pipe(**arguments, generator=torch.Generator().manual_seed(self.seed))
-        made = list(result.frames if self.video else result.images)
+        results = list(result.frames if self.video else result.images)
         if self.arguments.get("output_type") == "np":
-            _refuse_infinite([bool(np.isfinite(each).all()) for each in made], self.dtype)
-        if self.video or not isinstance(made[0], np.ndarray):
-            return made
-        return VaeImageProcessor.numpy_to_pil(np.stack(made))
+            _refuse_infinite([bool(np.isfinite(each).all()) for each in results], self.dtype)
+        if self.video or not isinstance(results[0], np.ndarray):
+            return results
+        return VaeImageProcessor.numpy_to_pil(np.stack(results))
 
 
 def check(order: Order, path: Path | None, why: str | None = None) -> Adapted:
@@ -170,7 +170,7 @@ def _arguments(order: Order, name: str, given: Mapping[str, Any], embeds: bool) 
     given: the parameters of the call. embeds: whether the transformer takes the guidance scale as an input.
     """
     prompts = [text for text in order.prompts for _ in range(order.repeat)]
-    made: dict[str, Any] = {"prompt": prompts, "num_inference_steps": order.steps}
+    arguments: dict[str, Any] = {"prompt": prompts, "num_inference_steps": order.steps}
     flags: dict[str, tuple[str, Any]] = {
         "negative_prompt": ("negative_prompt", None if order.negative is None else [order.negative] * len(prompts)),
         "guidance_scale": ("guidance", order.guidance),
@@ -183,12 +183,12 @@ def _arguments(order: Order, name: str, given: Mapping[str, Any], embeds: bool) 
         if argument not in given:
             order.refuse(f"expected none: {name} takes no {argument}", **{flag: value})
         elif value is not None:
-            made[argument] = value
+            arguments[argument] = value
     if "true_cfg_scale" in given:
-        made |= _distilled(order, name, embeds, len(prompts))
+        arguments |= _distilled(order, name, embeds, len(prompts))
     if "output_type" in given:  # arrays show NaN, which pictures hide as black
-        made["output_type"] = "np"
-    return made
+        arguments["output_type"] = "np"
+    return arguments
 
 
 def _distilled(order: Order, name: str, embeds: bool, count: int) -> dict[str, Any]:

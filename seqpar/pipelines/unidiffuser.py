@@ -211,8 +211,8 @@ class Pipeline(FromTexts):
 
         It is drawn evaluation by evaluation, because diffusers' pipeline draws it within its loop.
         """
-        made = draw_steps(shapes, evaluations, generator, drawn_in(self.dit.dtype))
-        return {name: x if x.dim() == 4 else torch.stack([*map(self._tokens, x)]) for name, x in made.items()}
+        noise = draw_steps(shapes, evaluations, generator, drawn_in(self.dit.dtype))
+        return {name: x if x.dim() == 4 else torch.stack([*map(self._tokens, x)]) for name, x in noise.items()}
 
 
 def _on_host(streams: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

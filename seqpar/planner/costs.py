@@ -18,17 +18,17 @@ from seqpar.types.facts import Cost, Layer, Layout, ShardedLayer, StrategyFacts,
 
 def facts_of(strategy: str) -> StrategyFacts:
     """Return the `FACTS` of a strategy's file; raise `ValueError` if the file or its `FACTS` is missing."""
-    found = getattr(plugin(seqpar.attention, strategy, "strategy"), "FACTS", None)
-    if not isinstance(found, StrategyFacts):
+    facts = getattr(plugin(seqpar.attention, strategy, "strategy"), "FACTS", None)
+    if not isinstance(facts, StrategyFacts):
         expected = "a seqpar.types.facts.StrategyFacts in its file"
         raise ValueError(f"got strategy {strategy!r} without FACTS, expected {expected}")
-    return found
+    return facts
 
 
 def strategies() -> dict[str, StrategyFacts]:
     """Return name -> facts of every strategy in the folder, in the order of preference when predictions tie."""
-    found = {name: facts_of(name) for name in plugins(seqpar.attention)}
-    return dict(sorted(found.items(), key=lambda item: item[1].order))
+    known = {name: facts_of(name) for name in plugins(seqpar.attention)}
+    return dict(sorted(known.items(), key=lambda item: item[1].order))
 
 
 def exact_strategies() -> tuple[str, ...]:

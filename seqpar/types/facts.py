@@ -96,8 +96,8 @@ class Blocks:
         Products of cross-attention's text are included, those of the modulation are not.
         """
         streams = zip((self.gemms, *self.apart), self.rows(tokens, others), strict=False)
-        made = tuple((rows, *gemm) for gemms, rows in streams for gemm in gemms)
-        return made if self.cross is None else made + tuple((self.cross.keys, *gemm) for gemm in self.cross.gemms)
+        own = tuple((rows, *gemm) for gemms, rows in streams for gemm in gemms)
+        return own if self.cross is None else own + tuple((self.cross.keys, *gemm) for gemm in self.cross.gemms)
 
 
 @dataclass(frozen=True)

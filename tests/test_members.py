@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def asked(model: str) -> dict[str, tuple[str, ...]]:
+def asked(model: str) -> dict[str, Any]:
     """Return the flags that the family of a model needs: one class, or one prompt."""
     family, _ = family_of(PRESETS.get(model, model))
     return {"classes": ("1",)} if family is class_labels else {"prompt": ("x",)}

@@ -113,7 +113,7 @@ class Pipeline(FromTexts):
     """A loaded pipeline of FLUX.1 on a mesh; see `FromTexts`."""
 
     @classmethod
-    def files_of(cls, pipe: Any, text_tokens: int = TOKENS) -> tuple[Files, torch.dtype]:
+    def files_of(cls, pipe: Any, *, text_tokens: int = TOKENS) -> tuple[Files, torch.dtype]:  # pyright: ignore
         """Return the files of diffusers' FluxPipeline in memory, and the dtype of its transformer."""
         blueprint, scheduling = from_diffusers(pipe.transformer), _schedulers.config_of(pipe.scheduler)
         return Files(blueprint, pipe, pipe.vae.config, scheduling, text_tokens), pipe.transformer.dtype

@@ -66,7 +66,7 @@ class Pipeline(FromTexts):
     """A loaded UniDiffuser on a mesh; see `FromTexts`."""
 
     @classmethod
-    def files_of(cls, pipe: Any, mode: Mode = "text2img") -> tuple[Files, torch.dtype]:
+    def files_of(cls, pipe: Any, *, mode: Mode = "text2img") -> tuple[Files, torch.dtype]:  # pyright: ignore
         """Return the files of diffusers' UniDiffuserPipeline in memory, and the dtype of its U-ViT."""
         blueprint = from_diffusers(pipe.unet)
         blueprint = replace(blueprint, config=replace(blueprint.config, mode=mode))

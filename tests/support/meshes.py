@@ -114,8 +114,8 @@ class Noted:
     """A transport of this name that notes its exchanges of keys and values, as its subclass made them."""
 
     def __init__(self, name: str) -> None:
-        self.transport, self.made = load_transport(name), list[Any]()
-        make: Any = self.transport._key_values
+        self.transport: Any = load_transport(name)
+        self.made, make = list[Any](), self.transport._key_values
         self.transport._key_values = lambda *given: self.made.append(make(*given)) or self.made[-1]
 
     def as_in_a_graph(self) -> None:

@@ -51,11 +51,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, modulation_B6E: Tensor, attend: Attend) -> Tensor:
         """Return the stream after this block."""
-        shift, scale, gate, *of_mlp = modulation_B6E.unbind(1)
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = modulation_B6E.unbind(1)
         h = norm_modulate(x, shift, scale, NORM)
         (out,) = attend((Projected(h, self.qkv.weight, self.qkv.bias, self.heads, self.heads, Prepare()),))
-        x, h = gate_norm_modulate(x, gate, self.proj(out.flatten(2)), *of_mlp[:2], NORM)
-        return x + of_mlp[2][:, None].to(x.dtype) * self.fc2(relu_squared(self.fc1(h)))
+        x, h = gate_norm_modulate(x, gate, self.proj(out.flatten(2)), shift_mlp, scale_mlp, NORM)
+        return x + gate_mlp[:, None].to(x.dtype) * self.fc2(relu_squared(self.fc1(h)))
 
 
 class Model(LabelDiT):

@@ -38,7 +38,8 @@ def why_not_tried(axis: Axis, device: torch.device) -> str | None:
 def poison(*tensors: Tensor) -> None:
     """Fill the tensors with values that make a later read visible."""
     for tensor in tensors:
-        tensor.fill_(float("nan") if tensor.is_floating_point() else -(10**6))
+        whole = tensor.dtype == torch.bool or not (tensor.is_floating_point() or tensor.is_complex())
+        tensor.fill_(float("nan") if not whole else 1 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
 
 def swap(axis: Axis, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:

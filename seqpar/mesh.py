@@ -73,11 +73,12 @@ class Mesh:
         return Mesh(*(Axis(name) for name in (*AXES, "sequence", "replica", "world")), device=device)
 
     @staticmethod
-    def joined(device: torch.device | None = None, *, deadlines: Deadlines | None = None) -> Mesh:
+    def joined(device: torch.device | str | None = None, *, deadlines: Deadlines | None = None) -> Mesh:
         """Return a mesh of all processes whose axes have size 1; ranks can exchange objects on it to agree on axes.
 
         deadlines: see `from_env`.
         """
+        device = None if device is None else Mesh.single(device).device
         rank, world = join(device, deadlines)
         mesh = Mesh.single(device or pick_device(world))
         return mesh if world == 1 else replace(mesh, world=Axis("world", rank, world, dist.group.WORLD, watch()))
@@ -90,7 +91,7 @@ class Mesh:
         ulysses: int | None = None,
         *,
         guidance: bool = False,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         deadlines: Deadlines | None = None,
     ) -> Mesh:
         """Return the mesh of all processes that torchrun started (or of the existing group), else of one process.
@@ -100,6 +101,7 @@ class Mesh:
         None leaves them as they are (`Deadlines()` at first). Raises ValueError if the product of the axes is not the
         number of processes.
         """
+        device = None if device is None else Mesh.single(device).device
         rank, world = join(device, deadlines)
         device = device or pick_device(world)
         sizes = fill(world, data, cfg, ring, ulysses, guidance)

@@ -120,6 +120,10 @@ class Attend(Protocol):
     beside: work of the model that does not read attention's output (the MLP of a parallel block). It is called exactly
     once, after this rank has started to send and before it waits for other ranks, so that data travels meanwhile.
 
+    only: None for attention over all streams. A number is the place of one stream among them: `streams` then holds this
+    stream alone, which attends to its own tokens on all ranks (the second attention of a Stable Diffusion 3.5 Medium
+    block), and the mask has the keys of this stream, (B, its L), in their order. It needs a token on every rank.
+
     Returns (B, l, H, D) for each stream; these may be views of a buffer that the next call overwrites.
     """
 
@@ -127,7 +131,13 @@ class Attend(Protocol):
     """The number of tokens of the whole sequence, over all ranks and streams."""
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Callable[[], None] | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]: ...
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from launch.benches.timing import over
 from seqpar.mesh import Mesh
 from seqpar.planner.costs import facts_of
-from seqpar.planner.facts import Blocks, Call, Place, Work
 from seqpar.planner.plan import load_local
 from seqpar.protocols import Core
 from seqpar.shard import Shard
+from seqpar.types.facts import AttentionCall, Blocks, ShardedLayer, Work
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Share:
 
     batch: int
     tokens: int
-    calls: tuple[Call, ...]
+    calls: tuple[AttentionCall, ...]
     others: tuple[int, ...] = ()
 
 
@@ -40,7 +40,7 @@ def share(work: Work, tokens: int, strategy: str, mesh: Mesh, rows: int = 2, oth
     batch, rank = max(1, rows // mesh.cfg.size), mesh.sequence.rank
     mine, *rest = (Shard(count, mesh.sequence.size).sizes[rank] for count in (tokens, *others))
     whole = tokens + sum(others)
-    at = Place(work, mesh.ring.size, mesh.ulysses.size, whole, batch, False, (tokens, *others))
+    at = ShardedLayer(work, mesh.ring.size, mesh.ulysses.size, whole, batch, False, (tokens, *others))
     return Share(batch, mine, facts_of(strategy).layer(at, rank).calls, tuple(rest))
 
 
@@ -107,7 +107,9 @@ def _alone(work: Work, kind: Blocks, mine: Share, random: Callable[..., Tensor])
     calls = [_inputs(random, mine.batch, work.head_dim, call) for call in mine.calls]
     if kind.cross is not None:
         calls.append(
-            _inputs(random, mine.batch, work.head_dim, Call(mine.tokens, kind.cross.keys, work.heads, work.heads))
+            _inputs(
+                random, mine.batch, work.head_dim, AttentionCall(mine.tokens, kind.cross.keys, work.heads, work.heads)
+            )
         )
     return Alone(
         kind.count,
@@ -118,7 +120,7 @@ def _alone(work: Work, kind: Blocks, mine: Share, random: Callable[..., Tensor])
     )
 
 
-def _inputs(random: Callable[..., Tensor], batch: int, dim: int, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(random: Callable[..., Tensor], batch: int, dim: int, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v of one call; k and v are views of one tensor."""
     k, v = random(batch, call.keys, 2 * call.kv_heads, dim).chunk(2, dim=2)
     return random(batch, call.queries, call.heads, dim), k, v

@@ -25,12 +25,12 @@ from launch.benches.timing import over, timed
 from seqpar.kernels.push import push
 from seqpar.mesh import Mesh, default_dtype
 from seqpar.planner import rates
-from seqpar.planner.facts import core
 from seqpar.planner.machine import here
 from seqpar.planner.plan import choose_local, load_local
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport
 from seqpar.transports._layout import HeadLayout
+from seqpar.types.facts import core
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD_DIMS = (64, 72, 128)

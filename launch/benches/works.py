@@ -7,7 +7,7 @@ from typing import Any
 
 from launch.baselines.released import Released
 from seqpar.models import flux
-from seqpar.planner.facts import Blocks, Cross, Work
+from seqpar.types.facts import Blocks, Cross, Work
 
 
 def work_of_call(model: Released) -> Work:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from seqpar.models import flux
-from seqpar.planner.facts import Blocks, Work
 from seqpar.planner.plan import STEPS
 from seqpar.planner.predict import TABLE_BYTES, Load
+from seqpar.types.facts import Blocks, Work
 
 IMAGE_TOKENS = 4096  # 1024 x 1024 pixels, in latents of 1/8 and patches of 2 x 2
 VIDEO_TOKENS = 32760  # 81 frames of 480 x 832 pixels

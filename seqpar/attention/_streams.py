@@ -13,7 +13,8 @@ from seqpar.kernels.flags import Flags
 from seqpar.kernels.prepare import prepare, prepare_into
 from seqpar.mesh import Axis
 from seqpar.outboxes import Outboxes
-from seqpar.protocols import Core, Given, Projected, Stream
+from seqpar.protocols import Attend, Core, Given, Projected, Stream
+from seqpar.shard import JointShard, Tokens
 from seqpar.transports import collective
 from seqpar.transports._contract import KeyValues
 from seqpar.transports._layout import HeadLayout
@@ -38,8 +39,8 @@ def given(stream: Stream) -> Given:
     if isinstance(stream, Given):
         return stream
     dim = len(stream.weight) // (stream.heads + 2 * stream.kv_heads)
-    made = F.linear(stream.x, stream.weight, stream.bias).unflatten(-1, (-1, dim))
-    q, k, v = made.split((stream.heads, stream.kv_heads, stream.kv_heads), dim=2)
+    qkv = F.linear(stream.x, stream.weight, stream.bias).unflatten(-1, (-1, dim))
+    q, k, v = qkv.split((stream.heads, stream.kv_heads, stream.kv_heads), dim=2)
     return Given(q, k, v, stream.prepare)
 
 
@@ -145,6 +146,32 @@ def refuse_gradients(streams: Sequence[Stream], strategy: str) -> None:
         raise ValueError(
             f"got inputs that require gradients, expected none: {strategy} is for inference on several ranks"
         )
+
+
+class Alone:
+    """Attention to one stream of a sequence, which leaves the other streams out; see `only` of `Attend`.
+
+    build: builds the strategy for other tokens. It is called for a stream when a model asks for it first, so that other
+    models have no further exchanges. tokens: those of the whole sequence.
+    """
+
+    def __init__(self, build: Callable[[Tokens], Attend], tokens: Tokens) -> None:
+        self._build = build
+        self._shards = tokens.streams if isinstance(tokens, JointShard) else (tokens,)
+        self._attends: dict[int, Attend] = {}
+
+    def attend(
+        self, only: int, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None
+    ) -> tuple[Tensor, ...]:
+        """Attend as `seqpar.protocols.Attend` says; `ValueError` on all ranks alike if there is no such stream."""
+        if not 0 <= only < len(self._shards) or len(streams) != 1:
+            count = len(self._shards)
+            raise ValueError(
+                f"got {len(streams)} streams with only={only}, expected one stream and its place, 0 to {count - 1}"
+            )
+        if only not in self._attends:
+            self._attends[only] = self._build(self._shards[only])
+        return self._attends[only](streams, mask_BL, beside=beside)
 
 
 class OneRank:

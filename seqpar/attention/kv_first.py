@@ -10,23 +10,34 @@ the Q GEMM only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from seqpar.attention import kv_gather
-from seqpar.attention._streams import key, layout_of, present, query, refuse_gradients, split_out, value, write
+from seqpar.attention._streams import (
+    Alone,
+    Beside,
+    key,
+    layout_of,
+    present,
+    query,
+    refuse_gradients,
+    split_out,
+    value,
+    write,
+)
 from seqpar.attention.kv_gather import stays
 from seqpar.kernels.prepare import prepare_into
 from seqpar.mesh import Axis, Mesh
 from seqpar.outboxes import Outboxes
-from seqpar.planner.facts import Facts, Layer, Place
 from seqpar.protocols import Attend, Core, Given, Stream
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
+from seqpar.types.facts import Layer, ShardedLayer, StrategyFacts
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -34,28 +45,38 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     if mesh.sequence.size == 1:
         return kv_gather.build(mesh, tokens, local, transport)
     check_tokens(tokens, mesh.sequence.size)
-    return KVFirst(local, mesh.sequence, tokens.sizes, transport)
+    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
+    return KVFirst(local, mesh.sequence, tokens.sizes, transport, alone)
 
 
 class KVFirst:
     """Local attention of this rank's queries over the keys and values of all ranks. Owns its buffers (see `Attend`)."""
 
-    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
+    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, alone: Alone) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
+        self._alone = alone
         self.tokens = sum(sizes)
         self._exchanges: dict[HeadLayout, KeyValues] = {}
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Beside | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]:
         """Attend as `seqpar.protocols.Attend` says: send all streams' keys, then values, then compute the queries."""
+        if only is not None:
+            return self._alone.attend(only, streams, mask_BL, beside)
         # refuse before anything is sent, because the other ranks would wait in vain
         refuse_gradients(streams, "kv_first")
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         here = present(streams)
-        made = [stream for stream in here if isinstance(stream, Given)]
-        if beside is not None and len(made) == len(here):
-            return split_out(self._hidden(made, mask_BL, beside), streams)
+        projected = [stream for stream in here if isinstance(stream, Given)]
+        if beside is not None and len(projected) == len(here):
+            return split_out(self._hidden(projected, mask_BL, beside), streams)
         first_k = key(here[0])
         exchange = self._exchange(layout_of(self._sizes, here, first_k))
         boxes = exchange.outboxes()
@@ -75,7 +96,7 @@ class KVFirst:
         prepared, k, v = exchange.deliver()
         return split_out(self._local(prepared if q_BlHD is None else q_BlHD, k, v, mask_BL)[0], streams)
 
-    def _hidden(self, here: Sequence[Given], mask_BL: Tensor | None, beside: Callable[[], None]) -> Tensor:
+    def _hidden(self, here: Sequence[Given], mask_BL: Tensor | None, beside: Beside) -> Tensor:
         """Attend to streams that the model has projected, with all of the transfer behind the work beside attention.
 
         There is no projection left to hide the transfer, so one kernel prepares q, k and v.
@@ -117,7 +138,7 @@ def one_matrix(v_lBGD: Tensor | None) -> Tensor | None:
 # Facts ---------------------------------------------------------------------------------------------------------
 
 
-def layer(at: Place, rank: int) -> Layer:
+def layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of one rank: the exchange of `kv_gather`, with separate GEMMs and passes for q, k and v.
 
     With the peer transport the keys travel during the V GEMM and the values during the Q GEMM. For one batch row the V
@@ -132,4 +153,4 @@ def layer(at: Place, rank: int) -> Layer:
     return replace(gathered, passes=passes, split=True, behind=("v", "q") if at.direct else ())
 
 
-FACTS = Facts(moves_only=True, order=30, axes=(), layer=layer)
+FACTS = StrategyFacts(moves_only=True, order=30, axes=(), layer=layer)

@@ -8,39 +8,59 @@ it moves more data than ulysses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import OneRank, given, layout_of, present, refuse_gradients, split_out, write
+from seqpar.attention._streams import (
+    Alone,
+    Beside,
+    OneRank,
+    given,
+    layout_of,
+    present,
+    refuse_gradients,
+    split_out,
+    write,
+)
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.facts import Call, Facts, Layer, Move, Place
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
+from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Build attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size)
-    return KVGather(local, mesh.sequence, tokens.sizes, transport)
+    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
+    return KVGather(local, mesh.sequence, tokens.sizes, transport, alone)
 
 
 class KVGather:
     """Local attention of this rank's queries over the keys and values of all ranks. Owns its buffers (see `Attend`)."""
 
-    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
+    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, alone: Alone) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
+        self._alone = alone
         self.tokens = sum(sizes)
         self._one_rank = OneRank(local, axis, sizes[axis.rank])
         self._exchanges: dict[HeadLayout, KeyValues] = {}
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Beside | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
+        if only is not None:
+            return self._alone.attend(only, streams, mask_BL, beside)
         if self._axis.size == 1:
             return self._one_rank(streams, mask_BL, beside)
         refuse_gradients(streams, "kv_gather")
@@ -70,10 +90,10 @@ def stays(streams: Sequence[Stream]) -> bool:
 # Facts ---------------------------------------------------------------------------------------------------------
 
 
-def layer(at: Place, rank: int) -> Layer:
+def layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of one rank: one exchange of keys and values, one attention of its queries over all keys."""
     work, mine, others = at.work, at.sizes[rank], at.ranks - 1
-    calls = (Call(mine, at.tokens, work.heads, work.kv_heads),)
+    calls = (AttentionCall(mine, at.tokens, work.heads, work.kv_heads),)
     if not others:
         return Layer((), calls, at.prepared(rank), 0)
     both = 2 * work.kv_heads
@@ -83,4 +103,4 @@ def layer(at: Place, rank: int) -> Layer:
     return Layer(moves, calls, ((2 * mine * written, 1),), mine * work.heads + slots * at.tokens * both)
 
 
-FACTS = Facts(moves_only=True, order=10, axes=(), layer=layer)
+FACTS = StrategyFacts(moves_only=True, order=10, axes=(), layer=layer)

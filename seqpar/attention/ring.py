@@ -12,14 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import Beside, refuse_gradients
+from seqpar.attention._streams import Alone, Beside, refuse_gradients
 from seqpar.attention.ulysses import Ulysses, around
 from seqpar.kernels.merge import merge
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.facts import Call, Facts, Layer, Move, Place, refuse
 from seqpar.protocols import Attend, Core, Given, Prepare
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import Rotation, Transport
+from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -27,7 +27,8 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     refuse("ring", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
     check_tokens(tokens, mesh.sequence.size)
     ring = Ring(local, mesh.ring, tokens.sizes, transport)
-    return Ulysses(ring, mesh.ulysses, (tokens.sizes[mesh.ring.rank],), transport, tokens.total)
+    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
+    return Ulysses(ring, mesh.ulysses, (tokens.sizes[mesh.ring.rank],), transport, tokens.total, alone)
 
 
 class Ring:
@@ -87,19 +88,19 @@ def _nothing() -> None:
 # Facts ---------------------------------------------------------------------------------------------------------
 
 
-def layer(at: Place, rank: int) -> Layer:
+def layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of one rank in a ring; norm and rotary of q and k are a pass of their own."""
     return around(at, rank, ring_layer(at, rank))
 
 
-def ring_layer(at: Place, rank: int) -> Layer:
+def ring_layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of a ring with the heads of one rank: one attention call for each block, N - 1 transfers.
 
     At step s a rank sends the block of the rank s places before it and receives that of the rank s + 1 places before
     it. A rank without heads does neither. Two packing kernels write k and v of its own block; memory holds two blocks.
     """
     row, (heads, groups), blocks, steps = rank // at.ulysses, at.heads(rank), at.blocks, range(at.ring - 1)
-    calls = tuple(Call(blocks[row], blocks[(row - step) % at.ring], heads, groups) for step in range(at.ring))
+    calls = tuple(AttentionCall(blocks[row], blocks[(row - step) % at.ring], heads, groups) for step in range(at.ring))
     if at.ring == 1:
         return Layer((), calls if heads else (), (), 0)
     sizes = [blocks[(row - step) % at.ring] * 2 * groups for step in range(at.ring)]
@@ -113,4 +114,4 @@ def why_not(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
     return None if ulysses == 1 else f"ulysses={ulysses}, expected ulysses=1; use strategy usp"
 
 
-FACTS = Facts(moves_only=False, order=50, axes=("ring",), layer=layer, why_not=why_not)
+FACTS = StrategyFacts(moves_only=False, order=50, axes=("ring",), layer=layer, why_not=why_not)

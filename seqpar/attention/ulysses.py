@@ -8,43 +8,64 @@ ring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import OneRank, given, layout_of, present, refuse_gradients, split_out, write
+from seqpar.attention._streams import (
+    Alone,
+    Beside,
+    OneRank,
+    given,
+    layout_of,
+    present,
+    refuse_gradients,
+    split_out,
+    write,
+)
 from seqpar.kernels.push import push
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.facts import Call, Facts, Layer, Move, Place, refuse
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import ToHeads, ToTokens, Transport
 from seqpar.transports._layout import HeadLayout
+from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Build attention for one token count; `tokens` is sharded over `mesh.sequence`."""
     refuse("ulysses", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
     check_tokens(tokens, mesh.sequence.size)
-    return Ulysses(local, mesh.ulysses, tokens.sizes, transport, tokens.total)
+    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
+    return Ulysses(local, mesh.ulysses, tokens.sizes, transport, tokens.total, alone)
 
 
 class Ulysses:
     """Runs any Core on all tokens of one axis, with some of the heads on each rank. Owns its buffers (see `Attend`)."""
 
-    def __init__(self, core: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, tokens: int) -> None:
+    def __init__(
+        self, core: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, tokens: int, alone: Alone
+    ) -> None:
         """Set up attention. sizes: tokens of each rank of this axis; tokens: tokens of the whole sequence."""
         self._core, self._axis, self._sizes, self._transport = core, axis, sizes, transport
-        self.tokens = tokens
+        self.tokens, self._alone = tokens, alone
         self._one_rank = OneRank(core, axis, sizes[axis.rank])
         self._exchanges: dict[HeadLayout, tuple[ToHeads, ToTokens]] = {}
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Beside | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
+        if only is not None:
+            return self._alone.attend(only, streams, mask_BL, beside)
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         if self._axis.size == 1:
             return self._one_rank(streams, mask_BL, beside)
@@ -71,13 +92,13 @@ class Ulysses:
 # Facts ---------------------------------------------------------------------------------------------------------
 
 
-def layer(at: Place, rank: int) -> Layer:
+def layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of one rank: one call of attention with some of the heads, between two exchanges."""
     heads, groups = at.heads(rank)
-    return around(at, rank, Layer((), (Call(at.tokens, at.tokens, heads, groups),) if heads else (), (), 0))
+    return around(at, rank, Layer((), (AttentionCall(at.tokens, at.tokens, heads, groups),) if heads else (), (), 0))
 
 
-def around(at: Place, rank: int, inner: Layer) -> Layer:
+def around(at: ShardedLayer, rank: int, inner: Layer) -> Layer:
     """Return the costs of any Core plus those of the two exchanges of heads around it."""
     if at.ulysses == 1:
         return replace(inner, passes=(*at.prepared(rank), *inner.passes))
@@ -105,4 +126,4 @@ def why_not(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
     return None if ring == 1 else f"ring={ring}, expected ring=1; use strategy usp for both"
 
 
-FACTS = Facts(moves_only=True, order=20, axes=("ulysses",), layer=layer, why_not=why_not)
+FACTS = StrategyFacts(moves_only=True, order=20, axes=("ulysses",), layer=layer, why_not=why_not)

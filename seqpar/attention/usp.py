@@ -6,13 +6,14 @@ inside a group of ranks and slow between groups.
 
 from __future__ import annotations
 
+from seqpar.attention._streams import Alone
 from seqpar.attention.ring import Ring, ring_layer
 from seqpar.attention.ulysses import Ulysses, around
 from seqpar.mesh import Mesh
-from seqpar.planner.facts import Facts, Layer, Place
 from seqpar.protocols import Attend, Core
 from seqpar.shard import Tokens, check_tokens
 from seqpar.transports._contract import Transport
+from seqpar.types.facts import Layer, ShardedLayer, StrategyFacts
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -21,15 +22,16 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     width = mesh.ulysses.size
     parts = [tokens.sizes[row * width : (row + 1) * width] for row in range(mesh.ring.size)]
     ring = Ring(local, mesh.ring, tuple(map(sum, parts)), transport)
-    return Ulysses(ring, mesh.ulysses, parts[mesh.ring.rank], transport, tokens.total)
+    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
+    return Ulysses(ring, mesh.ulysses, parts[mesh.ring.rank], transport, tokens.total, alone)
 
 
 # Facts ---------------------------------------------------------------------------------------------------------
 
 
-def layer(at: Place, rank: int) -> Layer:
+def layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of one rank: a ring with its heads, between two exchanges of heads."""
     return around(at, rank, ring_layer(at, rank))
 
 
-FACTS = Facts(moves_only=False, order=40, axes=("ring", "ulysses"), layer=layer)
+FACTS = StrategyFacts(moves_only=False, order=40, axes=("ring", "ulysses"), layer=layer)

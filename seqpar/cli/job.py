@@ -16,7 +16,7 @@ import seqpar.transports
 from seqpar.arguments import check_whole
 from seqpar.cli.args import Args
 from seqpar.mesh import Mesh, default_dtype
-from seqpar.pipelines._family import Job, Order, family_of, is_builtin
+from seqpar.pipelines._family import Job, Order, family_of, is_builtin, planned
 from seqpar.pipelines._pictures import bytes_of, check_room, check_writable, numbered
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import parse_mesh
@@ -80,9 +80,10 @@ def check(args: Args, mesh: Mesh, path: Path | None = None) -> Job | Adapted:
     check_flags(args)
     family, path = family_of(args.model if path is None else str(path), args.heads)
     order = order_of(args, mesh)
-    if "class_labels" not in (family.PROMPT or ()):
-        order.refuse("expected none: it is for models that make pictures of classes", respacing=order.respacing)
-    job: Job | Adapted = family.check(order, path)
+    if family is None and args.dry_run is None:
+        expected = "a model that a pipeline here runs; plan it (seqpar plan), or use it as a library"
+        raise ValueError(f"got {args.model}, expected {expected}")
+    job: Job | Adapted = planned(order, path) if family is None else family.check(order, path)
     if args.dry_run is None:
         video = isinstance(job, Adapted) and job.video
         *others, last = outputs(args, job)

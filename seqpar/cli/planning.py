@@ -9,12 +9,12 @@ import torch
 
 import seqpar.attention
 from seqpar.mesh import Mesh
-from seqpar.planner.facts import Layout
 from seqpar.planner.machine import Machine, here, imagined
 from seqpar.planner.plan import Plan, make, parse_mesh, rank, transport_between, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Ranking, Wish
 from seqpar.protocols import SequenceModel, plugin
+from seqpar.types.facts import Layout
 from seqpar.weights.find import Blueprint
 
 __all__ = ["Machine", "asked", "here", "imagined", "ours", "pick", "planned", "shared_plan", "tables"]
@@ -60,11 +60,10 @@ def tables(
     parts = []
     for machine in machines:
         try:
-            made = planned(load, model, machine, wish, dtype)
-            more = after(made, machine)
-            parts.append(
-                "\n".join([f"{machine.count} x {machine.device}: {made}", made.table(), *([more] if more else [])])
-            )
+            ranking = planned(load, model, machine, wish, dtype)
+            more = after(ranking, machine)
+            head = f"{machine.count} x {machine.device}: {ranking}"
+            parts.append("\n".join([head, ranking.table(), *([more] if more else [])]))
         except ValueError as error:
             if len(machines) == 1:
                 raise

@@ -63,11 +63,17 @@ class Observed:
         self._attend, self._tell, self.tokens = attend, tell, attend.tokens
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Callable[[], None] | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
         kept = tuple(map(_copied, streams))
-        outs = self._attend(streams, mask_BL, beside=beside)
+        outs = self._attend(streams, mask_BL, beside=beside, only=only)
         self._tell(Attended(kept, mask_BL, torch.cat(outs, dim=1).clone()))
         return outs
 

@@ -8,10 +8,10 @@ from functools import cache
 from math import prod
 
 from seqpar.mesh import AXES, Mesh
-from seqpar.planner.facts import Layout, Work
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish, allowed
 from seqpar.transports import _folder
+from seqpar.types.facts import Layout, Work
 
 
 @dataclass(frozen=True)

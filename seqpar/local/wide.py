@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqpar.kernels import weights
+from seqpar.kernels import softmax_weights
 from seqpar.kernels._triton import triton
-from seqpar.kernels.weights import Tile, Weights
+from seqpar.kernels.softmax_weights import SoftmaxWeights, Tile
 
 OVER = 256  # up to this head dim there are flash kernels
 MOST = 9 << 25  # elements of the weights that are computed at once, unless one wave of programs needs more
@@ -38,7 +38,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, mask: bool 
         return "needs a GPU"
     if mask:
         return "takes no key masks"
-    if dtype not in weights.ROOM:
+    if dtype not in softmax_weights.ROOM:
         return f"takes fp16 and bf16, not {dtype}"
     if head_dim <= OVER or head_dim % 8:
         return f"head dim {head_dim} is not a multiple of 8 over {OVER}"
@@ -101,7 +101,7 @@ def attend_in(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, tile: Tile, cut: B
     for row in range(batch):
         for head in range(heads):
             q, k, v = q_BLHD[row, :, head], k_BLGD[row, :, head // group], v_BLGD[row, :, head // group]
-            inputs = weights.aligned(q), weights.aligned(k), weights.aligned(v)
+            inputs = softmax_weights.aligned(q), softmax_weights.aligned(k), softmax_weights.aligned(v)
             for first in range(0, tokens, cut.queries):
                 some = slice(first, first + cut.queries)
                 into = out_BLHD[row, some, head], lse_BHL[row, head, some]
@@ -120,10 +120,10 @@ def _attend_block(qkv: tuple[Tensor, Tensor, Tensor], into: tuple[Tensor, Tensor
     for first in range(0, parts, cut.together):
         some = slice(first, first + cut.together)
         at = slice(first * cut.span, (first + cut.together) * cut.span)
-        here = Weights(buffer_PRS[: parts - first], *sums_3PR[:, some])
-        weights.write(q_RD, k_KD[at], here, tile)
+        here = SoftmaxWeights(buffer_PRS[: parts - first], *sums_3PR[:, some])
+        softmax_weights.write(q_RD, k_KD[at], here, tile)
         _multiply(here.weights_PRS, v_KD[at], product_PRD[some])
-    weights.combine(product_PRD, sums_3PR, *into)
+    softmax_weights.combine(product_PRD, sums_3PR, *into)
 
 
 def _multiply(weights_PRS: Tensor, v_KD: Tensor, into_PRD: Tensor) -> None:

@@ -29,9 +29,9 @@ from seqpar.models._label_dit import (
     is_diffusers,
     original_heads,
 )
-from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.types import schemas
+from seqpar.types.facts import Blocks, Work
 from seqpar.types.keys import count_layers, shape_of
 
 NORM = Norm("layer", 1e-6)  # the norm before attention and before the final layer, in both variants

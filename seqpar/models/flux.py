@@ -21,8 +21,8 @@ from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.models import _flux_files
 from seqpar.models._flux_conditioning import FREQUENCIES, Conditioned
-from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Encoded, Given, Prepare, Projected
+from seqpar.types.facts import Blocks, Work
 from seqpar.types.keys import KeyMap
 
 NORM = Norm("layer", 1e-6)  # every block norm and the final one

@@ -21,8 +21,8 @@ from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gated_linear import gated_linear
 from seqpar.models import _large_dit_files, _layers
 from seqpar.models._label_dit import LabelDiT
-from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Given, Prepare, Projected, Stream
+from seqpar.types.facts import Blocks, Work
 from seqpar.types.keys import KeyMap
 
 CONDITION = 1024  # width of timestep and label embeddings, unless the model is narrower

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.kernels.post_norm import Affine, post_norm
 from seqpar.models import _layers, _uvit_files
-from seqpar.planner.facts import Blocks, Work
 from seqpar.protocols import Attend, Condition, Encoded, Prepare, Projected, SequenceModel, state_dtype
+from seqpar.types.facts import Blocks, Work
 from seqpar.types.keys import KeyMap
 
 NOISE = 1000  # the timestep at which a modality is pure noise, so that the prediction does not depend on it

@@ -1,23 +1,31 @@
 """The seam between the command line and the families of pipelines: what is asked for, and what a family answers.
 
-A family is one file in this folder. It exports `PIPELINES` (the class names in model_index.json that it runs), `PROMPT`
-(the prompt of the native models that it runs without such a folder) and `check(order, path)`, which returns a `Job`.
-The file adapted.py takes the folders of all other diffusers pipelines.
+A family is one file in this folder. It exports `PIPELINES` (the class names in model_index.json that it runs), `MODELS`
+(the classes of native models that it runs without such a folder, with their subclasses) and `check(order, path)`, which
+returns a `Job`. What families share is in _files.py (checked files), _texts.py (prompts) and _loaded.py (loaded
+models). The file adapted.py takes the folders of all other diffusers pipelines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from PIL import Image
 
 import seqpar.pipelines
+from seqpar.mesh import Mesh
+from seqpar.pipelines._files import Files
+from seqpar.pipelines._pictures import to_pil
+from seqpar.planner.plan import make, work_of
 from seqpar.planner.predict import Load
+from seqpar.planner.search import Wish
 from seqpar.protocols import plugin, plugins
+from seqpar.sampling.arguments import check_loading, check_pictures
 from seqpar.sampling.guidance import Guidance
 from seqpar.weights.find import Blueprint, locate, resolve
 from seqpar.weights.layout import pipeline_folder
@@ -25,7 +33,8 @@ from seqpar.weights.parts import read_pipeline
 
 BUILTIN = Path(__file__).parents[1] / "assets" / "emoji-dit"
 ANY = "adapted"  # the family of all pipelines that have no file of their own
-NO_VAE_FACTOR = 8  # pixels along each side of a latent pixel, for models that come without a decoder
+FOR_CLASSES = "expected none: it is for models that make pictures of classes"
+NO_VIDEOS = "expected none: this model makes no videos"
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class Order:
 
     model: str
     dtype: torch.dtype
-    classes: tuple[str, ...] = ()
+    classes: tuple[str | int, ...] = ()
     prompts: tuple[str, ...] = ()
     negative: str | None = None
     repeat: int = 1
@@ -56,12 +65,33 @@ class Order:
     fps: int | None = None
     heads: int | None = None
 
+    @property
+    def pictures(self) -> list[str]:
+        """Return the prompt of each picture."""
+        return [text for text in self.prompts for _ in range(self.repeat)]
+
     def refuse(self, reason: str, **flags: object) -> None:
         """Raise ValueError for the first of these flags (by their names) that is given; reason: why it cannot be."""
         for name, value in flags.items():
             if value is not None and value != ():
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
                 raise ValueError(f"got --{name.replace('_', '-')} {shown} with --model {self.model}, {reason}")
+
+    def needs_prompts(self) -> None:
+        """Raise ValueError for flags of other models than those that make pictures of texts, and without a prompt."""
+        self.refuse("expected none: this model makes pictures of texts (--prompt)", classes=self.classes)
+        self.refuse(NO_VIDEOS, frames=self.frames, fps=self.fps)
+        self.refuse(FOR_CLASSES, respacing=self.respacing)
+        if not self.prompts:
+            raise ValueError(f"got --model {self.model} without --prompt, expected one: it makes pictures of texts")
+
+    def free_guidance(self, scale: float) -> Guidance:
+        """Return classifier-free guidance of `--guidance`, or of this scale without one; ValueError if it is none."""
+        guidance = Guidance(scale if self.guidance is None else self.guidance, self.guidance_channels)
+        if self.guidance_channels is not None and not guidance.on:
+            off = f"with --guidance {guidance.scale:g}, expected guidance over 1: without it there is nothing to guide"
+            raise ValueError(f"got --guidance-channels {self.guidance_channels} {off}")
+        return guidance
 
 
 @dataclass(frozen=True)
@@ -93,25 +123,59 @@ class Job:
         """Return the number of calls of the model: one a step, about two a step for schedulers such as Heun's."""
         return self.load.steps
 
+    @staticmethod
+    def of(
+        pipeline: Any, files: Files, order: Order, guidance: Guidance, scheduler: Any, asked: Sequence[Any], **more: Any
+    ) -> Job:
+        """Return the job of these files for one picture of each of `asked`, the classes or prompts.
 
-def family_of(name: str, heads: int | None = None) -> tuple[ModuleType, Path | None]:
+        scheduler: with its timesteps set; without one the order's steps are the evaluations. more: further fields;
+        `loading` and `settings` are added to those that every family has.
+        """
+        height, width = files.latent_size(order.size)
+        evaluations = order.steps if scheduler is None else len(scheduler.timesteps)
+        settings = {"steps": order.steps, "seed": order.seed, "size": order.size, "guidance": guidance}
+        return Job(
+            pipeline=pipeline,
+            blueprint=files.blueprint,
+            loading={"files": files, "dtype": order.dtype, **more.pop("loading", {})},
+            settings={**settings, **more.pop("settings", {})},
+            load=files.load_of(asked, guidance.on, evaluations, order.dtype, order.size),
+            guidance=guidance,
+            scheduler=scheduler,
+            dtype=order.dtype,
+            pixels=(height * files.factor, width * files.factor),
+            **more,
+        )
+
+
+def family_of(name: str, heads: int | None = None) -> tuple[ModuleType | None, Path | None]:
     """Return the family that runs a model, and the model's path (None for a preset); a hub id is downloaded.
 
-    heads: see `seqpar.weights.find.locate`. Raises ValueError if nothing has this name or no model of seqpar fits its
-    files.
+    heads: see `seqpar.weights.find.locate`. The family is None for a native model that none names: it can be planned
+    (`planned`), but no pictures are made with it here. Raises ValueError if nothing has this name or no model of seqpar
+    fits its files.
     """
     path = BUILTIN if is_builtin(name) else resolve(name)
-    modules = [plugin(seqpar.pipelines, each, "family") for each in plugins(seqpar.pipelines)]
+    families = [plugin(seqpar.pipelines, each, "family") for each in plugins(seqpar.pipelines)]
     folder = None if path is None else pipeline_folder(path)
     if folder is None:
-        blueprint = locate(name if path is None else path, heads)
-        for module in modules:
-            if module.PROMPT == blueprint.module.Model.PROMPT:
-                return module, path
-        raise ValueError(f"got {blueprint.name}, expected a model that a pipeline here runs; use it as a library")
+        model = locate(name if path is None else path, heads).module.Model
+        return next((family for family in families if issubclass(model, family.MODELS)), None), path
     kind = read_pipeline(folder)["_class_name"]
-    found = next((module for module in modules if kind in module.PIPELINES), None)
-    return found or plugin(seqpar.pipelines, ANY, "family"), path
+    known = next((family for family in families if kind in family.PIPELINES), None)
+    return known or plugin(seqpar.pipelines, ANY, "family"), path
+
+
+def planned(order: Order, path: Path | None) -> Job:
+    """Return what the planner needs of an order for a model that no family runs: its config, and its `work`.
+
+    Guidance of over 1, or none that is named where the model's usual run has it, counts as two branches.
+    """
+    files = Files(locate(order.model if path is None else path, order.heads))
+    scale = (4.0 if work_of(files.blueprint.config).guided else 1.0) if order.guidance is None else order.guidance
+    asked = [each for each in order.classes or order.prompts or ("",) for _ in range(order.repeat)]
+    return Job.of(None, files, order, Guidance(scale), None, asked, captions=list(map(str, asked)), named={})
 
 
 def is_builtin(name: str | Path) -> bool:
@@ -119,17 +183,27 @@ def is_builtin(name: str | Path) -> bool:
     return str(name).lower() == "builtin"
 
 
-def latent_size(pixels: tuple[int, int] | None, factor: int, config: Any) -> tuple[int, int]:
-    """Return (height, width) of the latent of a picture; None stands for the size that the model was trained on.
+def generated(
+    order: Order,
+    mesh: Mesh | None,
+    kind: str,
+    guidance: Callable[[], Guidance | None],
+    job: Callable[[Order, Guidance | None], Job],
+) -> list[Image.Image]:
+    """Return a picture of each class or prompt on every rank, from rank 0's order; every rank must call this.
 
-    factor: number of pixels along each side of a latent pixel. Raises ValueError for sizes that are no whole patches.
+    order: unchecked, as a caller of the library gave it. kind: its field of what is asked for, "classes" or "prompts".
+    guidance: returns the caller's, None for the model's own. job: returns the checked work for rank 0's order.
     """
-    if pixels is None:
-        return config.sample_size, config.sample_size
-    unit = config.patch_size * factor
-    if any(side < unit or side % unit for side in pixels):
-        raise ValueError(
-            f"got size {pixels[0]}x{pixels[1]}, expected multiples of {unit} (patch {config.patch_size} "
-            f"x decoder {factor})"
-        )
-    return pixels[0] // factor, pixels[1] // factor
+    ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
+    ranks.together(lambda: check_loading(mesh, order.model, order.dtype))
+    asked: Any = getattr(order, kind)
+    ranks.together(lambda: check_pictures(kind, asked, order.steps, guidance() or Guidance(), order.size, order.seed))
+    given: Any = {kind: tuple(asked), "model": str(order.model)}
+    if not given[kind]:
+        raise ValueError(f"got no {kind}, expected one a picture")
+    shared, scale = ranks.share((replace(order, **given), guidance()), tuple[Order, Guidance | None])
+    work = ranks.together(lambda: job(shared, scale))
+    plan = make(work_of(work.blueprint.config), work.load, work.dtype, ranks, Wish(), mesh)
+    with work.pipeline.load(**work.loading, mesh=mesh, plan=plan) as pipeline:
+        return to_pil(pipeline.decode(pipeline.latents(**work.settings)))

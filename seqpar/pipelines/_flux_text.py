@@ -17,7 +17,7 @@ from seqpar.mesh import Mesh
 from seqpar.pipelines import _texts
 from seqpar.pipelines._folder import check_encoder, check_files, check_libraries
 from seqpar.pipelines._naming import naming
-from seqpar.pipelines._texts import Encode
+from seqpar.pipelines._texts import Encode, Texts
 from seqpar.weights.parts import part_of, read_encoder
 
 TOKENS = 512  # T5's tokens of a prompt, as diffusers' FluxPipeline has them by default
@@ -29,19 +29,17 @@ ENCODERS = {
 TOKENIZERS = ("tokenizer", "tokenizer_2")
 
 
-class Texts(_texts.Texts):
-    """FLUX.1's prompts as tensors; see `seqpar.pipelines._texts.Texts`.
+def texts_of(source: Path | Any | None, config: Any, tokens: int, mesh: Mesh, dtype: torch.dtype) -> Texts:
+    """Return FLUX.1's prompts as tensors.
 
     source: a pipeline folder, whose encoders are loaded for the time of a call; diffusers' FluxPipeline in memory; or
-    None for a model with random weights, for which random numbers stand in for encoded prompts. config: the
-    transformer's `Config`. tokens: the length to which T5 pads or cuts each prompt.
+    None for a model with random weights. config: the transformer's `Config`. tokens: the length to which T5 pads or
+    cuts each prompt.
     """
-
-    def __init__(self, source: Path | Any | None, config: Any, tokens: int, mesh: Mesh, dtype: torch.dtype) -> None:
-        shapes = {"encoder_hidden_states": (tokens, config.joint_attention_dim)}
-        shapes |= {"pooled_projections": (config.pooled_projection_dim,)}
-        ready = None if source is None else partial(_ready, source, tokens, mesh.device, dtype)
-        super().__init__(shapes, ready, mesh, dtype, frees=isinstance(source, Path))
+    shapes = {"encoder_hidden_states": (tokens, config.joint_attention_dim)}
+    shapes |= {"pooled_projections": (config.pooled_projection_dim,)}
+    ready = None if source is None else partial(_ready, source, tokens, mesh.device, dtype)
+    return Texts(shapes, ready, mesh, dtype, frees=isinstance(source, Path))
 
 
 def _ready(source: Path | Any, tokens: int, device: torch.device, dtype: torch.dtype) -> Encode:

@@ -39,11 +39,11 @@ def class_ids(
 
 def _class_id(label: str, names: Mapping[str, set[int]], numbers: Collection[int]) -> int:
     # a whole label stands for the classes that all of its parts have in common
-    found = set.intersection(*(names.get(part, set()) for part in _parts(label)))
-    if len(found) == 1:
-        return found.pop()
-    if found:
-        raise ValueError(f"got class {label!r}, which stands for {_and(found)}, expected one of these numbers")
+    common = set.intersection(*(names.get(part, set()) for part in _parts(label)))
+    if len(common) == 1:
+        return common.pop()
+    if common:
+        raise ValueError(f"got class {label!r}, which stands for {_and(common)}, expected one of these numbers")
     if label.isdecimal() and int(label) in numbers:
         return int(label)
     wanted = f"one of {near(label, list(names))}, or" if names else "a number"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,11 +14,13 @@ from seqpar.arguments import check_floats
 from seqpar.engine.distributed import DistributedDiT, settled
 from seqpar.inputs import from_rank_0
 from seqpar.mesh import Mesh
+from seqpar.pipelines._files import Files
+from seqpar.pipelines._texts import Texts
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.search import Wish
 from seqpar.sampling.loop import Sampler
-from seqpar.vae.decoder import preview
+from seqpar.vae.decoder import load_vae, preview
 from seqpar.vae.on_mesh import MeshVAE
 from seqpar.vae.spread import WISHES, Spread
 
@@ -115,21 +117,81 @@ def _check_wish(wish: str) -> None:
         raise ValueError(f"got wish={wish!r}, expected {', '.join(WISHES)}")
 
 
-def placed(
-    config: Any,
-    load_of: Callable[[bool], Load],
-    dtype: torch.dtype,
-    mesh: Mesh | None,
-    wish: Wish | None,
-    plan: Plan | None,
-) -> tuple[Plan, Mesh]:
-    """Return the caller's plan or a new one, and its mesh.
+@dataclass(frozen=True)
+class FromTexts(Loaded):
+    """A loaded pipeline that makes pictures of texts; see `Loaded`. A family adds `latents` and two hooks.
 
-    config: the model's. load_of(guided): the load of one picture with one branch, or with two.
+    `files` says where the parts (`source`) and the decoder (`decoder`) are.
+    """
+
+    texts: Texts
+
+    @classmethod
+    def load(
+        cls,
+        files: Any,
+        mesh: Mesh | None = None,
+        dtype: torch.dtype = torch.float32,
+        *,
+        wish: Wish | None = None,
+        plan: Plan | None = None,
+        prompts: Sequence[str] = (),
+        on_prompt: Callable[[int], None] = lambda index: None,
+    ) -> Self:
+        """Load the weights of transformer and decoder; every rank must call this at the same time.
+
+        wish: the caller's choice of strategy, local attention and transport; the planner chooses the rest for one
+        picture with one branch. plan: a plan that was made before. prompts: texts that rank 0 encodes first, so that
+        the encoders are gone before other weights load; later calls of `latents` may name others. on_prompt(index):
+        called on rank 0 when a prompt is encoded.
+        """
+        plan, mesh = placed(files, dtype, mesh, wish, plan)
+        texts = cls.texts_of(files, mesh, dtype)
+
+        def read() -> Any:
+            texts.encode(prompts, on_prompt)
+            return None if files.source is None else load_vae(files.decoder, dtype, mesh.device)
+
+        vae = mesh.together(read)
+        model = files.blueprint.build(dtype, mesh.device, 0, mesh)  # each rank reads a share of the file
+        return cls(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
+
+    @classmethod
+    def of(
+        cls, pipe: Any, mesh: Mesh | None = None, *, wish: Wish | None = None, plan: Plan | None = None, **own: Any
+    ) -> Self:
+        """Return a pipeline of the parts of diffusers' pipeline in memory; its text encoders stay with it.
+
+        The transformer's weights are copied, in its dtype. own: arguments of `files_of`; see `load` for the others.
+        """
+        files, dtype = cls.files_of(pipe, **own)
+        plan, mesh = placed(files, dtype, mesh, wish, plan)
+        model = files.blueprint.build(dtype, mesh.device)
+        texts, vae = cls.texts_of(files, mesh, dtype), pipe.vae.to(mesh.device)
+        return cls(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
+
+    @classmethod
+    def files_of(cls, pipe: Any, **own: Any) -> tuple[Any, torch.dtype]:
+        """Return what `load` takes of diffusers' pipeline in memory, and the dtype of its transformer."""
+        raise NotImplementedError
+
+    @classmethod
+    def texts_of(cls, files: Any, mesh: Mesh, dtype: torch.dtype) -> Texts:
+        """Return the prompts of these files as tensors, without any yet."""
+        raise NotImplementedError
+
+
+def placed(
+    files: Files, dtype: torch.dtype, mesh: Mesh | None, wish: Wish | None, plan: Plan | None
+) -> tuple[Plan, Mesh]:
+    """Return the caller's plan, or a new one for one picture with a branch for each rank of the cfg axis; and its mesh.
+
+    Every rank must call this at the same time.
     """
     if plan is None:
         ranks = mesh or Mesh.joined()
-        plan = make(work_of(config), load_of(ranks.cfg.size > 1), dtype, ranks, wish or Wish(), mesh)
+        load = files.smallest(dtype)(ranks.cfg.size > 1)
+        plan = make(work_of(files.blueprint.config), load, dtype, ranks, wish or Wish(), mesh)
     return plan, settled(plan, mesh)
 
 

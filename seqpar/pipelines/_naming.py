@@ -2,7 +2,6 @@
 
 Both libraries fail deep inside on a value that they do not check. What the machine is to blame for stays as it is, and
 so does what comes from this package.
-When it wins: always, where these libraries read files that a user gave.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ import numpy as np
 
 from seqpar.pipelines._naming import naming
 from seqpar.sampling.original import respace
+from seqpar.sampling.request import set_timesteps
 from seqpar.sampling.schedules import FAILURES
-from seqpar.sampling.steppers import Decision, decide, why_not_driven
+from seqpar.sampling.steppers import Decision, check_eta, decide, why_not_driven
 from seqpar.weights.parts import check_scheduler
 
 FLOW, DIFFUSION = "flow matching", "diffusion by betas"
@@ -70,17 +71,29 @@ def check_steps(scheduler: Any, steps: int) -> None:
         raise ValueError(f"got {steps} steps, expected 1 to {most}")
 
 
-def set_steps(scheduler: Any, steps: int, respacing: str | None = None) -> None:
-    """Set a scheduler's timesteps by their number, or by a text of the original DiT; ValueError if it cannot do it."""
+def timed(
+    scheduler: Any,
+    steps: int,
+    eta: float | None = None,
+    respacing: str | None = None,
+    timing: Mapping[str, Any] | None = None,
+) -> Decision:
+    """Set a scheduler's timesteps, and return the way in which it steps; ValueError if a setting does not fit it.
+
+    eta: None stands for the scheduler's own default. respacing: a text of the original DiT, which replaces the number
+    of steps. timing: keyword arguments of `set_timesteps` besides the number of steps.
+    """
+    check_eta(scheduler, eta)
     if respacing is not None:
         respace(scheduler, respacing)
-        return
+        return tried(scheduler, eta)
     check_steps(scheduler, steps)
     try:
-        scheduler.set_timesteps(steps)
+        scheduler.set_timesteps(steps) if timing is None else set_timesteps(scheduler, steps, timing)
     except FAILURES as error:
         name = type(scheduler).__name__
         raise ValueError(f"got {steps} steps, which {name} cannot do: {error}; try more or fewer") from error
+    return tried(scheduler, eta)
 
 
 def tried(scheduler: Any, eta: float | None = None) -> Decision:
@@ -105,8 +118,13 @@ def variance_settings(config: Mapping[str, Any], name: str | None, model: Any) -
 def near(name: str, known: Sequence[str]) -> str:
     """Return the known names that are most like this one, or the first ones, as text for a message."""
     lower = {other.lower(): other for other in known}
-    found = [lower[other] for other in get_close_matches(name.lower(), lower, n=5, cutoff=0.4)]
-    return ", ".join(found or [*known[:8], f"... ({len(known)} in all)"])
+    alike = [lower[other] for other in get_close_matches(name.lower(), lower, n=5, cutoff=0.4)]
+    return ", ".join(alike or [*known[:8], f"... ({len(known)} in all)"])
+
+
+def config_of(scheduler: Any) -> dict[str, Any]:
+    """Return the configuration of a scheduler in memory, with the name of its class."""
+    return {**scheduler.config, "_class_name": type(scheduler).__name__}
 
 
 def flow_settings(config: Mapping[str, Any], name: str | None) -> dict[str, Any]:
@@ -136,9 +154,9 @@ def flow_timing(scheduler: Any, steps: int, tokens: int) -> dict[str, Any]:
         )
     timing: dict[str, Any] = {} if flows else {"sigmas": np.linspace(1.0, 1 / steps, steps).tolist()}
     if config.get("use_dynamic_shifting"):
-        given = {key: value for key, value in config.items() if value is not None}
-        few, many = given.get("base_image_seq_len", 256), given.get("max_image_seq_len", 4096)
-        low, high = given.get("base_shift", 0.5), given.get("max_shift", 1.15)
+        named = {key: value for key, value in config.items() if value is not None}
+        few, many = named.get("base_image_seq_len", 256), named.get("max_image_seq_len", 4096)
+        low, high = named.get("base_shift", 0.5), named.get("max_shift", 1.15)
         slope = (high - low) / (many - few)
         timing["mu"] = tokens * slope + (low - slope * few)
     return timing

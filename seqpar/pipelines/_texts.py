@@ -2,7 +2,7 @@
 
 The denoising loop gives rank 0's tensors to all ranks, as it does with every input. Each prompt is encoded alone, so
 that its tensors do not depend on others.
-When it wins: always; encoders run once a picture, and the memory of all other ranks never holds them.
+Encoders run once a picture, and the memory of other ranks never holds them.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class Texts:
             return
         wanted = list(dict.fromkeys(prompts))
         missing = [text for text in wanted if text not in self._known]
-        made = {text: self._known[text] for text in wanted if text in self._known}
+        encoded = {text: self._known[text] for text in wanted if text in self._known}
         if missing:
             encoder = self._stand_in if self._ready is None else self._ready()
             for index, text in enumerate(missing):
                 with torch.no_grad():
-                    made[text] = tuple(x.to(self._mesh.device, self._dtype) for x in encoder(text))
+                    encoded[text] = tuple(x.to(self._mesh.device, self._dtype) for x in encoder(text))
                 on_prompt(index)
             del encoder
             if self._frees:
                 _free(self._mesh.device)
-        self._known = made
+        self._known = encoded
 
     def rows(self, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return the tensors by name, with a row for each prompt.
@@ -82,6 +82,13 @@ class Texts:
         """Return random numbers that depend on the prompt."""
         generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
         return tuple(torch.randn(shape, generator=generator) for shape in self.shapes.values())
+
+
+def described(tokens: int, source: object, before: str) -> tuple[str, str]:
+    """Return title and text of the summary's line about prompts. source: of the encoders, None for random numbers."""
+    if source is None:
+        return "text", f"{tokens} tokens of random numbers: no text encoder comes with this model"
+    return "text", f"{tokens} tokens a prompt, encoded on rank 0 before {before}"
 
 
 def check_named(folder: Path, index: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -18,28 +18,25 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.mesh import Mesh
-from seqpar.pipelines import _texts
 from seqpar.pipelines._naming import naming
-from seqpar.pipelines._texts import Encode
-from seqpar.pipelines._unidiffuser_files import PREFIX, Places, caption_decoder
+from seqpar.pipelines._texts import Encode, Texts
+from seqpar.pipelines._unidiffuser_files import PREFIX, Parts, caption_decoder
 from seqpar.vae.shared import own
 from seqpar.weights.hub import errors_only
 
 
-class Texts(_texts.Texts):
-    """UniDiffuser's prompts as text tokens; see `seqpar.pipelines._texts.Texts`.
+def texts_of(source: Parts | Any | None, config: Any, mesh: Mesh, dtype: torch.dtype) -> Texts:
+    """Return UniDiffuser's prompts as text tokens.
 
-    source: the places of the encoders, which are loaded for the time of a call; diffusers' UniDiffuserPipeline in
+    source: the parts with the encoders, which are loaded for the time of a call; diffusers' UniDiffuserPipeline in
     memory; or None for a model with random weights. config: the U-ViT's `Config`.
     """
-
-    def __init__(self, source: Places | Any | None, config: Any, mesh: Mesh, dtype: torch.dtype) -> None:
-        ready = None if source is None else partial(_ready, source, config.text_tokens, mesh.device, dtype)
-        shapes = {"text": (config.text_tokens, config.text_width)}
-        super().__init__(shapes, ready, mesh, dtype, frees=isinstance(source, Places))
+    ready = None if source is None else partial(_ready, source, config.text_tokens, mesh.device, dtype)
+    shapes = {"text": (config.text_tokens, config.text_width)}
+    return Texts(shapes, ready, mesh, dtype, frees=isinstance(source, Parts))
 
 
-def load_encoders(places: Places, dtype: torch.dtype) -> tuple[Any, Any, Callable[[Tensor], Tensor]]:
+def load_encoders(parts: Parts, dtype: torch.dtype) -> tuple[Any, Any, Callable[[Tensor], Tensor]]:
     """Return CLIP's tokenizer and text encoder, and the layer that makes its output narrower; ValueError if it fails.
 
     Of the caption decoder only this layer is read.
@@ -47,10 +44,10 @@ def load_encoders(places: Places, dtype: torch.dtype) -> tuple[Any, Any, Callabl
     import transformers  # seconds to import, and other models do not need it
 
     tokenizers: Any = transformers.AutoTokenizer
-    with naming(f"got a text encoder in {places.text_encoder} that does not load"):
-        tokenizer = tokenizers.from_pretrained(places.clip_tokenizer, trust_remote_code=False)
-        encoder = _text_encoder(places.text_encoder, dtype)
-    decoder = caption_decoder(places)
+    with naming(f"got a text encoder in {parts.text_encoder} that does not load"):
+        tokenizer = tokenizers.from_pretrained(parts.clip_tokenizer, trust_remote_code=False)
+        encoder = _text_encoder(parts.text_encoder, dtype)
+    decoder = caption_decoder(parts)
     keys = sorted(key for key in decoder.shapes if PREFIX in key)  # bias, weight; none if the widths are equal
     bias, weight = (decoder.read(key).to(dtype) for key in keys) if keys else (None, None)
 
@@ -71,19 +68,19 @@ def _text_encoder(folder: Path, dtype: torch.dtype) -> Any:
 
     kind = cast("Any", transformers.CLIPTextModel)  # its types know no loading info
     with errors_only(transformers.utils.logging):
-        encoder, told = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    if told["missing_keys"]:
-        raise ValueError(f"it lacks {len(told['missing_keys'])} weights, such as {min(told['missing_keys'])}")
+        encoder, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    if info["missing_keys"]:
+        raise ValueError(f"it lacks {len(info['missing_keys'])} weights, such as {min(info['missing_keys'])}")
     return encoder
 
 
-def captions(source: Places | Any, text_NLC: Tensor) -> list[str]:
+def captions(source: Parts | Any, text_NLC: Tensor) -> list[str]:
     """Return the caption of each row of text tokens, by the caption decoder's beam search; ValueError if none loads.
 
-    source: as for `Texts`. It runs on the device and in the dtype of the tokens.
+    source: as for `texts_of`. It runs on the device and in the dtype of the tokens.
     """
     decoder, tokenizer = (
-        _captioner(source) if isinstance(source, Places) else (source.text_decoder, source.text_tokenizer)
+        _captioner(source) if isinstance(source, Parts) else (source.text_decoder, source.text_tokenizer)
     )
     decoder = decoder.to(text_NLC.device)
     tokens, lengths = decoder.generate_captions(
@@ -94,16 +91,16 @@ def captions(source: Places | Any, text_NLC: Tensor) -> list[str]:
 
 
 def image_streams(
-    source: Places | Any, vae: Any, pictures: Sequence[Image.Image], generator: torch.Generator
+    source: Parts | Any, vae: Any, pictures: Sequence[Image.Image], generator: torch.Generator
 ) -> Mapping[str, Tensor]:
     """Return {"image": latents (N, C, h, w), "clip": embeddings (N, 1, width)} of pictures of one size.
 
-    source: as for `Texts`. generator: draws the sample of the autoencoder's distribution, as in diffusers' pipeline.
+    source: as for `texts_of`. generator: draws the sample of the autoencoder's distribution, as in diffusers' pipeline.
     """
     from diffusers.image_processor import VaeImageProcessor
 
     encoder, processor = (
-        _seer(source, vae.dtype) if isinstance(source, Places) else (source.image_encoder, source.clip_image_processor)
+        _seer(source, vae.dtype) if isinstance(source, Parts) else (source.image_encoder, source.clip_image_processor)
     )
     device, encoder = vae.device, encoder.to(vae.device)
     pixels = VaeImageProcessor(vae_scale_factor=2 ** (len(vae.config.block_out_channels) - 1)).preprocess([*pictures])
@@ -114,9 +111,9 @@ def image_streams(
     return {"image": latents * vae.config.scaling_factor, "clip": embedded[:, None]}
 
 
-def _ready(source: Places | Any, tokens: int, device: torch.device, dtype: torch.dtype) -> Encode:
+def _ready(source: Parts | Any, tokens: int, device: torch.device, dtype: torch.dtype) -> Encode:
     """Return a function that encodes one prompt; it holds the encoders."""
-    if isinstance(source, Places):
+    if isinstance(source, Parts):
         tokenizer, encoder, narrower = load_encoders(source, dtype)
     else:
         tokenizer, encoder, narrower = source.clip_tokenizer, source.text_encoder, source.text_decoder.encode
@@ -126,33 +123,33 @@ def _ready(source: Places | Any, tokens: int, device: torch.device, dtype: torch
     masked = getattr(encoder.config, "use_attention_mask", False)
 
     def encode(text: str) -> tuple[Tensor, ...]:
-        given = tokenizer(text, padding="max_length", max_length=tokens, truncation=True, return_tensors="pt")
-        mask = given.attention_mask.to(device) if masked else None
+        ids = tokenizer(text, padding="max_length", max_length=tokens, truncation=True, return_tensors="pt")
+        mask = ids.attention_mask.to(device) if masked else None
         with naming("got a text encoder that fails on a prompt"):
-            hidden = encoder(given.input_ids.to(device), attention_mask=mask)[0]
+            hidden = encoder(ids.input_ids.to(device), attention_mask=mask)[0]
         return (narrower(hidden)[0],)
 
     return encode
 
 
-def _captioner(places: Places) -> tuple[Any, Any]:
+def _captioner(parts: Parts) -> tuple[Any, Any]:
     """Return the caption decoder and its tokenizer; of an original file only the layer for prompts is used."""
-    if not places.decoder.is_dir():
-        where = places.decoder
+    if not parts.decoder.is_dir():
+        where = parts.decoder
         raise ValueError(f"got the original caption decoder {where}, expected diffusers' folder for captions")
     import transformers
     from diffusers.pipelines.deprecated.unidiffuser.modeling_text_decoder import UniDiffuserTextDecoder
 
     tokenizers: Any = transformers.AutoTokenizer
-    with naming(f"got a caption decoder in {places.decoder} that does not load"):
-        decoder = UniDiffuserTextDecoder.from_pretrained(places.decoder)
-        return decoder, tokenizers.from_pretrained(places.text_tokenizer, trust_remote_code=False)
+    with naming(f"got a caption decoder in {parts.decoder} that does not load"):
+        decoder = UniDiffuserTextDecoder.from_pretrained(parts.decoder)
+        return decoder, tokenizers.from_pretrained(parts.text_tokenizer, trust_remote_code=False)
 
 
-def _seer(places: Places, dtype: torch.dtype) -> tuple[Any, Any]:
+def _seer(parts: Parts, dtype: torch.dtype) -> tuple[Any, Any]:
     """Return CLIP's image encoder and the function that prepares pictures for it."""
     import transformers
 
-    with naming(f"got an image encoder in {places.image_encoder} that does not load"):
-        encoder = transformers.CLIPVisionModelWithProjection.from_pretrained(places.image_encoder, dtype=dtype)
-        return encoder, transformers.CLIPImageProcessor.from_pretrained(places.image_processor)
+    with naming(f"got an image encoder in {parts.image_encoder} that does not load"):
+        encoder = transformers.CLIPVisionModelWithProjection.from_pretrained(parts.image_encoder, dtype=dtype)
+        return encoder, transformers.CLIPImageProcessor.from_pretrained(parts.image_processor)

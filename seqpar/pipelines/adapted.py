@@ -2,7 +2,6 @@
 
 It takes the flags of the command line to the arguments of the pipeline's call, as far as the pipeline has them, and
 refuses the others. Every rank loads the whole pipeline and makes the same call.
-When it wins: for every model without a file of its own in this folder; a loop of our own is faster.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from diffusers.image_processor import VaeImageProcessor
 
 from seqpar.mesh import Mesh
 from seqpar.pipelines import _schedulers
-from seqpar.pipelines._family import Order
+from seqpar.pipelines._family import FOR_CLASSES, Order
 from seqpar.pipelines._folder import check_parts
 from seqpar.pipelines._naming import naming, naming_loop
 from seqpar.vae.shared import looked_at
@@ -33,7 +32,7 @@ from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
 from seqpar.weights.single_file import load_transformer
 
 PIPELINES = ()  # those of no other file
-PROMPT = None
+MODELS = ()  # nor native models
 
 
 @dataclass(frozen=True)
@@ -94,15 +93,15 @@ class Adapted:
         arguments = dict(self.arguments)
         if self.counts_steps:
             arguments["callback_on_step_end"] = partial(_counted, on_step)
-        told = f"got pipeline {self.folder}, which fails in its loop"
-        with naming_loop(told, mesh.world.size > 1), _checked_vae(getattr(pipe, "vae", None), self.dtype):
+        failing = f"got pipeline {self.folder}, which fails in its loop"
+        with naming_loop(failing, mesh.world.size > 1), _checked_vae(getattr(pipe, "vae", None), self.dtype):
             result = pipe(**arguments, generator=torch.Generator().manual_seed(self.seed))
-        made = list(result.frames if self.video else result.images)
+        results = list(result.frames if self.video else result.images)
         if self.arguments.get("output_type") == "np":
-            _refuse_infinite([bool(np.isfinite(each).all()) for each in made], self.dtype)
-        if self.video or not isinstance(made[0], np.ndarray):
-            return made
-        return VaeImageProcessor.numpy_to_pil(np.stack(made))
+            _refuse_infinite([bool(np.isfinite(each).all()) for each in results], self.dtype)
+        if self.video or not isinstance(results[0], np.ndarray):
+            return results
+        return VaeImageProcessor.numpy_to_pil(np.stack(results))
 
 
 def check(order: Order, path: Path | None, why: str | None = None) -> Adapted:
@@ -131,6 +130,7 @@ def check(order: Order, path: Path | None, why: str | None = None) -> Adapted:
 def _check_flags(order: Order, name: str, given: Mapping[str, inspect.Parameter]) -> None:
     """Raise ValueError for flags that no pipeline takes this way, and for a pipeline that needs more than a prompt."""
     order.refuse(f"expected none: {name} takes texts", classes=order.classes)
+    order.refuse(FOR_CLASSES, respacing=order.respacing)
     order.refuse("expected none: diffusers' loop has none", eta=order.eta, guidance_channels=order.guidance_channels)
     if "num_frames" not in given:
         order.refuse(f"expected none: {name} makes no videos", frames=order.frames, fps=order.fps)
@@ -170,7 +170,7 @@ def _arguments(order: Order, name: str, given: Mapping[str, Any], embeds: bool) 
     given: the parameters of the call. embeds: whether the transformer takes the guidance scale as an input.
     """
     prompts = [text for text in order.prompts for _ in range(order.repeat)]
-    made: dict[str, Any] = {"prompt": prompts, "num_inference_steps": order.steps}
+    arguments: dict[str, Any] = {"prompt": prompts, "num_inference_steps": order.steps}
     flags: dict[str, tuple[str, Any]] = {
         "negative_prompt": ("negative_prompt", None if order.negative is None else [order.negative] * len(prompts)),
         "guidance_scale": ("guidance", order.guidance),
@@ -183,12 +183,12 @@ def _arguments(order: Order, name: str, given: Mapping[str, Any], embeds: bool) 
         if argument not in given:
             order.refuse(f"expected none: {name} takes no {argument}", **{flag: value})
         elif value is not None:
-            made[argument] = value
+            arguments[argument] = value
     if "true_cfg_scale" in given:
-        made |= _distilled(order, name, embeds, len(prompts))
+        arguments |= _distilled(order, name, embeds, len(prompts))
     if "output_type" in given:  # arrays show NaN, which pictures hide as black
-        made["output_type"] = "np"
-    return made
+        arguments["output_type"] = "np"
+    return arguments
 
 
 def _distilled(order: Order, name: str, embeds: bool, count: int) -> dict[str, Any]:

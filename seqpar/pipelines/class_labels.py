@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
@@ -14,27 +14,24 @@ from torch import Tensor
 
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh
-from seqpar.pipelines import _family, _labels, _schedulers
-from seqpar.pipelines._family import BUILTIN, NO_VAE_FACTOR, Job, Order, is_builtin
+from seqpar.models._label_dit import LabelDiT
+from seqpar.pipelines import _files, _labels, _schedulers
+from seqpar.pipelines._family import BUILTIN, NO_VIDEOS, Job, Order, generated, is_builtin
 from seqpar.pipelines._loaded import Loaded
-from seqpar.pipelines._pictures import to_pil
-from seqpar.planner.plan import Plan, make, work_of
-from seqpar.planner.predict import TABLE_BYTES, Load
-from seqpar.planner.search import Wish
-from seqpar.sampling.arguments import check_loading, check_pictures
+from seqpar.planner.plan import Plan
+from seqpar.sampling.arguments import check_pictures
 from seqpar.sampling.ddpm import check_variances
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Request
-from seqpar.sampling.steppers import check_eta
-from seqpar.vae.decoder import check_vae, load_vae, vae_factor
-from seqpar.weights.find import Blueprint, locate, resolve
+from seqpar.vae.decoder import load_vae
+from seqpar.weights.find import locate, resolve
 from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
 
 __all__ = ["BUILTIN", "Files", "Pipeline", "check", "generate"]
 
 PIPELINES = ("DiTPipeline",)
-PROMPT = ("class_labels",)
+MODELS = (LabelDiT,)
 GUIDANCE = 4.0  # scale if the user names none
 SHOWN_BY_DEFAULT = 12  # number of classes if the user names none
 # the scheduler of the original DiT and Large-DiT, for models without a pipeline folder
@@ -42,17 +39,13 @@ DDIM_DEFAULT = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear",
 
 
 @dataclass(frozen=True)
-class Files:
-    """The checked files of a pipeline, before any weights are loaded.
+class Files(_files.Files):
+    """The checked files of a pipeline of classes; see `seqpar.pipelines._files.Files`.
 
-    blueprint: the transformer. folder: the pipeline folder with the other parts, or None. vae: the config of the
-    decoder, or None. labels: class number -> its names, of which captions show the first.
+    labels: class number -> its names, of which captions show the first.
     """
 
-    blueprint: Blueprint
-    folder: Path | None
-    vae: Any
-    labels: Mapping[int, tuple[str, ...]]
+    labels: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @staticmethod
     def locate(name: str | Path, heads: int | None = None) -> Files:
@@ -65,17 +58,10 @@ class Files:
         path = BUILTIN if is_builtin(name) else resolve(name)
         blueprint = locate(name if path is None else path, heads)
         if path is None or not (path / "model_index.json").is_file():
-            return Files(blueprint, None, None, {})
-        index, channels = read_pipeline(path), blueprint.config.in_channels
-        vae = check_vae(path / "vae") if part_of(index, "vae") else None
-        if vae is not None and vae.latent_channels != channels:
-            raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
+            return Files(blueprint)
+        index = read_pipeline(path)
+        vae = _files.checked_vae(path / "vae", blueprint) if part_of(index, "vae") else None
         return Files(blueprint, path, vae, _labels.listed(index, blueprint.config.num_classes))
-
-    @property
-    def factor(self) -> int:
-        """Return the number of pixels along each side of a latent pixel."""
-        return NO_VAE_FACTOR if self.vae is None else vae_factor(self.vae)
 
     def class_ids(self, classes: Sequence[str | int]) -> list[int]:
         """Return the class number of each name, whole label ("tench, Tinca tinca") or number.
@@ -90,36 +76,11 @@ class Files:
         return self.labels.get(number, (str(number),))[0]
 
     def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
-        """Return (height, width) of the latent of a picture; None stands for the size that the model was trained on."""
-        size = _family.latent_size(pixels, self.factor, self.blueprint.config)
+        """Return (height, width) of the latent of a picture; ValueError also for sizes that the model does not have."""
+        size = super().latent_size(pixels)
         if pixels is not None:
             self.blueprint.meta().check_size(*size)
         return size
-
-    def load_of(
-        self,
-        classes: Sequence[str | int],
-        guidance: Guidance,
-        evaluations: int,
-        dtype: torch.dtype,
-        size: tuple[int, int] | None = None,
-    ) -> Load:
-        """Return the planner's `Load` for one picture of each class.
-
-        evaluations: number of calls of the model. size: (height, width) in pixels, None for the model's own.
-        """
-        config, (height, width) = self.blueprint.config, self.latent_size(size)
-        return Load(
-            images=len(classes),
-            tokens=height * width // config.patch_size**2,
-            guidance=guidance.on,
-            steps=evaluations,
-            itemsize=dtype.itemsize,
-            parameters=sum(x.numel() for x in self.blueprint.meta().parameters()),
-            latent=config.in_channels * config.patch_size**2,
-            labels=len(set(classes)) + guidance.on,
-            table=TABLE_BYTES,
-        )
 
     def scheduler(self, name: str | None = None) -> Any:
         """Return the folder's scheduler, or the diffusers class `name` with the same configuration.
@@ -128,7 +89,7 @@ class Files:
         predicts them and the configuration names no other variance_type.
         Raises ValueError, with the reason, if it cannot be built or the denoising loop cannot use it.
         """
-        config = read_scheduler(self.folder / "scheduler") if self.folder else DDIM_DEFAULT
+        config = read_scheduler(self.source / "scheduler") if self.source else DDIM_DEFAULT
         changes = _schedulers.variance_settings(config, name, self.blueprint.config)
         return _schedulers.build(config, name, **changes, **_schedulers.flow_settings(config, name))
 
@@ -138,9 +99,7 @@ class Files:
         eta: None stands for the scheduler's own default. respacing: see `Request`.
         """
         scheduler = self.scheduler(name)
-        check_eta(scheduler, eta)
-        _schedulers.set_steps(scheduler, steps, respacing)
-        if _schedulers.tried(scheduler, eta).learned:
+        if _schedulers.timed(scheduler, steps, eta, respacing).learned:
             check_variances(self.blueprint.config)
         return scheduler
 
@@ -172,11 +131,9 @@ class Pipeline(Loaded):
     ) -> Pipeline:
         """Load the weights, those of the decoder in the same dtype; see `DistributedDiT` for the other arguments."""
         dit = DistributedDiT.from_pretrained(files.blueprint, mesh, dtype, strategy, local, transport, plan=plan)
-        mesh = dit.mesh
-        folder = files.folder
-        if folder is None or files.vae is None:
+        if files.source is None or files.vae is None:
             return Pipeline(dit, files, None)
-        vae = mesh.together(lambda: load_vae(folder / "vae", dtype, mesh.device))
+        vae = dit.mesh.together(lambda: load_vae(files.source / "vae", dtype, dit.mesh.device))
         return Pipeline(dit, files, vae)
 
     def latents(
@@ -194,10 +151,8 @@ class Pipeline(Loaded):
         scheduler: the name of a diffusers class, a scheduler (which is not changed), or None for the model's own.
         settings: steps, guidance, eta, respacing and clip_denoised; see `Request`.
         """
-        made = self.request(classes, seed=seed, size=size, scheduler=scheduler, **settings)
-        return self.sampler(
-            made.scheduler, made.noise, made.prompt, generator=made.generator, on_step=on_step, **settings
-        )
+        run = self.request(classes, seed=seed, size=size, scheduler=scheduler, **settings)
+        return self.sampler(run.scheduler, run.noise, run.prompt, generator=run.generator, on_step=on_step, **settings)
 
     def request(
         self,
@@ -220,7 +175,7 @@ class Pipeline(Loaded):
         prompt = {"class_labels": torch.tensor(self.files.class_ids(classes))}
         height, width = self.files.latent_size(size)
         self.dit.check_size(height, width)
-        load = partial(self.files.load_of, classes, settings["guidance"], settings["steps"], self.dit.dtype, size)
+        load = partial(self.files.load_of, classes, settings["guidance"].on, settings["steps"], self.dit.dtype, size)
         self.check_decodable(len(classes), (height, width), load)
         generator = torch.Generator().manual_seed(seed)
         noise = draw_noise((len(classes), self.dit.config.in_channels, height, width), generator)
@@ -238,56 +193,33 @@ def generate(
     dtype: torch.dtype = torch.float32,
 ) -> list[Image.Image]:
     """Return a picture of each class on every rank, from rank 0's arguments; this one call does everything."""
-    ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
-    ranks.together(lambda: check_loading(mesh, model, dtype))
-    ranks.together(lambda: check_pictures("classes", classes, steps, Guidance(guidance), None, seed))
-    asked = list(classes), str(model), steps, guidance, seed, dtype
-    kind = tuple[list[str | int], str, int, float, int, torch.dtype]
-    classes, model, steps, guidance, seed, dtype = ranks.share(asked, kind)
-    wanted = Guidance(guidance)
-    files = ranks.together(lambda: Files.locate(model))
-    scheduler, ids = ranks.together(lambda: (files.schedule(None, steps), files.class_ids(classes)))
-    load = files.load_of(ids, wanted, len(scheduler.timesteps), dtype)
-    plan = make(work_of(files.blueprint.config), load, dtype, ranks, Wish(), mesh)
-    with Pipeline.load(files, mesh, dtype, plan=plan) as pipeline:
-        made = pipeline.latents(ids, steps=steps, guidance=wanted, seed=seed, scheduler=scheduler)
-        return to_pil(pipeline.decode(made))
+    order: Any = Order(model, dtype, classes=classes, steps=steps, seed=seed)  # pyright: ignore
+    return generated(order, mesh, "classes", lambda: Guidance(guidance), _job)
 
 
 def check(order: Order, path: Path | None) -> Job:
     """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
-    guidance = _guidance(order)
+    reason = "expected none: this model makes pictures of classes (--classes)"
+    order.refuse(reason, prompt=order.prompts, negative_prompt=order.negative, true_guidance=order.true_guidance)
+    order.refuse(NO_VIDEOS, frames=order.frames, fps=order.fps)
+    return _job(order, order.free_guidance(GUIDANCE), path)
+
+
+def _job(order: Order, guidance: Guidance | None, path: Path | None = None) -> Job:
+    """Return the job of an order whose flags are checked."""
     files = Files.locate(order.model if path is None else path, order.heads)
     classes = order.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
     pictures = [number for number in files.class_ids(classes) for _ in range(order.repeat)]
     scheduler = files.schedule(order.scheduler, order.steps, order.eta, order.respacing)
-    height, width = files.latent_size(order.size)
-    settings = {name: getattr(order, name) for name in ("steps", "seed", "eta", "size", "respacing")}
-    return Job(
-        pipeline=Pipeline,
-        blueprint=files.blueprint,
-        loading={"files": files, "dtype": order.dtype},
-        settings={"classes": pictures, "guidance": guidance, "scheduler": scheduler, **settings},
-        load=files.load_of(pictures, guidance, len(scheduler.timesteps), order.dtype, order.size),
-        guidance=guidance,
-        scheduler=scheduler,
-        dtype=order.dtype,
-        pixels=(height * files.factor, width * files.factor),
+    return Job.of(
+        Pipeline,
+        files,
+        order,
+        guidance or Guidance(GUIDANCE),
+        scheduler,
+        pictures,
+        settings={"classes": pictures, "scheduler": scheduler, "eta": order.eta, "respacing": order.respacing},
         captions=[files.class_name(number) for number in pictures],
         named={"classes": classes},
         sheet=True,
     )
-
-
-def _guidance(order: Order) -> Guidance:
-    """Return the guidance that is asked for; ValueError for it, or for a flag that no model of this family takes."""
-    reason = "expected none: this model makes pictures of classes (--classes)"
-    order.refuse(reason, prompt=order.prompts, negative_prompt=order.negative, true_guidance=order.true_guidance)
-    order.refuse("expected none: this model makes no videos", frames=order.frames, fps=order.fps)
-    guidance = Guidance(GUIDANCE if order.guidance is None else order.guidance, order.guidance_channels)
-    if order.guidance_channels is not None and not guidance.on:
-        raise ValueError(
-            f"got --guidance-channels {order.guidance_channels} with --guidance {guidance.scale:g}, expected guidance "
-            f"over 1: without it there is nothing to guide"
-        )
-    return guidance

@@ -10,7 +10,7 @@ modulation at every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,30 +19,24 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.engine.distributed import DistributedDiT
 from seqpar.mesh import Mesh
-from seqpar.pipelines import _family, _flux_text, _schedulers
-from seqpar.pipelines._family import NO_VAE_FACTOR, Job, Order
-from seqpar.pipelines._flux_text import TOKENS, Texts
+from seqpar.models.flux import Model
+from seqpar.pipelines import _files, _flux_text, _schedulers
+from seqpar.pipelines._family import Job, Order, generated
+from seqpar.pipelines._flux_text import TOKENS
 from seqpar.pipelines._folder import check_files
-from seqpar.pipelines._loaded import Loaded, drawn_in, placed
-from seqpar.pipelines._pictures import to_pil
-from seqpar.planner.plan import Plan, make, work_of
-from seqpar.planner.predict import TABLE_BYTES, Load
-from seqpar.planner.search import Wish
-from seqpar.sampling.arguments import check_loading, check_pictures
+from seqpar.pipelines._loaded import FromTexts, drawn_in
+from seqpar.pipelines._texts import Texts, described
+from seqpar.sampling.arguments import check_pictures
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
-from seqpar.sampling.request import Settings, set_timesteps
-from seqpar.sampling.schedules import FAILURES
-from seqpar.sampling.steppers import check_eta
-from seqpar.vae.decoder import check_vae, load_vae, vae_factor
-from seqpar.weights.find import Blueprint, from_diffusers, locate, resolve
+from seqpar.sampling.request import Settings
+from seqpar.weights.find import from_diffusers, locate, resolve
 from seqpar.weights.layout import pipeline_folder
 from seqpar.weights.parts import read_pipeline, read_scheduler
 
 PIPELINES = ("FluxPipeline",)
-PROMPT = ("encoder_hidden_states", "pooled_projections")
+MODELS = (Model,)
 GUIDANCE = 3.5  # embedded scale if the user names none, as in diffusers
 # the scheduler of FLUX.1-dev, for models without a pipeline folder
 DEFAULT = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0, "use_dynamic_shifting": True}
@@ -51,17 +45,13 @@ ASKED = tuple[list[str], int, Guidance, str | None, int, tuple[int, int] | None,
 
 
 @dataclass(frozen=True)
-class Files:
-    """The checked parts of a FLUX.1 pipeline, before any weights are loaded.
+class Files(_files.Files):
+    """The checked parts of a FLUX.1 pipeline; see `seqpar.pipelines._files.Files`.
 
-    blueprint: the transformer. folder: the pipeline folder, or None for a preset. vae: the config of the decoder, or
-    None. scheduling: the scheduler's config. text_tokens: the length to which T5 pads or cuts each prompt.
+    scheduling: the scheduler's config. text_tokens: the length to which T5 pads or cuts each prompt.
     """
 
-    blueprint: Blueprint
-    folder: Path | None
-    vae: Any
-    scheduling: Mapping[str, Any]
+    scheduling: Mapping[str, Any] = field(default_factory=lambda: DEFAULT)
     text_tokens: int = TOKENS
 
     @staticmethod
@@ -74,10 +64,10 @@ class Files:
         """
         path = resolve(name)
         blueprint = locate(name if path is None else path)
-        if blueprint.module.Model.PROMPT != PROMPT:
+        if not issubclass(blueprint.module.Model, MODELS):
             raise ValueError(f"got {blueprint.name}, which is no FLUX.1, expected one")
         if path is None:
-            return Files(blueprint, None, None, DEFAULT)
+            return Files(blueprint)
         folder = pipeline_folder(path)
         if folder is None:
             beside, there = (" beside it", "the file in ") if path.is_file() else ("", "")
@@ -85,26 +75,19 @@ class Files:
                 f"got {path} without model_index.json{beside}, expected {there}a pipeline's folder with its text "
                 f"encoders and decoder"
             )
-        index, channels = read_pipeline(folder), blueprint.config.in_channels
-        vae = check_vae(folder / "vae")
-        if vae.latent_channels != channels:
-            raise ValueError(f"got a decoder of {vae.latent_channels} latent channels, expected the model's {channels}")
+        index, vae = read_pipeline(folder), _files.checked_vae(folder / "vae", blueprint)
         _flux_text.check_encoders(folder, index, blueprint.config)
         return Files(blueprint, folder, vae, read_scheduler(folder / "scheduler"))
 
     @property
-    def factor(self) -> int:
-        """Return the number of pixels along each side of a latent pixel."""
-        return NO_VAE_FACTOR if self.vae is None else vae_factor(self.vae)
+    def decoder(self) -> Path:
+        """Return the folder of the decoder."""
+        return self.source / "vae"
 
-    def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
-        """Return (height, width) of the latent of a picture; None stands for 1024 x 1024 pixels."""
-        return _family.latent_size(pixels, self.factor, self.blueprint.config)
-
-    def tokens(self, pixels: tuple[int, int] | None) -> int:
-        """Return the number of image tokens."""
-        height, width = self.latent_size(pixels)
-        return height * width // self.blueprint.config.patch_size**2
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Return the number of text tokens, which are a stream of their own."""
+        return (self.text_tokens,)
 
     def schedule(
         self, name: str | None, steps: int, size: tuple[int, int] | None, eta: float | None = None
@@ -113,101 +96,32 @@ class Files:
 
         name: the class of another scheduler; it must follow FLUX's sigmas. Raises ValueError if one does not fit.
         """
-        scheduler, given = self.timed(name, steps, size)
-        chosen = type(scheduler).__name__
-        check_eta(scheduler, eta)
-        try:
-            set_timesteps(scheduler, steps, given)
-        except FAILURES as error:
-            raise ValueError(f"got {steps} steps, which {chosen} cannot do: {error}; try more or fewer") from error
-        _schedulers.tried(scheduler, eta)
-        return scheduler, given
+        scheduler, timing = self.untimed(name, steps, size)
+        _schedulers.timed(scheduler, steps, eta, timing=timing)
+        return scheduler, timing
 
-    def timed(self, name: str | None, steps: int, size: tuple[int, int] | None) -> tuple[Any, dict[str, Any]]:
+    def untimed(self, name: str | None, steps: int, size: tuple[int, int] | None) -> tuple[Any, dict[str, Any]]:
         """Return what `schedule` returns, without timesteps and without trying the scheduler's steps."""
         settings = _schedulers.flow_settings(self.scheduling, name)
         scheduler = _schedulers.build(self.scheduling, name, **settings)
         _schedulers.check_steps(scheduler, steps)
         return scheduler, _schedulers.flow_timing(scheduler, steps, self.tokens(size))
 
-    def smallest(self, dtype: torch.dtype) -> Callable[[bool], Load]:
-        """Return a function that returns the `Load` of one picture, with two branches or one."""
-        return lambda guided: self.load_of(("",), guided, 1, dtype, None)
-
-    def load_of(
-        self, prompts: Sequence[str], guided: bool, evaluations: int, dtype: torch.dtype, size: tuple[int, int] | None
-    ) -> Load:
-        """Return the planner's `Load` for one picture of each prompt; guided: whether there are two branches."""
-        config = self.blueprint.config
-        return Load(
-            images=len(prompts),
-            tokens=self.tokens(size),
-            guidance=guided,
-            steps=evaluations,
-            itemsize=dtype.itemsize,
-            parameters=sum(x.numel() for x in self.blueprint.meta().parameters()),
-            latent=config.in_channels * config.patch_size**2,
-            labels=len(set(prompts)) + guided,
-            table=TABLE_BYTES,
-            others=(self.text_tokens,),
-        )
-
 
 @dataclass(frozen=True)
-class Pipeline(Loaded):
-    """A loaded pipeline of FLUX.1 on a mesh; see `Loaded`."""
+class Pipeline(FromTexts):
+    """A loaded pipeline of FLUX.1 on a mesh; see `FromTexts`."""
 
-    texts: Texts
+    @classmethod
+    def files_of(cls, pipe: Any, *, text_tokens: int = TOKENS) -> tuple[Files, torch.dtype]:  # pyright: ignore
+        """Return the files of diffusers' FluxPipeline in memory, and the dtype of its transformer."""
+        blueprint, scheduling = from_diffusers(pipe.transformer), _schedulers.config_of(pipe.scheduler)
+        return Files(blueprint, pipe, pipe.vae.config, scheduling, text_tokens), pipe.transformer.dtype
 
-    @staticmethod
-    def load(
-        files: Files,
-        mesh: Mesh | None = None,
-        dtype: torch.dtype = torch.float32,
-        *,
-        wish: Wish | None = None,
-        plan: Plan | None = None,
-        prompts: Sequence[str] = (),
-        on_prompt: Callable[[int], None] = lambda index: None,
-    ) -> Pipeline:
-        """Load the weights of transformer and decoder; every rank must call this at the same time.
-
-        wish: the caller's choice of strategy, local attention and transport; the planner chooses the rest for one
-        picture with one branch. plan: a plan that was made before. prompts: texts that rank 0 encodes first, so that
-        the encoders are gone before the transformer's weights load; later calls of `latents` may name others.
-        on_prompt(index): called on rank 0 when a prompt is encoded.
-        """
-        plan, mesh = placed(files.blueprint.config, files.smallest(dtype), dtype, mesh, wish, plan)
-        texts = Texts(files.folder, files.blueprint.config, files.text_tokens, mesh, dtype)
-
-        def read() -> Any:
-            texts.encode(prompts, on_prompt)
-            return load_vae(files.folder / "vae", dtype, mesh.device) if files.folder else None
-
-        vae = mesh.together(read)
-        model = files.blueprint.build(dtype, mesh.device, 0, mesh)  # each rank reads a share of the file
-        return Pipeline(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
-
-    @staticmethod
-    def of(
-        pipe: Any,
-        mesh: Mesh | None = None,
-        *,
-        wish: Wish | None = None,
-        plan: Plan | None = None,
-        text_tokens: int = TOKENS,
-    ) -> Pipeline:
-        """Return a pipeline of the parts of diffusers' FluxPipeline in memory; its text encoders stay with it.
-
-        The transformer's weights are copied. See `load` for the other arguments; dtype is that of the transformer.
-        """
-        dtype, scheduling = pipe.transformer.dtype, {**pipe.scheduler.config}
-        scheduling["_class_name"] = type(pipe.scheduler).__name__
-        files = Files(from_diffusers(pipe.transformer), None, pipe.vae.config, scheduling, text_tokens)
-        plan, mesh = placed(files.blueprint.config, files.smallest(dtype), dtype, mesh, wish, plan)
-        texts = Texts(pipe, files.blueprint.config, text_tokens, mesh, dtype)
-        model = files.blueprint.build(dtype, mesh.device)
-        return Pipeline(DistributedDiT(model, mesh, plan=plan), files, pipe.vae.to(mesh.device), texts)
+    @classmethod
+    def texts_of(cls, files: Files, mesh: Mesh, dtype: torch.dtype) -> Texts:
+        """Return the prompts of these files as tensors, without any yet."""
+        return _flux_text.texts_of(files.source, files.blueprint.config, files.text_tokens, mesh, dtype)
 
     def latents(
         self,
@@ -230,24 +144,17 @@ class Pipeline(Loaded):
         self.dit.mesh.together(lambda: check_pictures("prompts", prompts, steps, guidance, size, seed))
         asked = list(prompts), steps, guidance, negative, seed, size, scheduler
         prompts, steps, guidance, negative, seed, size, scheduler = self.dit.mesh.share(asked, ASKED)
-        latent = self._checked(prompts, guidance, steps, size)
+        latent = self.files.latent_size(size)
+        load = partial(self.files.load_of, prompts, guidance.on, steps, self.dit.dtype, size)
+        self.check_decodable(len(prompts), latent, load)
         others = [negative or ""] if guidance.on else []
         self.dit.mesh.together(lambda: self.texts.encode([*prompts, *others]))
-        (stepping, given), generator = self.files.timed(scheduler, steps, size), torch.Generator().manual_seed(seed)
-        settings: Settings = {"steps": steps, "guidance": guidance, "schedule": given, "generator": generator}
+        (stepping, timing), generator = self.files.untimed(scheduler, steps, size), torch.Generator().manual_seed(seed)
+        settings: Settings = {"steps": steps, "guidance": guidance, "schedule": timing, "generator": generator}
         if others:
             settings["negative"] = self.texts.rows(others * len(prompts))
         noise = draw_noise((len(prompts), self.dit.config.in_channels, *latent), generator, drawn_in(self.dit.dtype))
         return self.sampler(stepping, noise, self.texts.rows(prompts), on_step=on_step, **settings)
-
-    def _checked(
-        self, prompts: Sequence[str], guidance: Guidance, steps: int, size: tuple[int, int] | None
-    ) -> tuple[int, int]:
-        """Return (height, width) of the latents; ValueError if they cannot be decoded here."""
-        latent = self.files.latent_size(size)
-        load = partial(self.files.load_of, prompts, guidance.on, steps, self.dit.dtype, size)
-        self.check_decodable(len(prompts), latent, load)
-        return latent
 
 
 def generate(
@@ -265,20 +172,8 @@ def generate(
 
     guidance: see `Pipeline.latents`; None takes the default of the model, without a negative prompt.
     """
-    ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
-    ranks.together(lambda: check_loading(mesh, model, dtype))
-    ranks.together(lambda: check_pictures("prompts", prompts, steps, guidance or Guidance(), size, seed))
-    asked = list(prompts), str(model), steps, guidance, size, seed, dtype
-    kind = tuple[list[str], str, int, Guidance | None, tuple[int, int] | None, int, torch.dtype]
-    prompts, model, steps, guidance, size, seed, dtype = ranks.share(asked, kind)
-    files = ranks.together(lambda: Files.locate(model))
-    wanted = guidance or embedded(files, None)
-    scheduler, _ = ranks.together(lambda: files.schedule(None, steps, size))
-    load = files.load_of(prompts, wanted.on, len(scheduler.timesteps), dtype, size)
-    plan = make(work_of(files.blueprint.config), load, dtype, ranks, Wish(), mesh)
-    with Pipeline.load(files, mesh, dtype, plan=plan, prompts=prompts) as pipeline:
-        made = pipeline.latents(prompts, steps=steps, guidance=wanted, seed=seed, size=size)
-        return to_pil(pipeline.decode(made))
+    order: Any = Order(model, dtype, prompts=prompts, steps=steps, seed=seed, size=size)  # pyright: ignore
+    return generated(order, mesh, "prompts", lambda: guidance, _job)
 
 
 def embedded(files: Files, scale: float | None, beside: Guidance | None = None) -> Guidance:
@@ -299,45 +194,32 @@ def embedded(files: Files, scale: float | None, beside: Guidance | None = None) 
 
 def check(order: Order, path: Path | None) -> Job:
     """Return the work that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
-    _check_flags(order)
-    if path is not None and (path / "transformer").is_dir():
-        check_files(path / "transformer")
-    files = Files.locate(order.model if path is None else path)
-    beside = Guidance(1.0 if order.true_guidance is None else order.true_guidance, order.guidance_channels)
-    guidance = embedded(files, order.guidance, beside)
-    prompts = [text for text in order.prompts for _ in range(order.repeat)]
-    scheduler, _ = files.schedule(order.scheduler, order.steps, order.size, order.eta)
-    height, width = files.latent_size(order.size)
-    others = [order.negative or ""] if guidance.on else []
-    settings = {"steps": order.steps, "seed": order.seed, "size": order.size, "scheduler": order.scheduler}
-    return Job(
-        pipeline=Pipeline,
-        blueprint=files.blueprint,
-        loading={"files": files, "dtype": order.dtype, "prompts": [*prompts, *others]},
-        settings={"prompts": prompts, "negative": order.negative, "guidance": guidance, **settings},
-        load=files.load_of(prompts, guidance.on, len(scheduler.timesteps), order.dtype, order.size),
-        guidance=guidance,
-        scheduler=scheduler,
-        dtype=order.dtype,
-        pixels=(height * files.factor, width * files.factor),
-        captions=prompts,
-        named={"prompts": order.prompts},
-        notes=_notes(files),
-    )
-
-
-def _notes(files: Files) -> list[tuple[str, str]]:
-    if files.folder is None:
-        return [("text", f"{files.text_tokens} tokens of random numbers: no text encoder comes with this model")]
-    return [("text", f"{files.text_tokens} tokens a prompt, encoded on rank 0 before the transformer's weights load")]
-
-
-def _check_flags(order: Order) -> None:
-    """Raise ValueError for flags that FLUX does not take, and for missing ones."""
-    order.refuse("expected none: this model makes pictures of texts (--prompt)", classes=order.classes)
-    order.refuse("expected none: this model makes no videos", frames=order.frames, fps=order.fps)
-    if not order.prompts:
-        raise ValueError(f"got --model {order.model} without --prompt, expected one: it makes pictures of texts")
+    order.needs_prompts()
     if (order.true_guidance or 1.0) <= 1:
         off = "expected --true-guidance over 1, too: without it there is one branch, and the flag has no effect"
         order.refuse(off, negative_prompt=order.negative, guidance_channels=order.guidance_channels)
+    if path is not None and (path / "transformer").is_dir():
+        check_files(path / "transformer")
+    return _job(order, None, path)
+
+
+def _job(order: Order, guidance: Guidance | None, path: Path | None = None) -> Job:
+    """Return the work of an order whose flags are checked. guidance: None stands for that of the flags."""
+    files = Files.locate(order.model if path is None else path)
+    beside = Guidance(1.0 if order.true_guidance is None else order.true_guidance, order.guidance_channels)
+    guidance = guidance or embedded(files, order.guidance, beside)
+    prompts, others = order.pictures, [order.negative or ""] if guidance.on else []
+    scheduler, _ = files.schedule(order.scheduler, order.steps, order.size, order.eta)
+    return Job.of(
+        Pipeline,
+        files,
+        order,
+        guidance,
+        scheduler,
+        prompts,
+        loading={"prompts": [*prompts, *others]},
+        settings={"prompts": prompts, "negative": order.negative, "scheduler": order.scheduler},
+        captions=prompts,
+        named={"prompts": order.prompts},
+        notes=[described(files.text_tokens, files.source, "the transformer's weights load")],
+    )

@@ -22,27 +22,24 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.engine.distributed import DistributedDiT
 from seqpar.inputs import streams_of_rank_0
 from seqpar.mesh import Mesh
 from seqpar.models.uvit import Mode, Model
-from seqpar.pipelines._family import Job, Order
-from seqpar.pipelines._loaded import Loaded, drawn_in, placed
-from seqpar.pipelines._pictures import to_pil
-from seqpar.pipelines._unidiffuser_files import Files, Places
-from seqpar.pipelines._unidiffuser_parts import Texts, captions, image_streams
-from seqpar.planner.plan import Plan, make, work_of
-from seqpar.planner.search import Wish
-from seqpar.sampling.arguments import check_loading, check_pictures
+from seqpar.pipelines import _schedulers
+from seqpar.pipelines._family import Job, Order, generated
+from seqpar.pipelines._loaded import FromTexts, drawn_in
+from seqpar.pipelines._texts import Texts, described
+from seqpar.pipelines._unidiffuser_files import Files
+from seqpar.pipelines._unidiffuser_parts import captions, image_streams, texts_of
+from seqpar.sampling.arguments import check_pictures
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.noise import draw_steps
 from seqpar.sampling.request import Settings, set_timesteps
-from seqpar.vae.decoder import load_vae
 from seqpar.weights.find import from_diffusers
 
 PIPELINES = ("UniDiffuserPipeline",)
-PROMPT = Model.PROMPT
+MODELS = (Model,)
 GUIDANCE = 8.0  # of diffusers; the original's scale s is this one minus 1
 DATA_TYPE = 1  # of version 1's two kinds of training data the one with good pictures, as both implementations take
 
@@ -65,65 +62,20 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Pipeline(Loaded):
-    """A loaded UniDiffuser on a mesh; see `Loaded`.
+class Pipeline(FromTexts):
+    """A loaded UniDiffuser on a mesh; see `FromTexts`."""
 
-    source: the places of the parts around the U-ViT, diffusers' pipeline in memory, or None for a preset.
-    """
-
-    texts: Texts
-    source: Places | Any | None
-
-    @staticmethod
-    def load(
-        files: Files,
-        mesh: Mesh | None = None,
-        dtype: torch.dtype = torch.float32,
-        *,
-        wish: Wish | None = None,
-        plan: Plan | None = None,
-        prompts: Sequence[str] = (),
-        on_prompt: Callable[[int], None] = lambda index: None,
-    ) -> Pipeline:
-        """Load the weights of U-ViT and decoder; every rank must call this at the same time.
-
-        wish: the caller's choice of strategy, local attention and transport; the planner chooses the rest for one
-        picture with one branch. plan: a plan that was made before. prompts: texts that rank 0 encodes first, so that
-        the encoder is gone before other weights load; later calls of `latents` may name others. on_prompt(index):
-        called on rank 0 when a prompt is encoded.
-        """
-        plan, mesh = placed(files.blueprint.config, files.smallest(dtype), dtype, mesh, wish, plan)
-        texts = Texts(files.places, files.blueprint.config, mesh, dtype)
-
-        def read() -> Any:
-            texts.encode(prompts, on_prompt)
-            return load_vae(files.places.vae, dtype, mesh.device) if files.places else None
-
-        vae = mesh.together(read)
-        model = files.blueprint.build(dtype, mesh.device, 0, mesh)  # each rank reads a share of the file
-        return Pipeline(DistributedDiT(model, mesh, plan=plan), files, vae, texts, files.places)
-
-    @staticmethod
-    def of(
-        pipe: Any,
-        mesh: Mesh | None = None,
-        *,
-        wish: Wish | None = None,
-        plan: Plan | None = None,
-        mode: Mode = "text2img",
-    ) -> Pipeline:
-        """Return a pipeline of the parts of diffusers' UniDiffuserPipeline in memory; its encoders stay with it.
-
-        The U-ViT's weights are copied. See `load` for the other arguments; dtype is that of the U-ViT.
-        """
-        dtype, scheduling = pipe.unet.dtype, {**pipe.scheduler.config}
-        scheduling["_class_name"] = type(pipe.scheduler).__name__
+    @classmethod
+    def files_of(cls, pipe: Any, *, mode: Mode = "text2img") -> tuple[Files, torch.dtype]:  # pyright: ignore
+        """Return the files of diffusers' UniDiffuserPipeline in memory, and the dtype of its U-ViT."""
         blueprint = from_diffusers(pipe.unet)
         blueprint = replace(blueprint, config=replace(blueprint.config, mode=mode))
-        files = Files(blueprint, None, pipe.vae.config, scheduling)
-        plan, mesh = placed(blueprint.config, files.smallest(dtype), dtype, mesh, wish, plan)
-        texts, model = Texts(pipe, blueprint.config, mesh, dtype), blueprint.build(dtype, mesh.device)
-        return Pipeline(DistributedDiT(model, mesh, plan=plan), files, pipe.vae.to(mesh.device), texts, pipe)
+        return Files(blueprint, pipe, pipe.vae.config, _schedulers.config_of(pipe.scheduler)), pipe.unet.dtype
+
+    @classmethod
+    def texts_of(cls, files: Files, mesh: Mesh, dtype: torch.dtype) -> Texts:
+        """Return the prompts of these files as tensors, without any yet."""
+        return texts_of(files.source, files.blueprint.config, mesh, dtype)
 
     def latents(
         self,
@@ -184,7 +136,7 @@ class Pipeline(Loaded):
 
     def captions(self, text_NLC: Tensor) -> list[str]:
         """Return the caption of each row of rank 0's text tokens, on every rank; ValueError for a preset."""
-        mesh, source = self.dit.mesh, self.source
+        mesh, source = self.dit.mesh, self.files.source
         if source is None:
             raise ValueError("got a model without a caption decoder, expected a pipeline's folder")
         return mesh.of_rank_0(lambda: captions(source, text_NLC), list[str])
@@ -194,7 +146,7 @@ class Pipeline(Loaded):
 
         seed: of the sample that is drawn from the autoencoder's distribution.
         """
-        mesh, source, vae = self.dit.mesh, self.source, self.vae
+        mesh, source, vae = self.dit.mesh, self.files.source, self.vae
         if source is None:
             raise ValueError("got a model without image encoders, expected a pipeline's folder")
         drawn = torch.Generator().manual_seed(seed)
@@ -215,7 +167,8 @@ class Pipeline(Loaded):
         if asked.guidance.on and "other_timestep" not in self.dit.model.PROMPT:
             raise ValueError(f"got guidance in mode {self.dit.config.mode}, expected text2img or img2text; use scale 1")
         if "image" in self.dit.model.STATE:
-            load = partial(self.files.load_of, asked.count, asked.guidance.on, asked.steps, self.dit.dtype, asked.size)
+            run = [""] * asked.count, asked.guidance.on, asked.steps, self.dit.dtype, asked.size
+            load = partial(self.files.load_of, *run)
             self.check_decodable(asked.count, self.files.latent_size(asked.size), load)
 
     def _shapes(self, asked: Asked) -> dict[str, tuple[int, ...]]:
@@ -258,8 +211,8 @@ class Pipeline(Loaded):
 
         It is drawn evaluation by evaluation, because diffusers' pipeline draws it within its loop.
         """
-        made = draw_steps(shapes, evaluations, generator, drawn_in(self.dit.dtype))
-        return {name: x if x.dim() == 4 else torch.stack([*map(self._tokens, x)]) for name, x in made.items()}
+        noise = draw_steps(shapes, evaluations, generator, drawn_in(self.dit.dtype))
+        return {name: x if x.dim() == 4 else torch.stack([*map(self._tokens, x)]) for name, x in noise.items()}
 
 
 def _on_host(streams: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -299,62 +252,31 @@ def generate(
     dtype: torch.dtype = torch.float32,
 ) -> list[Image.Image]:
     """Return a picture of each prompt on every rank, from rank 0's arguments; this one call does everything."""
-    ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
-    ranks.together(lambda: check_loading(mesh, model, dtype))
-    ranks.together(lambda: check_pictures("prompts", prompts, steps, Guidance(guidance), size, seed))
-    asked = list(prompts), str(model), steps, guidance, size, seed, dtype
-    kind = tuple[list[str], str, int, float, tuple[int, int] | None, int, torch.dtype]
-    prompts, model, steps, guidance, size, seed, dtype = ranks.share(asked, kind)
-    files = ranks.together(lambda: Files.locate(model))
-    wanted, scheduler = Guidance(guidance), ranks.together(lambda: files.schedule(None, steps))
-    load = files.load_of(len(prompts), wanted.on, len(scheduler.timesteps), dtype, size)
-    plan = make(work_of(files.blueprint.config), load, dtype, ranks, Wish(), mesh)
-    with Pipeline.load(files, mesh, dtype, plan=plan, prompts=prompts) as pipeline:
-        made = pipeline.latents(prompts, steps=steps, guidance=wanted, seed=seed, size=size)
-        return to_pil(pipeline.decode(made))
+    order: Any = Order(model, dtype, prompts=prompts, steps=steps, seed=seed, size=size)  # pyright: ignore
+    return generated(order, mesh, "prompts", lambda: Guidance(guidance), _job)
 
 
 def check(order: Order, path: Path | None) -> Job:
     """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
-    guidance = _guidance(order)
-    files = Files.locate(order.model if path is None else path)
-    prompts = [text for text in order.prompts for _ in range(order.repeat)]
-    scheduler = files.schedule(order.scheduler, order.steps, order.eta)
-    height, width = files.latent_size(order.size)
-    settings = {"steps": order.steps, "seed": order.seed, "size": order.size, "eta": order.eta}
-    return Job(
-        pipeline=Pipeline,
-        blueprint=files.blueprint,
-        loading={"files": files, "dtype": order.dtype, "prompts": prompts},
-        settings={"prompts": prompts, "guidance": guidance, "scheduler": order.scheduler, **settings},
-        load=files.load_of(len(prompts), guidance.on, len(scheduler.timesteps), order.dtype, order.size),
-        guidance=guidance,
-        scheduler=scheduler,
-        dtype=order.dtype,
-        pixels=(height * files.factor, width * files.factor),
-        captions=prompts,
-        named={"prompts": order.prompts},
-        notes=[("text", _told(files))],
-    )
-
-
-def _told(files: Files) -> str:
-    tokens = f"{files.blueprint.config.text_tokens} tokens"
-    if files.places is None:
-        return f"{tokens} of random numbers: no text encoder comes with this model"
-    return f"{tokens} a prompt, encoded on rank 0 before other weights load"
-
-
-def _guidance(order: Order) -> Guidance:
-    """Return the guidance that is asked for; ValueError for flags that UniDiffuser does not take, and missing ones."""
-    order.refuse("expected none: this model makes pictures of texts (--prompt)", classes=order.classes)
-    order.refuse("expected none: this model makes no videos", frames=order.frames, fps=order.fps)
+    order.needs_prompts()
     order.refuse("expected none: the unconditional branch takes noise as its text", negative_prompt=order.negative)
     order.refuse("expected none: --guidance is classifier-free here", true_guidance=order.true_guidance)
-    if not order.prompts:
-        raise ValueError(f"got --model {order.model} without --prompt, expected one: it makes pictures of texts")
-    guidance = Guidance(GUIDANCE if order.guidance is None else order.guidance, order.guidance_channels)
-    if order.guidance_channels is not None and not guidance.on:
-        off = f"with --guidance {guidance.scale:g}, expected guidance over 1: without it there is nothing to guide"
-        raise ValueError(f"got --guidance-channels {order.guidance_channels} {off}")
-    return guidance
+    return _job(order, order.free_guidance(GUIDANCE), path)
+
+
+def _job(order: Order, guidance: Guidance | None, path: Path | None = None) -> Job:
+    """Return the job of an order whose flags are checked."""
+    files = Files.locate(order.model if path is None else path)
+    return Job.of(
+        Pipeline,
+        files,
+        order,
+        guidance or Guidance(GUIDANCE),
+        files.schedule(order.scheduler, order.steps, order.eta),
+        order.pictures,
+        loading={"prompts": order.pictures},
+        settings={"prompts": order.pictures, "scheduler": order.scheduler, "eta": order.eta},
+        captions=order.pictures,
+        named={"prompts": order.prompts},
+        notes=[described(files.blueprint.config.text_tokens, files.source, "other weights load")],
+    )

@@ -1,7 +1,7 @@
 """Counts the FLOPs, elements, bytes and messages of a step; `predict.py` turns these counts into times.
 
-The model's `Work` and the strategy's `Facts` describe their operations; this file looks the strategy up in its folder
-and adds the operations up. docs/planner.md lists the formulas; the traffic of the exchanges follows from
+The model's `Work` and the strategy's `StrategyFacts` describe their operations; this file looks the strategy up in its
+folder and adds the operations up. docs/planner.md lists the formulas; the traffic of the exchanges follows from
 DeepSpeed-Ulysses (arXiv 2309.14509) and Ring Attention (arXiv 2310.01889).
 Letters: see `seqpar.protocols`; s is the number of tokens of one sequence.
 """
@@ -11,23 +11,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import seqpar.attention
-from seqpar.planner.facts import Cost, Facts, Layer, Layout, Place, Work, core
 from seqpar.protocols import plugin, plugins
 from seqpar.transports import _folder
+from seqpar.types.facts import Cost, Layer, Layout, ShardedLayer, StrategyFacts, Work, core
 
 
-def facts_of(strategy: str) -> Facts:
+def facts_of(strategy: str) -> StrategyFacts:
     """Return the `FACTS` of a strategy's file; raise `ValueError` if the file or its `FACTS` is missing."""
-    found = getattr(plugin(seqpar.attention, strategy, "strategy"), "FACTS", None)
-    if not isinstance(found, Facts):
-        raise ValueError(f"got strategy {strategy!r} without FACTS, expected a seqpar.planner.facts.Facts in its file")
-    return found
+    facts = getattr(plugin(seqpar.attention, strategy, "strategy"), "FACTS", None)
+    if not isinstance(facts, StrategyFacts):
+        expected = "a seqpar.types.facts.StrategyFacts in its file"
+        raise ValueError(f"got strategy {strategy!r} without FACTS, expected {expected}")
+    return facts
 
 
-def strategies() -> dict[str, Facts]:
+def strategies() -> dict[str, StrategyFacts]:
     """Return name -> facts of every strategy in the folder, in the order of preference when predictions tie."""
-    found = {name: facts_of(name) for name in plugins(seqpar.attention)}
-    return dict(sorted(found.items(), key=lambda item: item[1].order))
+    known = {name: facts_of(name) for name in plugins(seqpar.attention)}
+    return dict(sorted(known.items(), key=lambda item: item[1].order))
 
 
 def exact_strategies() -> tuple[str, ...]:
@@ -41,13 +42,15 @@ def why_not(strategy: str, ring: int, ulysses: int, heads: int, kv_heads: int) -
     return None if reason is None else f"got strategy {strategy} with {reason}"
 
 
-def place(work: Work, layout: Layout, tokens: int, batch: int = 1, others: tuple[int, ...] = ()) -> Place:
-    """Return the `Place` of one sequence of a layout, with `batch` rows on each rank.
+def sharded_layer(
+    work: Work, layout: Layout, tokens: int, batch: int = 1, others: tuple[int, ...] = ()
+) -> ShardedLayer:
+    """Return the `ShardedLayer` of one sequence of a layout, with `batch` rows on each rank.
 
     tokens: those of the state; others: those of each other stream.
     """
     whole, direct = tokens + sum(others), is_direct(layout.transport)
-    return Place(work, layout.ring, layout.ulysses, whole, batch, direct, (tokens, *others))
+    return ShardedLayer(work, layout.ring, layout.ulysses, whole, batch, direct, (tokens, *others))
 
 
 def is_direct(curve: str) -> bool:
@@ -58,7 +61,7 @@ def is_direct(curve: str) -> bool:
 
 def layers(work: Work, layout: Layout, tokens: int, batch: int = 1, others: tuple[int, ...] = ()) -> tuple[Layer, ...]:
     """Return the operations of one layer for each rank of the sequence axis."""
-    facts, at = facts_of(layout.strategy), place(work, layout, tokens, batch, others)
+    facts, at = facts_of(layout.strategy), sharded_layer(work, layout, tokens, batch, others)
     return tuple(facts.layer(at, rank) for rank in range(layout.sequence))
 
 

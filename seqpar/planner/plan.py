@@ -21,13 +21,13 @@ import seqpar.local
 from seqpar import exact
 from seqpar.mesh import AXES, Axis, Mesh
 from seqpar.planner import rates
-from seqpar.planner.facts import Layout, Work
 from seqpar.planner.machine import Machine, here
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Aim, Ranking, Wish, search
 from seqpar.protocols import plugin, plugins
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport
+from seqpar.types.facts import Layout, Work
 
 STEPS = 25  # assumed where the number of steps of a run is not known yet
 
@@ -94,11 +94,13 @@ def make(work: Work, load: Load, dtype: torch.dtype, ranks: Mesh, wish: Wish, me
         tokens, images = max(load.tokens, mesh.sequence.size), max(load.images, mesh.data.size)
         load = replace(load, tokens=tokens, images=images)
     # trying a transport is collective: every rank must do it at the same time
-    moved = ranks.together(lambda: _reached(wish.transport, ranks, mesh))
-    machine = here(ranks.device, ranks.world.size, moved.name)
+    transport = ranks.together(lambda: _reached(wish.transport, ranks, mesh))
+    machine = here(ranks.device, ranks.world.size, transport.name)
     if mesh is not None:  # the caller has decided that it fits
         machine = replace(machine, memory=None)
-    return ranks.share(ranks.together(lambda: _decided(work, load, dtype, ranks.device, machine, wish, moved)), Plan)
+    return ranks.share(
+        ranks.together(lambda: _decided(work, load, dtype, ranks.device, machine, wish, transport)), Plan
+    )
 
 
 def for_library(config: Any, parameters: int, dtype: torch.dtype, mesh: Mesh | None, wish: Wish, table: int) -> Plan:
@@ -123,26 +125,26 @@ def work_of(config: Any) -> Work:
 
 def rank(work: Work, load: Load, machine: Machine, wish: Wish, dtype: torch.dtype) -> Ranking:
     """Return all layouts of a machine, which need not be present, best first; `ValueError` if none is possible."""
-    found = rates.load(machine.device, machine.count, str(dtype).removeprefix("torch."))
-    if machine.count > 1 and machine.transport not in found.exchange:
-        known = ", ".join(found.exchange)
+    measured = rates.load(machine.device, machine.count, str(dtype).removeprefix("torch."))
+    if machine.count > 1 and machine.transport not in measured.exchange:
+        known = ", ".join(measured.exchange)
         raise ValueError(
-            f"got transport {machine.transport}, which is not in the rates ({found.source}: {known}); measure it "
+            f"got transport {machine.transport}, which is not in the rates ({measured.source}: {known}); measure it "
             f"with launch/bench.py rates, or use another transport"
         )
-    return search(work, load, machine.count, wish, found, machine.transport, machine.memory)
+    return search(work, load, machine.count, wish, measured, machine.transport, machine.memory)
 
 
 def _decided(
-    work: Work, load: Load, dtype: torch.dtype, device: torch.device, machine: Machine, wish: Wish, moved: Choice
+    work: Work, load: Load, dtype: torch.dtype, device: torch.device, machine: Machine, wish: Wish, transport: Choice
 ) -> Plan:
     ranking = rank(work, load, machine, wish, dtype)
     layout = ranking.best
     why = "as asked" if wish.strategy != "auto" else "planned" if layout.sequence > 1 else "one rank a sequence"
     if wish.transport == "auto" and layout.sequence * layout.cfg == 1:
-        moved = _nothing_to_exchange(device)
+        transport = _nothing_to_exchange(device)
     local = choose_local(wish.local, device, dtype, work.head_dim, work.masked)
-    return Plan(layout, Choice(layout.strategy, why), moved, local, ranking)
+    return Plan(layout, Choice(layout.strategy, why), transport, local, ranking)
 
 
 # Transports ----------------------------------------------------------------------------------------------------
@@ -217,8 +219,8 @@ def choose_local(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
         return Choice(name, "as asked")
     order, reasons = _fitting(device, dtype, head_dim, mask)
     if not order:
-        told = "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
-        raise ValueError(f"got {dtype} and head dim {head_dim} in exact mode, expected an attention for it ({told})")
+        why = "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
+        raise ValueError(f"got {dtype} and head dim {head_dim} in exact mode, expected an attention for it ({why})")
     refused = "".join(f"; {other}: {reason}" for other, reason in reasons.items())
     return Choice(
         order[0], f"first choice for {device.type}, head dim {head_dim}, {dtype}{refused}".replace("torch.", "")

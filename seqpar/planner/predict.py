@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from seqpar.planner.costs import attention_calls, busiest, layers, merge_bytes
-from seqpar.planner.facts import Blocks, Cost, Gemms, Layer, Layout, Work, core
 from seqpar.planner.rates import Rates, rate_at, time_at
 from seqpar.shard import Shard
+from seqpar.types.facts import Blocks, Cost, Gemms, Layer, Layout, Work, core
 
 STATE = 4  # bytes of the denoised state and of modulation: fp32
 GIB = 1 << 30

@@ -147,16 +147,16 @@ def load(device: str, count: int, dtype: str) -> Rates:
         other = "" if device == default.device else f", not of a {device}"
         wide = "" if dtype == default.dtype else f", in {default.dtype}"
         return replace(default, source=f"{default.source}{other}{wide}; nothing was measured here")
-    found = _read(path)
-    note = "" if found.exchange else f"; exchanges: {default.source}"
+    measured = _read(path)
+    note = "" if measured.exchange else f"; exchanges: {default.source}"
     wide = {dim: curve for dim, curve in default.attention.items() if dim > WIDEST}
     return replace(
-        found,
-        exchange={**default.exchange, **found.exchange},
-        attention={**wide, **found.attention},
-        convolution=found.convolution or default.convolution,
+        measured,
+        exchange={**default.exchange, **measured.exchange},
+        attention={**wide, **measured.attention},
+        convolution=measured.convolution or default.convolution,
         convolution_3d=default.convolution_3d,
-        source=found.source + note,
+        source=measured.source + note,
     )
 
 
@@ -180,12 +180,12 @@ def _path(device: str, count: int, dtype: str) -> Path:
 
 def _read(path: Path) -> Rates:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        found["gemm"] = _curve(found["gemm"])
-        found["attention"] = {int(dim): _curve(points) for dim, points in found["attention"].items()}
-        found["convolution"] = _curve(found["convolution"]) if found.get("convolution") else ()
-        found["exchange"] = {name: _curve(points) for name, points in found["exchange"].items()}
-        return Rates(**found)
+        fields: dict[str, Any] = json.loads(path.read_text())
+        fields["gemm"] = _curve(fields["gemm"])
+        fields["attention"] = {int(dim): _curve(points) for dim, points in fields["attention"].items()}
+        fields["convolution"] = _curve(fields["convolution"]) if fields.get("convolution") else ()
+        fields["exchange"] = {name: _curve(points) for name, points in fields["exchange"].items()}
+        return Rates(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"got {path}, which holds no rates ({error!r}); delete it, or measure again: launch/bench.py rates"

@@ -13,9 +13,9 @@ from typing import Literal
 
 from seqpar.mesh import fill
 from seqpar.planner.costs import exact_strategies, facts_of, strategies, totals, why_not
-from seqpar.planner.facts import Layout, Work
 from seqpar.planner.predict import GIB, Load, Prediction, predict
 from seqpar.planner.rates import Rates
+from seqpar.types.facts import Layout, Work
 
 TIE = 0.01  # predictions that differ by a smaller share tie; the first in the order of `allowed` is taken then
 
@@ -103,9 +103,9 @@ def search(
     layouts = allowed(world, wish, work, load, transport)
     if not layouts:
         raise ValueError(_why_none(world, wish, load, work))
-    found = [predict(work, load, layout, rates) for layout in layouts]
-    too_big = tuple((row, reason) for row in found if (reason := row.too_big(memory)) is not None)
-    fitting = [row for row in found if row.too_big(memory) is None]
+    rows = [predict(work, load, layout, rates) for layout in layouts]
+    too_big = tuple((row, reason) for row in rows if (reason := row.too_big(memory)) is not None)
+    fitting = [row for row in rows if row.too_big(memory) is None]
     return Ranking(work, wish, load, rates, _ranked(fitting), too_big)
 
 
@@ -128,15 +128,15 @@ def allowed(world: int, wish: Wish, work: Work, load: Load, transport: str) -> l
     split guidance branches (one small exchange a step), then the order that the strategies' files state.
     """
     names = tuple(strategies()) if wish.strategy == "auto" else (wish.strategy,)
-    found = [
+    layouts = [
         Layout(data, cfg, ring, ulysses, name, transport)
         for data, cfg, ring, ulysses in _axes(world, wish, load)
         for name in names
         if _fits(name, ring, ulysses, wish, work)
     ]
     if wish.strategy != "auto" and wish.aim == "latency":
-        found = _on_the_sequence(found)
-    return sorted(found, key=_preference)
+        layouts = _on_the_sequence(layouts)
+    return sorted(layouts, key=_preference)
 
 
 def _axes(world: int, wish: Wish, load: Load) -> Iterator[tuple[int, int, int, int]]:
@@ -152,14 +152,14 @@ def _axes(world: int, wish: Wish, load: Load) -> Iterator[tuple[int, int, int, i
                     yield data, cfg, ring, rest // ring
 
 
-def _divisors(number: int, given: int | None) -> list[int]:
-    return [size for size in range(number, 0, -1) if number % size == 0 and given in (None, size)]
+def _divisors(number: int, wanted: int | None) -> list[int]:
+    return [size for size in range(number, 0, -1) if number % size == 0 and wanted in (None, size)]
 
 
 def _fits(name: str, ring: int, ulysses: int, wish: Wish, work: Work) -> bool:
     """Return whether a strategy can run on these axes and the wish allows it there.
 
-    In an automatic search each computation is listed under one strategy only (see `Facts.names`).
+    In an automatic search each computation is listed under one strategy only (see `StrategyFacts.names`).
     """
     facts = facts_of(name)
     if wish.exact and ring * ulysses > 1 and not facts.moves_only:
@@ -176,12 +176,12 @@ def _fits(name: str, ring: int, ulysses: int, wish: Wish, work: Work) -> bool:
     return not means_heads or "ulysses" in facts.axes
 
 
-def _on_the_sequence(found: list[Layout]) -> list[Layout]:
+def _on_the_sequence(layouts: list[Layout]) -> list[Layout]:
     """Return the layouts that give a named strategy the most ranks, on both axes if it treats both separately."""
-    most = max((layout.sequence for layout in found), default=1)
-    found = [layout for layout in found if layout.sequence == most]
-    both = [x for x in found if len(facts_of(x.strategy).axes) > 1 and x.ring > 1 and x.ulysses > 1]
-    return both or [layout for layout in found if layout.ring == 1] or found
+    most = max((layout.sequence for layout in layouts), default=1)
+    longest = [layout for layout in layouts if layout.sequence == most]
+    both = [x for x in longest if len(facts_of(x.strategy).axes) > 1 and x.ring > 1 and x.ulysses > 1]
+    return both or [layout for layout in longest if layout.ring == 1] or longest
 
 
 def _preference(layout: Layout) -> tuple[int, int, int, int]:

@@ -10,9 +10,9 @@ import torch
 
 from seqpar.adapter import estimate
 from seqpar.adapter.table import cuts_of
-from seqpar.planner.facts import Work
 from seqpar.planner.rates import H200
 from seqpar.planner.search import Wish, search
+from seqpar.types.facts import Work
 from tests.support.diffusers_tiny import MODELS
 
 THEIRS: Any = diffusers

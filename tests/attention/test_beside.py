@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,18 +13,21 @@ from seqpar.local import reference
 from seqpar.planner.costs import facts_of
 from seqpar.protocols import Given, Prepare, Stream
 from seqpar.shard import JointShard, Shard
-from tests.attention import test_new_strategy
-from tests.attention.test_new_strategy import NEW
 from tests.attention.test_streams import Case, as_given, mine_of, moved_to, whole_stream
-from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
+from tests.support.meshes import LAYOUTS, TRANSPORTS, Noted, build, mesh_for, random, refused
 from tests.support.pool import Pool
 
-LATE_S, DIM = 0.4, 8
+LATE_S, DIM = 0.6, 8
 CASES = (
     Case(2, (2, 7), 6, 2, False, (True, True)),
     Case(1, (5, 9), 5, 5, False, (False, False)),
     Case(1, (0, 13), 4, 4, False, (True, False)),  # one stream
 )
+
+
+def cases_of(strategy: str, world: int) -> list[Case]:
+    """Return the cases with heads that the strategy takes on so many ranks."""
+    return [case for case in CASES if refused(strategy, world, case.heads, case.kv_heads) is None]
 
 
 def streams_of(case: Case, rank: int, world: int, device: torch.device) -> tuple[JointShard, list[Stream]]:
@@ -40,7 +42,7 @@ def streams_of(case: Case, rank: int, world: int, device: torch.device) -> tuple
 def attended(rank: int, world: int, device: torch.device, strategy: str, transport: str) -> list[tuple[int, bool]]:
     """Return for each case how often the work ran in two calls, and whether the output has the same bits as without."""
     found = []
-    for case in CASES:
+    for case in cases_of(strategy, world):
         tokens, streams = streams_of(case, rank, world, device)
         attend = build(strategy, mesh_for(strategy, world, device), tokens, reference.attend, transport)
         ran, same = [], []
@@ -64,18 +66,7 @@ def busy(device: torch.device) -> Tensor:
 def test_work_beside_attention_runs_once_and_changes_no_bit(
     ranks: Pool, world: int, transport: str, strategy: str
 ) -> None:
-    assert ranks.run(world, attended, strategy, transport) == [[(2, True)] * len(CASES)] * world
-
-
-def new_attended(rank: int, world: int, device: torch.device, *args: Any) -> list[tuple[int, bool]]:
-    with test_new_strategy.in_the_folder():
-        return attended(rank, world, device, *args)
-
-
-@pytest.mark.parametrize("strategy", NEW)
-@pytest.mark.parametrize("world", [1, 2])
-def test_new_strategies_run_it_too(ranks: Pool, world: int, strategy: str) -> None:
-    assert ranks.run(world, new_attended, strategy, "collective") == [[(2, True)] * len(CASES)] * world
+    assert ranks.run(world, attended, strategy, transport) == [[(2, True)] * len(cases_of(strategy, world))] * world
 
 
 def begun(rank: int, world: int, device: torch.device, strategy: str, transport: str, mistake: bool) -> list[float]:
@@ -84,11 +75,12 @@ def begun(rank: int, world: int, device: torch.device, strategy: str, transport:
     mistake: whether the work runs where a wrong strategy would run it: after the exchange.
     """
     mesh, shard = mesh_for(strategy, world, device), Shard(13, world)
-    attend = build(strategy, mesh, shard, reference.attend, transport)
+    moves = Noted(transport)
+    attend = build(strategy, mesh, shard, reference.attend, moves.transport)
     x = random((1, shard.sizes[mesh.sequence.rank], 4, DIM), rank, device)
     stream = Given(x, x, x, Prepare())
     attend((stream,))  # makes the buffers
-    warm(attend, transport)
+    moves.as_in_a_graph()
     settle(device)
     mesh.collect(rank, int)
     time.sleep(2 * LATE_S * (rank == world - 1))
@@ -104,13 +96,6 @@ def settle(device: torch.device) -> None:
     """Wait for a GPU, which computes what the host has only queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def warm(attend: Any, transport: str) -> None:
-    """Make an exchange of keys and values by peer memory behave as in a graph: eager calls wait for all ranks first."""
-    for exchange in getattr(attend, "_exchanges", {}).values():
-        if transport == "peer" and hasattr(exchange, "start_keys"):
-            exchange.made.outboxes = lambda exchange=exchange: exchange.made.open(1, False)
 
 
 @pytest.mark.parametrize("strategy", LAYOUTS)
@@ -133,11 +118,12 @@ def sent(rank: int, world: int, device: torch.device, strategy: str, transport: 
     early: whether the other rank works beside attention; otherwise it does the same work before attention.
     """
     mesh, shard = mesh_for(strategy, world, device), Shard(12, world)
-    attend = build(strategy, mesh, shard, reference.attend, transport)
+    moves = Noted(transport)
+    attend = build(strategy, mesh, shard, reference.attend, moves.transport)
     x = random((1, shard.sizes[mesh.sequence.rank], 4, DIM), rank, device)
     stream = Given(x, x, x, Prepare())
     attend((stream,))
-    warm(attend, transport)
+    moves.as_in_a_graph()
     settle(device)
     mesh.collect(rank, int)
     start = time.perf_counter()

@@ -21,9 +21,9 @@ from seqpar.local import reference, sdpa
 from seqpar.masks import is_kept, joined_mask, key_bias, lengths_mask
 from seqpar.mesh import Axis
 from seqpar.outboxes import Outbox, Outboxes, take_turns
-from seqpar.protocols import Given, Prepare, Projected, Stream
+from seqpar.protocols import Attend, Given, Prepare, Projected, Stream
 from seqpar.shard import JointShard, Shard
-from tests.support.meshes import LAYOUTS, TRANSPORTS, build, coded, mesh_for, random
+from tests.support.meshes import LAYOUTS, TRANSPORTS, Noted, build, coded, mesh_for, random, refused
 from tests.support.pool import Pool
 
 DIM, WIDTH = 8, 20
@@ -79,6 +79,11 @@ def masks(case: Case) -> list[Tensor]:
     return kept
 
 
+def key_mask(case: Case, tokens: JointShard, device: torch.device) -> Tensor | None:
+    """Return the mask of the keys of all ranks, in the order in which strategies join them."""
+    return joined_mask(masks(case), tokens, torch.empty(case.batch, device=device)) if case.masked else None
+
+
 def as_given(stream: Projected) -> Given:
     """Return the same stream as the model projects it, with separate GEMMs for q, k and v."""
     counts = (stream.heads, stream.kv_heads, stream.kv_heads)
@@ -113,6 +118,28 @@ def moved_to(stream: Projected, device: torch.device) -> Projected:
     return replace(there(stream), prepare=there(stream.prepare))
 
 
+def built(
+    rank: int,
+    world: int,
+    device: torch.device,
+    strategy: str,
+    transport: str,
+    case: Case,
+    mistake: Mistake = "none",
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Attend, tuple[Shard, ...], list[Stream]]:
+    """Return an attention of a strategy, the split of both streams, and this rank's tokens of them."""
+    mesh, shards = mesh_for(strategy, world, device), tuple(Shard(tokens, world) for tokens in case.tokens)
+    core = sdpa.attend if device.type == "cpu" and case.given[0] else reference.attend
+    whole = [whole_stream(case, index, dtype) for index in range(2)]
+    mine = [
+        moved_to(mine_of(stream, shard.slice(mesh.sequence.rank), other, mistake), device)
+        for stream, shard, other in zip(whole, shards, whole[::-1], strict=True)
+    ]
+    streams: list[Stream] = [as_given(x) if given else x for x, given in zip(mine, case.given, strict=True)]
+    return build(strategy, mesh, JointShard(shards), core, transport), shards, streams
+
+
 def sharded(
     rank: int,
     world: int,
@@ -124,18 +151,9 @@ def sharded(
     dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
     """Return this rank's outputs of both streams."""
-    mesh = mesh_for(strategy, world, device)
-    shards = [Shard(tokens, world) for tokens in case.tokens]
-    tokens, part = JointShard(tuple(shards)), mesh.sequence.rank
-    core = sdpa.attend if device.type == "cpu" and case.given[0] else reference.attend
-    attend = build(strategy, mesh, tokens, core, transport)
-    whole = [whole_stream(case, index, dtype) for index in range(2)]
-    streams: list[Stream] = [
-        moved_to(mine_of(stream, shard.slice(part), other, mistake), device)
-        for stream, shard, other in zip(whole, shards, whole[::-1], strict=True)
-    ]
-    streams = [as_given(s) if given else s for s, given in zip(streams, case.given, strict=True)]  # pyright: ignore
-    mask = joined_mask(masks(case), tokens, whole[0].x.to(device)) if case.masked else None
+    attend, shards, streams = built(rank, world, device, strategy, transport, case, mistake, dtype)
+    tokens = JointShard(shards)
+    mask = key_mask(case, tokens, device)
     mask = mask.roll(1, dims=1) if mask is not None and mistake == "mask shifted" else mask
     if mistake == "streams swapped":
         return [out.clone() for out in reversed(attend(streams[::-1], mask))]
@@ -158,7 +176,12 @@ def error(got: list[Tensor], want: list[Tensor]) -> float:
 
 
 def all_cases(rank: int, world: int, device: torch.device, strategy: str, transport: str) -> list[list[Tensor]]:
-    return [sharded(rank, world, device, strategy, transport, case) for case in CASES]
+    return [sharded(rank, world, device, strategy, transport, case) for case in cases_of(strategy, world)]
+
+
+def cases_of(strategy: str, world: int) -> list[Case]:
+    """Return the cases with heads that the strategy takes on so many ranks."""
+    return [case for case in CASES if refused(strategy, world, case.heads, case.kv_heads) is None]
 
 
 @pytest.mark.parametrize("strategy", LAYOUTS)
@@ -166,7 +189,7 @@ def all_cases(rank: int, world: int, device: torch.device, strategy: str, transp
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_two_streams_equal_the_unsharded_block(ranks: Pool, world: int, transport: str, strategy: str) -> None:
     got = ranks.run(world, all_cases, strategy, transport)
-    for index, case in enumerate(CASES):
+    for index, case in enumerate(cases_of(strategy, world)):
         assert error(joined([outs[index] for outs in got]), truth(case)) < TOLERANCE, case
 
 
@@ -176,6 +199,70 @@ def test_streams_negative_controls_are_noticed(ranks: Pool, strategy: str, mista
     """The order of streams matters because the mask follows it."""
     got = joined(ranks.run(2, sharded, strategy, "collective", CASES[1], mistake))
     assert error(got, truth(CASES[1])) > VISIBLE
+
+
+def alone(
+    rank: int, world: int, device: torch.device, strategy: str, transport: str
+) -> list[tuple[list[Tensor], dict[int, Tensor]]]:
+    """Return for each case the outputs of both streams, and of each stream that attends to itself alone.
+
+    Both kinds of calls come in turn, as in a block of Stable Diffusion 3.5 Medium, with work beside every other call.
+    """
+    outputs = []
+    for case in cases_of(strategy, world):
+        attend, shards, streams = built(rank, world, device, strategy, transport, case)
+        own = [mask.to(device) for mask in masks(case)]
+        mask = (
+            joined_mask(masks(case), JointShard(shards), torch.empty(case.batch, device=device))
+            if case.masked
+            else None
+        )
+        whole = [out.clone() for out in attend(streams, mask)]
+        ran, single = [], dict[int, Tensor]()
+        for round_, index in ((0, 1), (0, 0), (1, 1), (1, 0)):
+            if case.tokens[index] < world:
+                with pytest.raises(ValueError, match="expected at least one token a rank"):
+                    attend(streams[index : index + 1], only=index)
+                continue
+            beside = (lambda ran=ran: ran.append(None)) if round_ else None
+            (out,) = attend(streams[index : index + 1], own[index] if case.masked else None, beside=beside, only=index)
+            assert round_ == 0 or torch.equal(out, single[index])
+            single[index] = out.clone()
+            assert all(torch.equal(x, y) for x, y in zip(attend(streams, mask), whole, strict=True))
+        assert len(ran) == len(single)
+        outputs.append((whole, single))
+    return outputs
+
+
+def true_alone(case: Case, index: int) -> Tensor:
+    """Return attention of all tokens of one stream to themselves, in fp64."""
+    stream = as_given(whole_stream(case, index))
+    q, k = prepare(stream.q, stream.k, stream.prepare)
+    return reference.attend(q, k, stream.v, masks(case)[index] if case.masked else None)[0]
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_stream_alone_attends_to_its_own_tokens(ranks: Pool, world: int, transport: str, strategy: str) -> None:
+    """It differs from what both streams attend to together; streams of fewer tokens than ranks are refused."""
+    pieces = ranks.run(world, alone, strategy, transport)
+    for number, case in enumerate(cases_of(strategy, world)):
+        both = joined([outputs[number][0] for outputs in pieces])
+        assert error(both, truth(case)) < TOLERANCE
+        for index in pieces[0][number][1]:
+            got = torch.cat([outputs[number][1][index] for outputs in pieces], dim=1)
+            assert error([got], [true_alone(case, index)]) < TOLERANCE
+            assert error([got], [both[index]]) > VISIBLE
+
+
+def test_a_stream_alone_is_named_by_its_place() -> None:
+    attend, _, streams = built(0, 1, torch.device("cpu"), "kv_gather", "collective", CASES[0])
+    for given, only in ((streams, 1), (streams[:1], 2), (streams[:1], -1)):
+        with pytest.raises(
+            ValueError, match=rf"got {len(given)} streams with only={only}, expected one stream and its"
+        ):
+            attend(given, only=only)
 
 
 class Recorder:
@@ -291,7 +378,7 @@ def test_gpu_streams_in_bf16_and_in_graphs(ranks: Pool, world: int, transport: s
         assert (one[index].double() - exact).norm() < 2e-2 * exact.norm()
 
 
-def refused(rank: int, world: int, device: torch.device, strategy: str) -> list[str]:
+def misfits(rank: int, world: int, device: torch.device, strategy: str) -> list[str]:
     """Return the errors for streams with unequal heads, and with other lengths than the strategy was built for."""
     tokens, told = JointShard((Shard(4, world), Shard(8, world))), []
     attend = build(strategy, mesh_for(strategy, world, device), tokens, reference.attend)
@@ -308,7 +395,7 @@ def refused(rank: int, world: int, device: torch.device, strategy: str) -> list[
 @pytest.mark.parametrize("strategy", ["ulysses", "kv_first", "kv_gather"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_streams_that_do_not_fit_are_refused(ranks: Pool, world: int, strategy: str) -> None:
-    for heads, tokens in ranks.run(world, refused, strategy):
+    for heads, tokens in ranks.run(world, misfits, strategy):
         assert "expected the same in all streams" in heads
         assert f"expected {12 // world} tokens together" in tokens
 
@@ -333,12 +420,13 @@ def test_the_parts_of_a_split_are_made_once_for_all_slots() -> None:
 def slots(rank: int, world: int, device: torch.device, strategy: str) -> list[bool]:
     """Return for each slot of an exchange by peer memory whether it has the parts for the streams of a call."""
     tokens = JointShard((Shard(5, world), Shard(9, world)))
-    attend: Any = build(strategy, mesh_for(strategy, world, device), tokens, reference.attend, "peer")
+    moves = Noted("peer")
+    attend = build(strategy, mesh_for(strategy, world, device), tokens, reference.attend, moves.transport)
     made = [random((1, stream.sizes[rank], 3, DIM), 0, device) for stream in tokens.streams]
     attend([Given(x, x, x, Prepare()) for x in made])
-    (exchange,) = attend._exchanges.values()
+    (exchange,) = moves.made
     counts = tuple(stream.sizes[rank] for stream in tokens.streams)
-    return [all("places" in vars(part) for part in boxes._splits[counts]) for boxes in exchange.made._boxes]
+    return [all("places" in vars(part) for part in boxes._splits[counts]) for boxes in exchange._boxes]
 
 
 @pytest.mark.parametrize("strategy", ["kv_gather", "kv_first"])

@@ -13,11 +13,15 @@ import pytest
 import torch
 import tyro
 
+import seqpar.local
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
+from seqpar.protocols import plugins
 from seqpar.weights.find import Blueprint
+from tests.support.meshes import LAYOUTS
 from tests.support.pool import Pool
 
+LOCALS = ", ".join(plugins(seqpar.local))
 NOTHING_WRONG = "weights are read"
 
 
@@ -54,8 +58,8 @@ def words(folder: Path, out: Path, flags: tuple[str, ...]) -> list[str]:
     [
         (("--mesh", "rings=2"), "got --mesh rings=2, expected axes like cfg=2,ulysses=2"),
         (("--model", "nothing-there"), "got model 'nothing-there': there is no such path; presets"),
-        (("--strategy", "ulises"), "got strategy 'ulises', expected one of kv_first, kv_gather, ring, ulysses, usp"),
-        (("--local-attention", "flush"), "got local attention 'flush', expected one of flash, reference, sdpa"),
+        (("--strategy", "ulises"), f"got strategy 'ulises', expected one of {', '.join(sorted(LAYOUTS))}"),
+        (("--local-attention", "flush"), f"got local attention 'flush', expected one of {LOCALS}"),
         (("--mesh", "ulysses=2,ulysses=2"), "expected each axis once: ulysses is there twice"),
         (("--size", "100"), "got size 100x100, expected multiples of 16"),
         (("--size", "16"), "got 1 tokens for 2 ranks"),

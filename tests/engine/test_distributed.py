@@ -175,13 +175,9 @@ def test_call_says_what_is_wrong() -> None:
         dit(x, timestep=t, class_labels=y, attention_mask=y)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world", "message"),
-    [("uliss", 1, r"got strategy 'uliss', expected one of kv_first, kv_gather, ring, ulysses, usp")],
-)
-def test_unknown_strategy_lists_the_known(strategy: str, world: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DistributedDiT(diffusers_dit(), Mesh.single(), strategy)
+def test_unknown_strategy_lists_the_known() -> None:
+    with pytest.raises(ValueError, match=f"got strategy 'uliss', expected one of {', '.join(sorted(LAYOUTS))}"):
+        DistributedDiT(diffusers_dit(), Mesh.single(), "uliss")
 
 
 def chosen(rank: int, world: int, device: torch.device, ring: int, heads: int) -> tuple[str, str]:

@@ -22,8 +22,8 @@ from tests.support.diffusers_tiny import MODELS, Inputs, Tiny, moved
 from tests.support.foreign import InDouble, StayDouble
 from tests.support.meshes import TRANSPORTS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
+from tests.support.one_file import DELAYED, added
 from tests.support.pool import Pool
-from tests.transports.test_new_transport import NAME, added
 
 
 def made(limit: int = 8) -> tuple[Toy, Recorder, Captures, Graphs]:
@@ -211,7 +211,7 @@ def alternating(
 ) -> tuple[list[Tensor], list[int]]:
     """Return the results of texts of 7, 5, 7, 5 ... tokens, and how often each capture was replayed."""
     captures, tiny = Captures(), MODELS["flux"]
-    with added():
+    with added("transports"):
         mesh = mesh_for(strategy, world, device)
         module = seqpar.parallelize(tiny.build(), mesh, strategy=strategy, transport=transport, native=False)
         call: Any = module.forward
@@ -237,7 +237,7 @@ def wholes(device: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "ulysses"), (3, "kv_gather"), (4, "usp")])
-@pytest.mark.parametrize("transport", [*TRANSPORTS, NAME])
+@pytest.mark.parametrize("transport", [*TRANSPORTS, DELAYED])
 def test_replays_alternate_with_late_ranks(ranks: Pool, transport: str, world: int, strategy: str) -> None:
     expected = wholes(ranks.device)
     for results, replays in ranks.run(world, alternating, strategy, transport):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from seqpar.planner.facts import Layout
 
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity import judging
@@ -19,7 +20,6 @@ from seqpar.mesh import Mesh
 from seqpar.models import large_dit
 from seqpar.pipelines.class_labels import Files, Pipeline
 from seqpar.planner.costs import strategies
-from seqpar.planner.facts import Layout
 from seqpar.planner.plan import work_of
 from seqpar.planner.search import Wish
 from seqpar.sampling.guidance import Guidance
@@ -54,7 +54,7 @@ def judged(
     """Return the rows of all ways."""
     pipeline, guidance, (dtype, size) = pipeline_of(kind, device), Guidance(4.0), KINDS[kind]
     request = pipeline.request(["3"], steps=2, guidance=guidance, size=size)
-    load, meshes = pipeline.files.load_of([3], guidance, 2, dtype, size), Meshes(Mesh.joined(device))
+    load, meshes = pipeline.files.load_of([3], guidance.on, 2, dtype, size), Meshes(Mesh.joined(device))
     tried, _ = ways(counts, meshes, wish, work_of(pipeline.files.blueprint.config), load)
     with pytest.MonkeyPatch.context() as patch:
         fault(patch, rank)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import seqpar.local
 from seqpar.kernels.merge import merge
 from seqpar.local import flash, reference, sdpa
 from seqpar.masks import key_bias
 from seqpar.planner.plan import choose_local
+from seqpar.protocols import plugins
 from tests.conftest import DEVICE
 from tests.support.meshes import random
 
@@ -125,9 +127,11 @@ def test_auto_on_the_cpu_says_what_and_why() -> None:
 
 
 def test_a_local_attention_that_does_not_fit_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match=r"'flash', which does not work here: needs a GPU; expected one of sdpa"):
+    with pytest.raises(ValueError, match=r"'flash', which does not work here: needs a GPU; expected one of .*sdpa"):
         choose_local("flash", CPU, torch.float32, 64)
-    with pytest.raises(ValueError, match=r"got local attention 'flush', expected one of flash, reference, sdpa, wide"):
+    with pytest.raises(
+        ValueError, match=f"got local attention 'flush', expected one of {', '.join(plugins(seqpar.local))}"
+    ):
         choose_local("flush", CPU, torch.float32, 64)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.kernels import weights
-from seqpar.kernels.weights import Tile
+from seqpar.kernels import softmax_weights
+from seqpar.kernels.softmax_weights import Tile
 from seqpar.local import reference, sdpa, wide
 from seqpar.local.wide import Blocks
 from seqpar.planner.plan import choose_local
@@ -57,7 +57,7 @@ def test_the_kernel_is_the_formula(
     queries: int, keys: int, dim: int, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If scores rise far over those of the first keys, all weights are computed again with another shift."""
-    monkeypatch.setattr(weights, "fused", lambda *given: True)
+    monkeypatch.setattr(softmax_weights, "fused", lambda *given: True)
     q, k, v = (x[:1, :, :1] for x in views(queries, keys, dim, torch.float16, DEVICE))
     rising(q, k, most)
     ours, plain, far = errors(*wide.attend_in(q, k, v, SMALL, Blocks(16, 64, 2)), q, k, v)
@@ -68,8 +68,8 @@ def test_the_kernel_is_the_formula(
 @overflows
 def test_without_a_second_shift_large_scores_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """This is a negative control of the test above."""
-    monkeypatch.setattr(weights, "fused", lambda *given: True)
-    monkeypatch.setitem(weights.ROOM, torch.float16, 1000)
+    monkeypatch.setattr(softmax_weights, "fused", lambda *given: True)
+    monkeypatch.setitem(softmax_weights.ROOM, torch.float16, 1000)
     q, k, v = (x[:1, :, :1] for x in views(16, 64, 264, torch.float16, DEVICE))
     rising(q, k, 40.0)
     assert not wide.attend_in(q, k, v, SMALL, Blocks(16, 64, 1))[0].isfinite().all()

@@ -40,7 +40,7 @@ def test_a_hub_id_brings_decoder_scheduler_and_labels(monkeypatch: pytest.Monkey
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: asked.append(name) or str(BUILTIN))
     files, builtin = Files.locate("someone/emoji-dit"), Files.locate("builtin")
     assert asked == ["someone/emoji-dit"]
-    assert files.folder == BUILTIN
+    assert files.source == BUILTIN
     assert files.labels == builtin.labels
     assert files.vae is not None
     assert files.factor == 4

@@ -18,7 +18,7 @@ from torch import Tensor
 import seqpar
 from seqpar import Guidance
 from seqpar.mesh import Mesh
-from seqpar.pipelines import _flux_text, flux
+from seqpar.pipelines import _flux_text, _loaded
 from seqpar.pipelines.flux import Files, Pipeline, generate
 from seqpar.planner.search import Wish
 from seqpar.sampling.loop import draw_noise
@@ -158,7 +158,7 @@ def encodings(rank: int, world: int, device: torch.device, folder: str) -> tuple
     """Return how often this rank loaded text encoders, and how many of them were alive when other weights loaded."""
     made: list[Any] = []
     alive: list[int] = []
-    load, build = _flux_text.load_encoders, flux.load_vae
+    load, build = _flux_text.load_encoders, _loaded.load_vae
 
     def counted(path: Path, dtype: torch.dtype) -> Any:
         pipe = load(path, dtype)
@@ -173,7 +173,7 @@ def encodings(rank: int, world: int, device: torch.device, folder: str) -> tuple
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_flux_text, "load_encoders", counted)
-            patch.setattr(flux, "load_vae", watched)
+            patch.setattr(_loaded, "load_vae", watched)
             files = replace(Files.locate(folder), text_tokens=TEXT)
             with Pipeline.load(files, mesh_for("ulysses", world, device), prompts=PROMPTS) as pipeline:
                 for prompts in (PROMPTS, PROMPTS[:1], ["a dog"]):

@@ -25,7 +25,7 @@ from seqpar.cli.sample import run
 from seqpar.mesh import Mesh
 from seqpar.models import uvit
 from seqpar.pipelines import unidiffuser
-from seqpar.pipelines._unidiffuser_files import Places
+from seqpar.pipelines._unidiffuser_files import Parts
 from seqpar.pipelines._unidiffuser_parts import load_encoders
 from seqpar.pipelines.unidiffuser import Asked, Files, Pipeline
 from seqpar.planner.search import Wish
@@ -403,7 +403,7 @@ def test_code_in_a_tokenizers_folder_is_never_run(tmp_path: Path, monkeypatch: p
     (tmp_path / "clip_tokenizer" / "tokenizer_config.json").write_text(json.dumps(told))
     (tmp_path / "clip_tokenizer" / "evil.py").write_text(f"open({str(tmp_path / 'proof')!r}, 'w')")
     with pytest.raises(ValueError, match="does not load"):
-        load_encoders(Places.of(tmp_path), torch.float32)
+        load_encoders(Parts.of(tmp_path), torch.float32)
     assert not (tmp_path / "proof").exists()
 
 

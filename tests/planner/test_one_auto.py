@@ -22,7 +22,6 @@ from seqpar.planner.costs import facts_of
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish
-from seqpar.sampling.guidance import Guidance
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 
@@ -134,7 +133,7 @@ def test_a_plan_for_a_known_load_differs_from_one_for_the_models_own_size() -> N
     files, ranks = Files.locate("builtin"), Mesh.single()
     work = work_of(files.blueprint.config)
     one, two = (
-        make(work, files.load_of(["0"] * images, Guidance(4.0), 25, torch.float32), torch.float32, ranks, Wish())
+        make(work, files.load_of(["0"] * images, True, 25, torch.float32), torch.float32, ranks, Wish())
         for images in (1, 2)
     )
     assert two.ms > one.ms

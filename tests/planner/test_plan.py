@@ -16,12 +16,13 @@ from seqpar.local import sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit
 from seqpar.planner import rates
-from seqpar.planner.facts import Layout, Work
+from seqpar.planner.costs import strategies
 from seqpar.planner.machine import Machine
 from seqpar.planner.plan import make, parse_mesh
 from seqpar.planner.predict import GIB, Load, predict
 from seqpar.planner.rates import CPU, H200, Rates
 from seqpar.planner.search import Ranking, Wish, allowed, search
+from seqpar.types.facts import Layout, Work
 from seqpar.weights.find import locate
 from tests.support.pool import Pool
 
@@ -140,8 +141,8 @@ def test_a_layout_that_does_not_fit_is_listed_with_the_reason() -> None:
     sizes = sorted(row.memory.total / GIB for row in planned(long, memory=None).ranked)
     limit = sum(sizes[1:3]) / 2 / 0.95
     found = planned(long, memory=limit)
-    assert len(found.ranked) == 2
-    assert len(found.too_big) == len(sizes) - 2
+    assert len(found.ranked) == sum(size <= 0.95 * limit for size in sizes) > 0
+    assert len(found.too_big) == len(sizes) - len(found.ranked) > 0
     assert f"does not fit: needs {sizes[-1]:.1f} GiB of {0.95 * limit:.1f} on each rank" in found.table()
     nothing = planned(memory=10)
     assert str(nothing).startswith("nothing fits")
@@ -243,7 +244,7 @@ def test_the_line_says_what_is_next_and_on_what_grounds() -> None:
     assert "unasked" not in str(tie)
     assert "nothing else to choose" in str(planned(world=1))
     assert "most pictures a second" in str(planned(wish=Wish("throughput")))
-    with pytest.raises(ValueError, match="got strategy 'mine', expected one of kv_first"):
+    with pytest.raises(ValueError, match=f"got strategy 'mine', expected one of {', '.join(sorted(strategies()))}"):
         planned(wish=Wish(strategy="mine"))
 
 
@@ -288,7 +289,5 @@ def test_the_rates_of_rank_zero_decide_for_all(ranks: Pool, tmp_path: Path, monk
 
 def test_a_strategy_that_is_none_is_refused() -> None:
     machine = Machine("CPU", 2, "gloo", None)
-    with pytest.raises(
-        ValueError, match="got strategy 'ulises', expected one of kv_first, kv_gather, ring, ulysses, usp"
-    ):
+    with pytest.raises(ValueError, match=f"got strategy 'ulises', expected one of {', '.join(sorted(strategies()))}"):
         planned_on(ONE, locate("dit-s/8"), machine, asked("auto", "ulises", False), torch.float32)

@@ -9,10 +9,10 @@ import pytest
 
 from seqpar.models import flux
 from seqpar.planner import costs
-from seqpar.planner.facts import Blocks, Layout, Work
 from seqpar.planner.predict import predict
 from seqpar.planner.rates import H200
 from seqpar.planner.search import TIE, Wish
+from seqpar.types.facts import Blocks, Layout, Work
 from tests.planner.test_plan import ALONE, CFG_KF2, CFG_KV2, CFG_U2, ONE, SEVEN_B, U4, XL, of, planned
 
 # ms a step of Large-DiT-7B by the `peer` transport (kv_first when its projection was two products):

@@ -16,9 +16,9 @@ import torch
 from launch import bench
 from seqpar.cli import sample
 from seqpar.planner import rates
-from seqpar.planner.facts import core
 from seqpar.planner.predict import attention_us, gemm_us
 from seqpar.planner.rates import CPU, H200, rate_at, time_at
+from seqpar.types.facts import core
 from tests.support.pool import Pool
 
 POINTS = ((10.0, 100.0), (1000.0, 400.0))

@@ -21,6 +21,7 @@ from seqpar.planner.plan import load_strategy, load_transport
 from seqpar.protocols import Attend, Core
 from seqpar.shard import Tokens
 from seqpar.transports import _folder
+from seqpar.transports._contract import Transport
 
 
 def ring_of(strategy: str, world: int) -> int:
@@ -84,6 +85,12 @@ def mesh_for(strategy: str, world: int, device: torch.device, cfg: int = 1, data
     return mesh(device, data=data, cfg=cfg, ring=ring_of(strategy, rest))
 
 
+def refused(strategy: str, world: int, heads: int, kv_heads: int) -> str | None:
+    """Return why a strategy cannot be tested with these heads on the mesh of `mesh_for`, as its file says, or None."""
+    ring = ring_of(strategy, world)
+    return facts_of(strategy).why_not(ring, world // ring, heads, kv_heads)
+
+
 def random(
     shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64
 ) -> Tensor:
@@ -97,9 +104,25 @@ def coded(batch: int, tokens: int, heads: int, dim: int, name: int) -> Tensor:
     return torch.arange(count, dtype=torch.float64).view(batch, tokens, heads, dim) + name * 10.0**9
 
 
-def build(strategy: str, mesh: Mesh, tokens: Tokens, local: Core, transport: str = "collective") -> Attend:
+def build(strategy: str, mesh: Mesh, tokens: Tokens, local: Core, transport: str | Transport = "collective") -> Attend:
     """Return a strategy's attention with this transport."""
-    return load_strategy(strategy).build(mesh, tokens, local, load_transport(transport))
+    moves = load_transport(transport) if isinstance(transport, str) else transport
+    return load_strategy(strategy).build(mesh, tokens, local, moves)
+
+
+class Noted:
+    """A transport of this name that notes its exchanges of keys and values, as its subclass made them."""
+
+    def __init__(self, name: str) -> None:
+        self.transport: Any = load_transport(name)
+        self.made, make = list[Any](), self.transport._key_values
+        self.transport._key_values = lambda *given: self.made.append(make(*given)) or self.made[-1]
+
+    def as_in_a_graph(self) -> None:
+        """Let exchanges by peer memory start as in a CUDA graph: eager ones wait for all ranks first."""
+        for exchange in self.made:
+            if hasattr(exchange, "open") and hasattr(exchange, "start_keys"):
+                exchange.outboxes = lambda exchange=exchange: exchange.open(1, False)
 
 
 def local_for(device: torch.device) -> Any:

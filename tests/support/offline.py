@@ -36,9 +36,9 @@ from seqpar.kernels import (
     prepare,
     push,
     residual,
+    softmax_weights,
     swiglu,
     upsample,
-    weights,
 )
 from seqpar.kernels.adaln import Norm
 from seqpar.kernels.push import Destinations
@@ -194,11 +194,11 @@ def edges(way: str, kind: str) -> Callable[[], object]:
 def wide(keys: int, dim: int) -> Callable[[], object]:
     """Return a launch of attention's weights over two parts of the keys at a wide head, and of what combines parts."""
     q, k, product, sums = rows(256, dim), rows(keys, dim), torch.empty(2, 256, dim), torch.empty(3, 2, 256)
-    into = weights.Weights(rows(256, 2, 2048).transpose(0, 1), *sums)
+    into = softmax_weights.SoftmaxWeights(rows(256, 2, 2048).transpose(0, 1), *sums)
 
     def launch() -> None:
-        weights.launch(q, k, into, weights.Tile())
-        weights.launch_combine(product, sums, q, sums[0, 0])
+        softmax_weights.launch(q, k, into, softmax_weights.Tile())
+        softmax_weights.launch_combine(product, sums, q, sums[0, 0])
 
     return launch
 

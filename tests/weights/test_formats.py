@@ -21,7 +21,7 @@ from seqpar.mesh import Mesh
 from seqpar.models import dit as dit_module
 from seqpar.models import large_dit
 from seqpar.pipelines import class_labels
-from seqpar.pipelines._unidiffuser_files import Places
+from seqpar.pipelines._unidiffuser_files import Parts
 from seqpar.vae.decoder import check_vae, load_vae
 from seqpar.weights.checkpoint import open_checkpoint
 from seqpar.weights.layout import layout_of
@@ -332,7 +332,7 @@ def test_unidiffusers_folder_is_known_by_its_keys(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"without caption_decoder\.pth, expected it beside a\.pth; got .*optimizer\.pt"
     ):
-        Places.of_original({"unet": tmp_path / "a.pth"}, named.refused)
+        Parts.of_original({"unet": tmp_path / "a.pth"}, named.refused)
     (tmp_path / "v0.pth").unlink()
     assert layout_of(tmp_path) == replace(layout, refused=named.refused)
     for name, present in (("uvit_v1.pth", True), ("odd.pt", False)):  # a part by its name, or no U-ViT beside it

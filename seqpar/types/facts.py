@@ -1,8 +1,8 @@
 """The data types by which models and strategies describe themselves to the planner, and the arithmetic they share.
 
-A model's file exports `work(config)`, which returns a `Work`. A strategy's file exports `FACTS`, a `Facts`. A multiply
-and an add count as 2 FLOPs. Elements are those read and written when every operation runs once over its inputs and
-attention keeps its scores on chip.
+A model's file exports `work(config)`, which returns a `Work`. A strategy's file exports `FACTS`, a `StrategyFacts`. A
+multiply and an add count as 2 FLOPs. Elements are those read and written when every operation runs once over its inputs
+and attention keeps its scores on chip.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Blocks:
         Products of cross-attention's text are included, those of the modulation are not.
         """
         streams = zip((self.gemms, *self.apart), self.rows(tokens, others), strict=False)
-        made = tuple((rows, *gemm) for gemms, rows in streams for gemm in gemms)
-        return made if self.cross is None else made + tuple((self.cross.keys, *gemm) for gemm in self.cross.gemms)
+        own = tuple((rows, *gemm) for gemms, rows in streams for gemm in gemms)
+        return own if self.cross is None else own + tuple((self.cross.keys, *gemm) for gemm in self.cross.gemms)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardedLayer:
     """One layer of a model on the ranks of one sequence: everything that a strategy's costs depend on.
 
     tokens: the length of the whole sequence. batch: rows of the batch on a rank. direct: True if a rank's kernel writes
@@ -243,7 +243,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """The sizes of one call of the local attention: query tokens, key tokens, query heads, key-value heads."""
 
     queries: int
@@ -264,7 +264,7 @@ class Layer:
     """
 
     moves: tuple[Move, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[AttentionCall, ...]
     passes: tuple[tuple[int, int], ...]
     kept: int
     merges: int = 0
@@ -273,18 +273,18 @@ class Layer:
 
 
 def fits_anywhere(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
-    """Return None: the `Facts.why_not` of strategies that run on axes of any size."""
+    """Return None: the `StrategyFacts.why_not` of strategies that run on axes of any size."""
     return None
 
 
 def refuse(strategy: str, reason: str | None) -> None:
-    """Raise `ValueError` with the reason that a `Facts.why_not` returned, unless the reason is None."""
+    """Raise `ValueError` with the reason that a `StrategyFacts.why_not` returned, unless the reason is None."""
     if reason is not None:
         raise ValueError(f"got strategy {strategy} with {reason}")
 
 
 @dataclass(frozen=True)
-class Facts:
+class StrategyFacts:
     """The properties of a strategy that planner, benches and tests use.
 
     moves_only: whether the strategy only moves data, so that its output equals that of one rank bit by bit; exact mode
@@ -298,7 +298,7 @@ class Facts:
     moves_only: bool
     order: int
     axes: tuple[str, ...]
-    layer: Callable[[Place, int], Layer]
+    layer: Callable[[ShardedLayer, int], Layer]
     why_not: Callable[[int, int, int, int], str | None] = fits_anywhere
 
     def names(self, ring: int, ulysses: int) -> bool:

@@ -1,12 +1,13 @@
-"""Tests that a model is one new file: two streams, masks, several states and segments are sharded as on one rank."""
+"""Tests of a toy model: two streams, masks, several states and segments are sharded as on one rank.
+
+`tests/test_one_file.py` puts the same file into the folder of models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ import torch.nn.functional as F
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor
 
-import seqpar.models
 from seqpar import DistributedDiT, Guidance, Sampler
 from seqpar.attention._streams import given
 from seqpar.kernels.prepare import prepare
@@ -24,34 +24,23 @@ from seqpar.protocols import SequenceModel, Stream
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import Run, begin
 from seqpar.streams import Prompt
-from seqpar.weights.find import locate
+from seqpar.weights.find import Blueprint
 from tests.engine.test_distributed import local
+from tests.support.meshes import LAYOUTS as STRATEGIES
 from tests.support.meshes import mesh_for, random
+from tests.support.one_file.models import two_streams
 from tests.support.pool import Pool
 
-FOLDER = str(Path(__file__).parents[1] / "support" / "models")
 CLOSE, STEPS, IMAGES = 1e-9, 3, 2
 GUIDANCE = Guidance(3.0)
 # world, (strategy, cfg, data)
 LAYOUTS = [(2, ("ulysses", 1, 1)), (2, ("kv_first", 2, 1)), (3, ("ring", 1, 1)), (3, ("kv_gather", 1, 1))]
 
 
-@contextmanager
-def added() -> Iterator[None]:
-    """Add the toy model's file to the folder of models."""
-    before = list(seqpar.models.__path__)
-    seqpar.models.__path__ = [*before, FOLDER]
-    try:
-        yield
-    finally:
-        seqpar.models.__path__ = before
-
-
 def model_of(preset: str, device: torch.device, seed: int = 0, **change: Any) -> SequenceModel:
     """Return the toy with random weights, large enough that every part of the model matters."""
-    with added():
-        blueprint = locate(preset)
-        model = replace(blueprint, config=replace(blueprint.config, **change)).build(torch.float64, device, seed)
+    config = replace(two_streams.PRESETS[preset], **change)
+    model = Blueprint(preset, two_streams, config).build(torch.float64, device, seed)
     for index, parameter in enumerate(model.parameters()):
         parameter.copy_(random(tuple(parameter.shape), 100 * seed + index, device) * 0.4)
     return model
@@ -115,10 +104,17 @@ class Plain:
         self.tokens = tokens
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Callable[[], None] | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]:
         assert mask_BL is None
         assert beside is None
+        assert only is None
         made = [given(stream) for stream in streams]
         pairs = [prepare(x.q, x.k, x.prepare) for x in made]
         q, k = (torch.cat([pair[part] for pair in pairs], dim=1).transpose(1, 2) for part in (0, 1))
@@ -327,7 +323,7 @@ def planned(rank: int, world: int, device: torch.device) -> str:
 
 
 def test_the_planner_knows_a_new_model(ranks: Pool) -> None:
-    assert set(ranks.run(2, planned)) <= {"ulysses", "ring", "usp", "kv_gather", "kv_first"}
+    assert set(ranks.run(2, planned)) <= set(STRATEGIES)
 
 
 def test_video_latents_are_cut_in_three_dimensions() -> None:

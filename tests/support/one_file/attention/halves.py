@@ -1,29 +1,30 @@
 """Halves: queries stay; keys and values of all ranks are gathered in two halves, and the two results are merged.
 
-Only `tests/attention/test_new_strategy.py` adds this strategy to the folder. A half holds the first or the last tokens
+Only `tests/test_one_file.py` adds this strategy to the folder. A half holds the first or the last tokens
 of every rank, and one half is used at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import OneRank, given, joined, present, refuse_gradients, split_out
+from seqpar.attention._streams import Alone, Beside, OneRank, given, joined, present, refuse_gradients, split_out
 from seqpar.kernels.merge import merge
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.facts import Call, Facts, Layer, Move, Place
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Shard, Tokens, check_tokens, starts
 from seqpar.transports._contract import Gather, Transport
+from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Build attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size)
-    return Halves(local, mesh.sequence, tokens.sizes, transport)
+    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
+    return Halves(local, mesh.sequence, tokens.sizes, transport, alone)
 
 
 def halves_of(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -34,16 +35,25 @@ def halves_of(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
 class Halves:
     """Local attention of this rank's queries to two halves of the keys. Owns its buffers (see `Attend`)."""
 
-    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport) -> None:
+    def __init__(self, local: Core, axis: Axis, sizes: tuple[int, ...], transport: Transport, alone: Alone) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
+        self._alone = alone
         self.tokens = sum(sizes)
         self._one_rank = OneRank(local, axis, sizes[axis.rank])
         self._gathers: dict[tuple[object, ...], list[Gather]] = {}
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Beside | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
+        if only is not None:
+            return self._alone.attend(only, streams, mask_BL, beside)
         if self._axis.size == 1:
             return self._one_rank(streams, mask_BL, beside)
         refuse_gradients(streams, "halves")
@@ -88,19 +98,19 @@ class Halves:
 # Facts ---------------------------------------------------------------------------------------------------------
 
 
-def layer(at: Place, rank: int) -> Layer:
+def layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of one rank: two exchanges, two calls, and two copies of k and v into each exchange."""
     work, mine, others, both = at.work, at.sizes[rank], at.ranks - 1, 2 * at.work.kv_heads
     if not others:
-        return Layer((), (Call(mine, at.tokens, work.heads, work.kv_heads),), at.prepared(rank), 0)
+        return Layer((), (AttentionCall(mine, at.tokens, work.heads, work.kv_heads),), at.prepared(rank), 0)
     halves = halves_of(at.sizes)
     moves = tuple(
         Move(half[rank] * both * others, (sum(half) - half[rank]) * both, others if half[rank] else 0)
         for half in halves
     )
-    calls = tuple(Call(mine, sum(half), work.heads, work.kv_heads) for half in halves)
+    calls = tuple(AttentionCall(mine, sum(half), work.heads, work.kv_heads) for half in halves)
     copies = (2 * mine * both, 2 * len(halves))
     return Layer(moves, calls, (*at.prepared(rank), copies), at.tokens * both, merges=len(halves) - 1)
 
 
-FACTS = Facts(moves_only=False, order=60, axes=(), layer=layer)
+FACTS = StrategyFacts(moves_only=False, order=60, axes=(), layer=layer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,20 @@ def why_not_tried(axis: Axis, device: torch.device) -> str | None:
 def poison(*tensors: Tensor) -> None:
     """Fill the tensors with values that make a later read visible."""
     for tensor in tensors:
-        tensor.fill_(float("nan") if tensor.is_floating_point() else -(10**6))
+        whole = tensor.dtype == torch.bool or not (tensor.is_floating_point() or tensor.is_complex())
+        tensor.fill_(float("nan") if not whole else 1 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
 
 def swap(axis: Axis, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
     """Send outgoing[r] to rank r and receive incoming[r] from it after a delay; then poison what was sent."""
+    begun(axis, outgoing, incoming)()
+
+
+def begun(axis: Axis, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Callable[[], None]:
+    """Do the same, but return a function that waits for what is received, and until then wait for no rank."""
     time.sleep(random.random() * LONGEST_S)
-    sent = [tensor.contiguous().flatten().view(torch.uint8).clone() for tensor in outgoing]
+    # a tensor of one element may count as contiguous with any stride, which a view as bytes does not take
+    sent = [tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for tensor in outgoing]
     got = [torch.empty(t.numel() * t.element_size(), dtype=torch.uint8, device=t.device) for t in incoming]
     got[axis.rank].copy_(sent[axis.rank])
     moves = []
@@ -53,11 +60,17 @@ def swap(axis: Axis, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> 
             moves.append(dist.P2POp(dist.isend, sent[rank], group=axis.group, group_peer=rank))
         if rank != axis.rank and got[rank].numel():
             moves.append(dist.P2POp(dist.irecv, got[rank], group=axis.group, group_peer=rank))
-    for move in dist.batch_isend_irecv(moves) if moves else ():
-        move.wait()
+    begun_moves = dist.batch_isend_irecv(moves) if moves else []
     poison(*outgoing)
-    for tensor, new in zip(incoming, got, strict=True):
-        tensor.copy_(new.view(tensor.dtype).view(tensor.shape))
+
+    def finish() -> None:
+        for move in begun_moves:
+            move.wait()
+        assert len(sent) == axis.size  # which must live as long as they are sent
+        for tensor, new in zip(incoming, got, strict=True):
+            tensor.copy_(new.view(tensor.dtype).view(tensor.shape))
+
+    return finish
 
 
 class DelayedToHeads:
@@ -77,22 +90,21 @@ class DelayedToHeads:
         self._boxes = Outboxes(boxes)
         self._slab = like.new_empty(sum(layout.tokens), batch, sum(self._split), dim)
         self._incoming = self._slab.split(layout.tokens)
-        self._started: list[Tensor] = []
+        self._finish: Callable[[], None] | None = None
 
     def outboxes(self) -> Outboxes:
         """Return the outboxes; poison them and what was delivered last."""
-        self._started = []
+        self._finish = None
         poison(*self._outgoing, self._slab)
         return self._boxes
 
     def start(self) -> None:
-        """Copy q, k, v as they are now."""
-        self._started = [slab.clone() for slab in self._outgoing]
-        poison(*self._outgoing)
+        """Send q, k, v as they are now."""
+        self._finish = begun(self._axis, self._outgoing, self._incoming)
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Deliver the data (see `seqpar.transports._exchanges.ToHeads`)."""
-        swap(self._axis, self._started or self._outgoing, self._incoming)
+        (self._finish or begun(self._axis, self._outgoing, self._incoming))()
         q, k, v = self._slab.transpose(0, 1).split(self._split, dim=2)
         return q, k, v
 
@@ -127,7 +139,7 @@ class DelayedKeyValues:
     flags: Flags | None = None
 
     def __init__(self, axis: Axis, layout: HeadLayout) -> None:
-        self._axis, self._started = axis, {}
+        self._axis, self._finish = axis, dict[int, Callable[[], None]]()
         like = torch.empty(0, dtype=layout.dtype, device=layout.device)
         shape = layout.batch, layout.kv_heads, layout.head_dim
         self._q = like.new_empty(layout.batch, layout.tokens[axis.rank], layout.heads, layout.head_dim)
@@ -139,32 +151,34 @@ class DelayedKeyValues:
 
     def outboxes(self) -> Outboxes:
         """Return the outboxes; poison them and what was delivered last."""
-        self._started.clear()
+        self._finish.clear()
         poison(self._q, *self._mine, *self._all)
         return self._boxes
 
     def start(self) -> None:
-        """Copy k and v as they are now."""
+        """Send k and v as they are now."""
         self._start(0)
         self._start(1)
 
     def start_keys(self) -> None:
-        """Copy k as it is now."""
+        """Send k as it is now."""
         self._start(0)
 
     def start_values(self) -> None:
-        """Copy v as it is now."""
+        """Send v as it is now."""
         self._start(1)
 
     def _start(self, part: int) -> None:
-        self._started[part] = self._mine[part].clone()
+        outgoing = [self._mine[part].clone() for _ in self._tokens]
+        self._finish[part] = begun(self._axis, outgoing, self._all[part].split(self._tokens))
         poison(self._mine[part])
 
     def deliver(self, met: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Deliver the data (see `seqpar.transports._exchanges.KeyValues`)."""
-        for part, whole in enumerate(self._all):
-            taken = self._started.get(part, self._mine[part])
-            swap(self._axis, [taken.clone() for _ in self._tokens], whole.split(self._tokens))
+        for part in range(2):
+            if part not in self._finish:
+                self._start(part)
+            self._finish.pop(part)()
         k, v = (whole.transpose(0, 1) for whole in self._all)
         return self._q, k, v
 

@@ -1,43 +1,53 @@
 """All to each: every rank gathers q, k and v of all tokens, attends with its share of the heads, and gathers outputs.
 
-Only `tests/attention/test_new_strategy.py` adds this strategy to the folder. It moves data and changes no arithmetic.
+Only `tests/test_one_file.py` adds this strategy to the folder. It moves data and changes no arithmetic.
 It has a rule about heads: every rank must have a key-value head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import OneRank, given, joined, present, refuse_gradients, split_out
+from seqpar.attention._streams import Alone, Beside, OneRank, given, joined, present, refuse_gradients, split_out
 from seqpar.mesh import Axis, Mesh
-from seqpar.planner.facts import Call, Facts, Layer, Move, Place, refuse
 from seqpar.protocols import Attend, Core, Stream
 from seqpar.shard import Shard, Tokens, check_tokens, starts
 from seqpar.transports._contract import Gather, Transport
+from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Build attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size)
-    return AllToEach(local, mesh.sequence, tokens, transport)
+    alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
+    return AllToEach(local, mesh.sequence, tokens, transport, alone)
 
 
 class AllToEach:
     """Local attention of all queries with some of the heads. Owns its buffers (see `Attend`)."""
 
-    def __init__(self, local: Core, axis: Axis, tokens: Tokens, transport: Transport) -> None:
+    def __init__(self, local: Core, axis: Axis, tokens: Tokens, transport: Transport, alone: Alone) -> None:
         self._local, self._axis, self._sizes, self._transport = local, axis, tokens.sizes, transport
+        self._alone = alone
         self.tokens = tokens.total
         self._one_rank = OneRank(local, axis, tokens.sizes[axis.rank])
         self._gathers: dict[tuple[object, ...], tuple[Gather, Gather]] = {}
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Beside | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]:
         """See `seqpar.protocols.Attend`."""
+        if only is not None:
+            return self._alone.attend(only, streams, mask_BL, beside)
         if self._axis.size == 1:
             return self._one_rank(streams, mask_BL, beside)
         refuse_gradients(streams, "all_to_each")
@@ -74,17 +84,17 @@ class AllToEach:
 # Facts ---------------------------------------------------------------------------------------------------------
 
 
-def layer(at: Place, rank: int) -> Layer:
+def layer(at: ShardedLayer, rank: int) -> Layer:
     """Return the costs of one rank: two exchanges around one call, and passes that rearrange q, k, v and the output."""
     work, mine, others, total = at.work, at.sizes[rank], at.ranks - 1, at.tokens
     if not others:
-        return Layer((), (Call(mine, total, work.heads, work.kv_heads),), at.prepared(rank), 0)
+        return Layer((), (AttentionCall(mine, total, work.heads, work.kv_heads),), at.prepared(rank), 0)
     groups, whole = Shard(work.kv_heads, at.ranks).sizes[rank], work.heads + 2 * work.kv_heads
     heads = groups * work.heads // work.kv_heads
     there = Move(mine * whole * others, (total - mine) * whole, others)
     back = Move(total * heads * others, total * (work.heads - heads), others)
     passes = (*at.prepared(rank), (4 * mine * whole, 2), (2 * total * heads, 1), (2 * mine * work.heads, 1))
-    return Layer((there, back), (Call(total, total, heads, groups),), passes, total * (whole + work.heads))
+    return Layer((there, back), (AttentionCall(total, total, heads, groups),), passes, total * (whole + work.heads))
 
 
 def why_not(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
@@ -93,4 +103,4 @@ def why_not(ring: int, ulysses: int, heads: int, kv_heads: int) -> str | None:
     return None if kv_heads >= ranks else f"{kv_heads} key-value heads on {ranks} ranks, expected one a rank"
 
 
-FACTS = Facts(moves_only=True, order=60, axes=(), layer=layer, why_not=why_not)
+FACTS = StrategyFacts(moves_only=True, order=60, axes=(), layer=layer, why_not=why_not)

@@ -39,7 +39,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Weights:
+class SoftmaxWeights:
     """Unnormalised weights 2^(score - shift) of R queries, over P parts of the keys with S keys each.
 
     weights_PRS: in q's dtype; a row's parts lie one after another. For each row in each part, in fp32: shift_PR,
@@ -52,7 +52,7 @@ class Weights:
     rounded_PR: Tensor
 
 
-def write(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
+def write(q_RD: Tensor, k_KD: Tensor, into: SoftmaxWeights, tile: Tile) -> None:
     """Write the weights of R queries over K keys into all parts of `into`.
 
     Rows of q and k start at multiples of 16 bytes (see `aligned`). The parts' span is a multiple of the tile's keys,
@@ -61,7 +61,7 @@ def write(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
     (launch if fused(q_RD, k_KD) else reference)(q_RD, k_KD, into, tile)
 
 
-def reference(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
+def reference(q_RD: Tensor, k_KD: Tensor, into: SoftmaxWeights, tile: Tile) -> None:
     """Compute `write` in plain torch, with the largest score of each row and part as its shift."""
     span = into.weights_PRS.shape[2]
     for part, k_SD in enumerate(k_KD.split(span)):
@@ -73,7 +73,7 @@ def reference(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
         into.rounded_PR[part] = into.weights_PRS[part, :, : len(k_SD)].sum(1, dtype=torch.float32)
 
 
-def launch(q_RD: Tensor, k_KD: Tensor, into: Weights, tile: Tile) -> None:
+def launch(q_RD: Tensor, k_KD: Tensor, into: SoftmaxWeights, tile: Tile) -> None:
     """Run the kernel of `write`."""
     (rows, dim), keys = q_RD.shape, k_KD.shape[0]
     parts, _, span = into.weights_PRS.shape
@@ -117,7 +117,7 @@ def described(x_LD: Tensor, block: list[int]) -> Any:
 def combine(product_PRD: Tensor, sums_3PR: Tensor, out_RD: Tensor, lse_R: Tensor) -> None:
     """Write attention's output and log-sum-exp from the products of the weights with v, which are in fp32.
 
-    sums_3PR: shift_PR, sum_PR and rounded_PR of `Weights`. out_RD may have any stride between rows.
+    sums_3PR: shift_PR, sum_PR and rounded_PR of `SoftmaxWeights`. out_RD may have any stride between rows.
     """
     (launch_combine if fused(product_PRD) else reference_combine)(product_PRD, sums_3PR, out_RD, lse_R)
 

@@ -1,0 +1,78 @@
+"""Makes pictures from prompts with the toy model of two streams, as one file of `seqpar/pipelines` would.
+
+Only `tests/test_one_file.py` adds this family to the folder. Its model has no text encoders, so random numbers stand in
+for encoded prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from seqpar.models.two_streams import Model  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from seqpar.mesh import Mesh
+from seqpar.pipelines import _schedulers
+from seqpar.pipelines._family import Job, Order
+from seqpar.pipelines._files import Files
+from seqpar.pipelines._loaded import FromTexts, drawn_in
+from seqpar.pipelines._texts import Texts
+from seqpar.sampling.guidance import Guidance
+from seqpar.sampling.loop import draw_noise
+from seqpar.weights.find import locate
+
+PIPELINES = ()
+MODELS = (Model,)
+TOKENS, WIDTH = 5, 6
+
+
+@dataclass(frozen=True)
+class Pipeline(FromTexts):
+    """A loaded toy on a mesh."""
+
+    @classmethod
+    def texts_of(cls, files: Files, mesh: Mesh, dtype: torch.dtype) -> Texts:
+        """Return the prompts as tensors, without any yet."""
+        return Texts({"text": (TOKENS, WIDTH), "pooled": (WIDTH,)}, None, mesh, dtype, frees=False)
+
+    def latents(
+        self,
+        prompts: Sequence[str],
+        *,
+        steps: int,
+        guidance: Guidance,
+        seed: int = 0,
+        size: tuple[int, int] | None = None,
+        on_step: Callable[[int], None] = lambda index: None,
+    ) -> Tensor:
+        """Return sampled latents (N, C, h, w) for N prompts, equal on every rank."""
+        self.dit.mesh.together(lambda: self.texts.encode(prompts))
+        shape = len(prompts), self.dit.config.in_channels, *self.files.latent_size(size)
+        noise = draw_noise(shape, torch.Generator().manual_seed(seed), drawn_in(self.dit.dtype))
+        settings: Any = {"steps": steps, "guidance": guidance, "on_step": on_step}
+        return self.sampler(DDIMScheduler(clip_sample=False), noise, self.texts.rows(prompts), **settings)
+
+
+def check(order: Order, path: Path | None) -> Job:
+    """Return the job that an order describes."""
+    order.needs_prompts()
+    files, prompts = Files(locate(order.model if path is None else path)), order.pictures
+    scheduler = DDIMScheduler(clip_sample=False)
+    _schedulers.timed(scheduler, order.steps)
+    return Job.of(
+        Pipeline,
+        files,
+        order,
+        order.free_guidance(3.0),
+        scheduler,
+        prompts,
+        loading={"prompts": prompts},
+        settings={"prompts": prompts},
+        captions=prompts,
+        named={"prompts": order.prompts},
+    )

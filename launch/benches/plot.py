@@ -100,7 +100,7 @@ def exchange(lines: Sequence[Line]) -> Any:
     panes = list(dict.fromkeys(pane for its, pane, *_ in points if its == mode))
     figure, panels = plt.subplots(1, len(panes), figsize=(4.5 * len(panes), 3.4), squeeze=False, sharey=True)
     for panel, pane in zip(panels[0], panes, strict=True):
-        here = [rest for its, its_pane, *rest in points if (its, its_pane) == (mode, pane)]
+        here = [(way, mb, rate) for its, at, way, mb, rate in points if (its, at) == (mode, pane)]
         for way in dict.fromkeys(way for way, *_ in here):
             curve = sorted({(mb, rate) for its, mb, rate in here if its == way})
             style = {"color": OURS if way.startswith("ours") else THEIRS, "marker": "o", "markersize": 4}

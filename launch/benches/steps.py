@@ -168,8 +168,7 @@ class Case:
 
     def mesh_of(self, layout: Layout) -> Mesh:
         """Return the mesh of a layout."""
-        axes = {"cfg": layout.cfg, "ring": layout.ring, "ulysses": layout.ulysses}
-        return Mesh.from_env(**axes, device=self.mesh.device)
+        return Mesh.from_env(1, layout.cfg, layout.ring, layout.ulysses, device=self.mesh.device)
 
     def ceiling(self, layout: Layout) -> Reference:
         """Return the ceiling of a layout."""

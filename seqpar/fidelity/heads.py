@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from seqpar.attention._streams import given, present
+from seqpar.attention._streams import given, present, split_out
 from seqpar.fidelity.compare import FACTOR, FLOORS, WIDER
 from seqpar.fidelity.one_rank import full_precision
 from seqpar.kernels.prepare import reference as prepared
@@ -47,8 +47,7 @@ class Attended:
 
     def _by_formula(self, axis: Axis, dtype: torch.dtype) -> Tensor:
         """Return the output in this data type, as one rank computes it from the tokens of all."""
-        each = [_qkv(stream, dtype) for stream in present(self.streams)]
-        q, k, v = (torch.cat(parts, dim=1) for parts in zip(*each, strict=True))
+        q, k, v = _joined(self.streams, dtype)
         if axis.size > 1:
             mine = torch.tensor([q.shape[1]], device=q.device)
             sizes = tuple(gather(mine, axis, (1,) * axis.size).tolist())
@@ -78,11 +77,34 @@ class Observed:
         return outs
 
 
+class ByFormula:
+    """Attention of one rank alone by its formula, in the data type of its streams."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def __call__(
+        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+    ) -> tuple[Tensor, ...]:
+        """See `seqpar.protocols.Attend`."""
+        if beside is not None:
+            beside()
+        first = streams[0]
+        dtype = first.x.dtype if isinstance(first, Projected) else first.q.dtype
+        return split_out(by_formula(*_joined(streams, dtype), mask_BL)[0], streams)
+
+
 def _copied(stream: Stream) -> Stream:
     """Return the stream with copies of what the model may overwrite."""
     if isinstance(stream, Projected):
         return replace(stream, x=stream.x.clone())
     return replace(stream, q=stream.q.clone(), k=stream.k.clone(), v=stream.v.clone())
+
+
+def _joined(streams: Sequence[Stream], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of the tokens of all streams on this rank, as `_qkv` computes them."""
+    q, k, v = (torch.cat(parts, dim=1) for parts in zip(*(_qkv(each, dtype) for each in present(streams)), strict=True))
+    return q, k, v
 
 
 def _qkv(stream: Stream, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

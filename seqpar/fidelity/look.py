@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from seqpar.fidelity.blocks import Share, Take, watched
 from seqpar.fidelity.compare import EXACT, Comparison, Error, Place, bound, error
-from seqpar.fidelity.heads import Attended, Observed
+from seqpar.fidelity.heads import Attended, ByFormula, Observed
 from seqpar.fidelity.one_rank import Conditioning, wide, widened
 from seqpar.inputs import broadcast
 from seqpar.mesh import Axis, Mesh
@@ -71,20 +71,37 @@ class Look:
         """Return an attention that computes the same, and whose heads `ranks` compares."""
         return Observed(attend, lambda attended: self._attended.append((len(self._kept), attended)))
 
-    def by_one(self, compute: Callable[[T], Streams], arguments: T, dtype: torch.dtype) -> tuple[Streams, Streams]:
-        """Return what one rank computes of nested arguments in the ranks' data type, and in a wider one."""
+    def by_one(
+        self,
+        compute: Callable[[T], Streams],
+        arguments: T,
+        dtype: torch.dtype,
+        truth: Callable[[T], Streams] | None = None,
+    ) -> tuple[Streams, Streams]:
+        """Return what one rank computes of nested arguments in the ranks' data type, and in a wider one.
+
+        truth: computes in the wider type, if that is not `compute`.
+        """
         conditioning = Conditioning(self._modules)
         with watched(self._modules, self._see_alone), conditioning.recorded():
             alone = compute(arguments)
         with widened(self._modules, dtype), watched(self._modules, self._see_truth), conditioning.replayed(dtype):
-            return alone, compute(wide(arguments, dtype))
+            return alone, (truth or compute)(wide(arguments, dtype))
 
     def tokens_by_one(self, call: Callable[[], object], dtype: torch.dtype) -> tuple[Streams, Streams]:
-        """Return what one rank's `forward_tokens` returns in this call, in the ranks' data type and in a wider one."""
+        """Return what one rank's `forward_tokens` returns in this call, in the ranks' data type and in a wider one.
+
+        In the wider type attention is computed by its formula: kernels take 16 bits.
+        """
         both = list[Streams]()
 
         def compute(true: Callable[..., Streams], *arguments: Any) -> Streams:
-            both[:] = self.by_one(lambda given: copied(true(*given)), arguments, dtype)
+            *inputs, attend = arguments
+
+            def by(attend: Attend) -> Callable[[list[Any]], Streams]:
+                return lambda inputs: copied(true(*inputs, attend))
+
+            both[:] = self.by_one(by(attend), inputs, dtype, by(ByFormula(attend.tokens)))
             return both[0]
 
         with in_place_of(self._modules, compute):

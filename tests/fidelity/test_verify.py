@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import seqpar
 from seqpar import Guidance
@@ -21,6 +21,7 @@ from seqpar.fidelity import blocks, own_loop
 from seqpar.fidelity.blocks import Share, blocks_of
 from seqpar.fidelity.one_rank import widened
 from seqpar.fidelity.verify import Verdict, VerificationError, other_weights, verify
+from seqpar.local import sdpa
 from seqpar.mesh import Mesh
 from seqpar.models import large_dit
 from seqpar.pipelines import flux, unidiffuser
@@ -30,6 +31,7 @@ from seqpar.sampling.loop import digest
 from seqpar.weights.find import Blueprint
 from tests.fidelity.faults import (
     Fault,
+    after,
     ending,
     guidance_of_pipeline_off,
     guidance_off,
@@ -240,7 +242,13 @@ def test_in_exact_mode_the_first_place_without_the_bits_of_one_rank_is_named(ran
 
 def exactly(rank: int, world: int, device: torch.device) -> str:
     """Return what is found where one rank's bits are expected: of a ring, which has others, or of one rank."""
+
+    def of_16_bits(out_lse: tuple[Tensor, Tensor], q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        assert q.dtype == BF16  # as the kernels of exact mode demand
+        return out_lse
+
     with pytest.MonkeyPatch.context() as patch:
+        after(patch, sdpa, "attend", of_16_bits)
         patch.setattr(own_loop, "_is_exact", lambda dit: True)
         return verified(rank, world, device, ("ring" if world > 1 else "ulysses", 1, "auto"), BF16, none)
 

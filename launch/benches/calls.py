@@ -28,7 +28,7 @@ from launch.benches.ceiling import Share, ceiling, share
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
 from launch.benches.works import work_of_call
 from seqpar.mesh import Mesh, default_dtype
-from seqpar.planner.facts import Work
+from seqpar.types.facts import Work
 from seqpar.planner.plan import choose_local
 
 NATIVE = ("FluxTransformer2DModel",)  # classes of diffusers with a model of ours

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from seqpar.planner.facts import Layout
+from seqpar.types.facts import Layout
 
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity import judging

@@ -85,8 +85,8 @@ def normalise(
     The result has x's memory format, or is `out_NC`: it may be a part of a larger tensor of the same format, as the
     rows between the halo of a convolution's input, and must not overlap x.
     """
-    given = x_NC, moments_NG3, affine.weight_C, affine.bias_C, affine.shift_C
-    return (launch_normalise if fused(*given) else reference_normalise)(x_NC, moments_NG3, affine, silu, out_NC)
+    tensors = x_NC, moments_NG3, affine.weight_C, affine.bias_C, affine.shift_C
+    return (launch_normalise if fused(*tensors) else reference_normalise)(x_NC, moments_NG3, affine, silu, out_NC)
 
 
 def reference_moments(x_NC: Tensor, groups: int, shift_C: Tensor | None = None) -> Tensor:
@@ -134,8 +134,8 @@ def places_last(x_NC: Tensor) -> bool | None:
 
 def dense(x_NC: Tensor) -> tuple[Tensor, bool]:
     """Return x, or a contiguous copy if its memory has gaps or another order, and whether its places come last."""
-    found = places_last(x_NC)
-    return (x_NC.contiguous(), True) if found is None else (x_NC, found)
+    last = places_last(x_NC)
+    return (x_NC.contiguous(), True) if last is None else (x_NC, last)
 
 
 def runs(x_NC: Tensor) -> Runs:

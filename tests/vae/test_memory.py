@@ -157,10 +157,11 @@ def test_unused_memory_of_cuda_graphs_and_of_other_devices_is_not_free(monkeypat
 @pytest.mark.gpu
 def test_a_gpu_needs_what_was_measured() -> None:
     """A decoder of the released size, at 1024 x 1024 pixels, within a tenth."""
-    device, blocks = torch.device("cuda"), ("DownEncoderBlock2D",) * 4
-    sizes = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4}
-    kinds = {"down_block_types": blocks, "up_block_types": ("UpDecoderBlock2D",) * 4}
-    vae = nn.Module.to(AutoencoderKL(**sizes, **kinds), device, torch.bfloat16).eval()
+    device = torch.device("cuda")
+    sizes: dict[str, Any] = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4}
+    for name, block in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
+        sizes[name] = (block,) * 4
+    vae = nn.Module.to(AutoencoderKL(**sizes), device, torch.bfloat16).eval()
     on_mesh, z = MeshVAE.of(vae, Mesh.single("cuda"), "collective"), torch.zeros(1, 4, 128, 128, device=device)
     need = on_mesh.memory.need(CudaMeter(device), False, (4,)).of(128 * 128)
     with torch.no_grad():

@@ -65,11 +65,11 @@ class Checked:
         return copy.deepcopy(self._theirs, memo)
 
 
-def shape_of(vae: Any, latents: object, given: Mapping[str, Any]) -> tuple[int, ...] | None:
+def shape_of(vae: Any, latents: object, arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Return the shape (N, C, h, w), or (N, C, F, h, w), that a VAE decodes of latents; None if it is not sure.
 
-    latents: of that shape, or packed as (N, tokens, values). given: height and width in pixels, and num_frames of
-    videos, of which packed latents must have the elements.
+    latents: of that shape, or packed as (N, tokens, values). arguments: height and width in pixels, and num_frames
+    of videos, of which packed latents must have the elements.
     """
     channels, video = vae.config.get("latent_channels") or vae.config.get("z_dim"), _takes_frames(vae)
     if not isinstance(latents, Tensor) or not channels:
@@ -77,11 +77,11 @@ def shape_of(vae: Any, latents: object, given: Mapping[str, Any]) -> tuple[int, 
     if latents.dim() != 3:
         fits = latents.dim() == 4 + video and latents.shape[1] == channels
         return tuple(latents.shape) if fits else None
-    sides = [given.get(name) for name in ("height", "width")]
+    sides = [arguments.get(name) for name in ("height", "width")]
     for patch in (1, 2):  # pipelines that pack 2 x 2 latent pixels round down to these
         rows, columns = (int(side or 0) // (spatial_factor(vae) * patch) * patch for side in sides)
         frames, rest = divmod(latents[0].numel(), max(1, channels * rows * columns))
-        if rows and columns and not rest and (frames == 1 or (video and given.get("num_frames") is not None)):
+        if rows and columns and not rest and (frames == 1 or (video and arguments.get("num_frames") is not None)):
             return (len(latents), channels, *([frames] if video else ()), rows, columns)
     return None
 

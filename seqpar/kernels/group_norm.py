@@ -134,8 +134,8 @@ def places_last(x_NC: Tensor) -> bool | None:
 
 def dense(x_NC: Tensor) -> tuple[Tensor, bool]:
     """Return x, or a contiguous copy if its memory has gaps or another order, and whether its places come last."""
-    is_last = places_last(x_NC)
-    return (x_NC.contiguous(), True) if is_last is None else (x_NC, is_last)
+    last = places_last(x_NC)
+    return (x_NC.contiguous(), True) if last is None else (x_NC, last)
 
 
 def runs(x_NC: Tensor) -> Runs:

@@ -51,8 +51,8 @@ def launch(first: Shifted, second: Shifted | None = None, out_NC: Tensor | None 
     out = torch.empty_like(x_NC) if out_NC is None else out_NC
     for each in (x_NC, out, x_NC if y_NC is None else y_NC):
         if each.shape != x_NC.shape or not each.movedim(1, -1).is_contiguous():
-            shape = f"{tuple(each.shape)} of strides {each.stride()}"
-            raise ValueError(f"got {shape}, expected {tuple(x_NC.shape)} in channels-last memory")
+            layout = f"{tuple(each.shape)} of strides {each.stride()}"
+            raise ValueError(f"got {layout}, expected {tuple(x_NC.shape)} in channels-last memory")
     if out.numel():
         channels = x_NC.shape[1]
         width, places = triton.next_power_of_2(channels), out.numel() // channels

@@ -117,14 +117,14 @@ def why_changed(vae: nn.Module) -> str | None:
         registry, processor = names.get("_diffusers_hook"), names.get("processor", names["_modules"].get("processor"))
         hooked = names["_forward_hooks"] or names["_forward_pre_hooks"] or ("forward" in names and registry is None)
         if name and ("_hf_hook" in names or hooked):
-            found = "has a hook, or another forward than its own, expected neither"
+            fault = "has a hook, or another forward than its own, expected neither"
         elif registry is not None and registry.hooks:
-            found = "has a hook (offloading or layerwise casting), expected none"
+            fault = "has a hook (offloading or layerwise casting), expected none"
         elif processor is not None and _kind(processor) not in PROCESSORS:
-            found = f"has the attention processor {_kind(processor)}, expected one whose strips were tested"
+            fault = f"has the attention processor {_kind(processor)}, expected one whose strips were tested"
         else:
             continue
-        return f"got a VAE whose module {name or '(the VAE itself)'} {found}; decode whole pictures, or remove it"
+        return f"got a VAE whose module {name or '(the VAE itself)'} {fault}; decode whole pictures, or remove it"
     return None
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 VIDEOS = ("AutoencoderKLWan", "AutoencoderKLQwenImage")  # convolve over frames, and are faster in channels-last memory
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_NAME = "_pixels_last_of_seqpar"  # attribute of a VAE: its `_Weights`
+_NAME = "_pixels_last_of_seqpar"  # attribute of a VAE: its `ChannelsLastWeights`
 
 
 def pixels_last(x: Tensor) -> Tensor:
@@ -54,13 +54,13 @@ def weights_pixels_last(vae: nn.Module) -> Callable[[], None]:
     Values stay, and so do the parameters. When the last use of a VAE ends, what was contiguous becomes contiguous
     again, also if it was moved to another device in between.
     """
-    found = vars(vae).get(_NAME)
-    if not isinstance(found, _Weights):
-        found = vars(vae)[_NAME] = _Weights([])
-    return found.join(vae)
+    weights = vars(vae).get(_NAME)
+    if not isinstance(weights, ChannelsLastWeights):
+        weights = vars(vae)[_NAME] = ChannelsLastWeights([])
+    return weights.join(vae)
 
 
-class _Weights:
+class ChannelsLastWeights:
     """The users of a VAE's channels-last weights, and the convolutions whose weights the first of them changed."""
 
     def __init__(self, changed: list[nn.Module]) -> None:
@@ -88,9 +88,9 @@ class _Weights:
                 weight: Any = module.weight
                 weight.data = change(weight.data)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Weights:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChannelsLastWeights:
         """Return that of the VAE's copy, which nobody uses yet."""
-        return _Weights(copy.deepcopy(self._changed, memo))
+        return ChannelsLastWeights(copy.deepcopy(self._changed, memo))
 
 
 def _convolutions(vae: nn.Module) -> Iterator[nn.Conv2d | nn.Conv3d]:

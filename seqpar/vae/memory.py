@@ -21,7 +21,7 @@ from seqpar.vae.cut import Cut
 from seqpar.vae.known import spatial_factor
 from seqpar.vae.spread import Spread
 
-SIDES = (16, 32)  # latent pixels along the sides of the two small strips
+SIDES, SIDES_OF_VIDEO = (32, 64), (16, 32)  # latent pixels along the sides of the two small strips
 AMPLE = 8192  # bytes for a pixel, more than any decoder here needs; where they are free nothing is measured
 COMMON_POOL = (0, 0)  # torch's id of the memory that is in no private pool
 
@@ -49,10 +49,13 @@ class CudaMeter:
     device: torch.device
 
     def peak(self, run: Callable[[], object]) -> int:
-        """Return the most bytes that a call holds at once, beyond what was held before it."""
+        """Return the most bytes that a call holds beyond what was held before it; all where it ran out of memory."""
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        run()
+        try:
+            run()
+        except torch.OutOfMemoryError:
+            return int(self.total())
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def free(self) -> float:
@@ -83,11 +86,11 @@ class Need:
         return self.fixed + self.each * latent_pixels
 
 
-def measured(peak: Callable[[int], int]) -> Need:
+def measured(peak: Callable[[int], int], sides: tuple[int, int] = SIDES) -> Need:
     """Return what a decoding needs; peak(side): the bytes for a strip of side x side latent pixels."""
-    peak(SIDES[0])  # the first call also allocates what libraries keep
-    small, large = map(peak, SIDES)
-    areas = [side * side for side in SIDES]
+    peak(sides[0])  # the first call also allocates what libraries keep
+    small, large = map(peak, sides)
+    areas = [side * side for side in sides]
     each = max(0.0, (large - small) / (areas[1] - areas[0]))
     return Need(max(0.0, small - each * areas[0]), each)
 
@@ -155,7 +158,7 @@ class DecodingMemory:
 
         if (strips, form) not in self._needs:
             with torch.inference_mode(False), torch.no_grad():
-                self._needs[strips, form] = measured(peak)
+                self._needs[strips, form] = measured(peak, SIDES if prod(form[1:]) == 1 else SIDES_OF_VIDEO)
         return self._needs[strips, form]
 
 

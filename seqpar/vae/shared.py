@@ -73,16 +73,16 @@ def looked_at(vae: Any, name: str, look: Callable[[Any], None]) -> Iterator[None
 
 def own(vae: Any, name: str) -> Callable[..., Any]:
     """Return a VAE's own `decode` or `encode`, which a rank may call alone, also while the VAE is shared."""
-    found = getattr(vae, name)
-    return found.alone if isinstance(found, Shared) else found
+    method = getattr(vae, name)
+    return method.alone if isinstance(method, Shared) else method
 
 
 def _shared(vae: Any, name: str) -> Shared:
-    found = vars(vae).get(name)
-    if not isinstance(found, Shared):
-        found = Shared(vae, name)
-        setattr(vae, name, found)
-    return found
+    method = vars(vae).get(name)
+    if not isinstance(method, Shared):
+        method = Shared(vae, name)
+        setattr(vae, name, method)
+    return method
 
 
 class Shared:
@@ -99,10 +99,10 @@ class Shared:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the VAE makes of rank 0's input."""
-        made = self._compute(args, kwargs)
+        result = self._compute(args, kwargs)
         for look in self._looks.values():
-            look(made)
-        return made
+            look(result)
+        return result
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         users = [*self._users.values()]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from torch import nn
 
 from seqpar.mesh import Axis, Mesh
 from seqpar.planner.predict import GIB, USABLE
@@ -42,7 +44,7 @@ class Imagined:
 
 def test_two_small_decodings_tell_a_large_one() -> None:
     sides = list[int]()
-    need = measured(lambda side: sides.append(side) or 7 * side * side + 30)
+    need = measured(lambda side: sides.append(side) or 7 * side * side + 30, (16, 32))
     assert (need.of(0), need.of(1000)) == (30, 7030)
     assert sides == [16, 16, 32]  # the first one also allocates what libraries keep
     assert measured(lambda side: 50).of(1000) == 50
@@ -155,9 +157,11 @@ def test_unused_memory_of_cuda_graphs_and_of_other_devices_is_not_free(monkeypat
 @pytest.mark.gpu
 def test_a_gpu_needs_what_was_measured() -> None:
     """A decoder of the released size, at 1024 x 1024 pixels, within a tenth."""
-    from launch.baselines.decoders import DECODERS
-
-    vae, device = DECODERS["kl"].build(torch.bfloat16, torch.device("cuda")), torch.device("cuda")
+    device = torch.device("cuda")
+    sizes: dict[str, Any] = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4}
+    for name, block in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
+        sizes[name] = (block,) * 4
+    vae = nn.Module.to(AutoencoderKL(**sizes), device, torch.bfloat16).eval()
     on_mesh, z = MeshVAE.of(vae, Mesh.single("cuda"), "collective"), torch.zeros(1, 4, 128, 128, device=device)
     need = on_mesh.memory.need(CudaMeter(device), False, (4,)).of(128 * 128)
     with torch.no_grad():

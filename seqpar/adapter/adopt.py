@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.adapter import adapters
-from seqpar.weights.checkpoint import Checkpoint, KeyMap, Source, check
+from seqpar.types.keys import KeyMap, Source
+from seqpar.weights.checkpoint import Checkpoint, check
 
 
 @dataclass(frozen=True)

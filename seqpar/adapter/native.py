@@ -34,7 +34,7 @@ from seqpar.models._flux_conditioning import alone, shares
 from seqpar.planner.plan import Choice, Plan
 from seqpar.shard import JointShard
 from seqpar.streams import Split
-from seqpar.weights.checkpoint import KeyMap
+from seqpar.types.keys import KeyMap
 
 CHANGED = ("training", "gradient_checkpointing", "fused_projections")  # settings that change nothing here
 NEEDED = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids")

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from seqpar.cli.convert import _copy_json
 from seqpar.cli.main import command
 from seqpar.models.large_dit import Config
+from seqpar.types.keys import Source
 from seqpar.weights import export
-from seqpar.weights.checkpoint import Source
 from seqpar.weights.export import taken_apart
 from tests.models.test_large_dit import inputs, plain
 from tests.support.published import save_consolidated, save_pdparams, save_pipeline_index

@@ -1,8 +1,8 @@
 """Checks the parts of a pipeline folder that diffusers and transformers read themselves, before they do.
 
 Both build as many layers as a config says, and give random values to weights that a file lacks, and then only warn.
-Here each of these is one message, and no part brings a program, an adapter or a kernel of its own.
-When it wins: always; it reads configs and the headers of weight files.
+Here each of these is one message, and no part brings a program, an adapter or a kernel of its own. Only configs and the
+headers of weight files are read.
 """
 
 from __future__ import annotations

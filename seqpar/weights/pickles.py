@@ -129,7 +129,9 @@ def _reason(error: Exception) -> str:
         return f"asks for {match[1]}, expected tensors and plain values only; nothing of it was run"
     if isinstance(error, ValueError) and str(error).startswith(("has ", "is ")):
         return str(error)
-    return "is truncated, or holds no weights that torch reads as such; save its state dict by torch.save"
+    line = str(error).partition("\n")[0][:200]
+    detail = f" ({line})" if line and "weights" not in line.lower() else ""
+    return f"is truncated, or holds no weights that torch reads as such{detail}; save its state dict by torch.save"
 
 
 def _why_no_weight(key: object, value: object) -> str | None:

@@ -1,8 +1,8 @@
 """Reads a transformer from one file in the keys of its authors, as Black Forest Labs and ComfyUI publish FLUX.1.
 
 diffusers' own converters know how such keys become those of its classes. They run here on tensors without numbers,
-which remember what is done with them: a weight is read, and converted, when it is asked for.
-When it wins: always; diffusers' `from_single_file` reads and converts all weights in every process.
+which remember what is done with them: a weight is read, and converted, when it is asked for. diffusers'
+`from_single_file` reads and converts all weights in every process.
 """
 
 from __future__ import annotations

@@ -101,7 +101,8 @@ def stuck() -> None:
     how, handled = sys.argv[1], []
 
     def work(rank: int) -> None:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
         if how.endswith("unread"):  # as where the reader of a pipe has left
             reader, writer = os.pipe()
@@ -129,6 +130,7 @@ def test_a_process_that_waits_in_native_code_ends_after_ctrl_c_and_after_a_vain_
     server()
     cases = ("interrupted", "interrupted unread", "vain", "vain unread", "handled")
     jobs = {how: Forked(stuck, (how,), os.environ, tmp_path / how, tmp_path / f"{how} errors") for how in cases}
+    start = 0.0
     try:
         for how, job in jobs.items():
             end = time.monotonic() + 60

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from seqpar.deadlines import Deadlines
@@ -41,17 +42,17 @@ def join(device: torch.device | None = None, deadlines: Deadlines | None = None)
     return dist.get_rank(), dist.get_world_size()
 
 
-def _meet(limits: Deadlines) -> tuple[dist.Store, int, int]:
+def _meet(limits: Deadlines) -> tuple[Store, int, int]:
     """Return the store by which ranks meet, this rank and their number; the store is a file in a folder of `seqpar`."""
     folder = os.environ.pop(MEETING, None)
     if folder is None:
         return next(rendezvous("env://", timeout=timedelta(seconds=limits.first_s)))
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _watched().folder = Path(folder)
-    return dist.FileStore(str(Path(folder, "store")), world), rank, world
+    return dist.FileStore(str(Path(folder, "store")), world), rank, world  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _gather_all(store: dist.Store, rank: int, world: int, limit_s: float) -> None:
+def _gather_all(store: Store, rank: int, world: int, limit_s: float) -> None:
     """Wait until all ranks have started."""
     run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives the ranks that torchrun starts again
     keys = [f"seqpar/started/{run}/{other}" for other in range(world)]
@@ -88,7 +89,7 @@ class _Watched:
                 self.watch.groups.append(group)
         return self.watch
 
-    def _store(self) -> dist.Store | None:
+    def _store(self) -> Store | None:
         """Return where ranks show signs of life and nothing else is; None for a store in a file, which only grows."""
         if self.folder is not None:
             return Files(self.folder)

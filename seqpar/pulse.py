@@ -19,14 +19,14 @@ from pathlib import Path
 from zlib import crc32
 
 import msgspec
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 BEAT_S = 0.5
 KEY = "seqpar/pulse/{}"
 HEAD = struct.Struct("<II")  # before the text of a sign in a file: its length and check sum
 
 
-class Files(dist.Store):
+class Files(Store):
     """A store of one small file a key, in a folder that only this user can reach; OSError if the folder is gone.
 
     A file is written over in place: a full disk does not silence a rank, whose file has its space already.
@@ -87,9 +87,7 @@ class Pulse:
     after each beat; it may call `read`.
     """
 
-    def __init__(
-        self, rank: int, store: dist.Store, patience_s: Callable[[], float], every: Callable[[], None]
-    ) -> None:
+    def __init__(self, rank: int, store: Store, patience_s: Callable[[], float], every: Callable[[], None]) -> None:
         self._rank, self._store, self._patience_s, self._every = rank, store, patience_s, every
         self._begun: dict[str, int] = {}
         self._beat, self._left = 0, False

@@ -24,6 +24,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from seqpar.deadlines import Deadlines
 from seqpar.pulse import BEAT_S, Pulse, Sign
@@ -83,7 +84,7 @@ class Watch:
     only where an exchange knows them. last_words: ends a process whose main thread cannot be woken; it gets the error.
     """
 
-    def __init__(self, rank: int, deadlines: Deadlines, store: dist.Store | None) -> None:
+    def __init__(self, rank: int, deadlines: Deadlines, store: Store | None) -> None:
         self.rank, self.deadlines = rank, deadlines
         self.failed: str | None = None
         self.groups: list[dist.ProcessGroup] = []

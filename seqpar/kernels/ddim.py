@@ -82,7 +82,7 @@ def reference(
     m = guide(tokens_nlC, cond_nlM, uncond_nlM, scale, update.guided).to(clip.dtype)
     x, z = tokens_nlC.to(clip.dtype), None
     x0 = (x0_x * x + x0_m * m).clamp(-clip, clip)
-    if update.noise_TnlC is not None:
+    if update.noise_TnlC is not None and update.first is not None:
         z = update.noise_TnlC.index_select(0, index - update.first)[0].to(clip.dtype)
     if update.learned:
         v = cond_nlM[..., width : 2 * width].to(clip.dtype)
@@ -191,6 +191,7 @@ def step_kernel(
     clip = tl.load(c + 2)  # comparisons keep NaN, as torch's clamp does; minimum and maximum would hide it
     x0 = tl.where(x0 > clip, clip, x0)
     x0 = tl.where(x0 < -clip, -clip, x0)
+    z = x  # replaced where there is noise
     if noise is not None:
         row = index - tl.load(first).to(tl.int64)
         z = tl.load(noise + (row * tl.num_programs(1) + image) * tokens * C + here, mask, 0.0).to(dtype)

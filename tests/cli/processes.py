@@ -32,7 +32,7 @@ def seqpar(*words: object) -> subprocess.CompletedProcess[str]:
         output, errors = Path(folder, "output"), Path(folder, "errors")
         code = Forked(main, words, environment(), output, errors).wait(LIMIT_S)
         assert code is not None, f"no end within {LIMIT_S} s"
-        return subprocess.CompletedProcess(words, code, output.read_text(), errors.read_text())
+        return subprocess.CompletedProcess([*map(str, words)], code, output.read_text(), errors.read_text())
 
 
 def torchrun(*flags: object) -> subprocess.CompletedProcess[str]:

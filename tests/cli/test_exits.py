@@ -99,14 +99,15 @@ def test_a_message_that_quotes_a_long_flag_keeps_its_ends() -> None:
 def stuck() -> None:
     """Lock a mutex twice in the main thread, so that it waits in C for ever and no handler of Python's runs."""
     how, handled = sys.argv[1], []
-    if how.endswith("unread"):  # as where the reader of a pipe has left
-        reader, writer = os.pipe()
-        os.dup2(writer, 2)
-        os.close(reader)
 
     def work(rank: int) -> None:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        if how.endswith("unread"):  # as where the reader of a pipe has left
+            reader, writer = os.pipe()
+            os.dup2(writer, 2)
+            os.close(reader)
         if how == "handled":
             signal.signal(signal.SIGINT, lambda *_: handled.append(print("handled", file=sys.stderr)))
         print("ready", flush=True)
@@ -129,16 +130,21 @@ def test_a_process_that_waits_in_native_code_ends_after_ctrl_c_and_after_a_vain_
     server()
     cases = ("interrupted", "interrupted unread", "vain", "vain unread", "handled")
     jobs = {how: Forked(stuck, (how,), os.environ, tmp_path / how, tmp_path / f"{how} errors") for how in cases}
-    for how, job in jobs.items():
-        end = time.monotonic() + 60
-        while not ((tmp_path / how).exists() and "ready" in (tmp_path / how).read_text()):
-            assert time.monotonic() < end, how
-            time.sleep(0.02)
-        start = time.monotonic()
-        if not how.startswith("vain"):
-            os.kill(job.pid, signal.SIGINT)
-    codes = {how: job.wait(60) for how, job in jobs.items()}
-    assert time.monotonic() - start >= INTERRUPTED_S
+    start = 0.0
+    try:
+        for how, job in jobs.items():
+            end = time.monotonic() + 60
+            while not ((tmp_path / how).exists() and "ready" in (tmp_path / how).read_text()):
+                assert time.monotonic() < end, (tmp_path / f"{how} errors").read_text()
+                time.sleep(0.02)
+            start = time.monotonic()
+            if not how.startswith("vain"):
+                os.kill(job.pid, signal.SIGINT)
+        codes = {how: job.wait(60) for how, job in jobs.items()}
+        assert time.monotonic() - start >= INTERRUPTED_S
+    finally:
+        for job in jobs.values():
+            job.wait(0)  # which kills what still runs
     assert codes == {"interrupted": 130, "interrupted unread": 130, "vain": 1, "vain unread": 1, "handled": 0}
     last_lines = {
         "interrupted": "stopped",

@@ -75,6 +75,7 @@ def test_kernel_gives_the_bits_of_plain_torch(case: dict[str, int], dtype: torch
 def test_reference_is_the_papers_arithmetic(kind: str) -> None:
     """In fp64; DDPM's variance as it is written: fractions of two logarithms, of the conditional branch."""
     *tensors, update = data(CASES[1], kind)
+    assert update.noise_TnlC is not None
     x, c, u, z = (tensor.double() for tensor in (*tensors, update.noise_TnlC[1]))
     a, scale = update.coefficients_SK[2].double(), update.guidance_S[2].double()
     m = c[..., :16].clone()

@@ -36,5 +36,7 @@ class Waits:
     def end(self, works: Iterable[dist.Work]) -> None:
         """Wait for all works; by NCCL the current stream waits, and the host does not."""
         for work in works:
-            limited = self._watch is not None and self.on_host
-            self.begun(partial(work.wait, timedelta(seconds=self._watch.limit_s)) if limited else work.wait)
+            if self._watch is not None and self.on_host:
+                self.begun(partial(work.wait, timedelta(seconds=self._watch.limit_s)))
+            else:
+                self.begun(work.wait)

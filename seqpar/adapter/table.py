@@ -33,9 +33,7 @@ def cuts_of(module: nn.Module, asked: Cuts | Mapping[str, Any] | None = None) ->
     known = next((CUTS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in CUTS), theirs)
     cuts = known if asked is None else asked
     if not cuts and not isinstance(cuts, Cuts):
-        raise ValueError(
-            f"got {type(module).__name__}, which has no known cuts of its tokens, expected some; {HELP}"
-        )
+        raise ValueError(f"got {type(module).__name__}, which has no known cuts of its tokens, expected some; {HELP}")
     cuts = cuts if isinstance(cuts, Cuts) else from_diffusers(module, cuts)
     check(module, cuts)
     return cuts

@@ -1,7 +1,8 @@
 """seqpar: sequence-parallel inference for diffusion transformers.
 
-`parallelize` makes a diffusers pipeline run on all GPUs, `DistributedDiT` runs one model on a `Mesh`, `sample` is the
-denoising loop, and `seqpar.pipelines.class_labels.generate` makes pictures. `verify` compares several ranks with one.
+`parallelize` makes a diffusers pipeline run on all GPUs until `release`; `refresh` lets it look at all changes again.
+`DistributedDiT` runs one model on a `Mesh`, `sample` is the denoising loop, and
+`seqpar.pipelines.class_labels.generate` makes pictures. `verify` compares several ranks with one.
 """
 
 from __future__ import annotations

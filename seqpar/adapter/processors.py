@@ -59,8 +59,8 @@ class MochiProcessor:
         text = _heads(encoder_hidden_states, added, (attn.norm_added_q, attn.norm_added_k), attn.heads)
         if image_rotary_emb is not None:
             q, k = rotated(q, *image_rotary_emb), rotated(k, *image_rotary_emb)
-        queries, keys, values = (torch.cat(pair, dim=1) for pair in zip((q, k, v), text, strict=True))
-        out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (queries, keys, values))).transpose(1, 2)
+        queries, keys, values = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip((q, k, v), text, strict=True))
+        out = F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2)
         video_out, text_out = out.flatten(2).split((q.shape[1], text[0].shape[1]), dim=1)
         for layer in attn.to_out:
             video_out = layer(video_out)

@@ -54,7 +54,7 @@ class Seat:
         """Follow a processor that was replaced; ValueError for one that cannot be split, or an attention backend."""
         processor = getattr(self.module, "processor", None)
         refuse_backend(processor)
-        if processor is not self.ours:
+        if processor is None or processor is not self.ours:
             if self.attention.ranks.axis.size > 1:
                 _refuse_unsplit(processor)
             self.module.processor = self.ours = self._ours_for(processor)

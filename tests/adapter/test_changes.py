@@ -98,6 +98,14 @@ PROCESSORS: dict[str, Callable[[Any], object]] = {
 }
 
 
+LORA: dict[str, Callable[[Any], object]] = {
+    "load": lambda module: add(module, "a", seed=1),
+    "disable": lambda module: module.disable_lora(),
+    "enable": lambda module: module.enable_lora(),
+    "unload": lambda module: module.unload_lora(),
+}
+
+
 class Times(ModelHook):
     """A hook that a guider puts on and takes off again; diffusers leaves a forward on the module's object then."""
 
@@ -130,8 +138,8 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("wished", [True, False], ids=["native", "generic"])
-@pytest.mark.parametrize("story", [IP, PROCESSORS, HOOKS], ids=["ip-adapter", "processors", "hooks"])
-def test_replays_follow_processors_and_hooks(story: dict[str, Callable[[Any], object]], wished: bool) -> None:
+@pytest.mark.parametrize("story", [IP, PROCESSORS, HOOKS, LORA], ids=["ip-adapter", "processors", "hooks", "lora"])
+def test_replays_follow_processors_hooks_and_adapters(story: dict[str, Callable[[Any], object]], wished: bool) -> None:
     """The call after a change has its result; later ones soon replay it, and `release` keeps what was set."""
     module, given = (with_ip_adapter() if story is IP else tiny()), arguments("dev")
     if story is IP:

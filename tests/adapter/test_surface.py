@@ -7,26 +7,19 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable
-from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import accelerate
 import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-from peft import LoraConfig
-from torch import Tensor
 
 import seqpar
 from seqpar.adapter import cuts, native
 from seqpar.engine.graphs import Graphs
 from seqpar.mesh import Mesh
 from tests.adapter.test_changes import Captures
-from tests.adapter.test_lora import add
 from tests.adapter.test_native import TOLERANCE, arguments, body_of, error, theirs, tiny
-from tests.support import pipelines
-from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
@@ -136,56 +129,6 @@ def surface(rank: int, world: int, device: torch.device) -> str:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_parallelized_transformer_keeps_its_surface(ranks: Pool, world: int) -> None:
     assert all("release" in copied for copied in ranks.run(world, surface))
-
-
-STORY: tuple[Callable[[Any], object], ...] = (
-    lambda module: None,
-    lambda module: (add(module, "a", seed=1), add(module, "b", LoraConfig(r=2, target_modules=["proj_mlp"]), 2)),
-    lambda module: module.set_adapters(["a", "b"], [0.9, 0.4]),
-    lambda module: module.set_adapters(["a", "b"], [0.2, 0.4]),
-    lambda module: module.fuse_lora(),
-    lambda module: module.unfuse_lora(),
-    lambda module: module.unload_lora(),
-)
-
-
-def drawn(pipe: Any, **more: Any) -> Tensor:
-    with StayDouble():
-        generator = torch.Generator().manual_seed(5)
-        given = {"num_inference_steps": 2, "height": 20, "width": 12, "max_sequence_length": 16, "output_type": "pt"}
-        return pipe("a red cat", generator=generator, **given, **more).images
-
-
-def told(rank: int, world: int, device: torch.device, cfg: int, wished: bool) -> list[Tensor]:
-    """Return the picture after each step of the story; the last two calls have a scale of their own.
-
-    world: 0 for the unchanged pipeline.
-    """
-    pipe: Any = pipelines.flux().to(device)
-    if world:
-        seqpar.parallelize(pipe, make_mesh(device, cfg=cfg), native=wished)
-        in_double(pipe.transformer)
-    pictures = []
-    for step in STORY:
-        step(pipe.transformer)
-        pictures.append(drawn(pipe))
-    add(pipe.transformer, "c", seed=3)
-    return [*pictures, *(drawn(pipe, joint_attention_kwargs={"scale": scale}) for scale in (0.5, 1.5))]
-
-
-@cache
-def told_by_diffusers(device: str) -> list[Tensor]:
-    """Return the pictures of the unchanged pipeline, computed on "cpu" or "cuda", in host memory."""
-    return [picture.cpu() for picture in told(0, 0, torch.device(device), 1, True)]
-
-
-@pytest.mark.parametrize(("world", "cfg", "wished"), [(2, 2, True), (3, 1, True), (2, 1, False)], ids=str)
-def test_pictures_with_adapters(ranks: Pool, world: int, cfg: int, wished: bool) -> None:
-    """Two adapters, a scale changed between two pictures, fused, unfused and unloaded, as diffusers draws them."""
-    truth = told_by_diffusers(ranks.device)
-    assert all(error(x, y) > 1e-4 for x, y in pairwise(truth[:4]))
-    for pictures in ranks.run(world, told, cfg, wished):
-        assert max(error(x, y) for x, y in zip(pictures, truth, strict=True)) < 1e-10
 
 
 def refreshed(rank: int, world: int, device: torch.device, wished: bool) -> list[float]:

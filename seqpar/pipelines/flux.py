@@ -145,9 +145,8 @@ class Pipeline(FromTexts):
         mesh.together(lambda: check_pictures("prompts", prompts, steps, guidance, size, seed))
         asked = list(prompts), steps, guidance, negative, seed, size, scheduler
         prompts, steps, guidance, negative, seed, size, scheduler = mesh.share(asked, ASKED)
-        latent, others = self.files.latent_size(size), [negative or ""] if guidance.on else []
-        load = partial(self.files.load_of, prompts, guidance.on, steps, self.dit.dtype, size)
-        self.check_decodable(len(prompts), latent, load)
+        latent = self._checked(prompts, guidance, steps, size)
+        others = [negative or ""] if guidance.on else []
         mesh.together(lambda: self.texts.encode([*prompts, *others]))
         (stepping, timing), generator = self.files.untimed(scheduler, steps, size), torch.Generator().manual_seed(seed)
         settings: Settings = {"steps": steps, "guidance": guidance, "schedule": timing, "generator": generator}
@@ -155,6 +154,15 @@ class Pipeline(FromTexts):
             settings["negative"] = self.texts.rows(others * len(prompts))
         noise = draw_noise((len(prompts), config.in_channels, *latent), generator, drawn_in(self.dit.dtype))
         return self.sampler(stepping, noise, self.texts.rows(prompts), on_step=on_step, **settings)
+
+    def _checked(
+        self, prompts: Sequence[str], guidance: Guidance, steps: int, size: tuple[int, int] | None
+    ) -> tuple[int, int]:
+        """Return (height, width) of the latents; ValueError if they cannot be decoded here."""
+        latent = self.files.latent_size(size)
+        load = partial(self.files.load_of, prompts, guidance.on, steps, self.dit.dtype, size)
+        self.check_decodable(len(prompts), latent, load)
+        return latent
 
 
 def generate(

@@ -145,8 +145,7 @@ class Pipeline(FromTexts):
         mesh.together(lambda: check_pictures("prompts", prompts, steps, guidance, size, seed))
         asked = list(prompts), steps, guidance, negative, seed, size, scheduler
         prompts, steps, guidance, negative, seed, size, scheduler = mesh.share(asked, ASKED)
-        latent = self._checked(prompts, guidance, steps, size)
-        others = [negative or ""] if guidance.on else []
+        latent, others = self._checked(prompts, guidance, steps, size), [negative or ""] if guidance.on else []
         mesh.together(lambda: self.texts.encode([*prompts, *others]))
         (stepping, timing), generator = self.files.untimed(scheduler, steps, size), torch.Generator().manual_seed(seed)
         settings: Settings = {"steps": steps, "guidance": guidance, "schedule": timing, "generator": generator}

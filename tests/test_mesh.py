@@ -153,3 +153,7 @@ def test_too_few_gpus_is_said_before_anything_starts(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(ValueError, match=r"got 2 processes on a machine with 1 GPU"):
         pick_device(2)
+
+
+def test_a_mesh_takes_the_name_of_a_device() -> None:
+    assert {mesh.device for mesh in (Mesh.from_env(device="cpu"), Mesh.joined("cpu"))} == {torch.device("cpu")}

@@ -57,12 +57,13 @@ def tested(root: Path, files: tuple[str, ...], *flags: str) -> subprocess.Comple
     )
 
 
+@pytest.mark.timeout(900)
 def test_new_members_pass_the_tests_of_the_old_ones(copy: Path) -> None:
     done = tested(copy, FILES, "-rN")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    ran = done.stdout
-    for names in members().values():
-        assert all(name in ran for name in names), ran
+    tested_names = done.stdout.partition("new members tested: ")[2].partition("\n")[0].split(", ")
+    run_by_name = {name for room in ("attention", "transports", "local", "models") for name in members()[room]}
+    assert run_by_name <= set(tested_names), tested_names
 
 
 def test_negative_control_a_new_strategy_that_is_wrong_fails(copy: Path) -> None:

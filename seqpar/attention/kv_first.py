@@ -77,6 +77,17 @@ class KVFirst:
         projected = [stream for stream in here if isinstance(stream, Given)]
         if beside is not None and len(projected) == len(here):
             return split_out(self._hidden(projected, mask_BL, beside), streams)
+        exchange, parts = self._send(here)
+        q_BlHD = query(here[0]) if stays(here) else None
+        for stream, part in parts if q_BlHD is None else ():
+            prepare_into(query(stream), None, None, stream.prepare, part)
+        if beside is not None:
+            beside()
+        prepared, k, v = exchange.deliver()
+        return split_out(self._local(prepared if q_BlHD is None else q_BlHD, k, v, mask_BL)[0], streams)
+
+    def _send(self, here: Sequence[Stream]) -> tuple[KeyValues, list[tuple[Stream, Outboxes]]]:
+        """Make and send the keys of all streams, then their values; return the exchange, and each stream's outboxes."""
         first_k = key(here[0])
         exchange = self._exchange(layout_of(self._sizes, here, first_k))
         boxes = exchange.outboxes()
@@ -88,13 +99,7 @@ class KVFirst:
         for stream, part in parts:
             _write_values(stream, part)
         exchange.start_values()
-        q_BlHD = query(here[0]) if stays(here) else None
-        for stream, part in parts if q_BlHD is None else ():
-            prepare_into(query(stream), None, None, stream.prepare, part)
-        if beside is not None:
-            beside()
-        prepared, k, v = exchange.deliver()
-        return split_out(self._local(prepared if q_BlHD is None else q_BlHD, k, v, mask_BL)[0], streams)
+        return exchange, parts
 
     def _hidden(self, here: Sequence[Given], mask_BL: Tensor | None, beside: Beside) -> Tensor:
         """Attend to streams that the model has projected, with all of the transfer behind the work beside attention.

@@ -200,9 +200,9 @@ def generated(
     asked: Any = getattr(order, kind)
     ranks.together(lambda: check_pictures(kind, asked, order.steps, guidance() or Guidance(), order.size, order.seed))
     given: Any = {kind: tuple(asked), "model": str(order.model)}
-    if not given[kind]:
-        raise ValueError(f"got no {kind}, expected one a picture")
     shared, scale = ranks.share((replace(order, **given), guidance()), tuple[Order, Guidance | None])
+    if not getattr(shared, kind):
+        raise ValueError(f"got no {kind}, expected one a picture")
     work = ranks.together(lambda: job(shared, scale))
     plan = make(work_of(work.blueprint.config), work.load, work.dtype, ranks, Wish(), mesh)
     with work.pipeline.load(**work.loading, mesh=mesh, plan=plan) as pipeline:

@@ -141,20 +141,27 @@ class Pipeline(FromTexts):
         does not; a scale over 1 adds the branch of the negative prompt (None stands for an empty text). Prompts that
         are not encoded yet take the encoders' memory for the time of this call. scheduler: the class name of another.
         """
-        self.dit.mesh.together(lambda: check_pictures("prompts", prompts, steps, guidance, size, seed))
+        mesh, config = self.dit.mesh, self.dit.config
+        mesh.together(lambda: check_pictures("prompts", prompts, steps, guidance, size, seed))
         asked = list(prompts), steps, guidance, negative, seed, size, scheduler
-        prompts, steps, guidance, negative, seed, size, scheduler = self.dit.mesh.share(asked, ASKED)
-        latent = self.files.latent_size(size)
-        load = partial(self.files.load_of, prompts, guidance.on, steps, self.dit.dtype, size)
-        self.check_decodable(len(prompts), latent, load)
-        others = [negative or ""] if guidance.on else []
-        self.dit.mesh.together(lambda: self.texts.encode([*prompts, *others]))
+        prompts, steps, guidance, negative, seed, size, scheduler = mesh.share(asked, ASKED)
+        latent, others = self._checked(prompts, guidance, steps, size), [negative or ""] if guidance.on else []
+        mesh.together(lambda: self.texts.encode([*prompts, *others]))
         (stepping, timing), generator = self.files.untimed(scheduler, steps, size), torch.Generator().manual_seed(seed)
         settings: Settings = {"steps": steps, "guidance": guidance, "schedule": timing, "generator": generator}
         if others:
             settings["negative"] = self.texts.rows(others * len(prompts))
-        noise = draw_noise((len(prompts), self.dit.config.in_channels, *latent), generator, drawn_in(self.dit.dtype))
+        noise = draw_noise((len(prompts), config.in_channels, *latent), generator, drawn_in(self.dit.dtype))
         return self.sampler(stepping, noise, self.texts.rows(prompts), on_step=on_step, **settings)
+
+    def _checked(
+        self, prompts: Sequence[str], guidance: Guidance, steps: int, size: tuple[int, int] | None
+    ) -> tuple[int, int]:
+        """Return (height, width) of the latents; ValueError if they cannot be decoded here."""
+        latent = self.files.latent_size(size)
+        load = partial(self.files.load_of, prompts, guidance.on, steps, self.dit.dtype, size)
+        self.check_decodable(len(prompts), latent, load)
+        return latent
 
 
 def generate(

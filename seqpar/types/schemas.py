@@ -29,6 +29,7 @@ Epsilon = Annotated[float, Meta(gt=0, lt=1)]
 Part = Annotated[float, Meta(ge=0, le=1)]
 Number = Annotated[float, Meta(ge=-1e6, le=1e6)]  # NaN and infinity are outside of every range
 Zero = Annotated[float, Meta(ge=0, le=0)]
+ZeroOrOne = Annotated[float, Meta(ge=0, le=1, multiple_of=1)]
 Yes = Annotated[bool, Meta(extra={"only": True})]
 No = Annotated[bool, Meta(extra={"only": False})]
 

@@ -28,8 +28,8 @@ from launch.benches.ceiling import Share, ceiling, share
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
 from launch.benches.works import work_of_call
 from seqpar.mesh import Mesh, default_dtype
-from seqpar.types.facts import Work
 from seqpar.planner.plan import choose_local
+from seqpar.types.facts import Work
 
 NATIVE = ("FluxTransformer2DModel",)  # classes of diffusers with a model of ours
 CALLS = 3  # before timing: the second call of a kind is captured, pairs of branches are known after a step

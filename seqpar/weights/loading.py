@@ -1,10 +1,10 @@
 """Loads checkpoints: one rank of a host reads, converts and places each tensor, and gives it to the others.
 
 Each rank reads its share of the parameters and places them on its own device. When all ranks have done so without an
-error, the main thread of each broadcasts the parameters in one order, each from its reader, GPU to GPU. A host so reads
-and converts every byte once, whatever the number of its ranks, and no rank ever holds the model in host memory. The
-reading itself, and the conversion on the GPU, is in `seqpar/weights/staging.py`. Broadcasts between GPUs are faster
-than the host's memory.
+error, the main thread of each broadcasts the parameters in one order, each from its reader, GPU to GPU. A host so
+reads and converts every byte once, whatever the number of its ranks, and no rank ever holds the model in host memory.
+The reading itself, and the conversion on the GPU, is in `seqpar/weights/staging.py`. Broadcasts between GPUs are
+faster than the host's memory.
 """
 
 from __future__ import annotations

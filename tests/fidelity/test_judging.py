@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from seqpar.types.facts import Layout
 
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity import judging
@@ -23,6 +22,7 @@ from seqpar.planner.costs import strategies
 from seqpar.planner.plan import work_of
 from seqpar.planner.search import Wish
 from seqpar.sampling.guidance import Guidance
+from seqpar.types.facts import Layout
 from seqpar.weights.find import Blueprint
 from tests.fidelity.faults import Fault, lost_shard, narrow_sums, none, one_bit, rotary_off_by_one, swapped_branches
 from tests.models.test_large_dit import TINY, ours

@@ -15,7 +15,7 @@ from launch.benches import compare, faults
 from launch.benches.compare import ROOT, Compare
 from launch.benches.compare_job import WORKS, Setting
 from launch.benches.faults import Faults
-from tests.faults.forked import forked
+from tests.faults.test_faults import forked
 from tests.support.pool import Pool, server
 
 pytestmark = pytest.mark.bench

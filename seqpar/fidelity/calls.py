@@ -170,13 +170,13 @@ class _Again:
         self._inside: Inside = made.call.body.inside(self._given.whole)
         self._ours = dict(made.results.each(plain).tensors)  # a promise is computed now, on all ranks
         self._look, ranks = Look([self._inside.module], mesh.sequence), self._inside.ranks
-        attend = ranks.attend
+        keeper, attend = ranks.keeper, ranks.keeper.attend
         try:
-            vars(ranks)["attend"] = lambda *kind, **masked: self._look.attention(attend(*kind, **masked))
+            vars(keeper)["attend"] = lambda *kind, **masked: self._look.attention(attend(*kind, **masked))
             with self._look.ranks():
                 made.call.body(self._given.whole)
         finally:
-            del vars(ranks)["attend"]
+            del vars(keeper)["attend"]
         self._look.share = Share(dict(ranks.last.lengths), ranks.axis.size, ranks.axis.rank)
 
     def by_one(self, measured: Comparison) -> Streams:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar.adapter import lease, parallelize
-from seqpar.adapter.forward import MOST
+from seqpar.engine.keeper import ATTENDS
 from seqpar.mesh import Mesh
 from tests.adapter import test_native
 from tests.adapter.test_cuts import raised
@@ -217,7 +217,7 @@ def test_exchanges_of_ever_new_batch_sizes_are_freed_before_a_call_and_change_th
     module = test_native.tiny()
     body, given = test_native.body_of(module), test_native.arguments("dev")
     states = []
-    for rows in range(1, MOST + 3):
+    for rows in range(1, ATTENDS + 3):
         more = {name: x[:1].expand(rows, *x.shape[1:]) for name, x in given.items() if x is not None and x.dim() != 2}
         pooled = given["pooled_projections"][:1].expand(rows, -1)
         states.append(body.state())
@@ -231,4 +231,4 @@ def test_exchanges_of_ever_new_batch_sizes_are_freed_before_a_call_and_change_th
             }
         )
     assert len(set(states)) <= 3  # the weights are taken over at the first call
-    assert states[1] == states[MOST] != states[-1]
+    assert states[1] == states[ATTENDS] != states[-1]

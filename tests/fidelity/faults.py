@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from seqpar.attention import ulysses
 from seqpar.attention.ulysses import Ulysses
 from seqpar.engine.distributed import DistributedDiT
+from seqpar.engine.keeper import Keeper
 from seqpar.kernels.flags import Flags
 from seqpar.local import sdpa
 from seqpar.models import dit as builtin
@@ -151,7 +152,7 @@ def head_off(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let a head of rank 1 be two percent off in the fifth of seven blocks, whatever its strategy is."""
     calls = list[int]()
 
-    def off(right: Any, dit: DistributedDiT, *batch_tokens: Any) -> Any:
+    def off(right: Any, keeper: Keeper, *batch_tokens: Any, **named: Any) -> Any:
         def attend(*streams_and_mask: Any, **beside: Any) -> tuple[Tensor, ...]:
             outs = right(*streams_and_mask, **beside)
             calls.append(1)
@@ -160,9 +161,9 @@ def head_off(patch: pytest.MonkeyPatch, rank: int) -> None:
             return outs
 
         setattr(attend, "tokens", right.tokens)  # noqa: B010 (a function has no such name)
-        return attend if rank == 1 and dit.mesh.world.size > 1 else right
+        return attend if rank == 1 and keeper.mesh.world.size > 1 else right
 
-    after(patch, DistributedDiT, "attend", off)
+    after(patch, Keeper, "attend", off)
 
 
 def head_of_kernel_off(patch: pytest.MonkeyPatch, rank: int) -> None:

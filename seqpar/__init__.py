@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from seqpar.adapter.parallelize import parallelize, refresh, release
-    from seqpar.deadlines import Deadlines
     from seqpar.engine.distributed import DistributedDiT
     from seqpar.fidelity.verify import verify
-    from seqpar.mesh import Mesh
+    from seqpar.ranks.deadlines import Deadlines
+    from seqpar.ranks.mesh import Mesh
     from seqpar.sampling.guidance import Guidance
     from seqpar.sampling.loop import Sampler, sample
 
@@ -35,10 +35,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Deadlines": "seqpar.deadlines",
+    "Deadlines": "seqpar.ranks.deadlines",
     "DistributedDiT": "seqpar.engine.distributed",
     "Guidance": "seqpar.sampling.guidance",
-    "Mesh": "seqpar.mesh",
+    "Mesh": "seqpar.ranks.mesh",
     "Sampler": "seqpar.sampling.loop",
     "parallelize": "seqpar.adapter.parallelize",
     "refresh": "seqpar.adapter.parallelize",

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.local import flash, sdpa
-from seqpar.mesh import Mesh
 from seqpar.models import dit
-from seqpar.protocols import Core, Given, Prepare
+from seqpar.ranks.mesh import Mesh
+from seqpar.ranks.shard import Shard
 from seqpar.sampling.loop import Sampler, draw_noise
-from seqpar.shard import Shard
+from seqpar.types.protocols import Core, Given, Prepare
 from seqpar.weights.find import randomise
 from tests.sampling.test_sampling import scheduler
 from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random

@@ -19,10 +19,10 @@ from seqpar.cli.job import check
 from seqpar.cli.main import command
 from seqpar.cli.sample import run
 from seqpar.local import reference
-from seqpar.mesh import Mesh
 from seqpar.pipelines import class_labels
 from seqpar.pipelines._family import Job, family_of
-from seqpar.protocols import plugin, plugins
+from seqpar.ranks.mesh import Mesh
+from seqpar.types.protocols import plugin, plugins
 from seqpar.weights.find import locate
 from tests.support.meshes import random
 

@@ -27,8 +27,8 @@ from launch.baselines.transformers import compile_blocks, shared_copy
 from launch.benches.ceiling import Share, ceiling, share
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
 from launch.benches.works import work_of_call
-from seqpar.mesh import Mesh, default_dtype
 from seqpar.planner.plan import choose_local
+from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.types.facts import Work
 
 NATIVE = ("FluxTransformer2DModel",)  # classes of diffusers with a model of ours

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from launch.benches.timing import over
-from seqpar.mesh import Mesh
 from seqpar.planner.costs import facts_of
 from seqpar.planner.plan import load_local
-from seqpar.protocols import Core
-from seqpar.shard import Shard
+from seqpar.ranks.mesh import Mesh
+from seqpar.ranks.shard import Shard
 from seqpar.types.facts import AttentionCall, Blocks, ShardedLayer, Work
+from seqpar.types.protocols import Core
 
 
 @dataclass(frozen=True)

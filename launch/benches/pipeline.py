@@ -26,8 +26,8 @@ from launch.baselines.flux_pipeline import SMALL, Sizes, pipeline
 from launch.baselines.released import RELEASED, Released
 from launch.baselines.transformers import Graphed, compile_blocks, device_mesh, engine, engine_name, shared_copy
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
-from seqpar.mesh import Mesh, default_dtype
 from seqpar.pipelines._pictures import write_png
+from seqpar.ranks.mesh import Mesh, default_dtype
 
 GUIDANCE = 3.5
 LAUNCHES = ("compiled blocks + graph", "compiled blocks", "eager")

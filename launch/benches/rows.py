@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from launch.benches.timing import append, attempt, calls_for, command, elapsed, environment, slowest
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 
 GIB = 1 << 30
 # what engines, compilers and torch raise for a case that they cannot run

@@ -24,8 +24,8 @@ import torch
 
 from launch.benches.soak_parts import WAYS, calls, memory, replays
 from launch.benches.timing import append, command, environment
-from seqpar.mesh import Mesh, default_dtype
 from seqpar.pipelines.class_labels import Files, Pipeline
+from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import digest
 

@@ -20,9 +20,9 @@ from torch import Tensor
 import seqpar
 from launch.baselines.released import RELEASED, Released
 from seqpar.engine.distributed import DistributedDiT
-from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import BUILTIN, DDIM_DEFAULT, Files
 from seqpar.planner.costs import strategies
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler, digest, draw_noise
 from seqpar.transports import _folder

@@ -19,8 +19,8 @@ from torch import Tensor
 from seqpar.adapter import masks, ops
 from seqpar.adapter.cuts import Joint
 from seqpar.adapter.forward import Forward, Ranks
-from seqpar.protocols import Given, Prepare
-from seqpar.shard import JointShard, Shard
+from seqpar.ranks.shard import JointShard, Shard
+from seqpar.types.protocols import Given, Prepare
 
 IDENTITY = Prepare()
 

@@ -18,8 +18,8 @@ from seqpar.adapter.rows import rows_of, split_over
 from seqpar.engine.graphs import KINDS
 from seqpar.engine.promises import Ticket
 from seqpar.engine.signature import Form
-from seqpar.inputs import shapes
-from seqpar.mesh import Axis, Mesh
+from seqpar.ranks.inputs import shapes
+from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.transports.collective.point_to_point import gather
 
 BOTH = "cond_uncond"  # the label of a call whose rows are both branches of guidance

@@ -24,8 +24,8 @@ from seqpar.adapter.rows import STATE, cut_rows, joined_rows
 from seqpar.engine.graphs import Capture, Graphs
 from seqpar.engine.promises import plain
 from seqpar.engine.signature import Form, form_of
-from seqpar.inputs import CALL, agree, broadcast, shapes
-from seqpar.mesh import Mesh
+from seqpar.ranks.inputs import CALL, agree, broadcast, shapes
+from seqpar.ranks.mesh import Mesh
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 

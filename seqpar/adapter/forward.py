@@ -16,10 +16,10 @@ from torch import Tensor
 import seqpar.local
 from seqpar.adapter.cuts import CutTokens, GatherTokens
 from seqpar.engine.keeper import Keeper
-from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import Plan, choose_local
-from seqpar.protocols import Attend, plugin
-from seqpar.shard import JointShard, Shard
+from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.ranks.shard import JointShard, Shard
+from seqpar.types.protocols import Attend, plugin
 
 
 @dataclass

@@ -22,8 +22,8 @@ from seqpar.adapter.hooks import Cutter
 from seqpar.adapter.installed import Installed
 from seqpar.adapter.masks import key_rows
 from seqpar.adapter.table import cuts_of
-from seqpar.mesh import Mesh
 from seqpar.planner.plan import Plan
+from seqpar.ranks.mesh import Mesh
 
 
 def build(

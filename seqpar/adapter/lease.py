@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from seqpar.engine.distributed import settled
-from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import Plan
+from seqpar.ranks.mesh import Axis, Mesh
 
 BACKENDS = "cpu:gloo,cuda:nccl"  # of the process group that is made where torch's default one has only NCCL
 

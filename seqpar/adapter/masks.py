@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from seqpar.masks import aligned_bias, joined_mask, key_bias
-from seqpar.shard import JointShard
+from seqpar.ranks.shard import JointShard
+from seqpar.types.masks import aligned_bias, joined_mask, key_bias
 
 
 def is_by_key(mask: Tensor | None, rows: int) -> bool:

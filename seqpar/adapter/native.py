@@ -29,12 +29,12 @@ from seqpar.adapter.cuts import Cuts, GatherTokens
 from seqpar.adapter.foreign import Foreign, look
 from seqpar.adapter.forward import Ranks
 from seqpar.engine.share import Share
-from seqpar.mesh import Mesh
 from seqpar.models import flux
 from seqpar.models._flux_conditioning import alone, shares
 from seqpar.planner.plan import Choice, Plan
-from seqpar.streams import Split
+from seqpar.ranks.mesh import Mesh
 from seqpar.types.keys import KeyMap
+from seqpar.types.streams import Split
 
 CHANGED = ("training", "gradient_checkpointing", "fused_projections")  # settings that change nothing here
 NEEDED = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids")

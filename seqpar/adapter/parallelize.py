@@ -29,10 +29,10 @@ from seqpar.adapter.seats import refuse_backends
 from seqpar.adapter.sharing import Wished
 from seqpar.adapter.subjects import all_checked, planned, takes_variances, transformers_of
 from seqpar.engine.graphs import Capture, CudaCapture
-from seqpar.inputs import agree
-from seqpar.mesh import Mesh
 from seqpar.planner.plan import Plan
 from seqpar.planner.search import Wish
+from seqpar.ranks.inputs import agree
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.original import pass_variances
 
 PipeT = TypeVar("PipeT")

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from seqpar.engine.signature import Form, form_of
-from seqpar.mesh import Axis
-from seqpar.shard import Shard
+from seqpar.ranks.mesh import Axis
+from seqpar.ranks.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
 
 Split = tuple[Axis, tuple[int, ...]]

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from seqpar.adapter.refusal import refuse_sizes
 from seqpar.engine.promises import plain
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from seqpar.vae.known import why_unknown
 from seqpar.vae.on_mesh import MeshVAE
 from seqpar.vae.shared import User, share

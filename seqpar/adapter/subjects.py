@@ -15,9 +15,9 @@ from seqpar.adapter.cuts import Cuts
 from seqpar.adapter.foreign import look
 from seqpar.adapter.sharing import Wished
 from seqpar.adapter.table import cuts_of
-from seqpar.mesh import Mesh
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Wish
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.ddpm import check_variances, learns_range
 
 NAMES = ("transformer", "transformer_2")  # a pipeline's transformers; Wan 2.2 has one for early and one for late steps

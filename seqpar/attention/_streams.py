@@ -11,16 +11,16 @@ from torch import Tensor
 
 from seqpar.kernels.flags import Flags
 from seqpar.kernels.prepare import prepare, prepare_into
-from seqpar.mesh import Axis
-from seqpar.outboxes import Outboxes
-from seqpar.protocols import Attend, Core, Given, Projected, Stream
-from seqpar.shard import JointShard, Tokens
+from seqpar.ranks.mesh import Axis
+from seqpar.ranks.shard import JointShard, Tokens
 from seqpar.transports import collective
 from seqpar.transports._contract import KeyValues
 from seqpar.transports._layout import HeadLayout
+from seqpar.types.outboxes import Outboxes
+from seqpar.types.protocols import Attend, Core, Given, Projected, Stream
 
 Beside = Callable[[], None]
-"""Work of the model that does not read attention's output; see `seqpar.protocols.Attend`."""
+"""Work of the model that does not read attention's output; see `seqpar.types.protocols.Attend`."""
 
 
 @runtime_checkable
@@ -163,7 +163,7 @@ class Alone:
     def attend(
         self, only: int, streams: Sequence[Stream], mask_BL: Tensor | None, beside: Beside | None
     ) -> tuple[Tensor, ...]:
-        """Attend as `seqpar.protocols.Attend` says; `ValueError` on all ranks alike if there is no such stream."""
+        """Attend as `protocols.Attend` says; `ValueError` on all ranks alike if there is no such stream."""
         if not 0 <= only < len(self._shards) or len(streams) != 1:
             count = len(self._shards)
             raise ValueError(
@@ -189,7 +189,7 @@ class OneRank:
     def __call__(
         self, streams: Sequence[Stream], mask_BL: Tensor | None = None, beside: Beside | None = None
     ) -> tuple[Tensor, ...]:
-        """See `seqpar.protocols.Attend`."""
+        """See `seqpar.types.protocols.Attend`."""
         here = [given(stream) for stream in present(streams)]
         if len(here) == 1:
             (alone,) = here

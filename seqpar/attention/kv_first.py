@@ -31,13 +31,13 @@ from seqpar.attention._streams import (
 )
 from seqpar.attention.kv_gather import stays
 from seqpar.kernels.prepare import prepare_into
-from seqpar.mesh import Axis, Mesh
-from seqpar.outboxes import Outboxes
-from seqpar.protocols import Attend, Core, Given, Stream
-from seqpar.shard import Tokens, check_tokens
+from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.ranks.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
 from seqpar.types.facts import Layer, ShardedLayer, StrategyFacts
+from seqpar.types.outboxes import Outboxes
+from seqpar.types.protocols import Attend, Core, Given, Stream
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -67,7 +67,7 @@ class KVFirst:
         beside: Beside | None = None,
         only: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """Attend as `seqpar.protocols.Attend` says: send all streams' keys, then values, then compute the queries."""
+        """Attend as `protocols.Attend` says: send all streams' keys, then values, then compute the queries."""
         if only is not None:
             return self._alone.attend(only, streams, mask_BL, beside)
         # refuse before anything is sent, because the other ranks would wait in vain

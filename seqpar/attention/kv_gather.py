@@ -24,12 +24,12 @@ from seqpar.attention._streams import (
     split_out,
     write,
 )
-from seqpar.mesh import Axis, Mesh
-from seqpar.protocols import Attend, Core, Stream
-from seqpar.shard import Tokens, check_tokens
+from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.ranks.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
 from seqpar.transports._layout import HeadLayout
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts
+from seqpar.types.protocols import Attend, Core, Stream
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -58,7 +58,7 @@ class KVGather:
         beside: Beside | None = None,
         only: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """See `seqpar.protocols.Attend`."""
+        """See `seqpar.types.protocols.Attend`."""
         if only is not None:
             return self._alone.attend(only, streams, mask_BL, beside)
         if self._axis.size == 1:

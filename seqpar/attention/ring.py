@@ -15,11 +15,11 @@ from torch import Tensor
 from seqpar.attention._streams import Alone, Beside, refuse_gradients
 from seqpar.attention.ulysses import Ulysses, around
 from seqpar.kernels.merge import merge
-from seqpar.mesh import Axis, Mesh
-from seqpar.protocols import Attend, Core, Given, Prepare
-from seqpar.shard import Tokens, check_tokens
+from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.ranks.shard import Tokens, check_tokens
 from seqpar.transports._contract import Rotation, Transport
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
+from seqpar.types.protocols import Attend, Core, Given, Prepare
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -41,7 +41,7 @@ class Ring:
     def __call__(
         self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /
     ) -> tuple[Tensor, Tensor]:
-        """Attend with this rank's queries to the keys and values of all ranks; see `seqpar.protocols.Core`.
+        """Attend with this rank's queries to the keys and values of all ranks; see `seqpar.types.protocols.Core`.
 
         The mask covers the keys of all ranks; each block uses the columns of the rank that owns it.
         """

@@ -26,12 +26,12 @@ from seqpar.attention._streams import (
     write,
 )
 from seqpar.kernels.push import push
-from seqpar.mesh import Axis, Mesh
-from seqpar.protocols import Attend, Core, Stream
-from seqpar.shard import Tokens, check_tokens
+from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.ranks.shard import Tokens, check_tokens
 from seqpar.transports._contract import ToHeads, ToTokens, Transport
 from seqpar.transports._layout import HeadLayout
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
+from seqpar.types.protocols import Attend, Core, Stream
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -63,7 +63,7 @@ class Ulysses:
         beside: Beside | None = None,
         only: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """See `seqpar.protocols.Attend`."""
+        """See `seqpar.types.protocols.Attend`."""
         if only is not None:
             return self._alone.attend(only, streams, mask_BL, beside)
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished

@@ -9,11 +9,11 @@ from __future__ import annotations
 from seqpar.attention._streams import Alone
 from seqpar.attention.ring import Ring, ring_layer
 from seqpar.attention.ulysses import Ulysses, around
-from seqpar.mesh import Mesh
-from seqpar.protocols import Attend, Core
-from seqpar.shard import Tokens, check_tokens
+from seqpar.ranks.mesh import Mesh
+from seqpar.ranks.shard import Tokens, check_tokens
 from seqpar.transports._contract import Transport
 from seqpar.types.facts import Layer, ShardedLayer, StrategyFacts
+from seqpar.types.protocols import Attend, Core
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:

@@ -20,10 +20,10 @@ from seqpar.cli.args import Args
 from seqpar.cli.job import outputs
 from seqpar.cli.progress import Progress
 from seqpar.cli.summary import versions
-from seqpar.mesh import Mesh
 from seqpar.pipelines._pictures import save, written
 from seqpar.pipelines.adapted import Adapted, forget_encoders
 from seqpar.planner.plan import parse_mesh
+from seqpar.ranks.mesh import Mesh
 
 VAE: dict[str, Wished] = {
     "auto": "auto",

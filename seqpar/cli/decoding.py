@@ -7,10 +7,10 @@ import os
 import torch
 
 from seqpar.cli.args import Args
-from seqpar.mesh import Axis, Mesh
 from seqpar.pipelines._family import Job
 from seqpar.planner.machine import Machine
 from seqpar.planner.search import Ranking
+from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.vae.spread import spread_of
 
 

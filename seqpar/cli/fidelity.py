@@ -7,21 +7,21 @@ from typing import Any
 
 import torch
 
-from seqpar import exact
 from seqpar.cli.args import Args, FidelityArgs, Flags
 from seqpar.cli.job import DTYPES, check, scales
 from seqpar.cli.plan import wish_of
 from seqpar.cli.summary import versions
-from seqpar.deadlines import Deadlines
 from seqpar.engine.distributed import plan_of
 from seqpar.fidelity.judging import Row, Subject, judge, plant_outliers
 from seqpar.fidelity.pictures import WINDOW, load_lpips, why_no_lpips
 from seqpar.fidelity.report import failures, table, write
 from seqpar.fidelity.ways import Meshes, Way, ways
-from seqpar.mesh import Mesh
 from seqpar.pipelines._family import Job
 from seqpar.planner.plan import work_of
 from seqpar.planner.search import Wish
+from seqpar.ranks import exact
+from seqpar.ranks.deadlines import Deadlines
+from seqpar.ranks.mesh import Mesh
 
 RANDOM = (
     "WARNING: these weights are random, and errors of random weights, also of those with planted outliers, are smaller "

@@ -13,15 +13,15 @@ import torch
 import seqpar.attention
 import seqpar.local
 import seqpar.transports
-from seqpar.arguments import check_whole
 from seqpar.cli.args import Args
-from seqpar.mesh import Mesh, default_dtype
 from seqpar.pipelines._family import Job, Order, family_of, is_builtin, planned
 from seqpar.pipelines._pictures import bytes_of, check_room, check_writable, numbered
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import parse_mesh
-from seqpar.protocols import plugin
+from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.sampling.guidance import Guidance, check_layout
+from seqpar.types.arguments import check_whole
+from seqpar.types.protocols import plugin
 from seqpar.weights.find import resolve
 
 RANGES = {  # of flags that are numbers; most stand for an amount of work or memory

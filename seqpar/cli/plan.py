@@ -11,9 +11,9 @@ from seqpar.cli import decoding
 from seqpar.cli.args import Args, Flags, PlanArgs
 from seqpar.cli.job import scales
 from seqpar.cli.planning import asked, imagined, ours, tables
-from seqpar.mesh import Mesh
 from seqpar.pipelines._family import Job
 from seqpar.planner.search import Wish
+from seqpar.ranks.mesh import Mesh
 
 
 def as_dry_run(args: PlanArgs) -> Args:

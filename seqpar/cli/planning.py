@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 import seqpar.attention
-from seqpar.mesh import Mesh
 from seqpar.planner.machine import Machine, here, imagined
 from seqpar.planner.plan import Plan, make, parse_mesh, rank, transport_between, work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.planner.search import Ranking, Wish
-from seqpar.protocols import SequenceModel, plugin
+from seqpar.ranks.mesh import Mesh
 from seqpar.types.facts import Layout
+from seqpar.types.protocols import SequenceModel, plugin
 from seqpar.weights.find import Blueprint
 
 __all__ = ["Machine", "asked", "here", "imagined", "ours", "pick", "planned", "shared_plan", "tables"]

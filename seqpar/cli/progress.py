@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 from tqdm import tqdm
 
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 
 
 class Bar:

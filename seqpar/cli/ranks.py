@@ -20,10 +20,10 @@ from types import FrameType
 
 import torch
 
-from seqpar.arguments import check_whole
 from seqpar.cli.exits import PROCESS, REPORTS, STARTER, STOPPED, Report
-from seqpar.processes import MEETING
+from seqpar.ranks.processes import MEETING
 from seqpar.transports._sockets import remove_sockets
+from seqpar.types.arguments import check_whole
 
 MODULE = "seqpar.cli"  # what a rank runs
 LOOK_S = 0.1  # between two looks at the ranks

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar import exact
 from seqpar.cli import decoding
 from seqpar.cli.args import Args
 from seqpar.cli.job import checked, outputs
@@ -15,12 +14,13 @@ from seqpar.cli.plan import dry_run, wish_of
 from seqpar.cli.planning import shared_plan
 from seqpar.cli.progress import Bar, Progress
 from seqpar.cli.summary import parameters, summary
-from seqpar.deadlines import Deadlines
-from seqpar.mesh import Mesh
 from seqpar.pipelines._family import Job
 from seqpar.pipelines._pictures import grid, save, to_pil
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import Plan
+from seqpar.ranks import exact
+from seqpar.ranks.deadlines import Deadlines
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.loop import digest
 
 

@@ -9,13 +9,13 @@ import diffusers
 import torch
 
 import seqpar
-from seqpar import exact
 from seqpar.cli.args import Args
 from seqpar.cli.job import DTYPES, scales
 from seqpar.kernels import gated_linear
-from seqpar.mesh import Mesh
 from seqpar.pipelines._family import Job
 from seqpar.planner.plan import Plan
+from seqpar.ranks import exact
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.loop import why_not_captured
 from seqpar.sampling.steppers import Decision, decide
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from seqpar.arguments import check_dense, check_floats
-from seqpar.inputs import agree, broadcast, shapes
-from seqpar.mesh import Mesh
-from seqpar.protocols import SequenceModel
+from seqpar.ranks.inputs import agree, broadcast, shapes
+from seqpar.ranks.mesh import Mesh
+from seqpar.types.arguments import check_dense, check_floats
+from seqpar.types.protocols import SequenceModel
 
 SCALARS = ("timestep", "guidance")  # inputs that may be one number for all images
 

@@ -17,19 +17,19 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
-from seqpar.arguments import check_dtype, check_kind
-from seqpar.deadlines import Calls
 from seqpar.engine.arguments import Inputs, repeated
 from seqpar.engine.keeper import Keeper
 from seqpar.engine.share import Share
-from seqpar.mesh import Mesh
 from seqpar.planner.plan import Plan, for_library
 from seqpar.planner.predict import TABLE_BYTES
 from seqpar.planner.search import Wish
-from seqpar.protocols import SequenceModel
-from seqpar.shard import Shard, check_tokens
-from seqpar.streams import Split, completed
+from seqpar.ranks.deadlines import Calls
+from seqpar.ranks.mesh import Mesh
+from seqpar.ranks.shard import Shard, check_tokens
 from seqpar.transports.collective.point_to_point import gather
+from seqpar.types.arguments import check_dtype, check_kind
+from seqpar.types.protocols import SequenceModel
+from seqpar.types.streams import Split, completed
 from seqpar.weights.find import Blueprint, from_diffusers, locate
 
 SIZES = 8  # tables of positions that are kept: new sizes must not fill the memory

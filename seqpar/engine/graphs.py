@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from seqpar.deadlines import Calls
 from seqpar.engine.capture import StepGraph
 from seqpar.engine.signature import Form, form_of
-from seqpar.mesh import Mesh, collected
+from seqpar.ranks.deadlines import Calls
+from seqpar.ranks.mesh import Mesh, collected
 
 GRAPHS = 8  # kinds of calls that are kept; a pipeline has one or two for each size of picture
 KINDS = 64  # kinds of calls that are remembered as seen once

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from seqpar.engine.kept import Kept
-from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import Plan, load_local, load_strategy, load_transport
-from seqpar.protocols import Attend
-from seqpar.shard import Tokens
+from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.ranks.shard import Tokens
+from seqpar.ranks.watch import drain
 from seqpar.transports._contract import Gather
-from seqpar.watch import drain
+from seqpar.types.protocols import Attend
 
 ATTENDS = 16  # attentions that are kept: new sizes must not fill the memory
 GATHERS = 32  # gathers of an axis that are kept; a run has one or two for each stream of its state

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import torch
 
-from seqpar.mesh import Axis
+from seqpar.ranks.mesh import Axis
 from seqpar.transports._contract import Transport
 from seqpar.transports.peer.arena import together
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from seqpar.engine.keeper import Keeper
-from seqpar.protocols import Attend, Condition, Encoded, SequenceModel
-from seqpar.streams import Split
+from seqpar.types.protocols import Attend, Condition, Encoded, SequenceModel
+from seqpar.types.streams import Split
 
 Positions = Callable[[Split], Mapping[str, Tensor]]
 """Returns this rank's position rows of each stream that has positions, (l, ...) each."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from seqpar.shard import Shard
+from seqpar.ranks.shard import Shard
 
 Take = Callable[[Tensor], Tensor]
 """Takes this rank's rows and tokens of a whole tensor."""

@@ -30,7 +30,7 @@ from seqpar.fidelity.blocks import Share
 from seqpar.fidelity.compare import BITS, Comparison, Place, digest, error, first_unequal
 from seqpar.fidelity.look import AFTER, WHOLE, Look, Streams, compare_references, in_place_of
 from seqpar.fidelity.one_rank import held, wide, widened
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 
 ROOM = 10 * WHOLE  # positions of one call of a step
 WIDE = torch.float32  # the reference's data type, also of fp32 and fp64: some of diffusers' models round to it within

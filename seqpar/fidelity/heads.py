@@ -18,9 +18,9 @@ from seqpar.fidelity.compare import FACTOR, FLOORS, WIDER
 from seqpar.fidelity.one_rank import full_precision
 from seqpar.kernels.prepare import reference as prepared
 from seqpar.local.reference import attend as by_formula
-from seqpar.mesh import Axis
-from seqpar.protocols import Attend, Projected, Stream
+from seqpar.ranks.mesh import Axis
 from seqpar.transports.collective.point_to_point import gather
+from seqpar.types.protocols import Attend, Projected, Stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Observed:
         beside: Callable[[], None] | None = None,
         only: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """See `seqpar.protocols.Attend`."""
+        """See `seqpar.types.protocols.Attend`."""
         kept = tuple(map(_copied, streams))
         outs = self._attend(streams, mask_BL, beside=beside, only=only)
         self._tell(Attended(kept, mask_BL, torch.cat(outs, dim=1).clone()))
@@ -86,7 +86,7 @@ class ByFormula:
     def __call__(
         self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
     ) -> tuple[Tensor, ...]:
-        """See `seqpar.protocols.Attend`."""
+        """See `seqpar.types.protocols.Attend`."""
         if beside is not None:
             beside()
         first = streams[0]

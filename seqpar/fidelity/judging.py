@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from seqpar import exact
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.engine.signature import form_of
 from seqpar.fidelity.compare import FACTOR, FLOORS, Comparison, Error, first_unequal, worst
@@ -31,10 +30,11 @@ from seqpar.fidelity.one_rank import full_precision, plain_engine
 from seqpar.fidelity.pictures import Likeness, likeness
 from seqpar.fidelity.runs import Errors, Trajectory, record
 from seqpar.fidelity.ways import Meshes, Way
-from seqpar.inputs import broadcast
-from seqpar.mesh import Mesh
 from seqpar.planner.costs import facts_of
 from seqpar.planner.search import Wish
+from seqpar.ranks import exact
+from seqpar.ranks.inputs import broadcast
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.request import Request
 
 T = TypeVar("T")

@@ -19,9 +19,9 @@ from seqpar.fidelity.blocks import Share, Take, watched
 from seqpar.fidelity.compare import EXACT, Comparison, Error, Place, bound, error
 from seqpar.fidelity.heads import Attended, ByFormula, Observed
 from seqpar.fidelity.one_rank import Conditioning, wide, widened
-from seqpar.inputs import broadcast
-from seqpar.mesh import Axis, Mesh
-from seqpar.protocols import Attend, SequenceModel
+from seqpar.ranks.inputs import broadcast
+from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.types.protocols import Attend, SequenceModel
 
 T = TypeVar("T")
 Streams = Mapping[str, Tensor]

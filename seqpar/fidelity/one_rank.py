@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from seqpar import exact
 from seqpar.engine.distributed import DistributedDiT, plan_of
 from seqpar.fidelity.blocks import blocks_of
-from seqpar.mesh import Mesh
 from seqpar.planner.plan import Choice
 from seqpar.planner.search import Wish
-from seqpar.protocols import SequenceModel
+from seqpar.ranks import exact
+from seqpar.ranks.mesh import Mesh
+from seqpar.types.protocols import SequenceModel
 
 T = TypeVar("T")
 LEAST = 2  # bytes of a floating-point weight that can be converted as it is; smaller ones are quantised

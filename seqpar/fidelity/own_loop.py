@@ -12,19 +12,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from seqpar import exact
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity.blocks import Share
 from seqpar.fidelity.compare import BITS, WIDER, Comparison, Error, Place, digest, error
 from seqpar.fidelity.look import AFTER, WHOLE, Look, Streams, compare_references, copied, in_place_of
 from seqpar.fidelity.one_rank import held, plain_engine
-from seqpar.mesh import Mesh
 from seqpar.planner.costs import facts_of
-from seqpar.protocols import SequenceModel
+from seqpar.ranks import exact
+from seqpar.ranks.mesh import Mesh
+from seqpar.ranks.shard import Shard
 from seqpar.sampling.request import Request, rank_0s
 from seqpar.sampling.run import Run, begin
-from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
+from seqpar.types.protocols import SequenceModel
 
 # guidance and a scheduler's step are a few operations on each number in fp32; a scale that is one percent off is more
 STEP = {torch.float64: Error(1e-12, 1e-11)}

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.arguments import MOST_STEPS, check_whole
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity import own_loop
 from seqpar.fidelity.compare import BITS, Comparison, Finding, Place
-from seqpar.inputs import broadcast, shapes
-from seqpar.mesh import Mesh
 from seqpar.pipelines._loaded import Loaded
 from seqpar.planner.plan import Plan
+from seqpar.ranks.inputs import broadcast, shapes
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_request
 from seqpar.sampling.request import Request
+from seqpar.types.arguments import MOST_STEPS, check_whole
 
 __all__ = ["EVALUATIONS", "Verdict", "VerificationError", "verify"]
 

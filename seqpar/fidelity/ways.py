@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
-from seqpar.mesh import AXES, Mesh
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish, allowed
+from seqpar.ranks.mesh import AXES, Mesh
 from seqpar.transports import _folder
 from seqpar.types.facts import Layout, Work
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels._triton import fused, jit, tl
-from seqpar.protocols import state_dtype
+from seqpar.types.protocols import state_dtype
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from seqpar.kernels._silu import activated
 from seqpar.kernels._triton import compiled, fused, jit, tl, triton
 from seqpar.kernels.group_norm import dense
-from seqpar.protocols import state_dtype
+from seqpar.types.protocols import state_dtype
 
 SMALLEST = 1e-12  # norms are at least this, as in F.normalize
 WIDEST = 2048  # channels that a program keeps in registers

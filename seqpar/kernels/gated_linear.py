@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar import exact
 from seqpar.kernels import swiglu
 from seqpar.kernels._triton import fused
-from seqpar.protocols import state_dtype
+from seqpar.ranks import exact
+from seqpar.types.protocols import state_dtype
 
 CASES = (
     *({"batch": 2, "tokens": n, "inner": 4096, "width": 11008} for n in (256, 4096)),  # Large-DiT 7B

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
-from seqpar.protocols import state_dtype
+from seqpar.types.protocols import state_dtype
 
 CASES = (
     *({"batch": 2, "tokens": n, "width": 4608} for n in (256, 1024, 4096)),  # DiT-XL

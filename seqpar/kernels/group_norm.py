@@ -22,7 +22,7 @@ from torch import Tensor
 
 from seqpar.kernels._silu import activated
 from seqpar.kernels._triton import compiled, fused, jit, tl, triton
-from seqpar.protocols import state_dtype
+from seqpar.types.protocols import state_dtype
 
 PROGRAMS = 528  # parts of a large input: four programs for each multiprocessor of an H200, on every device
 

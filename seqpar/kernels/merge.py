@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels._triton import fused, jit, tl
-from seqpar.protocols import state_dtype
+from seqpar.types.protocols import state_dtype
 
 ROWS = 16
 

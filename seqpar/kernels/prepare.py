@@ -22,8 +22,8 @@ from torch import Tensor
 from seqpar.kernels._heads import mean_of, read_heads, rotary_row, write_heads
 from seqpar.kernels._triton import contiguous_rows, fused, jit, tl, triton
 from seqpar.kernels.flags import Flags, last_meets, meeting
-from seqpar.outboxes import Outbox, Outboxes, Places
-from seqpar.protocols import Prepare, state_dtype
+from seqpar.types.outboxes import Outbox, Outboxes, Places
+from seqpar.types.protocols import Prepare, state_dtype
 
 CASES = (
     *({"batch": 2, "tokens": n, "heads": 32, "kv_heads": 32, "dim": 128} for n in (256, 4096)),  # Large-DiT 7B

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels._triton import fused, jit, tl, triton
-from seqpar.protocols import state_dtype
+from seqpar.types.protocols import state_dtype
 
 # shapes that tests check: samples, channels, places
 CASES: tuple[tuple[int, ...], ...] = ((1, 32, 8, 8), (2, 24, 3, 5, 7), (1, 128, 1024, 1024))

@@ -57,7 +57,7 @@ def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: boo
 
 
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
-    """Compute attention as `seqpar.protocols.Core` says, without copies for grouped-query heads.
+    """Compute attention as `seqpar.types.protocols.Core` says, without copies for grouped-query heads.
 
     Raises `ValueError` if a mask is given.
     """

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.masks import is_kept
-from seqpar.protocols import state_dtype
+from seqpar.types.masks import is_kept
+from seqpar.types.protocols import state_dtype
 
 MOST = 2**29  # scores at a time: 2 GiB in fp32
 
@@ -34,7 +34,7 @@ def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: boo
 
 
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
-    """Return softmax(q k^T / sqrt(D)) v and the log-sum-exp of the scores; see `seqpar.protocols.Core`.
+    """Return softmax(q k^T / sqrt(D)) v and the log-sum-exp of the scores; see `seqpar.types.protocols.Core`.
 
     Masked keys have a weight of exactly 0. If all keys are masked, the output is 0 and the log-sum-exp -inf. Scores of
     more than `MOST` numbers are computed for some queries at a time.

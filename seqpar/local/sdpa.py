@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from seqpar.masks import aligned_bias, key_bias
+from seqpar.types.masks import aligned_bias, key_bias
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -47,10 +47,10 @@ def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: boo
 
 
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
-    """Compute attention as `seqpar.protocols.Core` says.
+    """Compute attention as `seqpar.types.protocols.Core` says.
 
     The choice of the kernel depends on device, dtype, head dim and whether there is a mask, never on row counts. The
-    mask may be a `seqpar.masks.key_bias` of q's dtype, which is used as it is; a bool mask is converted to one in every
+    mask may be a `masks.key_bias` of q's dtype, which is used as it is; a bool mask is converted to one in every
     call.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLGD, v_BLGD))

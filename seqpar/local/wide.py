@@ -61,7 +61,7 @@ def invariant(device: torch.device, dtype: torch.dtype, head_dim: int, mask: boo
 
 
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
-    """Compute attention as `seqpar.protocols.Core` says, a head at a time, without copies for grouped-query heads.
+    """Compute attention as `protocols.Core` says, a head at a time, without copies for grouped-query heads.
 
     Raises `ValueError` if a mask is given.
     """

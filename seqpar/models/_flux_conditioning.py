@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.models import _layers
-from seqpar.protocols import Condition, SequenceModel, state_dtype
+from seqpar.types.protocols import Condition, SequenceModel, state_dtype
 
 FREQUENCIES = 256  # width of the sinusoids of timestep and guidance
 

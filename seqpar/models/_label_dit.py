@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.arguments import check_labels
 from seqpar.models import _layers
-from seqpar.protocols import Condition, SequenceModel, state_dtype
+from seqpar.types.arguments import check_labels
 from seqpar.types.keys import shape_of
+from seqpar.types.protocols import Condition, SequenceModel, state_dtype
 
 FREQUENCIES = 256  # width of the timestep sinusoid, in every published model
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.protocols import state_dtype
+from seqpar.types.protocols import state_dtype
 
 MAX_PERIOD = 10000.0
 

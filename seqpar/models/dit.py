@@ -4,7 +4,7 @@ It loads diffusers' `DiTTransformer2DModel` and the original `.pt` files. The tw
 `mlp_norm_eps`, positions at sizes other than the trained one); `Config` holds the variant, and the format of the
 weights decides it. An original file has a table of positions, which training moves a little and may learn as a whole;
 where it is not the one that is computed here, it is a weight of the model (`pos_stored`).
-Letters: see `seqpar.protocols`; E = heads * head dim, F = 4 E.
+Letters: see `seqpar.types.protocols`; E = heads * head dim, F = 4 E.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from seqpar.models._label_dit import (
     is_diffusers,
     original_heads,
 )
-from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.types import schemas
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.keys import count_layers, shape_of
+from seqpar.types.protocols import Attend, Condition, Prepare, Projected
 
 NORM = Norm("layer", 1e-6)  # the norm before attention and before the final layer, in both variants
 # how far a table of positions is from the sine-cosine one: by the rounding of its numbers in fp32, and at most by that

@@ -4,7 +4,7 @@ It loads diffusers' `FluxTransformer2DModel` from a folder or an object. A doubl
 the two streams; before the single blocks, the tokens of a rank become one stream, text first. The arithmetic is that of
 diffusers with fewer roundings: norms, rotary embedding, gates and modulation are computed in fp32 and rounded once.
 Source: Black Forest Labs' FLUX.1, as diffusers implements it.
-Letters: see `seqpar.protocols`; E = heads * head dim, F = 4 E.
+Letters: see `seqpar.types.protocols`; E = heads * head dim, F = 4 E.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.models import _flux_files
 from seqpar.models._flux_conditioning import FREQUENCIES, Conditioned
-from seqpar.protocols import Attend, Condition, Encoded, Given, Prepare, Projected
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.keys import KeyMap
+from seqpar.types.protocols import Attend, Condition, Encoded, Given, Prepare, Projected
 
 NORM = Norm("layer", 1e-6)  # every block norm and the final one
 QK_EPS = 1e-6

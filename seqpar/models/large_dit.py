@@ -4,7 +4,7 @@ The names are approximate: 3B has 4.24 B parameters, 7B has 7.29 B. It loads the
 LLaMA2-Accessory and ppdiffusers' folders. Three details are easy to get wrong. Block norms are RMSNorm in the original,
 but LayerNorm under the same keys in Paddle's inference model (`block_norm`). QK-norm is a LayerNorm over all heads,
 before the head split. Rotary angles follow the raster index of a token.
-Letters: see `seqpar.protocols`; F = feed-forward width.
+Letters: see `seqpar.types.protocols`; F = feed-forward width.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gated_linear import gated_linear
 from seqpar.models import _large_dit_files, _layers
 from seqpar.models._label_dit import LabelDiT
-from seqpar.protocols import Attend, Condition, Given, Prepare, Projected, Stream
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.keys import KeyMap
+from seqpar.types.protocols import Attend, Condition, Given, Prepare, Projected, Stream
 
 CONDITION = 1024  # width of timestep and label embeddings, unless the model is narrower
 FINAL_NORM = Norm("layer", 1e-6)

@@ -6,7 +6,7 @@ in reverse order, token by token, so skips need no communication. One set of wei
 (`Config.mode`), which differ in the streams that are denoised. The original code computes attention in fp32; here
 its sums are fp32, and its inputs have the dtype of the model.
 Source: UniDiffuser (arXiv 2303.06555), U-ViT (arXiv 2209.12152).
-Letters: see `seqpar.protocols`; E = heads * head dim, F = 4 E.
+Letters: see `seqpar.types.protocols`; E = heads * head dim, F = 4 E.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.kernels.post_norm import Affine, post_norm
 from seqpar.models import _layers, _uvit_files
-from seqpar.protocols import Attend, Condition, Encoded, Prepare, Projected, SequenceModel, state_dtype
 from seqpar.types.facts import Blocks, Work
 from seqpar.types.keys import KeyMap
+from seqpar.types.protocols import Attend, Condition, Encoded, Prepare, Projected, SequenceModel, state_dtype
 
 NOISE = 1000  # the timestep at which a modality is pure noise, so that the prediction does not depend on it
 

@@ -18,15 +18,15 @@ import torch
 from PIL import Image
 
 import seqpar.pipelines
-from seqpar.mesh import Mesh
 from seqpar.pipelines._files import Files
 from seqpar.pipelines._pictures import to_pil
 from seqpar.planner.plan import make, work_of
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish
-from seqpar.protocols import plugin, plugins
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_loading, check_pictures
 from seqpar.sampling.guidance import Guidance
+from seqpar.types.protocols import plugin, plugins
 from seqpar.weights.find import Blueprint, locate, resolve
 from seqpar.weights.layout import pipeline_folder
 from seqpar.weights.parts import read_pipeline

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.mesh import Mesh
 from seqpar.pipelines import _texts
 from seqpar.pipelines._folder import check_encoder, check_files, check_libraries
 from seqpar.pipelines._naming import naming
 from seqpar.pipelines._texts import Encode, Texts
+from seqpar.ranks.mesh import Mesh
 from seqpar.weights.parts import part_of, read_encoder
 
 TOKENS = 512  # T5's tokens of a prompt, as diffusers' FluxPipeline has them by default

@@ -10,16 +10,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from seqpar.arguments import check_floats
 from seqpar.engine.distributed import DistributedDiT, settled
-from seqpar.inputs import from_rank_0
-from seqpar.mesh import Mesh
 from seqpar.pipelines._files import Files
 from seqpar.pipelines._texts import Texts
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.search import Wish
+from seqpar.ranks.inputs import from_rank_0
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.loop import Sampler
+from seqpar.types.arguments import check_floats
 from seqpar.vae.decoder import load_vae, preview
 from seqpar.vae.on_mesh import MeshVAE
 from seqpar.vae.spread import WISHES, Spread

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from seqpar.ranks.shared_errors import is_failure
 from seqpar.sampling.schedules import FAILURES
-from seqpar.shared_errors import is_failure
 
 # what loaders of diffusers and transformers raise; NameError for a name that no branch on a config has set
 BROKEN = (OSError, NameError, StrictDataclassError, *FAILURES)

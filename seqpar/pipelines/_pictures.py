@@ -25,8 +25,8 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from seqpar.mesh import Mesh
 from seqpar.pipelines import _png
+from seqpar.ranks.mesh import Mesh
 
 SHOWN = 128  # pixels; smaller pictures are enlarged so that they can be seen
 GAP = 8

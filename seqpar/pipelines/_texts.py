@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.mesh import Mesh
 from seqpar.pipelines._folder import check_files
+from seqpar.ranks.mesh import Mesh
 from seqpar.weights.parts import part_of
 
 Encode = Callable[[str], tuple[Tensor, ...]]

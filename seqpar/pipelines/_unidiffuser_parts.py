@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from seqpar.mesh import Mesh
 from seqpar.pipelines._naming import naming
 from seqpar.pipelines._texts import Encode, Texts
 from seqpar.pipelines._unidiffuser_files import PREFIX, Parts, caption_decoder
+from seqpar.ranks.mesh import Mesh
 from seqpar.vae.shared import own
 from seqpar.weights.hub import errors_only
 

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
-from seqpar.mesh import Mesh
 from seqpar.pipelines import _schedulers
 from seqpar.pipelines._family import FOR_CLASSES, Order
 from seqpar.pipelines._folder import check_parts
 from seqpar.pipelines._naming import naming, naming_loop
+from seqpar.ranks.mesh import Mesh
 from seqpar.vae.shared import looked_at
 from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
 from seqpar.weights.single_file import load_transformer

@@ -13,12 +13,12 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.engine.distributed import DistributedDiT
-from seqpar.mesh import Mesh
 from seqpar.models._label_dit import LabelDiT
 from seqpar.pipelines import _files, _labels, _schedulers
 from seqpar.pipelines._family import BUILTIN, NO_VIDEOS, Job, Order, generated, is_builtin
 from seqpar.pipelines._loaded import Loaded
 from seqpar.planner.plan import Plan
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_pictures
 from seqpar.sampling.ddpm import check_variances
 from seqpar.sampling.guidance import Guidance

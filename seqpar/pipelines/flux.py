@@ -19,7 +19,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.mesh import Mesh
 from seqpar.models.flux import Model
 from seqpar.pipelines import _files, _flux_text, _schedulers
 from seqpar.pipelines._family import Job, Order, generated
@@ -27,6 +26,7 @@ from seqpar.pipelines._flux_text import TOKENS
 from seqpar.pipelines._folder import check_files
 from seqpar.pipelines._loaded import FromTexts, drawn_in
 from seqpar.pipelines._texts import Texts, described
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_pictures
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise

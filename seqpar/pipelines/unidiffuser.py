@@ -22,8 +22,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from seqpar.inputs import streams_of_rank_0
-from seqpar.mesh import Mesh
 from seqpar.models.uvit import Mode, Model
 from seqpar.pipelines import _schedulers
 from seqpar.pipelines._family import Job, Order, generated
@@ -31,6 +29,8 @@ from seqpar.pipelines._loaded import FromTexts, drawn_in
 from seqpar.pipelines._texts import Texts, described
 from seqpar.pipelines._unidiffuser_files import Files
 from seqpar.pipelines._unidiffuser_parts import captions, image_streams, texts_of
+from seqpar.ranks.inputs import streams_of_rank_0
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_pictures
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise

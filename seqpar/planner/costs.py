@@ -3,7 +3,7 @@
 The model's `Work` and the strategy's `StrategyFacts` describe their operations; this file looks the strategy up in its
 folder and adds the operations up. docs/planner.md lists the formulas; the traffic of the exchanges follows from
 DeepSpeed-Ulysses (arXiv 2309.14509) and Ring Attention (arXiv 2310.01889).
-Letters: see `seqpar.protocols`; s is the number of tokens of one sequence.
+Letters: see `seqpar.types.protocols`; s is the number of tokens of one sequence.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import seqpar.attention
-from seqpar.protocols import plugin, plugins
 from seqpar.transports import _folder
 from seqpar.types.facts import Cost, Layer, Layout, ShardedLayer, StrategyFacts, Work, core
+from seqpar.types.protocols import plugin, plugins
 
 
 def facts_of(strategy: str) -> StrategyFacts:

@@ -18,16 +18,16 @@ import torch
 
 import seqpar.attention
 import seqpar.local
-from seqpar import exact
-from seqpar.mesh import AXES, Axis, Mesh
 from seqpar.planner import rates
 from seqpar.planner.machine import Machine, here
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Aim, Ranking, Wish, search
-from seqpar.protocols import plugin, plugins
+from seqpar.ranks import exact
+from seqpar.ranks.mesh import AXES, Axis, Mesh
 from seqpar.transports import _folder
 from seqpar.transports._contract import Transport
 from seqpar.types.facts import Layout, Work
+from seqpar.types.protocols import plugin, plugins
 
 STEPS = 25  # assumed where the number of steps of a run is not known yet
 
@@ -287,5 +287,5 @@ def load_transport(name: str) -> Transport:
 
 
 def load_local(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return the function of a local attention, a `seqpar.protocols.Core`."""
+    """Return the function of a local attention, a `seqpar.types.protocols.Core`."""
     return plugin(seqpar.local, name, "local attention").attend

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from seqpar.planner.costs import attention_calls, busiest, layers, merge_bytes
 from seqpar.planner.rates import Rates, rate_at, time_at
-from seqpar.shard import Shard
+from seqpar.ranks.shard import Shard
 from seqpar.types.facts import Blocks, Cost, Gemms, Layer, Layout, Work, core
 
 STATE = 4  # bytes of the denoised state and of modulation: fp32

@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 
-from seqpar.arguments import (
+from seqpar.engine.distributed import DistributedDiT
+from seqpar.ranks.mesh import Mesh
+from seqpar.sampling.guidance import Guidance
+from seqpar.sampling.request import Request
+from seqpar.types.arguments import (
     MOST_STEPS,
     check_dtype,
     check_floats,
@@ -22,10 +26,6 @@ from seqpar.arguments import (
     check_whole,
     shown,
 )
-from seqpar.engine.distributed import DistributedDiT
-from seqpar.mesh import Mesh
-from seqpar.sampling.guidance import Guidance
-from seqpar.sampling.request import Request
 
 FLAGS = ("use_clipped_model_output", "clip_denoised")
 TOKENS = ("drawn", "negative_drawn")

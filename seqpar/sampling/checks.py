@@ -12,7 +12,7 @@ from seqpar.sampling.ddpm import check_variances
 from seqpar.sampling.guidance import check_layout
 from seqpar.sampling.request import Course, Request
 from seqpar.sampling.steppers import Decision
-from seqpar.streams import check_lengths, completed
+from seqpar.types.streams import check_lengths, completed
 
 
 def why_not_captured(dit: DistributedDiT, decision: Decision) -> str | None:

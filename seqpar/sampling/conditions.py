@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from seqpar.engine.distributed import DistributedDiT
+from seqpar.ranks.shard import Shard
 from seqpar.sampling.request import Course
-from seqpar.shard import Shard
-from seqpar.streams import completed, distinct, stacked
+from seqpar.types.streams import completed, distinct, stacked
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from seqpar.arguments import shown
+from seqpar.types.arguments import shown
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from seqpar.arguments import check_kind
 from seqpar.engine.distributed import DistributedDiT
-from seqpar.protocols import state_dtype
 from seqpar.sampling.arguments import check_model, check_request
 from seqpar.sampling.checks import why_not_captured
 from seqpar.sampling.request import Course, Request, Settings, course, rank_0s
 from seqpar.sampling.run import Run
 from seqpar.sampling.steppers import Decision, decide
-from seqpar.streams import Prompt
+from seqpar.types.arguments import check_kind
+from seqpar.types.protocols import state_dtype
+from seqpar.types.streams import Prompt
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # repr tells all of these
 Noise = Tensor | Mapping[str, Tensor]

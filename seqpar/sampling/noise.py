@@ -18,8 +18,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from seqpar.ranks.shard import Shard
 from seqpar.sampling.loop import draw_noise
-from seqpar.shard import Shard
 
 MOST = 8  # parts
 LEAST = 1 << 14  # values of a part: fewer take less time than a thread

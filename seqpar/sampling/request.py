@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from seqpar.engine.distributed import DistributedDiT
-from seqpar.inputs import from_rank_0
-from seqpar.mesh import Mesh
+from seqpar.ranks.inputs import from_rank_0
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.original import clip_denoised, respace
 from seqpar.sampling.steppers import Decision, check_eta, decide
-from seqpar.streams import Prompt
+from seqpar.types.streams import Prompt
 
 
 class Settings(TypedDict, total=False):

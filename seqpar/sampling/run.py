@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from seqpar.deadlines import Calls
 from seqpar.engine.capture import StepGraph
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.kernels.ddim import guide
+from seqpar.ranks.deadlines import Calls
 from seqpar.sampling.arguments import check_model, check_request
 from seqpar.sampling.branches import Branches, parted, rescaled
 from seqpar.sampling.checks import check_course, why_not_captured
@@ -23,7 +23,7 @@ from seqpar.sampling.request import Course, Request, course, rank_0s
 from seqpar.sampling.segment import Segment
 from seqpar.sampling.state import State
 from seqpar.sampling.steppers import OneStep, Replicated, Stepper, Traced, make_stepper, restart_stepper
-from seqpar.streams import Split
+from seqpar.types.streams import Split
 
 
 def begin(dit: DistributedDiT, request: Request) -> Run:

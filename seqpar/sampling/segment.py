@@ -16,9 +16,9 @@ from seqpar.engine.capture import StepGraph
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.engine.share import Inputs, Share, rows_of
 from seqpar.planner.predict import TABLE_BYTES
-from seqpar.protocols import Encoded, rows
 from seqpar.sampling.conditions import Conditions
-from seqpar.streams import Split
+from seqpar.types.protocols import Encoded, rows
+from seqpar.types.streams import Split
 
 
 class Segment:

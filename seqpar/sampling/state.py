@@ -6,10 +6,10 @@ from math import prod
 
 from torch import Tensor
 
-from seqpar.mesh import Mesh
-from seqpar.protocols import SequenceModel, state_dtype
-from seqpar.shard import Shard
+from seqpar.ranks.mesh import Mesh
+from seqpar.ranks.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
+from seqpar.types.protocols import SequenceModel, state_dtype
 
 
 class State:

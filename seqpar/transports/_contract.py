@@ -16,12 +16,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from seqpar.mesh import Axis
+from seqpar.ranks.mesh import Axis
+from seqpar.ranks.watch import LostRankError, Watch
 from seqpar.transports import _turns
 from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports._turns import TurnError, Turns
-from seqpar.watch import LostRankError, Watch
 
 __all__ = ["Facts", "Gather", "Halo", "KeyValues", "Rotation", "ToHeads", "ToTokens", "Transport", "TurnError"]
 

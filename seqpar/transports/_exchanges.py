@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seqpar.kernels.flags import Flags
 from seqpar.kernels.push import Destinations
-from seqpar.outboxes import Outboxes
+from seqpar.types.outboxes import Outboxes
 
 
 class ToHeads(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 
 import seqpar.transports
-from seqpar.protocols import plugin, plugins
 from seqpar.transports._contract import Facts
+from seqpar.types.protocols import plugin, plugins
 
 
 def names() -> tuple[str, ...]:

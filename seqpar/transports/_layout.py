@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqpar.shard import Shard
+from seqpar.ranks.shard import Shard
 
 
 @dataclass(frozen=True)

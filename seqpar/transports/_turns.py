@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.flags import Flags
-from seqpar.mesh import Axis
-from seqpar.outboxes import Outboxes
+from seqpar.ranks.mesh import Axis
 from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
+from seqpar.types.outboxes import Outboxes
 
 RELEASED = -1  # the next turn after `Transport.release`: no call has this number
 NEVER = -2  # the turn of a call that this exchange does not have

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from seqpar.mesh import Axis
-from seqpar.shard import Shard
+from seqpar.ranks.mesh import Axis
+from seqpar.ranks.shard import Shard
 
 ROWS, COLUMNS = -2, -1
 

@@ -15,14 +15,14 @@ import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor
 
-from seqpar import exact
-from seqpar.deadlines import Calls
 from seqpar.engine.graphs import Capture, Graphs
 from seqpar.engine.signature import Form, form_of
-from seqpar.inputs import CALL, agree, broadcast, shapes
-from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import load_transport
-from seqpar.shard import Shard
+from seqpar.ranks import exact
+from seqpar.ranks.deadlines import Calls
+from seqpar.ranks.inputs import CALL, agree, broadcast, shapes
+from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.ranks.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.vae.captures import GRAPHS, INPUT, PIXELS, Method, arithmetic, named, telling_capture
 from seqpar.vae.decoder import check_finite, in_range, scaled

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, NoReturn, TypeVar
 
-from seqpar.inputs import CALL, from_rank_0
-from seqpar.mesh import Mesh
+from seqpar.ranks.inputs import CALL, from_rank_0
+from seqpar.ranks.mesh import Mesh
 
 T = TypeVar("T")
 

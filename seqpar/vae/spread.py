@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from seqpar import exact
-from seqpar.mesh import Axis
-from seqpar.shard import Shard
+from seqpar.ranks import exact
+from seqpar.ranks.mesh import Axis
+from seqpar.ranks.shard import Shard
 
 WISHES = ("auto", "strips", "pictures", "tiled")  # how a caller may ask for pictures to be decoded
 SEAMS = "in diffusers' tiles, which leave seams"

@@ -15,9 +15,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import seqpar.models
-from seqpar.mesh import Mesh
-from seqpar.protocols import SequenceModel, plugins
+from seqpar.ranks.mesh import Mesh
 from seqpar.types.keys import KeyMap
+from seqpar.types.protocols import SequenceModel, plugins
 from seqpar.weights.checkpoint import Checkpoint, check, from_state_dict, named
 from seqpar.weights.hub import download
 from seqpar.weights.layout import open_model

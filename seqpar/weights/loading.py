@@ -23,7 +23,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from seqpar.mesh import Axis, Mesh, finish
+from seqpar.ranks.mesh import Axis, Mesh, finish
 from seqpar.types.keys import KeyMap
 from seqpar.weights.checkpoint import Checkpoint, check
 from seqpar.weights.staging import Staging

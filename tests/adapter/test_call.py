@@ -18,7 +18,7 @@ import seqpar
 from seqpar.adapter.call import Call
 from seqpar.adapter.parallelize import INSTALLED
 from seqpar.engine.promises import Promise
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from tests.support import pipelines
 from tests.support.calls import Recorder, Toy
 from tests.support.diffusers_tiny import MODELS, moved

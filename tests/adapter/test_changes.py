@@ -19,7 +19,7 @@ from torch import Tensor
 import seqpar
 from seqpar.adapter.changes import Changes
 from seqpar.engine.graphs import Graphs
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from tests.adapter.test_lora import add, pipeline
 from tests.adapter.test_native import TOLERANCE, arguments, error, theirs, tiny
 from tests.support.meshes import mesh_for, random

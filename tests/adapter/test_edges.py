@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import seqpar
 from seqpar.adapter import lease, parallelize
 from seqpar.engine.keeper import ATTENDS
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from tests.adapter import test_native
 from tests.adapter.test_cuts import raised
 from tests.adapter.test_generic import TOLERANCE, body_of, called, error

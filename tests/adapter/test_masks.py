@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqpar.local import reference, sdpa
-from seqpar.masks import key_bias
+from seqpar.types.masks import key_bias
 from tests.adapter.test_generic import TOLERANCE, VISIBLE, Outputs, body_of, called, error
 from tests.support.diffusers_tiny import MODELS
 from tests.support.meshes import random

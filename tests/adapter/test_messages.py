@@ -14,7 +14,7 @@ import torch
 from diffusers.pipelines.flux.pipeline_flux_img2img import FluxImg2ImgPipeline
 
 import seqpar
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from tests.adapter.test_call import arguments, toy
 from tests.support import pipelines
 from tests.support.meshes import mesh as make_mesh

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar.adapter import adopt, native
-from seqpar.mesh import Mesh
 from seqpar.models import flux
 from seqpar.planner.plan import Plan, for_library
 from seqpar.planner.search import Wish
+from seqpar.ranks.mesh import Mesh
 from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, mesh_for, random
 from tests.support.pool import Pool

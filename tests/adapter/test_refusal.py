@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import seqpar
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from seqpar.vae.on_mesh import MeshVAE
 from tests.adapter.test_pipelines import CASES, SHORT, Case
 from tests.support import pipelines

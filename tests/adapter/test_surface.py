@@ -17,7 +17,7 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 import seqpar
 from seqpar.adapter import cuts, native
 from seqpar.engine.graphs import Graphs
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from tests.adapter.test_changes import Captures
 from tests.adapter.test_native import TOLERANCE, arguments, body_of, error, theirs, tiny
 from tests.support.meshes import mesh as make_mesh

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from seqpar.local import reference
 from seqpar.planner.costs import facts_of
-from seqpar.protocols import Given, Prepare, Stream
-from seqpar.shard import JointShard, Shard
+from seqpar.ranks.shard import JointShard, Shard
+from seqpar.types.protocols import Given, Prepare, Stream
 from tests.attention.test_streams import Case, as_given, mine_of, moved_to, whole_stream
 from tests.support.meshes import LAYOUTS, TRANSPORTS, Noted, build, mesh_for, random, refused
 from tests.support.pool import Pool

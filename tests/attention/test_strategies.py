@@ -9,9 +9,9 @@ from torch import Tensor
 
 from seqpar.kernels.prepare import prepare
 from seqpar.local import reference
-from seqpar.mesh import Mesh
-from seqpar.protocols import Given, Prepare
-from seqpar.shard import JointShard, Shard, Tokens
+from seqpar.ranks.mesh import Mesh
+from seqpar.ranks.shard import JointShard, Shard, Tokens
+from seqpar.types.protocols import Given, Prepare
 from tests.support.meshes import (
     EXACT,
     LAYOUTS,

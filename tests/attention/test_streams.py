@@ -18,11 +18,11 @@ from seqpar.attention._streams import OneRank
 from seqpar.engine.capture import StepGraph
 from seqpar.kernels.prepare import prepare
 from seqpar.local import reference, sdpa
-from seqpar.masks import is_kept, joined_mask, key_bias, lengths_mask
-from seqpar.mesh import Axis
-from seqpar.outboxes import Outbox, Outboxes, take_turns
-from seqpar.protocols import Attend, Given, Prepare, Projected, Stream
-from seqpar.shard import JointShard, Shard
+from seqpar.ranks.mesh import Axis
+from seqpar.ranks.shard import JointShard, Shard
+from seqpar.types.masks import is_kept, joined_mask, key_bias, lengths_mask
+from seqpar.types.outboxes import Outbox, Outboxes, take_turns
+from seqpar.types.protocols import Attend, Given, Prepare, Projected, Stream
 from tests.support.meshes import LAYOUTS, TRANSPORTS, Noted, build, coded, mesh_for, random, refused
 from tests.support.pool import Pool
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from seqpar.cli.args import FidelityArgs
 from seqpar.cli.fidelity import RANDOM, _notes, checked, run_fidelity
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from tests.fidelity.faults import Fault, ending, lost_shard, none
 from tests.support.pool import Pool
 

@@ -16,7 +16,7 @@ import tyro
 import seqpar.local
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.protocols import plugins
+from seqpar.types.protocols import plugins
 from seqpar.weights.find import Blueprint
 from tests.support.meshes import LAYOUTS
 from tests.support.pool import Pool

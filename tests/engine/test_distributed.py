@@ -8,10 +8,10 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
+from seqpar.ranks.shard import Shard
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import begin
-from seqpar.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
 from tests.attention.test_strategies import counted_calls
 from tests.support.meshes import LAYOUTS, WORLDS, mesh_for, random

@@ -15,7 +15,7 @@ from seqpar.adapter import parallelize as adapter
 from seqpar.adapter.call import Call
 from seqpar.engine.graphs import CudaCapture, Graphs
 from seqpar.engine.signature import form_of
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from tests.adapter.test_pipelines import CASES, TOLERANCE, true_picture
 from tests.support.calls import Captures, Recorder, Toy
 from tests.support.diffusers_tiny import MODELS, Inputs, Tiny, moved

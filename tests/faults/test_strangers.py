@@ -1,7 +1,7 @@
 """Other processes that reach a job: what they send runs nothing, and the job goes on or ends with one message.
 
 The ranks are forked from a process that has imported torch, with the environment and the store that torchrun's agent
-gives; `tests/test_letters.py` tries each kind of letter, and `tests/cli/test_doors.py` the ranks that `seqpar` starts.
+gives; `test_letters.py` tries each kind of letter, and `tests/cli/test_doors.py` the ranks that `seqpar` starts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from seqpar.cli.exits import guarded
-from seqpar.deadlines import Deadlines
-from seqpar.letters import SMALL, VALUE, sealed
-from seqpar.mesh import Mesh, gathered
+from seqpar.ranks.deadlines import Deadlines
+from seqpar.ranks.letters import SMALL, VALUE, sealed
+from seqpar.ranks.mesh import Mesh, gathered
+from tests.ranks.test_letters import Bomb
 from tests.support.pool import PRELOADED
-from tests.test_letters import Bomb
 
 KIND = tuple[int, float, list[str]]
 LIMITS = Deadlines(first_s=8.0, later_s=4.0, host_s=12.0)

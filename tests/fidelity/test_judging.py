@@ -15,12 +15,12 @@ from seqpar.fidelity.judging import Row, Subject, judge, plant_outliers
 from seqpar.fidelity.one_rank import plain_engine
 from seqpar.fidelity.runs import record
 from seqpar.fidelity.ways import Meshes, Way, ways
-from seqpar.mesh import Mesh
 from seqpar.models import large_dit
 from seqpar.pipelines.class_labels import Files, Pipeline
 from seqpar.planner.costs import strategies
 from seqpar.planner.plan import work_of
 from seqpar.planner.search import Wish
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
 from seqpar.types.facts import Layout
 from seqpar.weights.find import Blueprint

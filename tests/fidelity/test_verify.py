@@ -22,11 +22,11 @@ from seqpar.fidelity.blocks import Share, blocks_of
 from seqpar.fidelity.one_rank import widened
 from seqpar.fidelity.verify import Verdict, VerificationError, other_weights, verify
 from seqpar.local import sdpa
-from seqpar.mesh import Mesh
 from seqpar.models import large_dit
 from seqpar.pipelines import flux, unidiffuser
 from seqpar.pipelines.class_labels import Files, Pipeline
 from seqpar.planner.search import Wish
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.loop import digest
 from seqpar.weights.find import Blueprint
 from tests.fidelity.faults import (

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels.prepare import CASES, Tile, launch, launch_into, prepare, prepare_into, reference, reference_into
-from seqpar.outboxes import Outbox, Outboxes
-from seqpar.protocols import Prepare
+from seqpar.types.outboxes import Outbox, Outboxes
+from seqpar.types.protocols import Prepare
 from tests.conftest import DEVICE
 from tests.support.meshes import random
 

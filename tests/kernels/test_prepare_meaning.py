@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.kernels.prepare import prepare, prepare_into
-from seqpar.outboxes import Outbox
-from seqpar.protocols import Prepare
+from seqpar.types.outboxes import Outbox
+from seqpar.types.protocols import Prepare
 from tests.conftest import DEVICE
 from tests.support.meshes import random
 

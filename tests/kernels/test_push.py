@@ -8,7 +8,7 @@ from torch import Tensor
 
 from seqpar.kernels import push
 from seqpar.kernels.push import CASES, Destinations
-from seqpar.shard import Shard
+from seqpar.ranks.shard import Shard
 from tests.conftest import DEVICE
 
 DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.bfloat16]

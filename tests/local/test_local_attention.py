@@ -8,9 +8,9 @@ import torch
 import seqpar.local
 from seqpar.kernels.merge import merge
 from seqpar.local import flash, reference, sdpa
-from seqpar.masks import key_bias
 from seqpar.planner.plan import choose_local
-from seqpar.protocols import plugins
+from seqpar.types.masks import key_bias
+from seqpar.types.protocols import plugins
 from tests.conftest import DEVICE
 from tests.support.meshes import random
 

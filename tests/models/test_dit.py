@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar import DistributedDiT
-from seqpar.mesh import Mesh
 from seqpar.models import _layers, dit
+from seqpar.ranks.mesh import Mesh
 from seqpar.weights.find import from_diffusers, locate
 from tests.support.meshes import random
 from tests.support.tiny import diffusers_dit, original_state_dict, with_original_arithmetic

@@ -21,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar import DistributedDiT
 from seqpar.local import reference
-from seqpar.mesh import Mesh
 from seqpar.models import flux
 from seqpar.models._flux_conditioning import shares
-from seqpar.shard import JointShard, Shard
+from seqpar.ranks.mesh import Mesh
+from seqpar.ranks.shard import JointShard, Shard
 from seqpar.weights.find import from_diffusers, locate
 from tests.engine.test_distributed import local
 from tests.support.foreign import StayDouble

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from launch.baselines.plain_large_dit import PlainLargeDiT
 from seqpar import DistributedDiT
-from seqpar.mesh import Mesh
 from seqpar.models import large_dit
+from seqpar.ranks.mesh import Mesh
 from seqpar.weights.checkpoint import from_state_dict
 from seqpar.weights.find import Blueprint, locate
 from tests.engine.test_distributed import local

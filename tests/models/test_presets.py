@@ -10,8 +10,8 @@ import torch
 
 from launch.baselines.plain_large_dit import PlainLargeDiT
 from seqpar import DistributedDiT
-from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit
+from seqpar.ranks.mesh import Mesh
 from seqpar.weights.find import locate
 from tests.models.test_large_dit import ours, plain
 from tests.support.meshes import random

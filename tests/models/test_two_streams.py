@@ -19,11 +19,11 @@ from torch import Tensor
 from seqpar import DistributedDiT, Guidance, Sampler
 from seqpar.attention._streams import given
 from seqpar.kernels.prepare import prepare
-from seqpar.mesh import Mesh
-from seqpar.protocols import SequenceModel, Stream
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import Run, begin
-from seqpar.streams import Prompt
+from seqpar.types.protocols import SequenceModel, Stream
+from seqpar.types.streams import Prompt
 from seqpar.weights.find import Blueprint
 from tests.engine.test_distributed import local
 from tests.support.meshes import LAYOUTS as STRATEGIES

@@ -23,14 +23,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from seqpar import DistributedDiT, Guidance
 from seqpar.cli.main import command
 from seqpar.local import reference
-from seqpar.mesh import Mesh
 from seqpar.models import uvit
 from seqpar.models._uvit_files import TEXT_TOKENS
+from seqpar.ranks.mesh import Mesh
+from seqpar.ranks.shard import JointShard, Shard
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import begin
-from seqpar.shard import JointShard, Shard
-from seqpar.streams import Split
 from seqpar.transports.collective.point_to_point import gather
+from seqpar.types.streams import Split
 from seqpar.weights.checkpoint import from_state_dict
 from seqpar.weights.find import Blueprint, from_diffusers, locate
 from tests.engine.test_distributed import local

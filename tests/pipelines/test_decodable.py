@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from seqpar.cli import sample
-from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import Files, Pipeline
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
 from seqpar.vae.on_mesh import MeshVAE
 from tests.vae.test_memory import Imagined

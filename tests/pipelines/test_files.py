@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seqpar import Guidance
-from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.steppers import decide
 from seqpar.vae.decoder import check_vae, load_vae

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.mesh import Mesh
 from seqpar.pipelines import class_labels
 from seqpar.pipelines.adapted import Adapted
+from seqpar.ranks.mesh import Mesh
 from seqpar.vae.decoder import load_vae
 from seqpar.vae.on_mesh import MeshVAE
 from tests.support.pool import Pool

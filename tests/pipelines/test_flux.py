@@ -17,10 +17,10 @@ from torch import Tensor
 
 import seqpar
 from seqpar import Guidance
-from seqpar.mesh import Mesh
 from seqpar.pipelines import _flux_text, _loaded
 from seqpar.pipelines.flux import Files, Pipeline, generate
 from seqpar.planner.search import Wish
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.loop import draw_noise
 from tests.support.foreign import StayDouble
 from tests.support.meshes import mesh_for

@@ -22,13 +22,13 @@ from torch import Tensor
 from seqpar import Guidance
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.mesh import Mesh
 from seqpar.models import uvit
 from seqpar.pipelines import unidiffuser
 from seqpar.pipelines._unidiffuser_files import Parts
 from seqpar.pipelines._unidiffuser_parts import load_encoders
 from seqpar.pipelines.unidiffuser import Asked, Files, Pipeline
 from seqpar.planner.search import Wish
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling import loop
 from seqpar.sampling import run as runs
 from seqpar.sampling.loop import draw_noise

@@ -13,7 +13,6 @@ from seqpar.cli.args import Args
 from seqpar.cli.job import check
 from seqpar.cli.plan import wish_of
 from seqpar.cli.planning import shared_plan
-from seqpar.mesh import Mesh
 from seqpar.models import dit
 from seqpar.pipelines._family import Job
 from seqpar.pipelines.class_labels import Files
@@ -22,6 +21,7 @@ from seqpar.planner.costs import facts_of
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import Load
 from seqpar.planner.search import Wish
+from seqpar.ranks.mesh import Mesh
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 

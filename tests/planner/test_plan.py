@@ -13,7 +13,6 @@ import torch
 from seqpar.cli.planning import asked, shared_plan
 from seqpar.cli.planning import planned as planned_on
 from seqpar.local import sdpa
-from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit
 from seqpar.planner import rates
 from seqpar.planner.costs import strategies
@@ -22,6 +21,7 @@ from seqpar.planner.plan import make, parse_mesh
 from seqpar.planner.predict import GIB, Load, predict
 from seqpar.planner.rates import CPU, H200, Rates
 from seqpar.planner.search import Ranking, Wish, allowed, search
+from seqpar.ranks.mesh import Mesh
 from seqpar.types.facts import Layout, Work
 from seqpar.weights.find import locate
 from tests.support.pool import Pool

@@ -17,8 +17,8 @@ from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor, nn
 
 from seqpar import DistributedDiT, Guidance, parallelize, release, sample
-from seqpar.mesh import Mesh
 from seqpar.pipelines.class_labels import Files
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling import one_step
 from seqpar.sampling.ddim import ddim_coefficients
 from seqpar.sampling.ddpm import ddpm_coefficients

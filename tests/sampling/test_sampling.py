@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling import segment
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Request

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seqpar import DistributedDiT, Guidance, sample
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.ddim import ddim_coefficients, steps_locally
 from tests.conftest import DEVICE
 from tests.engine.test_distributed import local

@@ -17,7 +17,7 @@ from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling import steppers
 from seqpar.sampling.loop import Sampler, draw_noise, why_no_graph
 from seqpar.sampling.request import Course, Request, course

@@ -56,11 +56,11 @@ class Fault:
 FAULTS = (
     Fault(
         "shard starts one item late where parts are uneven",
-        "seqpar/shard.py",
+        "seqpar/ranks/shard.py",
         "return slice(self.starts[part], self.starts[part] + self.sizes[part])",
         "late = int(self.total % self.parts > 0)\n"
         "        return slice(self.starts[part] + late, self.starts[part] + late + self.sizes[part])",
-        "tests/test_shard.py::test_shard_covers_all_items_once_in_balanced_slices",
+        "tests/ranks/test_shard.py::test_shard_covers_all_items_once_in_balanced_slices",
         "slices no longer cover the items",
     ),
     Fault(

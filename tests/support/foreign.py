@@ -18,7 +18,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from seqpar.protocols import Attend, Given, Prepare, Projected
+from seqpar.types.protocols import Attend, Given, Prepare, Projected
 from tests.support.meshes import random
 
 DIM = 8

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqpar.kernels import adaln, gelu, merge, prepare, swiglu
 from seqpar.kernels.adaln import Gated, Norm
-from seqpar.protocols import Prepare
+from seqpar.types.protocols import Prepare
 
 HIDDEN = {1152: 4608, 4096: 11008}  # feed-forward widths of DiT-XL and Large-DiT-7B
 

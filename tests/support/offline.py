@@ -43,14 +43,14 @@ from seqpar.kernels import (
 from seqpar.kernels.adaln import Norm
 from seqpar.kernels.push import Destinations
 from seqpar.local import sdpa
-from seqpar.mesh import Mesh
 from seqpar.models import dit, large_dit, uvit
-from seqpar.outboxes import Outbox, Outboxes
 from seqpar.planner.costs import strategies
 from seqpar.planner.plan import load_strategy, load_transport
-from seqpar.protocols import Attend, Prepare
-from seqpar.shard import JointShard, Shard, Tokens
+from seqpar.ranks.mesh import Mesh
+from seqpar.ranks.shard import JointShard, Shard, Tokens
 from seqpar.transports import _folder
+from seqpar.types.outboxes import Outbox, Outboxes
+from seqpar.types.protocols import Attend, Prepare
 from tests.support.kernel_cases import cases
 
 BF16 = torch.bfloat16

@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqpar.processes import close
+from seqpar.ranks.processes import close
 
 TIMEOUT_S = 60  # of one call: a rank that waits longer for the others fails
 # what the server of CPU ranks imports, once for all of them

@@ -7,10 +7,10 @@ import torch
 
 from seqpar.kernels.prepare import prepare_into
 from seqpar.kernels.push import push
-from seqpar.protocols import Prepare
-from seqpar.shard import Shard
+from seqpar.ranks.shard import Shard
 from seqpar.transports import _folder
 from seqpar.transports._layout import HeadLayout
+from seqpar.types.protocols import Prepare
 from tests.support.meshes import TRANSPORTS, coded
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.mesh import Axis
+from seqpar.ranks.mesh import Axis
 from seqpar.transports import collective
 from seqpar.vae import edges, known
 from seqpar.vae.cut import Cut

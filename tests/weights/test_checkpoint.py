@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seqpar import DistributedDiT
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from seqpar.weights.find import locate
 from tests.models.test_dit import call
 from tests.models.test_large_dit import TINY, plain

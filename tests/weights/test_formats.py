@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from seqpar import DistributedDiT
-from seqpar.mesh import Mesh
 from seqpar.models import dit as dit_module
 from seqpar.models import large_dit
 from seqpar.pipelines import class_labels
 from seqpar.pipelines._unidiffuser_files import Parts
+from seqpar.ranks.mesh import Mesh
 from seqpar.vae.decoder import check_vae, load_vae
 from seqpar.weights.checkpoint import open_checkpoint
 from seqpar.weights.layout import layout_of

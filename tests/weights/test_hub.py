@@ -16,7 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from seqpar.cli.args import Args
 from seqpar.cli.job import checked
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from seqpar.weights import hub
 from tests.support.pool import Pool
 

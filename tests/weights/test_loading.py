@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from seqpar.mesh import Mesh
+from seqpar.ranks.mesh import Mesh
 from seqpar.weights import staging
 from seqpar.weights.checkpoint import open_checkpoint
 from seqpar.weights.find import from_diffusers, locate

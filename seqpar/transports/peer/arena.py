@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.kernels._triton import triton
-from seqpar.letters import WHO
-from seqpar.mesh import Axis, collected
-from seqpar.watch import LostRankError
+from seqpar.ranks.letters import WHO
+from seqpar.ranks.mesh import Axis, collected
+from seqpar.ranks.watch import LostRankError
 
 T = TypeVar("T")
 GRANULE = 1 << 21  # bytes; the driver allocates no less

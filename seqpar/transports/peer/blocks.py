@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.flags import Flags, Late
-from seqpar.mesh import Axis
-from seqpar.shard import starts
+from seqpar.ranks.mesh import Axis
+from seqpar.ranks.shard import starts
 from seqpar.transports.peer.arena import Arena, Fields
 
 FLAG_BYTES = 8

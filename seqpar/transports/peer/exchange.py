@@ -18,11 +18,11 @@ from torch import Tensor
 
 from seqpar.kernels.flags import Flags, Late
 from seqpar.kernels.push import Destinations
-from seqpar.mesh import Axis
-from seqpar.outboxes import Outbox, Outboxes, take_turns
+from seqpar.ranks.mesh import Axis
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.peer.arena import Arena, Fields
 from seqpar.transports.peer.blocks import FLAG_BYTES, Aside, after, flags_at, slices, spread
+from seqpar.types.outboxes import Outbox, Outboxes, take_turns
 
 
 class PeerHeads:

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.deadlines import Deadlines
 from seqpar.kernels.flags import Late
-from seqpar.mesh import Axis, Mesh
+from seqpar.ranks.deadlines import Deadlines
+from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.ranks.watch import Watch, drain
 from seqpar.transports import _contract
 from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
@@ -24,7 +25,6 @@ from seqpar.transports.peer.arena import first_told, why_no_peers
 from seqpar.transports.peer.blocks import PeerGather, PeerRotation
 from seqpar.transports.peer.exchange import PeerHeads, PeerKeyValues, PeerOverlappedKeyValues
 from seqpar.transports.peer.halo import PeerHalo
-from seqpar.watch import Watch, drain
 
 T = TypeVar("T")
 SETTLE_S = 0.01  # after its first number, the rest of a record has arrived in host memory
@@ -118,7 +118,7 @@ class Transport(_contract.Transport):
     """Makes exchanges through peer memory; see `seqpar.transports._contract.Transport`.
 
     All waits share one deadline, and one record of the first wait that missed it (`seqpar.kernels.flags.Late`).
-    deadline_s: None follows the watch of the first axis (`seqpar.watch`), whose deadlines change from call to call.
+    deadline_s: None follows the watch of the first axis (`watch`), whose deadlines change from call to call.
     """
 
     def __init__(self, deadline_s: float | None = None) -> None:

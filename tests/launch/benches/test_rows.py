@@ -23,8 +23,8 @@ from launch.benches import plot, rows, steps
 from launch.benches.exchange import MOVES
 from launch.benches.works import work_of_call
 from seqpar.local import sdpa
-from seqpar.mesh import Mesh
 from seqpar.models import large_dit
+from seqpar.ranks.mesh import Mesh
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import random
 from tests.support.pool import Pool

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.kernels import flags, prepare, push
-from seqpar.mesh import Axis
-from seqpar.outboxes import Outboxes
-from seqpar.protocols import Prepare
+from seqpar.ranks.mesh import Axis
+from seqpar.ranks.shard import Shard
 from seqpar.sampling.loop import draw_noise
-from seqpar.shard import Shard
 from seqpar.transports import peer
 from seqpar.transports._layout import HeadLayout
 from seqpar.transports.peer.arena import together
+from seqpar.types.outboxes import Outboxes
+from seqpar.types.protocols import Prepare
 from tests.conftest import DEVICE
 from tests.engine.test_distributed import local
 from tests.sampling.test_sampling import scheduler

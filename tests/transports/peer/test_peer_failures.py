@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from seqpar import DistributedDiT, Guidance, Sampler
 from seqpar.kernels import flags, prepare
-from seqpar.mesh import Axis, Mesh
 from seqpar.planner.plan import Choice, choose_transport
-from seqpar.protocols import Prepare
+from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.ranks.shard import Shard
 from seqpar.sampling.loop import draw_noise
-from seqpar.shard import Shard
 from seqpar.transports import peer
 from seqpar.transports.peer import arena, transport
 from seqpar.transports.peer.arena import Arena, together
+from seqpar.types.protocols import Prepare
 from tests.engine.test_distributed import local
 from tests.sampling.test_sampling import STEPS, scheduler
 from tests.support.meshes import mesh as make_mesh

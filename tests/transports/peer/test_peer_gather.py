@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import prepare
-from seqpar.outboxes import Outboxes
-from seqpar.protocols import Prepare
-from seqpar.shard import Shard
+from seqpar.ranks.shard import Shard
 from seqpar.transports import peer
 from seqpar.transports.peer.arena import together
+from seqpar.types.outboxes import Outboxes
+from seqpar.types.protocols import Prepare
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 from tests.transports.peer.test_peer import CASES, layout_of, payload, write

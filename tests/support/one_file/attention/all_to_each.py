@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from seqpar.attention._streams import Alone, Beside, OneRank, given, joined, present, refuse_gradients, split_out
-from seqpar.mesh import Axis, Mesh
-from seqpar.protocols import Attend, Core, Stream
-from seqpar.shard import Shard, Tokens, check_tokens, starts
+from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.ranks.shard import Shard, Tokens, check_tokens, starts
 from seqpar.transports._contract import Gather, Transport
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
+from seqpar.types.protocols import Attend, Core, Stream
 
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
@@ -45,7 +45,7 @@ class AllToEach:
         beside: Beside | None = None,
         only: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """See `seqpar.protocols.Attend`."""
+        """See `seqpar.types.protocols.Attend`."""
         if only is not None:
             return self._alone.attend(only, streams, mask_BL, beside)
         if self._axis.size == 1:

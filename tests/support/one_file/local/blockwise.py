@@ -15,7 +15,7 @@ KEYS = 4  # of a block
 
 
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
-    """Attend to one block of keys after the other; see `seqpar.protocols.Core`."""
+    """Attend to one block of keys after the other; see `seqpar.types.protocols.Core`."""
     out = lse = None
     for start in range(0, k_BLGD.shape[1], KEYS):
         some = slice(start, start + KEYS)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.models._label_dit import LabelDiT
-from seqpar.protocols import Attend, Condition, Prepare, Projected
 from seqpar.types.facts import Blocks, Work
+from seqpar.types.protocols import Attend, Condition, Prepare, Projected
 
 NORM = Norm("layer", 1e-6)
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.models import _layers
-from seqpar.protocols import Attend, Condition, Encoded, Prepare, Projected, SequenceModel
 from seqpar.types.facts import Blocks, Work
+from seqpar.types.protocols import Attend, Condition, Encoded, Prepare, Projected, SequenceModel
 
 TEXT, TOKEN = 6, 12  # widths of the text and of the token that is denoised together with the latent
 

@@ -16,12 +16,12 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from seqpar.models.two_streams import Model  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from seqpar.mesh import Mesh
 from seqpar.pipelines import _schedulers
 from seqpar.pipelines._family import Job, Order
 from seqpar.pipelines._files import Files
 from seqpar.pipelines._loaded import FromTexts, drawn_in
 from seqpar.pipelines._texts import Texts
+from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
 from seqpar.weights.find import locate

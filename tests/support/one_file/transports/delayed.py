@@ -15,11 +15,11 @@ from torch import Tensor
 
 from seqpar.kernels.flags import Flags
 from seqpar.kernels.push import Destinations
-from seqpar.mesh import Axis, Mesh
-from seqpar.outboxes import Outbox, Outboxes
+from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.transports import _contract
 from seqpar.transports._exchanges import Gather, Halo, KeyValues, Rotation, ToHeads, ToTokens
 from seqpar.transports._layout import HeadLayout
+from seqpar.types.outboxes import Outbox, Outboxes
 
 FACTS = _contract.Facts(rates={"cuda": "nccl", "cpu": "gloo"})  # `auto` never picks it
 LONGEST_S = 0.003

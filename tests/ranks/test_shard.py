@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpar.shard import JointShard, Shard, check_tokens
+from seqpar.ranks.shard import JointShard, Shard, check_tokens
 
 
 @given(st.integers(0, 500), st.integers(1, 17))

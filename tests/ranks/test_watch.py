@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 
 from seqpar import DistributedDiT, Guidance
-from seqpar.deadlines import KINDS, Calls, Deadlines
 from seqpar.kernels.flags import Late
-from seqpar.mesh import Axis, Mesh
-from seqpar.processes import _gather_all
-from seqpar.pulse import BEAT_S, Files, Pulse, Sign
+from seqpar.ranks.deadlines import KINDS, Calls, Deadlines
+from seqpar.ranks.mesh import Axis, Mesh
+from seqpar.ranks.processes import _gather_all
+from seqpar.ranks.pulse import BEAT_S, Files, Pulse, Sign
+from seqpar.ranks.watch import SLICE_S, Watch, is_lost
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import begin
 from seqpar.transports import _folder
-from seqpar.watch import SLICE_S, Watch, is_lost
 from tests.engine.test_distributed import local
 from tests.sampling.test_sampling import scheduler
 from tests.support.meshes import mesh_for
@@ -86,7 +86,7 @@ def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..
     """Return a function that makes two ranks; time is theirs, and their threads do nothing."""
     pairs: list[Ranks] = []
     monkeypatch.setattr(Pulse, "_run", lambda self: None)
-    for module in ("seqpar.watch", "seqpar.pulse"):
+    for module in ("seqpar.ranks.watch", "seqpar.ranks.pulse"):
         clock = SimpleNamespace(monotonic=lambda: pairs[-1].now, sleep=lambda seconds: pairs[-1].sleep(seconds))
         monkeypatch.setattr(f"{module}.time", clock)
 
@@ -242,7 +242,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     events: list[Event] = []
     monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(Event()) or events[-1])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("seqpar.watch.GRACE_S", 0.01)
+    monkeypatch.setattr("seqpar.ranks.watch.GRACE_S", 0.01)
     return events
 
 
@@ -253,7 +253,7 @@ def test_a_call_on_a_device_that_waits_in_vain_is_told_from_one_that_computes(
     two: Callable[..., Ranks], gpu: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aborted, words = queue.Queue[str](), queue.Queue[str]()
-    monkeypatch.setattr("seqpar.watch._abort", aborted.put)
+    monkeypatch.setattr("seqpar.ranks.watch._abort", aborted.put)
     reasons = {"late": "it lives, but has not begun this call", "stopped": "it has shown no sign of life"}
     for name in ("computes", *reasons):
         ranks = two()

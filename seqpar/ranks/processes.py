@@ -1,4 +1,4 @@
-"""Starts and ends the process group of all ranks, and keeps the watch over them; `seqpar.mesh` makes axes of it."""
+"""Starts and ends the process group of all ranks, and keeps the watch over them; `mesh` makes axes of it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from seqpar.deadlines import Deadlines
-from seqpar.pulse import Files
-from seqpar.watch import Watch
+from seqpar.ranks.deadlines import Deadlines
+from seqpar.ranks.pulse import Files
+from seqpar.ranks.watch import Watch
 
 MEETING = "SEQPAR_MEETING"  # environment of a rank: the private folder in which the ranks of one machine meet
 

@@ -1,6 +1,6 @@
 """Outboxes: the views into which kernels write the data that an exchange sends, and the address of every head in them.
 
-Letters: l tokens on this rank, B batch rows, D head dim; `seqpar.protocols` lists the others.
+Letters: l tokens on this rank, B batch rows, D head dim; `seqpar.types.protocols` lists the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from seqpar.shard import starts
+from seqpar.ranks.shard import starts
 
 
 @dataclass(frozen=True)

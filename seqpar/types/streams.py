@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.masks import joined_mask
-from seqpar.mesh import Axis
-from seqpar.protocols import Encoded, SequenceModel
-from seqpar.shard import JointShard, Shard, Tokens
+from seqpar.ranks.mesh import Axis
+from seqpar.ranks.shard import JointShard, Shard, Tokens
+from seqpar.types.masks import joined_mask
+from seqpar.types.protocols import Encoded, SequenceModel
 
 Prompt = Mapping[str, Tensor]
 """The keyword arguments of a model's `encode`, with one row for each image."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.shard import JointShard
+from seqpar.ranks.shard import JointShard
 
 ALIGN = 16  # elements; kernels that add a bias need row strides of this multiple or a divisor of it, in every dtype
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.letters import WHO
-from seqpar.mesh import Mesh, finish, gathered
-from seqpar.watch import LostRankError
+from seqpar.ranks.letters import WHO
+from seqpar.ranks.mesh import Mesh, finish, gathered
+from seqpar.ranks.watch import LostRankError
 
 CALL = "call"  # the name in a form of what a rank does; ranks that do different things are told so
 ALIGN = 16  # bytes; tensors start at multiples of it in the buffer, so that views of any dtype are possible
@@ -49,7 +49,7 @@ def from_rank_0(
 
     form: other settings that must be equal on all ranks. Raises the same ValueError on every rank if names, shapes,
     dtypes or `form` differ between ranks. Every rank must call this at the same time: raises TimeoutError if one does
-    not within the deadline of the host (`seqpar.deadlines`), or has ended.
+    not within the deadline of the host (`seqpar.ranks.deadlines`), or has ended.
     """
     agree(mesh, {**shapes(tensors), **(form or {})})
     return broadcast(mesh, tensors)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from seqpar.watch import LostRankError
+from seqpar.ranks.watch import LostRankError
 
 HEAD = 8  # bytes that hold a letter's length
 SMALL = 16376  # bytes of a letter that travels in the same exchange as its length

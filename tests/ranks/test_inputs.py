@@ -16,11 +16,11 @@ from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
 from torch import Tensor
 
 from seqpar import DistributedDiT, Guidance, Mesh, Sampler
-from seqpar.inputs import CALL, _difference, from_rank_0
 from seqpar.pipelines.class_labels import BUILTIN, Files, Pipeline
+from seqpar.ranks.inputs import CALL, _difference, from_rank_0
+from seqpar.ranks.watch import LostRankError
 from seqpar.sampling.loop import draw_noise
 from seqpar.vae.shared import User, share
-from seqpar.watch import LostRankError
 from tests.engine.test_distributed import latents, local
 from tests.sampling.test_sampling import STEPS, scheduler
 from tests.support.meshes import mesh as make_mesh

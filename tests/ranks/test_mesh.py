@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from seqpar.cli.exits import Kind, kind_of
-from seqpar.letters import SMALL
-from seqpar.mesh import Mesh, fill, pick_device
+from seqpar.ranks.letters import SMALL
+from seqpar.ranks.mesh import Mesh, fill, pick_device
 from tests.support.pool import Pool
 
 

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 import seqpar
-from seqpar import letters
 from seqpar.fidelity.compare import Error, Place
-from seqpar.inputs import streams_of_rank_0
-from seqpar.letters import HEAD, LONGEST, SMALL, VALUE, opened, read, sealed, written
-from seqpar.mesh import Mesh, gathered
+from seqpar.ranks import letters
+from seqpar.ranks.inputs import streams_of_rank_0
+from seqpar.ranks.letters import HEAD, LONGEST, SMALL, VALUE, opened, read, sealed, written
+from seqpar.ranks.mesh import Mesh, gathered
+from seqpar.ranks.watch import LostRankError
 from seqpar.transports.peer.arena import Arena
-from seqpar.watch import LostRankError
 from tests.support.pool import Pool
 
 

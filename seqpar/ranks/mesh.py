@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from seqpar import letters
-from seqpar.deadlines import Deadlines
-from seqpar.processes import close as close
-from seqpar.processes import group_timeout, join, watch
-from seqpar.processes import last_words as last_words
-from seqpar.shared_errors import SharedError
-from seqpar.watch import LostRankError, Watch
+from seqpar.ranks import letters
+from seqpar.ranks.deadlines import Deadlines
+from seqpar.ranks.processes import close as close
+from seqpar.ranks.processes import group_timeout, join, watch
+from seqpar.ranks.processes import last_words as last_words
+from seqpar.ranks.shared_errors import SharedError
+from seqpar.ranks.watch import LostRankError, Watch
 
 T = TypeVar("T")
 AXES = ("data", "cfg", "ring", "ulysses")
@@ -145,7 +145,7 @@ class Mesh:
     def call(self, axis: Axis, what: str, is_first: bool) -> AbstractContextManager[None]:
         """Return a context in which a call is queued that exchanges data on an axis; the watch looks whether it ends.
 
-        what: the call, for the error. is_first: whether the longer deadline holds (`seqpar.deadlines.Calls`).
+        what: the call, for the error. is_first: whether the longer deadline holds (`seqpar.ranks.deadlines.Calls`).
         """
         if axis.watch is None:
             return nullcontext()
@@ -160,7 +160,7 @@ class Mesh:
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items() if size > 1) or "one rank"
 
     def share(self, value: T, kind: Any) -> T:
-        """Return rank 0's value on every rank. kind: its type, see `seqpar.letters`; tensors go by `inputs.broadcast`.
+        """Return rank 0's value on every rank. kind: its type, see `letters`; tensors go by `inputs.broadcast`.
 
         Raises the same ValueError on every rank if the value is not of the kind, and LostRankError for what no rank
         can have sent.
@@ -202,7 +202,7 @@ class Mesh:
         """Run `work` on every rank and return its result; if it fails on any, raise the same error on all.
 
         Without this, the other ranks would wait for the failed one. Only errors that a user or the system can cause are
-        shared, as a ValueError, TimeoutError or OSError (`seqpar.shared_errors`); any other exception is a bug and is
+        shared, as a ValueError, TimeoutError or OSError (`shared_errors`); any other exception is a bug and is
         raised unchanged.
         """
         result, error = None, None

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from seqpar.deadlines import Deadlines
-from seqpar.pulse import BEAT_S, Pulse, Sign
+from seqpar.ranks.deadlines import Deadlines
+from seqpar.ranks.pulse import BEAT_S, Pulse, Sign
 
 SLICE_S = 0.5  # of a wait, between two looks
 GRACE_S = 3.0  # for the main thread to raise the error of a failed watch
@@ -108,7 +108,7 @@ class Watch:
     def call(self, what: str, ranks: tuple[int, ...], is_first: bool, device: torch.device) -> Iterator[None]:
         """Queue a call in which these ranks exchange data; raises TimeoutError if a wait is known to be in vain.
 
-        is_first: whether the longer deadline holds (`seqpar.deadlines.Calls`). Calls within a call belong to it.
+        is_first: whether the longer deadline holds (`seqpar.ranks.deadlines.Calls`). Calls within a call belong to it.
         """
         if self._inside or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             yield

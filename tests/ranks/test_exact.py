@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar import exact
 from seqpar.attention._streams import project
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.local import flash, reference, sdpa
-from seqpar.masks import key_bias
-from seqpar.mesh import Mesh
 from seqpar.models import dit
 from seqpar.planner.plan import choose_local
 from seqpar.planner.predict import Load
 from seqpar.planner.rates import CPU
 from seqpar.planner.search import Wish, search
+from seqpar.ranks import exact
+from seqpar.ranks.mesh import Mesh
+from seqpar.types.masks import key_bias
 from tests.support.meshes import TRANSPORTS
 
 ROOT = Path(__file__).parents[1]
@@ -161,7 +161,7 @@ def _random(*shape: int) -> Tensor:
 
 def in_exact_mode(work: str) -> str:
     """Return what a function of this module returns in a process that has turned the exact mode on."""
-    code = "from seqpar import exact; exact.turn_on(); import tests.test_exact as t; assert exact.is_on(); "
+    code = "from seqpar.ranks import exact; exact.turn_on(); import tests.ranks.test_exact as t; assert exact.is_on(); "
     code += f"print(t.{work}())"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)

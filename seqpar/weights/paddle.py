@@ -69,7 +69,7 @@ class Views:
 
 def _value(data: mmap.mmap) -> Any:
     """Return the value of a pickle whose names are texts, "module name", which are compared with those of arrays."""
-    stack, marks, memo = list[Any](), list[int](), dict[int, Any]()
+    stack, marks, memo = list[Any](), list[int](), dict[Any, Any]()
     for opcode, argument, _ in islice(pickletools.genops(Views(data)), MOST_OPCODES):  # pyright: ignore
         name = opcode.name
         if name == "STOP":

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from seqpar.attention import ulysses
 from seqpar.cli.planning import asked, shared_plan
 from seqpar.cli.planning import planned as planned_on
 from seqpar.local import sdpa
@@ -217,6 +218,20 @@ def test_every_layout_uses_all_ranks_and_stands_once(world: int, aim: Any) -> No
     assert any(x.data > 1 for x in found) == (aim == "throughput" and world > 1)
     ranked = planned(replace(ONE, images=4), world, Wish(aim)).ranked
     assert [row.ms for row in ranked[1:]] == sorted(row.ms for row in ranked[1:])
+
+
+def test_what_a_strategys_file_says_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With free links and passes strategies tie: the first in order wins if it only moves data, and has no rule."""
+    free = replace(H200, exchange={"peer": ((1.0, 1e-6), (1e12, 2e-6))}, copy=1e9, kernel_us=1e-9)
+    load, known = replace(ONE, guidance=False, labels=1), ulysses.FACTS
+    assert planned(load, rates=free).best.strategy == "kv_gather"
+    for change, best in (({}, "ulysses"), ({"moves_only": False}, "kv_gather")):
+        monkeypatch.setattr(ulysses, "FACTS", replace(known, order=0, **change))
+        assert planned(load, rates=free).best.strategy == best
+    monkeypatch.setattr(ulysses, "FACTS", replace(known, why_not=lambda *sizes: f"{sizes[-1]} heads, expected others"))
+    assert "ulysses" not in {row.layout.strategy for row in planned(load).ranked}
+    with pytest.raises(ValueError, match="got strategy ulysses with 32 heads, expected others"):
+        planned(load, wish=Wish(axes={"ulysses": 4}, strategy="ulysses"))
 
 
 def test_throughput_gives_pictures_to_ranks_where_there_are_enough() -> None:

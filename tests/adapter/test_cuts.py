@@ -94,7 +94,7 @@ class Unknown(nn.Module):
 def test_a_transformer_without_a_plan_is_refused_with_the_way_to_write_one() -> None:
     message = raised(lambda: cuts_of(Unknown()))
     assert message.startswith("got Unknown, which has no known cuts")
-    example = message[message.index("    from seqpar") : message.index("CutTokens every tensor")]
+    example = message[message.index("    from seqpar") : message.index("Cut every tensor")]
     made: dict[str, Any] = {}
     exec("\n".join(line[4:] for line in example.splitlines()), made)
     assert isinstance(made["cuts"], Cuts)

@@ -15,7 +15,7 @@ HOW, NAMED = "How attention sees the whole sequence", "A named one gets all rank
 
 
 @dataclass(frozen=True)
-class Flags:
+class Options:
     """What to make and how: `sample` and `plan` share these flags, so a command can be planned before it is run."""
 
     model: str = "builtin"
@@ -86,7 +86,7 @@ class Flags:
 
 
 @dataclass(frozen=True)
-class Args(Flags):
+class Args(Options):
     """Make pictures with a diffusion transformer whose tokens are split over processes, one process a GPU."""
 
     gpus: int | None = None
@@ -102,7 +102,7 @@ class Args(Flags):
 
 
 @dataclass(frozen=True)
-class PlanArgs(Flags):
+class PlanArgs(Options):
     """Print the predicted time and memory of every layout, best first; load no weights and write no file."""
 
     gpus: tuple[int, ...] = ()
@@ -111,7 +111,7 @@ class PlanArgs(Flags):
 
 
 @dataclass(frozen=True)
-class FidelityArgs(Flags):
+class FidelityArgs(Options):
     """Compare every way of computing pictures with one rank in full precision; fail if one is less precise than it
     should be."""
 

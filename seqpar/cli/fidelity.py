@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from seqpar.cli.args import Args, FidelityArgs, Flags
+from seqpar.cli.args import Args, FidelityArgs, Options
 from seqpar.cli.job import DTYPES, check, scales
 from seqpar.cli.plan import wish_of
 from seqpar.cli.summary import versions
@@ -53,7 +53,7 @@ def run_fidelity(args: FidelityArgs) -> None:
 
 def as_sample(args: FidelityArgs) -> Args:
     """Return the flags of the run that is compared."""
-    shared = {field.name: getattr(args, field.name) for field in fields(Flags)}
+    shared = {field.name: getattr(args, field.name) for field in fields(Options)}
     return Args(**{**shared, "out": args.out / "difference.png"})
 
 

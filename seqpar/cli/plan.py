@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from seqpar.cli import decoding
-from seqpar.cli.args import Args, Flags, PlanArgs
+from seqpar.cli.args import Args, Options, PlanArgs
 from seqpar.cli.job import scales
 from seqpar.cli.planning import asked, imagined, ours, tables
 from seqpar.pipelines._family import Job
@@ -19,7 +19,7 @@ from seqpar.ranks.mesh import Mesh
 def as_dry_run(args: PlanArgs) -> Args:
     """The dry run that prints this plan: for the given numbers of GPUs, or for all GPUs of this machine."""
     here = (torch.cuda.device_count(),) if torch.cuda.is_available() else ()
-    return Args(**{field.name: getattr(args, field.name) for field in fields(Flags)}, dry_run=args.gpus or here)
+    return Args(**{field.name: getattr(args, field.name) for field in fields(Options)}, dry_run=args.gpus or here)
 
 
 def wish_of(args: Args) -> Wish:

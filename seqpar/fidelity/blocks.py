@@ -24,7 +24,7 @@ Take = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Share:
+class TokenShare:
     """What one rank has of the tensors of a whole run.
 
     lengths: tokens of each stream on all ranks together; blocks may join some of them in any order. parts, rank: how

@@ -26,7 +26,7 @@ from seqpar.adapter.estimate import dtype_of
 from seqpar.adapter.parallelize import transformers_of
 from seqpar.engine.promises import Promise, plain
 from seqpar.engine.signature import Form, form_of
-from seqpar.fidelity.blocks import Share
+from seqpar.fidelity.blocks import TokenShare
 from seqpar.fidelity.compare import BITS, Comparison, Place, digest, error, first_unequal
 from seqpar.fidelity.look import AFTER, WHOLE, Look, Streams, compare_references, in_place_of
 from seqpar.fidelity.one_rank import held, wide, widened
@@ -177,7 +177,7 @@ class _Again:
                 made.call.body(self._given.whole)
         finally:
             del vars(keeper)["attend"]
-        self._look.share = Share(dict(ranks.last.lengths), ranks.axis.size, ranks.axis.rank)
+        self._look.share = TokenShare(dict(ranks.last.lengths), ranks.axis.size, ranks.axis.rank)
 
     def by_one(self, measured: Comparison) -> Streams:
         """Compute the call on this rank alone, in the model's data type and in a wider one, and compare.

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from seqpar.fidelity.blocks import Share, Take, watched
+from seqpar.fidelity.blocks import Take, TokenShare, watched
 from seqpar.fidelity.compare import EXACT, Comparison, Error, Place, bound, error
 from seqpar.fidelity.heads import Attended, ByFormula, Observed
 from seqpar.fidelity.one_rank import Conditioning, wide, widened
@@ -41,9 +41,9 @@ class Look:
     has other bits than that of one rank in the ranks' data type.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], axis: Axis, share: Share | None = None) -> None:
+    def __init__(self, modules: Sequence[nn.Module], axis: Axis, share: TokenShare | None = None) -> None:
         self._modules, self._axis = list({id(each): each for each in modules}.values()), axis
-        self.share = share or Share({}, axis.size, axis.rank)
+        self.share = share or TokenShare({}, axis.size, axis.rank)
         self.unequal: list[tuple[int, str]] = []
         self._kept: dict[str, Tensor] = {}
         self._alone: dict[str, Tensor] = {}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from seqpar.engine.distributed import DistributedDiT
-from seqpar.fidelity.blocks import Share
+from seqpar.fidelity.blocks import TokenShare
 from seqpar.fidelity.compare import BITS, WIDER, Comparison, Error, Place, digest, error
 from seqpar.fidelity.look import AFTER, WHOLE, Look, Streams, compare_references, copied, in_place_of
 from seqpar.fidelity.one_rank import held, plain_engine
@@ -151,12 +151,14 @@ def _images(dit: DistributedDiT, request: Request) -> Shard:
     return Shard(len(next(iter(request.latents(dit.model.STATE).values()))), dit.mesh.data.size)
 
 
-def _share(dit: DistributedDiT, request: Request, run: Run) -> Share:
+def _share(dit: DistributedDiT, request: Request, run: Run) -> TokenShare:
     """Return which rows and tokens this rank has: rows are those of all images with the prompt, then without it."""
     mesh, images, branches = dit.mesh, _images(dit, request), 2 if request.guidance.on else 1
     rows = torch.arange(branches * images.total).view(branches, -1)[:, images.slice(mesh.data.rank)]
     rows = rows if mesh.cfg.size == 1 else rows[mesh.cfg.rank : mesh.cfg.rank + 1]
-    return Share(run.split.lengths, mesh.sequence.size, mesh.sequence.rank, rows.flatten(), branches * images.total)
+    return TokenShare(
+        run.split.lengths, mesh.sequence.size, mesh.sequence.rank, rows.flatten(), branches * images.total
+    )
 
 
 def _is_exact(dit: DistributedDiT) -> bool:

@@ -24,7 +24,7 @@ WAVES = 4  # a wave of programs is this many parts of a block of queries
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Tiling:
     """How the work is cut: queries of a block, keys of a part, and the parts whose weights are computed at once."""
 
     queries: int
@@ -72,7 +72,7 @@ def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | Non
     return attend_in(q_BLHD, k_BLGD, v_BLGD, tile, blocks(k_BLGD.shape[1], tile, units))
 
 
-def blocks(keys: int, tile: Tile, units: int) -> Blocks:
+def blocks(keys: int, tile: Tile, units: int) -> Tiling:
     """Cut the work for a GPU of so many multiprocessors, so that each runs one program at a time."""
     tiles = -(-keys // tile.keys)
     least = max(1, units // WAVES) * tile.rows
@@ -80,7 +80,7 @@ def blocks(keys: int, tile: Tile, units: int) -> Blocks:
     parts = _parts(tiles, tile)
     span = -(-tiles // parts) * tile.keys
     calls = -(-parts // max(WAVES, MOST // (queries * span)))
-    return Blocks(queries, span, -(-parts // calls))
+    return Tiling(queries, span, -(-parts // calls))
 
 
 def _parts(tiles: int, tile: Tile) -> int:
@@ -92,7 +92,7 @@ def _parts(tiles: int, tile: Tile) -> int:
     return -(-tiles // span)
 
 
-def attend_in(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, tile: Tile, cut: Blocks) -> tuple[Tensor, Tensor]:
+def attend_in(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, tile: Tile, cut: Tiling) -> tuple[Tensor, Tensor]:
     """Compute attention with the work cut as given."""
     batch, tokens, heads, dim = q_BLHD.shape
     out_BLHD = q_BLHD.new_empty(batch, tokens, heads, dim)
@@ -109,7 +109,7 @@ def attend_in(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, tile: Tile, cut: B
     return out_BLHD, lse_BHL
 
 
-def _attend_block(qkv: tuple[Tensor, Tensor, Tensor], into: tuple[Tensor, Tensor], tile: Tile, cut: Blocks) -> None:
+def _attend_block(qkv: tuple[Tensor, Tensor, Tensor], into: tuple[Tensor, Tensor], tile: Tile, cut: Tiling) -> None:
     """Compute attention of a block of queries, a few parts of the keys at a time."""
     q_RD, k_KD, v_KD = qkv
     rows, keys = q_RD.shape[0], k_KD.shape[0]

@@ -168,12 +168,12 @@ def _described(folder: Path, name: str, checkpoint: Checkpoint) -> int:
     if not hasattr(kind, "config_class"):
         return 0
     what = f"got {folder / 'config.json'}, which describes no {name}"
-    with naming(what), errors_only(transformers.utils.logging), torch.device("meta"), Bounded(checkpoint):
+    with naming(what), errors_only(transformers.utils.logging), torch.device("meta"), BoundedModules(checkpoint):
         model = kind(kind.config_class.from_pretrained(folder))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-class Bounded(WithoutValues):
+class BoundedModules(WithoutValues):
     """Refuses tensors far larger than those of a checkpoint, as a table of positions may be, and far more of them."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -204,7 +204,7 @@ def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: 
     file: where the config was read, for the message.
     """
     told = f"got {file}, which describes no {kind.__name__}"
-    with naming(told), torch.device("meta"), Bounded(checkpoint):
+    with naming(told), torch.device("meta"), BoundedModules(checkpoint):
         model = kind.from_config(config)
     parameters = dict(model.named_parameters())
     for name, tensor in model.state_dict(keep_vars=True).items():

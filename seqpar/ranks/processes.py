@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from seqpar.ranks.deadlines import Deadlines
-from seqpar.ranks.pulse import Files
+from seqpar.ranks.pulse import SignFiles
 from seqpar.ranks.watch import Watch
 
 MEETING = "SEQPAR_MEETING"  # environment of a rank: the private folder in which the ranks of one machine meet
@@ -92,7 +92,7 @@ class _Watched:
     def _store(self) -> Store | None:
         """Return where ranks show signs of life and nothing else is; None for a store in a file, which only grows."""
         if self.folder is not None:
-            return Files(self.folder)
+            return SignFiles(self.folder)
         store: Any = dist.distributed_c10d._get_default_store()
         under = getattr(store, "_underlying_non_prefix_store", store)
         return store.clone() if isinstance(under, dist.TCPStore) else None  # pyright: ignore[reportPrivateImportUsage]

@@ -26,7 +26,7 @@ KEY = "seqpar/pulse/{}"
 HEAD = struct.Struct("<II")  # before the text of a sign in a file: its length and check sum
 
 
-class Files(Store):
+class SignFiles(Store):
     """A store of one small file a key, in a folder that only this user can reach; OSError if the folder is gone.
 
     A file is written over in place: a full disk does not silence a rank, whose file has its space already.

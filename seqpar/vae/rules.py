@@ -25,7 +25,7 @@ Rule = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class ConvolutionSettings:
     """What conv2d and conv3d take besides their input, under torch's names."""
 
     weight: Tensor
@@ -49,7 +49,7 @@ class Settings:
 
 def convolve(strip: Strip, function: Any, input: Tensor, *settings: Any, **named: Any) -> Tensor:
     """Apply the rule of conv2d and conv3d: padding along the cut dim becomes rows of the neighbours."""
-    at, own = strip.cut.dim, Settings(*settings, **named)
+    at, own = strip.cut.dim, ConvolutionSettings(*settings, **named)
     weight, apart = own.weight, norms.adds_apart(input, own.bias)
     if isinstance(own.padding, str) or input.ndim != weight.ndim:
         shape = tuple(input.shape)

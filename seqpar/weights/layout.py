@@ -32,7 +32,7 @@ LOOSE = (".pth", ".pt", ".safetensors")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModelFiles:
     """What a path stands for.
 
     parts: name of a part -> its file or folder; a single model is the part "transformer". refused: why each other file
@@ -44,7 +44,7 @@ class Layout:
     refused: Sequence[str] = ()
 
 
-def layout_of(path: Path) -> Layout | None:
+def layout_of(path: Path) -> ModelFiles | None:
     """Return the layout of a file or folder: "pipeline", "model", "consolidated", "unidiffuser" or "file", or None.
 
     Raises ValueError if two files of UniDiffuser's folder are the same part, if one with a published name cannot be
@@ -53,26 +53,26 @@ def layout_of(path: Path) -> Layout | None:
     if path.is_file():
         return _layout_of_file(path)
     if (path / PIPELINE).is_file():
-        return Layout("pipeline", {part.name: part for part in path.iterdir() if (part / CONFIG).is_file()})
+        return ModelFiles("pipeline", {part.name: part for part in path.iterdir() if (part / CONFIG).is_file()})
     if (path / CONFIG).exists():  # whose reader refuses a pipe
-        return Layout("model", {"transformer": path})
+        return ModelFiles("model", {"transformer": path})
     if not path.is_dir():
         return None
     if parts_in(path):
-        return Layout("consolidated", {"transformer": path})
+        return ModelFiles("consolidated", {"transformer": path})
     found = _unidiffuser(path)
     if "unet" not in found.parts and found.refused:
         raise ValueError(f"{found.refused[0]}; expected a U-ViT of UniDiffuser among the other files of {path}")
     return found if "unet" in found.parts else None
 
 
-def _layout_of_file(path: Path) -> Layout:
+def _layout_of_file(path: Path) -> ModelFiles:
     """Return the layout of a file; a U-ViT of UniDiffuser has its decoders beside it."""
     if is_part(path):
-        return Layout("consolidated", {"transformer": path})
+        return ModelFiles("consolidated", {"transformer": path})
     if path.suffix in LOOSE and _part(open_checkpoint(path).shapes) == "unet":
         return _unidiffuser(path.parent, path)
-    return Layout("file", {"transformer": path})
+    return ModelFiles("file", {"transformer": path})
 
 
 def open_model(path: Path) -> tuple[Checkpoint, Mapping[str, Any] | None]:
@@ -110,7 +110,7 @@ def open_folder(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
     return open_checkpoint(find_checkpoint(folder)), config
 
 
-def _unidiffuser(folder: Path, unet: Path | None = None) -> Layout:
+def _unidiffuser(folder: Path, unet: Path | None = None) -> ModelFiles:
     """Return the layout of UniDiffuser's original folder with the parts that are there, by the keys in its files.
 
     unet: the U-ViT that is meant, where the folder has several (v0 and v1).
@@ -130,7 +130,7 @@ def _unidiffuser(folder: Path, unet: Path | None = None) -> Layout:
         if part in found:
             raise ValueError(f"got {found[part].name} and {file.name} in {folder}, expected one {part}; name the file")
         found[part] = file
-    return Layout("unidiffuser", found, refused)
+    return ModelFiles("unidiffuser", found, refused)
 
 
 def _part(shapes: Mapping[str, object]) -> str | None:

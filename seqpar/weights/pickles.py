@@ -35,7 +35,7 @@ ALLOWED: list[Any] = [
 ]
 
 
-class Bounded(io.FileIO):
+class BoundedFile(io.FileIO):
     """A file of which at most `TABLE_BYTES` are read into Python.
 
     The numbers of an older file's tensors are read by torch from the descriptor, and not counted.
@@ -99,7 +99,7 @@ def unwrapped(state: Mapping[str, T]) -> dict[str, T]:
 def _loaded(path: Path) -> Any:
     """Return what a file holds; `ValueError` says why it is refused."""
     try:
-        with Bounded(path) as file, warnings.catch_warnings(), torch.serialization.safe_globals(ALLOWED):
+        with BoundedFile(path) as file, warnings.catch_warnings(), torch.serialization.safe_globals(ALLOWED):
             warnings.simplefilter("ignore")  # of other protocols; what torch cannot read is an error all the same
             start = file.read(len(ARCHIVE))
             file.seek(0)
@@ -113,7 +113,7 @@ def _loaded(path: Path) -> Any:
         raise ValueError(f"got checkpoint {path}, which {_reason(error)}") from error
 
 
-def _check_records(file: Bounded) -> None:
+def _check_records(file: BoundedFile) -> None:
     """Raise ValueError for an archive that grows when it is read; torch compresses none."""
     with zipfile.ZipFile(file) as archive:
         for record in archive.infolist():

@@ -1,4 +1,4 @@
-"""Flags are checked before weights load, and what they may be is read as documented."""
+"""Options are checked before weights load, and what they may be is read as documented."""
 
 from __future__ import annotations
 

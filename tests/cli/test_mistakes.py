@@ -26,7 +26,7 @@ NOTHING_WRONG = "weights are read"
 
 
 class ReadError(Exception):
-    """Flags have passed all checks: weights would be read now."""
+    """Options have passed all checks: weights would be read now."""
 
 
 def told(rank: int, world: int, device: torch.device, words: list[str]) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from seqpar.kernels import softmax_weights
 from seqpar.kernels.softmax_weights import Tile
 from seqpar.local import reference, sdpa, wide
-from seqpar.local.wide import Blocks
+from seqpar.local.wide import Tiling
 from seqpar.planner.plan import choose_local
 from tests.conftest import DEVICE
 from tests.support.meshes import random
@@ -40,8 +40,8 @@ def errors(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[f
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
-@pytest.mark.parametrize("cut", [Blocks(64, 128, 3), Blocks(32, 64, 1), Blocks(17, 32, 4), Blocks(64, 32, 2)])
-def test_any_cut_of_the_work_is_attention(cut: Blocks, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("cut", [Tiling(64, 128, 3), Tiling(32, 64, 1), Tiling(17, 32, 4), Tiling(64, 32, 2)])
+def test_any_cut_of_the_work_is_attention(cut: Tiling, dtype: torch.dtype) -> None:
     q, k, v = views(45, 131, 264, dtype)
     out, lse = wide.attend_in(q, k, v, SMALL, cut)
     ours, plain, far = errors(out, lse, q, k, v)
@@ -60,7 +60,7 @@ def test_the_kernel_is_the_formula(
     monkeypatch.setattr(softmax_weights, "fused", lambda *given: True)
     q, k, v = (x[:1, :, :1] for x in views(queries, keys, dim, torch.float16, DEVICE))
     rising(q, k, most)
-    ours, plain, far = errors(*wide.attend_in(q, k, v, SMALL, Blocks(16, 64, 2)), q, k, v)
+    ours, plain, far = errors(*wide.attend_in(q, k, v, SMALL, Tiling(16, 64, 2)), q, k, v)
     assert ours <= 1.25 * plain
     assert far < 1e-4
 
@@ -72,7 +72,7 @@ def test_without_a_second_shift_large_scores_overflow(monkeypatch: pytest.Monkey
     monkeypatch.setitem(softmax_weights.ROOM, torch.float16, 1000)
     q, k, v = (x[:1, :, :1] for x in views(16, 64, 264, torch.float16, DEVICE))
     rising(q, k, 40.0)
-    assert not wide.attend_in(q, k, v, SMALL, Blocks(16, 64, 1))[0].isfinite().all()
+    assert not wide.attend_in(q, k, v, SMALL, Tiling(16, 64, 1))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("units", [1, 8, 132, 148])

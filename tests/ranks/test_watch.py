@@ -22,7 +22,7 @@ from seqpar.kernels.flags import Late
 from seqpar.ranks.deadlines import KINDS, Calls, Deadlines
 from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.ranks.processes import _gather_all
-from seqpar.ranks.pulse import BEAT_S, Files, Pulse, Sign
+from seqpar.ranks.pulse import BEAT_S, Pulse, Sign, SignFiles
 from seqpar.ranks.watch import SLICE_S, Watch, is_lost
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import begin
@@ -63,7 +63,7 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self.now, self.alive = 100.0, {0, 1}
-        self.mine, self.other = self.watches = [Watch(rank, SHORT, Files(folder)) for rank in range(2)]
+        self.mine, self.other = self.watches = [Watch(rank, SHORT, SignFiles(folder)) for rank in range(2)]
 
     def sleep(self, seconds: float) -> None:
         """Let time pass, in which living ranks tell that they live, and look."""
@@ -183,7 +183,7 @@ def test_a_host_exchange_waits_for_a_rank_that_lives_and_not_for_others(two: Cal
 
 
 def test_signs_in_files_take_no_more_room_and_are_read_whole(tmp_path: Path) -> None:
-    files, key = Files(tmp_path), "seqpar/pulse/0"
+    files, key = SignFiles(tmp_path), "seqpar/pulse/0"
     assert not files.check([key])
     with pytest.raises(OSError, match="No such file"):
         files.get(key)
@@ -206,7 +206,7 @@ def test_signs_in_files_take_no_more_room_and_are_read_whole(tmp_path: Path) -> 
 def test_a_sign_that_a_stranger_has_written_is_none_and_the_ranks_go_on_telling(tmp_path: Path) -> None:
     """The threads are real here, and so is the store of one of the pairs."""
     store: Any = dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=60))  # pyright: ignore
-    for shared in (lambda: Files(tmp_path), store.clone):
+    for shared in (lambda: SignFiles(tmp_path), store.clone):
         mine, other = (Pulse(rank, shared(), lambda: 60.0, lambda: None) for rank in range(2))
         before = seen(mine, lambda sign: True)
         files = shared()

@@ -131,8 +131,7 @@ class DistributedDiT(nn.Module):
         """
         shared = self._inputs.of_rank_0({"hidden_states": hidden_states, "timestep": timestep, **labels})
         self.check_size(*shared["hidden_states"].shape[2:])
-        rows, size = len(shared["hidden_states"]), shared["hidden_states"].shape[2:]
-        data, cfg = self.mesh.data, self.mesh.cfg
+        (rows, _, *size), data, cfg = shared["hidden_states"].shape, self.mesh.data, self.mesh.cfg
         parts = data.size * cfg.size
         inputs = repeated(shared, parts, self.device)
         batch = Shard(len(inputs["hidden_states"]), parts)

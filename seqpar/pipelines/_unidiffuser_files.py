@@ -68,7 +68,7 @@ class Parts:
     def of_original(parts: Mapping[str, Path], refused: Sequence[str] = ()) -> Parts:
         """Return the parts of UniDiffuser's original files, with CLIP and other folders beside them.
 
-        parts, refused: those of `seqpar.weights.layout.Layout`. Raises ValueError if a file or CLIP is missing.
+        parts, refused: those of `seqpar.weights.layout.ModelFiles`. Raises ValueError if a file or CLIP is missing.
         """
         folder, files = parts["unet"].parent, {"text_decoder": "caption_decoder.pth", "vae": "autoencoder_kl.pth"}
         if lost := [file for part, file in files.items() if part not in parts]:

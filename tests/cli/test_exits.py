@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
-from seqpar import DistributedDiT, Guidance, processes, sample
+from seqpar import DistributedDiT, Guidance, sample
 from seqpar.cli.exits import INTERRUPTED_S, LONGEST, Report, guarded, kind_of, line_of
 from seqpar.local import sdpa
+from seqpar.ranks import processes
 from tests.support.forks import Forked
 from tests.support.pool import server
 from tests.support.tiny import diffusers_dit

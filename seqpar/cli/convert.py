@@ -20,7 +20,7 @@ from seqpar.weights.checkpoint import Checkpoint, open_checkpoint
 from seqpar.weights.export import folder_config, known_to_diffusers, tensors_of, write_folder
 from seqpar.weights.find import Blueprint, locate, resolve
 from seqpar.weights.jsons import read_json
-from seqpar.weights.layout import CONFIG, PARTS, PIPELINE, Layout, layout_of
+from seqpar.weights.layout import CONFIG, PARTS, PIPELINE, ModelFiles, layout_of
 from seqpar.weights.single_file import as_diffusers
 
 
@@ -55,7 +55,7 @@ def run_convert(args: ConvertArgs) -> None:
     print(f"{args.target}: written", flush=True)
 
 
-def _write(folder: Path, path: Path, layout: Layout, blueprint: Blueprint, dtype: str) -> list[str]:
+def _write(folder: Path, path: Path, layout: ModelFiles, blueprint: Blueprint, dtype: str) -> list[str]:
     """Write all parts; return a line about each."""
     if layout.kind not in ("pipeline", "unidiffuser"):
         shutil.rmtree(folder)

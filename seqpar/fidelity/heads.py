@@ -84,9 +84,15 @@ class ByFormula:
         self.tokens = tokens
 
     def __call__(
-        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, *, beside: Callable[[], None] | None = None
+        self,
+        streams: Sequence[Stream],
+        mask_BL: Tensor | None = None,
+        /,
+        *,
+        beside: Callable[[], None] | None = None,
+        only: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """See `seqpar.types.protocols.Attend`."""
+        """Attend over the given streams, which is the one of `only` where it names one."""
         if beside is not None:
             beside()
         first = streams[0]

@@ -144,9 +144,9 @@ def planted(rank: int, world: int, device: torch.device, args: Args) -> str:
     """Return the class of the error in which a run ends if attention returns a token less than it was given."""
     from seqpar.adapter.attention import SplitAttention
 
-    right = SplitAttention.compute
+    right = SplitAttention.__call__
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        patch.setattr(SplitAttention, "compute", lambda *given: right(*given)[:, 1:])
+        patch.setattr(SplitAttention, "__call__", lambda *arguments: right(*arguments)[:, 1:])
         with pytest.raises((RuntimeError, ValueError)) as error:  # (the caller looks at its class)
             run(args)
     return error.type.__name__

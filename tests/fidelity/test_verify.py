@@ -18,7 +18,7 @@ from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity import blocks, own_loop
-from seqpar.fidelity.blocks import Share, blocks_of
+from seqpar.fidelity.blocks import TokenShare, blocks_of
 from seqpar.fidelity.one_rank import widened
 from seqpar.fidelity.verify import Verdict, VerificationError, other_weights, verify
 from seqpar.local import sdpa
@@ -211,10 +211,10 @@ def test_layers_read_wider_weights_for_a_time_and_quantised_ones_are_refused() -
 
 def test_a_ranks_tokens_of_joined_streams_are_taken_in_every_order_that_fits() -> None:
     whole, lengths = torch.arange(14.0).view(2, 7, 1), {"text": 3, "image": 4}
-    share = Share(lengths, 2, 1)
+    share = TokenShare(lengths, 2, 1)
     for mine in ([2, 5, 6], [2, 3, 6]):  # text before image, and image before text
         assert share.nearest(whole, whole[:, mine] + 0.1)(whole)[0, :, 0].tolist() == mine
-    (rows,) = Share({"image": 7}, 2, 1, torch.tensor([1]), 2).takes(whole, whole[:1, :3])
+    (rows,) = TokenShare({"image": 7}, 2, 1, torch.tensor([1]), 2).takes(whole, whole[:1, :3])
     assert rows(whole)[..., 0].tolist() == [[11, 12, 13]]
     with pytest.raises(ValueError, match="expected a share of the tokens of"):
         share.takes(whole, whole[:, :5])
@@ -222,9 +222,9 @@ def test_a_ranks_tokens_of_joined_streams_are_taken_in_every_order_that_fits() -
 
 def test_a_rank_that_returns_none_of_its_tokens_is_refused() -> None:
     whole = torch.ones(1, 7, 2)
-    Share({"image": 7}, 9, 8).takes(whole, whole[:, :0])  # the ninth rank of nine has no token of seven
+    TokenShare({"image": 7}, 9, 8).takes(whole, whole[:, :0])  # the ninth rank of nine has no token of seven
     with pytest.raises(ValueError, match="expected a share"):
-        Share({"image": 7}, 2, 1).takes(whole, whole[:, :0])
+        TokenShare({"image": 7}, 2, 1).takes(whole, whole[:, :0])
 
 
 def test_only_blocks_that_are_called_count() -> None:

@@ -20,6 +20,7 @@ from seqpar import DistributedDiT, Guidance, Sampler
 from seqpar.attention._streams import given
 from seqpar.kernels.prepare import prepare
 from seqpar.ranks.mesh import Mesh
+from seqpar.sampling.branches import rescaled
 from seqpar.sampling.request import Request
 from seqpar.sampling.run import Run, begin
 from seqpar.types.protocols import SequenceModel, Stream
@@ -180,7 +181,8 @@ def test_rescaled_guidance_has_the_deviation_that_the_paper_says() -> None:
     deviation = [x.std(dim=(1, 2), keepdim=True) for x in (cond, guided)]
     truth = 0.7 * guided * deviation[0] / deviation[1] + 0.3 * guided
     run = start(dit, (5, 5), Guidance(3.0, rescale=0.7))
-    got, none = run._guided("image", cond, uncond)
+    course, state = run._course, run._states["image"]
+    got, none = rescaled((cond, uncond), state, "image", torch.tensor(3.0), course, dit.keeper, run)
     assert none is None
     assert (got - truth).abs().max() < CLOSE * truth.abs().max()
 

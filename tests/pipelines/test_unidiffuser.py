@@ -30,7 +30,7 @@ from seqpar.pipelines.unidiffuser import Asked, Files, Pipeline
 from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling import loop
-from seqpar.sampling import run as runs
+from seqpar.sampling import checks
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Request
 from seqpar.sampling.steppers import decide
@@ -415,4 +415,4 @@ def test_drawn_streams_of_the_unconditional_branch_are_checked() -> None:
     ):
         request = Request(None, torch.zeros(1), {}, 2, ON, drawn=drawn, negative_drawn=wrong)
         with pytest.raises(ValueError, match=message):
-            runs._check_drawn(request, 2, 1)
+            checks._check_drawn(request, 2, 1)

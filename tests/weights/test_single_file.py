@@ -100,6 +100,7 @@ def test_a_flux_in_its_pipelines_folder_makes_the_pictures_of_the_folder(tmp_pat
     for path in (tmp_path, tmp_path / "flux1-dev.safetensors"):
         family, _ = _family.family_of(str(path))
         assert family is flux_pipeline
+        assert family is not None
         job = family.check(Order(str(path), torch.float64, prompts=("a red cat",), steps=2, size=(32, 32)), path)
         with StayDouble(), flux_pipeline.Pipeline.load(**job.loading) as pipeline:
             made.append(pipeline.latents(**job.settings))

@@ -28,7 +28,7 @@ from seqpar.adapter.body import Inside
 from seqpar.adapter.cuts import Cuts, GatherTokens
 from seqpar.adapter.foreign import Foreign, look
 from seqpar.adapter.forward import Ranks
-from seqpar.engine.share import Share
+from seqpar.engine.share import Inputs, Share
 from seqpar.models import flux
 from seqpar.models._flux_conditioning import alone, shares
 from seqpar.planner.plan import Choice, Plan
@@ -111,7 +111,7 @@ class Native:
         model = self._taken(arguments)
         if isinstance(model, generic.Generic):
             return model(arguments)
-        return (self._predict(model, _checked(model, arguments)),)
+        return self._gathered(model.forward_tokens(*self._inputs(model, _checked(model, arguments))))
 
     def _taken(self, arguments: Mapping[str, Any]) -> flux.Model | generic.Generic:
         """Return what computes a call, with the weights as they are now; prints why it is not the native model."""
@@ -133,7 +133,11 @@ class Native:
         alone, local = copy(self), Choice("reference", "one rank, to compare with")
         alone._mesh = Mesh.single(self._mesh.device)
         alone._ranks = Ranks(alone._mesh, replace(self._plan, local=local, transport=replace(local, name="collective")))
-        return Inside(model, self._ranks, lambda given: (alone._predict(model, _checked(model, given)),))
+
+        def by_one(inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+            return alone._gathered(model.forward_tokens(*alone._inputs(model, _checked(model, inputs))))
+
+        return Inside(model, self._ranks, by_one)
 
     def why_eager(self) -> str | None:
         """See `seqpar.adapter.body.Body`."""
@@ -173,8 +177,8 @@ class Native:
         if self._other is not None:
             self._other.release()
 
-    def _predict(self, model: flux.Model, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the predictions of all image tokens, (B, L, C)."""
+    def _inputs(self, model: flux.Model, inputs: Mapping[str, Tensor]) -> Inputs:
+        """Return the arguments of the model for this rank's tokens of a call."""
         forward = self._ranks.begin()
         encoded, image = model.encode(**{name: inputs[name] for name in model.PROMPT}), inputs["hidden_states"]
         rows = flux.rotary(torch.cat((inputs["txt_ids"], inputs["img_ids"])), model.config)
@@ -186,9 +190,12 @@ class Native:
         share = Share.of(model, self._ranks.keeper, encoded, {"image": image.shape[1]}, positions, len(image))
         pooled = encoded.pooled["pooled_projections"]
         condition = model.modulate_call(inputs["timestep"], inputs.get("guidance"), pooled, spread=self._spread)
-        out = model.forward_tokens(*share.inputs({"image": share.split.mine("image", image)}, condition))
         forward.lengths.update(share.split.lengths)
-        return self._ranks.gather(out["image"], GatherTokens("image"), "output")
+        return share.inputs({"image": share.split.mine("image", image)}, condition)
+
+    def _gathered(self, out: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the predictions of all image tokens, (B, L, C)."""
+        return (self._ranks.gather(out["image"], GatherTokens("image"), "output"),)
 
     def _spread(self, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
         """Compute a share of the modulation's products here and gather the others'; see `Spread`.

@@ -20,7 +20,7 @@ from torch import nn
 
 from seqpar.adapter.body import Body
 from seqpar.adapter.branches import Branches, Task
-from seqpar.adapter.rows import STATE, cut_rows, joined_rows
+from seqpar.adapter.rows import STATE, Split, cut_rows, joined_rows
 from seqpar.engine.graphs import Capture, Graphs
 from seqpar.engine.promises import plain
 from seqpar.engine.signature import Form, form_of
@@ -69,7 +69,9 @@ class Call:
             if task is None:
                 results = self._branches.promise(form, self.body.version(), self._texts).whole
             else:
-                results = self._branches.results(task, self._computed(task)).whole
+                mine, splits, eagerly = self._rows(task)
+                mine = joined_rows(self.graphs.run(self.body, mine, self._generation, eagerly), splits)
+                results = self._branches.results(task, mine).whole
         return self._output(*results) if return_dict else results
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,13 +192,20 @@ class Call:
         self._said.add(message)
 
     def _computed(self, task: Task) -> Form:
-        """Run the body on this rank's rows; with hooks of others eagerly, because a replay would not run them."""
+        """Compute a task on all ranks, as `__call__` does, which does it itself to be near to the kernels."""
+        mine, splits, eagerly = self._rows(task)
+        return joined_rows(self.graphs.run(self.body, mine, self._generation, eagerly), splits)
+
+    def _rows(self, task: Task) -> tuple[Form, list[Split], bool]:
+        """Return this rank's rows of a call, how they were split, and whether it runs eagerly.
+
+        With hooks of others it does, because a replay would not run them.
+        """
         hooks = self.body.foreign().hooks
         if hooks and self.graphs.captures:
             self._say(f"calls run without CUDA graphs while {hooks[0]}")
         eagerly = bool(hooks) or self._branches.pairs.restless
-        mine, splits = cut_rows(task.form.whole, task.axes)
-        return joined_rows(self.graphs.run(self.body, mine, self._generation, eagerly), splits)
+        return *cut_rows(task.form.whole, task.axes), eagerly
 
 
 def _raised(state: Hashable) -> None:

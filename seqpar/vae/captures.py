@@ -23,12 +23,17 @@ class Method:
     """What graphs run: a method of a VAE, or its like. Arguments have names, the input `INPUT`."""
 
     def __init__(self, compute: Callable[..., Any], check: Callable[[], None] = lambda: None) -> None:
-        self._compute, self.check_delivered = compute, check
+        self.compute, self.check_delivered = compute, check
 
     def __call__(self, arguments: Mapping[str, Any], /) -> Any:
         """Return what the method returns."""
-        others = {name: value for name, value in arguments.items() if name != INPUT}
-        return self._compute(arguments[INPUT], **others)
+        z, others = taken_apart(arguments)
+        return self.compute(z, **others)
+
+
+def taken_apart(arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the input of a call and its other arguments by their names."""
+    return arguments[INPUT], {name: value for name, value in arguments.items() if name != INPUT}
 
 
 def named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

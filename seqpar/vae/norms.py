@@ -59,13 +59,10 @@ def group_norm(
 
 def _group_norm(strip: Strip, x_NC: Tensor, groups: int, affine: kernels.Affine, silu: bool) -> Tensor:
     x_NC, _ = kernels.dense(x_NC)
-    moments_NG3 = combine(strip, kernels.moments(x_NC, groups, affine.shift_C))
+    moments_NG3 = kernels.moments(x_NC, groups, affine.shift_C)
+    if strip.cut.axis.size > 1:
+        moments_NG3 = kernels.combine(strip.exchanges.every(moments_NG3))
     return kernels.normalise(x_NC, moments_NG3, affine, silu)
-
-
-def combine(strip: Strip, moments_NG3: Tensor) -> Tensor:
-    """Return the moments of groups over all strips, from those of this rank's."""
-    return moments_NG3 if strip.cut.axis.size == 1 else kernels.combine(strip.exchanges.every(moments_NG3))
 
 
 def apply_sum(strip: Strip, function: Any, first: Biased, second: Biased) -> Tensor:

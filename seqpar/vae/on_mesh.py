@@ -24,7 +24,7 @@ from seqpar.ranks.inputs import CALL, agree, broadcast, shapes
 from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.ranks.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
-from seqpar.vae.captures import GRAPHS, INPUT, PIXELS, Method, arithmetic, named, telling_capture
+from seqpar.vae.captures import GRAPHS, INPUT, PIXELS, Method, arithmetic, named, taken_apart, telling_capture
 from seqpar.vae.decoder import check_finite, in_range, scaled
 from seqpar.vae.known import spatial_factor, why_changed, why_unknown
 from seqpar.vae.layout import channels_last, wins
@@ -229,24 +229,21 @@ class MeshVAE:
         one = "one rank" if self.mesh.world.size == 1 else "each part of the data axis is one rank"
         return self.unknown or one
 
-    def _run(self, method: Method, form: Form) -> Any:
+    def _run(self, method: Method, form: Form, eagerly: bool = False) -> Any:
         """Return the results of a call on this rank, or on all ranks that share it; a small one is a graph."""
-        if self._is_small(form.tensors[INPUT], 1 if method is self._alone else self.mesh.replica.size):
+        shape = form.tensors[INPUT].shape
+        if not eagerly and self._is_small(shape, 1 if method is self._alone else self.mesh.replica.size):
             results = self._graphs[method].run(method, form, self._generation).whole
         else:
-            results = self._eagerly(method, form)
+            axis, (z, others) = self.mesh.replica if method is self._strips else WHOLE, taken_apart(form.whole)
+            with self.mesh.call(axis, "a decoding by strips", self._calls.is_first((axis.name, shape))):
+                results = method.compute(z, **others)
         method.check_delivered()
         return results
 
-    def _eagerly(self, method: Method, form: Form) -> Any:
-        axis = self.mesh.replica if method is self._strips else WHOLE
-        is_first = self._calls.is_first((axis.name, form.tensors[INPUT].shape))
-        with self.mesh.call(axis, "a decoding by strips", is_first):
-            return method(form.whole)
-
     def _decoded(self, latents: Tensor, strips: bool) -> Any:
         """Return what `decode` makes of latents that are equal on all ranks, in strips or by this rank alone."""
-        return self._eagerly(self._strips if strips else self._alone, form_of({INPUT: latents, **TUPLE}))
+        return self._run(self._strips if strips else self._alone, form_of({INPUT: latents, **TUPLE}), eagerly=True)
 
     def _whole(self, z: Tensor, **others: Any) -> Any:
         """Return what `vae.decode` returns for whole latents, on this rank alone; in tiles if the user wants those."""
@@ -254,11 +251,11 @@ class MeshVAE:
         decode = own(self.vae, "decode") if self._single is None or theirs else self._single.decode
         return decode(z, **others)
 
-    def _is_small(self, x: Tensor, ranks: int) -> bool:
+    def _is_small(self, shape: Sequence[int], ranks: int) -> bool:
         """Return whether a call is captured: pictures of few pixels. Videos keep caches of frames and are large."""
-        if not self._captures or not self._here or self.unknown is not None or (x.dim() == 5 and x.shape[2] > 1):
+        if not self._captures or not self._here or self.unknown is not None or (len(shape) == 5 and shape[2] > 1):
             return False
-        rows, (height, width), factor = len(x), x.shape[-2:], spatial_factor(self.vae)
+        rows, (height, width), factor = shape[0], shape[-2:], spatial_factor(self.vae)
         return rows * height * width * factor**2 <= PIXELS * ranks
 
     def _say(self, text: str | None) -> None:

@@ -8,7 +8,8 @@ When it wins: with fewer pictures than ranks, and where one device cannot hold t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,7 +52,9 @@ class ParallelVAE:
         cut = self._cut(z, encode=False)
         if cut is None:
             return self._own("decode")(z, *args, **kwargs)
-        result = self._run(cut, "decode", cut.take(z), *args, **kwargs)
+        strip, decode = self._formatted(cut.take(z)), self._unwrapped("decode")
+        with self._on_strips(cut):
+            result = decode(strip, *args, **kwargs)
         sample = _whole(cut, result[0])
         if isinstance(result, tuple):
             return (sample, *result[1:])
@@ -63,7 +66,9 @@ class ParallelVAE:
         cut = self._cut(x, encode=True)
         if cut is None:
             return self._own("encode")(x, *args, **kwargs)
-        result = self._run(cut, "encode", cut.take(x, self._factor), *args, **kwargs)
+        strip, encode = self._formatted(cut.take(x, self._factor)), self._unwrapped("encode")
+        with self._on_strips(cut):
+            result = encode(strip, *args, **kwargs)
         posterior = result[0]
         whole = type(posterior)(_whole(cut, posterior.parameters), deterministic=posterior.deterministic)
         if isinstance(result, tuple):
@@ -98,20 +103,22 @@ class ParallelVAE:
         factor = self._factor if encode else 1
         return Cut.of(self._axis, whole.shape[-2] // factor, whole.shape[-1] // factor)
 
-    def _run(self, cut: Cut, method: str, strip: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what a method of the VAE makes of this rank's strip."""
+    def _formatted(self, strip: Tensor) -> Tensor:
+        return strip if self._restore is None else pixels_last(strip)
+
+    @contextmanager
+    def _on_strips(self, cut: Cut) -> Iterator[None]:
+        """While it is entered, the VAE's modules compute this rank's strip."""
         self._transport.abandon()
         self._arrive()
-        strip = strip if self._restore is None else pixels_last(strip)
         tiled = getattr(self._vae, "use_tiling", False)
         if tiled:
             self._tell("the VAE's tiling is off while it works on strips, which need no tiles and have no seams")
             self._vae.use_tiling = False
         try:
-            own = inspect.unwrap(getattr(type(self._vae), method)).__get__(self._vae)
             mode = StripMode(Strip(cut, self._exchanges, channels_last(self._vae), self._side))
             with torch.no_grad(), fewer_passes(self._vae), mode:
-                return own(strip, *args, **kwargs)
+                yield
         finally:
             if tiled:
                 self._vae.use_tiling = True
@@ -124,6 +131,10 @@ class ParallelVAE:
         hook: Any = getattr(self._vae, "_hf_hook", None)
         if hasattr(hook, "pre_forward"):
             hook.pre_forward(self._vae)
+
+    def _unwrapped(self, method: str) -> Callable[..., Any]:
+        """Return a method of the VAE's class, inside of diffusers' hook around it (`_arrive`)."""
+        return inspect.unwrap(getattr(type(self._vae), method)).__get__(self._vae)
 
     def _own(self, method: str) -> Callable[..., Any]:
         """Return a method of the VAE's class, also where the instance's was replaced."""

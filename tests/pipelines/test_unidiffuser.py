@@ -29,8 +29,7 @@ from seqpar.pipelines._unidiffuser_parts import load_encoders
 from seqpar.pipelines.unidiffuser import Asked, Files, Pipeline
 from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
-from seqpar.sampling import loop
-from seqpar.sampling import checks
+from seqpar.sampling import checks, loop
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Request
 from seqpar.sampling.steppers import decide

@@ -396,7 +396,7 @@ def run_again(rank: int, world: int, device: torch.device, name: str) -> tuple[i
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_runs_of_one_shape_share_the_swap_of_the_guidance_branches(ranks: Pool, transport: str) -> None:
     """With a new exchange for every run, memory would grow with the number of runs."""
-    assert ranks.run(2, run_again, transport) == [(1, 1)] * 2
+    assert ranks.run(2, run_again, transport) == [(2, 2)] * 2  # one attention and one swap
 
 
 def test_a_dropped_exchange_is_freed_without_the_collector_of_cycles() -> None:

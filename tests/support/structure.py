@@ -37,8 +37,6 @@ ROOMS = {
     "model": "models",
     "family": "pipelines",
 }
-# files that name members without being a list of them
-NOT_LISTS = {}
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def registers(room: str) -> list[str]:
     # members of a room may name each other if one is built on another
     candidates = (path for path in files(*CODE) if folder not in path.parents or path.name.startswith("_"))
     lists = (relative(path) for path in candidates if 2 * len(named(path, room, known)) > len(known))
-    return [path for path in lists if path not in NOT_LISTS]
+    return list(lists)
 
 
 def functions() -> Iterator[Function]:

@@ -32,6 +32,7 @@ SHORT = Deadlines(first=6.0, later=3.0, more=15.0)
 LONG = Deadlines(first=60.0, later=60.0, more=15.0)
 STOPPED_S = 1.5
 SIDE_BY_SIDE = 3
+HANGS = "sleep 60"  # a part of a script that does not end in time
 # the quick ones of `CASES`, each over the transport that says more
 HERE = (
     ("rank 1 stopped in a step", "peer"),
@@ -112,7 +113,10 @@ def _tell_gpus(pipe: Connection) -> None:
 
 
 def scripted(folder: Path, script: str, besides: Callable[[], object] = lambda: None) -> Outcome:
-    """Return how a shell script ends, watched as a job; `$0` is its folder. besides: what another program does."""
+    """Return how a shell script ends, watched as a job; `$0` is its folder. besides: what another program does.
+
+    One that hangs is killed after four seconds, the others have a minute: the machine may be busy.
+    """
 
     def start(job: Job) -> subprocess.Popen[bytes]:
         besides()
@@ -120,17 +124,17 @@ def scripted(folder: Path, script: str, besides: Callable[[], object] = lambda: 
         return subprocess.Popen(["sh", "-c", script, str(job.folder)])
 
     folder.mkdir()
-    return carried_out(Job((), folder, limit_s=1), start)
+    return carried_out(Job((), folder, limit_s=4 if HANGS in script else 60), start)
 
 
 def test_negative_control_what_is_left_is_noticed(tmp_path: Path) -> None:
     """Scripts that end as no job may: the checks above must see each of them."""
     deadlines, killed = Deadlines(0.1, 0.1), replace(NOTHING, code=1, message="error: rank 1")
     scripts = {
-        "hang": ("sleep 60", "left processes after 1 s"),
-        "orphan": ("sleep 60 & sleep 0.3; exit 1", "left processes after 1 s"),
+        "hang": (HANGS, "left processes after 4 s"),
+        "orphan": (f"{HANGS} & sleep 2; exit 1", "left processes after 4 s"),
         "shared": ("echo > /dev/shm/seqpar-test-$$; exit 1", "left /dev/shm/seqpar-test-"),
-        "held": ("exec 3> /dev/shm/seqpar-test-held; sleep 0.5; exit 1", "left /dev/shm/seqpar-test-held"),
+        "held": ("exec 3> /dev/shm/seqpar-test-held; sleep 2; exit 1", "left /dev/shm/seqpar-test-held"),
         "temporary": ("echo > $0/tmp/seqpar-x; exit 1", f"left {tmp_path}/temporary/tmp/seqpar-x"),
         "partial": ("echo > $0/out/.picture.part.png; exit 1", f"left {tmp_path}/partial/out/.picture.part.png"),
         "picture": ("echo > $0/out/picture.png; exit 1", "a picture"),

@@ -231,7 +231,18 @@ def copied(fault: Fault | None = None) -> Iterator[Path]:
 
 def run(root: Path, tests: Sequence[str]) -> tuple[int, str]:
     """Return pytest's exit status (FAILED also if it takes too long) and the end of its output."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--no-showlocals", "--tb=line"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "--no-showlocals",
+        "--tb=line",
+    ]
     command += [f"--timeout={HANG_S}", *tests]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     try:

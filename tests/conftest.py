@@ -7,7 +7,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from zlib import crc32
 
 import pytest
 import torch
@@ -56,12 +55,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if DEVICE == "cuda" else min(len(os.sched_getaffinity(0)), 8)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that need more GPUs than there are, sort the others by world size, and group them by worker.
+    """Deselect tests that need more GPUs than there are, and sort the others by world size: process groups are reused.
 
-    So process groups are reused. A file's tests run in one worker. Ranks that wait for each other take CPU time from
-    those of other workers, so files with several ranks share as few workers as there are pairs of cores.
+    Workers take the files in this order, a file each, so that a file's fixtures are made once. Files with a slow test
+    come first, because no worker may begin one when the others have nothing left to do.
     """
     gpus = torch.cuda.device_count() if DEVICE == "cuda" else None
     left_out = [item for item in items if DEVICE != "cuda" and item.get_closest_marker("gpu")]
@@ -69,14 +67,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]
-    files = {path: index for index, path in enumerate(dict.fromkeys(item.path for item in items))}
-    alone = "PYTEST_XDIST_WORKER" not in os.environ  # a worker keeps a file together, for its fixtures
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    paths = sorted(dict.fromkeys(item.path for item in items), key=lambda path: path not in slow)
+    files = {path: index for index, path in enumerate(paths)}
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
     items.sort(key=lambda item: (0 if alone else files[item.path], _world(item)))
-    shared = {item.path for item in items if "ranks" in getattr(item, "fixturenames", ())}
-    pairs = max(1, len(os.sched_getaffinity(0)) // 2)
-    for item in items:
-        name = f"ranks {crc32(bytes(item.path)) % pairs}" if item.path in shared else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(name))
 
 
 def _world(item: pytest.Item) -> int:

@@ -6,15 +6,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from seqpar.cli.main import main
-from tests.support.forks import Forked
+from torch.distributed.run import main as agent
+
+from seqpar.cli.main import main, sample
+from tests.support.forks import Forked, Main
 from tests.support.pool import server
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "seqpar.cli")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 SCRIPT = str(ROOT / "launch" / "sample.py")
 LIMIT_S = 120
 
@@ -27,15 +29,18 @@ def environment() -> dict[str, str]:
 
 def seqpar(*words: object) -> subprocess.CompletedProcess[str]:
     """`seqpar WORDS`, forked with its ranks; a hang is a failure."""
-    server()
-    with tempfile.TemporaryDirectory(prefix="seqpar-test-") as folder:
-        output, errors = Path(folder, "output"), Path(folder, "errors")
-        code = Forked(main, words, environment(), output, errors).wait(LIMIT_S)
-        assert code is not None, f"no end within {LIMIT_S} s"
-        return subprocess.CompletedProcess([*map(str, words)], code, output.read_text(), errors.read_text())
+    return _forked(main, words)
 
 
 def torchrun(*flags: object) -> subprocess.CompletedProcess[str]:
-    """`torchrun --nproc_per_node=2 launch/sample.py FLAGS`, not forked; a hang is a failure."""
-    command = [*TORCHRUN, SCRIPT, *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment(), check=False)
+    """`torchrun --nproc_per_node=2 launch/sample.py FLAGS`, forked with its ranks; a hang is a failure."""
+    return _forked(agent, ("--standalone", "--nproc_per_node=2", SCRIPT, *flags), sample)
+
+
+def _forked(program: Main, words: Sequence[object], rank: Main | None = None) -> subprocess.CompletedProcess[str]:
+    server()
+    with tempfile.TemporaryDirectory(prefix="seqpar-test-") as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        code = Forked(program, words, environment(), output, errors, rank).wait(LIMIT_S)
+        assert code is not None, f"no end within {LIMIT_S} s"
+        return subprocess.CompletedProcess([*map(str, words)], code, output.read_text(), errors.read_text())

@@ -1,12 +1,13 @@
 """Runs a program in a process that is forked from one that has imported torch and diffusers already.
 
-The process is a child of the server of the pool of ranks. If it starts ranks (`seqpar.cli.ranks`), it forks them
-instead of starting new Pythons, which saves some ten seconds of CPU time a job. All else is what a user starts:
-sessions, process ids, signals, exit codes, pipes, environment, sockets, shared memory.
+The process is a child of the server of the pool of ranks. If it starts ranks (`seqpar.cli.ranks`, or torchrun's
+agent), it forks them instead of starting new Pythons, which saves some ten seconds of CPU time a job. All else is what
+a user starts: sessions, process ids, signals, exit codes, pipes, environment, sockets, shared memory.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -14,10 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 Main = Callable[[], object]
 
@@ -25,11 +29,12 @@ Main = Callable[[], object]
 class ForkedRank:
     """A forked rank, as the part of `subprocess.Popen` that the starter of ranks uses."""
 
-    def __init__(self, main: Main, words: tuple[str, ...], env: dict[str, str], start_new_session: bool) -> None:
+    def __init__(self, main: Main, args: tuple[str, ...], env: dict[str, str], **_: object) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _become(main, words[words.index("-m") + 2 :], env)
+            program = args.index("-m") + 1 if "-m" in args else args.index("-u") + 1
+            _become(main, args[program + 1 :], env)
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or None."""
@@ -39,7 +44,7 @@ class ForkedRank:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         """Wait for the exit code, or raise what the starter expects."""
         end = time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -52,14 +57,20 @@ class ForkedRank:
 class Forked:
     """A forked process, whose output goes to files. main: a function that pickle finds by its name.
 
-    words: of its command line. environment: all of it. The server must run (`tests.support.pool.server`), because
-    threads may start this.
+    words: of its command line. environment: all of it. rank: what each rank runs that it starts, if that is not `main`.
+    The server must run (`tests.support.pool.server`), because threads may start this.
     """
 
     def __init__(
-        self, main: Main, words: Sequence[object], environment: Mapping[str, str], output: Path, errors: Path
+        self,
+        main: Main,
+        words: Sequence[object],
+        environment: Mapping[str, str],
+        output: Path,
+        errors: Path,
+        rank: Main | None = None,
     ) -> None:
-        given = main, tuple(map(str, words)), dict(environment), output, errors
+        given = main, tuple(map(str, words)), dict(environment), output, errors, rank or main
         self._process: Any = multiprocessing.get_context("forkserver").Process(target=_start, args=given)
         self._process.start()
         self.pid: int = self._process.pid
@@ -78,11 +89,14 @@ class Forked:
         return code
 
 
-def _start(main: Main, words: tuple[str, ...], environment: dict[str, str], output: Path, errors: Path) -> None:
+def _start(
+    main: Main, words: tuple[str, ...], environment: dict[str, str], output: Path, errors: Path, rank: Main
+) -> None:
     """Become the process."""
     for number, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
-    setattr(subprocess, "Popen", partial(ForkedRank, main))  # noqa: B010
+    for module in (subprocess, subprocess_handler):
+        setattr(module, "Popen", partial(ForkedRank, rank))  # noqa: B010
     _become(main, words, environment)
 
 
@@ -103,6 +117,8 @@ def _become(main: Main, words: Sequence[str], environment: dict[str, str]) -> No
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

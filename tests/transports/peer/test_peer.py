@@ -146,12 +146,14 @@ def by_kernels(rank: int, world: int, device: torch.device, case: tuple[int, ...
     exchange.check()
 
 
-# on CPUs the third case has fewer tokens, because the interpreter needs milliseconds for each
-@pytest.mark.parametrize("case", CASES if DEVICE == "cuda" else [*CASES[:2], (3, 5, 8, 2), CASES[3]], ids=str)
+# on CPUs the cases have fewer tokens, because the interpreter needs milliseconds for each
+@pytest.mark.parametrize(
+    "case", CASES if DEVICE == "cuda" else [(1, 5, 4, 4), (2, 4, 3, 3), (3, 3, 8, 2), (1, 4, 2, 1)], ids=str
+)
 @pytest.mark.parametrize("world", [2, 3])
 def test_ulysses_peer_by_the_kernels_themselves(ranks: Pool, world: int, case: tuple[int, ...]) -> None:
     pytest.importorskip("triton")
-    ranks.run(world, by_kernels, case, 4 if DEVICE == "cuda" else 3)
+    ranks.run(world, by_kernels, case, 4 if DEVICE == "cuda" else 2)
 
 
 def two_engines(rank: int, world: int, device: torch.device) -> None:
@@ -161,7 +163,7 @@ def two_engines(rank: int, world: int, device: torch.device) -> None:
     transports = [peer.Transport(), peer.Transport()]
     exchanges = [transport.key_values(axis, layout) for transport in transports]
     mine = Shard(case[1], world).slice(axis.rank)
-    for round_ in range(20):
+    for round_ in range(8):
         for which, exchange in enumerate(exchanges):
             whole = payload(case, 2 * round_ + which, device, torch.float64)
             late(rank, round_)

@@ -234,8 +234,9 @@ def test_a_row_does_not_depend_on_the_number_of_rows(case: Case, norm: str) -> N
         assert torch.equal(some, all_[1:, few])
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("rotary", ROTARY)
+@pytest.mark.parametrize(
+    ("norm", "rotary"), [*((norm, "pairs") for norm in NORMS), *(("rms", name) for name in ROTARY)]
+)
 def test_rotary_rows_read_early_change_no_bits(norm: str, rotary: str) -> None:
     case = SMALL[0]
     q, k, v = project(case, torch.float16)

@@ -56,10 +56,15 @@ def run(
     return found
 
 
-@pytest.mark.parametrize("eta", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("world", "strategy", "cfg"),
-    [(1, "ulysses", 1), (2, "ulysses", 2), (3, "kv_gather", 1), (4, "ulysses", 2), (4, "usp", 1)],
+    ("world", "strategy", "cfg", "eta"),
+    [
+        (1, "ulysses", 1, 1.0),
+        (2, "ulysses", 2, 0.0),
+        (2, "ulysses", 2, 1.0),
+        (3, "kv_gather", 1, 1.0),
+        (4, "usp", 1, 0.0),
+    ],
 )
 def test_a_kept_run_has_the_bits_of_a_new_one(ranks: Pool, world: int, strategy: str, cfg: int, eta: float) -> None:
     for found in ranks.run(world, run, strategy, cfg, eta, [FIRST, *SAME_KIND]):

@@ -6,15 +6,15 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from seqpar.cli.args import Args, FidelityArgs, Options
 from seqpar.cli.job import DTYPES, check, scales
 from seqpar.cli.plan import wish_of
 from seqpar.cli.summary import versions
-from seqpar.engine.distributed import plan_of
-from seqpar.fidelity.judging import Row, Subject, judge, plant_outliers
-from seqpar.fidelity.pictures import WINDOW, load_lpips, why_no_lpips
-from seqpar.fidelity.report import failures, table, write
+from seqpar.engine.distributed import DistributedDiT
+from seqpar.fidelity.compare import NOT_FINITE
+from seqpar.fidelity.table import Row, judged, plant_outliers, table, write
 from seqpar.fidelity.ways import Meshes, Way, ways
 from seqpar.pipelines._family import Job
 from seqpar.planner.plan import work_of
@@ -22,6 +22,7 @@ from seqpar.planner.search import Wish
 from seqpar.ranks import exact
 from seqpar.ranks.deadlines import Deadlines
 from seqpar.ranks.mesh import Mesh
+from seqpar.sampling.request import Request
 
 RANDOM = (
     "WARNING: these weights are random, and errors of random weights, also of those with planted outliers, are smaller "
@@ -36,25 +37,24 @@ def run_fidelity(args: FidelityArgs) -> None:
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
     job, dtypes = ranks.together(lambda: (checked(args, ranks), _dtypes(args, ranks.device)))
     wish, meshes, counts = wish_of(as_sample(args)), Meshes(ranks), args.counts or range(1, ranks.world.size + 1)
-    tried, notes = ways(counts, meshes, wish, work_of(job.blueprint.config), job.load)
-    head = "\n".join(_head(args, job, ranks, tried, [*_notes(args, job, dtypes), *notes]))
+    listed, notes = ways(counts, meshes, wish, work_of(job.blueprint.config), job.load)
+    head = "\n".join(_head(args, job, ranks, listed, [*_notes(args, job, dtypes), *notes]))
     _say(ranks, f"{head}\n")
-    rows, skipped = _judged(args, job, meshes, tried, dtypes, wish)
-    failed = failures(rows) if any(row.way is not None for row in rows) else ["nothing was compared"]
-    verdict = f"{len(failed)} finding(s)" if failed else "every way holds"
-    text = "\n".join([table(rows), "", *skipped, *failed, f"verdict   {verdict}"])
+    rows, skipped = _judged(args, job, meshes, listed, dtypes, wish)
+    failures = [failure for row in rows for failure in row.failures] if rows else ["nothing was compared"]
+    verdict = f"{len(failures)} finding(s)" if failures else "every way holds"
+    text = "\n".join([table(rows), "", *skipped, *failures, f"verdict   {verdict}"])
     _say(ranks, text)
     if ranks.is_main:
-        facts = {**asdict(args), "out": str(args.out), "lpips": str(args.lpips), "versions": versions()}
-        write(args.out, f"{head}\n\n{text}", rows, facts)
-    if failed:
-        raise FloatingPointError(f"got {failed[0]} ({len(failed)} finding(s) in all; see {args.out / 'table.md'})")
+        write(args.out, f"{head}\n\n{text}", rows, {**asdict(args), "out": str(args.out), "versions": versions()})
+    if failures:
+        raise FloatingPointError(f"got {failures[0]} ({len(failures)} finding(s) in all; see {args.out / 'table.md'})")
 
 
 def as_sample(args: FidelityArgs) -> Args:
     """Return the flags of the run that is compared."""
     shared = {field.name: getattr(args, field.name) for field in fields(Options)}
-    return Args(**{**shared, "out": args.out / "difference.png"})
+    return Args(**{**shared, "out": args.out / "picture.png"})  # which is not made
 
 
 def checked(args: FidelityArgs, ranks: Mesh) -> Job:
@@ -69,10 +69,6 @@ def checked(args: FidelityArgs, ranks: Mesh) -> Job:
         raise ValueError(
             f"got --model {args.model}, whose family of pipelines cannot be compared yet (it makes no Request)"
         )
-    if min(job.pixels) < WINDOW:
-        raise ValueError(f"got pictures of {job.pixels} pixels, expected at least {WINDOW} x {WINDOW}; give a --size")
-    if args.lpips is not None and not args.lpips.is_file():
-        raise ValueError(f"got --lpips {args.lpips}, expected a file with the weights of torchvision's AlexNet")
     return job
 
 
@@ -87,51 +83,50 @@ def _dtypes(args: FidelityArgs, device: torch.device) -> tuple[torch.dtype, ...]
 
 
 def _judged(
-    args: FidelityArgs, job: Job, meshes: Meshes, tried: tuple[Way, ...], dtypes: tuple[torch.dtype, ...], wish: Wish
+    args: FidelityArgs, job: Job, meshes: Meshes, listed: tuple[Way, ...], dtypes: tuple[torch.dtype, ...], wish: Wish
 ) -> tuple[list[Row], list[str]]:
-    """Judge the weights as they are and, unless the flags say otherwise, with planted outliers."""
-    ranks, dtype = meshes.ranks, _reference(args, meshes.ranks.device)
-    alone = Mesh.single(ranks.device)
-    plan = plan_of(job.blueprint.config, job.blueprint.meta(), torch.bfloat16 if args.exact else dtype, alone, Wish())
-    pipeline: Any = ranks.together(lambda: job.pipeline.load(**{**job.loading, "dtype": dtype}, mesh=alone, plan=plan))
-    request = pipeline.request(**job.settings)
-    file = None if why_no_lpips(args.lpips) else args.lpips
-    lpips = None if file is None else ranks.together(lambda: load_lpips(file))
+    """Judge the weights as they are and, unless the flags say otherwise, with planted outliers; return also notes."""
+    rows, notes = list[Row](), list[str]()
     name = "random" if job.blueprint.checkpoint is None else "trained"
-    rows, notes = judge(Subject(name, pipeline, request), tried, dtypes, meshes, wish, lpips)
-    if args.outliers:
-        plant_outliers(pipeline.dit.model)
-        more = judge(Subject(f"{name}, outliers", pipeline, request), tried, dtypes, meshes, wish, lpips)
-        rows, notes = rows + more[0], notes + more[1]
+    for dtype in dtypes:
+        model, request = _loaded(job, dtype, meshes.ranks)
+        for weights in (name, f"{name}, outliers")[: 1 + args.outliers]:
+            if weights != name:
+                plant_outliers(model)
+            more = judged(weights, model, request, listed, meshes, wish)
+            if any(NOT_FINITE in failure for failure in more[0].failures):
+                notes.append(f"not judged, because one rank alone fails in it: {more[0].failures[0]}")
+            else:
+                rows += more
     return rows, notes
 
 
-def _reference(args: FidelityArgs, device: torch.device) -> torch.dtype:
-    if args.reference != "auto":
-        return DTYPES[args.reference]
-    return torch.float32 if device.type == "cuda" else torch.float64
+def _loaded(job: Job, dtype: torch.dtype, ranks: Mesh) -> tuple[nn.Module, Request]:
+    """Return the model in a data type on this rank alone, and the request of the run that is compared."""
+    alone = Mesh.single(ranks.device)
+    dit = ranks.together(lambda: DistributedDiT.from_pretrained(job.blueprint, alone, dtype))
+    pipeline: Any = job.pipeline(dit, job.loading["files"], None)  # without a decoder: only latents are compared
+    return dit.model, pipeline.request(**job.settings)
 
 
-def _head(args: FidelityArgs, job: Job, ranks: Mesh, tried: tuple[Way, ...], notes: list[str]) -> list[str]:
+def _head(args: FidelityArgs, job: Job, ranks: Mesh, listed: tuple[Way, ...], notes: list[str]) -> list[str]:
     """Return the lines that say what is compared with what."""
-    reference = str(_reference(args, ranks.device)).removeprefix("torch.")
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
     return [
         f"model     {args.model}: {job.load.images} pictures, {job.load.tokens} tokens, {args.steps} steps of "
         f"{type(job.scheduler).__name__}, {scales(job.guidance)}",
-        f"reference one rank, {reference} without TF32, attention by its formula, no graph",
-        f"compared  {len(tried)} ways on up to {max(way.ranks for way in tried)} of {ranks.world.size} x {device}",
+        "reference one rank, fp32 (fp64 for fp32) without TF32, attention by its formula, no graph",
+        f"compared  {len(listed)} ways on up to {max(way.ranks for way in listed)} of {ranks.world.size} x {device}",
         *(f"note      {note}" for note in notes),
     ]
 
 
 def _notes(args: FidelityArgs, job: Job, dtypes: tuple[torch.dtype, ...]) -> list[str]:
     """Return what a reader of the table must know."""
-    no_fp16, no_lpips = args.dtype == "auto" and torch.float16 not in dtypes, why_no_lpips(args.lpips)
     every = {
         RANDOM: job.blueprint.checkpoint is None,
-        "fp16 is slow on CPUs and not compared; --dtype fp16 does so": no_fp16,
-        f"no LPIPS: {no_lpips}": no_lpips is not None,
+        "fp16 is slow on CPUs and not compared; --dtype fp16 does so": args.dtype == "auto"
+        and torch.float16 not in dtypes,
         "bits are compared between transports; with --exact (GPUs) also with those of one rank": not args.exact,
     }
     return [note for note, holds in every.items() if holds]

@@ -1,15 +1,14 @@
 """Measures how far tensors of a run are from those of a reference run, and judges the errors by bounds.
 
-It is the one definition of error and bound: `seqpar fidelity` compares predictions and states step by step, `verify`
-compares outputs of blocks, too. It knows nothing about models, ranks or files: a `Comparison` holds `Error`s, each at a
-`Place` of the run, beside those of one rank alone, and its first finding is where the run is wrong.
+It is the one definition of error and bound. It knows nothing about models, ranks or files: a `Comparison` holds
+`Error`s, each at a `Place` of the run, beside those of one rank alone, and its first finding is where the run is wrong.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +22,7 @@ PLACE_FACTOR, LARGEST_FACTOR = 1.6, 4.0
 FLOORS = {torch.float64: 1e-11, torch.float32: 1e-5}
 WIDER = {torch.float32: torch.float64, torch.float64: torch.float64}  # the reference of other data types is fp32
 BITS = "other bits than {}, expected the same"
+NOT_FINITE = "one rank alone has numbers that are not finite there; try another data type"
 
 
 @dataclass(frozen=True, order=True)
@@ -62,6 +62,8 @@ class Error:
 
 
 Errors = Mapping[Place, Error]
+Bits = Mapping[Place, str]
+"""Digests of what all ranks should have whole."""
 EXACT = Error(0.0, 0.0)
 
 
@@ -80,32 +82,31 @@ class Finding:
 class Comparison:
     """What one rank has measured: errors of the ranks' run, and of one rank alone in the same data type.
 
-    factor: how many times the error of one rank is accepted. found: what is wrong besides errors. bits: digests of what
-    all ranks should have whole. blocks: the largest number of blocks' outputs in an evaluation.
+    findings: what is wrong besides errors. bits: digests of what all ranks should have whole. blocks: the largest
+    number of blocks' outputs in an evaluation.
     """
 
     dtype: torch.dtype
-    factor: float = FACTOR
     mine: dict[Place, Error] = field(default_factory=dict)
     alone: dict[Place, Error] = field(default_factory=dict)
-    found: list[Finding] = field(default_factory=list)
-    bits: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    bits: dict[Place, str] = field(default_factory=dict)
     blocks: int = 0
 
     def add(self, place: Place, mine: Error, alone: Error) -> None:
         """Add the errors at a place; one rank alone must have finite numbers there."""
         self.mine[place], self.alone[place] = mine, alone
         if math.isnan(alone.rms):
-            self.find(place, "one rank alone has numbers that are not finite there; try another data type")
+            self.find(place, NOT_FINITE)
 
     def find(self, place: Place, reason: str) -> None:
         """Add what is wrong at a place."""
-        self.found.append(Finding(place, reason))
+        self.findings.append(Finding(place, reason))
 
     def first(self) -> Finding | None:
         """Return the first place at which something is wrong, or None; ValueError if nothing was compared."""
-        over = first_over(self.mine, {place: bound(self.alone[place], self.dtype, self.factor) for place in self.mine})
-        return min([*self.found, *([] if over is None else [over])], key=lambda each: each.place, default=None)
+        over = first_over(self.mine, {place: bound(self.alone[place], self.dtype) for place in self.mine})
+        return min([*self.findings, *([] if over is None else [over])], key=lambda each: each.place, default=None)
 
     def ratio(self, place: Place) -> float:
         """Return the error at a place in units of one rank's, or of the smallest that counts; 0 for other findings."""
@@ -138,19 +139,10 @@ def error(got: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Error:
     return Error(rms, largest / unit if math.isfinite(rms) else math.nan)
 
 
-def worst(errors: Iterable[Error]) -> Error:
-    """Return the largest of each number; NaN if one is NaN."""
-    every = list(errors)
-    if any(math.isnan(each.rms) for each in every):
-        return Error(math.nan, math.nan)
-    return Error(max(each.rms for each in every), max(each.largest for each in every))
-
-
-def bound(alone: Error, dtype: torch.dtype, factor: float = FACTOR) -> Error:
+def bound(alone: Error, dtype: torch.dtype) -> Error:
     """Return what an error may be, given the error of one rank at the same place in the same data type."""
     floor = FLOORS.get(dtype, 0.0)
-    largest = LARGEST_FACTOR * factor / FACTOR * alone.largest
-    return Error(max(factor * alone.rms, floor), max(largest, LARGEST_FACTOR * floor))
+    return Error(max(FACTOR * alone.rms, floor), LARGEST_FACTOR * max(alone.largest, floor))
 
 
 def first_over(errors: Errors, bounds: Errors) -> Finding | None:
@@ -176,12 +168,10 @@ def first_over(errors: Errors, bounds: Errors) -> Finding | None:
     )
 
 
-def first_unequal(bits: Sequence[str], reference: Sequence[str]) -> int | None:
-    """Return the first index at which two lists of `digest`s differ, or None; the longer list differs at its end."""
-    if list(bits) == list(reference):
-        return None
-    pairs = enumerate(zip(bits, reference, strict=False))
-    return next((index for index, (ours, theirs) in pairs if ours != theirs), min(len(bits), len(reference)))
+def first_unequal(bits: Bits, reference: Bits) -> Place | None:
+    """Return the first place at which digests differ, or that only one of both has; None if there is none."""
+    places = bits.keys() | reference.keys()
+    return min((place for place in places if bits.get(place) != reference.get(place)), default=None)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,24 +57,18 @@ class Attended:
 
 
 class Observed:
-    """An attention that computes the same as another one, and tells what it computed."""
+    """An attention that computes the same as another one, and passes on what it computed."""
 
-    def __init__(self, attend: Attend, tell: Callable[[Attended], None]) -> None:
-        self._attend, self._tell, self.tokens = attend, tell, attend.tokens
+    def __init__(self, attend: Attend, see: Callable[[Attended], None]) -> None:
+        self._attend, self._see, self.tokens = attend, see, attend.tokens
 
     def __call__(
-        self,
-        streams: Sequence[Stream],
-        mask_BL: Tensor | None = None,
-        /,
-        *,
-        beside: Callable[[], None] | None = None,
-        only: int | None = None,
+        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, **options: Any
     ) -> tuple[Tensor, ...]:
-        """See `seqpar.types.protocols.Attend`."""
+        """Return what the other attention returns; options: its keyword arguments."""
         kept = tuple(map(_copied, streams))
-        outs = self._attend(streams, mask_BL, beside=beside, only=only)
-        self._tell(Attended(kept, mask_BL, torch.cat(outs, dim=1).clone()))
+        outs = self._attend(streams, mask_BL, **options)
+        self._see(Attended(kept, mask_BL, torch.cat(outs, dim=1).clone()))
         return outs
 
 
@@ -92,7 +87,7 @@ class ByFormula:
         beside: Callable[[], None] | None = None,
         only: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """Attend over the given streams, which is the one of `only` where it names one."""
+        """Return (B, L, H, D) for each of the given streams, which is the one of `only` where it names one."""
         if beside is not None:
             beside()
         first = streams[0]

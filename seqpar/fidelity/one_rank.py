@@ -8,31 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from seqpar.engine.distributed import DistributedDiT, plan_of
 from seqpar.fidelity.blocks import blocks_of
-from seqpar.planner.plan import Choice
-from seqpar.planner.search import Wish
-from seqpar.ranks import exact
 from seqpar.ranks.mesh import Mesh
-from seqpar.types.protocols import SequenceModel
 
 T = TypeVar("T")
 LEAST = 2  # bytes of a floating-point weight that can be converted as it is; smaller ones are quantised
 ROW_DIMS = 2  # embeddings that hold for all tokens have a row for each picture; tokens have one dim more
-
-
-def plain_engine(model: SequenceModel, alone: Mesh) -> DistributedDiT:
-    """Return the model on one rank with attention by its formula, also in exact mode, which has kernels for 16 bits."""
-    dtype = torch.bfloat16 if exact.is_on() else next(model.parameters()).dtype
-    plan = plan_of(model.config, model, dtype, alone, Wish())
-    return DistributedDiT(model, alone, plan=replace(plan, local=Choice("reference", "the reference of a comparison")))
 
 
 def held(mesh: Mesh, work: Callable[[], T]) -> T:

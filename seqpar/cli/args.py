@@ -127,8 +127,6 @@ class FidelityArgs(Options):
     """Number of processes: as --gpus if this machine has GPUs, otherwise processes on the CPU."""
     counts: tuple[int, ...] = ()
     """Numbers of ranks to compare, as 2 4; all from 1 to the number of processes if none are given."""
-    outliers: bool = True
-    """Compare a second time with outliers planted in the weights, where a narrow data type shows."""
 
 
 @dataclass(frozen=True)

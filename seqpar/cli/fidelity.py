@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -13,20 +15,18 @@ from seqpar.cli.job import DTYPES, check, scales
 from seqpar.cli.plan import wish_of
 from seqpar.cli.summary import versions
 from seqpar.engine.distributed import DistributedDiT
-from seqpar.fidelity.compare import NOT_FINITE
-from seqpar.fidelity.table import Row, judged, plant_outliers, table, write
-from seqpar.fidelity.ways import Meshes, Way, ways
+from seqpar.fidelity.ways import Row, cells, judged, meshes, table, ways
 from seqpar.pipelines._family import Job
+from seqpar.pipelines._pictures import written
 from seqpar.planner.plan import work_of
-from seqpar.planner.search import Wish
 from seqpar.ranks import exact
 from seqpar.ranks.deadlines import Deadlines
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.request import Request
 
 RANDOM = (
-    "WARNING: these weights are random, and errors of random weights, also of those with planted outliers, are smaller "
-    "than those of trained ones: run --model builtin or a checkpoint, too"
+    "WARNING: these weights are random: a wrong position changes less with them than with trained ones; run --model "
+    "builtin or a checkpoint, too"
 )
 
 
@@ -36,25 +36,24 @@ def run_fidelity(args: FidelityArgs) -> None:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
     job, dtypes = ranks.together(lambda: (checked(args, ranks), _dtypes(args, ranks.device)))
-    wish, meshes, counts = wish_of(as_sample(args)), Meshes(ranks), args.counts or range(1, ranks.world.size + 1)
-    listed, notes = ways(counts, meshes, wish, work_of(job.blueprint.config), job.load)
-    head = "\n".join(_head(args, job, ranks, listed, [*_notes(args, job, dtypes), *notes]))
-    _say(ranks, f"{head}\n")
-    rows, skipped = _judged(args, job, meshes, listed, dtypes, wish)
-    failures = [failure for row in rows for failure in row.failures] if rows else ["nothing was compared"]
+    wish, mesh_of, counts = wish_of(_as_sample(args)), meshes(ranks), args.counts or range(1, ranks.world.size + 1)
+    listed, left_out = ways(ranks, counts, mesh_of, wish, work_of(job.blueprint.config), job.load)
+    head = _head(args, job, ranks, f"{len(listed)} ways on up to {max(1, *counts)}", left_out)
+    _say(ranks, head)
+    rows = list[Row]()
+    for dtype in dtypes:
+        model, request = _loaded(job, dtype, ranks)
+        rows += judged(ranks, model, request, listed, mesh_of, wish.local)
+    failures = [f"{row}: {row.finding}" for row in rows if row.finding is not None and not row.skipped]
+    if all(row.skipped for row in rows):
+        failures.append("nothing was compared")
     verdict = f"{len(failures)} finding(s)" if failures else "every way holds"
-    text = "\n".join([table(rows), "", *skipped, *failures, f"verdict   {verdict}"])
-    _say(ranks, text)
+    text = "\n".join([table(rows), "", *failures, f"verdict   {verdict}"])
+    _say(ranks, f"\n{text}")
     if ranks.is_main:
-        write(args.out, f"{head}\n\n{text}", rows, {**asdict(args), "out": str(args.out), "versions": versions()})
+        _write(args, f"{head}\n\n{text}\n", rows)
     if failures:
         raise FloatingPointError(f"got {failures[0]} ({len(failures)} finding(s) in all; see {args.out / 'table.md'})")
-
-
-def as_sample(args: FidelityArgs) -> Args:
-    """Return the flags of the run that is compared."""
-    shared = {field.name: getattr(args, field.name) for field in fields(Options)}
-    return Args(**{**shared, "out": args.out / "picture.png"})  # which is not made
 
 
 def checked(args: FidelityArgs, ranks: Mesh) -> Job:
@@ -64,12 +63,18 @@ def checked(args: FidelityArgs, ranks: Mesh) -> Job:
         raise ValueError(
             f"got --counts {args.counts}, expected numbers of ranks from 1 to {world}; start more with --ranks"
         )
-    job = check(as_sample(args), ranks)
+    job = check(_as_sample(args), ranks)
     if not isinstance(job, Job) or not hasattr(job.pipeline, "request"):
         raise ValueError(
             f"got --model {args.model}, whose family of pipelines cannot be compared yet (it makes no Request)"
         )
     return job
+
+
+def _as_sample(args: FidelityArgs) -> Args:
+    """Return the flags of the run that is compared."""
+    shared = {field.name: getattr(args, field.name) for field in fields(Options)}
+    return Args(**{**shared, "out": args.out / "picture.png"})  # which is not made
 
 
 def _dtypes(args: FidelityArgs, device: torch.device) -> tuple[torch.dtype, ...]:
@@ -82,25 +87,6 @@ def _dtypes(args: FidelityArgs, device: torch.device) -> tuple[torch.dtype, ...]
     return half if args.exact else (torch.float32, *half)
 
 
-def _judged(
-    args: FidelityArgs, job: Job, meshes: Meshes, listed: tuple[Way, ...], dtypes: tuple[torch.dtype, ...], wish: Wish
-) -> tuple[list[Row], list[str]]:
-    """Judge the weights as they are and, unless the flags say otherwise, with planted outliers; return also notes."""
-    rows, notes = list[Row](), list[str]()
-    name = "random" if job.blueprint.checkpoint is None else "trained"
-    for dtype in dtypes:
-        model, request = _loaded(job, dtype, meshes.ranks)
-        for weights in (name, f"{name}, outliers")[: 1 + args.outliers]:
-            if weights != name:
-                plant_outliers(model)
-            more = judged(weights, model, request, listed, meshes, wish)
-            if any(NOT_FINITE in failure for failure in more[0].failures):
-                notes.append(f"not judged, because one rank alone fails in it: {more[0].failures[0]}")
-            else:
-                rows += more
-    return rows, notes
-
-
 def _loaded(job: Job, dtype: torch.dtype, ranks: Mesh) -> tuple[nn.Module, Request]:
     """Return the model in a data type on this rank alone, and the request of the run that is compared."""
     alone = Mesh.single(ranks.device)
@@ -109,29 +95,33 @@ def _loaded(job: Job, dtype: torch.dtype, ranks: Mesh) -> tuple[nn.Module, Reque
     return dit.model, pipeline.request(**job.settings)
 
 
-def _head(args: FidelityArgs, job: Job, ranks: Mesh, listed: tuple[Way, ...], notes: list[str]) -> list[str]:
-    """Return the lines that say what is compared with what."""
+def _head(args: FidelityArgs, job: Job, ranks: Mesh, compared: str, notes: Sequence[str]) -> str:
+    """Return the lines that say what is compared with what, and what a reader of the table must know."""
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
-    return [
+    known = {
+        RANDOM: job.blueprint.checkpoint is None,
+        "fp16 is slow on CPUs and not compared; --dtype fp16 does so": device == "CPU" and args.dtype == "auto",
+        "bits are compared between transports; with --exact (GPUs) also with those of one rank": not args.exact,
+    }
+    lines = [
         f"model     {args.model}: {job.load.images} pictures, {job.load.tokens} tokens, {args.steps} steps of "
         f"{type(job.scheduler).__name__}, {scales(job.guidance)}",
         "reference one rank, fp32 (fp64 for fp32) without TF32, attention by its formula, no graph",
-        f"compared  {len(listed)} ways on up to {max(way.ranks for way in listed)} of {ranks.world.size} x {device}",
-        *(f"note      {note}" for note in notes),
+        f"compared  {compared} of {ranks.world.size} x {device}",
     ]
+    shown = [*(note for note, holds in known.items() if holds), *notes]
+    return "\n".join([*lines, *(f"note      {note}" for note in shown)])
 
 
-def _notes(args: FidelityArgs, job: Job, dtypes: tuple[torch.dtype, ...]) -> list[str]:
-    """Return what a reader of the table must know."""
-    every = {
-        RANDOM: job.blueprint.checkpoint is None,
-        "fp16 is slow on CPUs and not compared; --dtype fp16 does so": args.dtype == "auto"
-        and torch.float16 not in dtypes,
-        "bits are compared between transports; with --exact (GPUs) also with those of one rank": not args.exact,
-    }
-    return [note for note, holds in every.items() if holds]
+def _write(args: FidelityArgs, text: str, rows: Sequence[Row]) -> None:
+    """Write table.md, and the same rows with flags and versions as table.json, each whole or not at all."""
+    flags = {**asdict(args), "out": str(args.out), "versions": versions()}
+    data = json.dumps({**flags, "rows": [cells(row, rows) for row in rows]}, indent=1)
+    for name, content in (("table.md", text), ("table.json", data)):
+        with written(args.out / name) as path:
+            path.write_text(content, encoding="utf-8")
 
 
-def _say(mesh: Mesh, text: str) -> None:
-    if mesh.is_main:
+def _say(ranks: Mesh, text: str) -> None:
+    if ranks.is_main:
         print(text, flush=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from seqpar.cli.args import FidelityArgs
-from seqpar.cli.fidelity import RANDOM, _notes, checked, run_fidelity
+from seqpar.cli.fidelity import RANDOM, _head, checked, run_fidelity
 from seqpar.ranks.mesh import Mesh
 from tests.fidelity.faults import Fault, ending, lost_shard, none
 from tests.support.pool import Pool
@@ -30,25 +30,23 @@ def test_a_table_is_printed_and_written_also_as_json(ranks: Pool, tmp_path: Path
     ]
     for shown in (
         "reference one rank, fp32",
-        "| trained, outliers | bfloat16 | 2 ",
-        "| kv_gather | collective |",
-        "| cfg 2 ",
+        "| bfloat16 | 2 ranks, ulysses 2, kv_gather, collective ",
+        "| 2 ranks, cfg 2, collective ",
         "verdict   every way holds",
     ):
         assert shown in table
     assert "random" not in table
     data = json.loads((tmp_path / "new" / "table.json").read_text())
-    kinds = {(row["weights"], row["dtype"]) for row in data["rows"]}
-    assert {("trained", "float32"), ("trained", "bfloat16"), ("trained, outliers", "bfloat16")} <= kinds
+    assert {row["dtype"] for row in data["rows"]} == {"float32", "bfloat16"}
     assert {row["verdict"] for row in data["rows"]} == {"holds"}
 
 
 def test_a_fault_ends_in_an_error_that_names_it_and_the_table_is_written(ranks: Pool, tmp_path: Path) -> None:
-    flags = {"strategy": "ulysses", "mesh": "cfg=1", "transport": "collective", "outliers": False, "dtype": "bf16"}
+    flags = {"strategy": "ulysses", "mesh": "cfg=1", "transport": "collective", "dtype": "bf16"}
     args = FidelityArgs(classes=("cat",), steps=2, counts=(2,), out=tmp_path, **flags)
     for shown, ended in ranks.run(2, printed, args, lost_shard):
         assert ended.startswith(
-            "got trained, bfloat16, 2 ranks, ulysses 2, ulysses, collective: attention in blocks.0 of step 1"
+            "got bfloat16, 2 ranks, ulysses 2, ulysses, collective: attention in blocks.0 of step 1"
         )
         assert "FAILS" in shown or not shown
     assert "verdict   1 finding(s)" in (tmp_path / "table.md").read_text()
@@ -56,8 +54,8 @@ def test_a_fault_ends_in_an_error_that_names_it_and_the_table_is_written(ranks: 
 
 def test_random_weights_are_said_to_show_little_and_wrong_flags_are_refused(tmp_path: Path) -> None:
     args, alone = FidelityArgs("dit-s/8", ("1",), size="128", out=tmp_path), Mesh.single()
-    assert RANDOM in _notes(args, checked(args, alone), ())
-    assert RANDOM not in _notes(args, checked(FidelityArgs(out=tmp_path), alone), ())
+    assert RANDOM in _head(args, checked(args, alone), alone, "1 way", ())
+    assert RANDOM not in _head(args, checked(FidelityArgs(out=tmp_path), alone), alone, "1 way", ())
     for wrong, message in (
         ({"counts": (2,)}, "expected numbers of ranks from 1 to 1"),
         ({"model": "flux.1-dev", "prompt": ("x",), "classes": (), "size": None}, "cannot be compared yet"),

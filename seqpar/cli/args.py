@@ -119,8 +119,8 @@ class FidelityArgs(Options):
     """Number of denoising steps."""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Data type to compare; auto compares fp32 and bf16, on GPUs fp16, too (in exact mode bf16 and fp16)."""
-    out: Path = Path("fidelity")
-    """Folder for table.md and table.json."""
+    out: Path = Path("fidelity.json")
+    """File of the verdicts, with flags and versions."""
     gpus: int | None = None
     """Number of GPUs of this machine to use, one process each; without --gpus and --ranks one process runs."""
     ranks: int | None = None

@@ -15,7 +15,7 @@ from seqpar.cli.job import DTYPES, check, scales
 from seqpar.cli.plan import wish_of
 from seqpar.cli.summary import versions
 from seqpar.engine.distributed import DistributedDiT
-from seqpar.fidelity.ways import Row, cells, judged, meshes, table, ways
+from seqpar.fidelity.ways import Row, judged, meshes, table, ways
 from seqpar.pipelines._family import Job
 from seqpar.pipelines._pictures import written
 from seqpar.planner.plan import work_of
@@ -48,12 +48,11 @@ def run_fidelity(args: FidelityArgs) -> None:
     if all(row.skipped for row in rows):
         failures.append("nothing was compared")
     verdict = f"{len(failures)} finding(s)" if failures else "every way holds"
-    text = "\n".join([table(rows), "", *failures, f"verdict   {verdict}"])
-    _say(ranks, f"\n{text}")
+    _say(ranks, f"\n{table(rows)}\n\nverdict   {verdict}")
     if ranks.is_main:
-        _write(args, f"{head}\n\n{text}\n", rows)
+        _write(args, rows)
     if failures:
-        raise FloatingPointError(f"got {failures[0]} ({len(failures)} finding(s) in all; see {args.out / 'table.md'})")
+        raise FloatingPointError(f"got {failures[0]} ({verdict} in all; see {args.out})")
 
 
 def checked(args: FidelityArgs, ranks: Mesh) -> Job:
@@ -74,7 +73,7 @@ def checked(args: FidelityArgs, ranks: Mesh) -> Job:
 def _as_sample(args: FidelityArgs) -> Args:
     """Return the flags of the run that is compared."""
     shared = {field.name: getattr(args, field.name) for field in fields(Options)}
-    return Args(**{**shared, "out": args.out / "picture.png"})  # which is not made
+    return Args(**{**shared, "out": args.out.with_suffix(".png")})  # which is not made
 
 
 def _dtypes(args: FidelityArgs, device: torch.device) -> tuple[torch.dtype, ...]:
@@ -113,13 +112,11 @@ def _head(args: FidelityArgs, job: Job, ranks: Mesh, compared: str, notes: Seque
     return "\n".join([*lines, *(f"note      {note}" for note in shown)])
 
 
-def _write(args: FidelityArgs, text: str, rows: Sequence[Row]) -> None:
-    """Write table.md, and the same rows with flags and versions as table.json, each whole or not at all."""
-    flags = {**asdict(args), "out": str(args.out), "versions": versions()}
-    data = json.dumps({**flags, "rows": [cells(row, rows) for row in rows]}, indent=1)
-    for name, content in (("table.md", text), ("table.json", data)):
-        with written(args.out / name) as path:
-            path.write_text(content, encoding="utf-8")
+def _write(args: FidelityArgs, rows: Sequence[Row]) -> None:
+    """Write flags, versions and rows as JSON, whole or not at all."""
+    facts = {**asdict(args), "versions": versions(), "rows": [asdict(row) for row in rows]}
+    with written(args.out) as path:
+        path.write_text(json.dumps(facts, indent=1, default=str), encoding="utf-8")
 
 
 def _say(ranks: Mesh, text: str) -> None:

@@ -95,9 +95,17 @@ def watched(modules: Iterable[nn.Module], seen: Callable[[str, Tensor], Any]) ->
         for number, x in enumerate(tensors, start=1):
             seen(f"{name}{again}" if len(tensors) == 1 else f"{name}{again}, output {number}", x)
 
-    with torch.compiler.set_stance("force_eager"), ExitStack() as hooks:
-        for name, block in (each for module in modules for each in blocks_of(module)):
-            hooks.enter_context(block.register_forward_hook(lambda *call, name=name: after(name, call[-1])))
+    blocks = [each for module in modules for each in blocks_of(module)]
+    with torch.compiler.set_stance("force_eager"), hooked(blocks, after):
+        yield
+
+
+@contextmanager
+def hooked(modules: Iterable[tuple[str, nn.Module]], work: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Call `work(name, output)` after each call of a module; what it returns, if anything, replaces the output."""
+    with ExitStack() as hooks:
+        for name, module in modules:
+            hooks.enter_context(module.register_forward_hook(lambda *call, name=name: work(name, call[-1])))
         yield
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from seqpar.fidelity.blocks import Take, TokenShare, watched
 from seqpar.fidelity.compare import BITS, EXACT, Comparison, Place, bound, digest, error
-from seqpar.fidelity.heads import Attended, ByFormula, Observed
+from seqpar.fidelity.heads import ByFormula, Observed
 from seqpar.fidelity.one_rank import Conditioning, held, wide, widened
 from seqpar.ranks.inputs import broadcast
 from seqpar.ranks.mesh import Mesh
@@ -57,27 +58,22 @@ class Look:
         self._kept: dict[str, Tensor] = {}
         self._alone: dict[str, tuple[Take, Tensor]] = {}
         self._positions: dict[str, int] = {}
-        self._attended: list[tuple[int, Attended]] = []
+        self._wrong: list[tuple[int, str]] = []
 
     @contextmanager
     def ranks(self) -> Iterator[None]:
-        """Keep what blocks return in the call of the ranks that is made inside, then compare the heads of attention.
-
-        All ranks must do this together.
-        """
+        """Keep what blocks return in the call of the ranks that is made inside; all ranks must do this together."""
         with watched(self._models, lambda name, x: self._kept.update({name: x.clone()})):
             yield
         names = [*self._kept]
         self._positions = {name: 2 * number + 1 for number, name in enumerate(names)}
-        for before, attended in self._attended:
-            if (reason := attended.wrong(self._mesh.sequence)) is not None:
-                name = names[before].partition(",")[0] if before < len(names) else "the last layers"
-                self._measured.find(self._place(2 * before, f"attention in {name}"), reason)
-        self._attended.clear()
+        for before, reason in self._wrong:
+            name = names[before].partition(",")[0] if before < len(names) else "the last layers"
+            self._measured.find(self._place(2 * before, f"attention in {name}"), reason)
 
     def attention(self, attend: Attend) -> Attend:
-        """Return an attention that computes the same, and whose heads `ranks` compares."""
-        return Observed(attend, lambda attended: self._attended.append((len(self._kept), attended)))
+        """Return an attention that computes the same, and compares its heads."""
+        return Observed(attend, self._mesh.sequence, lambda reason: self._wrong.append((len(self._kept), reason)))
 
     def compare(self, name: str, ours: Streams, by_one: Callable[[], tuple[Streams, Streams]]) -> None:
         """Compare the evaluation's result with that of one rank; all ranks must call this together.
@@ -99,7 +95,8 @@ class Look:
         """Compare the bits of what all ranks should have whole with those of rank 0; all must call this together."""
         bits = self._measured.bits[place] = digest(tensors)
         if self._mesh.share(bits, str) != bits:
-            self._measured.find(place, BITS.format("rank 0 has"))
+            # errors at the same place say more, so that they come before it
+            self._measured.find(replace(place, position=place.position + 1), BITS.format("rank 0 has"))
 
     def by_one(self, share: TokenShare, alone: Work, truth: Work) -> tuple[Streams, Streams]:
         """Return what one rank computes, in the ranks' data type and in the wider one, and compare its blocks.
@@ -109,11 +106,8 @@ class Look:
         conditioning = Conditioning(self._models)
         with watched(self._models, partial(self._see_alone, share)), conditioning.recorded():
             narrow = alone()
-        with (
-            widened(self._models, self._dtype),
-            watched(self._models, self._see_truth),
-            conditioning.replayed(self._dtype),
-        ):
+        seen = watched(self._models, self._see_truth)
+        with widened(self._models, self._dtype), seen, conditioning.replayed(self._dtype):
             result = truth()
         if self._kept:
             self._measured.find(self._place(0, "a block"), f"{next(iter(self._kept))} did not run on one rank alone")

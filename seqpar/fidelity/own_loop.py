@@ -8,6 +8,7 @@ the ranks run the steps once more, as CUDA graphs where the run has them.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,13 +39,14 @@ def measure(dit: DistributedDiT, request: Request, evaluations: int) -> Comparis
     Raises ValueError if one rank cannot compute the request, or has not the memory for it.
     """
     request, measured = rank_0s(dit.mesh, request), Comparison(dit.dtype)
-    loop, states = _Loop(dit, request, measured), list[Streams]()
+    loop = _Loop(dit, request, measured)
+    evaluations = min(evaluations, len(loop.ranks.timesteps))
     try:
-        for index in range(min(evaluations, len(loop.ranks.timesteps))):
-            states.append(loop.step(index))
+        for index in range(evaluations):
+            loop.step(index)
     finally:
         loop.release()
-    _once_more(dit, request, states, measured)
+    _once_more(dit, request, evaluations, measured)
     return measured
 
 
@@ -62,23 +64,15 @@ class _Loop:
         self.ranks.release()
         self._alone.release()
 
-    def step(self, index: int) -> Streams:
-        """Let the ranks make the step of this number, compare it, and return the state after it."""
-        dit, wider, inputs = self._dit, WIDER.get(self._dit.dtype, torch.float32), copied(self.ranks.inputs())
-        look = Look(
-            self._measured,
-            lambda position, name: Place(index, position, name),
-            self._models,
-            dit.mesh,
-            wider,
-            _is_exact(dit),
-        )
-        share = _share(dit, self._request, self.ranks)
+    def step(self, index: int) -> None:
+        """Let the ranks make the step of this number, and compare it."""
+        dit, inputs, share = self._dit, copied(self.ranks.inputs()), _share(self._dit, self._request, self.ranks)
+        place, wider = partial(Place, index), WIDER.get(dit.dtype, torch.float32)
+        look = Look(self._measured, place, self._models, dit.mesh, wider, _is_exact(dit))
         with look.ranks():
             mine = look.tokens(self.ranks.step)
         dit.check_delivered()
         ours, after = self._whole(mine), copied(self.ranks.inputs())
-        look.whole(Place(index, AFTER, STATE), after)
 
         def by_one() -> tuple[Streams, Streams]:
             both = look.tokens_by_one(share, lambda: self._alone.predict_on(index, inputs))
@@ -86,7 +80,7 @@ class _Loop:
             return both
 
         look.compare(Place(0).name, ours, by_one)
-        return after
+        look.whole(place(AFTER, STATE), after)
 
     def _compare_state(self, index: int, ours: Streams, after: Streams) -> None:
         """Compare the ranks' step with one rank's from the same outputs, whose state stays that of the ranks."""
@@ -110,19 +104,19 @@ class _Loop:
         return {name: whole(name, x) for name, x in outputs.items()}
 
 
-def _once_more(dit: DistributedDiT, request: Request, states: list[Streams], measured: Comparison) -> None:
+def _once_more(dit: DistributedDiT, request: Request, evaluations: int, measured: Comparison) -> None:
     """Compare the bits of the states with those of a second run, by CUDA graphs where the run has them.
 
     It has no hooks, whose reading makes ranks wait for each other.
     """
     run = begin(dit, _again(request))
     try:
-        for index, first in enumerate(states):
+        for place in (Place(index, AFTER, STATE) for index in range(evaluations)):
             if run.why_no_graph is None:
                 run.capture()
             run.step()
-            if digest(run.inputs()) != digest(first):
-                measured.find(Place(index, AFTER, STATE), BITS.format(AGAIN))
+            if digest(run.inputs()) != measured.bits[place]:
+                measured.find(place, BITS.format(AGAIN))
         dit.check_delivered()
     finally:
         run.release()

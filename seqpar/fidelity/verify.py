@@ -26,7 +26,7 @@ from seqpar.fidelity.compare import Comparison, Finding, Place
 from seqpar.fidelity.look import is_result
 from seqpar.pipelines._loaded import Loaded
 from seqpar.planner.plan import Plan
-from seqpar.ranks.inputs import broadcast, shapes
+from seqpar.ranks.inputs import agree, broadcast, shapes
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_request
 from seqpar.sampling.request import Request
@@ -158,32 +158,38 @@ def _judged(mesh: Mesh, measured: Comparison, models: Sequence[nn.Module], plan:
     for model in models:
         if (reason := other_weights(mesh, model)) is not None:
             measured.find(Place(0, -1, "the weights"), reason)
-    largest = max((error.rms for place, error in measured.mine.items() if is_result(place)), key=_size)
-    first = measured.first()
-    mine = first, 0.0 if first is None else measured.ratio(first.place), measured.worst(), largest, measured.blocks
-    every = mesh.collect(mine, tuple[Finding | None, float, tuple[float, Place], float, int])
-    firsts, sizes, worsts, errors, blocks = zip(*every, strict=True)
-    finding = None
-    if wrong := [rank for rank, each in enumerate(firsts) if each is not None]:  # the rank that is most wrong there
-        place = min(firsts[rank].place for rank in wrong)
-        rank = max((rank for rank in wrong if firsts[rank].place == place), key=lambda rank: _size(sizes[rank]))
-        finding = f"{place} on rank {rank}: {firsts[rank].reason}"
-    elif not max(blocks):  # a rank without tokens of a stream has fewer than others
+    worst = max(measured.errors, key=lambda place: _size(measured.ratio(place)))
+    results = [mine.rms for place, (mine, _) in measured.errors.items() if is_result(place)]
+    mine = measured.ratio(worst), worst, max(results, key=_size), measured.blocks
+    ratios, places, errors, blocks = zip(*mesh.collect(mine, tuple[float, Place, float, int]), strict=True)
+    ratio, where = max(zip(ratios, places, strict=True), key=lambda each: _size(each[0]))
+    finding = _finding(mesh, measured)
+    if finding is None and not max(blocks):  # a rank without tokens of a stream has fewer than others
         finding = "the blocks: none was compared, because no hook of a block was called"
-    ratio, where = max(worsts, key=lambda each: _size(each[0]))
     strategy = [plan.strategy.name] if mesh.sequence.size > 1 else []
     layout = ", ".join([str(mesh), *strategy, plan.transport.name, plan.local.name])
     return Verdict(
         f"{mesh.world.size} ranks ({layout}), {str(measured.dtype).removeprefix('torch.')}",
-        len({place.step for place in measured.mine}),
-        max(blocks),
-        max(errors, key=_size),
-        ratio,
-        str(where),
-        finding,
-        time.perf_counter() - started,
+        steps=len({place.step for place in measured.errors}),
+        blocks=max(blocks),
+        error=max(errors, key=_size),
+        ratio=ratio,
+        where=str(where),
+        finding=finding,
+        seconds=time.perf_counter() - started,
         bits=tuple(measured.bits.items()),
     )
+
+
+def _finding(mesh: Mesh, measured: Comparison) -> str | None:
+    """Return in words what is wrong first on any rank, and of several ranks the one that is most wrong there."""
+    every = enumerate(mesh.collect(measured.first(), Finding | None))
+    findings = [(each, rank) for rank, each in every if each is not None]
+    if not findings:
+        return None
+    place = min(each.place for each, _ in findings)
+    finding, rank = max((pair for pair in findings if pair[0].place == place), key=lambda pair: _size(pair[0].ratio))
+    return f"{place} on rank {rank}: {finding.reason}"
 
 
 def _size(number: float) -> tuple[bool, float]:
@@ -192,14 +198,16 @@ def _size(number: float) -> tuple[bool, float]:
 
 
 def other_weights(mesh: Mesh, model: nn.Module) -> str | None:
-    """Return in words which weight of which rank has other bits than rank 0's, or None; all ranks call it together."""
-    mine, different = {name: x.detach() for name, x in model.named_parameters()}, None
-    every = mesh.collect(str(shapes(mine)), str)
-    if (other := next((rank for rank, form in enumerate(every) if form != every[0]), None)) is not None:
-        return f"rank {other} has other weights than rank 0: other names, shapes or data types"
+    """Return in words which weight of which rank has other bits than rank 0's, or None; all ranks call it together.
+
+    Raises ValueError on all ranks if names, shapes or data types differ.
+    """
+    mine, same = {name: x.detach() for name, x in model.named_parameters()}, dict[str, bool]()
+    agree(mesh, shapes(mine))
     for name, x in mine.items():
         theirs = broadcast(mesh, {name: x})[name]
-        if different is None and not torch.equal(*(y.flatten().view(torch.uint8) for y in (x, theirs))):
-            different = name
-    names = enumerate(mesh.collect(different, str | None))
-    return next((f"rank {rank} has other weights than rank 0: {name}" for rank, name in names if name), None)
+        same[name] = torch.equal(*(y.flatten().view(torch.uint8) for y in (x, theirs)))
+    every = mesh.collect([name for name in mine if not same[name]][:1], list[str])
+    return next(
+        (f"rank {rank} has other weights than rank 0: {each[0]}" for rank, each in enumerate(every) if each), None
+    )

@@ -143,28 +143,19 @@ def _exchanges(way: Layout) -> bool:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table whose columns are aligned, or no text without rows.
+    """Return the rows as a table.
 
-    error: the largest error of a prediction. x one rank: the largest error of a block or prediction, in units of that
-    of one rank in the same data type; at: where. bits: whether predictions and states have one rank's bits.
+    error: the largest error of a prediction. x one: the largest error of a block or prediction, in units of that of one
+    rank in the same data type, and where it is. bits: whether predictions and states have the bits of one rank.
     """
-    every = [cells(row, rows) for row in rows]
-    widths = {name: max(len(row[name]) for row in ({name: name}, *every)) for name in (every[0] if every else ())}
-    lines = [dict(zip(widths, widths, strict=True)), {name: "-" * width for name, width in widths.items()}, *every]
-    return "\n".join(f"| {' | '.join(line[name].ljust(width) for name, width in widths.items())} |" for line in lines)
-
-
-def cells(row: Row, rows: Sequence[Row]) -> dict[str, str]:
-    """Return the row's text in each column of the table of `rows`."""
-    verdict = row.verdict
-    alone = next((each.verdict for each in rows if each.dtype == row.dtype), None)
-    same = verdict is not None and alone is not None and verdict.bits == alone.bits
-    return {
-        "dtype": str(row.dtype).removeprefix("torch."),
-        "way": named(row.way),
-        "error": "-" if verdict is None else f"{verdict.error:.1e}",
-        "x one rank": "-" if verdict is None else f"{verdict.ratio:.2f}",
-        "at": "-" if verdict is None else verdict.where,
-        "bits": "-" if verdict is None or verdict is alone else "one rank's" if same else "others",
-        "verdict": "holds" if row.finding is None else f"{'not judged' if row.skipped else 'FAILS'}: {row.finding}",
-    }
+    lines = [f"{'dtype and way':<54} {'error':>8} {'x one':>6} {'at':<34} {'bits':<10} verdict"]
+    for row in rows:
+        verdict, failed = row.verdict, "not judged" if row.skipped else "FAILS"
+        alone = next(each.verdict for each in rows if each.dtype == row.dtype)
+        if verdict is None:
+            measured = f"{'-':>8} {'-':>6} {'-':<34} {'-':<10}"
+        else:
+            bits = "-" if verdict is alone else "one rank's" if alone and verdict.bits == alone.bits else "others"
+            measured = f"{verdict.error:8.1e} {verdict.ratio:6.2f} {verdict.where:<34} {bits:<10}"
+        lines.append(f"{row!s:<54} {measured} {'holds' if row.finding is None else f'{failed} at {row.finding}'}")
+    return "\n".join(lines)

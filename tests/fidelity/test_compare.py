@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from seqpar.fidelity.compare import Error, Place, bound, digest, error, first_over, first_unequal
+from seqpar.fidelity.compare import Comparison, Error, Place, bound, digest, error, first_unequal
 
 NAN = math.nan
 
@@ -26,12 +26,13 @@ def test_an_error_is_relative_to_the_reference_over_all_streams() -> None:
         error({"a": torch.ones(3), "b": truth["b"]}, truth)
 
 
-def found_over(*errors: Error, dtype: torch.dtype = torch.bfloat16) -> str | None:
+def found_over(*errors: Error) -> str | None:
     """Return the first place that is over the bound where one rank has an error of 0.01 and at most 0.1 everywhere."""
-    places = [Place(step) for step in range(len(errors))]
-    bounds = {place: bound(Error(0.01, 0.1), dtype) for place in places}
-    found = first_over(dict(zip(reversed(places), reversed(errors), strict=True)), bounds)
-    return None if found is None else str(found.place)
+    measured = Comparison(torch.bfloat16)
+    for step, each in reversed([*enumerate(errors)]):
+        measured.add(Place(step), each, Error(0.01, 0.1))
+    first = measured.first()
+    return None if first is None else str(first.place)
 
 
 @pytest.mark.parametrize(
@@ -50,12 +51,11 @@ def test_the_first_place_over_the_bound_is_named(errors: tuple[Error, ...], plac
     assert found_over(*errors) == place
 
 
-def test_bounds_have_a_floor_for_wide_types_only_and_all_places_need_one() -> None:
+def test_bounds_have_a_floor_for_wide_types_only_and_something_is_compared() -> None:
     assert bound(Error(1e-7, 1e-6), torch.float32) == Error(1e-5, 4e-5)
     assert Error(1e-9, 1e-9).why_not(bound(Error(0.0, 0.0), torch.float16)) is not None
-    for errors in ({}, {Place(0): Error(0, 0), Place(1): Error(0, 0)}):
-        with pytest.raises(ValueError, match="expected the same places"):
-            first_over(errors, {Place(0): Error(1.0, 1.0)})
+    with pytest.raises(ValueError, match="what is not compared does not hold"):
+        Comparison(torch.float16).first()
     assert sorted([Place(1), Place(0, 2, "latents"), Place(0, 1, "block 1")])[0].name == "block 1"
 
 

@@ -11,9 +11,9 @@ import torch
 
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity import ways as all_ways
-from seqpar.fidelity.ways import Row, cells, judged, meshes, ways
+from seqpar.fidelity.ways import Row, judged, meshes, table, ways
 from seqpar.pipelines.class_labels import Files, Pipeline
-from seqpar.planner.costs import strategies
+from seqpar.planner.costs import facts_of, strategies
 from seqpar.planner.plan import work_of
 from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
@@ -70,8 +70,8 @@ def test_no_correct_way_is_an_alarm(ranks: Pool) -> None:
     assert {row.way.strategy for row in rows} == set(strategies())
     assert {row.way.sequence for row in rows} == {1, 2, 3, 4}
     assert all(row.verdict and 0.8 < row.verdict.ratio < 1.5 for row in rows)
-    bits = {row.way.strategy: cells(row, rows)["bits"] for row in rows[1:]}
-    assert (bits["kv_gather"], bits["ring"]) == ("one rank's", "others")
+    for line, row in zip(table(rows).splitlines()[2:], rows[1:], strict=True):
+        assert ("one rank's" in line) is facts_of(row.way.strategy).moves_only, line
 
 
 def overflow(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -100,4 +100,4 @@ def test_a_run_that_fails_is_a_finding_and_one_rank_alone_that_does_ends_the_tab
         assert [row.finding for row in rows] == [None, "got what does not fit"]
     for (alone,) in ranks.run(2, rows_of, overflow, (2,), GATHERED):
         assert alone.skipped
-        assert cells(alone, [alone])["verdict"].startswith("not judged: ")
+        assert " not judged at blocks.3, output 1 of step 1 on rank 0: one rank alone" in table([alone])

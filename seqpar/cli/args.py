@@ -115,8 +115,8 @@ class FidelityArgs(Options):
     """Compare every way of computing pictures with one rank in full precision; fail if one is less precise than it
     should be."""
 
-    steps: int = 10
-    """Number of denoising steps."""
+    steps: int = 3
+    """Number of denoising steps; each takes ten to twenty evaluations of the model by one rank alone."""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Data type to compare; auto compares fp32 and bf16, on GPUs fp16, too (in exact mode bf16 and fp16)."""
     out: Path = Path("fidelity.json")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from diffusers.utils import logging as diffusers_logging
 from diffusers.utils.export_utils import export_to_video
 
@@ -42,9 +43,11 @@ def run_adapted(args: Args, job: Adapted, ranks: Mesh) -> None:
     vae = VAE[args.vae]
     parallelize(pipe, _mesh(args), strategy=args.strategy, local=args.local, transport=args.transport, vae=vae)
     if args.verify:
-        from seqpar.cli import verifying  # imports what no other run needs
+        from seqpar.fidelity.verify import EVALUATIONS, verify  # imports what no other run needs
 
-        verifying.of_pipe(pipe, job)
+        arguments = {name: value for name, value in job.arguments.items() if name != "output_type"}
+        arguments["num_inference_steps"] = min(EVALUATIONS, job.steps)
+        verify(pipe, **arguments, generator=torch.Generator().manual_seed(job.seed))
     forget_encoders(pipe)
     loaded = time.perf_counter() - started
     pipe.set_progress_bar_config(disable=job.counts_steps or not ranks.is_main)

@@ -115,24 +115,18 @@ class FidelityArgs(Options):
     """Compare every way of computing pictures with one rank in full precision; fail if one is less precise than it
     should be."""
 
-    steps: int = 10
-    """Number of denoising steps."""
+    steps: int = 3
+    """Number of denoising steps; each takes ten to twenty evaluations of the model by one rank alone."""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Data type to compare; auto compares fp32 and bf16, on GPUs fp16, too (in exact mode bf16 and fp16)."""
-    out: Path = Path("fidelity")
-    """Folder for table.md, errors.json and difference.png."""
+    out: Path = Path("fidelity.json")
+    """File of the verdicts, with flags and versions."""
     gpus: int | None = None
     """Number of GPUs of this machine to use, one process each; without --gpus and --ranks one process runs."""
     ranks: int | None = None
     """Number of processes: as --gpus if this machine has GPUs, otherwise processes on the CPU."""
     counts: tuple[int, ...] = ()
     """Numbers of ranks to compare, as 2 4; all from 1 to the number of processes if none are given."""
-    reference: Literal["auto", "fp64", "fp32"] = "auto"
-    """Data type of the reference; auto is fp32 without TF32 on GPUs, fp64 on CPUs."""
-    outliers: bool = True
-    """Compare a second time with outliers planted in the weights, where a narrow data type shows."""
-    lpips: Path | None = None
-    """File with the weights of torchvision's AlexNet, to compute LPIPS, too (needs the packages lpips, torchvision)."""
 
 
 @dataclass(frozen=True)

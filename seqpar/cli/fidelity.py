@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from seqpar.cli.args import Args, FidelityArgs, Options
 from seqpar.cli.job import DTYPES, check, scales
 from seqpar.cli.plan import wish_of
 from seqpar.cli.summary import versions
-from seqpar.engine.distributed import plan_of
-from seqpar.fidelity.judging import Row, Subject, judge, plant_outliers
-from seqpar.fidelity.pictures import WINDOW, load_lpips, why_no_lpips
-from seqpar.fidelity.report import failures, table, write
-from seqpar.fidelity.ways import Meshes, Way, ways
+from seqpar.engine.distributed import DistributedDiT
+from seqpar.fidelity.ways import Row, judged, meshes, table, ways
 from seqpar.pipelines._family import Job
+from seqpar.pipelines._pictures import written
 from seqpar.planner.plan import work_of
-from seqpar.planner.search import Wish
 from seqpar.ranks import exact
 from seqpar.ranks.deadlines import Deadlines
 from seqpar.ranks.mesh import Mesh
+from seqpar.sampling.request import Request
 
 RANDOM = (
-    "WARNING: these weights are random, and errors of random weights, also of those with planted outliers, are smaller "
-    "than those of trained ones: run --model builtin or a checkpoint, too"
+    "WARNING: these weights are random: a wrong position changes less with them than with trained ones; run --model "
+    "builtin or a checkpoint, too"
 )
 
 
@@ -35,26 +36,23 @@ def run_fidelity(args: FidelityArgs) -> None:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
     job, dtypes = ranks.together(lambda: (checked(args, ranks), _dtypes(args, ranks.device)))
-    wish, meshes, counts = wish_of(as_sample(args)), Meshes(ranks), args.counts or range(1, ranks.world.size + 1)
-    tried, notes = ways(counts, meshes, wish, work_of(job.blueprint.config), job.load)
-    head = "\n".join(_head(args, job, ranks, tried, [*_notes(args, job, dtypes), *notes]))
-    _say(ranks, f"{head}\n")
-    rows, skipped = _judged(args, job, meshes, tried, dtypes, wish)
-    failed = failures(rows) if any(row.way is not None for row in rows) else ["nothing was compared"]
-    verdict = f"{len(failed)} finding(s)" if failed else "every way holds"
-    text = "\n".join([table(rows), "", *skipped, *failed, f"verdict   {verdict}"])
-    _say(ranks, text)
+    wish, mesh_of, counts = wish_of(_as_sample(args)), meshes(ranks), args.counts or range(1, ranks.world.size + 1)
+    listed, left_out = ways(ranks, counts, mesh_of, wish, work_of(job.blueprint.config), job.load)
+    head = _head(args, job, ranks, f"{len(listed)} ways on up to {max(1, *counts)}", left_out)
+    _say(ranks, head)
+    rows = list[Row]()
+    for dtype in dtypes:
+        model, request = _loaded(job, dtype, ranks)
+        rows += judged(ranks, model, request, listed, mesh_of, wish.local)
+    failures = [f"{row}: {row.finding}" for row in rows if row.finding is not None and not row.skipped]
+    if all(row.skipped for row in rows):
+        failures.append("nothing was compared")
+    verdict = f"{len(failures)} finding(s)" if failures else "every way holds"
+    _say(ranks, f"\n{table(rows)}\n\nverdict   {verdict}")
     if ranks.is_main:
-        facts = {**asdict(args), "out": str(args.out), "lpips": str(args.lpips), "versions": versions()}
-        write(args.out, f"{head}\n\n{text}", rows, facts)
-    if failed:
-        raise FloatingPointError(f"got {failed[0]} ({len(failed)} finding(s) in all; see {args.out / 'table.md'})")
-
-
-def as_sample(args: FidelityArgs) -> Args:
-    """Return the flags of the run that is compared."""
-    shared = {field.name: getattr(args, field.name) for field in fields(Options)}
-    return Args(**{**shared, "out": args.out / "difference.png"})
+        _write(args, rows)
+    if failures:
+        raise FloatingPointError(f"got {failures[0]} ({verdict} in all; see {args.out})")
 
 
 def checked(args: FidelityArgs, ranks: Mesh) -> Job:
@@ -64,16 +62,18 @@ def checked(args: FidelityArgs, ranks: Mesh) -> Job:
         raise ValueError(
             f"got --counts {args.counts}, expected numbers of ranks from 1 to {world}; start more with --ranks"
         )
-    job = check(as_sample(args), ranks)
+    job = check(_as_sample(args), ranks)
     if not isinstance(job, Job) or not hasattr(job.pipeline, "request"):
         raise ValueError(
             f"got --model {args.model}, whose family of pipelines cannot be compared yet (it makes no Request)"
         )
-    if min(job.pixels) < WINDOW:
-        raise ValueError(f"got pictures of {job.pixels} pixels, expected at least {WINDOW} x {WINDOW}; give a --size")
-    if args.lpips is not None and not args.lpips.is_file():
-        raise ValueError(f"got --lpips {args.lpips}, expected a file with the weights of torchvision's AlexNet")
     return job
+
+
+def _as_sample(args: FidelityArgs) -> Args:
+    """Return the flags of the run that is compared."""
+    shared = {field.name: getattr(args, field.name) for field in fields(Options)}
+    return Args(**{**shared, "out": args.out.with_suffix(".png")})  # which is not made
 
 
 def _dtypes(args: FidelityArgs, device: torch.device) -> tuple[torch.dtype, ...]:
@@ -86,57 +86,39 @@ def _dtypes(args: FidelityArgs, device: torch.device) -> tuple[torch.dtype, ...]
     return half if args.exact else (torch.float32, *half)
 
 
-def _judged(
-    args: FidelityArgs, job: Job, meshes: Meshes, tried: tuple[Way, ...], dtypes: tuple[torch.dtype, ...], wish: Wish
-) -> tuple[list[Row], list[str]]:
-    """Judge the weights as they are and, unless the flags say otherwise, with planted outliers."""
-    ranks, dtype = meshes.ranks, _reference(args, meshes.ranks.device)
+def _loaded(job: Job, dtype: torch.dtype, ranks: Mesh) -> tuple[nn.Module, Request]:
+    """Return the model in a data type on this rank alone, and the request of the run that is compared."""
     alone = Mesh.single(ranks.device)
-    plan = plan_of(job.blueprint.config, job.blueprint.meta(), torch.bfloat16 if args.exact else dtype, alone, Wish())
-    pipeline: Any = ranks.together(lambda: job.pipeline.load(**{**job.loading, "dtype": dtype}, mesh=alone, plan=plan))
-    request = pipeline.request(**job.settings)
-    file = None if why_no_lpips(args.lpips) else args.lpips
-    lpips = None if file is None else ranks.together(lambda: load_lpips(file))
-    name = "random" if job.blueprint.checkpoint is None else "trained"
-    rows, notes = judge(Subject(name, pipeline, request), tried, dtypes, meshes, wish, lpips)
-    if args.outliers:
-        plant_outliers(pipeline.dit.model)
-        more = judge(Subject(f"{name}, outliers", pipeline, request), tried, dtypes, meshes, wish, lpips)
-        rows, notes = rows + more[0], notes + more[1]
-    return rows, notes
+    dit = ranks.together(lambda: DistributedDiT.from_pretrained(job.blueprint, alone, dtype))
+    pipeline: Any = job.pipeline(dit, job.loading["files"], None)  # without a decoder: only latents are compared
+    return dit.model, pipeline.request(**job.settings)
 
 
-def _reference(args: FidelityArgs, device: torch.device) -> torch.dtype:
-    if args.reference != "auto":
-        return DTYPES[args.reference]
-    return torch.float32 if device.type == "cuda" else torch.float64
-
-
-def _head(args: FidelityArgs, job: Job, ranks: Mesh, tried: tuple[Way, ...], notes: list[str]) -> list[str]:
-    """Return the lines that say what is compared with what."""
-    reference = str(_reference(args, ranks.device)).removeprefix("torch.")
+def _head(args: FidelityArgs, job: Job, ranks: Mesh, compared: str, notes: Sequence[str]) -> str:
+    """Return the lines that say what is compared with what, and what a reader of the table must know."""
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
-    return [
-        f"model     {args.model}: {job.load.images} pictures, {job.load.tokens} tokens, {args.steps} steps of "
-        f"{type(job.scheduler).__name__}, {scales(job.guidance)}",
-        f"reference one rank, {reference} without TF32, attention by its formula, no graph",
-        f"compared  {len(tried)} ways on up to {max(way.ranks for way in tried)} of {ranks.world.size} x {device}",
-        *(f"note      {note}" for note in notes),
-    ]
-
-
-def _notes(args: FidelityArgs, job: Job, dtypes: tuple[torch.dtype, ...]) -> list[str]:
-    """Return what a reader of the table must know."""
-    no_fp16, no_lpips = args.dtype == "auto" and torch.float16 not in dtypes, why_no_lpips(args.lpips)
-    every = {
+    known = {
         RANDOM: job.blueprint.checkpoint is None,
-        "fp16 is slow on CPUs and not compared; --dtype fp16 does so": no_fp16,
-        f"no LPIPS: {no_lpips}": no_lpips is not None,
+        "fp16 is slow on CPUs and not compared; --dtype fp16 does so": device == "CPU" and args.dtype == "auto",
         "bits are compared between transports; with --exact (GPUs) also with those of one rank": not args.exact,
     }
-    return [note for note, holds in every.items() if holds]
+    lines = [
+        f"model     {args.model}: {job.load.images} pictures, {job.load.tokens} tokens, {args.steps} steps of "
+        f"{type(job.scheduler).__name__}, {scales(job.guidance)}",
+        "reference one rank, fp32 (fp64 for fp32) without TF32, attention by its formula, no graph",
+        f"compared  {compared} of {ranks.world.size} x {device}",
+    ]
+    shown = [*(note for note, holds in known.items() if holds), *notes]
+    return "\n".join([*lines, *(f"note      {note}" for note in shown)])
 
 
-def _say(mesh: Mesh, text: str) -> None:
-    if mesh.is_main:
+def _write(args: FidelityArgs, rows: Sequence[Row]) -> None:
+    """Write flags, versions and rows as JSON, whole or not at all."""
+    facts = {**asdict(args), "versions": versions(), "rows": [asdict(row) for row in rows]}
+    with written(args.out) as path:
+        path.write_text(json.dumps(facts, indent=1, default=str), encoding="utf-8")
+
+
+def _say(ranks: Mesh, text: str) -> None:
+    if ranks.is_main:
         print(text, flush=True)

@@ -61,9 +61,9 @@ def _introduce(args: Args, pipeline: Any, job: Job, plan: Plan) -> None:
     pipeline.set_vae(args.vae)
     _say(pipeline.dit.mesh, summary(args, pipeline, job, plan))
     if args.verify:
-        from seqpar.cli import verifying  # imports what no other run needs
+        from seqpar.fidelity.verify import verify  # imports what no other run needs
 
-        verifying.of_job(pipeline, job)
+        verify(pipeline, **job.settings)
 
 
 def _encoding(job: Job, mesh: Mesh) -> Bar:

@@ -7,6 +7,7 @@ too (`seqpar.fidelity.heads`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -84,28 +85,28 @@ class TokenShare:
 
 @contextmanager
 def watched(modules: Iterable[nn.Module], seen: Callable[[str, Tensor], Any]) -> Iterator[None]:
-    """Call `seen(name, tensor)` for every tensor that a block returns, in their order; blocks are not compiled."""
-    modules, counts = list(modules), dict[str, int]()
+    """Call `seen(name, tensor)` for every tensor that a block returns, in their order; compiled blocks run eagerly."""
+    counts = Counter[str]()
 
     def after(name: str, output: object) -> None:
-        counts[name] = counts.get(name, 0) + 1
+        counts[name] += 1
         again = "" if counts[name] == 1 else f", call {counts[name]}"
         tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
         for number, x in enumerate(tensors, start=1):
             seen(f"{name}{again}" if len(tensors) == 1 else f"{name}{again}, output {number}", x)
 
-    compiled = [(one, one._compiled_call_impl) for module in modules for one in module.modules()]
+    blocks = [each for module in modules for each in blocks_of(module)]
+    with torch.compiler.set_stance("force_eager"), hooked(blocks, after):
+        yield
+
+
+@contextmanager
+def hooked(modules: Iterable[tuple[str, nn.Module]], work: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Call `work(name, output)` after each call of a module; what it returns, if anything, replaces the output."""
     with ExitStack() as hooks:
-        for module in modules:
-            for name, block in blocks_of(module):
-                hooks.enter_context(block.register_forward_hook(lambda *call, name=name: after(name, call[-1])))
-        try:
-            for one, _ in compiled:
-                one._compiled_call_impl = None  # compiled code would not see the hooks
-            yield
-        finally:
-            for one, impl in compiled:
-                one._compiled_call_impl = impl
+        for name, module in modules:
+            hooks.enter_context(module.register_forward_hook(lambda *call, name=name: work(name, call[-1])))
+        yield
 
 
 def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:

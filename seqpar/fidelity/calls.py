@@ -11,7 +11,7 @@ blocks as well. Text encoders and the VAE are not verified.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,19 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from seqpar.adapter.body import Inside
 from seqpar.adapter.call import Call
 from seqpar.adapter.estimate import dtype_of
 from seqpar.adapter.parallelize import transformers_of
 from seqpar.engine.promises import Promise, plain
 from seqpar.engine.signature import Form, form_of
 from seqpar.fidelity.blocks import TokenShare
-from seqpar.fidelity.compare import BITS, Comparison, Place, digest, error, first_unequal
-from seqpar.fidelity.look import AFTER, WHOLE, Look, Streams, compare_references, in_place_of
-from seqpar.fidelity.one_rank import held, wide, widened
+from seqpar.fidelity.compare import BITS, Comparison, Place, digest, first_unequal
+from seqpar.fidelity.look import AFTER, ROOM, Look, Streams
+from seqpar.fidelity.one_rank import wide
 from seqpar.ranks.mesh import Mesh
 
-ROOM = 10 * WHOLE  # positions of one call of a step
 WIDE = torch.float32  # the reference's data type, also of fp32 and fp64: some of diffusers' models round to it within
 
 
@@ -56,8 +54,8 @@ class RecordedCall:
 class _Recorder:
     """Takes the place of a transformer's call, and keeps arguments and results."""
 
-    def __init__(self, module: nn.Module, call: Call, made: list[RecordedCall]) -> None:
-        self._module, self._call, self._made = module, call, made
+    def __init__(self, module: nn.Module, call: Call, calls: list[RecordedCall]) -> None:
+        self._module, self._call, self._calls = module, call, calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         named = self._call.named(args, kwargs)
@@ -66,7 +64,7 @@ class _Recorder:
         results = self._call(*args, **kwargs)
         kept = form_of(tuple(results.values()) if isinstance(results, Mapping) else tuple(results))
         kept = kept.each(lambda x: x if isinstance(x, Promise) else x.clone())
-        self._made.append(RecordedCall(self._module, self._call, arguments, kept, *self._step(arguments.tensors)))
+        self._calls.append(RecordedCall(self._module, self._call, arguments, kept, *self._step(arguments.tensors)))
         return results
 
     def __getattr__(self, name: str) -> Any:
@@ -74,9 +72,9 @@ class _Recorder:
 
     def _step(self, arguments: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return step and turn of a call: a step ends where the timestep changes."""
-        if not self._made:
+        if not self._calls:
             return 0, 0
-        last = self._made[-1]
+        last = self._calls[-1]
         before, names = last.arguments.tensors, {"timestep", "t"} & arguments.keys() & last.arguments.tensors.keys()
         same = all(torch.equal(before[name].flatten()[:1], arguments[name].flatten()[:1]) for name in names)
         return (last.step, last.turn + 1) if same and last.module is self._module else (last.step + 1, 0)
@@ -99,8 +97,8 @@ def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps:
     steps: of a pipeline's run, unless its arguments say so; its pictures are not decoded. A transformer is called as
     often with the same arguments. Raises ValueError if the pipeline did not call its transformer.
     """
-    made, ending = list[RecordedCall](), ""
-    with _recording(transformers_of(target).values(), made):
+    calls, ending = list[RecordedCall](), ""
+    with _recording(transformers_of(target).values(), calls):
         if isinstance(target, nn.Module):
             for _ in range(steps):
                 target(*args, **kwargs)
@@ -112,104 +110,85 @@ def recorded(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps:
             if settings.get("output_type") == "latent":
                 tensors = (x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor))
                 ending = digest({str(number): plain(x) for number, x in enumerate(tensors)})
-    if not made:
+    if not calls:
         raise ValueError(f"got a {type(target).__name__} that did not call its transformer, expected a call")
-    return made, ending
+    return calls, ending
 
 
 @contextmanager
-def _recording(modules: Iterable[nn.Module], made: list[RecordedCall]) -> Iterator[None]:
+def _recording(modules: Iterable[nn.Module], calls: list[RecordedCall]) -> Iterator[None]:
     before = [(module, vars(module)["forward"]) for module in modules]
     try:
         for module, call in before:
-            vars(module)["forward"] = _Recorder(module, call, made)
+            vars(module)["forward"] = _Recorder(module, call, calls)
         yield
     finally:
         for module, call in before:
             vars(module)["forward"] = call
 
 
-def compare_pipelines(measured: Comparison, made: Sequence[RecordedCall], ending: str) -> tuple[str, ...]:
+def compare_pipelines(measured: Comparison, calls: Sequence[RecordedCall], ending: str) -> tuple[str, ...]:
     """Compare the bits that the ranks' pipelines pass to the transformer: guidance and schedulers make them of results.
 
     ending: digest of what the pipeline returned. Returns a note where the ranks were given different inputs from the
     first call on, of which rank 0's are used. All ranks must call this together.
     """
-    mine = [*(digest(each.arguments.tensors) for each in made), ending]
-    every = made[0].call.mesh.collect(mine, list[str])
-    if len({each[0] for each in every}) > 1:
+    mine = {each.place(-1, "the call"): digest(each.arguments.tensors) for each in calls}
+    mine[calls[-1].place(AFTER, "the pipeline's end")] = ending
+    every = [dict(each) for each in calls[0].call.mesh.collect([*mine.items()], list[tuple[Place, str]])]
+    if any(first_unequal(each, every[0]) == min(mine) for each in every):
         return ("guidance and scheduler are not compared, because ranks pass other tensors from the first call on",)
-    if (index := first_unequal(mine, every[0])) is not None:
-        place = made[index].place(-1, "the call") if index < len(made) else made[-1].place(AFTER, "the pipeline's end")
+    if (place := first_unequal(mine, every[0])) is not None:
         measured.find(place, BITS.format("rank 0's pipeline passes, which comes from its guidance or scheduler"))
     return ()
 
 
-def measure(made: Sequence[RecordedCall]) -> Comparison:
+def measure(calls: Sequence[RecordedCall]) -> Comparison:
     """Return what this rank measures of the calls; every rank must call this at the same time."""
-    dtype = dtype_of(made[0].module)
+    dtype = dtype_of(calls[0].module)
     measured = Comparison(WIDE if dtype == torch.float64 else dtype)
     with torch.inference_mode(False), torch.no_grad():
-        again = [_Again(each) for each in made]
-        for each in made:
+        again = [_Again(each, measured) for each in calls]
+        for each in calls:
             each.call.check_delivered()
-        for call in {id(each.call): each.call for each in made}.values():
+        for call in {id(each.call): each.call for each in calls}.values():
             call.release()  # the transformer's own forward must be free of hooks; the next call makes all again
         for each in again:
-            mesh, place = each.made.call.mesh, each.made.place(WHOLE, "the result")
-            compare_references(measured, mesh, place, held(mesh, lambda each=each: each.by_one(measured)))
+            each.compare()
     return measured
 
 
 class _Again:
-    """A call again: by the ranks now, and by one rank alone with `by_one`, after all calls were made by the ranks."""
+    """A call again: by the ranks now, and by one rank alone with `compare`, after all calls were made by the ranks."""
 
-    def __init__(self, made: RecordedCall) -> None:
-        self.made, mesh = made, made.call.mesh
-        self._given = made.call.rank_0s(dict(made.arguments.whole))
-        self._inside: Inside = made.call.body.inside(self._given.whole)
-        self._ours = dict(made.results.each(plain).tensors)  # a promise is computed now, on all ranks
-        self._look, ranks = Look([self._inside.module], mesh.sequence), self._inside.ranks
-        keeper, attend = ranks.keeper, ranks.keeper.attend
+    def __init__(self, recorded_call: RecordedCall, measured: Comparison) -> None:
+        body, self._forward = recorded_call.call.body, recorded_call.call.__wrapped__
+        self._arguments: Mapping[str, Any] = recorded_call.call.rank_0s(dict(recorded_call.arguments.whole)).whole
+        self._inside = inside = body.inside(self._arguments)
+        self._ours = dict(recorded_call.results.each(plain).tensors)  # a promise is computed now, on all ranks
+        self._look = Look(measured, recorded_call.place, [inside.module], recorded_call.call.mesh, WIDE)
+        keeper, attend = inside.ranks.keeper, inside.ranks.keeper.attend
         try:
             vars(keeper)["attend"] = lambda *kind, **masked: self._look.attention(attend(*kind, **masked))
             with self._look.ranks():
-                made.call.body(self._given.whole)
+                body(self._arguments)
         finally:
             del vars(keeper)["attend"]
-        self._look.share = TokenShare(dict(ranks.last.lengths), ranks.axis.size, ranks.axis.rank)
+        self._share = TokenShare(dict(inside.ranks.last.lengths), inside.ranks.axis.size, inside.ranks.axis.rank)
 
-    def by_one(self, measured: Comparison) -> Streams:
-        """Compute the call on this rank alone, in the model's data type and in a wider one, and compare.
+    def compare(self) -> None:
+        """Compare the call with one rank alone, in the model's data type and in a wider one."""
+        self._look.compare("the result", self._ours, self._by_one)
 
-        Returns the results in the wider type.
-        """
-        made, ours = self.made, self._ours
-        if self._inside.alone is None:
-            alone, truth = self._look.by_one(self._forward, self._given.whole, WIDE)
-        else:
-            alone, truth = self._by_native(self._inside.alone)
-        self._look.report(measured, made.place)
-        measured.add(made.place(WHOLE, "the result"), error(ours, truth), error(alone, truth))
-        measured.bits.append(digest(ours))
-        if self._inside.alone is not None:  # the native model is right, too: with diffusers' own conditioning
-            with widened([made.module], WIDE):
-                theirs = self._forward(wide(self._given.whole, WIDE))
-            errors = error(ours, theirs), error(self._forward(self._given.whole), theirs)
-            measured.add(made.place(WHOLE + 1, "the result, by diffusers' own forward"), *errors)
-        return truth
+    def _by_one(self) -> tuple[Streams, Streams]:
+        native, arguments = self._inside.alone, self._arguments
+        if native is None:
+            return self._look.by_one(
+                self._share, lambda: self._results(arguments), lambda: self._results(wide(arguments, WIDE))
+            )
+        outputs = self._look.tokens_by_one(self._share, lambda: native(arguments))
+        alone, truth = (dict(zip(self._ours, each.values(), strict=True)) for each in outputs)
+        return alone, truth
 
-    def _by_native(self, native: Callable[[Mapping[str, Any]], tuple[Tensor, ...]]) -> tuple[Streams, Streams]:
-        """Return the results of the native model on one rank in its own type and in the wider one."""
-        given, module = self._given.whole, self._inside.module
-
-        def results(outputs: Streams) -> Streams:
-            with in_place_of([module], lambda *_: outputs):
-                return form_of(native(given)).tensors
-
-        alone, truth = self._look.tokens_by_one(lambda: native(given), WIDE)
-        return results(alone), results(truth)
-
-    def _forward(self, arguments: Mapping[str, Any]) -> Streams:
-        forward: Any = self.made.call.__wrapped__
-        return form_of(tuple(forward(**arguments, return_dict=False))).tensors
+    def _results(self, arguments: Mapping[str, Any]) -> Streams:
+        return form_of(tuple(self._forward(**arguments, return_dict=False))).tensors

@@ -1,15 +1,14 @@
 """Measures how far tensors of a run are from those of a reference run, and judges the errors by bounds.
 
-It is the one definition of error and bound: `seqpar fidelity` compares predictions and states step by step, `verify`
-compares outputs of blocks, too. It knows nothing about models, ranks or files: a `Comparison` holds `Error`s, each at a
-`Place` of the run, beside those of one rank alone, and its first finding is where the run is wrong.
+It is the one definition of error and bound. It knows nothing about models, ranks or files: a `Comparison` holds
+`Error`s, each at a `Place` of the run, beside those of one rank alone, and its first finding is where the run is wrong.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +22,7 @@ PLACE_FACTOR, LARGEST_FACTOR = 1.6, 4.0
 FLOORS = {torch.float64: 1e-11, torch.float32: 1e-5}
 WIDER = {torch.float32: torch.float64, torch.float64: torch.float64}  # the reference of other data types is fp32
 BITS = "other bits than {}, expected the same"
+NOT_FINITE = "one rank alone has numbers that are not finite there; try another data type"
 
 
 @dataclass(frozen=True, order=True)
@@ -61,62 +61,69 @@ class Error:
         return None
 
 
-Errors = Mapping[Place, Error]
 EXACT = Error(0.0, 0.0)
+Bits = Mapping[Place, str]
+"""Digests of what all ranks should have whole."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A place at which something is wrong, and what."""
+    """A place at which something is wrong, and what. ratio: of an error, in units of that of one rank; else 0."""
 
     place: Place
     reason: str
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.reason}"
+    ratio: float = 0.0
 
 
 @dataclass
 class Comparison:
     """What one rank has measured: errors of the ranks' run, and of one rank alone in the same data type.
 
-    factor: how many times the error of one rank is accepted. found: what is wrong besides errors. bits: digests of what
-    all ranks should have whole. blocks: the largest number of blocks' outputs in an evaluation.
+    findings: what is wrong besides errors. bits: digests of what all ranks should have whole. blocks: the largest
+    number of blocks' outputs in an evaluation.
     """
 
     dtype: torch.dtype
-    factor: float = FACTOR
-    mine: dict[Place, Error] = field(default_factory=dict)
-    alone: dict[Place, Error] = field(default_factory=dict)
-    found: list[Finding] = field(default_factory=list)
-    bits: list[str] = field(default_factory=list)
+    errors: dict[Place, tuple[Error, Error]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    bits: dict[Place, str] = field(default_factory=dict)
     blocks: int = 0
 
     def add(self, place: Place, mine: Error, alone: Error) -> None:
         """Add the errors at a place; one rank alone must have finite numbers there."""
-        self.mine[place], self.alone[place] = mine, alone
+        self.errors[place] = mine, alone
         if math.isnan(alone.rms):
-            self.find(place, "one rank alone has numbers that are not finite there; try another data type")
+            self.find(place, NOT_FINITE)
 
     def find(self, place: Place, reason: str) -> None:
         """Add what is wrong at a place."""
-        self.found.append(Finding(place, reason))
-
-    def first(self) -> Finding | None:
-        """Return the first place at which something is wrong, or None; ValueError if nothing was compared."""
-        over = first_over(self.mine, {place: bound(self.alone[place], self.dtype, self.factor) for place in self.mine})
-        return min([*self.found, *([] if over is None else [over])], key=lambda each: each.place, default=None)
+        self.findings.append(Finding(place, reason))
 
     def ratio(self, place: Place) -> float:
-        """Return the error at a place in units of one rank's, or of the smallest that counts; 0 for other findings."""
-        if place not in self.mine:
-            return 0.0
-        floor = FLOORS.get(self.dtype, 0.0) / FACTOR
-        return self.mine[place].share(Error(max(self.alone[place].rms, floor), math.inf))
+        """Return the error at a place in units of one rank's, or of the smallest that counts."""
+        mine, alone = self.errors[place]
+        return FACTOR * mine.share(bound(alone, self.dtype))
 
-    def worst(self) -> tuple[float, Place]:
-        """Return the largest ratio (NaN if one is NaN), and its place."""
-        return max(((self.ratio(place), place) for place in self.mine), key=lambda each: (math.isnan(each[0]), each[0]))
+    def first(self) -> Finding | None:
+        """Return the first place at which something is wrong, or None; ValueError if nothing was compared.
+
+        Bounds hold if the errors of all places together (the rms of their ratios) are within them, and no place is over
+        its own by more than errors scatter.
+        """
+        if not self.errors:
+            raise ValueError("got no errors, expected some: what is not compared does not hold")
+        over, ratios = list[Finding](), {place: self.ratio(place) for place in self.errors}
+        together = math.sqrt(sum(ratio**2 for ratio in ratios.values()) / len(ratios)) / FACTOR
+        for place, (mine, alone) in self.errors.items():
+            accepted = bound(alone, self.dtype)
+            if (reason := mine.why_not(accepted)) is not None:
+                over.append(Finding(place, reason, ratios[place]))
+            elif together > 1 and ratios[place] > FACTOR:
+                reason = (
+                    f"error {mine.rms:.2e}, expected at most {accepted.rms:.2e}; {together:.2f} times over all steps"
+                )
+                over.append(Finding(place, reason, ratios[place]))
+        return min([*self.findings, *over], key=lambda each: each.place, default=None)
 
 
 def error(got: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Error:
@@ -138,50 +145,16 @@ def error(got: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Error:
     return Error(rms, largest / unit if math.isfinite(rms) else math.nan)
 
 
-def worst(errors: Iterable[Error]) -> Error:
-    """Return the largest of each number; NaN if one is NaN."""
-    every = list(errors)
-    if any(math.isnan(each.rms) for each in every):
-        return Error(math.nan, math.nan)
-    return Error(max(each.rms for each in every), max(each.largest for each in every))
-
-
-def bound(alone: Error, dtype: torch.dtype, factor: float = FACTOR) -> Error:
+def bound(alone: Error, dtype: torch.dtype) -> Error:
     """Return what an error may be, given the error of one rank at the same place in the same data type."""
     floor = FLOORS.get(dtype, 0.0)
-    largest = LARGEST_FACTOR * factor / FACTOR * alone.largest
-    return Error(max(factor * alone.rms, floor), max(largest, LARGEST_FACTOR * floor))
+    return Error(max(FACTOR * alone.rms, floor), LARGEST_FACTOR * max(alone.largest, floor))
 
 
-def first_over(errors: Errors, bounds: Errors) -> Finding | None:
-    """Return the first place, in the order of the run, at which a bound is passed; None if all bounds hold.
-
-    Bounds hold if the errors of all places together (the rms of their shares) are within them, and no place is over its
-    own by more than errors scatter. Raises ValueError if a place has no bound or nothing is compared: what is not
-    compared does not hold.
-    """
-    if not errors or errors.keys() != bounds.keys():
-        raise ValueError(f"got errors at {len(errors)} places and bounds at {len(bounds)}, expected the same places")
-    shares = {place: errors[place].share(bounds[place]) for place in sorted(errors)}
-    for place in shares:
-        if (reason := errors[place].why_not(bounds[place])) is not None:
-            return Finding(place, reason)
-    together = math.sqrt(sum(share**2 for share in shares.values()) / len(shares))
-    if together <= 1:
-        return None
-    first = next(place for place, share in shares.items() if share > 1)
-    return Finding(
-        first,
-        f"error {errors[first].rms:.2e}, expected at most {bounds[first].rms:.2e}; {together:.2f} times over all steps",
-    )
-
-
-def first_unequal(bits: Sequence[str], reference: Sequence[str]) -> int | None:
-    """Return the first index at which two lists of `digest`s differ, or None; the longer list differs at its end."""
-    if list(bits) == list(reference):
-        return None
-    pairs = enumerate(zip(bits, reference, strict=False))
-    return next((index for index, (ours, theirs) in pairs if ours != theirs), min(len(bits), len(reference)))
+def first_unequal(bits: Bits, reference: Bits) -> Place | None:
+    """Return the first place at which digests differ, or that only one of both has; None if there is none."""
+    places = bits.keys() | reference.keys()
+    return min((place for place in places if bits.get(place) != reference.get(place)), default=None)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -8,13 +8,14 @@ a head that is wrong by two percent is found in bf16.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from seqpar.attention._streams import given, present, split_out
-from seqpar.fidelity.compare import FACTOR, FLOORS, WIDER
+from seqpar.fidelity.compare import FACTOR, FLOORS, NOT_FINITE, WIDER
 from seqpar.fidelity.one_rank import full_precision
 from seqpar.kernels.prepare import reference as prepared
 from seqpar.local.reference import attend as by_formula
@@ -23,58 +24,40 @@ from seqpar.transports.collective.point_to_point import gather
 from seqpar.types.protocols import Attend, Projected, Stream
 
 
-@dataclass(frozen=True, eq=False)
-class Attended:
-    """One attention on this rank: its streams, its mask, and its output for all of them, (B, l, H, D)."""
+class Observed:
+    """An attention that computes the same as another one, and compares its heads with the formula.
 
-    streams: tuple[Stream, ...]
-    mask: Tensor | None
-    out: Tensor
+    find: is told which head is wrong. Every rank of the sequence axis must call it together.
+    """
 
-    def wrong(self, axis: Axis) -> str | None:
-        """Return in words which head is wrong, or None. Every rank of the sequence axis must call this together."""
-        dtype = self.out.dtype
-        with full_precision():
-            truth = self._by_formula(axis, WIDER.get(dtype, torch.float32))
-        alone = _errors(self._by_formula(axis, dtype), truth)
+    def __init__(self, attend: Attend, axis: Axis, find: Callable[[str], None]) -> None:
+        self._attend, self._axis, self._find, self.tokens = attend, axis, find, attend.tokens
+
+    def __call__(
+        self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, **options: Any
+    ) -> tuple[Tensor, ...]:
+        """Return what the other attention returns; options: its keyword arguments."""
+        dtype = _dtype(streams)
+        with full_precision():  # before the model may overwrite its streams
+            truth = self._by_formula(streams, mask_BL, WIDER.get(dtype, torch.float32))
+        alone = _errors(self._by_formula(streams, mask_BL, dtype), truth)
+        outs = self._attend(streams, mask_BL, **options)
         accepted = (FACTOR * alone).clamp(min=max(FLOORS.get(dtype, 0.0), torch.finfo(dtype).eps))
-        error = _errors(self.out, truth)
-        over = (~(error <= accepted)).nonzero()
-        if not len(over):
-            return None
-        row, head = over[0].tolist()
-        return f"head {head} of row {row} has error {error[row, head]:.2e}, expected at most {accepted[row, head]:.2e}"
+        error = _errors(torch.cat(outs, dim=1), truth)
+        for row, head in (~(error <= accepted)).nonzero()[:1].tolist():
+            wrong, most = error[row, head], accepted[row, head]
+            reason = f"head {head} of row {row} has error {wrong:.2e}, expected at most {most:.2e}"
+            self._find(NOT_FINITE if most.isnan() else reason)
+        return outs
 
-    def _by_formula(self, axis: Axis, dtype: torch.dtype) -> Tensor:
+    def _by_formula(self, streams: Sequence[Stream], mask_BL: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the output in this data type, as one rank computes it from the tokens of all."""
-        q, k, v = _joined(self.streams, dtype)
+        (q, k, v), axis = _joined(streams, dtype), self._axis
         if axis.size > 1:
             mine = torch.tensor([q.shape[1]], device=q.device)
             sizes = tuple(gather(mine, axis, (1,) * axis.size).tolist())
             k, v = gather(k, axis, sizes, dim=1), gather(v, axis, sizes, dim=1)
-        return by_formula(q, k, v, self.mask)[0]
-
-
-class Observed:
-    """An attention that computes the same as another one, and tells what it computed."""
-
-    def __init__(self, attend: Attend, tell: Callable[[Attended], None]) -> None:
-        self._attend, self._tell, self.tokens = attend, tell, attend.tokens
-
-    def __call__(
-        self,
-        streams: Sequence[Stream],
-        mask_BL: Tensor | None = None,
-        /,
-        *,
-        beside: Callable[[], None] | None = None,
-        only: int | None = None,
-    ) -> tuple[Tensor, ...]:
-        """See `seqpar.types.protocols.Attend`."""
-        kept = tuple(map(_copied, streams))
-        outs = self._attend(streams, mask_BL, beside=beside, only=only)
-        self._tell(Attended(kept, mask_BL, torch.cat(outs, dim=1).clone()))
-        return outs
+        return by_formula(q, k, v, mask_BL)[0]
 
 
 class ByFormula:
@@ -92,19 +75,15 @@ class ByFormula:
         beside: Callable[[], None] | None = None,
         only: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """Attend over the given streams, which is the one of `only` where it names one."""
+        """Return (B, L, H, D) for each of the given streams, which is the one of `only` where it names one."""
         if beside is not None:
             beside()
-        first = streams[0]
-        dtype = first.x.dtype if isinstance(first, Projected) else first.q.dtype
-        return split_out(by_formula(*_joined(streams, dtype), mask_BL)[0], streams)
+        return split_out(by_formula(*_joined(streams, _dtype(streams)), mask_BL)[0], streams)
 
 
-def _copied(stream: Stream) -> Stream:
-    """Return the stream with copies of what the model may overwrite."""
-    if isinstance(stream, Projected):
-        return replace(stream, x=stream.x.clone())
-    return replace(stream, q=stream.q.clone(), k=stream.k.clone(), v=stream.v.clone())
+def _dtype(streams: Sequence[Stream]) -> torch.dtype:
+    first = streams[0]
+    return first.x.dtype if isinstance(first, Projected) else first.q.dtype
 
 
 def _joined(streams: Sequence[Stream], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,32 +7,19 @@ besides the model's own weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from seqpar.engine.distributed import DistributedDiT, plan_of
-from seqpar.fidelity.blocks import blocks_of
-from seqpar.planner.plan import Choice
-from seqpar.planner.search import Wish
-from seqpar.ranks import exact
+from seqpar.fidelity.blocks import blocks_of, hooked
 from seqpar.ranks.mesh import Mesh
-from seqpar.types.protocols import SequenceModel
 
 T = TypeVar("T")
 LEAST = 2  # bytes of a floating-point weight that can be converted as it is; smaller ones are quantised
 ROW_DIMS = 2  # embeddings that hold for all tokens have a row for each picture; tokens have one dim more
-
-
-def plain_engine(model: SequenceModel, alone: Mesh) -> DistributedDiT:
-    """Return the model on one rank with attention by its formula, also in exact mode, which has kernels for 16 bits."""
-    dtype = torch.bfloat16 if exact.is_on() else next(model.parameters()).dtype
-    plan = plan_of(model.config, model, dtype, alone, Wish())
-    return DistributedDiT(model, alone, plan=replace(plan, local=Choice("reference", "the reference of a comparison")))
 
 
 def held(mesh: Mesh, work: Callable[[], T]) -> T:
@@ -64,11 +51,11 @@ def full_precision() -> Iterator[None]:
 
 def wide(whole: Any, dtype: torch.dtype) -> Any:
     """Return nested values with all floating-point tensors in at least this data type, and the others unchanged."""
-    return pytree.tree_map_only(Tensor, lambda x: _wide(x, dtype), whole)
 
+    def widest(x: Tensor) -> Tensor:
+        return x.detach().to(torch.promote_types(x.dtype, dtype)) if x.is_floating_point() else x
 
-def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.detach().to(torch.promote_types(x.dtype, dtype)) if x.is_floating_point() else x
+    return pytree.tree_map_only(Tensor, widest, whole)
 
 
 class _WideTable(dict[str, Any]):
@@ -126,13 +113,14 @@ class Conditioning:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
         blocks = {id(block) for module in modules for _, block in blocks_of(module)}
-        self._layers = [each for module in modules for each in module.children() if id(each) not in blocks]
+        named = [each for module in modules for each in module.named_children()]
+        self._layers = [(name, layer) for name, layer in named if id(layer) not in blocks]
         self._kept: list[list[Any]] = []
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Keep the embeddings of the call that is made inside."""
-        with self._hooked(lambda output: self._kept.append(pytree.tree_leaves(output))):
+        with hooked(self._layers, lambda name, output: self._kept.append(pytree.tree_leaves(output))):
             yield
 
     @contextmanager
@@ -140,19 +128,12 @@ class Conditioning:
         """Let the layers of the call that is made inside return the kept embeddings, in this data type or wider."""
         kept = iter(self._kept)
 
-        def replaced(output: Any) -> Any:
+        def replaced(name: str, output: Any) -> Any:
             leaves, spec = pytree.tree_flatten(output)
             pairs = zip(leaves, wide(next(kept), dtype), strict=True)
             return pytree.tree_unflatten([old if _is_embedding(x) else x for x, old in pairs], spec)
 
-        with self._hooked(replaced):
-            yield
-
-    @contextmanager
-    def _hooked(self, work: Callable[[Any], Any]) -> Iterator[None]:
-        with ExitStack() as handles:
-            for layer in self._layers:
-                handles.enter_context(layer.register_forward_hook(lambda *call: work(call[-1])))
+        with hooked(self._layers, replaced):
             yield
 
 

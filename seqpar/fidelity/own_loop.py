@@ -8,6 +8,7 @@ the ranks run the steps once more, as CUDA graphs where the run has them.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from torch import Tensor
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity.blocks import TokenShare
 from seqpar.fidelity.compare import BITS, WIDER, Comparison, Error, Place, digest, error
-from seqpar.fidelity.look import AFTER, WHOLE, Look, Streams, compare_references, copied, in_place_of
-from seqpar.fidelity.one_rank import held, plain_engine
+from seqpar.fidelity.look import AFTER, Look, Streams, copied, in_place_of
+from seqpar.fidelity.one_rank import held
 from seqpar.planner.costs import facts_of
 from seqpar.ranks import exact
 from seqpar.ranks.mesh import Mesh
@@ -24,7 +25,6 @@ from seqpar.ranks.shard import Shard
 from seqpar.sampling.request import Request, rank_0s
 from seqpar.sampling.run import Run, begin
 from seqpar.transports.collective.point_to_point import gather
-from seqpar.types.protocols import SequenceModel
 
 # guidance and a scheduler's step are a few operations on each number in fp32; a scale that is one percent off is more
 STEP = {torch.float64: Error(1e-12, 1e-11)}
@@ -38,22 +38,23 @@ def measure(dit: DistributedDiT, request: Request, evaluations: int) -> Comparis
 
     Raises ValueError if one rank cannot compute the request, or has not the memory for it.
     """
-    request, made = rank_0s(dit.mesh, request), Comparison(dit.dtype)
-    loop, states = _Loop(dit, request, made), list[Streams]()
+    request, measured = rank_0s(dit.mesh, request), Comparison(dit.dtype)
+    loop = _Loop(dit, request, measured)
+    evaluations = min(evaluations, len(loop.ranks.timesteps))
     try:
-        for index in range(min(evaluations, len(loop.ranks.timesteps))):
-            states.append(loop.step(index))
+        for index in range(evaluations):
+            loop.step(index)
     finally:
         loop.release()
-    _once_more(dit, request, states, made)
-    return made
+    _once_more(dit, request, evaluations, measured)
+    return measured
 
 
 class _Loop:
-    """Runs of one request: of the ranks, and of one rank alone, in exact mode with the ranks' attention."""
+    """Runs of one request: of the ranks, and of one rank alone."""
 
-    def __init__(self, dit: DistributedDiT, request: Request, made: Comparison) -> None:
-        self._dit, self._request, self._made = dit, request, made
+    def __init__(self, dit: DistributedDiT, request: Request, measured: Comparison) -> None:
+        self._dit, self._request, self._measured = dit, request, measured
         self._models = [dit.model, *(each.model for each in request.segments.values())]
         self.ranks = begin(dit, _again(request))
         self._alone = held(dit.mesh, lambda: begin(*_by_one(dit, request)))
@@ -63,38 +64,31 @@ class _Loop:
         self.ranks.release()
         self._alone.release()
 
-    def step(self, index: int) -> Streams:
-        """Let the ranks make the step of this number, compare it, and return the state after it."""
-        mesh, made, inputs = self._dit.mesh, self._made, copied(self.ranks.inputs())
-        look = Look(self._models, mesh.sequence, _share(self._dit, self._request, self.ranks))
+    def step(self, index: int) -> None:
+        """Let the ranks make the step of this number, and compare it."""
+        dit, inputs, share = self._dit, copied(self.ranks.inputs()), _share(self._dit, self._request, self.ranks)
+        place, wider = partial(Place, index), WIDER.get(dit.dtype, torch.float32)
+        look = Look(self._measured, place, self._models, dit.mesh, wider, _is_exact(dit))
         with look.ranks():
-            mine = look.tokens(self.ranks.step, look.attention)
-        self._dit.check_delivered()
+            mine = look.tokens(self.ranks.step)
+        dit.check_delivered()
         ours, after = self._whole(mine), copied(self.ranks.inputs())
-        made.bits += [digest(ours), digest(after)]
-        truth = held(mesh, lambda: self._compare(look, index, inputs, ours, after))
-        compare_references(made, mesh, Place(index, WHOLE), truth)
-        return after
 
-    def _compare(self, look: Look, index: int, inputs: Streams, ours: Streams, after: Streams) -> Streams:
-        """Compare the model's outputs with one rank's on the same inputs, and the step with that from the same outputs.
+        def by_one() -> tuple[Streams, Streams]:
+            both = look.tokens_by_one(share, lambda: self._alone.predict_on(index, inputs))
+            self._compare_state(index, ours, after)
+            return both
 
-        Returns the reference's outputs. One rank's own state stays that of the ranks, but for what is wrong.
-        """
-        made, dtype = self._made, self._dit.dtype
-        wider = WIDER.get(dtype, torch.float32)
-        alone, truth = look.tokens_by_one(lambda: self._alone.predict_on(index, inputs), wider)
-        look.report(made, lambda position, name: Place(index, position, name))
-        made.add(Place(index, WHOLE), error(ours, truth), error(alone, truth))
-        unequal = [*look.unequal, *([] if digest(alone) == digest(ours) else [(WHOLE, Place(0).name)])]
-        for position, name in unequal[:1] if _is_exact(self._dit) else ():
-            made.find(Place(index, position, name), BITS.format("one rank has, and only data moves"))
+        look.compare(Place(0).name, ours, by_one)
+        look.whole(place(AFTER, STATE), after)
+
+    def _compare_state(self, index: int, ours: Streams, after: Streams) -> None:
+        """Compare the ranks' step with one rank's from the same outputs, whose state stays that of the ranks."""
         with in_place_of(self._models, lambda *_: dict(ours)):
             self._alone.step()
-        reason = error(after, self._alone.inputs()).why_not(STEP.get(dtype, STEP_FP32))
+        reason = error(after, self._alone.inputs()).why_not(STEP.get(self._dit.dtype, STEP_FP32))
         if reason is not None:
-            made.find(Place(index, AFTER, STATE), f"{reason}, from the same prediction")
-        return truth
+            self._measured.find(Place(index, AFTER, STATE), f"{reason}, from the same prediction")
 
     def _whole(self, outputs: Streams) -> Streams:
         """Return the model's outputs for all tokens, and for the rows of all images with the prompt, then without."""
@@ -110,20 +104,19 @@ class _Loop:
         return {name: whole(name, x) for name, x in outputs.items()}
 
 
-def _once_more(dit: DistributedDiT, request: Request, states: list[Streams], made: Comparison) -> None:
+def _once_more(dit: DistributedDiT, request: Request, evaluations: int, measured: Comparison) -> None:
     """Compare the bits of the states with those of a second run, by CUDA graphs where the run has them.
 
     It has no hooks, whose reading makes ranks wait for each other.
     """
     run = begin(dit, _again(request))
     try:
-        for index, first in enumerate(states):
+        for place in (Place(index, AFTER, STATE) for index in range(evaluations)):
             if run.why_no_graph is None:
                 run.capture()
             run.step()
-            made.bits.append(digest(run.inputs()))
-            if made.bits[-1] != digest(first):
-                made.find(Place(index, AFTER, STATE), BITS.format(AGAIN))
+            if digest(run.inputs()) != measured.bits[place]:
+                measured.find(place, BITS.format(AGAIN))
         dit.check_delivered()
     finally:
         run.release()
@@ -131,13 +124,9 @@ def _once_more(dit: DistributedDiT, request: Request, states: list[Streams], mad
 
 def _by_one(dit: DistributedDiT, request: Request) -> tuple[DistributedDiT, Request]:
     """Return the engine and the request of one rank alone, on the same weights."""
-    alone, same_bits = Mesh.single(dit.device), _is_exact(dit)
-
-    def engine(model: SequenceModel) -> DistributedDiT:
-        return DistributedDiT(model, alone, local=dit.local.name) if same_bits else plain_engine(model, alone)
-
-    segments = {first: engine(each.model) for first, each in request.segments.items()}
-    return engine(dit.model), replace(_again(request), segments=segments)
+    mesh, local = Mesh.single(dit.device), dit.local.name
+    segments = {first: DistributedDiT(each.model, mesh, local=local) for first, each in request.segments.items()}
+    return DistributedDiT(dit.model, mesh, local=local), replace(_again(request), segments=segments)
 
 
 def _again(request: Request) -> Request:

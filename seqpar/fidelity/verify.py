@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,10 +22,11 @@ from torch import Tensor, nn
 
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.fidelity import own_loop
-from seqpar.fidelity.compare import BITS, Comparison, Finding, Place
+from seqpar.fidelity.compare import Comparison, Finding, Place
+from seqpar.fidelity.look import is_result
 from seqpar.pipelines._loaded import Loaded
 from seqpar.planner.plan import Plan
-from seqpar.ranks.inputs import broadcast, shapes
+from seqpar.ranks.inputs import agree, broadcast, shapes
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_request
 from seqpar.sampling.request import Request
@@ -46,30 +46,30 @@ class Verdict:
     """What was verified, and what it showed; `finding` is None if all ranks compute what one rank computes.
 
     what: ranks, layout and data type. steps, blocks: how many evaluations of the model, and outputs of blocks in each.
-    ratio: the largest error in units of one rank's, at `where`. seconds: the time that the verification took. gib: the
-    GPU memory at its peak, on the rank that used most; None on CPUs. notes: what was not compared, and why.
+    error: the largest error of an evaluation's result, relative to the reference. ratio: the largest error of all in
+    units of one rank's, at `where`. seconds: the time that the verification took. notes: what was not compared, and
+    why. bits: digests of what rank 0 has whole, with their places.
     """
 
     what: str
     steps: int
     blocks: int
+    error: float
     ratio: float
     where: str
     finding: str | None
     seconds: float
-    gib: float | None
     notes: tuple[str, ...] = ()
+    bits: tuple[tuple[Place, str], ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
-        memory = "" if self.gib is None else f", {self.gib:.1f} GiB at most"
-        compared = f"{self.steps} evaluations of {self.blocks} block outputs"
         lines = [
-            f"verify    {self.what}: {compared} ({self.seconds:.1f} s{memory})",
-            f"verify    largest error {self.ratio:.2f} times that of one rank in the same data type, at {self.where}",
-            *(f"verify    {note}" for note in self.notes),
-            f"verify    {'every step holds' if self.finding is None else f'FAILS at {self.finding}'}",
+            f"{self.what}: {self.steps} evaluations of {self.blocks} block outputs ({self.seconds:.1f} s)",
+            f"largest error {self.ratio:.2f} times that of one rank in the same data type, at {self.where}",
+            *self.notes,
+            "every step holds" if self.finding is None else f"FAILS at {self.finding}",
         ]
-        return "\n".join(lines)
+        return "\n".join(f"verify    {line}" for line in lines)
 
 
 def verify(target: Any, *args: Any, evaluations: int = EVALUATIONS, **kwargs: Any) -> Verdict:
@@ -82,15 +82,45 @@ def verify(target: Any, *args: Any, evaluations: int = EVALUATIONS, **kwargs: An
     for arguments that do not fit or a run that one rank alone cannot hold.
     """
     if isinstance(target, DistributedDiT):
-        return _request(target, _asked(*args, **kwargs), evaluations)
-    if not isinstance(target, Loaded):
-        return _calls(target, args, kwargs, evaluations)
-    evaluations = _agreed(target.dit.mesh, evaluations)
-    probe, stand_in = replace(target), _StandIn(target.dit, evaluations)
-    vars(probe)["sampler"] = stand_in
-    pipeline: Any = probe
-    pipeline.latents(*args, **{"steps": evaluations, **kwargs})
-    return stand_in.verdicts[0]
+        mesh = target.mesh
+        verdict = verdict_of(target, _asked(*args, **kwargs), _agreed(mesh, evaluations))
+    elif isinstance(target, Loaded):
+        mesh = target.dit.mesh
+        evaluations = _agreed(mesh, evaluations)
+        probe, stand_in = replace(target), _StandIn(target.dit.model.STATE)
+        vars(probe)["sampler"] = stand_in
+        pipeline: Any = probe
+        pipeline.latents(*args, **{"steps": evaluations, **kwargs})
+        verdict = verdict_of(target.dit, stand_in.request, evaluations)
+    else:
+        mesh, verdict = _of_calls(target, args, kwargs, evaluations)
+    if mesh.is_main:
+        print(verdict, flush=True)
+    if verdict.finding is not None:
+        raise VerificationError(f"the ranks do not compute what one rank computes: {verdict.finding} ({verdict.what})")
+    return verdict
+
+
+def verdict_of(dit: DistributedDiT, request: Request, evaluations: int) -> Verdict:
+    """Return the verdict on the first evaluations of a request, the same on all ranks, which call this together."""
+    started = time.perf_counter()
+    check_request(dit, request)
+    measured = own_loop.measure(dit, request, evaluations)
+    models = [dit.model, *(each.model for each in request.segments.values())]
+    return _judged(dit.mesh, measured, models, dit.plan, started)
+
+
+def _of_calls(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], evaluations: int) -> tuple[Mesh, Verdict]:
+    """Return the verdict on the transformer's calls of a diffusers pipeline, or on those of a transformer."""
+    from seqpar.fidelity import calls  # imports the adapter, which a loop of our own does not need
+
+    mesh, started = calls.mesh_of(target), time.perf_counter()
+    recorded, ending = calls.recorded(target, args, kwargs, _agreed(mesh, evaluations))
+    measured = calls.measure(recorded)
+    notes = calls.compare_pipelines(measured, recorded, ending)
+    models = list({id(each.module): each.module for each in recorded}.values())
+    plan = recorded[0].call.body.inside(recorded[0].arguments.whole).ranks.plan
+    return mesh, replace(_judged(mesh, measured, models, plan, started), notes=notes)
 
 
 def _agreed(mesh: Mesh, evaluations: int) -> int:
@@ -106,114 +136,78 @@ def _asked(scheduler: Any, noise: Any, prompt: Any, **settings: Any) -> Request:
 
 
 class _StandIn:
-    """Takes the place of a pipeline's sampler: verifies the request that the pipeline makes, and returns its noise."""
+    """Takes the place of a pipeline's sampler: keeps the request that the pipeline makes, and returns its noise."""
 
-    def __init__(self, dit: DistributedDiT, evaluations: int) -> None:
-        self._dit, self._evaluations = dit, evaluations
-        self._noise: dict[str, Tensor] = {}
-        self.verdicts: list[Verdict] = []
+    request: Request
+
+    def __init__(self, streams: Sequence[str]) -> None:
+        self._names = streams
 
     def __call__(self, *args: Any, **settings: Any) -> Tensor:
-        request = _asked(*args, **settings)
-        self._noise = request.latents(self._dit.model.STATE)
-        self.verdicts.append(_request(self._dit, request, self._evaluations))
-        return next(iter(self._noise.values()))
+        self.request = _asked(*args, **settings)
+        return self.streams()[self._names[0]]
 
     def streams(self) -> dict[str, Tensor]:
-        return self._noise
-
-    def release(self) -> None:
-        """Do nothing: a verification keeps nothing."""
+        return self.request.latents(self._names)
 
 
-def _request(dit: DistributedDiT, request: Request, evaluations: int) -> Verdict:
-    """Verify a request of our own loop."""
-    evaluations, started = _agreed(dit.mesh, evaluations), time.perf_counter()
-    check_request(dit, request)
-    with _memory(dit.mesh):
-        made = own_loop.measure(dit, request, evaluations)
-        models = [dit.model, *(each.model for each in request.segments.values())]
-        return _ended(dit.mesh, made, models, dit.plan, started)
-
-
-def _calls(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], evaluations: int) -> Verdict:
-    """Verify the transformer's calls of a diffusers pipeline, or those of a transformer."""
-    from seqpar.fidelity import calls  # imports the adapter, which a loop of our own does not need
-
-    mesh, started = calls.mesh_of(target), time.perf_counter()
-    evaluations = _agreed(mesh, evaluations)
-    with _memory(mesh):
-        made, ending = calls.recorded(target, args, kwargs, evaluations)
-        measured = calls.measure(made)
-        notes = calls.compare_pipelines(measured, made, ending)
-        models = list({id(each.module): each.module for each in made}.values())
-        plan = made[0].call.body.inside(made[0].arguments.whole).ranks.plan
-        return _ended(mesh, measured, models, plan, started, notes)
-
-
-@contextmanager
-def _memory(mesh: Mesh) -> Iterator[None]:
-    """Count the memory at its peak, and give the reference's back, which graphs and peer memory could not take."""
+def _judged(mesh: Mesh, measured: Comparison, models: Sequence[nn.Module], plan: Plan, started: float) -> Verdict:
+    """Return the verdict over all ranks, the same on each but for its seconds."""
     if mesh.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(mesh.device)
-    try:
-        yield
-    finally:
-        if mesh.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def _ended(
-    mesh: Mesh, made: Comparison, models: Sequence[nn.Module], plan: Plan, started: float, notes: tuple[str, ...] = ()
-) -> Verdict:
-    """Return the verdict over all ranks, which rank 0 prints, or raise VerificationError with its finding."""
+        torch.cuda.empty_cache()  # graphs and peer memory could not take what the reference leaves there
     for model in models:
         if (reason := other_weights(mesh, model)) is not None:
-            made.find(Place(0, -1, "the weights"), reason)
-    sharded = [plan.strategy.name] if mesh.sequence.size > 1 else []
-    layout = ", ".join([str(mesh), *sharded, plan.transport.name, plan.local.name])
-    what = f"{mesh.world.size} ranks ({layout}), {str(made.dtype).removeprefix('torch.')}"
-    verdict = replace(_judged(mesh, made, what), seconds=time.perf_counter() - started, notes=notes)
-    if mesh.is_main:
-        print(verdict, flush=True)
-    if verdict.finding is not None:
-        raise VerificationError(f"the ranks do not compute what one rank computes: {verdict.finding} ({what})")
-    return verdict
-
-
-def _judged(mesh: Mesh, made: Comparison, what: str) -> Verdict:
-    """Return the verdict over all ranks, the same on each but for its seconds."""
-    first, gib = made.first(), None
-    if mesh.device.type == "cuda":
-        gib = torch.cuda.max_memory_allocated(mesh.device) / 2**30
-    size = 0.0 if first is None else made.ratio(first.place)
-    kind = tuple[Finding | None, float, tuple[float, Place], list[str], float | None, int]
-    every = mesh.collect((first, size, made.worst(), made.bits, gib, made.blocks), kind)
-    firsts, sizes, worsts, bits, gibs, counts = zip(*every, strict=True)
-    blocks = max(counts)  # a rank without tokens of a stream has fewer than others
-    wrong, finding = [rank for rank, found in enumerate(firsts) if found is not None], None
-    if wrong:  # of several ranks, the one that is most wrong there
-        rank = min(wrong, key=lambda rank: (firsts[rank].place, not math.isnan(sizes[rank]), -sizes[rank]))
-        finding = f"{firsts[rank].place} on rank {rank}: {firsts[rank].reason}"
-    elif different := next((rank for rank, each in enumerate(bits) if each != bits[0]), None):
-        finding = f"the end of the run: rank {different} has {BITS.format('rank 0')}"
-    elif not blocks:
+            measured.find(Place(0, -1, "the weights"), reason)
+    worst = max(measured.errors, key=lambda place: _size(measured.ratio(place)))
+    results = [mine.rms for place, (mine, _) in measured.errors.items() if is_result(place)]
+    mine = measured.ratio(worst), worst, max(results, key=_size), measured.blocks
+    ratios, places, errors, blocks = zip(*mesh.collect(mine, tuple[float, Place, float, int]), strict=True)
+    ratio, where = max(zip(ratios, places, strict=True), key=lambda each: _size(each[0]))
+    finding = _finding(mesh, measured)
+    if finding is None and not max(blocks):  # a rank without tokens of a stream has fewer than others
         finding = "the blocks: none was compared, because no hook of a block was called"
-    ratio, place = max(worsts, key=lambda each: (math.isnan(each[0]), each[0]))
-    steps = len({place.step for place in made.mine})
-    memory = max((each for each in gibs if each is not None), default=None)
-    return Verdict(what, steps, blocks, ratio, str(place), finding, 0.0, memory)
+    strategy = [plan.strategy.name] if mesh.sequence.size > 1 else []
+    layout = ", ".join([str(mesh), *strategy, plan.transport.name, plan.local.name])
+    return Verdict(
+        f"{mesh.world.size} ranks ({layout}), {str(measured.dtype).removeprefix('torch.')}",
+        steps=len({place.step for place in measured.errors}),
+        blocks=max(blocks),
+        error=max(errors, key=_size),
+        ratio=ratio,
+        where=str(where),
+        finding=finding,
+        seconds=time.perf_counter() - started,
+        bits=tuple(measured.bits.items()),
+    )
+
+
+def _finding(mesh: Mesh, measured: Comparison) -> str | None:
+    """Return in words what is wrong first on any rank, and of several ranks the one that is most wrong there."""
+    every = enumerate(mesh.collect(measured.first(), Finding | None))
+    findings = [(each, rank) for rank, each in every if each is not None]
+    if not findings:
+        return None
+    place = min(each.place for each, _ in findings)
+    finding, rank = max((pair for pair in findings if pair[0].place == place), key=lambda pair: _size(pair[0].ratio))
+    return f"{place} on rank {rank}: {finding.reason}"
+
+
+def _size(number: float) -> tuple[bool, float]:
+    """Return a key that sorts numbers by their size, and NaN after all others."""
+    return math.isnan(number), number
 
 
 def other_weights(mesh: Mesh, model: nn.Module) -> str | None:
-    """Return in words which weight of which rank has other bits than rank 0's, or None; all ranks call it together."""
-    mine, different = {name: x.detach() for name, x in model.named_parameters()}, None
-    every = mesh.collect(str(shapes(mine)), str)
-    if (other := next((rank for rank, form in enumerate(every) if form != every[0]), None)) is not None:
-        return f"rank {other} has other weights than rank 0: other names, shapes or data types"
+    """Return in words which weight of which rank has other bits than rank 0's, or None; all ranks call it together.
+
+    Raises ValueError on all ranks if names, shapes or data types differ.
+    """
+    mine, same = {name: x.detach() for name, x in model.named_parameters()}, dict[str, bool]()
+    agree(mesh, shapes(mine))
     for name, x in mine.items():
         theirs = broadcast(mesh, {name: x})[name]
-        if different is None and not torch.equal(*(y.flatten().view(torch.uint8) for y in (x, theirs))):
-            different = name
-    names = enumerate(mesh.collect(different, str | None))
-    return next((f"rank {rank} has other weights than rank 0: {name}" for rank, name in names if name), None)
+        same[name] = torch.equal(*(y.flatten().view(torch.uint8) for y in (x, theirs)))
+    every = mesh.collect([name for name in mine if not same[name]][:1], list[str])
+    return next(
+        (f"rank {rank} has other weights than rank 0: {each[0]}" for rank, each in enumerate(every) if each), None
+    )

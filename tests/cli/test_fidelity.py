@@ -1,16 +1,16 @@
-"""`seqpar fidelity` from flags to its table and picture."""
+"""`seqpar fidelity` from flags to its table."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from seqpar.cli.args import FidelityArgs
-from seqpar.cli.fidelity import RANDOM, _notes, checked, run_fidelity
+from seqpar.cli.fidelity import RANDOM, _head, checked, run_fidelity
 from seqpar.ranks.mesh import Mesh
 from tests.fidelity.faults import Fault, ending, lost_shard, none
 from tests.support.pool import Pool
@@ -21,51 +21,41 @@ def printed(rank: int, world: int, device: torch.device, args: FidelityArgs, fau
     return ending(rank, fault, lambda: run_fidelity(args))
 
 
-def test_a_table_and_a_picture_are_written_beside_each_other(ranks: Pool, tmp_path: Path) -> None:
-    args = FidelityArgs(classes=("cat",), steps=2, transport="collective", out=tmp_path / "new")
-    (first, ended), (second, _) = ranks.run(2, printed, args, none)
-    assert ended == second == ""
-    table = (tmp_path / "new" / "table.md").read_text()
-    assert [line for line in first.splitlines() if line.startswith("| ")] == [
-        line for line in table.splitlines() if line.startswith("| ")
-    ]
-    for shown in (
-        "reference one rank, float",
-        "note      no LPIPS: no file",
-        "| trained, outliers | bfloat16 | 2 ",
-        "| kv_gather | collective |",
-        "| cfg 2 ",
+def test_a_table_is_printed_and_the_verdicts_are_written(ranks: Pool, tmp_path: Path) -> None:
+    args = FidelityArgs(classes=("cat",), steps=2, transport="collective", out=tmp_path / "new" / "verdicts.json")
+    (shown, ended), (_, other) = ranks.run(2, printed, args, none)
+    assert ended == other == ""
+    for text in (
+        "reference one rank, fp32",
+        "bfloat16, 2 ranks, ulysses 2, kv_gather, collective ",
+        "float32, 2 ranks, cfg 2, collective ",
         "verdict   every way holds",
     ):
-        assert shown in table
-    assert "random" not in table
-    data = json.loads((tmp_path / "new" / "errors.json").read_text())
-    kinds = {(row["weights"], row["dtype"]) for row in data["rows"]}
-    assert {("trained", "float32"), ("trained", "bfloat16"), ("trained, outliers", "bfloat16")} <= kinds
-    assert {len(row["same_inputs"]) for row in data["rows"]} == {2}
-    with Image.open(tmp_path / "new" / "difference.png") as sheet:
-        assert sheet.width >= 3 * 128
-        assert sheet.height >= len(kinds) * 128
+        assert text in shown
+    assert "random" not in shown
+    rows = json.loads(args.out.read_text())["rows"]
+    assert {row["dtype"] for row in rows} == {"torch.float32", "torch.bfloat16"}
+    assert all(row["verdict"]["ratio"] < 1.5 and row["finding"] is None for row in rows)
 
 
-def test_a_fault_ends_in_an_error_that_names_it_and_the_table_is_written(ranks: Pool, tmp_path: Path) -> None:
-    flags = {"strategy": "ulysses", "mesh": "cfg=1", "transport": "collective", "outliers": False, "dtype": "bf16"}
-    args = FidelityArgs(classes=("cat",), steps=2, counts=(2,), out=tmp_path, **flags)
+def test_a_fault_ends_in_an_error_that_names_it_and_the_verdicts_are_written(ranks: Pool, tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"strategy": "ulysses", "mesh": "cfg=1", "transport": "collective", "dtype": "bf16"}
+    args = FidelityArgs(classes=("cat",), steps=2, counts=(2,), out=tmp_path / "verdicts.json", **flags)
     for shown, ended in ranks.run(2, printed, args, lost_shard):
-        assert ended.startswith("got trained, bfloat16, 2 ranks, ulysses 2, ulysses, collective: prediction of step 1")
-        assert "FAILS" in shown or not shown
-    assert "verdict   2 finding(s)" in (tmp_path / "table.md").read_text()
+        assert ended.startswith(
+            "got bfloat16, 2 ranks, ulysses 2, ulysses, collective: attention in blocks.0 of step 1"
+        )
+        assert "verdict   1 finding(s)" in shown or not shown
+    assert "attention in blocks.0" in json.loads(args.out.read_text())["rows"][1]["finding"]
 
 
 def test_random_weights_are_said_to_show_little_and_wrong_flags_are_refused(tmp_path: Path) -> None:
-    args, alone = FidelityArgs("dit-s/8", ("1",), size="128", out=tmp_path), Mesh.single()
-    assert RANDOM in _notes(args, checked(args, alone), ())
-    assert RANDOM not in _notes(args, checked(FidelityArgs(out=tmp_path), alone), ())
+    args, alone = FidelityArgs("dit-s/8", ("1",), size="128", out=tmp_path / "verdicts.json"), Mesh.single()
+    assert RANDOM in _head(args, checked(args, alone), alone, "1 way", ())
+    assert RANDOM not in _head(args, checked(FidelityArgs(out=tmp_path / "verdicts.json"), alone), alone, "1 way", ())
     for wrong, message in (
         ({"counts": (2,)}, "expected numbers of ranks from 1 to 1"),
         ({"model": "flux.1-dev", "prompt": ("x",), "classes": (), "size": None}, "cannot be compared yet"),
-        ({"size": "8", "model": "builtin", "classes": ("cat",)}, r"got pictures of \(8, 8\) pixels, .* give a --size"),
-        ({"lpips": tmp_path / "none.pth"}, "expected a file with the weights"),
     ):
         with pytest.raises(ValueError, match=message):
             run_fidelity(FidelityArgs(**{**vars(args), **wrong}))

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from seqpar.types.schemas import Channels, Number, Schema, checked, described, shown
+from seqpar.types.schemas import Channels, Number, Schema, checked, shown
 from seqpar.weights.jsons import read_json
 
 INDEX, SCHEDULER = "model_index.json", "scheduler_config.json"
@@ -114,7 +114,7 @@ def check_autoencoder(config: Mapping[str, Any], where: object) -> None:
     fields = checked(str(where), config, Autoencoder)
     check_numbers(config, where)
     if "scaling_factor" in config and fields.scaling_factor is None:  # diffusers would take the null as it is
-        raise ValueError(f"got {where} with scaling_factor=None, expected {described(Positive)}")
+        raise ValueError(f"got {where} with scaling_factor=None, expected float > 0.0")
 
 
 def read_encoder(folder: Path) -> dict[str, Any]:

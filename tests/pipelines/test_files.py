@@ -130,7 +130,7 @@ def truncate_vae(folder: Path) -> None:
             r"decoder\.conv_in\.bias of shape \(3,\), expected \(64,\)",
         ),
         (edit_config(block_out_channels=None), r"expected \(.*\) for|wrong keys|describes no AutoencoderKL"),
-        (edit_config(block_out_channels="wide"), r"config\.json with block_out_channels='wide', expected a list of"),
+        (edit_config(block_out_channels="wide"), r"config\.json with block_out_channels='wide', expected array"),
         (edit_config(_class_name="AutoencoderDC"), "of class AutoencoderDC, expected AutoencoderKL"),
         (lambda folder: (folder / "vae" / "config.json").unlink(), "expected a readable JSON file"),
     ],

@@ -40,8 +40,8 @@ class Adapted:
     """Checked work of a pipeline with diffusers' own loop, before any weight is read.
 
     kind: the pipeline's class. arguments: those of its call, without generator and callback. scheduler: the class name
-    of another scheduler, or None. video: whether it makes videos. why: the reason for diffusers' loop. file: that of
-    the transformer, where it is not diffusers' (`seqpar.weights.single_file`).
+    of another scheduler, or None. video: whether it makes videos. file: that of the transformer, where it is not
+    diffusers' (`seqpar.weights.single_file`).
     """
 
     kind: Any
@@ -51,8 +51,12 @@ class Adapted:
     seed: int
     scheduler: str | None
     video: bool
-    why: str
     file: Path | None = None
+
+    @property
+    def why(self) -> str:
+        """Return the reason for diffusers' loop."""
+        return f"seqpar has no loop of its own for {self.kind.__name__}"
 
     @property
     def steps(self) -> int:
@@ -80,7 +84,7 @@ class Adapted:
             own = {} if self.file is None else {"transformer": load_transformer(self.file, self.dtype)}
             pipe = self.kind.from_pretrained(self.folder, torch_dtype=self.dtype, **own)
         if self.scheduler is not None:
-            pipe.scheduler = _scheduler(dict(pipe.scheduler.config), self.scheduler)
+            pipe.scheduler = _schedulers.build(dict(pipe.scheduler.config), self.scheduler)
         name_encoders(pipe)
         return pipe.to(device)
 
@@ -104,13 +108,11 @@ class Adapted:
         return VaeImageProcessor.numpy_to_pil(np.stack(results))
 
 
-def check(order: Order, path: Path | None, why: str | None = None) -> Adapted:
+def check(order: Order, path: Path) -> Adapted:
     """Return the work that an order describes; ValueError for whatever does not fit. Reads configs, no weights.
 
-    why: the reason for this way if the model has a loop of its own.
+    path: a pipeline's folder, or the file of a transformer in one.
     """
-    if path is None:
-        raise ValueError(f"got model {order.model}, expected a folder or hub id of a diffusers pipeline")
     path, file = (path.parent, path) if path.is_file() else (path, None)
     index = read_pipeline(path)
     kind = _kind(index, path)
@@ -120,11 +122,10 @@ def check(order: Order, path: Path | None, why: str | None = None) -> Adapted:
     if video:
         _check_exporter(kind.__name__)
     if order.scheduler is not None:
-        _scheduler(read_scheduler(path / "scheduler"), order.scheduler)
+        _schedulers.build(read_scheduler(path / "scheduler"), order.scheduler)
     embeds = bool(check_parts(path, index, file).get("guidance_embeds"))
     arguments = _arguments(order, kind.__name__, given, embeds)
-    reason = why or f"seqpar has no loop of its own for {kind.__name__}"
-    return Adapted(kind, path, order.dtype, arguments, order.seed, order.scheduler, video, reason, file)
+    return Adapted(kind, path, order.dtype, arguments, order.seed, order.scheduler, video, file)
 
 
 def _check_flags(order: Order, name: str, given: Mapping[str, inspect.Parameter]) -> None:
@@ -142,11 +143,6 @@ def _check_flags(order: Order, name: str, given: Mapping[str, inspect.Parameter]
     if "prompt" not in given or needed:
         takes = ", ".join(needed) or "no prompt"
         raise ValueError(f"got a {name}, which takes {takes}, expected one that needs nothing but a prompt")
-
-
-def _scheduler(config: Mapping[str, Any], name: str) -> Any:
-    """Return a diffusers scheduler by its class name, with the configuration of another; ValueError if none fits."""
-    return _schedulers.build(config, name, **_schedulers.flow_settings(config, name))
 
 
 def _kind(index: Mapping[str, Any], path: Path) -> Any:

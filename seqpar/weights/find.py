@@ -23,6 +23,7 @@ from seqpar.weights.hub import download
 from seqpar.weights.layout import open_model
 from seqpar.weights.loading import load
 
+BUILTIN = Path(__file__).parents[1] / "assets" / "emoji-dit"  # the model that comes with the package
 INIT_STD = 0.02  # standard deviation of the random weights of presets
 
 
@@ -78,7 +79,7 @@ class Blueprint:
 
 
 def locate(name: str | Path | Blueprint, heads: int | None = None) -> Blueprint:
-    """Return the blueprint for a preset, a folder or file of a layout of `seqpar.weights.layout`, or a hub id.
+    """Return the blueprint for "builtin", a preset, a folder or file of `seqpar.weights.layout`, or a hub id.
 
     name: a blueprint stands for itself. heads: the number of heads, for original files of sizes that were never
     released; nothing in such a file says it. Raises ValueError if nothing has this name or its files do not fit, before
@@ -103,6 +104,8 @@ def resolve(name: str | Path) -> Path | None:
     device.
     """
     known = presets(_modules())
+    if str(name).lower() == "builtin":
+        return BUILTIN
     if str(name).lower() in known:
         return None
     path = Path(name)

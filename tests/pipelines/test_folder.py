@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from seqpar.pipelines import adapted, class_labels, flux
-from seqpar.pipelines._family import BUILTIN, Order
+from seqpar.pipelines._family import Order
 from seqpar.pipelines._folder import check_parts
 from seqpar.pipelines._naming import naming
+from seqpar.weights.find import BUILTIN
 from tests.support import pipelines
 
 

@@ -24,7 +24,7 @@ from seqpar.pipelines._texts import Texts
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
-from seqpar.weights.find import locate
+from seqpar.weights.find import Blueprint, locate
 
 PIPELINES = ()
 MODELS = (Model,)
@@ -58,10 +58,10 @@ class Pipeline(FromTexts):
         return self.sampler(DDIMScheduler(clip_sample=False), noise, self.texts.rows(prompts), **settings)
 
 
-def check(order: Order, path: Path | None) -> Job:
+def check(order: Order, model: Path | Blueprint) -> Job:
     """Return the job that an order describes."""
     order.needs_prompts()
-    files, prompts = Files(locate(order.model if path is None else path)), order.pictures
+    files, prompts = Files(locate(model)), order.pictures
     scheduler = DDIMScheduler(clip_sample=False)
     _schedulers.timed(scheduler, order.steps)
     return Job.of(

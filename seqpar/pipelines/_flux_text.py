@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seqpar.pipelines import _texts
-from seqpar.pipelines._folder import check_encoder, check_files, check_libraries
+from seqpar.pipelines._folder import check_encoder, check_files
 from seqpar.pipelines._naming import naming
 from seqpar.pipelines._texts import Encode, Texts
 from seqpar.ranks.mesh import Mesh
@@ -63,7 +63,6 @@ def check_encoders(folder: Path, index: Mapping[str, Any], config: Any) -> None:
 
     index: the folder's model_index.json. config: the transformer's `Config`. Reads configs and headers, no weights.
     """
-    check_libraries(folder, index)
     _texts.check_named(folder, index, (*ENCODERS, *TOKENIZERS))
     for name, (size, wanted) in ENCODERS.items():
         got, expected = read_encoder(folder / name).get(size), getattr(config, wanted)

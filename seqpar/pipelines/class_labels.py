@@ -81,9 +81,16 @@ class Files(_files.Files):
         return size
 
 
-class Sampling(TypedDict, total=False):
-    """The settings of `Pipeline.latents` that are those of `Request`, with the same meaning."""
+class Asked(TypedDict, total=False):
+    """The settings of `Pipeline.latents`.
 
+    size: (height, width) in pixels, None for the model's own. scheduler: the name of a diffusers class, a scheduler
+    (which is not changed), or None for the model's own. The others are those of `Request`, with the same meaning.
+    """
+
+    seed: int
+    size: tuple[int, int] | None
+    scheduler: Any
     steps: Required[int]
     guidance: Required[Guidance]
     eta: float | None
@@ -117,33 +124,18 @@ class Pipeline(Loaded):
         self,
         classes: Sequence[str | int],
         *,
-        seed: int = 0,
-        size: tuple[int, int] | None = None,
-        scheduler: Any = None,
         on_step: Callable[[int], None] = lambda index: None,
-        **settings: Unpack[Sampling],
+        **asked: Unpack[Asked],
     ) -> Tensor:
-        """Return sampled latents (N, C, h, w) for N classes, equal on every rank, from rank 0's arguments.
+        """Return sampled latents (N, C, h, w) for N classes, equal on every rank, from rank 0's arguments."""
+        return self.sampler(**vars(self.request(classes, **asked)), on_step=on_step)
 
-        scheduler: the name of a diffusers class, a scheduler (which is not changed), or None for the model's own.
-        settings: steps, guidance, eta, respacing and clip_denoised; see `Request`.
-        """
-        run = self.request(classes, seed=seed, size=size, scheduler=scheduler, **settings)
-        return self.sampler(run.scheduler, run.noise, run.prompt, generator=run.generator, on_step=on_step, **settings)
-
-    def request(
-        self,
-        classes: Sequence[str | int],
-        *,
-        seed: int = 0,
-        size: tuple[int, int] | None = None,
-        scheduler: Any = None,
-        **settings: Unpack[Sampling],
-    ) -> Request:
+    def request(self, classes: Sequence[str | int], **asked: Unpack[Asked]) -> Request:
         """Return the inputs of the run that `latents` makes of these arguments, from those of rank 0."""
-        mesh = self.dit.mesh
-        asked = settings.get("steps"), settings.get("guidance"), size, seed
-        mesh.together(lambda: check_pictures("classes", classes, *asked))
+        mesh, settings = self.dit.mesh, dict[str, Any](asked)
+        seed, size, scheduler = settings.pop("seed", 0), settings.pop("size", None), settings.pop("scheduler", None)
+        run = settings.get("steps"), settings.get("guidance"), size, seed
+        mesh.together(lambda: check_pictures("classes", classes, *run))
         kind = tuple[list[str | int], tuple[int, int] | None, int]
         classes, size, seed = mesh.share((list(classes), size, seed), kind)
         asked_of_0 = (True, scheduler) if scheduler is None or isinstance(scheduler, str) else (False, None)

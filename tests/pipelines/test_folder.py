@@ -20,6 +20,7 @@ from seqpar.pipelines import adapted, class_labels, flux
 from seqpar.pipelines._family import Order
 from seqpar.pipelines._folder import check_parts
 from seqpar.pipelines._naming import naming
+from seqpar.ranks.mesh import Mesh
 from seqpar.weights.find import BUILTIN
 from tests.support import pipelines
 
@@ -43,12 +44,15 @@ def test_no_program_beside_a_part_runs(pixart: Path, tmp_path: Path, monkeypatch
     for library in ("mymodel.evil", "mymodel", "canary"):
         with changed(pixart / "model_index.json", more=[library, "E"]), pytest.raises(ValueError, match="more="):
             check(pixart)
-    for file, text in (("diffusers.py", program), ("adapter_config.json", "{}")):
-        path = pixart / "transformer" / file
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"expected classes of diffusers and transformers|expected no adapter"):
-            check(pixart)
-        path.unlink()
+    adapter, beside = pixart / "transformer" / "adapter_config.json", pixart / "transformer" / "diffusers.py"
+    adapter.write_text("{}")
+    with pytest.raises(ValueError, match="expected no adapter"):
+        check(pixart)
+    adapter.unlink()
+    beside.write_text(program)
+    with pytest.raises(ValueError, match=r"which does not load: .*trust_remote_code"):
+        check(pixart).load(Mesh.single())
+    beside.unlink()
     with changed(pixart / "model_index.json", tokenizer=["transformers", "AutoTokenizer"]):
         check(pixart)
         asks = changed(pixart / "tokenizer" / "tokenizer_config.json", auto_map={"AutoTokenizer": ["x.Y", None]})

@@ -92,7 +92,6 @@ def check(args: Args, mesh: Mesh, path: Path | None = None) -> Job | Adapted:
         *others, last = outputs(args, job)
         check_writable(last, ".mp4" if video else ".png", others)
     aim, axes = parse_mesh(args.mesh)
-    _check_heads(args, job)
     if isinstance(job, Adapted):
         if args.dry_run is not None or aim != "latency":
             flag = "a plan" if args.dry_run is not None else f"--mesh {args.mesh}"
@@ -152,15 +151,6 @@ def scales(guidance: Guidance) -> str:
         return f"guidance {guidance.scale:g}"
     beside = f", classifier-free guidance {guidance.scale:g}" if guidance.on else ""
     return f"guidance {guidance.embedded:g} as an input{beside}"
-
-
-def _check_heads(args: Args, job: Job | Adapted) -> None:
-    """Raise where the files say the number of heads themselves, and another one."""
-    if args.heads is None:
-        return
-    known = None if isinstance(job, Adapted) else job.blueprint.config.num_attention_heads
-    if args.heads != known:
-        raise ValueError(f"got --heads {args.heads} with --model {args.model}, expected none: its files say the number")
 
 
 def _check_ranges(args: Args) -> None:

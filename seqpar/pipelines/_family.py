@@ -28,7 +28,7 @@ from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_loading, check_pictures
 from seqpar.sampling.guidance import Guidance
 from seqpar.types.protocols import plugin, plugins
-from seqpar.weights.find import Blueprint, locate, resolve
+from seqpar.weights.find import Blueprint, check_heads, locate, resolve
 from seqpar.weights.layout import pipeline_folder
 from seqpar.weights.parts import read_pipeline
 
@@ -132,6 +132,7 @@ class Job:
         scheduler: with its timesteps set; without one the order's steps are the evaluations. more: further fields;
         `loading` and `settings` are added to those that every family has.
         """
+        check_heads(files.blueprint.name, files.blueprint.config, order.heads)
         height, width = files.latent_size(order.size)
         evaluations = order.steps if scheduler is None else len(scheduler.timesteps)
         settings = {"steps": order.steps, "seed": order.seed, "size": order.size, "guidance": guidance}

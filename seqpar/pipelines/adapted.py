@@ -26,6 +26,7 @@ from seqpar.pipelines import _schedulers
 from seqpar.pipelines._family import FOR_CLASSES, Order
 from seqpar.pipelines._folder import check_parts
 from seqpar.pipelines._naming import naming, naming_loop
+from seqpar.pipelines._texts import check_installed
 from seqpar.ranks.mesh import Mesh
 from seqpar.vae.shared import looked_at
 from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
@@ -132,6 +133,7 @@ def _check_flags(order: Order, name: str, given: Mapping[str, inspect.Parameter]
     """Raise ValueError for flags that no pipeline takes this way, and for a pipeline that needs more than a prompt."""
     order.refuse(f"expected none: {name} takes texts", classes=order.classes)
     order.refuse(FOR_CLASSES, respacing=order.respacing)
+    order.refuse("expected none: its files say the number", heads=order.heads)
     order.refuse("expected none: diffusers' loop has none", eta=order.eta, guidance_channels=order.guidance_channels)
     if "num_frames" not in given:
         order.refuse(f"expected none: {name} makes no videos", frames=order.frames, fps=order.fps)
@@ -153,8 +155,7 @@ def _kind(index: Mapping[str, Any], path: Path) -> Any:
         raise ValueError(
             f"got {path} with the pipeline {name}, expected one that diffusers {diffusers.__version__} has"
         )
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError(f"got a {name}, which needs another package; pip install transformers")
+    check_installed()
     if part_of(index, "transformer") is None:
         raise ValueError(f"got a {name} without a transformer, expected a pipeline that has one")
     return kind

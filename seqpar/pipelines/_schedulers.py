@@ -159,6 +159,7 @@ def flow_timing(scheduler: Any, steps: int, tokens: int) -> dict[str, Any]:
         named = {key: value for key, value in config.items() if value is not None}
         few, many = named.get("base_image_seq_len", 256), named.get("max_image_seq_len", 4096)
         low, high = named.get("base_shift", 0.5), named.get("max_shift", 1.15)
-        slope = (high - low) / (many - few)
-        timing["mu"] = tokens * slope + (low - slope * few)
+        with naming(f"got scheduler {name!r}, whose sigmas cannot be shifted"):
+            slope = (high - low) / (many - few)
+            timing["mu"] = tokens * slope + (low - slope * few)
     return timing

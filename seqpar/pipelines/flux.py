@@ -25,7 +25,7 @@ from seqpar.pipelines._family import Job, Order, generated
 from seqpar.pipelines._flux_text import TOKENS
 from seqpar.pipelines._folder import check_files
 from seqpar.pipelines._loaded import FromTexts, drawn_in
-from seqpar.pipelines._texts import Texts, described
+from seqpar.pipelines._texts import Encode, described
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_pictures
 from seqpar.sampling.guidance import Guidance
@@ -106,10 +106,17 @@ class Pipeline(FromTexts):
         files = Files(blueprint, pipe, pipe.vae.config, text_tokens, scheduling=scheduling)
         return files, pipe.transformer.dtype
 
-    @classmethod
-    def texts_of(cls, files: Files, mesh: Mesh, dtype: torch.dtype) -> Texts:
-        """Return the prompts of these files as tensors, without any yet."""
-        return _flux_text.texts_of(files.source, files.blueprint.config, files.text_tokens, mesh, dtype)
+    @staticmethod
+    def text_shapes(files: Files) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of T5's text tokens and of CLIP's pooled vector."""
+        config = files.blueprint.config
+        tokens = files.text_tokens, config.joint_attention_dim
+        return {"encoder_hidden_states": tokens, "pooled_projections": (config.pooled_projection_dim,)}
+
+    @staticmethod
+    def encoder(files: Files, device: torch.device, dtype: torch.dtype) -> Encode:
+        """Return a function that encodes one prompt, and holds the encoders."""
+        return _flux_text.encoder(files.source, files.text_tokens, device, dtype)
 
     def latents(
         self,

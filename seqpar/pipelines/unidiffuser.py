@@ -26,9 +26,9 @@ from seqpar.models.uvit import Mode, Model
 from seqpar.pipelines import _schedulers
 from seqpar.pipelines._family import Job, Order, generated
 from seqpar.pipelines._loaded import FromTexts, drawn_in
-from seqpar.pipelines._texts import Texts, described
+from seqpar.pipelines._texts import Encode, described
 from seqpar.pipelines._unidiffuser_files import Files
-from seqpar.pipelines._unidiffuser_parts import captions, image_streams, texts_of
+from seqpar.pipelines._unidiffuser_parts import captions, image_streams, text_encoder
 from seqpar.ranks.inputs import streams_of_rank_0
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_pictures
@@ -73,10 +73,15 @@ class Pipeline(FromTexts):
         scheduling = _schedulers.config_of(pipe.scheduler)
         return Files(blueprint, pipe, pipe.vae.config, scheduling=scheduling), pipe.unet.dtype
 
-    @classmethod
-    def texts_of(cls, files: Files, mesh: Mesh, dtype: torch.dtype) -> Texts:
-        """Return the prompts of these files as tensors, without any yet."""
-        return texts_of(files.source, files.blueprint.config, mesh, dtype)
+    @staticmethod
+    def text_shapes(files: Files) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of CLIP's hidden states, made narrower."""
+        return {"text": (files.blueprint.config.text_tokens, files.blueprint.config.text_width)}
+
+    @staticmethod
+    def encoder(files: Files, device: torch.device, dtype: torch.dtype) -> Encode:
+        """Return a function that encodes one prompt, and holds the encoders."""
+        return text_encoder(files.source, files.blueprint.config.text_tokens, device, dtype)
 
     def latents(
         self,

@@ -20,7 +20,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.modeling_utils import ModelMixin
 
 from seqpar.pipelines._naming import naming
-from seqpar.types.schemas import shown
+from seqpar.types.arguments import shown
 from seqpar.vae.decoder import check_vae
 from seqpar.weights.checkpoint import SUFFIXES, Checkpoint, find_checkpoint, open_checkpoint
 from seqpar.weights.find import WithoutValues

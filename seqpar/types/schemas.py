@@ -15,6 +15,8 @@ import msgspec
 from msgspec import Meta
 from msgspec import inspect as types
 
+from seqpar.types.arguments import shown
+
 # far beyond every published model, and small enough that a model of these sizes can be described without memory for it
 Layers = Annotated[int, Meta(ge=1, le=4096)]
 Heads = Annotated[int, Meta(ge=1, le=4096)]
@@ -32,8 +34,6 @@ Zero = Annotated[float, Meta(ge=0, le=0)]
 ZeroOrOne = Annotated[float, Meta(ge=0, le=1, multiple_of=1)]
 Yes = Annotated[bool, Meta(extra={"only": True})]
 No = Annotated[bool, Meta(extra={"only": False})]
-
-SHOWN = 60  # characters of a value in a message
 
 
 class Schema(msgspec.Struct, frozen=True):
@@ -62,14 +62,6 @@ def checked(what: str, config: Mapping[str, Any], schema: type[S]) -> S:
         if fields[name] not in _few(schema)[name]:
             raise _refusal(what, name, fields[name], schema, "")
     return read
-
-
-def shown(value: object) -> str:
-    """Return a value as text for a message, cut if it is long."""
-    if isinstance(value, int) and abs(value) >= 10**SHOWN:
-        return f"a number of {value.bit_length()} bits"
-    text = repr(value[:SHOWN] if isinstance(value, str) else value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _refusal(what: str, name: str, value: object, schema: type[Schema], expected: str) -> ValueError:

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from seqpar.types.schemas import Channels, Number, Schema, checked, shown
+from seqpar.types.arguments import shown
+from seqpar.types.schemas import Channels, Number, Schema, checked
 from seqpar.weights.jsons import read_json
 
 INDEX, SCHEDULER = "model_index.json", "scheduler_config.json"

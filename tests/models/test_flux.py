@@ -321,7 +321,7 @@ def test_presets_are_the_published_sizes() -> None:
         ({"num_single_layers": 0}, "num_single_layers=0, expected int >= 1"),
         ({"patch_size": 2}, "got a FLUX.1 config with patch_size=2, expected 1"),
         ({"in_channels": 63}, "in_channels=63, expected int that's a multiple of 4"),
-        ({"axes_dims_rope": (16, 56)}, r"axes_dims_rope=\(16, 56\), expected array of length 3"),
+        ({"axes_dims_rope": (16, 56)}, r"axes_dims_rope=tuple \(16, 56\), expected array of length 3"),
         ({"axes_dims_rope": (16, 56, 58)}, r"got axes_dims_rope \(16, 56, 58\), expected three .* with sum 128"),
         ({"quantization_config": {}}, "got a FLUX.1 config: Object contains unknown field quantization_config"),
     ],

@@ -105,7 +105,7 @@ PARTS = [
     (
         "model_index.json",
         {"text_encoder": ["a"]},
-        r"text_encoder=\['a'\], expected \[library, class\] or \[null, null\]",
+        r"text_encoder=list \['a'\], expected \[library, class\] or \[null, null\]",
     ),
     ("model_index.json", {"_class_name": ["PixArtAlphaPipeline"]}, r"expected the name of a pipeline's class"),
     *(
@@ -191,12 +191,12 @@ SCHEDULERS = [
     ({"beta_schedule": "x"}, "which cannot be built"),
     ({"beta_start": None}, r"which cannot be built: linspace\(\) received .{,400}$"),  # torch lists all it takes
     ({"prediction_type": None}, "fails in its step|prediction_type"),
-    ({"_class_name": ["DDIMScheduler"]}, r"_class_name=\['DDIMScheduler'\], expected a class"),
+    ({"_class_name": ["DDIMScheduler"]}, r"_class_name=list \['DDIMScheduler'\], expected a class"),
 ]
 INDICES = [
     ({"id2label": 5}, "id2label=5, expected object"),
-    ({"id2label": {"x": "cat"}}, "id2label={'x': 'cat'}, expected str matching regex"),
-    ({"id2label": {"0": 5}}, "id2label={'0': 5}, expected str, got int"),
+    ({"id2label": {"x": "cat"}}, "id2label=dict {'x': 'cat'}, expected str matching regex"),
+    ({"id2label": {"0": 5}}, "id2label=dict {'0': 5}, expected str, got int"),
     ({"vae": 1.5}, r"vae=1\.5, expected \[library, class\]"),
 ]
 

@@ -33,7 +33,9 @@ class Rates:
     gemm: elements of the product's output -> TFLOP/s. weights: TB/s at which a product of few rows reads its matrix.
     attention: head dim -> (FLOPs of a call -> TFLOP/s). copy: TB/s, counting bytes read and written. kernel_us: the
     fixed us of an elementwise kernel, without its bytes. exchange: transport -> (bytes that the busiest rank sends ->
-    us). memory: GiB of one device (None if unknown).
+    us). memory: GiB of one device (None if unknown). convolution: FLOPs of a convolution -> TFLOP/s, without the
+    transposition of its input and output, for the decoder. convolution_3d: the share of that rate that convolutions
+    over frames, rows and columns reach.
     """
 
     device: str
@@ -46,6 +48,8 @@ class Rates:
     kernel_us: float
     exchange: Mapping[str, Curve]
     memory: float | None = None
+    convolution: Curve = ()
+    convolution_3d: float = 1.0
 
 
 def rate_at(curve: Curve, x: float) -> float:
@@ -110,6 +114,8 @@ H200 = Rates(
         "peer": ((0.1875 * _MIB, 6.0), (0.75 * _MIB, 8.2), (3 * _MIB, 13.8), (12 * _MIB, 40), (48 * _MIB, 144)),
     },
     memory=139,
+    convolution=((1e9, 100), (19e9, 450), (0.08e12, 650), (0.31e12, 700), (1.24e12, 650), (20e12, 630)),
+    convolution_3d=0.65,
 )
 # Rounded values for one server core a process and gloo between two processes: precise enough to rank layouts
 CPU = Rates(
@@ -122,6 +128,7 @@ CPU = Rates(
     copy=0.02,
     kernel_us=0.6,
     exchange={"gloo": ((1.6e4, 190), (2.6e5, 220), (4.2e6, 3400)), "peer": ((1.6e4, 70), (2.6e5, 70), (4.2e6, 500))},
+    convolution=((1.0e6, 0.03), (1.0e9, 0.06)),
 )
 
 
@@ -132,7 +139,7 @@ def load(device: str, count: int, dtype: str) -> Rates:
     """Return the rates measured for `count` processes on this kind of device with this torch, else the defaults.
 
     A measurement with one process has no exchanges; these are taken from the defaults, like the attention of decoders
-    (head dims over 256).
+    (head dims over 256) and, in a file of an earlier version, convolutions.
     """
     default = CPU if device == "CPU" else H200
     path = _path(device, count, dtype)
@@ -147,6 +154,8 @@ def load(device: str, count: int, dtype: str) -> Rates:
         measured,
         exchange={**default.exchange, **measured.exchange},
         attention={**wide, **measured.attention},
+        convolution=measured.convolution or default.convolution,
+        convolution_3d=default.convolution_3d,
         source=measured.source + note,
     )
 
@@ -174,9 +183,9 @@ def _read(path: Path) -> Rates:
         fields: dict[str, Any] = json.loads(path.read_text())
         fields["gemm"] = _curve(fields["gemm"])
         fields["attention"] = {int(dim): _curve(points) for dim, points in fields["attention"].items()}
+        fields["convolution"] = _curve(fields["convolution"]) if fields.get("convolution") else ()
         fields["exchange"] = {name: _curve(points) for name, points in fields["exchange"].items()}
-        known = Rates.__dataclass_fields__  # a file of an earlier version has more
-        return Rates(**{name: value for name, value in fields.items() if name in known})
+        return Rates(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"got {path}, which holds no rates ({error!r}); delete it, or measure again: launch/bench.py rates"

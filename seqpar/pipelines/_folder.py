@@ -170,13 +170,13 @@ class BoundedModules(WithoutValues):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what a function of torch returns; ValueError for a tensor that is too large or one too many."""
-        made = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(made, torch.Tensor) and made.numel() > self._largest:
-            raise ValueError(f"a tensor of {made.numel():,} elements, expected at most {self._largest:,}")
+        output = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(output, torch.Tensor) and output.numel() > self._largest:
+            raise ValueError(f"a tensor of {output.numel():,} elements, expected at most {self._largest:,}")
         self._made += func is torch.empty  # by which layers make their weights
         if self._made > self._most:
             raise ValueError(f"more than {self._most:,} weights, about twice as many as its files have")
-        return made
+        return output
 
 
 def layers_in(checkpoint: Checkpoint) -> set[int]:
@@ -190,8 +190,8 @@ def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: 
 
     file: where the config was read, for the message.
     """
-    told = f"got {file}, which describes no {kind.__name__}"
-    with naming(told), torch.device("meta"), BoundedModules(checkpoint):
+    what = f"got {file}, which describes no {kind.__name__}"
+    with naming(what), torch.device("meta"), BoundedModules(checkpoint):
         model = kind.from_config(config)
     parameters = dict(model.named_parameters())
     for name, tensor in model.state_dict(keep_vars=True).items():

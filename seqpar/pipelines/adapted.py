@@ -117,32 +117,32 @@ def check(order: Order, path: Path) -> Adapted:
     path, file = (path.parent, path) if path.is_file() else (path, None)
     index = read_pipeline(path)
     kind = _kind(index, path)
-    given = inspect.signature(kind.__call__).parameters
-    video = "num_frames" in given
-    _check_flags(order, kind.__name__, given)
+    parameters = inspect.signature(kind.__call__).parameters
+    video = "num_frames" in parameters
+    _check_flags(order, kind.__name__, parameters)
     if video:
         _check_exporter(kind.__name__)
     if order.scheduler is not None:
         _schedulers.build(read_scheduler(path / "scheduler"), order.scheduler)
     embeds = bool(check_parts(path, index, file).get("guidance_embeds"))
-    arguments = _arguments(order, kind.__name__, given, embeds)
+    arguments = _arguments(order, kind.__name__, parameters, embeds)
     return Adapted(kind, path, order.dtype, arguments, order.seed, order.scheduler, video, file)
 
 
-def _check_flags(order: Order, name: str, given: Mapping[str, inspect.Parameter]) -> None:
+def _check_flags(order: Order, name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
     """Raise ValueError for flags that no pipeline takes this way, and for a pipeline that needs more than a prompt."""
     order.refuse(f"expected none: {name} takes texts", classes=order.classes)
     order.refuse(FOR_CLASSES, respacing=order.respacing)
     order.refuse("expected none: its files say the number", heads=order.heads)
     order.refuse("expected none: diffusers' loop has none", eta=order.eta, guidance_channels=order.guidance_channels)
-    if "num_frames" not in given:
+    if "num_frames" not in parameters:
         order.refuse(f"expected none: {name} makes no videos", frames=order.frames, fps=order.fps)
     if not order.prompts:
         raise ValueError(f"got --model {order.model} without --prompt, expected one: {name} takes texts")
     known, plain = ("self", "prompt"), inspect.Parameter.POSITIONAL_OR_KEYWORD
-    needed = [key for key, each in given.items() if each.default is each.empty and each.kind is plain]
+    needed = [key for key, each in parameters.items() if each.default is each.empty and each.kind is plain]
     needed = [key for key in needed if key not in known]
-    if "prompt" not in given or needed:
+    if "prompt" not in parameters or needed:
         takes = ", ".join(needed) or "no prompt"
         raise ValueError(f"got a {name}, which takes {takes}, expected one that needs nothing but a prompt")
 
@@ -161,10 +161,10 @@ def _kind(index: Mapping[str, Any], path: Path) -> Any:
     return kind
 
 
-def _arguments(order: Order, name: str, given: Mapping[str, Any], embeds: bool) -> dict[str, Any]:
+def _arguments(order: Order, name: str, parameters: Mapping[str, Any], embeds: bool) -> dict[str, Any]:
     """Return the arguments of the pipeline's call that the flags name.
 
-    given: the parameters of the call. embeds: whether the transformer takes the guidance scale as an input.
+    parameters: those of the call. embeds: whether the transformer takes the guidance scale as an input.
     """
     prompts = [text for text in order.prompts for _ in range(order.repeat)]
     arguments: dict[str, Any] = {"prompt": prompts, "num_inference_steps": order.steps}
@@ -177,13 +177,13 @@ def _arguments(order: Order, name: str, given: Mapping[str, Any], embeds: bool) 
         "width": ("size", None if order.size is None else order.size[1]),
     }
     for argument, (flag, value) in flags.items():
-        if argument not in given:
+        if argument not in parameters:
             order.refuse(f"expected none: {name} takes no {argument}", **{flag: value})
         elif value is not None:
             arguments[argument] = value
-    if "true_cfg_scale" in given:
+    if "true_cfg_scale" in parameters:
         arguments |= _distilled(order, name, embeds, len(prompts))
-    if "output_type" in given:  # arrays show NaN, which pictures hide as black
+    if "output_type" in parameters:  # arrays show NaN, which pictures hide as black
         arguments["output_type"] = "np"
     return arguments
 

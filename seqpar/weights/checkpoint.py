@@ -107,12 +107,12 @@ def find_checkpoint(folder: Path, stem: str | None = None) -> Path:
     stand side by side, because loaders differ in which of the two they take.
     """
     names = NAMES if stem is None else tuple(stem + suffix for suffix in SUFFIXES)
-    found = [folder / name for name in names if (folder / name).is_file()]
-    if not found:
+    files = [folder / name for name in names if (folder / name).is_file()]
+    if not files:
         raise ValueError(f"got {folder} without weights, expected one of {', '.join(names)}")
-    if found[0].with_name(found[0].name + INDEX) in found:
-        raise ValueError(f"got both {found[0].name} and its index in {folder}, expected one of them; remove the other")
-    return found[0]
+    if files[0].with_name(files[0].name + INDEX) in files:
+        raise ValueError(f"got both {files[0].name} and its index in {folder}, expected one of them; remove the other")
+    return files[0]
 
 
 def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
@@ -133,10 +133,10 @@ def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
         shapes = [checkpoint.shapes[key] for key in source.keys]
         got = f"{', '.join(source.keys)} of shape {', '.join(map(str, shapes))}"
         try:
-            made = tuple(source.combine(*(torch.empty(shape, device="meta") for shape in shapes)).shape)
+            shape = tuple(source.combine(*(torch.empty(shape, device="meta") for shape in shapes)).shape)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             raise ValueError(f"{checkpoint.name}: got {got}, which cannot make {name}: {error}") from error
-        if made != tuple(parameter.shape):
+        if shape != tuple(parameter.shape):
             raise ValueError(f"{checkpoint.name}: got {got}, expected {tuple(parameter.shape)} for {name}")
 
 

@@ -14,7 +14,7 @@ import seqpar.attention
 import seqpar.local
 import seqpar.transports
 from seqpar.cli.args import Args
-from seqpar.pipelines._family import Job, Order, family_of, is_builtin, planned
+from seqpar.pipelines._family import Job, Order, family_of, planned
 from seqpar.pipelines._pictures import bytes_of, check_room, check_writable, numbered
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import parse_mesh
@@ -22,7 +22,7 @@ from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.sampling.guidance import Guidance, check_layout
 from seqpar.types.arguments import check_whole
 from seqpar.types.protocols import plugin
-from seqpar.weights.find import resolve
+from seqpar.weights.find import Blueprint, resolve
 
 RANGES = {  # of flags that are numbers; most stand for an amount of work or memory
     "steps": (1, 100_000),
@@ -60,7 +60,7 @@ def checked(args: Args, mesh: Mesh) -> Job | Adapted:
 def _resolved(name: str) -> tuple[Path | None, str | None]:
     """The path of this name, and why there is none; neither for a preset."""
     try:
-        return None if is_builtin(name) else resolve(name), None
+        return resolve(name), None
     except (ValueError, OSError) as error:
         return None, str(error)
 
@@ -78,18 +78,20 @@ def check(args: Args, mesh: Mesh, path: Path | None = None) -> Job | Adapted:
     path: what the model's name stands for, if that is known.
     """
     check_flags(args)
-    family, path = family_of(args.model if path is None else str(path), args.heads)
+    family, model = family_of(args.model if path is None else str(path), args.heads)
     order = order_of(args, mesh)
-    if family is None and args.dry_run is None:
+    if family is not None:
+        job: Job | Adapted = family.check(order, model)
+    elif args.dry_run is None or not isinstance(model, Blueprint):
         expected = "a model that a pipeline here runs; plan it (seqpar plan), or use it as a library"
         raise ValueError(f"got {args.model}, expected {expected}")
-    job: Job | Adapted = planned(order, path) if family is None else family.check(order, path)
+    else:
+        job = planned(order, model)
     if args.dry_run is None:
         video = isinstance(job, Adapted) and job.video
         *others, last = outputs(args, job)
         check_writable(last, ".mp4" if video else ".png", others)
     aim, axes = parse_mesh(args.mesh)
-    _check_heads(args, job)
     if isinstance(job, Adapted):
         if args.dry_run is not None or aim != "latency":
             flag = "a plan" if args.dry_run is not None else f"--mesh {args.mesh}"
@@ -149,15 +151,6 @@ def scales(guidance: Guidance) -> str:
         return f"guidance {guidance.scale:g}"
     beside = f", classifier-free guidance {guidance.scale:g}" if guidance.on else ""
     return f"guidance {guidance.embedded:g} as an input{beside}"
-
-
-def _check_heads(args: Args, job: Job | Adapted) -> None:
-    """Raise where the files say the number of heads themselves, and another one."""
-    if args.heads is None:
-        return
-    known = None if isinstance(job, Adapted) else job.blueprint.config.num_attention_heads
-    if args.heads != known:
-        raise ValueError(f"got --heads {args.heads} with --model {args.model}, expected none: its files say the number")
 
 
 def _check_ranges(args: Args) -> None:

@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import partial
 
 import torch
 
 from seqpar.cli import decoding
 from seqpar.cli.args import Args, Options, PlanArgs
 from seqpar.cli.job import scales
-from seqpar.cli.planning import asked, imagined, ours, tables
 from seqpar.pipelines._family import Job
+from seqpar.planner.machine import Machine, here, imagined
+from seqpar.planner.plan import parse_mesh, rank, transport_between, work_of
 from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
 
 
 def as_dry_run(args: PlanArgs) -> Args:
     """The dry run that prints this plan: for the given numbers of GPUs, or for all GPUs of this machine."""
-    here = (torch.cuda.device_count(),) if torch.cuda.is_available() else ()
-    return Args(**{field.name: getattr(args, field.name) for field in fields(Options)}, dry_run=args.gpus or here)
+    all_gpus = (torch.cuda.device_count(),) if torch.cuda.is_available() else ()
+    return Args(**{field.name: getattr(args, field.name) for field in fields(Options)}, dry_run=args.gpus or all_gpus)
 
 
 def wish_of(args: Args) -> Wish:
     """The choices that the flags leave to the planner, and those that they make."""
-    return asked(args.mesh, args.strategy, args.exact, args.local, args.transport)
+    aim, axes = parse_mesh(args.mesh)
+    return Wish(aim, axes, args.strategy, args.exact, args.local, args.transport)
 
 
 def dry_run(args: Args, job: Job, ranks: Mesh) -> str:
-    """The tables that a plan prints: one a number of GPUs, or one for the processes that run."""
-    load, model = job.load, job.blueprint
+    """The tables that a plan prints: one a number of GPUs, or one for the processes that run.
+
+    ValueError if no layout fits a single machine; beside other tables the reason stands in the table's place.
+    """
+    load = job.load
     head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job.guidance)}, {job.dtype}"
     machines = [imagined(ranks.device, count, args.transport) for count in args.dry_run or ()]
-    machines = machines or [ours(ranks, args.transport)]
-    shown = tables(load, model, machines, wish_of(args), job.dtype, partial(decoding.line, args, job))
-    return f"{head.replace('torch.', '')}\n\n{shown}"
+    tables = []
+    for machine in machines or [_running(ranks, args.transport)]:
+        try:
+            tables.append(_table(args, job, machine))
+        except ValueError as error:
+            if len(machines) < 2:
+                raise
+            tables.append(f"{machine.count} x {machine.device}: {error}")
+    return "\n\n".join([head.replace("torch.", ""), *tables])
+
+
+def _running(ranks: Mesh, transport: str) -> Machine:
+    """Describe the machine of these processes. Every rank must call this at the same time."""
+    name = transport_between(ranks.world, ranks.device).name if transport == "auto" else transport
+    return here(ranks.device, ranks.world.size, name)
+
+
+def _table(args: Args, job: Job, machine: Machine) -> str:
+    """Return the plan for a machine, all layouts, a step's costs and how pictures are decoded."""
+    ranking = rank(work_of(job.blueprint.config), job.load, machine, wish_of(args), job.dtype)
+    lines = [f"{machine.count} x {machine.device}: {ranking}", ranking.table()]
+    return "\n".join([*lines, *filter(None, [decoding.line(args, job, ranking, machine)])])

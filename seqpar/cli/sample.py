@@ -11,13 +11,12 @@ from seqpar.cli import decoding
 from seqpar.cli.args import Args
 from seqpar.cli.job import checked, outputs
 from seqpar.cli.plan import dry_run, wish_of
-from seqpar.cli.planning import shared_plan
 from seqpar.cli.progress import Bar, Progress
 from seqpar.cli.summary import parameters, summary
 from seqpar.pipelines._family import Job
 from seqpar.pipelines._pictures import grid, save, to_pil
 from seqpar.pipelines.adapted import Adapted
-from seqpar.planner.plan import Plan
+from seqpar.planner.plan import Plan, make, work_of
 from seqpar.ranks import exact
 from seqpar.ranks.deadlines import Deadlines
 from seqpar.ranks.mesh import Mesh
@@ -38,7 +37,7 @@ def run(args: Args) -> None:
     if args.dry_run is not None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks)), str))
         return
-    plan = shared_plan(job.load, job.blueprint, ranks, wish_of(args), job.dtype)
+    plan = make(work_of(job.blueprint.config), job.load, job.dtype, ranks, wish_of(args))
     ranks.together(lambda: decoding.check(job, ranks))
     started = time.perf_counter()
     with _encoding(job, ranks) as encoded:

@@ -27,7 +27,7 @@ def summary(args: Args, pipeline: Any, job: Job, plan: Plan) -> str:
     lines = [
         f"plan      {plan}",
         f"mesh      {mesh} ({mesh.world.size} x {_device(mesh)}, {_backend(mesh)})",
-        f"strategy  {dit.strategy.name} ({_why_strategy(args, mesh)})",
+        f"strategy  {dit.strategy.name} ({plan.strategy.why})",
         f"transport {dit.transport}",
         f"local     {dit.local}{', exact mode' if exact.is_on() else ''}",
         f"work      {_work(args, job, decision)}",
@@ -61,12 +61,6 @@ def parameters(args: Args, pipeline: Any, job: Job) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """The versions of the packages that ran."""
     return {module.__name__: module.__version__ for module in (torch, diffusers, seqpar)}
-
-
-def _why_strategy(args: Args, mesh: Mesh) -> str:
-    if args.strategy != "auto":
-        return "as asked"
-    return "planned" if mesh.sequence.size > 1 else "one rank a sequence"
 
 
 def _work(args: Args, job: Job, decision: Decision) -> str:

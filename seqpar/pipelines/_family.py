@@ -1,9 +1,10 @@
 """The seam between the command line and the families of pipelines: what is asked for, and what a family answers.
 
 A family is one file in this folder. It exports `PIPELINES` (the class names in model_index.json that it runs), `MODELS`
-(the classes of native models that it runs without such a folder, with their subclasses) and `check(order, path)`, which
-returns a `Job`. What families share is in _files.py (checked files), _texts.py (prompts) and _loaded.py (loaded
-models). The file adapted.py takes the folders of all other diffusers pipelines.
+(the classes of native models that it runs without such a folder, with their subclasses) and `check(order, model)`,
+which returns a `Job`; model: what the order's name stands for (`family_of`). What families share is in _files.py
+(checked files), _texts.py (prompts) and _loaded.py (loaded models). The file adapted.py takes the folders of all other
+diffusers pipelines.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_loading, check_pictures
 from seqpar.sampling.guidance import Guidance
 from seqpar.types.protocols import plugin, plugins
-from seqpar.weights.find import Blueprint, locate, resolve
+from seqpar.weights.find import Blueprint, check_heads, locate, resolve
 from seqpar.weights.layout import pipeline_folder
 from seqpar.weights.parts import read_pipeline
 
-BUILTIN = Path(__file__).parents[1] / "assets" / "emoji-dit"
 ANY = "adapted"  # the family of all pipelines that have no file of their own
 FOR_CLASSES = "expected none: it is for models that make pictures of classes"
 NO_VIDEOS = "expected none: this model makes no videos"
@@ -132,6 +132,7 @@ class Job:
         scheduler: with its timesteps set; without one the order's steps are the evaluations. more: further fields;
         `loading` and `settings` are added to those that every family has.
         """
+        check_heads(files.blueprint.name, files.blueprint.config, order.heads)
         height, width = files.latent_size(order.size)
         evaluations = order.steps if scheduler is None else len(scheduler.timesteps)
         settings = {"steps": order.steps, "seed": order.seed, "size": order.size, "guidance": guidance}
@@ -149,38 +150,33 @@ class Job:
         )
 
 
-def family_of(name: str, heads: int | None = None) -> tuple[ModuleType | None, Path | None]:
-    """Return the family that runs a model, and the model's path (None for a preset); a hub id is downloaded.
+def family_of(name: str, heads: int | None = None) -> tuple[ModuleType | None, Path | Blueprint]:
+    """Return the family of a model, and what its name stands for: a pipeline's folder, a file in one, or a model.
 
-    heads: see `seqpar.weights.find.locate`. The family is None for a native model that none names: it can be planned
-    (`planned`), but no pictures are made with it here. Raises ValueError if nothing has this name or no model of seqpar
-    fits its files.
+    A hub id is downloaded. heads: see `seqpar.weights.find.locate`. The family is None for a native model that none
+    names: it can be planned (`planned`), but no pictures are made with it here. Raises ValueError if nothing has this
+    name or no model of seqpar fits its files.
     """
-    path = BUILTIN if is_builtin(name) else resolve(name)
+    path = resolve(name)
     families = [plugin(seqpar.pipelines, each, "family") for each in plugins(seqpar.pipelines)]
     folder = None if path is None else pipeline_folder(path)
-    if folder is None:
-        model = locate(name if path is None else path, heads).module.Model
-        return next((family for family in families if issubclass(model, family.MODELS)), None), path
+    if path is None or folder is None:
+        model = locate(name if path is None else path, heads)
+        return next((family for family in families if issubclass(model.module.Model, family.MODELS)), None), model
     kind = read_pipeline(folder)["_class_name"]
     known = next((family for family in families if kind in family.PIPELINES), None)
     return known or plugin(seqpar.pipelines, ANY, "family"), path
 
 
-def planned(order: Order, path: Path | None) -> Job:
+def planned(order: Order, model: Blueprint) -> Job:
     """Return what the planner needs of an order for a model that no family runs: its config, and its `work`.
 
     Guidance of over 1, or none that is named where the model's usual run has it, counts as two branches.
     """
-    files = Files(locate(order.model if path is None else path, order.heads))
+    files = Files(model)
     scale = (4.0 if work_of(files.blueprint.config).guided else 1.0) if order.guidance is None else order.guidance
     asked = [each for each in order.classes or order.prompts or ("",) for _ in range(order.repeat)]
     return Job.of(None, files, order, Guidance(scale), None, asked, captions=list(map(str, asked)), named={})
-
-
-def is_builtin(name: str | Path) -> bool:
-    """Return whether a name stands for the model that comes with the package, whatever its case."""
-    return str(name).lower() == "builtin"
 
 
 def generated(
@@ -188,12 +184,13 @@ def generated(
     mesh: Mesh | None,
     kind: str,
     guidance: Callable[[], Guidance | None],
-    job: Callable[[Order, Guidance | None], Job],
+    job: Callable[[Order, Guidance | None, str], Job],
 ) -> list[Image.Image]:
     """Return a picture of each class or prompt on every rank, from rank 0's order; every rank must call this.
 
     order: unchecked, as a caller of the library gave it. kind: its field of what is asked for, "classes" or "prompts".
-    guidance: returns the caller's, None for the model's own. job: returns the checked work for rank 0's order.
+    guidance: returns the caller's, None for the model's own. job: returns the checked work for rank 0's order and its
+    model.
     """
     ranks = mesh if isinstance(mesh, Mesh) else Mesh.joined()
     ranks.together(lambda: check_loading(mesh, order.model, order.dtype))
@@ -203,7 +200,7 @@ def generated(
     shared, scale = ranks.share((replace(order, **given), guidance()), tuple[Order, Guidance | None])
     if not getattr(shared, kind):
         raise ValueError(f"got no {kind}, expected one a picture")
-    work = ranks.together(lambda: job(shared, scale))
+    work = ranks.together(lambda: job(shared, scale, shared.model))
     plan = make(work_of(work.blueprint.config), work.load, work.dtype, ranks, Wish(), mesh)
     with work.pipeline.load(**work.loading, mesh=mesh, plan=plan) as pipeline:
         return to_pil(pipeline.decode(pipeline.latents(**work.settings)))

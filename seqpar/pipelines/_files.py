@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from seqpar.pipelines import _schedulers
 from seqpar.planner.plan import work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
+from seqpar.sampling.ddpm import check_variances
 from seqpar.vae.decoder import check_vae, vae_factor
 from seqpar.weights.find import Blueprint
 
+# the scheduler of the original DiT and Large-DiT, for models without a pipeline folder
+DDIM_DEFAULT = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "clip_sample": False}
 NO_VAE_FACTOR = 8  # pixels along each side of a latent pixel, for models that come without a decoder
 
 
@@ -21,12 +25,14 @@ class Files:
     """The checked files of a pipeline, before any weights are loaded; a family adds what only it has.
 
     blueprint: the transformer. source: where the other parts are (the pipeline's folder), diffusers' pipeline in
-    memory, or None for a model without other parts. vae: the config of the decoder, or None.
+    memory, or None for a model without other parts. vae: the config of the decoder, or None. scheduling: the
+    scheduler's config.
     """
 
     blueprint: Blueprint
     source: Any = None
     vae: Any = None
+    scheduling: Mapping[str, Any] = field(default_factory=lambda: DDIM_DEFAULT, kw_only=True)
 
     @property
     def factor(self) -> int:
@@ -58,6 +64,35 @@ class Files:
         """Return the number of tokens of a picture."""
         height, width = self.latent_size(pixels)
         return height * width // self.blueprint.config.patch_size**2
+
+    def scheduler(self, name: str | None = None) -> Any:
+        """Return the folder's scheduler, or the diffusers class `name` with the same configuration.
+
+        Raises ValueError, with the reason, if it cannot be built or the denoising loop cannot use it.
+        """
+        return _schedulers.build(self.scheduling, name, self.blueprint.config)
+
+    def timing(self, scheduler: Any, steps: int, size: tuple[int, int] | None) -> Mapping[str, Any] | None:
+        """Return keyword arguments of the scheduler's `set_timesteps` for pictures of a size, None for its own."""
+        return None
+
+    def schedule(
+        self,
+        name: str | None,
+        steps: int,
+        eta: float | None = None,
+        respacing: str | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> Any:
+        """Return `scheduler(name)` with its timesteps set; ValueError if a setting does not fit it.
+
+        eta: None stands for the scheduler's own default. respacing: see `seqpar.sampling.request.Request`.
+        """
+        scheduler = self.scheduler(name)
+        timing = self.timing(scheduler, steps, size)
+        if _schedulers.timed(scheduler, steps, eta, respacing, timing).learned:
+            check_variances(self.blueprint.config)
+        return scheduler
 
     def conditions(self, asked: Sequence[object]) -> int:
         """Return for how many of these classes or prompts the modulation differs."""

@@ -6,7 +6,6 @@ Rank 0 alone loads the encoders (10 GB in bf16), encodes, and frees them before 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import torch
 from torch import Tensor
 
 from seqpar.pipelines import _texts
-from seqpar.pipelines._folder import check_encoder, check_files, check_libraries
+from seqpar.pipelines._folder import check_encoder, check_files
 from seqpar.pipelines._naming import naming
-from seqpar.pipelines._texts import Encode, Texts
-from seqpar.ranks.mesh import Mesh
+from seqpar.pipelines._texts import Encode
 from seqpar.weights.parts import part_of, read_encoder
 
 TOKENS = 512  # T5's tokens of a prompt, as diffusers' FluxPipeline has them by default
@@ -29,26 +27,16 @@ ENCODERS = {
 TOKENIZERS = ("tokenizer", "tokenizer_2")
 
 
-def texts_of(source: Path | Any | None, config: Any, tokens: int, mesh: Mesh, dtype: torch.dtype) -> Texts:
-    """Return FLUX.1's prompts as tensors.
+def encoder(source: Path | Any, tokens: int, device: torch.device, dtype: torch.dtype) -> Encode:
+    """Return a function that encodes one prompt; it holds the encoders.
 
-    source: a pipeline folder, whose encoders are loaded for the time of a call; diffusers' FluxPipeline in memory; or
-    None for a model with random weights. config: the transformer's `Config`. tokens: the length to which T5 pads or
-    cuts each prompt.
+    source: a pipeline folder, whose encoders are loaded, or diffusers' FluxPipeline in memory. tokens: the length to
+    which T5 pads or cuts each prompt.
     """
-    shapes = {"encoder_hidden_states": (tokens, config.joint_attention_dim)}
-    shapes |= {"pooled_projections": (config.pooled_projection_dim,)}
-    ready = None if source is None else partial(_ready, source, tokens, mesh.device, dtype)
-    return Texts(shapes, ready, mesh, dtype, frees=isinstance(source, Path))
-
-
-def _ready(source: Path | Any, tokens: int, device: torch.device, dtype: torch.dtype) -> Encode:
-    """Return a function that encodes one prompt; it holds the encoders."""
     pipe = load_encoders(source, dtype) if isinstance(source, Path) else source
-    for name in ENCODERS:
-        encoder = getattr(pipe, name)
-        if encoder.device != device:  # to() visits hundreds of weights, also when all are in place
-            encoder.to(device)
+    for part in (getattr(pipe, name) for name in ENCODERS):
+        if part.device != device:  # to() visits hundreds of weights, also when all are in place
+            part.to(device)
 
     def encode(text: str) -> tuple[Tensor, ...]:
         with naming("got text encoders that fail on a prompt"):
@@ -63,7 +51,6 @@ def check_encoders(folder: Path, index: Mapping[str, Any], config: Any) -> None:
 
     index: the folder's model_index.json. config: the transformer's `Config`. Reads configs and headers, no weights.
     """
-    check_libraries(folder, index)
     _texts.check_named(folder, index, (*ENCODERS, *TOKENIZERS))
     for name, (size, wanted) in ENCODERS.items():
         got, expected = read_encoder(folder / name).get(size), getattr(config, wanted)

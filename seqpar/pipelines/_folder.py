@@ -20,7 +20,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.modeling_utils import ModelMixin
 
 from seqpar.pipelines._naming import naming
-from seqpar.types.schemas import shown
+from seqpar.types.arguments import shown
 from seqpar.vae.decoder import check_vae
 from seqpar.weights.checkpoint import SUFFIXES, Checkpoint, find_checkpoint, open_checkpoint
 from seqpar.weights.find import WithoutValues
@@ -48,8 +48,11 @@ def check_parts(folder: Path, index: Mapping[str, Any], file: Path | None = None
     index: the folder's model_index.json. A part without a folder of its own is left to diffusers. file: that of the
     transformer, if it is not in its folder.
     """
-    check_libraries(folder, index)
     for name, (library, kind) in _parts(index):
+        if library not in LIBRARIES and not hasattr(diffusers.pipelines, library):  # diffusers imports no other either
+            part = f"{name[:60]}=[{library[:60]}, {kind[:60]}]"
+            expected = f"classes of {' and '.join(LIBRARIES)} alone; {YOURSELF}"
+            raise ValueError(f"got {folder / INDEX} with {part}, expected {expected}")
         if not (folder / name).is_dir() or (file and name == "transformer"):
             continue
         check_files(folder / name)
@@ -76,22 +79,6 @@ def _parts(index: Mapping[str, Any]) -> list[tuple[str, tuple[str, str]]]:
     """Return (name, (library, class)) of each part that a model_index.json names."""
     names = [name for name, value in index.items() if isinstance(value, list) and not name.startswith("_")]
     return [(name, part) for name in names if (part := part_of(index, name)) is not None]
-
-
-def check_libraries(folder: Path, index: Mapping[str, Any]) -> None:
-    """Raise ValueError if a part's class is not one of diffusers or transformers; nothing is imported for it.
-
-    diffusers before 0.42.1 imports any library that a model_index.json names, and runs a file of its name in the
-    part's folder. It names the folders of its own pipelines as libraries, too.
-    """
-    own = Path(diffusers.__file__).parent / "pipelines"
-    for name, (library, kind) in _parts(index):
-        known = library in LIBRARIES or (library.isidentifier() and (own / library / "__init__.py").is_file())
-        if not known or (folder / name / f"{library}.py").exists():
-            raise ValueError(
-                f"got {folder / INDEX} with {name[:60]}=[{library[:60]}, {kind[:60]}], expected classes of "
-                f"{' and '.join(LIBRARIES)} alone; {YOURSELF}"
-            )
 
 
 def _check_asks_nothing(folder: Path, library: str, kind: str) -> None:
@@ -128,12 +115,12 @@ def check_model(folder: Path, library: str, name: str) -> None:
 
     name: the model's class, of diffusers or of transformers; others are left to their own package.
     """
-    config = read_json(folder / "config.json")
-    check_numbers(config, folder / "config.json")
     kind = getattr(diffusers, name, None) if library == "diffusers" else None
     if kind is AutoencoderKL:
         check_vae(folder)
     elif isinstance(kind, type) and issubclass(kind, ModelMixin):
+        config = read_json(folder / "config.json")
+        check_numbers(config, folder / "config.json")
         _check_shapes(folder / "config.json", kind, config, open_checkpoint(find_checkpoint(folder)))
     elif library == "transformers":
         check_encoder(folder, name)
@@ -183,13 +170,13 @@ class BoundedModules(WithoutValues):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return what a function of torch returns; ValueError for a tensor that is too large or one too many."""
-        made = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(made, torch.Tensor) and made.numel() > self._largest:
-            raise ValueError(f"a tensor of {made.numel():,} elements, expected at most {self._largest:,}")
+        output = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(output, torch.Tensor) and output.numel() > self._largest:
+            raise ValueError(f"a tensor of {output.numel():,} elements, expected at most {self._largest:,}")
         self._made += func is torch.empty  # by which layers make their weights
         if self._made > self._most:
             raise ValueError(f"more than {self._most:,} weights, about twice as many as its files have")
-        return made
+        return output
 
 
 def layers_in(checkpoint: Checkpoint) -> set[int]:
@@ -203,8 +190,8 @@ def _check_shapes(file: Path, kind: Any, config: Mapping[str, Any], checkpoint: 
 
     file: where the config was read, for the message.
     """
-    told = f"got {file}, which describes no {kind.__name__}"
-    with naming(told), torch.device("meta"), BoundedModules(checkpoint):
+    what = f"got {file}, which describes no {kind.__name__}"
+    with naming(what), torch.device("meta"), BoundedModules(checkpoint):
         model = kind.from_config(config)
     parameters = dict(model.named_parameters())
     for name, tensor in model.state_dict(keep_vars=True).items():

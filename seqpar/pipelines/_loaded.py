@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqpar.engine.distributed import DistributedDiT, settled
 from seqpar.pipelines._files import Files
-from seqpar.pipelines._texts import Texts
+from seqpar.pipelines._texts import Encode, Texts
 from seqpar.planner.plan import Plan, make, work_of
 from seqpar.planner.predict import Load, predict
 from seqpar.planner.search import Wish
@@ -119,7 +119,7 @@ def _check_wish(wish: str) -> None:
 
 @dataclass(frozen=True)
 class FromTexts(Loaded):
-    """A loaded pipeline that makes pictures of texts; see `Loaded`. A family adds `latents` and two hooks.
+    """A loaded pipeline that makes pictures of texts; see `Loaded`. A family adds `latents` and hooks.
 
     `files` says where the parts (`source`) and the decoder (`decoder`) are.
     """
@@ -146,7 +146,7 @@ class FromTexts(Loaded):
         called on rank 0 when a prompt is encoded.
         """
         plan, mesh = placed(files, dtype, mesh, wish, plan)
-        texts = cls.texts_of(files, mesh, dtype)
+        texts = cls._texts(files, mesh, dtype, frees=True)
 
         def read() -> Any:
             texts.encode(prompts, on_prompt)
@@ -167,7 +167,7 @@ class FromTexts(Loaded):
         files, dtype = cls.files_of(pipe, **own)
         plan, mesh = placed(files, dtype, mesh, wish, plan)
         model = files.blueprint.build(dtype, mesh.device)
-        texts, vae = cls.texts_of(files, mesh, dtype), pipe.vae.to(mesh.device)
+        texts, vae = cls._texts(files, mesh, dtype, frees=False), pipe.vae.to(mesh.device)
         return cls(DistributedDiT(model, mesh, plan=plan), files, vae, texts)
 
     @classmethod
@@ -175,10 +175,21 @@ class FromTexts(Loaded):
         """Return what `load` takes of diffusers' pipeline in memory, and the dtype of its transformer."""
         raise NotImplementedError
 
-    @classmethod
-    def texts_of(cls, files: Any, mesh: Mesh, dtype: torch.dtype) -> Texts:
-        """Return the prompts of these files as tensors, without any yet."""
+    @staticmethod
+    def text_shapes(files: Any) -> Mapping[str, tuple[int, ...]]:
+        """Return name -> shape of each tensor of a prompt."""
         raise NotImplementedError
+
+    @staticmethod
+    def encoder(files: Any, device: torch.device, dtype: torch.dtype) -> Encode:
+        """Return a function that encodes one prompt, and holds the encoders of `files.source` on the device."""
+        raise NotImplementedError
+
+    @classmethod
+    def _texts(cls, files: Any, mesh: Mesh, dtype: torch.dtype, *, frees: bool) -> Texts:
+        """Return the prompts of these files as tensors, without any yet. frees: see `Texts`."""
+        ready = None if files.source is None else partial(cls.encoder, files, mesh.device, dtype)
+        return Texts(cls.text_shapes(files), ready, mesh, dtype, frees=frees)
 
 
 def placed(

@@ -24,11 +24,13 @@ LIKE = {  # some of the schedulers of each process
 }
 
 
-def build(config: Mapping[str, Any], name: str | None = None, **changes: Any) -> Any:
+def build(config: Mapping[str, Any], name: str | None = None, model: Any = None) -> Any:
     """Return the scheduler of a configuration, or the diffusers class `name` with that configuration.
 
-    changes: settings that replace those of the configuration. Raises ValueError, with the reason, if it cannot be
-    built, if the denoising loop cannot use it, or if it steps another noise process than that of the configuration.
+    model: a config with in_channels and out_channels: DDPM takes the variances that such a model predicts, as the
+    authors of DiT and Large-DiT sample, unless the configuration names its variance_type. Raises ValueError, with the
+    reason, if the scheduler cannot be built, if the denoising loop cannot use it, or if it steps another noise process
+    than that of the configuration.
     """
     check_scheduler(config)
     chosen = name or config.get("_class_name", "DDIMScheduler")
@@ -37,7 +39,9 @@ def build(config: Mapping[str, Any], name: str | None = None, **changes: Any) ->
         raise ValueError(f"got scheduler {chosen!r}, expected one of diffusers': {near(chosen, known)}")
     kind = getattr(diffusers, chosen)
     with naming(f"got scheduler {chosen!r}, which cannot be built"):
-        scheduler = kind.from_config(config, **changes)
+        scheduler = kind.from_config(
+            config, **_variance_settings(config, chosen, model), **_flow_settings(config, name)
+        )
     if (reason := why_not_driven(scheduler)) is not None:
         raise ValueError(f"got scheduler {chosen!r}, which {reason}; expected one like DDIMScheduler")
     if name is not None:
@@ -106,13 +110,11 @@ def tried(scheduler: Any, eta: float | None = None) -> Decision:
         raise ValueError(f"got scheduler {type(scheduler).__name__!r}, which fails in its step: {error}") from error
 
 
-def variance_settings(config: Mapping[str, Any], name: str | None, model: Any) -> dict[str, Any]:
-    """Return the settings with which DDPM takes the variances that a model predicts, if it predicts them.
-
-    A configuration that names its variance_type is followed. model: a config with in_channels and out_channels.
-    """
-    ddpm = (name or config.get("_class_name")) == "DDPMScheduler" and "variance_type" not in config
-    return {"variance_type": "learned_range"} if ddpm and model.out_channels == 2 * model.in_channels else {}
+def _variance_settings(config: Mapping[str, Any], name: str, model: Any) -> dict[str, Any]:
+    """Return the settings with which DDPM takes the variances that a model predicts, if it predicts them."""
+    learned = model is not None and model.out_channels == 2 * model.in_channels
+    ddpm = name == "DDPMScheduler" and "variance_type" not in config
+    return {"variance_type": "learned_range"} if learned and ddpm else {}
 
 
 def near(name: str, known: Sequence[str]) -> str:
@@ -127,7 +129,7 @@ def config_of(scheduler: Any) -> dict[str, Any]:
     return {**scheduler.config, "_class_name": type(scheduler).__name__}
 
 
-def flow_settings(config: Mapping[str, Any], name: str | None) -> dict[str, Any]:
+def _flow_settings(config: Mapping[str, Any], name: str | None) -> dict[str, Any]:
     """Return the settings with which a diffusers class follows the schedule of a flow matching configuration.
 
     Multistep schedulers (UniPC, DPM-Solver) know flow matching by these settings; others have their own classes.
@@ -157,6 +159,7 @@ def flow_timing(scheduler: Any, steps: int, tokens: int) -> dict[str, Any]:
         named = {key: value for key, value in config.items() if value is not None}
         few, many = named.get("base_image_seq_len", 256), named.get("max_image_seq_len", 4096)
         low, high = named.get("base_shift", 0.5), named.get("max_shift", 1.15)
-        slope = (high - low) / (many - few)
-        timing["mu"] = tokens * slope + (low - slope * few)
+        with naming(f"got scheduler {name!r}, whose sigmas cannot be shifted"):
+            slope = (high - low) / (many - few)
+            timing["mu"] = tokens * slope + (low - slope * few)
     return timing

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.models.uvit import Config, Mode
-from seqpar.pipelines import _files, _schedulers, _texts
+from seqpar.pipelines import _files, _texts
 from seqpar.pipelines._folder import check_encoder, check_files
 from seqpar.weights.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
-from seqpar.weights.find import locate, resolve
+from seqpar.weights.find import Blueprint, locate
 from seqpar.weights.layout import layout_of
 from seqpar.weights.parts import read_encoder, read_pipeline, read_scheduler
 
@@ -91,30 +91,29 @@ class Files(_files.Files):
     """The checked parts of a UniDiffuser; see `seqpar.pipelines._files.Files`.
 
     blueprint: the U-ViT, whose config names the mode. source: `Parts`, diffusers' pipeline in memory, or None for a
-    preset. scheduling: the scheduler's config.
+    preset.
     """
 
-    scheduling: Mapping[str, Any] = field(default_factory=lambda: DEFAULT)
+    scheduling: Mapping[str, Any] = field(default_factory=lambda: DEFAULT, kw_only=True)
 
     @staticmethod
-    def locate(name: str | Path, mode: Mode = "text2img") -> Files:
+    def locate(name: str | Path | Blueprint, mode: Mode = "text2img") -> Files:
         """Find and check a diffusers folder, hub id or original files, or take a preset (random weights, no encoders).
 
         mode: what is made of what; see `seqpar.models.uvit.Config`. Raises ValueError if a file does not fit; reads
         only configs and the headers of weight files.
         """
-        path = resolve(name)
-        parts = None if path is None else parts_of(path)
-        blueprint = locate(name if parts is None else parts.unet)
+        blueprint = locate(name)
         if not isinstance(blueprint.config, Config):
             raise ValueError(f"got {blueprint.name}, which is no UniDiffuser, expected one")
         blueprint = replace(blueprint, config=replace(blueprint.config, mode=mode))
-        if parts is None:
+        if blueprint.path is None:
             return Files(blueprint)
+        parts = parts_of(blueprint.path)
         vae = _files.checked_vae(parts.vae, blueprint)
         check_encoders(parts, blueprint.config)
         scheduling = DEFAULT if parts.scheduler is None else read_scheduler(parts.scheduler)
-        return Files(blueprint, parts, vae, scheduling)
+        return Files(blueprint, parts, vae, scheduling=scheduling)
 
     @property
     def decoder(self) -> Path:
@@ -124,19 +123,6 @@ class Files(_files.Files):
     def conditions(self, asked: Sequence[object]) -> int:
         """Return 1: the prompt is a stream, so modulation depends on the branch alone."""
         return 1
-
-    def schedule(self, name: str | None, steps: int, eta: float | None = None) -> Any:
-        """Return the scheduler with its timesteps set; ValueError if steps or eta do not fit it.
-
-        name: the class of another scheduler, which takes the folder's configuration.
-        """
-        scheduler = self.scheduler(name)
-        _schedulers.timed(scheduler, steps, eta)
-        return scheduler
-
-    def scheduler(self, name: str | None) -> Any:
-        """Return the folder's scheduler, or the diffusers class `name` with the same configuration."""
-        return _schedulers.build(self.scheduling, name)
 
 
 def parts_of(path: Path) -> Parts:

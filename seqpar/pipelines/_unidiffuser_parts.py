@@ -8,7 +8,6 @@ latent and its CLIP image embedding. All of this runs on rank 0 alone, by the cl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,22 +17,10 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.pipelines._naming import naming
-from seqpar.pipelines._texts import Encode, Texts
+from seqpar.pipelines._texts import Encode
 from seqpar.pipelines._unidiffuser_files import PREFIX, Parts, caption_decoder
-from seqpar.ranks.mesh import Mesh
 from seqpar.vae.shared import own
 from seqpar.weights.hub import errors_only
-
-
-def texts_of(source: Parts | Any | None, config: Any, mesh: Mesh, dtype: torch.dtype) -> Texts:
-    """Return UniDiffuser's prompts as text tokens.
-
-    source: the parts with the encoders, which are loaded for the time of a call; diffusers' UniDiffuserPipeline in
-    memory; or None for a model with random weights. config: the U-ViT's `Config`.
-    """
-    ready = None if source is None else partial(_ready, source, config.text_tokens, mesh.device, dtype)
-    shapes = {"text": (config.text_tokens, config.text_width)}
-    return Texts(shapes, ready, mesh, dtype, frees=isinstance(source, Parts))
 
 
 def load_encoders(parts: Parts, dtype: torch.dtype) -> tuple[Any, Any, Callable[[Tensor], Tensor]]:
@@ -77,7 +64,7 @@ def _text_encoder(folder: Path, dtype: torch.dtype) -> Any:
 def captions(source: Parts | Any, text_NLC: Tensor) -> list[str]:
     """Return the caption of each row of text tokens, by the caption decoder's beam search; ValueError if none loads.
 
-    source: as for `texts_of`. It runs on the device and in the dtype of the tokens.
+    source: as for `text_encoder`. It runs on the device and in the dtype of the tokens.
     """
     decoder, tokenizer = (
         _captioner(source) if isinstance(source, Parts) else (source.text_decoder, source.text_tokenizer)
@@ -95,7 +82,8 @@ def image_streams(
 ) -> Mapping[str, Tensor]:
     """Return {"image": latents (N, C, h, w), "clip": embeddings (N, 1, width)} of pictures of one size.
 
-    source: as for `texts_of`. generator: draws the sample of the autoencoder's distribution, as in diffusers' pipeline.
+    source: as for `text_encoder`. generator: draws the sample of the autoencoder's distribution, as in diffusers'
+    pipeline.
     """
     from diffusers.image_processor import VaeImageProcessor
 
@@ -111,8 +99,12 @@ def image_streams(
     return {"image": latents * vae.config.scaling_factor, "clip": embedded[:, None]}
 
 
-def _ready(source: Parts | Any, tokens: int, device: torch.device, dtype: torch.dtype) -> Encode:
-    """Return a function that encodes one prompt; it holds the encoders."""
+def text_encoder(source: Parts | Any, tokens: int, device: torch.device, dtype: torch.dtype) -> Encode:
+    """Return a function that encodes one prompt; it holds the encoders.
+
+    source: the parts with the encoders, which are loaded, or diffusers' UniDiffuserPipeline in memory. tokens: the
+    length to which each prompt is padded or cut.
+    """
     if isinstance(source, Parts):
         tokenizer, encoder, narrower = load_encoders(source, dtype)
     else:

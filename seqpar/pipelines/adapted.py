@@ -26,6 +26,7 @@ from seqpar.pipelines import _schedulers
 from seqpar.pipelines._family import FOR_CLASSES, Order
 from seqpar.pipelines._folder import check_parts
 from seqpar.pipelines._naming import naming, naming_loop
+from seqpar.pipelines._texts import check_installed
 from seqpar.ranks.mesh import Mesh
 from seqpar.vae.shared import looked_at
 from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
@@ -40,8 +41,8 @@ class Adapted:
     """Checked work of a pipeline with diffusers' own loop, before any weight is read.
 
     kind: the pipeline's class. arguments: those of its call, without generator and callback. scheduler: the class name
-    of another scheduler, or None. video: whether it makes videos. why: the reason for diffusers' loop. file: that of
-    the transformer, where it is not diffusers' (`seqpar.weights.single_file`).
+    of another scheduler, or None. video: whether it makes videos. file: that of the transformer, where it is not
+    diffusers' (`seqpar.weights.single_file`).
     """
 
     kind: Any
@@ -51,8 +52,12 @@ class Adapted:
     seed: int
     scheduler: str | None
     video: bool
-    why: str
     file: Path | None = None
+
+    @property
+    def why(self) -> str:
+        """Return the reason for diffusers' loop."""
+        return f"seqpar has no loop of its own for {self.kind.__name__}"
 
     @property
     def steps(self) -> int:
@@ -80,7 +85,7 @@ class Adapted:
             own = {} if self.file is None else {"transformer": load_transformer(self.file, self.dtype)}
             pipe = self.kind.from_pretrained(self.folder, torch_dtype=self.dtype, **own)
         if self.scheduler is not None:
-            pipe.scheduler = _scheduler(dict(pipe.scheduler.config), self.scheduler)
+            pipe.scheduler = _schedulers.build(dict(pipe.scheduler.config), self.scheduler)
         name_encoders(pipe)
         return pipe.to(device)
 
@@ -104,49 +109,42 @@ class Adapted:
         return VaeImageProcessor.numpy_to_pil(np.stack(results))
 
 
-def check(order: Order, path: Path | None, why: str | None = None) -> Adapted:
+def check(order: Order, path: Path) -> Adapted:
     """Return the work that an order describes; ValueError for whatever does not fit. Reads configs, no weights.
 
-    why: the reason for this way if the model has a loop of its own.
+    path: a pipeline's folder, or the file of a transformer in one.
     """
-    if path is None:
-        raise ValueError(f"got model {order.model}, expected a folder or hub id of a diffusers pipeline")
     path, file = (path.parent, path) if path.is_file() else (path, None)
     index = read_pipeline(path)
     kind = _kind(index, path)
-    given = inspect.signature(kind.__call__).parameters
-    video = "num_frames" in given
-    _check_flags(order, kind.__name__, given)
+    parameters = inspect.signature(kind.__call__).parameters
+    video = "num_frames" in parameters
+    _check_flags(order, kind.__name__, parameters)
     if video:
         _check_exporter(kind.__name__)
     if order.scheduler is not None:
-        _scheduler(read_scheduler(path / "scheduler"), order.scheduler)
+        _schedulers.build(read_scheduler(path / "scheduler"), order.scheduler)
     embeds = bool(check_parts(path, index, file).get("guidance_embeds"))
-    arguments = _arguments(order, kind.__name__, given, embeds)
-    reason = why or f"seqpar has no loop of its own for {kind.__name__}"
-    return Adapted(kind, path, order.dtype, arguments, order.seed, order.scheduler, video, reason, file)
+    arguments = _arguments(order, kind.__name__, parameters, embeds)
+    return Adapted(kind, path, order.dtype, arguments, order.seed, order.scheduler, video, file)
 
 
-def _check_flags(order: Order, name: str, given: Mapping[str, inspect.Parameter]) -> None:
+def _check_flags(order: Order, name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
     """Raise ValueError for flags that no pipeline takes this way, and for a pipeline that needs more than a prompt."""
     order.refuse(f"expected none: {name} takes texts", classes=order.classes)
     order.refuse(FOR_CLASSES, respacing=order.respacing)
+    order.refuse("expected none: its files say the number", heads=order.heads)
     order.refuse("expected none: diffusers' loop has none", eta=order.eta, guidance_channels=order.guidance_channels)
-    if "num_frames" not in given:
+    if "num_frames" not in parameters:
         order.refuse(f"expected none: {name} makes no videos", frames=order.frames, fps=order.fps)
     if not order.prompts:
         raise ValueError(f"got --model {order.model} without --prompt, expected one: {name} takes texts")
     known, plain = ("self", "prompt"), inspect.Parameter.POSITIONAL_OR_KEYWORD
-    needed = [key for key, each in given.items() if each.default is each.empty and each.kind is plain]
+    needed = [key for key, each in parameters.items() if each.default is each.empty and each.kind is plain]
     needed = [key for key in needed if key not in known]
-    if "prompt" not in given or needed:
+    if "prompt" not in parameters or needed:
         takes = ", ".join(needed) or "no prompt"
         raise ValueError(f"got a {name}, which takes {takes}, expected one that needs nothing but a prompt")
-
-
-def _scheduler(config: Mapping[str, Any], name: str) -> Any:
-    """Return a diffusers scheduler by its class name, with the configuration of another; ValueError if none fits."""
-    return _schedulers.build(config, name, **_schedulers.flow_settings(config, name))
 
 
 def _kind(index: Mapping[str, Any], path: Path) -> Any:
@@ -157,17 +155,16 @@ def _kind(index: Mapping[str, Any], path: Path) -> Any:
         raise ValueError(
             f"got {path} with the pipeline {name}, expected one that diffusers {diffusers.__version__} has"
         )
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError(f"got a {name}, which needs another package; pip install transformers")
+    check_installed()
     if part_of(index, "transformer") is None:
         raise ValueError(f"got a {name} without a transformer, expected a pipeline that has one")
     return kind
 
 
-def _arguments(order: Order, name: str, given: Mapping[str, Any], embeds: bool) -> dict[str, Any]:
+def _arguments(order: Order, name: str, parameters: Mapping[str, Any], embeds: bool) -> dict[str, Any]:
     """Return the arguments of the pipeline's call that the flags name.
 
-    given: the parameters of the call. embeds: whether the transformer takes the guidance scale as an input.
+    parameters: those of the call. embeds: whether the transformer takes the guidance scale as an input.
     """
     prompts = [text for text in order.prompts for _ in range(order.repeat)]
     arguments: dict[str, Any] = {"prompt": prompts, "num_inference_steps": order.steps}
@@ -180,13 +177,13 @@ def _arguments(order: Order, name: str, given: Mapping[str, Any], embeds: bool) 
         "width": ("size", None if order.size is None else order.size[1]),
     }
     for argument, (flag, value) in flags.items():
-        if argument not in given:
+        if argument not in parameters:
             order.refuse(f"expected none: {name} takes no {argument}", **{flag: value})
         elif value is not None:
             arguments[argument] = value
-    if "true_cfg_scale" in given:
+    if "true_cfg_scale" in parameters:
         arguments |= _distilled(order, name, embeds, len(prompts))
-    if "output_type" in given:  # arrays show NaN, which pictures hide as black
+    if "output_type" in parameters:  # arrays show NaN, which pictures hide as black
         arguments["output_type"] = "np"
     return arguments
 

@@ -14,28 +14,26 @@ from torch import Tensor
 
 from seqpar.engine.distributed import DistributedDiT
 from seqpar.models._label_dit import LabelDiT
-from seqpar.pipelines import _files, _labels, _schedulers
-from seqpar.pipelines._family import BUILTIN, NO_VIDEOS, Job, Order, generated, is_builtin
+from seqpar.pipelines import _files, _labels
+from seqpar.pipelines._family import NO_VIDEOS, Job, Order, generated
+from seqpar.pipelines._files import DDIM_DEFAULT
 from seqpar.pipelines._loaded import Loaded
 from seqpar.planner.plan import Plan
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_pictures
-from seqpar.sampling.ddpm import check_variances
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Request
 from seqpar.vae.decoder import load_vae
-from seqpar.weights.find import locate, resolve
+from seqpar.weights.find import BUILTIN, Blueprint, locate
 from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
 
-__all__ = ["BUILTIN", "Files", "Pipeline", "check", "generate"]
+__all__ = ["BUILTIN", "DDIM_DEFAULT", "Files", "Pipeline", "check", "generate"]
 
 PIPELINES = ("DiTPipeline",)
 MODELS = (LabelDiT,)
 GUIDANCE = 4.0  # scale if the user names none
 SHOWN_BY_DEFAULT = 12  # number of classes if the user names none
-# the scheduler of the original DiT and Large-DiT, for models without a pipeline folder
-DDIM_DEFAULT = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "clip_sample": False}
 
 
 @dataclass(frozen=True)
@@ -48,20 +46,20 @@ class Files(_files.Files):
     labels: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def locate(name: str | Path, heads: int | None = None) -> Files:
+    def locate(name: str | Path | Blueprint, heads: int | None = None) -> Files:
         """Find and check the files of a model.
 
-        name: "builtin", a diffusers pipeline folder or hub id, or any name that `seqpar.weights.find.locate` accepts,
-        which then has no decoder. heads: see there. Raises ValueError if a file does not fit; reads only the headers of
-        weight files.
+        name, heads: see `seqpar.weights.find.locate`; only a pipeline's folder has a decoder. Raises ValueError if a
+        file does not fit; reads only the headers of weight files.
         """
-        path = BUILTIN if is_builtin(name) else resolve(name)
-        blueprint = locate(name if path is None else path, heads)
+        blueprint = locate(name, heads)
+        path = blueprint.path
         if path is None or not (path / "model_index.json").is_file():
             return Files(blueprint)
         index = read_pipeline(path)
         vae = _files.checked_vae(path / "vae", blueprint) if part_of(index, "vae") else None
-        return Files(blueprint, path, vae, _labels.listed(index, blueprint.config.num_classes))
+        labels = _labels.listed(index, blueprint.config.num_classes)
+        return Files(blueprint, path, vae, labels, scheduling=read_scheduler(path / "scheduler"))
 
     def class_ids(self, classes: Sequence[str | int]) -> list[int]:
         """Return the class number of each name, whole label ("tench, Tinca tinca") or number.
@@ -82,31 +80,17 @@ class Files(_files.Files):
             self.blueprint.meta().check_size(*size)
         return size
 
-    def scheduler(self, name: str | None = None) -> Any:
-        """Return the folder's scheduler, or the diffusers class `name` with the same configuration.
 
-        DDPM takes the variances that the model predicts, as the authors of DiT and Large-DiT sample, if the model
-        predicts them and the configuration names no other variance_type.
-        Raises ValueError, with the reason, if it cannot be built or the denoising loop cannot use it.
-        """
-        config = read_scheduler(self.source / "scheduler") if self.source else DDIM_DEFAULT
-        changes = _schedulers.variance_settings(config, name, self.blueprint.config)
-        return _schedulers.build(config, name, **changes, **_schedulers.flow_settings(config, name))
+class Asked(TypedDict, total=False):
+    """The settings of `Pipeline.latents`.
 
-    def schedule(self, name: str | None, steps: int, eta: float | None = None, respacing: str | None = None) -> Any:
-        """Return `scheduler(name)` with its timesteps set; ValueError if a setting does not fit it.
+    size: (height, width) in pixels, None for the model's own. scheduler: the name of a diffusers class, a scheduler
+    (which is not changed), or None for the model's own. The others are those of `Request`, with the same meaning.
+    """
 
-        eta: None stands for the scheduler's own default. respacing: see `Request`.
-        """
-        scheduler = self.scheduler(name)
-        if _schedulers.timed(scheduler, steps, eta, respacing).learned:
-            check_variances(self.blueprint.config)
-        return scheduler
-
-
-class Sampling(TypedDict, total=False):
-    """The settings of `Pipeline.latents` that are those of `Request`, with the same meaning."""
-
+    seed: int
+    size: tuple[int, int] | None
+    scheduler: Any
     steps: Required[int]
     guidance: Required[Guidance]
     eta: float | None
@@ -140,33 +124,18 @@ class Pipeline(Loaded):
         self,
         classes: Sequence[str | int],
         *,
-        seed: int = 0,
-        size: tuple[int, int] | None = None,
-        scheduler: Any = None,
         on_step: Callable[[int], None] = lambda index: None,
-        **settings: Unpack[Sampling],
+        **asked: Unpack[Asked],
     ) -> Tensor:
-        """Return sampled latents (N, C, h, w) for N classes, equal on every rank, from rank 0's arguments.
+        """Return sampled latents (N, C, h, w) for N classes, equal on every rank, from rank 0's arguments."""
+        return self.sampler(**vars(self.request(classes, **asked)), on_step=on_step)
 
-        scheduler: the name of a diffusers class, a scheduler (which is not changed), or None for the model's own.
-        settings: steps, guidance, eta, respacing and clip_denoised; see `Request`.
-        """
-        run = self.request(classes, seed=seed, size=size, scheduler=scheduler, **settings)
-        return self.sampler(run.scheduler, run.noise, run.prompt, generator=run.generator, on_step=on_step, **settings)
-
-    def request(
-        self,
-        classes: Sequence[str | int],
-        *,
-        seed: int = 0,
-        size: tuple[int, int] | None = None,
-        scheduler: Any = None,
-        **settings: Unpack[Sampling],
-    ) -> Request:
+    def request(self, classes: Sequence[str | int], **asked: Unpack[Asked]) -> Request:
         """Return the inputs of the run that `latents` makes of these arguments, from those of rank 0."""
-        mesh = self.dit.mesh
-        asked = settings.get("steps"), settings.get("guidance"), size, seed
-        mesh.together(lambda: check_pictures("classes", classes, *asked))
+        mesh, settings = self.dit.mesh, dict[str, Any](asked)
+        seed, size, scheduler = settings.pop("seed", 0), settings.pop("size", None), settings.pop("scheduler", None)
+        run = settings.get("steps"), settings.get("guidance"), size, seed
+        mesh.together(lambda: check_pictures("classes", classes, *run))
         kind = tuple[list[str | int], tuple[int, int] | None, int]
         classes, size, seed = mesh.share((list(classes), size, seed), kind)
         asked_of_0 = (True, scheduler) if scheduler is None or isinstance(scheduler, str) else (False, None)
@@ -197,17 +166,17 @@ def generate(
     return generated(order, mesh, "classes", lambda: Guidance(guidance), _job)
 
 
-def check(order: Order, path: Path | None) -> Job:
+def check(order: Order, model: Path | Blueprint) -> Job:
     """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
     reason = "expected none: this model makes pictures of classes (--classes)"
     order.refuse(reason, prompt=order.prompts, negative_prompt=order.negative, true_guidance=order.true_guidance)
     order.refuse(NO_VIDEOS, frames=order.frames, fps=order.fps)
-    return _job(order, order.free_guidance(GUIDANCE), path)
+    return _job(order, order.free_guidance(GUIDANCE), model)
 
 
-def _job(order: Order, guidance: Guidance | None, path: Path | None = None) -> Job:
+def _job(order: Order, guidance: Guidance | None, model: str | Path | Blueprint) -> Job:
     """Return the job of an order whose flags are checked."""
-    files = Files.locate(order.model if path is None else path, order.heads)
+    files = Files.locate(model, order.heads)
     classes = order.classes or tuple(map(str, sorted(files.labels)[:SHOWN_BY_DEFAULT])) or ("0",)
     pictures = [number for number in files.class_ids(classes) for _ in range(order.repeat)]
     scheduler = files.schedule(order.scheduler, order.steps, order.eta, order.respacing)

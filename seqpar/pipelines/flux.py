@@ -25,13 +25,13 @@ from seqpar.pipelines._family import Job, Order, generated
 from seqpar.pipelines._flux_text import TOKENS
 from seqpar.pipelines._folder import check_files
 from seqpar.pipelines._loaded import FromTexts, drawn_in
-from seqpar.pipelines._texts import Texts, described
+from seqpar.pipelines._texts import Encode, described
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_pictures
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Settings
-from seqpar.weights.find import from_diffusers, locate, resolve
+from seqpar.weights.find import Blueprint, from_diffusers, locate
 from seqpar.weights.layout import pipeline_folder
 from seqpar.weights.parts import read_pipeline, read_scheduler
 
@@ -48,22 +48,22 @@ ASKED = tuple[list[str], int, Guidance, str | None, int, tuple[int, int] | None,
 class Files(_files.Files):
     """The checked parts of a FLUX.1 pipeline; see `seqpar.pipelines._files.Files`.
 
-    scheduling: the scheduler's config. text_tokens: the length to which T5 pads or cuts each prompt.
+    text_tokens: the length to which T5 pads or cuts each prompt.
     """
 
-    scheduling: Mapping[str, Any] = field(default_factory=lambda: DEFAULT)
+    scheduling: Mapping[str, Any] = field(default_factory=lambda: DEFAULT, kw_only=True)
     text_tokens: int = TOKENS
 
     @staticmethod
-    def locate(name: str | Path) -> Files:
+    def locate(name: str | Path | Blueprint) -> Files:
         """Find and check a diffusers folder or hub id, or take a preset (random weights, no encoders).
 
         A transformer's file takes the other parts from the pipeline's folder in which it lies.
 
         Raises ValueError if a file does not fit; reads only configs and the headers of weight files.
         """
-        path = resolve(name)
-        blueprint = locate(name if path is None else path)
+        blueprint = locate(name)
+        path = blueprint.path
         if not issubclass(blueprint.module.Model, MODELS):
             raise ValueError(f"got {blueprint.name}, which is no FLUX.1, expected one")
         if path is None:
@@ -77,7 +77,7 @@ class Files(_files.Files):
             )
         index, vae = read_pipeline(folder), _files.checked_vae(folder / "vae", blueprint)
         _flux_text.check_encoders(folder, index, blueprint.config)
-        return Files(blueprint, folder, vae, read_scheduler(folder / "scheduler"))
+        return Files(blueprint, folder, vae, scheduling=read_scheduler(folder / "scheduler"))
 
     @property
     def decoder(self) -> Path:
@@ -89,23 +89,10 @@ class Files(_files.Files):
         """Return the number of text tokens, which are a stream of their own."""
         return (self.text_tokens,)
 
-    def schedule(
-        self, name: str | None, steps: int, size: tuple[int, int] | None, eta: float | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Return the scheduler with its timesteps set, and the keyword arguments of `set_timesteps`, as FluxPipeline's.
-
-        name: the class of another scheduler; it must follow FLUX's sigmas. Raises ValueError if one does not fit.
-        """
-        scheduler, timing = self.untimed(name, steps, size)
-        _schedulers.timed(scheduler, steps, eta, timing=timing)
-        return scheduler, timing
-
-    def untimed(self, name: str | None, steps: int, size: tuple[int, int] | None) -> tuple[Any, dict[str, Any]]:
-        """Return what `schedule` returns, without timesteps and without trying the scheduler's steps."""
-        settings = _schedulers.flow_settings(self.scheduling, name)
-        scheduler = _schedulers.build(self.scheduling, name, **settings)
+    def timing(self, scheduler: Any, steps: int, size: tuple[int, int] | None) -> dict[str, Any]:
+        """Return the keyword arguments of `set_timesteps`, as FluxPipeline's; ValueError for sigmas unlike FLUX's."""
         _schedulers.check_steps(scheduler, steps)
-        return scheduler, _schedulers.flow_timing(scheduler, steps, self.tokens(size))
+        return _schedulers.flow_timing(scheduler, steps, self.tokens(size))
 
 
 @dataclass(frozen=True)
@@ -116,12 +103,20 @@ class Pipeline(FromTexts):
     def files_of(cls, pipe: Any, *, text_tokens: int = TOKENS) -> tuple[Files, torch.dtype]:  # pyright: ignore
         """Return the files of diffusers' FluxPipeline in memory, and the dtype of its transformer."""
         blueprint, scheduling = from_diffusers(pipe.transformer), _schedulers.config_of(pipe.scheduler)
-        return Files(blueprint, pipe, pipe.vae.config, scheduling, text_tokens), pipe.transformer.dtype
+        files = Files(blueprint, pipe, pipe.vae.config, text_tokens, scheduling=scheduling)
+        return files, pipe.transformer.dtype
 
-    @classmethod
-    def texts_of(cls, files: Files, mesh: Mesh, dtype: torch.dtype) -> Texts:
-        """Return the prompts of these files as tensors, without any yet."""
-        return _flux_text.texts_of(files.source, files.blueprint.config, files.text_tokens, mesh, dtype)
+    @staticmethod
+    def text_shapes(files: Files) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of T5's text tokens and of CLIP's pooled vector."""
+        config = files.blueprint.config
+        tokens = files.text_tokens, config.joint_attention_dim
+        return {"encoder_hidden_states": tokens, "pooled_projections": (config.pooled_projection_dim,)}
+
+    @staticmethod
+    def encoder(files: Files, device: torch.device, dtype: torch.dtype) -> Encode:
+        """Return a function that encodes one prompt, and holds the encoders."""
+        return _flux_text.encoder(files.source, files.text_tokens, device, dtype)
 
     def latents(
         self,
@@ -147,7 +142,8 @@ class Pipeline(FromTexts):
         prompts, steps, guidance, negative, seed, size, scheduler = mesh.share(asked, ASKED)
         latent, others = self._checked(prompts, guidance, steps, size), [negative or ""] if guidance.on else []
         mesh.together(lambda: self.texts.encode([*prompts, *others]))
-        (stepping, timing), generator = self.files.untimed(scheduler, steps, size), torch.Generator().manual_seed(seed)
+        stepping, generator = self.files.scheduler(scheduler), torch.Generator().manual_seed(seed)
+        timing = self.files.timing(stepping, steps, size)
         settings: Settings = {"steps": steps, "guidance": guidance, "schedule": timing, "generator": generator}
         if others:
             settings["negative"] = self.texts.rows(others * len(prompts))
@@ -199,30 +195,29 @@ def embedded(files: Files, scale: float | None, beside: Guidance | None = None) 
     return beside
 
 
-def check(order: Order, path: Path | None) -> Job:
+def check(order: Order, model: Path | Blueprint) -> Job:
     """Return the work that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
     order.needs_prompts()
     if (order.true_guidance or 1.0) <= 1:
         off = "expected --true-guidance over 1, too: without it there is one branch, and the flag has no effect"
         order.refuse(off, negative_prompt=order.negative, guidance_channels=order.guidance_channels)
-    if path is not None and (path / "transformer").is_dir():
-        check_files(path / "transformer")
-    return _job(order, None, path)
+    if isinstance(model, Path):
+        check_files(model / "transformer")
+    return _job(order, None, model)
 
 
-def _job(order: Order, guidance: Guidance | None, path: Path | None = None) -> Job:
+def _job(order: Order, guidance: Guidance | None, model: str | Path | Blueprint) -> Job:
     """Return the work of an order whose flags are checked. guidance: None stands for that of the flags."""
-    files = Files.locate(order.model if path is None else path)
+    files = Files.locate(model)
     beside = Guidance(1.0 if order.true_guidance is None else order.true_guidance, order.guidance_channels)
     guidance = guidance or embedded(files, order.guidance, beside)
     prompts, others = order.pictures, [order.negative or ""] if guidance.on else []
-    scheduler, _ = files.schedule(order.scheduler, order.steps, order.size, order.eta)
     return Job.of(
         Pipeline,
         files,
         order,
         guidance,
-        scheduler,
+        files.schedule(order.scheduler, order.steps, order.eta, size=order.size),
         prompts,
         loading={"prompts": [*prompts, *others]},
         settings={"prompts": prompts, "negative": order.negative, "scheduler": order.scheduler},

@@ -26,9 +26,9 @@ from seqpar.models.uvit import Mode, Model
 from seqpar.pipelines import _schedulers
 from seqpar.pipelines._family import Job, Order, generated
 from seqpar.pipelines._loaded import FromTexts, drawn_in
-from seqpar.pipelines._texts import Texts, described
+from seqpar.pipelines._texts import Encode, described
 from seqpar.pipelines._unidiffuser_files import Files
-from seqpar.pipelines._unidiffuser_parts import captions, image_streams, texts_of
+from seqpar.pipelines._unidiffuser_parts import captions, image_streams, text_encoder
 from seqpar.ranks.inputs import streams_of_rank_0
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_pictures
@@ -36,7 +36,7 @@ from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.noise import draw_steps
 from seqpar.sampling.request import Settings, set_timesteps
-from seqpar.weights.find import from_diffusers
+from seqpar.weights.find import Blueprint, from_diffusers
 
 PIPELINES = ("UniDiffuserPipeline",)
 MODELS = (Model,)
@@ -70,12 +70,18 @@ class Pipeline(FromTexts):
         """Return the files of diffusers' UniDiffuserPipeline in memory, and the dtype of its U-ViT."""
         blueprint = from_diffusers(pipe.unet)
         blueprint = replace(blueprint, config=replace(blueprint.config, mode=mode))
-        return Files(blueprint, pipe, pipe.vae.config, _schedulers.config_of(pipe.scheduler)), pipe.unet.dtype
+        scheduling = _schedulers.config_of(pipe.scheduler)
+        return Files(blueprint, pipe, pipe.vae.config, scheduling=scheduling), pipe.unet.dtype
 
-    @classmethod
-    def texts_of(cls, files: Files, mesh: Mesh, dtype: torch.dtype) -> Texts:
-        """Return the prompts of these files as tensors, without any yet."""
-        return texts_of(files.source, files.blueprint.config, mesh, dtype)
+    @staticmethod
+    def text_shapes(files: Files) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of CLIP's hidden states, made narrower."""
+        return {"text": (files.blueprint.config.text_tokens, files.blueprint.config.text_width)}
+
+    @staticmethod
+    def encoder(files: Files, device: torch.device, dtype: torch.dtype) -> Encode:
+        """Return a function that encodes one prompt, and holds the encoders."""
+        return text_encoder(files.source, files.blueprint.config.text_tokens, device, dtype)
 
     def latents(
         self,
@@ -256,17 +262,17 @@ def generate(
     return generated(order, mesh, "prompts", lambda: Guidance(guidance), _job)
 
 
-def check(order: Order, path: Path | None) -> Job:
+def check(order: Order, model: Path | Blueprint) -> Job:
     """Return the job that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
     order.needs_prompts()
     order.refuse("expected none: the unconditional branch takes noise as its text", negative_prompt=order.negative)
     order.refuse("expected none: --guidance is classifier-free here", true_guidance=order.true_guidance)
-    return _job(order, order.free_guidance(GUIDANCE), path)
+    return _job(order, order.free_guidance(GUIDANCE), model)
 
 
-def _job(order: Order, guidance: Guidance | None, path: Path | None = None) -> Job:
+def _job(order: Order, guidance: Guidance | None, model: str | Path | Blueprint) -> Job:
     """Return the job of an order whose flags are checked."""
-    files = Files.locate(order.model if path is None else path)
+    files = Files.locate(model)
     return Job.of(
         Pipeline,
         files,

@@ -17,11 +17,6 @@ from seqpar.ranks.shard import JointShard
 ALIGN = 16  # elements; kernels that add a bias need row strides of this multiple or a divisor of it, in every dtype
 
 
-def lengths_mask(lengths_B: Tensor, tokens: int) -> Tensor:
-    """Return a mask (B, tokens) bool that is True for the first `lengths_B[b]` tokens of row b."""
-    return torch.arange(tokens, device=lengths_B.device) < lengths_B[:, None]
-
-
 def joined_mask(masks: Sequence[Tensor | None], tokens: JointShard, like: Tensor) -> Tensor:
     """Return the key mask (B, L) bool, True for the keys to attend to, in the order in which strategies join keys.
 

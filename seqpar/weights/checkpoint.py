@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from seqpar.types.keys import KeyMap
 from seqpar.weights import paddle, pickles
-from seqpar.weights.headers import read_header
 from seqpar.weights.jsons import read_index
 
 SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
@@ -30,6 +30,7 @@ NAMES = (
 )
 INDEX = ".index.json"
 MOST_LETTERS = 256  # of the name of a tensor
+HEADER_BYTES = 1 << 24  # of a safetensors file; 120 bytes a tensor are usual
 WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # other dtypes hold no weights
 
 
@@ -106,12 +107,12 @@ def find_checkpoint(folder: Path, stem: str | None = None) -> Path:
     stand side by side, because loaders differ in which of the two they take.
     """
     names = NAMES if stem is None else tuple(stem + suffix for suffix in SUFFIXES)
-    found = [folder / name for name in names if (folder / name).is_file()]
-    if not found:
+    files = [folder / name for name in names if (folder / name).is_file()]
+    if not files:
         raise ValueError(f"got {folder} without weights, expected one of {', '.join(names)}")
-    if found[0].with_name(found[0].name + INDEX) in found:
-        raise ValueError(f"got both {found[0].name} and its index in {folder}, expected one of them; remove the other")
-    return found[0]
+    if files[0].with_name(files[0].name + INDEX) in files:
+        raise ValueError(f"got both {files[0].name} and its index in {folder}, expected one of them; remove the other")
+    return files[0]
 
 
 def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
@@ -132,10 +133,10 @@ def check(model: nn.Module, checkpoint: Checkpoint, keys: KeyMap) -> None:
         shapes = [checkpoint.shapes[key] for key in source.keys]
         got = f"{', '.join(source.keys)} of shape {', '.join(map(str, shapes))}"
         try:
-            made = tuple(source.combine(*(torch.empty(shape, device="meta") for shape in shapes)).shape)
+            shape = tuple(source.combine(*(torch.empty(shape, device="meta") for shape in shapes)).shape)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             raise ValueError(f"{checkpoint.name}: got {got}, which cannot make {name}: {error}") from error
-        if made != tuple(parameter.shape):
+        if shape != tuple(parameter.shape):
             raise ValueError(f"{checkpoint.name}: got {got}, expected {tuple(parameter.shape)} for {name}")
 
 
@@ -157,16 +158,28 @@ def _some(keys: Iterable[str], most: int = 4) -> str:
 
 
 def _safetensors(path: Path) -> Checkpoint:
+    """Open a safetensors file.
+
+    The library checks its header: the tensors fill the file, each with as many bytes as its shape and type say.
+    """
+    shapes, dtypes, positions = dict[str, tuple[int, ...]](), dict[str, torch.dtype](), dict[str, Position]()
     try:
-        entries, about, read = read_header(path)
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        if length > HEADER_BYTES:
+            raise ValueError(f"it has a header of {length} bytes, expected at most {HEADER_BYTES}")
+        opened, start = safe_open(path, framework="pt"), 8 + length
+        for key in opened.offset_keys():
+            piece: Any = opened.get_slice(key)
+            shapes[key], positions[key] = tuple(piece.get_shape()), Position(path, start)
+            dtypes[key] = (piece[:0] if shapes[key] else piece[...]).dtype
+            start += prod(shapes[key]) * dtypes[key].itemsize
+        by_paddle = path.name.startswith("diffusion_paddle_model") and (opened.metadata() or {}).get("format") != "pt"
     except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, OverflowError) as error:
         reason = str(error).partition("\n")[0][:MOST_LETTERS]
         raise ValueError(f"got checkpoint {path}, which is truncated or not a safetensors file: {reason}") from error
-    shapes, dtypes = {key: x.shape for key, x in entries.items()}, {key: x.dtype for key, x in entries.items()}
-    positions = {key: Position(path, entry.start) for key, entry in entries.items()}
-    opened = Checkpoint(str(path), shapes, read, dtypes, positions=positions)
-    written_by_paddle = path.name.startswith("diffusion_paddle_model") and about.get("format") != "pt"
-    return _from_paddle(opened) if written_by_paddle else opened
+    checkpoint = Checkpoint(str(path), shapes, opened.get_tensor, dtypes, positions=positions)
+    return _from_paddle(checkpoint) if by_paddle else checkpoint
 
 
 def _from_paddle(opened: Checkpoint) -> Checkpoint:

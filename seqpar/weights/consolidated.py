@@ -45,9 +45,9 @@ def is_part(path: Path) -> bool:
 
 def parts_in(folder: Path) -> list[Path]:
     """Return the parts of the checkpoint in a folder, in order, or []; averaged weights (_ema) come before others."""
-    found = sorted(path for path in folder.iterdir() if is_part(path))
-    averaged = [path for path in found if path.name.startswith("consolidated_ema.")]
-    return [path for path in averaged or found if path.suffix == (averaged or found)[0].suffix]
+    parts = sorted(path for path in folder.iterdir() if is_part(path))
+    averaged = [path for path in parts if path.name.startswith("consolidated_ema.")]
+    return [path for path in averaged or parts if path.suffix == (averaged or parts)[0].suffix]
 
 
 def open_consolidated(path: Path) -> Checkpoint:
@@ -123,8 +123,8 @@ def _siblings(path: Path) -> list[Path]:
 
 def _check_numbers(parts: Sequence[Path], path: Path) -> None:
     """Raise ValueError unless these are the parts 0 to N-1 of N, from one on."""
-    found = [FILE.fullmatch(part.name) for part in parts]
-    numbers = [(int(match[2]), int(match[3])) for match in found if match]
+    matches = [FILE.fullmatch(part.name) for part in parts]
+    numbers = [(int(match[2]), int(match[3])) for match in matches if match]
     if not numbers:
         raise ValueError(f"got {path}, whose name is of no part: parts of N files are numbered from 00 to N-1")
     count = numbers[0][1]

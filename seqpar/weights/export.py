@@ -39,8 +39,8 @@ def tensors_of(blueprint: Blueprint, dtype: torch.dtype | None) -> Iterator[tupl
     shapes = _shapes(config, checkpoint.shapes, target)
     kept = dict.fromkeys(target.repeats.values())
     for ours, source in target.sources.items():
-        made = keys.sources[ours].combine(*map(checkpoint.tensor, keys.sources[ours].keys))
-        for key, tensor in taken_apart(made.to(dtype or made.dtype), source, shapes).items():
+        parameter = keys.sources[ours].combine(*map(checkpoint.tensor, keys.sources[ours].keys))
+        for key, tensor in uncombined(parameter.to(dtype or parameter.dtype), source, shapes).items():
             if key in kept:
                 kept[key] = tensor
             yield key, tensor
@@ -61,15 +61,15 @@ def folder_config(blueprint: Blueprint) -> tuple[str, dict[str, Any]]:
     return describe(blueprint.config)
 
 
-def taken_apart(made: Tensor, source: Source, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return the tensors from which a source makes this one."""
+def uncombined(parameter: Tensor, source: Source, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return the tensors from which a source makes this parameter."""
     sizes = [torch.Size(shapes[key]).numel() for key in source.keys]
     numbers = torch.arange(sum(sizes)).split(sizes)
     places = source.combine(*(part.view(shapes[key]) for part, key in zip(numbers, source.keys, strict=True)))
-    if places.shape != made.shape or not torch.equal(places.flatten().sort().values, torch.arange(sum(sizes))):
+    if places.shape != parameter.shape or not torch.equal(places.flatten().sort().values, torch.arange(sum(sizes))):
         raise ValueError(f"got {', '.join(source.keys)}, whose numbers are not each in the model once")
-    flat = made.new_empty(sum(sizes))
-    flat[places.flatten()] = made.flatten()
+    flat = parameter.new_empty(sum(sizes))
+    flat[places.flatten()] = parameter.flatten()
     parts = zip(source.keys, flat.split(sizes), strict=True)
     return {key: part.view(shapes[key]).clone() for key, part in parts}
 
@@ -92,7 +92,7 @@ def known_to_diffusers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def _disk_named(folder: Path) -> Iterator[None]:
     """Turn the library's own error of writing, such as one of a full disk, into an OSError that names the folder."""
     try:
         yield
@@ -109,7 +109,7 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Iterable[tupl
     written: list[list[str]] = []
 
     def write() -> None:
-        with _told(folder):
+        with _disk_named(folder):
             save_file(held, folder / f"{len(written)}.part", metadata={"format": "pt"})
         written.append([*held])
         held.clear()

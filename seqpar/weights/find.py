@@ -23,6 +23,7 @@ from seqpar.weights.hub import download
 from seqpar.weights.layout import open_model
 from seqpar.weights.loading import load
 
+BUILTIN = Path(__file__).parents[1] / "assets" / "emoji-dit"  # the model that comes with the package
 INIT_STD = 0.02  # standard deviation of the random weights of presets
 
 
@@ -54,11 +55,17 @@ class Blueprint:
     path: Path | None = None
 
     def meta(self) -> SequenceModel:
-        """Return the model on the meta device, without memory for its weights: one object until it is built."""
-        return self._drawn
+        """Return the model on the meta device, without memory for its weights: one object until it is built.
+
+        Raises ValueError if the sizes in a config are too large for any tensor.
+        """
+        try:
+            return self._without_weights
+        except (RuntimeError, OverflowError) as error:
+            raise ValueError(f"got {self.name} with sizes of which no model can be made: {error}") from error
 
     @cached_property
-    def _drawn(self) -> SequenceModel:
+    def _without_weights(self) -> SequenceModel:
         with torch.device("meta"), WithoutValues():
             return self.module.Model(self.config)
 
@@ -69,7 +76,7 @@ class Blueprint:
         ValueError on all of them.
         """
         model = self.meta()
-        vars(self).pop("_drawn")  # it is given its weights; whoever asks again gets another one
+        vars(self).pop("_without_weights")  # it is given its weights; whoever asks again gets another one
         if self.checkpoint is None or self.keys is None:
             randomise(model.to(dtype).to_empty(device=device), seed)
         else:
@@ -78,21 +85,21 @@ class Blueprint:
 
 
 def locate(name: str | Path | Blueprint, heads: int | None = None) -> Blueprint:
-    """Return the blueprint for a preset, a folder or file of a layout of `seqpar.weights.layout`, or a hub id.
+    """Return the blueprint for "builtin", a preset, a folder or file of `seqpar.weights.layout`, or a hub id.
 
     name: a blueprint stands for itself. heads: the number of heads, for original files of sizes that were never
     released; nothing in such a file says it. Raises ValueError if nothing has this name or its files do not fit, before
     any weight is read.
     """
     if isinstance(name, Blueprint):
-        _check_heads(name.name, name.config, heads)
+        check_heads(name.name, name.config, heads)
         return name
     path = resolve(name)
     if path is not None:
         return replace(_blueprint(*open_model(path), heads), path=path)
     preset = str(name).lower()
     module, config = presets(_modules())[preset]
-    _check_heads(preset, config, heads)
+    check_heads(preset, config, heads)
     return Blueprint(preset, module, config)
 
 
@@ -103,6 +110,8 @@ def resolve(name: str | Path) -> Path | None:
     device.
     """
     known = presets(_modules())
+    if str(name).lower() == "builtin":
+        return BUILTIN
     if str(name).lower() in known:
         return None
     path = Path(name)
@@ -142,10 +151,10 @@ def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None, heads: 
             recognised = module.recognise(checkpoint.shapes, description)
         if recognised is not None:
             own, keys = recognised[0], module.KEY_MAPS[recognised[1]](recognised[0])
-            _check_heads(checkpoint.name, own, heads)
+            check_heads(checkpoint.name, own, heads)
             _check_layers(checkpoint, own)
             blueprint = Blueprint(checkpoint.name, module, own, checkpoint, keys)
-            check(_drawn(blueprint), checkpoint, keys)
+            check(blueprint.meta(), checkpoint, keys)
             return blueprint
     known = f"which no model of seqpar recognises ({', '.join(plugins(seqpar.models))})"
     if config:
@@ -158,15 +167,7 @@ def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None, heads: 
     )
 
 
-def _drawn(blueprint: Blueprint) -> SequenceModel:
-    """Return the model on the meta device; `ValueError` if the sizes in a config are too large for any tensor."""
-    try:
-        return blueprint.meta()
-    except (RuntimeError, OverflowError) as error:
-        raise ValueError(f"got {blueprint.name} with sizes of which no model can be made: {error}") from error
-
-
-def _check_heads(name: str, config: Any, heads: int | None) -> None:
+def check_heads(name: str, config: Any, heads: int | None) -> None:
     """Raise ValueError if the user's number of heads is not the model's."""
     if heads is not None and config.num_attention_heads != heads:
         known = f"the {config.num_attention_heads} that its files or its preset say"

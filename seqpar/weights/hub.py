@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import logging
 
@@ -29,7 +28,6 @@ ID = r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}"  # owner/name
 # the last one is the base of what its HTTP client raises
 NETWORK = (OSError, errors.HfHubHTTPError, getattr(errors, "HTTPError", OSError))
 SHOWN = 200  # characters of a name in a message
-WAIT_S = 1800.0  # seconds that a process waits for another one that downloads the same files
 ASK_S = 5.0  # seconds that the hub has to say whether it knows a name
 
 
@@ -45,25 +43,9 @@ def download(name: str, presets: Sequence[str]) -> Path:
             reason = _why_not(name)
             if reason is not None:
                 return _cached(name, presets, reason)
-            with _alone(name):
-                return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
-    except Timeout as error:
-        raise TimeoutError(
-            f"got model {name!r}, which another process has been downloading for {WAIT_S:g} s (it holds "
-            f"{error.lock_file}); wait for it, or end it"
-        ) from error
+            return Path(snapshot_download(name, allow_patterns=DOWNLOADED))  # a process at a time writes a file
     except (*NETWORK, errors.HFValidationError) as error:
         raise ValueError(f"got model {name!r}, which cannot be downloaded from the hub: {_first(error)}") from error
-
-
-def _alone(name: str) -> FileLock:
-    """Return a lock for one process of a host that downloads; others then find every file in the cache.
-
-    It lies in the cache: anyone could make and hold a file of the same name in the folder of temporary files.
-    """
-    folder = Path(constants.HF_HUB_CACHE, ".locks")
-    folder.mkdir(parents=True, exist_ok=True)
-    return FileLock(folder / f"seqpar--{name.replace('/', '--')}.lock", timeout=WAIT_S)
 
 
 def _why_not(name: str) -> str | None:

@@ -60,10 +60,10 @@ def layout_of(path: Path) -> ModelFiles | None:
         return None
     if parts_in(path):
         return ModelFiles("consolidated", {"transformer": path})
-    found = _unidiffuser(path)
-    if "unet" not in found.parts and found.refused:
-        raise ValueError(f"{found.refused[0]}; expected a U-ViT of UniDiffuser among the other files of {path}")
-    return found if "unet" in found.parts else None
+    layout = _unidiffuser(path)
+    if "unet" not in layout.parts and layout.refused:
+        raise ValueError(f"{layout.refused[0]}; expected a U-ViT of UniDiffuser among the other files of {path}")
+    return layout if "unet" in layout.parts else None
 
 
 def _layout_of_file(path: Path) -> ModelFiles:
@@ -115,7 +115,7 @@ def _unidiffuser(folder: Path, unet: Path | None = None) -> ModelFiles:
 
     unet: the U-ViT that is meant, where the folder has several (v0 and v1).
     """
-    found: dict[str, Path] = {} if unet is None else {"unet": unet}
+    parts: dict[str, Path] = {} if unet is None else {"unet": unet}
     refused: list[str] = []
     for file in sorted(path for path in folder.iterdir() if path.suffix in LOOSE and path.is_file()):
         try:
@@ -127,10 +127,10 @@ def _unidiffuser(folder: Path, unet: Path | None = None) -> ModelFiles:
             continue
         if part is None or (part == "unet" and unet is not None):
             continue
-        if part in found:
-            raise ValueError(f"got {found[part].name} and {file.name} in {folder}, expected one {part}; name the file")
-        found[part] = file
-    return ModelFiles("unidiffuser", found, refused)
+        if part in parts:
+            raise ValueError(f"got {parts[part].name} and {file.name} in {folder}, expected one {part}; name the file")
+        parts[part] = file
+    return ModelFiles("unidiffuser", parts, refused)
 
 
 def _part(shapes: Mapping[str, object]) -> str | None:

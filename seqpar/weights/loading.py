@@ -121,11 +121,11 @@ def shares(checkpoint: Checkpoint, keys: KeyMap, parts: int) -> dict[str, int]:
     sizes = {
         name: sum(prod(checkpoint.shapes.get(key, ())) for key in source.keys) for name, source in keys.sources.items()
     }
-    total, before, found = max(sum(sizes.values()), 1), 0, {}
+    total, before, readers = max(sum(sizes.values()), 1), 0, {}
     for name, size in sizes.items():
-        found[name] = min(parts - 1, (before + size // 2) * parts // total)
+        readers[name] = min(parts - 1, (before + size // 2) * parts // total)
         before += size
-    return found
+    return readers
 
 
 class Pool:
@@ -178,12 +178,12 @@ class Pool:
                 parameter = source.combine(*parts).contiguous()
                 return parameter, parameter.sum(dtype=torch.promote_types(dtype, torch.float32))
 
-        found = list(self._threads.map(made, names))
+        results = list(self._threads.map(made, names))
         if self._device.type == "cuda":
             with self._told(["its weights"]):
                 torch.cuda.synchronize(self._device)  # an error of a copy is raised here, not by a broadcast
-        self._check_finite(names, keys, [total for _, total in found], dtype)
-        return [parameter for parameter, _ in found]
+        self._check_finite(names, keys, [total for _, total in results], dtype)
+        return [parameter for parameter, _ in results]
 
     def _check_finite(self, names: Sequence[str], keys: KeyMap, totals: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Raise ValueError for the first parameter whose sum is not finite: NaN and infinity stay in a sum."""

@@ -1,9 +1,9 @@
 """Reads PaddlePaddle's `.pdparams` files without Paddle, mapped into memory.
 
 `paddle.save` pickles a dict of numpy arrays (protocol 2 to 4). Python's disassembler lists the opcodes of the file,
-and the few that arrays need are followed here: nothing that the file names is called, and bytes of arrays are views of
-the file. Two facts of the format: bfloat16 numbers are stored as uint16, and the weights of linear layers are
-(in, out), which is transposed from torch's.
+and the few that arrays need are followed here: what the file asks to be called is written down and compared with what
+an array is, and bytes of arrays are views of the file. Two facts of the format: bfloat16 numbers are stored as uint16,
+and the weights of linear layers are (in, out), which is transposed from torch's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import pickletools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,21 +35,12 @@ LARGE = 1 << 10  # bytes; longer pieces of the file are views
 
 
 @dataclass
-class ElementType:
-    """A numpy dtype that is being read: its code, and its byte order, which comes after it."""
+class Call:
+    """A call that a file asks for, which nothing makes: name ("module name"), arguments, and the result's state."""
 
-    code: str
-    order: str = "<"
-
-
-@dataclass
-class Array:
-    """A numpy array that is being read: its shape, type, order of dims and bytes come after it."""
-
-    shape: tuple[int, ...] = ()
-    kind: ElementType = field(default_factory=lambda: ElementType(""))
-    fortran: bool = False
-    data: bytes | memoryview | str = b""  # a text under protocol 2
+    name: object
+    arguments: Any
+    state: Any = None
 
 
 class Views:
@@ -103,25 +94,21 @@ def _join(name: str, stack: list[Any], values: list[Any]) -> None:
     elif name == "REDUCE":
         stack.append(_called(*values))
     elif name == "BUILD":
-        _complete(stack[-1], *values)
+        stack[-1].state = values[0]
     else:
         raise ValueError(f"its opcode {name} is none that arrays need")
 
 
-def _called(name: Any, arguments: Any) -> Any:
-    """Return what a call of a name would make, if numpy, a tuple or an empty dict is asked for."""
+def _called(name: object, arguments: Any) -> Any:
+    """Return the tuple, the bytes or the empty dict that a call makes, and any other call as it is."""
     match name, arguments:
-        case str(), _ if name in RECONSTRUCT:
-            return Array()
-        case "numpy dtype", (str(code), *_):
-            return ElementType(code)
-        case "_codecs encode", (str(text), "latin1"):  # bytes under protocol 2
-            return text
         case "builtins tuple" | "__builtin__ tuple", (tuple(values),):
             return values
+        case "_codecs encode", (str(text), "latin1"):  # bytes under protocol 2
+            return text.encode("latin1")
         case "collections OrderedDict", ():
             return {}
-    raise ValueError(f"it asks for {name!a:.200}, which arrays do not need; nothing of it was run")
+    return Call(name, arguments)
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -133,9 +120,10 @@ def read_state(path: Path) -> dict[str, Tensor]:
         if not isinstance(state, dict) or SPLIT in state:
             raise ValueError("it holds no dict of whole arrays; save it by a newer Paddle")
         arrays = {key: _array(key, value) for key, value in state.items() if key != NAMES}
-        if sum(len(array.data) for array in arrays.values()) > len(data):
+        if sum(array.nbytes for array in arrays.values()) > len(data):
             raise ValueError("its arrays have more bytes than it")
-        return {key: torch_layout(key, _tensor(array)) for key, array in arrays.items()}
+        own = {key: array if array.flags.writeable else array.copy() for key, array in arrays.items()}
+        return {key: torch_layout(key, torch.from_numpy(array)) for key, array in own.items()}
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
         raise ValueError(f"got checkpoint {path}, which is truncated or no dict of arrays: {error}") from error
 
@@ -147,36 +135,21 @@ def torch_layout(key: str, tensor: Tensor) -> Tensor:
     return tensor.T if linear else tensor
 
 
-def _array(key: str, value: object) -> Array:
-    """Return an array, or that of a pair (Paddle's name, array)."""
-    array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-    if not isinstance(array, Array):
-        raise ValueError(f"it holds no array at {key!a:.100}")
-    return array
-
-
-def _tensor(array: Array) -> Tensor:
-    """Return the tensor of an array: a view of the file, unless it is short."""
-    code, order, data = array.kind.code, array.kind.order, array.data
+def _array(key: str, value: object) -> np.ndarray:
+    """Return an array, or that of a pair (Paddle's name, array), as a view of its bytes (read-only if short)."""
+    match value[1] if isinstance(value, tuple) and len(value) == 2 else value:
+        case Call(name=str(name)) if name not in RECONSTRUCT:
+            raise ValueError(f"it asks for {name!a:.200}, which arrays do not need; nothing of it was run")
+        case Call(state=(_, tuple(shape), Call("numpy dtype", (str(code), *_), (_, str(order), *_)), fortran, data)):
+            pass
+        case _:
+            raise ValueError(f"it holds no array at {key!a:.100}")
     if not re.fullmatch(TYPES, code) or order not in ("<", "|", "="):
         raise ValueError(f"it has an array of type {order}{code:.20}, expected one of {TYPES}")
-    data = data.encode("latin1") if isinstance(data, str) else data
-    flat = np.frombuffer(bytearray(data) if isinstance(data, bytes) else data, code)
-    return torch.from_numpy(flat.reshape(array.shape, order="F" if array.fortran else "C"))
+    return np.frombuffer(data, code).reshape(shape, order="F" if fortran else "C")
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"it has a {type(value).__name__} where a text is expected")
     return value
-
-
-def _complete(target: object, state: Any) -> None:
-    """Give a dtype or an array its state."""
-    match target, state:
-        case ElementType(), (_, str(order), *_):
-            target.order = order
-        case Array(), (_, tuple(shape), ElementType() as kind, fortran, bytes() | memoryview() | str() as data):
-            target.shape, target.kind, target.fortran, target.data = shape, kind, bool(fortran), data
-        case _:
-            raise ValueError(f"it has a state of a {type(target).__name__}, expected one of an array")

@@ -37,17 +37,17 @@ class Later(Tensor):
         """Return what a function of torch returns, whose tensors remember this call."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            made = func(*args, **kwargs)
+            like = func(*args, **kwargs)
 
         def call(index: int | None) -> Tensor:
             result = func(*_numbers(args), **kwargs)
             return result if index is None else result[index]
 
-        if isinstance(made, Tensor):
-            return _later(made, lambda: call(None))
-        if isinstance(made, (tuple, list)) and made and all(isinstance(each, Tensor) for each in made):
-            return type(made)(_later(each, lambda i=i: call(i)) for i, each in enumerate(made))
-        return made
+        if isinstance(like, Tensor):
+            return _later(like, lambda: call(None))
+        if isinstance(like, (tuple, list)) and like and all(isinstance(each, Tensor) for each in like):
+            return type(like)(_later(each, lambda i=i: call(i)) for i, each in enumerate(like))
+        return like
 
 
 def _later(like: Tensor, make: Callable[[], Tensor]) -> Later:
@@ -89,20 +89,20 @@ def _converted(
     checkpoint: Checkpoint, source: Mapping[str, str], convert: Callable[..., Any], config: Mapping[str, Any]
 ) -> dict[str, Later]:
     """Return what a converter of diffusers makes of the keys of a file; ValueError for keys that it does not know."""
-    given: dict[str, Any] = {key: _read_later(checkpoint, own) for key, own in source.items()}
+    unread: dict[str, Any] = {key: _read_later(checkpoint, own) for key, own in source.items()}
     kind = config["_class_name"]
     try:
-        made = convert(config=config, checkpoint=given)
+        converted = convert(config=config, checkpoint=unread)
     except FAILURES as error:
         reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
         raise ValueError(
             f"got {checkpoint.name}, which diffusers' converter for a {kind} does not take ({reason}), expected the "
             f"keys of that model's authors; name the folder if the file is diffusers' own"
         ) from error
-    if made is not given and given:
-        unknown = ", ".join(sorted(given)[:3])
-        raise ValueError(f"{checkpoint.name}: wrong keys. Unknown {len(given)} to a {kind}: {unknown}")
-    return {key: later for key, later in made.items() if later is not None}
+    if converted is not unread and unread:
+        unknown = ", ".join(sorted(unread)[:3])
+        raise ValueError(f"{checkpoint.name}: wrong keys. Unknown {len(unread)} to a {kind}: {unknown}")
+    return {key: later for key, later in converted.items() if later is not None}
 
 
 def _transformer(checkpoint: Checkpoint) -> dict[str, str]:

@@ -43,25 +43,25 @@ class Staging:
         if key not in checkpoint.positions:
             return self.copy(checkpoint.read(key), dtype)
         shape, kept, position = checkpoint.shapes[key], checkpoint.dtypes[key], checkpoint.positions[key]
-        made = torch.empty(shape, dtype=dtype or kept, device=self._device)
+        placed = torch.empty(shape, dtype=dtype or kept, device=self._device)
         with open(position.path, "rb", buffering=0) as file:
-            self._fill(made, kept, lambda at, buffer: _read(file, position.offset + at, buffer))
-        return made
+            self._fill(placed, kept, lambda at, buffer: _read(file, position.offset + at, buffer))
+        return placed
 
     def copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor of host memory on the device; a transposed one is sent as it lies in the file."""
         if tensor.dim() == 2 and not tensor.is_contiguous() and tensor.T.is_contiguous():
             return self.copy(tensor.T, dtype).T
-        made = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=self._device)
+        placed = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=self._device)
         if tensor.numel():
             flat = tensor.contiguous().view(-1).view(torch.uint8)
-            self._fill(made, tensor.dtype, lambda at, buffer: buffer.copy_(flat[at : at + len(buffer)]))
-        return made
+            self._fill(placed, tensor.dtype, lambda at, buffer: buffer.copy_(flat[at : at + len(buffer)]))
+        return placed
 
-    def _fill(self, made: Tensor, kept: torch.dtype, read: Callable[[int, Tensor], object]) -> None:
+    def _fill(self, placed: Tensor, kept: torch.dtype, read: Callable[[int, Tensor], object]) -> None:
         """Fill a tensor of the device with numbers of the dtype `kept`, which `read` writes from a byte on."""
-        numbers = made.view(-1)
-        for first in range(0, made.numel(), CHUNK // kept.itemsize):
+        numbers = placed.view(-1)
+        for first in range(0, placed.numel(), CHUNK // kept.itemsize):
             part = numbers[first : first + CHUNK // kept.itemsize]
             size, turn = len(part) * kept.itemsize, self._turn
             buffer, landed = self._buffers[turn][:size], self._landed[turn][:size]

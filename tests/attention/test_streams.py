@@ -20,7 +20,7 @@ from seqpar.kernels.prepare import prepare
 from seqpar.local import reference, sdpa
 from seqpar.ranks.mesh import Axis
 from seqpar.ranks.shard import JointShard, Shard
-from seqpar.types.masks import is_kept, joined_mask, key_bias, lengths_mask
+from seqpar.types.masks import is_kept, joined_mask, key_bias
 from seqpar.types.outboxes import Outbox, Outboxes, take_turns
 from seqpar.types.protocols import Attend, Given, Prepare, Projected, Stream
 from tests.support.meshes import LAYOUTS, TRANSPORTS, Noted, build, coded, mesh_for, random, refused
@@ -63,6 +63,11 @@ def whole_stream(case: Case, index: int, dtype: torch.dtype = torch.float64) -> 
     )
     bias = random((rows,), seed + 5, dtype=dtype) if index else None
     return Projected(x, weight * WIDTH**-0.5, bias, case.heads, case.kv_heads, how)
+
+
+def lengths_mask(lengths_B: Tensor, tokens: int) -> Tensor:
+    """Return a mask (B, tokens) bool that is True for the first `lengths_B[b]` tokens of row b."""
+    return torch.arange(tokens) < lengths_B[:, None]
 
 
 def masks(case: Case) -> list[Tensor]:

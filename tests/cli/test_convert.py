@@ -16,7 +16,7 @@ from seqpar.cli.main import command
 from seqpar.models.large_dit import Config
 from seqpar.types.keys import Source
 from seqpar.weights import export
-from seqpar.weights.export import taken_apart
+from seqpar.weights.export import uncombined
 from tests.models.test_large_dit import inputs, plain
 from tests.support.published import save_consolidated, save_pdparams, save_pipeline_index
 from tests.support.tiny import original_state_dict, with_original_arithmetic
@@ -154,8 +154,8 @@ def test_what_cannot_be_converted_is_refused(
 def test_a_map_that_loses_numbers_cannot_be_run_backwards() -> None:
     halved = Source(("a",), lambda x: x[::2])
     with pytest.raises(ValueError, match="whose numbers are not each in the model once"):
-        taken_apart(torch.ones(2), halved, {"a": (4,)})
+        uncombined(torch.ones(2), halved, {"a": (4,)})
     turned = Source(("a", "b"), lambda x, y: torch.cat((x.T, y)).flip(0))
     made = {"a": torch.randn(3, 2), "b": torch.randn(1, 3)}
-    back = taken_apart(turned.combine(*made.values()), turned, {"a": (3, 2), "b": (1, 3)})
+    back = uncombined(turned.combine(*made.values()), turned, {"a": (3, 2), "b": (1, 3)})
     assert all(torch.equal(back[key], made[key]) for key in made)

@@ -318,12 +318,12 @@ def test_presets_are_the_published_sizes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_single_layers": 0}, "num_single_layers=0, expected a whole number from 1 to 4096"),
+        ({"num_single_layers": 0}, "num_single_layers=0, expected int >= 1"),
         ({"patch_size": 2}, "got a FLUX.1 config with patch_size=2, expected 1"),
-        ({"in_channels": 63}, "in_channels=63, expected a whole number from 4 to 65536, a multiple of 4"),
-        ({"axes_dims_rope": (16, 56)}, r"axes_dims_rope=\(16, 56\), expected a list of 3, each a whole number"),
+        ({"in_channels": 63}, "in_channels=63, expected int that's a multiple of 4"),
+        ({"axes_dims_rope": (16, 56)}, r"axes_dims_rope=tuple \(16, 56\), expected array of length 3"),
         ({"axes_dims_rope": (16, 56, 58)}, r"got axes_dims_rope \(16, 56, 58\), expected three .* with sum 128"),
-        ({"quantization_config": {}}, "got a FLUX.1 config with the unknown field quantization_config"),
+        ({"quantization_config": {}}, "got a FLUX.1 config: Object contains unknown field quantization_config"),
     ],
 )
 def test_unknown_variants_are_refused(change: dict[str, Any], message: str) -> None:

@@ -282,11 +282,11 @@ def test_sigmas_and_shift_are_those_of_diffusers(folders: Mapping[bool, Path]) -
     """1024 x 1024 pixels of the real model are 4096 tokens, where the shift is diffusers' maximum."""
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-    scheduler, given = Files.locate(folders[True]).schedule(None, 28, (256, 256))
-    assert given["mu"] == calculate_shift(4096) == pytest.approx(1.15)
+    files, plain = Files.locate(folders[True]), Files.locate(folders[False])
+    scheduler = files.schedule(None, 28, size=(256, 256))
+    assert files.timing(scheduler, 28, (256, 256))["mu"] == calculate_shift(4096) == pytest.approx(1.15)
     assert len(scheduler.timesteps) == 28
-    _, given = Files.locate(folders[False]).schedule(None, 4, (256, 256))
-    assert set(given) == {"sigmas"}
+    assert set(plain.timing(plain.scheduler(), 4, (256, 256))) == {"sigmas"}
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_sigmas_and_shift_are_those_of_diffusers(folders: Mapping[bool, Path]) -
 )
 def test_a_scheduler_that_follows_no_flow_is_refused(folders: Mapping[bool, Path], name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Files.locate(folders[True]).schedule(name, 4, SIZE)
+        Files.locate(folders[True]).schedule(name, 4, size=SIZE)
 
 
 def test_texts_of_other_lengths_are_refused(folders: Mapping[bool, Path]) -> None:
@@ -307,8 +307,14 @@ def test_texts_of_other_lengths_are_refused(folders: Mapping[bool, Path]) -> Non
     with Pipeline.load(files, Mesh.single(), prompts=PROMPTS) as pipeline:
         prompt = pipeline.texts.rows(PROMPTS)
         short = {**prompt, "encoder_hidden_states": prompt["encoder_hidden_states"][:, 1:]}
-        scheduler, given = files.schedule(None, 1, SIZE)
+        scheduler = files.schedule(None, 1, size=SIZE)
         with pytest.raises(ValueError, match=r"a negative encoder_hidden_states of shape \(6, 32\) a row"):
             pipeline.sampler(
-                scheduler, torch.zeros(3, 4, 14, 10), prompt, steps=1, guidance=TRUE, negative=short, schedule=given
+                scheduler,
+                torch.zeros(3, 4, 14, 10),
+                prompt,
+                steps=1,
+                guidance=TRUE,
+                negative=short,
+                schedule=files.timing(scheduler, 1, SIZE),
             )

@@ -17,9 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from seqpar.pipelines import adapted, class_labels, flux
-from seqpar.pipelines._family import BUILTIN, Order
+from seqpar.pipelines._family import Order
 from seqpar.pipelines._folder import check_parts
 from seqpar.pipelines._naming import naming
+from seqpar.ranks.mesh import Mesh
+from seqpar.weights.find import BUILTIN
 from tests.support import pipelines
 
 
@@ -42,12 +44,15 @@ def test_no_program_beside_a_part_runs(pixart: Path, tmp_path: Path, monkeypatch
     for library in ("mymodel.evil", "mymodel", "canary"):
         with changed(pixart / "model_index.json", more=[library, "E"]), pytest.raises(ValueError, match="more="):
             check(pixart)
-    for file, text in (("diffusers.py", program), ("adapter_config.json", "{}")):
-        path = pixart / "transformer" / file
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"expected classes of diffusers and transformers|expected no adapter"):
-            check(pixart)
-        path.unlink()
+    adapter, beside = pixart / "transformer" / "adapter_config.json", pixart / "transformer" / "diffusers.py"
+    adapter.write_text("{}")
+    with pytest.raises(ValueError, match="expected no adapter"):
+        check(pixart)
+    adapter.unlink()
+    beside.write_text(program)
+    with pytest.raises(ValueError, match=r"which does not load: .*trust_remote_code"):
+        check(pixart).load(Mesh.single())
+    beside.unlink()
     with changed(pixart / "model_index.json", tokenizer=["transformers", "AutoTokenizer"]):
         check(pixart)
         asks = changed(pixart / "tokenizer" / "tokenizer_config.json", auto_map={"AutoTokenizer": ["x.Y", None]})
@@ -90,17 +95,17 @@ PARTS = [
         r"config\.json, which describes no PixArtTransformer2DMod",
     ),
     ("transformer/config.json", {"activation_fn": "x"}, r"config\.json, which describes no PixArtTransformer2DModel"),
-    ("vae/config.json", {"scaling_factor": 0}, r"scaling_factor=0, expected a number over 0"),
-    ("vae/config.json", {"scaling_factor": None}, r"scaling_factor=None, expected a number over 0"),
-    ("vae/config.json", {"layers_per_block": 10**12}, r"layers_per_block=1000000000000, expected at most 4096"),
-    ("vae/config.json", {"out_channels": 4}, r"out_channels=4, expected 3"),
+    ("vae/config.json", {"scaling_factor": 0}, r"scaling_factor=0, expected float > 0"),
+    ("vae/config.json", {"scaling_factor": None}, r"scaling_factor=None, expected float > 0"),
+    ("vae/config.json", {"layers_per_block": 10**12}, r"layers_per_block=1000000000000, expected int <= 64"),
+    ("vae/config.json", {"out_channels": 4}, r"out_channels=4, expected int <= 3"),
     ("vae/config.json", {"up_block_types": ["UpDecoderBlock2D"]}, r"wrong keys|describes no AutoencoderKL"),
     ("scheduler/scheduler_config.json", {"solver_order": 10**12}, r"solver_order=1000000000000, expected at most 4096"),
     ("scheduler/scheduler_config.json", {"beta_schedule": "x"}, r"scheduler, which describes no \w+: x is not impl"),
     (
         "model_index.json",
         {"text_encoder": ["a"]},
-        r"text_encoder=\['a'\], expected \[library, class\] or \[null, null\]",
+        r"text_encoder=list \['a'\], expected \[library, class\] or \[null, null\]",
     ),
     ("model_index.json", {"_class_name": ["PixArtAlphaPipeline"]}, r"expected the name of a pipeline's class"),
     *(
@@ -181,17 +186,17 @@ SCHEDULERS = [
     ({"steps_offset": 5000}, "fails in its step"),
     ({"trained_betas": [0.1, 0.2]}, "fails in its step|cannot do"),
     ({"trained_betas": 5}, "which cannot be built|fails in its step"),
-    ({"num_train_timesteps": 10**12}, r"num_train_timesteps=1000000000000, expected a whole number from 1 to 100000"),
+    ({"num_train_timesteps": 10**12}, r"num_train_timesteps=1000000000000, expected at most 100000"),
     ({"beta_end": "x"}, "which cannot be built"),
     ({"beta_schedule": "x"}, "which cannot be built"),
     ({"beta_start": None}, r"which cannot be built: linspace\(\) received .{,400}$"),  # torch lists all it takes
     ({"prediction_type": None}, "fails in its step|prediction_type"),
-    ({"_class_name": ["DDIMScheduler"]}, r"_class_name=\['DDIMScheduler'\], expected a class"),
+    ({"_class_name": ["DDIMScheduler"]}, r"_class_name=list \['DDIMScheduler'\], expected a class"),
 ]
 INDICES = [
-    ({"id2label": 5}, "id2label=5, expected an object"),
-    ({"id2label": {"x": "cat"}}, "id2label={'x': 'cat'}, expected an object"),
-    ({"id2label": {"0": 5}}, "id2label={'0': 5}, expected an object"),
+    ({"id2label": 5}, "id2label=5, expected object"),
+    ({"id2label": {"x": "cat"}}, "id2label=dict {'x': 'cat'}, expected str matching regex"),
+    ({"id2label": {"0": 5}}, "id2label=dict {'0': 5}, expected str, got int"),
     ({"vae": 1.5}, r"vae=1\.5, expected \[library, class\]"),
 ]
 

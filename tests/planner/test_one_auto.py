@@ -12,7 +12,6 @@ from seqpar import DistributedDiT
 from seqpar.cli.args import Args
 from seqpar.cli.job import check
 from seqpar.cli.plan import wish_of
-from seqpar.cli.planning import shared_plan
 from seqpar.models import dit
 from seqpar.pipelines._family import Job
 from seqpar.pipelines.class_labels import Files
@@ -44,7 +43,7 @@ def launched(rank: int, world: int, device: torch.device, folder: str) -> list[t
     job = check(args, ranks)
     assert isinstance(job, Job)
     assert isinstance(job.load, Load)
-    launcher = shared_plan(job.load, job.blueprint, ranks, wish_of(args), job.dtype)
+    launcher = make(work_of(job.blueprint.config), job.load, job.dtype, ranks, wish_of(args))
     read = DistributedDiT.from_pretrained(Files.locate("builtin").blueprint)
     passed = DistributedDiT.from_pretrained(Files.locate("builtin").blueprint, plan=launcher)
     wrapped = DistributedDiT(passed.model)

@@ -11,20 +11,16 @@ import pytest
 import torch
 
 from seqpar.attention import ulysses
-from seqpar.cli.planning import asked, shared_plan
-from seqpar.cli.planning import planned as planned_on
 from seqpar.local import sdpa
 from seqpar.models import dit, large_dit
 from seqpar.planner import rates
 from seqpar.planner.costs import strategies
-from seqpar.planner.machine import Machine
 from seqpar.planner.plan import make, parse_mesh
 from seqpar.planner.predict import GIB, Load, predict
 from seqpar.planner.rates import CPU, H200, Rates
 from seqpar.planner.search import Ranking, Wish, allowed, search
 from seqpar.ranks.mesh import Mesh
 from seqpar.types.facts import Layout, Work
-from seqpar.weights.find import locate
 from tests.support.pool import Pool
 
 SEVEN_B, XL = large_dit.work(large_dit.PRESETS["large-dit-7b"]), dit.work(dit.PRESETS["dit-xl/2"])
@@ -283,7 +279,7 @@ def on_rank(rank: int, world: int, device: torch.device, folder: str) -> tuple[s
         ranks = Mesh.joined(torch.device("cpu"))
         assert ranks.sizes == {"data": 1, "cfg": 1, "ring": 1, "ulysses": 1}
         small = replace(ONE, parameters=1000, tokens=64)
-        made = shared_plan(small, locate("dit-s/8"), ranks, Wish(), torch.float32)
+        made = make(dit.work(dit.PRESETS["dit-s/8"]), small, torch.float32, ranks, Wish())
     finally:
         os.environ.pop("SEQPAR_CACHE")
         if before is not None:
@@ -300,9 +296,3 @@ def test_the_rates_of_rank_zero_decide_for_all(ranks: Pool, tmp_path: Path, monk
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "0"))
     rates.save(replace(CPU, source="on rank 0"), 2)
     assert all("on rank 0" in text for text, _ in ranks.run(2, on_rank, str(tmp_path)))
-
-
-def test_a_strategy_that_is_none_is_refused() -> None:
-    machine = Machine("CPU", 2, "gloo", None)
-    with pytest.raises(ValueError, match=f"got strategy 'ulises', expected one of {', '.join(sorted(strategies()))}"):
-        planned_on(ONE, locate("dit-s/8"), machine, asked("auto", "ulises", False), torch.float32)

@@ -216,7 +216,7 @@ FILES: dict[str, tuple[str, Write, str]] = {  # the suffix, how the file is writ
             + b"q\1X\6\0\0\0latin1\x86Rq\2}("
             + b"".join(
                 b"X\2\0\0\0%02dcnumpy.core.multiarray\n_reconstruct\n)R(K\1M\x10\x27\x85" % i
-                + b"cnumpy\ndtype\nX\2\0\0\0u1\x85R\x89h\2tb"
+                + b"cnumpy\ndtype\nX\2\0\0\0u1\x85RK\3X\1\0\0\0<\x86b\x89h\2tb"
                 for i in range(99)
             )
             + b"u."

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -22,9 +19,8 @@ from tests.support.pool import Pool
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[BaseException | None], list[Any]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | None], list[Any]]:
     """A hub that answers with an error, or knows every name; and the questions that it was asked."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
 
     def answers(error: BaseException | None) -> list[Any]:
         questions = list[Any]()
@@ -67,22 +63,6 @@ def test_the_hubs_switch_leaves_it_unasked(asked: Callable[[Any], list[Any]], mo
         hub.download("owner/new", ["dit"])
     assert hub.download("owner/kept", ["dit"]) == Path("/there")
     assert questions == ["owner/kept"]
-
-
-def test_a_lock_of_someone_else_neither_hangs_nor_refuses(
-    asked: Callable[[Any], list[Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Locks were in the folder of temporary files before, under a name that everyone knows and may take."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub, "WAIT_S", 0.3)
-    asked(None)
-    stranger = Path(tempfile.gettempdir(), f"seqpar-{os.getuid()}-owner--{tmp_path.name}.lock")
-    with FileLock(stranger):
-        assert hub.download(f"owner/{tmp_path.name}", ["dit"]) == Path("/there")
-    stranger.unlink(missing_ok=True)
-    (lock,) = (tmp_path / "cache" / ".locks").iterdir()
-    with FileLock(lock), pytest.raises(TimeoutError, match=rf"downloading for 0.3 s \(it holds {lock}\); wait"):
-        hub.download(f"owner/{tmp_path.name}", ["dit"])
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b/c", "nothing-there", ".hidden/x", "x" * 10**5])

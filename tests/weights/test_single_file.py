@@ -123,7 +123,7 @@ def test_other_models_load_from_one_file_with_the_parts_of_a_folder(tmp_path: Pa
     file = folder_of(tmp_path, pipe, FORMS[form](keys(pipe.transformer)))
     family, path = _family.family_of(str(file))
     assert (family, path) == (adapted, file)
-    job = adapted.check(Order(str(file), torch.float64, prompts=("a cat",)), path)
+    job = adapted.check(Order(str(file), torch.float64, prompts=("a cat",)), file)
     loaded, truth = job._load(CPU).transformer.state_dict(), pipe.transformer.state_dict()
     converted = as_diffusers(open_checkpoint(file), file)
     assert converted is not None

@@ -6,7 +6,7 @@ for encoded prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,9 @@ from seqpar.pipelines import _schedulers
 from seqpar.pipelines._family import Job, Order
 from seqpar.pipelines._files import Files
 from seqpar.pipelines._loaded import FromTexts, drawn_in
-from seqpar.pipelines._texts import Texts
-from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
-from seqpar.weights.find import locate
+from seqpar.weights.find import Blueprint, locate
 
 PIPELINES = ()
 MODELS = (Model,)
@@ -35,10 +33,10 @@ TOKENS, WIDTH = 5, 6
 class Pipeline(FromTexts):
     """A loaded toy on a mesh."""
 
-    @classmethod
-    def texts_of(cls, files: Files, mesh: Mesh, dtype: torch.dtype) -> Texts:
-        """Return the prompts as tensors, without any yet."""
-        return Texts({"text": (TOKENS, WIDTH), "pooled": (WIDTH,)}, None, mesh, dtype, frees=False)
+    @staticmethod
+    def text_shapes(files: Files) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the tensors of a prompt."""
+        return {"text": (TOKENS, WIDTH), "pooled": (WIDTH,)}
 
     def latents(
         self,
@@ -58,10 +56,10 @@ class Pipeline(FromTexts):
         return self.sampler(DDIMScheduler(clip_sample=False), noise, self.texts.rows(prompts), **settings)
 
 
-def check(order: Order, path: Path | None) -> Job:
+def check(order: Order, model: Path | Blueprint) -> Job:
     """Return the job that an order describes."""
     order.needs_prompts()
-    files, prompts = Files(locate(order.model if path is None else path)), order.pictures
+    files, prompts = Files(locate(model)), order.pictures
     scheduler = DDIMScheduler(clip_sample=False)
     _schedulers.timed(scheduler, order.steps)
     return Job.of(

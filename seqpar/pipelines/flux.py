@@ -142,11 +142,10 @@ class Pipeline(FromTexts):
         prompts, steps, guidance, negative, seed, size, scheduler = mesh.share(asked, ASKED)
         latent, others = self._checked(prompts, guidance, steps, size), [negative or ""] if guidance.on else []
         mesh.together(lambda: self.texts.encode([*prompts, *others]))
-        stepping, generator = self.files.scheduler(scheduler), torch.Generator().manual_seed(seed)
-        timing = self.files.timing(stepping, steps, size)
-        settings: Settings = {"steps": steps, "guidance": guidance, "schedule": timing, "generator": generator}
-        if others:
-            settings["negative"] = self.texts.rows(others * len(prompts))
+        stepping, settings = self.files.scheduler(scheduler), Settings(steps=steps, guidance=guidance)
+        generator = settings["generator"] = torch.Generator().manual_seed(seed)
+        settings["schedule"] = self.files.timing(stepping, steps, size)
+        settings["negative"] = self.texts.rows(others * len(prompts)) if others else None
         noise = draw_noise((len(prompts), config.in_channels, *latent), generator, drawn_in(self.dit.dtype))
         return self.sampler(stepping, noise, self.texts.rows(prompts), on_step=on_step, **settings)
 

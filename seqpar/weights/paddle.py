@@ -35,7 +35,7 @@ LARGE = 1 << 10  # bytes; longer pieces of the file are views
 
 
 @dataclass
-class Call:
+class Pickled:
     """A call that a file asks for, which nothing makes: name ("module name"), arguments, and the result's state."""
 
     name: object
@@ -108,7 +108,7 @@ def _called(name: object, arguments: Any) -> Any:
             return text.encode("latin1")
         case "collections OrderedDict", ():
             return {}
-    return Call(name, arguments)
+    return Pickled(name, arguments)
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -138,9 +138,11 @@ def torch_layout(key: str, tensor: Tensor) -> Tensor:
 def _array(key: str, value: object) -> np.ndarray:
     """Return an array, or that of a pair (Paddle's name, array), as a view of its bytes (read-only if short)."""
     match value[1] if isinstance(value, tuple) and len(value) == 2 else value:
-        case Call(name=str(name)) if name not in RECONSTRUCT:
+        case Pickled(name=str(name)) if name not in RECONSTRUCT:
             raise ValueError(f"it asks for {name!a:.200}, which arrays do not need; nothing of it was run")
-        case Call(state=(_, tuple(shape), Call("numpy dtype", (str(code), *_), (_, str(order), *_)), fortran, data)):
+        case Pickled(
+            state=(_, tuple(shape), Pickled("numpy dtype", (str(code), *_), (_, str(order), *_)), fortran, data)
+        ):
             pass
         case _:
             raise ValueError(f"it holds no array at {key!a:.100}")

@@ -100,7 +100,7 @@ class Sampler:
             on_step(index)
         self.dit.wait()  # before the next collective, which would wait for a rank that has died
         # copies, because without a gather a stream of tokens is the buffer that the next call writes to
-        self._made = {name: x.clone() for name, x in run.all_latents().items()}
+        self._made = {name: x.clone() for name, x in run.latents().items()}
         check_finite(run.first_bad(), run.timesteps)
         return self._made[self.dit.model.STATE[0]]
 

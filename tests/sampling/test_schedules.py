@@ -121,7 +121,7 @@ def ours(
     for _ in run.timesteps:
         run.step()
     assert run.first_bad() == len(run.timesteps)
-    return run.latents().double().cpu()
+    return run.latents()["image"].double().cpu()
 
 
 def ordered(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Course:
@@ -398,7 +398,7 @@ def test_ddim_with_clipped_model_output_is_diffusers_own(eta: float, clipped: bo
         run.step()
         out = model(x, timestep=t.to(DEVICE).expand(len(x)), class_labels=labels).sample[:, :4]
         x = sched.step(out, t, x, eta=eta, use_clipped_model_output=clipped, generator=generator).prev_sample
-    assert off(run.latents(), x) < 1e-5
+    assert off(run.latents()["image"], x) < 1e-5
 
 
 def test_eta_of_none_is_the_schedulers_own_default() -> None:

@@ -111,7 +111,7 @@ class MeshVAE:
         on_image(index): called when this rank has queued the decoding of one of its images, or its part of one. wish:
         see `seqpar.vae.spread`. Raises FloatingPointError on every rank if a picture is not finite.
         """
-        with _tiling(self.vae, wish), torch.inference_mode(False), torch.no_grad():
+        with tiling(self.vae, wish), torch.inference_mode(False), torch.no_grad():
             latents_NCHW = self._rank_0s({INPUT: latents_NCHW}).tensors[INPUT]
             spread = self.spread(len(latents_NCHW), latents_NCHW.shape, wish)
             self._say(spread.explained)
@@ -271,7 +271,7 @@ def _on_one_rank(vae: Any, mesh: Mesh, channels_last: bool) -> ParallelVAE:
 
 
 @contextmanager
-def _tiling(vae: Any, wish: str) -> Iterator[None]:
+def tiling(vae: Any, wish: str) -> Iterator[None]:
     """While it is entered a VAE decodes in tiles if that is wished."""
     on = wish == "tiled" and not vae.use_tiling
     if on:

@@ -24,7 +24,7 @@ from seqpar.ranks.inputs import CALL, agree, broadcast, shapes
 from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.ranks.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
-from seqpar.vae.captures import GRAPHS, INPUT, PIXELS, Method, arithmetic, named, taken_apart, telling_capture
+from seqpar.vae.captures import GRAPHS, INPUT, PIXELS, Method, arithmetic, input_and_others, named, telling_capture
 from seqpar.vae.decoder import check_finite, in_range, scaled
 from seqpar.vae.known import spatial_factor, why_changed, why_unknown
 from seqpar.vae.layout import channels_last, wins
@@ -235,7 +235,7 @@ class MeshVAE:
         if not eagerly and self._is_small(shape, 1 if method is self._alone else self.mesh.replica.size):
             results = self._graphs[method].run(method, form, self._generation).whole
         else:
-            axis, (z, others) = self.mesh.replica if method is self._strips else WHOLE, taken_apart(form.whole)
+            axis, (z, others) = self.mesh.replica if method is self._strips else WHOLE, input_and_others(form.whole)
             with self.mesh.call(axis, "a decoding by strips", self._calls.is_first((axis.name, shape))):
                 results = method.compute(z, **others)
         method.check_delivered()

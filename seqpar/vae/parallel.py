@@ -19,12 +19,11 @@ from seqpar.ranks.mesh import Mesh
 from seqpar.transports._contract import Transport
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.vae.blocks import fewer_passes
-from seqpar.vae.cut import Cut
+from seqpar.vae.cut import Cut, Strip
 from seqpar.vae.exchanges import Exchanges
 from seqpar.vae.known import check_modules, spatial_factor
 from seqpar.vae.layout import channels_last, pixels_last, weights_pixels_last
-from seqpar.vae.mode import StripMode
-from seqpar.vae.strip import Strip
+from seqpar.vae.rules import StripMode
 
 
 class ParallelVAE:

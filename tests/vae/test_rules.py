@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from seqpar.ranks.mesh import Axis
 from seqpar.transports import collective
 from seqpar.vae import edges, known
-from seqpar.vae.cut import Cut
+from seqpar.vae.cut import Cut, Strip
 from seqpar.vae.exchanges import Exchanges
-from seqpar.vae.mode import StripMode
-from seqpar.vae.strip import Strip
+from seqpar.vae.rules import StripMode
 from tests.support import vaes
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool

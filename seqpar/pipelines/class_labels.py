@@ -20,7 +20,7 @@ from seqpar.pipelines._loaded import Loaded
 from seqpar.planner.plan import Plan
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_pictures
-from seqpar.sampling.ddpm import check_variances
+from seqpar.sampling.coefficients import check_variances
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Request

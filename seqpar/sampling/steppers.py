@@ -20,9 +20,8 @@ from torch import Tensor
 
 from seqpar.kernels.ddim import guide
 from seqpar.kernels.multistep import History, Steps, guided_multistep
-from seqpar.sampling.ddim import ddim_steps, steps_locally
-from seqpar.sampling.ddpm import ddpm_steps, learns_range
-from seqpar.sampling.one_step import Coefficients, OneStep
+from seqpar.sampling.coefficients import Coefficients, ddim_steps, ddpm_steps, learns_range, steps_locally
+from seqpar.sampling.one_step import OneStep
 from seqpar.sampling.schedules import FAILURES, NotLinearError, Schedule, check_whole, mixed_noise, step_options, trace
 from seqpar.sampling.state import State
 

@@ -20,8 +20,7 @@ from seqpar import DistributedDiT, Guidance, parallelize, release, sample
 from seqpar.pipelines.class_labels import Files
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling import one_step
-from seqpar.sampling.ddim import ddim_coefficients
-from seqpar.sampling.ddpm import ddpm_coefficients
+from seqpar.sampling.coefficients import ddim_coefficients, ddpm_coefficients
 from seqpar.sampling.loop import Sampler, draw_noise
 from seqpar.sampling.one_step import OneStep
 from seqpar.sampling.original import pass_variances, respace, spaced

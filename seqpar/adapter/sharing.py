@@ -48,7 +48,7 @@ def share_vae(
     if not _is_vae(vae):
         return ends.close
     if wish == "tiled":
-        ends.enter_context(tiling(vae, wish))
+        ends.enter_context(tiling(vae, "tiled"))
     reason = why_unknown(vae) if wish in ("auto", True) else None
     if wish in (False, "tiled") or reason is not None:
         if reason is not None and mesh.is_main and mesh.world.size > 1:

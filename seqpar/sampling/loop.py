@@ -41,7 +41,7 @@ def sample(
 
     scheduler, noise, prompt and settings (steps, guidance, eta, generator ...): see `Request`. Every rank uses rank 0's
     values; those of other ranks must have the same shapes, dtypes and number of steps.
-    graph: replay the step as a CUDA graph if possible (`why_no_graph` gives the reason if not).
+    graph: replay the step as a CUDA graph if possible (`Run.why_no_graph` gives the reason if not).
     on_step(index): called when a step has been queued; on a GPU the step may still be running.
     Raises ValueError for arguments that do not fit, and FloatingPointError if the latents stop being finite (it names
     the step).
@@ -146,11 +146,6 @@ def _checked_before(index: int) -> Iterator[None]:
         yield
     except ValueError as error:
         raise RuntimeError(f"step {index + 1} failed: {error}") from error
-
-
-def why_no_graph(dit: DistributedDiT, scheduler: Any) -> str | None:
-    """Return why a step of this scheduler cannot be a CUDA graph, or None if it can; its timesteps must be set."""
-    return why_not_captured(dit, decide(scheduler))
 
 
 def draw_noise(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:

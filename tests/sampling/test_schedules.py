@@ -19,7 +19,8 @@ from torch import Tensor
 from seqpar import DistributedDiT, Guidance
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling import steppers
-from seqpar.sampling.loop import Sampler, draw_noise, why_no_graph
+from seqpar.sampling.checks import why_not_captured
+from seqpar.sampling.loop import Sampler, draw_noise
 from seqpar.sampling.request import Course, Request, course
 from seqpar.sampling.run import Run
 from seqpar.sampling.schedules import Schedule
@@ -370,7 +371,7 @@ def test_only_what_steps_on_the_host_has_no_graph(name: str, kind: type, monkeyp
     order = ordered(name, torch.float32)
     assert isinstance(stepper(Run(dit, order)), kind)
     monkeypatch.setattr(DistributedDiT, "device", torch.device("cuda"))
-    reason = why_no_graph(dit, order.scheduler)
+    reason = why_not_captured(dit, order.decision)
     assert reason is None if kind is Traced else "steps on the host (PNDMScheduler is not traced" in str(reason)
 
 

@@ -67,7 +67,7 @@ class Sampler:
         self._run: Run | None = None
         self._kind: object = None
         self._decision: tuple[object, Decision] | None = None
-        self._made: dict[str, Tensor] | None = None
+        self._latents: dict[str, Tensor] | None = None
 
     def __enter__(self) -> Sampler:
         return self
@@ -87,12 +87,12 @@ class Sampler:
         **settings: Unpack[Settings],
     ) -> Tensor:
         """Denoise noise into latents; see `sample` for the arguments and the errors."""
-        self._made = None
+        self._latents = None
         request = Request(scheduler, noise, prompt, **settings)
         check_request(self.dit, request, on_step)
-        made = course(rank_0s(self.dit.mesh, request), self._decided)
-        run, captured = self._ready(made), self._graph and why_not_captured(self.dit, made.decision) is None
-        for index in range(len(made.timesteps_S)):
+        agreed = course(rank_0s(self.dit.mesh, request), self._decided)
+        run, captured = self._ready(agreed), self._graph and why_not_captured(self.dit, agreed.decision) is None
+        for index in range(len(agreed.timesteps_S)):
             with _checked_before(index):
                 if captured:
                     run.capture()
@@ -100,9 +100,9 @@ class Sampler:
             on_step(index)
         self.dit.wait()  # before the next collective, which would wait for a rank that has died
         # copies, because without a gather a stream of tokens is the buffer that the next call writes to
-        self._made = {name: x.clone() for name, x in run.latents().items()}
+        self._latents = {name: x.clone() for name, x in run.latents().items()}
         check_finite(run.first_bad(), run.timesteps)
-        return self._made[self.dit.model.STATE[0]]
+        return self._latents[self.dit.model.STATE[0]]
 
     def _decided(self, scheduler: Any, options: Mapping[str, Any], begin: int) -> Decision:
         """Return what `decide` returns, kept for the next call with an equal scheduler.
@@ -116,9 +116,9 @@ class Sampler:
 
     def streams(self) -> dict[str, Tensor]:
         """Return every stream of the state after the last call, complete on every rank."""
-        if self._made is None:
+        if self._latents is None:
             raise ValueError("got a sampler without a run, expected one that was called")
-        return dict(self._made)
+        return dict(self._latents)
 
     def _ready(self, course: Course) -> Run:
         """Return the kept run, restarted, if it can serve this course on every rank; otherwise a new run."""
@@ -133,7 +133,7 @@ class Sampler:
         """Free the kept run with its buffers and CUDA graph."""
         if self._run is not None:
             self._run.release()
-        self._run = self._kind = self._made = None
+        self._run = self._kind = self._latents = None
 
 
 @contextmanager

@@ -50,13 +50,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Measured sizes: products (rows, inputs, outputs), attentions (batch, heads, tokens), convolutions (channels,
-    pixels a side), copied and sent bytes."""
+    """Measured sizes: products (rows, inputs, outputs), attentions (batch, heads, tokens), copied and sent
+    bytes."""
 
     products: tuple[tuple[int, int, int], ...]
     weights: tuple[int, int, int]
     attentions: tuple[tuple[int, int, int], ...]
-    convolutions: tuple[tuple[int, int], ...]
     copied: int
     sent: tuple[int, ...]
 
@@ -65,7 +64,6 @@ GPU = Sizes(
     products=(*((rows, 4096, 4096) for rows in (128, 512, 2048, 8192)), (8192, 4096, 12288)),
     weights=(128, 4096, 12288),
     attentions=((2, 8, 256), (2, 32, 256), (2, 8, 4096), (2, 8, 16384)),
-    convolutions=((512, 64), (512, 128), (256, 512), (256, 1024)),
     copied=1 << 31,
     sent=tuple(kib << 10 for kib in (192, 768, 3 << 10, 12 << 10, 48 << 10, 192 << 10)),
 )
@@ -73,7 +71,6 @@ CPU = Sizes(
     products=tuple((rows, 256, 256) for rows in (16, 64, 256, 1024)),
     weights=(1, 1024, 4096),
     attentions=((1, 1, 64), (1, 2, 256), (1, 2, 1024)),
-    convolutions=((16, 16), (32, 64)),
     copied=1 << 26,
     sent=(1 << 14, 1 << 18, 1 << 22),
 )
@@ -90,7 +87,6 @@ def main(args: Rates) -> None:
         print(f"products   {found.gemm[0][1]:.3g} to {found.gemm[-1][1]:.3g} TFLOP/s, weights {found.weights:.3g} TB/s")
         for dim, curve in found.attention.items():
             print(f"attention  {curve[0][1]:.3g} to {curve[-1][1]:.3g} TFLOP/s at head dim {dim}")
-        print(f"convolutions {found.convolution[0][1]:.3g} to {found.convolution[-1][1]:.3g} TFLOP/s")
         print(f"copies     {found.copy:.3g} TB/s, {found.kernel_us:.3g} us a kernel")
         for name, ((small, least), *_, (big, most)) in found.exchange.items():
             print(f"{name:<10} {least:.0f} us for {small:.3g} bytes, {most:.0f} us for {big:.3g}")
@@ -105,7 +101,6 @@ def measure(mesh: Mesh, dtype: torch.dtype) -> rates.Rates:
         return max(mesh.collect(time_us(work, device), float))
 
     _, inputs, outputs = sizes.weights
-    copy = us(copying(sizes.copied, device))
     return rates.Rates(
         device=machine.device,
         dtype=str(dtype).removeprefix("torch."),
@@ -115,31 +110,11 @@ def measure(mesh: Mesh, dtype: torch.dtype) -> rates.Rates:
         attention={
             dim: tuple(attention(us, *shape, dim, dtype, device) for shape in sizes.attentions) for dim in HEAD_DIMS
         },
-        copy=2e-6 * sizes.copied / copy,
+        copy=2e-6 * sizes.copied / us(copying(sizes.copied, device)),
         kernel_us=us(copying(16, device)),
         exchange=exchanges(mesh, sizes.sent) if mesh.world.size > 1 else {},
         memory=machine.memory,
-        convolution=tuple(convolution(us, *shape, dtype, device, copy / sizes.copied) for shape in sizes.convolutions),
     )
-
-
-def convolution(
-    us: Callable[[Callable[[], object]], float],
-    channels: int,
-    side: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    copy: float,
-) -> tuple[float, float]:
-    """Return (FLOPs, TFLOP/s) of a 3x3 convolution of a picture, less the transpositions that the planner adds.
-
-    copy: us for a byte that is copied. A convolution on a GPU transposes its input and its output.
-    """
-    x = torch.randn(1, channels, side, side, device=device).to(dtype)
-    weight = torch.randn(channels, channels, 3, 3, device=device).to(dtype)
-    flops, whole = 18.0 * x.numel() * channels, us(lambda: F.conv2d(x, weight, padding=1))
-    transposed = 2 * x.numel() * dtype.itemsize * copy if device.type == "cuda" else 0.0
-    return flops, 1e-6 * flops / max(whole - transposed, whole / 4)
 
 
 def product(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:

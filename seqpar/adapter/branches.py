@@ -15,9 +15,9 @@ from torch import Tensor
 
 from seqpar.adapter.pairs import Pairs
 from seqpar.adapter.rows import rows_of, split_over
-from seqpar.engine.graphs import KINDS
 from seqpar.engine.promises import Ticket
 from seqpar.engine.signature import Form
+from seqpar.ranks.deadlines import KINDS
 from seqpar.ranks.inputs import shapes
 from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.transports.collective.point_to_point import gather

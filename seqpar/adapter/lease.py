@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +26,7 @@ class Lease:
 
     def __init__(self, mesh: Mesh, groups: Sequence[dist.ProcessGroup]) -> None:
         self.mesh, self._groups = mesh, groups
-        self._ends: list[Callable[[], None]] = []
+        self.ends = ExitStack()  # what is closed when the last transformer is released
         self._users = 0
 
     def join(self, module: nn.Module, names: Sequence[str]) -> Before:
@@ -33,17 +34,12 @@ class Lease:
         self._users += 1
         return Before({name: x for name, x in vars(module).items() if name in names}, self)
 
-    def at_end(self, end: Callable[[], None]) -> None:
-        """Remember what is called when the last transformer is released."""
-        self._ends.append(end)
-
     def leave(self) -> None:
         """Count a transformer's release; every rank must call this at the same time."""
         self._users = max(0, self._users - 1)  # it is 0 before anyone has joined
         if self._users:
             return
-        for end in self._ends:
-            end()
+        self.ends.close()
         if self._groups and self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)  # nothing of a group may run when it ends
         for group in self._groups if dist.is_initialized() else ():

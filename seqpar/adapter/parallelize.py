@@ -153,7 +153,7 @@ def _install_all(
         if mesh.is_main:
             print(_summary(modules[name], call.body, mesh, plan), flush=True)
     if takes_variances(pipe_or_transformer):
-        lease.at_end(pass_variances(pipe_or_transformer))
+        lease.ends.callback(pass_variances(pipe_or_transformer))
 
 
 def _share_vae(
@@ -166,7 +166,7 @@ def _share_vae(
             call: Any = module.forward
             call.check_delivered()
 
-    lease.at_end(sharing.share_vae(pipe_or_transformer, lease.mesh, plan.transport.name, wish, check))
+    lease.ends.callback(sharing.share_vae(pipe_or_transformer, lease.mesh, plan.transport.name, wish, check))
 
 
 def install(module: nn.Module, call: Call) -> None:

@@ -6,6 +6,7 @@ When it wins: every rank calls the pipeline, so without it each decodes the whol
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from seqpar.adapter.refusal import refuse_sizes
 from seqpar.engine.promises import plain
 from seqpar.ranks.mesh import Mesh
 from seqpar.vae.known import why_unknown
-from seqpar.vae.on_mesh import MeshVAE
+from seqpar.vae.on_mesh import MeshVAE, tiling
 from seqpar.vae.shared import User, share
 
 Wished = Literal["auto", "tiled"] | bool  # how a pipeline's VAE decodes; see `seqpar.parallelize`
@@ -43,41 +44,22 @@ def share_vae(
     A pipeline whose VAE does so also refuses, before it samples, sizes that cannot be decoded (`refuse_sizes`).
     check: called before each of its calls. Returns what ends this, on all ranks at the same time.
     """
-    vae = getattr(pipe_or_transformer, "vae", None)
+    vae, ends = getattr(pipe_or_transformer, "vae", None), ExitStack()
     if not _is_vae(vae):
-        return lambda: None
+        return ends.close
     if wish == "tiled":
-        return _in_tiles(vae, share(vae, User(mesh, check)))
-    reason = why_unknown(vae) if wish is not False else None
-    if wish is False or reason is not None:
+        ends.enter_context(tiling(vae, "tiled"))
+    reason = why_unknown(vae) if wish in ("auto", True) else None
+    if wish in (False, "tiled") or reason is not None:
         if reason is not None and mesh.is_main and mesh.world.size > 1:
             print(f"seqpar: every rank decodes whole pictures, because {reason}", flush=True)
-        return share(vae, User(mesh, check))
+        ends.callback(share(vae, User(mesh, check)))
+        return ends.close
     on_mesh = MeshVAE.of(vae, mesh, transport)
-    ends = (
-        share(vae, User(mesh, check, _of_values(on_mesh.decode), _of_values(on_mesh.encode))),
-        refuse_sizes(pipe_or_transformer, on_mesh),
-    )
-
-    def ended() -> None:
-        for end in ends:
-            end()
-        on_mesh.release()
-
-    return ended
-
-
-def _in_tiles(vae: Any, end: Callable[[], None]) -> Callable[[], None]:
-    """Let a VAE decode in diffusers' tiles; return what ends that, and calls `end`."""
-    before = vae.use_tiling
-    vae.enable_tiling()
-
-    def ended() -> None:
-        end()
-        if not before:
-            vae.disable_tiling()
-
-    return ended
+    ends.callback(on_mesh.release)
+    ends.callback(refuse_sizes(pipe_or_transformer, on_mesh))
+    ends.callback(share(vae, User(mesh, check, _of_values(on_mesh.decode), _of_values(on_mesh.encode))))
+    return ends.close
 
 
 def _of_values(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from seqpar.adapter.table import cuts_of
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
-from seqpar.sampling.ddpm import check_variances, learns_range
+from seqpar.sampling.coefficients import check_variances, learns_range
 
 NAMES = ("transformer", "transformer_2")  # a pipeline's transformers; Wan 2.2 has one for early and one for late steps
 

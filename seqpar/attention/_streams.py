@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from seqpar.transports._layout import HeadLayout
 from seqpar.types.outboxes import Outboxes
 from seqpar.types.protocols import Attend, Core, Given, Projected, Stream
 
+T = TypeVar("T")
 Beside = Callable[[], None]
 """Work of the model that does not read attention's output; see `seqpar.types.protocols.Attend`."""
 
@@ -148,6 +150,19 @@ def refuse_gradients(streams: Sequence[Stream], strategy: str) -> None:
         )
 
 
+class KeptExchanges(dict[HeadLayout, T]):
+    """The exchanges of a strategy by their layout, made by `make` when a layout comes first."""
+
+    def __init__(self, make: Callable[[HeadLayout], T]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, layout: HeadLayout) -> T:
+        with torch.inference_mode(False):  # buffers outlive the caller's mode
+            self[layout] = self._make(layout)
+        return self[layout]
+
+
 class Alone:
     """Attention to one stream of a sequence, which leaves the other streams out; see `only` of `Attend`.
 
@@ -182,9 +197,9 @@ class OneRank:
     """
 
     def __init__(self, core: Core, axis: Axis, tokens: int) -> None:
-        self._core, self._axis, self._tokens = core, axis, tokens
+        self._core, self._tokens = core, tokens
         self._transport = collective.Transport()
-        self._joined: dict[HeadLayout, KeyValues] = {}
+        self._joined = KeptExchanges[KeyValues](partial(self._transport.key_values, axis))
 
     def __call__(
         self, streams: Sequence[Stream], mask_BL: Tensor | None = None, beside: Beside | None = None
@@ -198,9 +213,6 @@ class OneRank:
         if want_gradients(here):
             return split_out(self._attend(*joined(here), mask_BL, beside), streams)
         layout = layout_of((self._tokens,), here, here[0].k)
-        if layout not in self._joined:
-            with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._joined[layout] = self._transport.key_values(self._axis, layout)
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         buffers = self._joined[layout]
         q, k, v = buffers.deliver(write(here, buffers.outboxes(), buffers.flags))

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from seqpar.attention import kv_gather
 from seqpar.attention._streams import (
     Alone,
     Beside,
+    KeptExchanges,
     key,
     layout_of,
     present,
@@ -34,7 +35,6 @@ from seqpar.kernels.prepare import prepare_into
 from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.ranks.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
-from seqpar.transports._layout import HeadLayout
 from seqpar.types.facts import Layer, ShardedLayer, StrategyFacts
 from seqpar.types.outboxes import Outboxes
 from seqpar.types.protocols import Attend, Core, Given, Stream
@@ -56,7 +56,7 @@ class KVFirst:
         self._local, self._axis, self._sizes, self._transport = local, axis, sizes, transport
         self._alone = alone
         self.tokens = sum(sizes)
-        self._exchanges: dict[HeadLayout, KeyValues] = {}
+        self._exchanges = KeptExchanges[KeyValues](partial(transport.key_values, axis, overlap=True))
 
     def __call__(
         self,
@@ -89,7 +89,7 @@ class KVFirst:
     def _send(self, here: Sequence[Stream]) -> tuple[KeyValues, list[tuple[Stream, Outboxes]]]:
         """Make and send the keys of all streams, then their values; return the exchange, and each stream's outboxes."""
         first_k = key(here[0])
-        exchange = self._exchange(layout_of(self._sizes, here, first_k))
+        exchange = self._exchanges[layout_of(self._sizes, here, first_k)]
         boxes = exchange.outboxes()
         parts = list(zip(here, boxes.split([stream.tokens for stream in here]), strict=True))
         for index, (stream, part) in enumerate(parts):
@@ -106,19 +106,13 @@ class KVFirst:
 
         There is no projection left to hide the transfer, so one kernel prepares q, k and v.
         """
-        exchange, stay = self._exchange(layout_of(self._sizes, here, here[0].k)), stays(here)
+        exchange, stay = self._exchanges[layout_of(self._sizes, here, here[0].k)], stays(here)
         write(here, exchange.outboxes(), queries=not stay)
         exchange.start_keys()
         exchange.start_values()
         beside()
         prepared, k, v = exchange.deliver()
         return self._local(here[0].q if stay else prepared, k, v, mask_BL)[0]
-
-    def _exchange(self, layout: HeadLayout) -> KeyValues:
-        if layout not in self._exchanges:
-            with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._exchanges[layout] = self._transport.key_values(self._axis, layout, overlap=True)
-        return self._exchanges[layout]
 
 
 def _write_values(stream: Stream, part: Outboxes) -> None:

@@ -9,13 +9,14 @@ it moves more data than ulysses.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from seqpar.attention._streams import (
     Alone,
     Beside,
+    KeptExchanges,
     OneRank,
     given,
     layout_of,
@@ -27,7 +28,6 @@ from seqpar.attention._streams import (
 from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.ranks.shard import Tokens, check_tokens
 from seqpar.transports._contract import KeyValues, Transport
-from seqpar.transports._layout import HeadLayout
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts
 from seqpar.types.protocols import Attend, Core, Stream
 
@@ -47,7 +47,7 @@ class KVGather:
         self._alone = alone
         self.tokens = sum(sizes)
         self._one_rank = OneRank(local, axis, sizes[axis.rank])
-        self._exchanges: dict[HeadLayout, KeyValues] = {}
+        self._exchanges = KeptExchanges[KeyValues](partial(transport.key_values, axis))
 
     def __call__(
         self,
@@ -66,7 +66,7 @@ class KVGather:
         refuse_gradients(streams, "kv_gather")
         self._transport.abandon()  # ends an exchange that an error in the last call left unfinished
         here = [given(stream) for stream in present(streams)]
-        exchange = self._exchange(layout_of(self._sizes, here, here[0].k))
+        exchange = self._exchanges[layout_of(self._sizes, here, here[0].k)]
         stay = stays(here)
         met = write(here, exchange.outboxes(), exchange.flags if beside is None else None, queries=not stay)
         if beside is not None:
@@ -74,12 +74,6 @@ class KVGather:
             beside()
         prepared, k, v = exchange.deliver(met)
         return split_out(self._local(here[0].q if stay else prepared, k, v, mask_BL)[0], streams)
-
-    def _exchange(self, layout: HeadLayout) -> KeyValues:
-        if layout not in self._exchanges:
-            with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._exchanges[layout] = self._transport.key_values(self._axis, layout)
-        return self._exchanges[layout]
 
 
 def stays(streams: Sequence[Stream]) -> bool:

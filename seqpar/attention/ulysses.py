@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from seqpar.attention._streams import (
     Alone,
     Beside,
+    KeptExchanges,
     OneRank,
     given,
     layout_of,
@@ -29,7 +30,6 @@ from seqpar.kernels.push import push
 from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.ranks.shard import Tokens, check_tokens
 from seqpar.transports._contract import ToHeads, ToTokens, Transport
-from seqpar.transports._layout import HeadLayout
 from seqpar.types.facts import AttentionCall, Layer, Move, ShardedLayer, StrategyFacts, refuse
 from seqpar.types.protocols import Attend, Core, Stream
 
@@ -52,7 +52,7 @@ class Ulysses:
         self._core, self._axis, self._sizes, self._transport = core, axis, sizes, transport
         self.tokens, self._alone = tokens, alone
         self._one_rank = OneRank(core, axis, sizes[axis.rank])
-        self._exchanges: dict[HeadLayout, tuple[ToHeads, ToTokens]] = {}
+        self._exchanges = KeptExchanges[tuple[ToHeads, ToTokens]](partial(transport.heads, axis))
 
     def __call__(
         self,
@@ -71,7 +71,7 @@ class Ulysses:
             return self._one_rank(streams, mask_BL, beside)
         refuse_gradients(streams, "ulysses")
         here = [given(stream) for stream in present(streams)]
-        into, back = self._exchange(layout_of(self._sizes, here, here[0].k))
+        into, back = self._exchanges[layout_of(self._sizes, here, here[0].k)]
         met = write(here, into.outboxes(), into.flags if beside is None else None)
         if beside is not None:
             into.start()
@@ -81,12 +81,6 @@ class Ulysses:
         # a rank without heads takes part in the exchanges only
         met = out is not None and push(out, boxes, back.flags)
         return split_out(back.deliver(met), streams)
-
-    def _exchange(self, layout: HeadLayout) -> tuple[ToHeads, ToTokens]:
-        if layout not in self._exchanges:
-            with torch.inference_mode(False):  # buffers outlive the caller's mode
-                self._exchanges[layout] = self._transport.heads(self._axis, layout)
-        return self._exchanges[layout]
 
 
 # Facts ---------------------------------------------------------------------------------------------------------

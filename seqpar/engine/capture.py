@@ -18,13 +18,13 @@ WARM_UP = 2  # runs before capture, because libraries load, tune and allocate in
 
 
 class StepGraph:
-    """A CUDA graph of `step()` on the current device.
+    """A CUDA graph of `step()` on the current device. results: what the captured step has returned.
 
     state: all tensors that a step changes; warm-up and capture restore their values. pool: a handle of memory that
     several graphs share (`torch.cuda.graph_pool_handle`), none of which needs what another leaves there.
     """
 
-    def __init__(self, step: Callable[[], None], state: Sequence[Tensor], pool: Any = None) -> None:
+    def __init__(self, step: Callable[[], Any], state: Sequence[Tensor], pool: Any = None) -> None:
         before = [tensor.clone() for tensor in state]
 
         def restore() -> None:
@@ -45,7 +45,7 @@ class StepGraph:
             torch.cuda.stream(torch.cuda.current_stream()),
             torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
         ):
-            step()
+            self.results: Any = step()
         restore()  # a capture runs no kernels, but code that it calls may still write to the state
 
     def replay(self) -> None:
@@ -54,6 +54,7 @@ class StepGraph:
 
     def release(self) -> None:
         """Free the graph's memory; call this before the process group ends."""
+        self.results = None
         self._graph.reset()
 
 

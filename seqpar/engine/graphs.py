@@ -22,7 +22,6 @@ from seqpar.ranks.deadlines import Calls
 from seqpar.ranks.mesh import Mesh, collected
 
 GRAPHS = 8  # kinds of calls that are kept; a pipeline has one or two for each size of picture
-KINDS = 64  # kinds of calls that are remembered as seen once
 
 
 class Computes(Protocol):
@@ -63,24 +62,7 @@ class CudaCapture:
 
     def __call__(self, work: Callable[[], Any]) -> Captured:
         """Return the captured call, after warm-up runs on a side stream."""
-        return _CudaCaptured(work, self._pool)
-
-
-class _CudaCaptured:
-    def __init__(self, work: Callable[[], Any], pool: Any) -> None:
-        self.results: Any = None
-
-        def step() -> None:
-            self.results = work()
-
-        self._graph = StepGraph(step, (), pool)
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-    def release(self) -> None:
-        self.results = None
-        self._graph.release()
+        return StepGraph(work, (), self._pool)
 
 
 @dataclass(frozen=True)
@@ -102,7 +84,7 @@ class Graphs:
     def __init__(self, mesh: Mesh, capture: Capture | None, limit: int = GRAPHS, tells: bool = True) -> None:
         self._mesh, self._capture, self._limit = mesh, capture, limit
         self._tells = tells and mesh.sequence.rank == 0
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._seen = Calls()
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._calls = Calls()
 
@@ -140,7 +122,7 @@ class Graphs:
         if self._capture is None or key is None or torch.is_autocast_enabled(self._mesh.device.type):
             return None
         graph = self._graphs.get(key)
-        if graph is None and self._is_second(key):
+        if graph is None and self._seen.before(key):
             graph = self._made(self._capture, key, body, arguments, generation)
         if graph is not None:
             self._graphs.move_to_end(key)
@@ -150,17 +132,7 @@ class Graphs:
         """Free all graphs; later calls are seen for the first time."""
         for key in list(self._graphs):
             self._drop(key)
-        self._seen.clear()
-
-    def _is_second(self, key: Hashable) -> bool:
-        """Return whether a call of this kind came before, and remember this one."""
-        if key in self._seen:
-            self._seen.move_to_end(key)
-            return True
-        self._seen[key] = None
-        if len(self._seen) > KINDS:
-            self._seen.popitem(last=False)
-        return False
+        self._seen = Calls()
 
     def _made(self, capture: Capture, key: Hashable, body: Computes, arguments: Form, generation: int) -> _Graph | None:
         """Capture a call and keep it; where that fails on a rank, print why and run all calls eagerly from now on."""
@@ -171,7 +143,8 @@ class Graphs:
             captured = capture(lambda: body(inputs.whole))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-        reasons = [each for each in _every(self._mesh, reason) if each is not None]
+        every = collected(self._mesh.sequence, self._mesh.device, reason, str | None, "why a capture failed")
+        reasons = [each for each in every if each is not None]
         if reasons:
             if captured is not None:
                 captured.release()
@@ -192,8 +165,3 @@ class Graphs:
 
 def _copied(results: Any) -> Form:
     return form_of(results).each(lambda x: x.clone())
-
-
-def _every(mesh: Mesh, reason: str | None) -> list[str | None]:
-    """Return the reason of every rank of the sequence axis; each must call this at the same time."""
-    return collected(mesh.sequence, mesh.device, reason, str | None, "why a capture failed")

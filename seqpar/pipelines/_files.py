@@ -11,7 +11,7 @@ import torch
 from seqpar.pipelines import _schedulers
 from seqpar.planner.plan import work_of
 from seqpar.planner.predict import TABLE_BYTES, Load
-from seqpar.sampling.ddpm import check_variances
+from seqpar.sampling.coefficients import check_variances
 from seqpar.vae.decoder import check_vae, vae_factor
 from seqpar.weights.find import Blueprint
 

@@ -94,7 +94,7 @@ def make(work: Work, load: Load, dtype: torch.dtype, ranks: Mesh, wish: Wish, me
         tokens, images = max(load.tokens, mesh.sequence.size), max(load.images, mesh.data.size)
         load = replace(load, tokens=tokens, images=images)
     # trying a transport is collective: every rank must do it at the same time
-    transport = ranks.together(lambda: _reached(wish.transport, ranks, mesh))
+    transport = ranks.together(lambda: choose_transport(wish.transport, ranks, mesh))
     machine = here(ranks.device, ranks.world.size, transport.name)
     if mesh is not None:  # the caller has decided that it fits
         machine = replace(machine, memory=None)
@@ -150,17 +150,20 @@ def _decided(
 # Transports ----------------------------------------------------------------------------------------------------
 
 
-def choose_transport(name: str, mesh: Mesh) -> Choice:
-    """Return the transport of a mesh; `ValueError` if the named one does not work here.
+def choose_transport(name: str, ranks: Mesh, mesh: Mesh | None) -> Choice:
+    """Return the transport between these ranks; a named one is tried on a mesh alone, with `ValueError` if it fails.
 
-    Every rank must call this at the same time.
+    mesh: the caller's, with the same ranks; None if its axes are not known yet. Every rank must call this at the same
+    time.
     """
     if name != "auto":
-        check_transport(name, mesh)
+        _folder.load(name)
+        if mesh is not None:
+            check_transport(name, mesh)
         return Choice(name, "as asked")
-    if mesh.sequence.size * mesh.cfg.size == 1:
+    if mesh is not None and mesh.sequence.size * mesh.cfg.size == 1:
         return _nothing_to_exchange(mesh.device)
-    return transport_between(mesh.world, mesh.device)
+    return transport_between(ranks.world, ranks.device)
 
 
 def transport_between(axis: Axis, device: torch.device) -> Choice:
@@ -184,16 +187,6 @@ def check_transport(name: str, mesh: Mesh) -> None:
     if reason is not None:
         simplest = _folder.unasked(mesh.device.type)[-1]
         raise ValueError(f"got transport {name!r}, which does not work here: {reason}; use transport {simplest}")
-
-
-def _reached(name: str, ranks: Mesh, mesh: Mesh | None) -> Choice:
-    """Return the transport between these ranks, with or without a mesh; a named one is only tried on a mesh."""
-    if mesh is not None:
-        return choose_transport(name, mesh)
-    if name == "auto":
-        return transport_between(ranks.world, ranks.device)
-    _folder.load(name)
-    return Choice(name, "as asked")
 
 
 def _nothing_to_exchange(device: torch.device) -> Choice:

@@ -12,15 +12,13 @@ import re
 import tempfile
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from math import exp, log
 from pathlib import Path
 from typing import Any
 
 import torch
-
-WIDEST = 256  # head dim of transformers; only decoders have wider heads
 
 Curve = tuple[tuple[float, float], ...]
 """Measured points (x, y) in ascending order of x."""
@@ -33,9 +31,7 @@ class Rates:
     gemm: elements of the product's output -> TFLOP/s. weights: TB/s at which a product of few rows reads its matrix.
     attention: head dim -> (FLOPs of a call -> TFLOP/s). copy: TB/s, counting bytes read and written. kernel_us: the
     fixed us of an elementwise kernel, without its bytes. exchange: transport -> (bytes that the busiest rank sends ->
-    us). memory: GiB of one device (None if unknown). convolution: FLOPs of a convolution -> TFLOP/s, without the
-    transposition of its input and output, for the decoder. convolution_3d: the share of that rate that convolutions
-    over frames, rows and columns reach.
+    us). memory: GiB of one device (None if unknown).
     """
 
     device: str
@@ -48,8 +44,6 @@ class Rates:
     kernel_us: float
     exchange: Mapping[str, Curve]
     memory: float | None = None
-    convolution: Curve = ()
-    convolution_3d: float = 1.0
 
 
 def rate_at(curve: Curve, x: float) -> float:
@@ -86,7 +80,6 @@ _MIB = 1 << 20
 # 4096 -> 4096 at 128 to 8192 rows, 4096 -> 12288 at 8192. Weights: 4096 -> 12288 and -> 22016 at 128 rows. Attention:
 # flash-attn-4 at head dims 64 and 128, cuDNN at 72; its two largest points are what the steps of
 # docs/benchmarks/2026-11-20-h200-engine.md leave to attention, and small calls of 64 and 72 are those of 128.
-# Convolutions in channels-last memory and attention at head dim 512: docs/benchmarks/2026-11-22-h200-decoder.md.
 # Exchanges: four ranks in a CUDA graph; each holds 0.25 to 256 MiB and sends three quarters of it.
 H200 = Rates(
     device="NVIDIA H200",
@@ -98,7 +91,6 @@ H200 = Rates(
         64: ((0.537e9, 66), (2.15e9, 243), (206e9, 547)),
         72: ((0.537e9, 66), (2.15e9, 243), (9.66e9, 282), (155e9, 328), (2470e9, 347)),
         128: ((0.537e9, 66), (2.15e9, 243), (137e9, 695), (2200e9, 697)),
-        512: ((0.137e12, 300), (0.55e12, 480), (8.8e12, 530), (141e12, 485)),
     },
     copy=4.28,
     kernel_us=3.0,
@@ -114,8 +106,6 @@ H200 = Rates(
         "peer": ((0.1875 * _MIB, 6.0), (0.75 * _MIB, 8.2), (3 * _MIB, 13.8), (12 * _MIB, 40), (48 * _MIB, 144)),
     },
     memory=139,
-    convolution=((1e9, 100), (19e9, 450), (0.08e12, 650), (0.31e12, 700), (1.24e12, 650), (20e12, 630)),
-    convolution_3d=0.65,
 )
 # Rounded values for one server core a process and gloo between two processes: precise enough to rank layouts
 CPU = Rates(
@@ -128,7 +118,6 @@ CPU = Rates(
     copy=0.02,
     kernel_us=0.6,
     exchange={"gloo": ((1.6e4, 190), (2.6e5, 220), (4.2e6, 3400)), "peer": ((1.6e4, 70), (2.6e5, 70), (4.2e6, 500))},
-    convolution=((1.0e6, 0.03), (1.0e9, 0.06)),
 )
 
 
@@ -138,8 +127,7 @@ CPU = Rates(
 def load(device: str, count: int, dtype: str) -> Rates:
     """Return the rates measured for `count` processes on this kind of device with this torch, else the defaults.
 
-    A measurement with one process has no exchanges; these are taken from the defaults, like the attention of decoders
-    (head dims over 256) and, in a file of an earlier version, convolutions.
+    A measurement with one process has no exchanges; these are taken from the defaults.
     """
     default = CPU if device == "CPU" else H200
     path = _path(device, count, dtype)
@@ -149,15 +137,8 @@ def load(device: str, count: int, dtype: str) -> Rates:
         return replace(default, source=f"{default.source}{other}{wide}; nothing was measured here")
     measured = _read(path)
     note = "" if measured.exchange else f"; exchanges: {default.source}"
-    wide = {dim: curve for dim, curve in default.attention.items() if dim > WIDEST}
-    return replace(
-        measured,
-        exchange={**default.exchange, **measured.exchange},
-        attention={**wide, **measured.attention},
-        convolution=measured.convolution or default.convolution,
-        convolution_3d=default.convolution_3d,
-        source=measured.source + note,
-    )
+    exchange = {**default.exchange, **measured.exchange}
+    return replace(measured, exchange=exchange, source=measured.source + note)
 
 
 def save(rates: Rates, count: int) -> Path:
@@ -180,12 +161,12 @@ def _path(device: str, count: int, dtype: str) -> Path:
 
 def _read(path: Path) -> Rates:
     try:
-        fields: dict[str, Any] = json.loads(path.read_text())
-        fields["gemm"] = _curve(fields["gemm"])
-        fields["attention"] = {int(dim): _curve(points) for dim, points in fields["attention"].items()}
-        fields["convolution"] = _curve(fields["convolution"]) if fields.get("convolution") else ()
-        fields["exchange"] = {name: _curve(points) for name, points in fields["exchange"].items()}
-        return Rates(**fields)
+        kept = json.loads(path.read_text())
+        values: dict[str, Any] = {field.name: kept[field.name] for field in fields(Rates)}
+        values["gemm"] = _curve(values["gemm"])
+        values["attention"] = {int(dim): _curve(points) for dim, points in values["attention"].items()}
+        values["exchange"] = {name: _curve(points) for name, points in values["exchange"].items()}
+        return Rates(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"got {path}, which holds no rates ({error!r}); delete it, or measure again: launch/bench.py rates"

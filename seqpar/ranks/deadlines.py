@@ -42,18 +42,22 @@ class Deadlines:
 
 
 class Calls:
-    """Counts calls of each kind, to tell those that have the longer deadline; the number of kinds is bounded."""
+    """Counts calls of each kind, as to tell those that have the longer deadline; the number of kinds is bounded."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[Hashable, int] = OrderedDict()
 
     def is_first(self, kind: Hashable) -> bool:
         """Count a call, and return whether not all ranks are known to have finished the first call of its kind."""
+        return self.before(kind) < FIRST_CALLS
+
+    def before(self, kind: Hashable) -> int:
+        """Count a call, and return how many of its kind came before."""
         before = self._counts.pop(kind, 0)
         self._counts[kind] = before + 1
         if len(self._counts) > KINDS:
             self._counts.popitem(last=False)
-        return before < FIRST_CALLS
+        return before
 
     def forget(self, kind: Hashable) -> None:
         """Count calls of a kind anew, as after its capture as a CUDA graph."""

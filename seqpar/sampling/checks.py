@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from seqpar.engine.distributed import DistributedDiT
-from seqpar.sampling.ddpm import check_variances
+from seqpar.sampling.coefficients import check_variances
 from seqpar.sampling.guidance import check_layout
 from seqpar.sampling.request import Course, Request
 from seqpar.sampling.steppers import Decision

@@ -41,7 +41,7 @@ def sample(
 
     scheduler, noise, prompt and settings (steps, guidance, eta, generator ...): see `Request`. Every rank uses rank 0's
     values; those of other ranks must have the same shapes, dtypes and number of steps.
-    graph: replay the step as a CUDA graph if possible (`why_no_graph` gives the reason if not).
+    graph: replay the step as a CUDA graph if possible (`Run.why_no_graph` gives the reason if not).
     on_step(index): called when a step has been queued; on a GPU the step may still be running.
     Raises ValueError for arguments that do not fit, and FloatingPointError if the latents stop being finite (it names
     the step).
@@ -66,8 +66,8 @@ class Sampler:
         self._graph = graph
         self._run: Run | None = None
         self._kind: object = None
-        self._decision: tuple[list[Any], object, Decision] | None = None
-        self._made: dict[str, Tensor] | None = None
+        self._decision: tuple[object, Decision] | None = None
+        self._latents: dict[str, Tensor] | None = None
 
     def __enter__(self) -> Sampler:
         return self
@@ -87,12 +87,12 @@ class Sampler:
         **settings: Unpack[Settings],
     ) -> Tensor:
         """Denoise noise into latents; see `sample` for the arguments and the errors."""
-        self._made = None
+        self._latents = None
         request = Request(scheduler, noise, prompt, **settings)
         check_request(self.dit, request, on_step)
-        made = course(rank_0s(self.dit.mesh, request), self._decided)
-        run, captured = self._ready(made), self._graph and why_not_captured(self.dit, made.decision) is None
-        for index in range(len(made.timesteps_S)):
+        agreed = course(rank_0s(self.dit.mesh, request), self._decided)
+        run, captured = self._ready(agreed), self._graph and why_not_captured(self.dit, agreed.decision) is None
+        for index in range(len(agreed.timesteps_S)):
             with _checked_before(index):
                 if captured:
                     run.capture()
@@ -100,26 +100,25 @@ class Sampler:
             on_step(index)
         self.dit.wait()  # before the next collective, which would wait for a rank that has died
         # copies, because without a gather a stream of tokens is the buffer that the next call writes to
-        self._made = {name: x.clone() for name, x in run.all_latents().items()}
+        self._latents = {name: x.clone() for name, x in run.latents().items()}
         check_finite(run.first_bad(), run.timesteps)
-        return self._made[self.dit.model.STATE[0]]
+        return self._latents[self.dit.model.STATE[0]]
 
     def _decided(self, scheduler: Any, options: Mapping[str, Any], begin: int) -> Decision:
         """Return what `decide` returns, kept for the next call with an equal scheduler.
 
         Tracing 50 steps takes 60 ms, in which the GPU would wait for the host.
         """
-        rules, key = _rules(type(scheduler)), (_written(vars(scheduler)), _written(sorted(options.items())), begin)
-        kept = self._decision
-        if kept is None or [*map(id, kept[0])] != [*map(id, rules)] or kept[1] != key:
-            kept = self._decision = rules, key, decide(scheduler, options, begin)
-        return kept[2]
+        key = type(scheduler), _written(vars(scheduler)), _written(sorted(options.items())), begin
+        if self._decision is None or self._decision[0] != key:
+            self._decision = key, decide(scheduler, options, begin)
+        return self._decision[1]
 
     def streams(self) -> dict[str, Tensor]:
         """Return every stream of the state after the last call, complete on every rank."""
-        if self._made is None:
+        if self._latents is None:
             raise ValueError("got a sampler without a run, expected one that was called")
-        return dict(self._made)
+        return dict(self._latents)
 
     def _ready(self, course: Course) -> Run:
         """Return the kept run, restarted, if it can serve this course on every rank; otherwise a new run."""
@@ -134,7 +133,7 @@ class Sampler:
         """Free the kept run with its buffers and CUDA graph."""
         if self._run is not None:
             self._run.release()
-        self._run = self._kind = self._made = None
+        self._run = self._kind = self._latents = None
 
 
 @contextmanager
@@ -147,11 +146,6 @@ def _checked_before(index: int) -> Iterator[None]:
         yield
     except ValueError as error:
         raise RuntimeError(f"step {index + 1} failed: {error}") from error
-
-
-def why_no_graph(dit: DistributedDiT, scheduler: Any) -> str | None:
-    """Return why a step of this scheduler cannot be a CUDA graph, or None if it can; its timesteps must be set."""
-    return why_not_captured(dit, decide(scheduler))
 
 
 def draw_noise(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -176,14 +170,6 @@ def _written(value: Any) -> Any:
     if isinstance(value, FunctionType) and value.__closure__ is None:
         return value
     return (type(value), repr(value)) if type(value) in PLAIN else object()
-
-
-def _rules(kind: type) -> list[Any]:
-    """Return a class and everything that it and its bases define, to be compared by identity.
-
-    Classes of one name can differ, and so can one class before and after one of its methods was replaced.
-    """
-    return [kind, *(x for each in kind.__mro__ for x in vars(each).values())]
 
 
 def digest(latents: Tensor) -> str:

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from seqpar.kernels.ddim import Update, guided_step
+from seqpar.sampling.coefficients import Coefficients
 from seqpar.sampling.state import State
 
 NOISE_BYTES = 256 * 2**20  # most that a rank keeps of a run's noise at a time
-
-
-@dataclass(frozen=True, eq=False)
-class Coefficients:
-    """The coefficients of S steps, (S, K) fp64, as `seqpar.kernels.ddim.Update` names them.
-
-    noisy: whether each step draws noise. clipped: DDIM's use_clipped_model_output. learned: whether this is DDPM.
-    """
-
-    table_SK: Tensor
-    noisy: tuple[bool, ...]
-    clipped: bool = False
-    learned: bool = False
 
 
 class OneStep:

@@ -16,8 +16,7 @@ import torch
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor
 
-from seqpar.sampling.ddim import steps_locally
-from seqpar.sampling.ddpm import check_variances, learns_range
+from seqpar.sampling.coefficients import check_variances, learns_range, steps_locally
 
 
 def spaced(respacing: str, train: int) -> list[int]:

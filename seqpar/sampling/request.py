@@ -85,7 +85,10 @@ class Request:
 
 
 def rank_0s(mesh: Mesh, request: Request) -> Request:
-    """Return rank 0's request on every rank; the same ValueError on all if shapes or settings differ between ranks."""
+    """Return rank 0's request on every rank; the same ValueError on all if shapes or settings differ between ranks.
+
+    Values that are no tensors are refused before, by `check_request`.
+    """
     if mesh.world.size == 1:
         return request
     generator = request.generator or torch.Generator().manual_seed(0)
@@ -121,12 +124,7 @@ def _tensors_of_rank_0(mesh: Mesh, request: Request, generator: torch.Generator)
     parts |= {"drawn": request.drawn, "negative_drawn": request.negative_drawn}
     for kind, part in parts.items():
         named |= {f"{kind} {name}": x for name, x in part.items()}
-    # other ranks may have passed tensors, so all must be told before any rank raises
-    refused = {name: f"{type(x).__name__}, which is no tensor" for name, x in named.items() if not torch.is_tensor(x)}
-    tensors = from_rank_0(mesh, {name: x for name, x in named.items() if name not in refused}, _form(request) | refused)
-    for name, what in refused.items():
-        raise ValueError(f"got {name} of type {what}, expected a tensor")
-    return tensors
+    return from_rank_0(mesh, named, _form(request))
 
 
 def _form(request: Request) -> dict[str, object]:

@@ -57,7 +57,6 @@ class Run:
             name: make_stepper(course.decision, course.scheduler, state, starts[name], guidance_S, course.generator)
             for name, state in self._states.items()
         }
-        self._starts = {name: state.tokens.clone() for name, state in self._states.items()}
         self._index, self._calls = 0, Calls()
         self._segment = self._segments[0]
         self._segment.load(0)
@@ -159,11 +158,7 @@ class Run:
         self._index = upcoming
         return {name: self._states[name].gather(x) for name, x in predictions.items()}
 
-    def latents(self) -> Tensor:
-        """Return the current latents of the state's first stream, complete on every rank."""
-        return self.all_latents()[self._dit.model.STATE[0]]
-
-    def all_latents(self) -> dict[str, Tensor]:
+    def latents(self) -> dict[str, Tensor]:
         """Return the current latents of every stream of the state, complete on every rank."""
         latents = {}
         for name, stepper in self._steppers.items():
@@ -171,36 +166,11 @@ class Run:
             latents[name] = stepper.latents if whole else self._states[name].gather()
         return latents
 
-    def place(self, latents: Tensor) -> None:
-        """Set these whole latents as the model's next input; ValueError if steps depend on more than their input."""
-        if not all(isinstance(stepper, OneStep) for stepper in self._steppers.values()):
-            raise ValueError(
-                "got a scheduler with a state of its own, expected DDIM, whose step depends on its input alone"
-            )
-        state = next(iter(self._states.values()))
-        state.tokens.copy_(state.slice(latents))
-
-    def rewind(self) -> None:
-        """Go back to the first step of the same run. Raises ValueError if the scheduler steps on the host."""
-        if any(isinstance(stepper, Replicated) for stepper in self._steppers.values()):
-            raise ValueError("got a scheduler that steps on the host, expected one on local tokens; begin a new run")
-        for name, state in self._states.items():
-            state.tokens.copy_(self._starts[name])
-            stepper = self._steppers[name]
-            if isinstance(stepper, Traced):
-                stepper.rewind()
-        self._count.zero_()
-        self._bad.fill_(len(self.timesteps))
-        self._index = 0
-        self._load()
-
     def restart(self, course: Course) -> bool:
         """Start over with a course of the same kind, in the same buffers, so that captured graphs stay valid.
 
         Returns False if its prompts need other buffers; the run must not be used after that.
         """
-        if any(isinstance(stepper, Replicated) for stepper in self._steppers.values()):
-            return False
         whole = course.request.latents(self._dit.model.STATE)
         check_course(self._dit, course, whole)
         self._course = course
@@ -211,7 +181,6 @@ class Run:
         for name, state in self._states.items():
             state.tokens.copy_(state.slice(whole[name] * course.start_scale))
             restart_stepper(self._steppers[name], course.decision, self._guidance_S, course.generator)
-            self._starts[name].copy_(state.tokens)
         self._count.zero_()
         self._bad.fill_(len(course.timesteps_S))
         self._index = 0

@@ -74,11 +74,11 @@ class Segment:
         end = min(start + self._chunk, self.steps.stop)
         # all rows on every rank, whatever the mesh, because a matrix product of another shape may round differently
         every = {name: x.repeat(end - start, *[1] * (x.dim() - 1)) for name, x in self._pooled.items()}
-        made = self._modulate(slice(start, end), self._count, every)
+        chunk = self._modulate(slice(start, end), self._count, every)
         if not self._table:
-            self._table = dict(made)
+            self._table = dict(chunk)
         for name, table in self._table.items():  # in place, because a captured step reads there
-            table[: len(made[name])].copy_(made[name])
+            table[: len(chunk[name])].copy_(chunk[name])
         self._first.fill_(start)
         self._loaded = start
 

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from seqpar.kernels.ddim import guide
 from seqpar.kernels.multistep import History, Steps, guided_multistep
-from seqpar.sampling.ddim import ddim_steps, steps_locally
-from seqpar.sampling.ddpm import ddpm_steps, learns_range
-from seqpar.sampling.one_step import Coefficients, OneStep
+from seqpar.sampling.coefficients import Coefficients, ddim_steps, ddpm_steps, learns_range, steps_locally
+from seqpar.sampling.one_step import OneStep
 from seqpar.sampling.schedules import FAILURES, NotLinearError, Schedule, check_whole, mixed_noise, step_options, trace
 from seqpar.sampling.state import State
 
@@ -113,7 +112,6 @@ class Traced:
     def __init__(self, state: State, schedule: Schedule, steps: Steps) -> None:
         states, outputs = schedule.states_SP.shape[1], schedule.outputs_SQ.shape[1]
         tokens, self._steps, self._state = state.tokens, steps, state
-        self._first = tokens.clone()
         past = tokens.new_zeros((outputs - 1, *tokens.shape)) if outputs > 1 else None
         if states == 1 and bool((schedule.inputs_S == 1).all()):
             self.history = History(tokens[None], past, None)
@@ -142,16 +140,10 @@ class Traced:
         """Return the tensors that a step changes besides the state's tokens."""
         return [x for x in (self.history.states_PnlC, self.history.outputs_QnlC) if x is not None]
 
-    def rewind(self) -> None:
-        """Go back to the first step; the caller has put its model input back into the state's tokens."""
-        if self.history.seen_nlC is not None:
-            self.history.states_PnlC[0].copy_(self._first)
-
     def _show(self, schedule: Schedule) -> None:
         """Keep the first state, and put the model's input, which is scaled, into the state's tokens."""
         if self.history.seen_nlC is not None:
             self.history.states_PnlC[0].copy_(self._state.tokens)
-            self._first.copy_(self._state.tokens)
             self._state.tokens.mul_(float(schedule.inputs_S[0]))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from seqpar.local import sdpa, wide
-from seqpar.vae.strip import Strip
+from seqpar.vae.cut import Strip
 
 
 def attention(

@@ -27,11 +27,11 @@ class Method:
 
     def __call__(self, arguments: Mapping[str, Any], /) -> Any:
         """Return what the method returns."""
-        z, others = taken_apart(arguments)
+        z, others = input_and_others(arguments)
         return self.compute(z, **others)
 
 
-def taken_apart(arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def input_and_others(arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the input of a call and its other arguments by their names."""
     return arguments[INPUT], {name: value for name, value in arguments.items() if name != INPUT}
 

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from seqpar.vae.cut import Strip
 from seqpar.vae.layout import memory_format
 from seqpar.vae.padding import edge
-from seqpar.vae.strip import Strip
 
 LEAST = 8  # rows of a strip for each row of padding: with fewer, slabs are as large as the strip
 

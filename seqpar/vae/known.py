@@ -71,26 +71,24 @@ PROCESSORS = frozenset(f"diffusers.models.attention_processor.{name}AttnProcesso
 """The types of attention processors whose strips were tested: diffusers' choice, also after `fuse_qkv_projections`."""
 
 
-def check_modules(vae: nn.Module) -> None:
-    """Raise ValueError for the first module that was not tested on strips; it names the module and the reason.
+def why_untested(vae: nn.Module) -> str | None:
+    """Return why the strips of a VAE's modules were not tested, or None: the type of one, or what `why_changed` finds.
 
-    Reasons are the type of a module, and what `why_changed` finds.
+    It names the first such module.
     """
     for name, module in vae.named_modules():
         kind = _kind(module)
         if kind not in MODULES:
-            raise ValueError(
+            return (
                 f"got a VAE whose module {name or '(the VAE itself)'} is a {kind}, expected types whose strips were "
                 f"tested; decode whole pictures, or add rules and a test for it"
             )
         if getattr(module, "per_channel_scale1", None) is not None:
-            raise ValueError(
+            return (
                 f"got a VAE whose module {name} ({kind}) draws noise for its pixels (inject_noise), which strips would "
                 f"draw differently; decode whole pictures"
             )
-    changed = why_changed(vae)
-    if changed is not None:
-        raise ValueError(changed)
+    return why_changed(vae)
 
 
 def why_unknown(vae: Any) -> str | None:
@@ -98,11 +96,7 @@ def why_unknown(vae: Any) -> str | None:
     for name in filter(partial(hasattr, vae), METHODS):
         if getattr(own(vae, name), "__func__", None) is not getattr(type(vae), name):
             return f"its {name} was replaced by another function"
-    try:
-        check_modules(vae)
-    except ValueError as error:
-        return str(error)
-    return None
+    return why_untested(vae)
 
 
 def why_changed(vae: nn.Module) -> str | None:

@@ -1,4 +1,4 @@
-"""Channels-last memory for a VAE: its input, and the weights of its convolutions until their last user puts them back.
+"""Channels-last memory for a VAE: its input, and the weights of its convolutions until a release puts them back.
 
 When it wins: in bf16 and fp16 on GPUs, whose convolutions of contiguous pictures turn input and output around them;
 `wins` names the exception.
@@ -8,16 +8,13 @@ of 720 x 1280: 2400 ms instead of 3120, in 8.8 GiB instead of 10.1.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 VIDEOS = ("AutoencoderKLWan", "AutoencoderKLQwenImage")  # convolve over frames, and are faster in channels-last memory
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_NAME = "_pixels_last_of_seqpar"  # attribute of a VAE: its `ChannelsLastWeights`
 
 
 def pixels_last(x: Tensor) -> Tensor:
@@ -49,48 +46,20 @@ def channels_last(vae: nn.Module) -> bool:
 
 
 def weights_pixels_last(vae: nn.Module) -> Callable[[], None]:
-    """Change the memory of the weights of convolutions to channels-last; return what ends this use of the VAE.
+    """Change the memory of the weights of convolutions to channels-last; return what makes them contiguous again.
 
-    Values stay, and so do the parameters. When the last use of a VAE ends, what was contiguous becomes contiguous
-    again, also if it was moved to another device in between.
+    Values stay, and so do the parameters, also if they are moved to another device in between. Weights that lie so
+    already, as for another user of the VAE, are left to whom changed them.
     """
-    weights = vars(vae).get(_NAME)
-    if not isinstance(weights, ChannelsLastWeights):
-        weights = vars(vae)[_NAME] = ChannelsLastWeights([])
-    return weights.join(vae)
+    changed = [module for module in _convolutions(vae) if module.weight.is_contiguous()]
 
-
-class ChannelsLastWeights:
-    """The users of a VAE's channels-last weights, and the convolutions whose weights the first of them changed."""
-
-    def __init__(self, changed: list[nn.Module]) -> None:
-        self._changed, self._users = changed, set[object]()
-
-    def join(self, vae: nn.Module) -> Callable[[], None]:
-        """Add a user; return what takes it away again."""
-        key = object()
-        if not self._users:
-            self._changed += [module for module in _convolutions(vae) if module.weight.is_contiguous()]
-            self._write(pixels_last)
-        self._users.add(key)
-
-        def end() -> None:
-            self._users.discard(key)
-            if not self._users and vars(vae).get(_NAME) is self:
-                self._write(Tensor.contiguous)
-                del vars(vae)[_NAME]
-
-        return end
-
-    def _write(self, change: Callable[[Tensor], Tensor]) -> None:
+    def write(change: Callable[[Tensor], Tensor]) -> None:
         with torch.inference_mode(False):  # weights outlive the caller's mode
-            for module in self._changed:
-                weight: Any = module.weight
-                weight.data = change(weight.data)
+            for module in changed:
+                module.weight.data = change(module.weight.data)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ChannelsLastWeights:
-        """Return that of the VAE's copy, which nobody uses yet."""
-        return ChannelsLastWeights(copy.deepcopy(self._changed, memo))
+    write(pixels_last)
+    return lambda: write(Tensor.contiguous)
 
 
 def _convolutions(vae: nn.Module) -> Iterator[nn.Conv2d | nn.Conv3d]:

@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function
 from seqpar.kernels import group_norm as kernels
 from seqpar.kernels import residual
 from seqpar.kernels.channel_norm import channel_norm
-from seqpar.vae.strip import Strip
+from seqpar.vae.cut import Strip
 
 Biased = tuple[Tensor, Tensor | None]
 """A picture (N, C, ...), and a bias (C,) that is still to be added to it, or None."""

@@ -24,7 +24,7 @@ from seqpar.ranks.inputs import CALL, agree, broadcast, shapes
 from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.ranks.shard import Shard
 from seqpar.transports.collective.point_to_point import gather
-from seqpar.vae.captures import GRAPHS, INPUT, PIXELS, Method, arithmetic, named, taken_apart, telling_capture
+from seqpar.vae.captures import GRAPHS, INPUT, PIXELS, Method, arithmetic, input_and_others, named, telling_capture
 from seqpar.vae.decoder import check_finite, in_range, scaled
 from seqpar.vae.known import spatial_factor, why_changed, why_unknown
 from seqpar.vae.layout import channels_last, wins
@@ -111,7 +111,7 @@ class MeshVAE:
         on_image(index): called when this rank has queued the decoding of one of its images, or its part of one. wish:
         see `seqpar.vae.spread`. Raises FloatingPointError on every rank if a picture is not finite.
         """
-        with _tiling(self.vae, wish), torch.inference_mode(False), torch.no_grad():
+        with tiling(self.vae, wish), torch.inference_mode(False), torch.no_grad():
             latents_NCHW = self._rank_0s({INPUT: latents_NCHW}).tensors[INPUT]
             spread = self.spread(len(latents_NCHW), latents_NCHW.shape, wish)
             self._say(spread.explained)
@@ -235,7 +235,7 @@ class MeshVAE:
         if not eagerly and self._is_small(shape, 1 if method is self._alone else self.mesh.replica.size):
             results = self._graphs[method].run(method, form, self._generation).whole
         else:
-            axis, (z, others) = self.mesh.replica if method is self._strips else WHOLE, taken_apart(form.whole)
+            axis, (z, others) = self.mesh.replica if method is self._strips else WHOLE, input_and_others(form.whole)
             with self.mesh.call(axis, "a decoding by strips", self._calls.is_first((axis.name, shape))):
                 results = method.compute(z, **others)
         method.check_delivered()
@@ -271,7 +271,7 @@ def _on_one_rank(vae: Any, mesh: Mesh, channels_last: bool) -> ParallelVAE:
 
 
 @contextmanager
-def _tiling(vae: Any, wish: str) -> Iterator[None]:
+def tiling(vae: Any, wish: str) -> Iterator[None]:
     """While it is entered a VAE decodes in tiles if that is wished."""
     on = wish == "tiled" and not vae.use_tiling
     if on:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqpar.vae.cut import Strip
 from seqpar.vae.layout import memory_format
-from seqpar.vae.strip import Strip
 
 Pads = dict[int, tuple[int, int]]
 """Dim (counted from the end) -> how much is added before and after."""

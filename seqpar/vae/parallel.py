@@ -19,12 +19,11 @@ from seqpar.ranks.mesh import Mesh
 from seqpar.transports._contract import Transport
 from seqpar.transports.collective.point_to_point import gather
 from seqpar.vae.blocks import fewer_passes
-from seqpar.vae.cut import Cut
+from seqpar.vae.cut import Cut, Strip
 from seqpar.vae.exchanges import Exchanges
-from seqpar.vae.known import check_modules, spatial_factor
+from seqpar.vae.known import spatial_factor, why_untested
 from seqpar.vae.layout import channels_last, pixels_last, weights_pixels_last
-from seqpar.vae.mode import StripMode
-from seqpar.vae.strip import Strip
+from seqpar.vae.rules import StripMode
 
 
 class ParallelVAE:
@@ -36,7 +35,8 @@ class ParallelVAE:
     """
 
     def __init__(self, vae: Any, mesh: Mesh, transport: Transport, channels_last: bool = False) -> None:
-        check_modules(vae)
+        if (reason := why_untested(vae)) is not None:
+            raise ValueError(reason)
         self._vae, self._axis, self._transport, self._main = vae, mesh.replica, transport, mesh.is_main
         self._exchanges = Exchanges(self._axis, transport)
         self._side = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None

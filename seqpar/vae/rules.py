@@ -1,7 +1,8 @@
-"""What each function does to a strip: the table of rules by function, and the rules of convolutions and resizing.
+"""What each function does to a strip: rules by function, and the mode in which diffusers' modules run on a strip.
 
-A rule is called in place of the function, with the strip, the function and its arguments. Functions that are in neither
-`RULES` nor `known.LOCAL` are refused.
+The modules and their weights stay diffusers' own, so there is no copy of a model that could differ. A rule is called in
+place of the function, with the strip, the function and its arguments. Functions that are in neither `RULES` nor
+`known.LOCAL` are refused.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from seqpar.kernels import upsample
 from seqpar.vae import edges, norms
 from seqpar.vae.attention import attention
+from seqpar.vae.cut import Strip
+from seqpar.vae.known import LOCAL
 from seqpar.vae.padding import pad_strip
-from seqpar.vae.strip import Strip
 
 Rule = Callable[..., Any]
 """Takes a `Strip`, the function, and the function's own arguments; returns what the function does on the strip."""
@@ -138,3 +141,26 @@ RULES: Mapping[Callable[..., Any], Rule] = {
     F.interpolate: interpolate,
     F.dropout: dropout,
 }
+
+
+class StripMode(TorchFunctionMode):
+    """While it is entered, torch functions of this thread act on this rank's strip. It computes no gradients.
+
+    Raises ValueError for a function that has no rule and is not known to act on each pixel alone.
+    """
+
+    def __init__(self, strip: Strip) -> None:
+        super().__init__()
+        self._strip = strip
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the function's rule, or the function itself where it is local."""
+        rule = RULES.get(func)
+        if rule is not None:
+            return rule(self._strip, func, *args, **(kwargs or {}))
+        if func not in LOCAL:
+            name = resolve_name(func) or getattr(func, "__name__", repr(func))
+            self._strip.refuse(f"got the function {name}, which has no rule for strips")
+        return func(*args, **(kwargs or {}))

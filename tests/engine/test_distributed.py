@@ -246,7 +246,7 @@ def by_hand(rank: int, world: int, device: torch.device) -> tuple[Tensor, Tensor
     prediction = run.predict()["image"]
     assert run.tokens.shape == prediction.shape == (2, 8, 16)
     whole = gather(prediction, dit.mesh.sequence, Shard(16, world).sizes, dim=1)
-    return run.latents(), dit.model.unpatchify(whole, 8, 8)
+    return run.latents()["image"], dit.model.unpatchify(whole, 8, 8)
 
 
 def test_a_run_predicts_from_its_first_moment(ranks: Pool) -> None:

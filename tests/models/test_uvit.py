@@ -298,7 +298,7 @@ def guided(rank: int, world: int, device: torch.device, cfg: int) -> Outputs:
         first = {f"first {name}": run._states[name].gather(x) for name, x in run.predict().items()}
         for _ in range(2):
             run.step()
-    return first | run.all_latents()
+    return first | run.latents()
 
 
 @pytest.mark.parametrize(("world", "cfg"), [(2, 2), (3, 1)])

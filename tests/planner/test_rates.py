@@ -67,9 +67,9 @@ def test_what_was_measured_comes_back_and_stands_for_its_own_machine_alone(cache
 
 
 def test_one_process_takes_the_exchanges_of_the_defaults() -> None:
-    rates.save(replace(CPU, source="alone", exchange={}, convolution=()), 1)
+    rates.save(replace(CPU, source="alone", exchange={}), 1)
     found = rates.load("CPU", 1, "float32")
-    assert (found.exchange, found.convolution) == (CPU.exchange, CPU.convolution)
+    assert found.exchange == CPU.exchange
     assert found.source == "alone; exchanges: coarse defaults of a CPU"
 
 
@@ -123,8 +123,7 @@ def test_two_ranks_measure_once_and_the_planner_uses_it(ranks: Pool, cache: Path
     found = rates.load("CPU", 2, "float32")
     assert os.fspath(path) in told
     assert len(found.gemm) == 4
-    assert all(y > 0 for _, y in (*found.exchange["gloo"], *found.convolution))
-    assert len(found.convolution) == 2
+    assert all(y > 0 for _, y in found.exchange["gloo"])
     assert set(found.attention) == {64, 72, 128}
     planned, silent = ranks.run(2, shown, str(cache), "dry run")
     assert "rates: measured here on" in planned

@@ -9,7 +9,7 @@ import torch
 
 from seqpar import DistributedDiT, Guidance, sample
 from seqpar.ranks.mesh import Mesh
-from seqpar.sampling.ddim import ddim_coefficients, steps_locally
+from seqpar.sampling.coefficients import ddim_coefficients, steps_locally
 from tests.conftest import DEVICE
 from tests.engine.test_distributed import local
 from tests.sampling.test_sampling import LABELS, STEPS, by_hand, noise, scheduler

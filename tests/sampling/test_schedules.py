@@ -19,7 +19,8 @@ from torch import Tensor
 from seqpar import DistributedDiT, Guidance
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling import steppers
-from seqpar.sampling.loop import Sampler, draw_noise, why_no_graph
+from seqpar.sampling.checks import why_not_captured
+from seqpar.sampling.loop import Sampler, draw_noise
 from seqpar.sampling.request import Course, Request, course
 from seqpar.sampling.run import Run
 from seqpar.sampling.schedules import Schedule
@@ -121,7 +122,7 @@ def ours(
     for _ in run.timesteps:
         run.step()
     assert run.first_bad() == len(run.timesteps)
-    return run.latents().double().cpu()
+    return run.latents()["image"].double().cpu()
 
 
 def ordered(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Course:
@@ -370,7 +371,7 @@ def test_only_what_steps_on_the_host_has_no_graph(name: str, kind: type, monkeyp
     order = ordered(name, torch.float32)
     assert isinstance(stepper(Run(dit, order)), kind)
     monkeypatch.setattr(DistributedDiT, "device", torch.device("cuda"))
-    reason = why_no_graph(dit, order.scheduler)
+    reason = why_not_captured(dit, order.decision)
     assert reason is None if kind is Traced else "steps on the host (PNDMScheduler is not traced" in str(reason)
 
 
@@ -398,7 +399,7 @@ def test_ddim_with_clipped_model_output_is_diffusers_own(eta: float, clipped: bo
         run.step()
         out = model(x, timestep=t.to(DEVICE).expand(len(x)), class_labels=labels).sample[:, :4]
         x = sched.step(out, t, x, eta=eta, use_clipped_model_output=clipped, generator=generator).prev_sample
-    assert off(run.latents(), x) < 1e-5
+    assert off(run.latents()["image"], x) < 1e-5
 
 
 def test_eta_of_none_is_the_schedulers_own_default() -> None:

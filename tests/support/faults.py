@@ -180,7 +180,7 @@ FAULTS = (
     ),
     Fault(
         "DDIM's last step ends at the first training timestep",
-        "seqpar/sampling/ddim.py",
+        "seqpar/sampling/coefficients.py",
         "if end >= 0 else scheduler.final_alpha_cumprod)",
         "if end >= 0 else scheduler.alphas_cumprod[0])",
         "tests/sampling/test_schedulers.py::test_ddim_coefficients_are_diffusers[False-7-0.0-epsilon]",

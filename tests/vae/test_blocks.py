@@ -13,13 +13,11 @@ from seqpar.planner.plan import load_transport
 from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.vae import blocks, norms
 from seqpar.vae.blocks import fewer_passes
-from seqpar.vae.cut import Cut
+from seqpar.vae.cut import Cut, Strip
 from seqpar.vae.exchanges import Exchanges
-from seqpar.vae.mode import StripMode
 from seqpar.vae.norms import apply_normed as apply
 from seqpar.vae.parallel import ParallelVAE
-from seqpar.vae.rules import RULES
-from seqpar.vae.strip import Strip
+from seqpar.vae.rules import RULES, StripMode
 from tests.support import vaes
 from tests.support.meshes import random
 from tests.support.pool import Pool

@@ -16,11 +16,11 @@ from seqpar.kernels import group_norm
 from seqpar.transports import collective
 from seqpar.transports._folder import load
 from seqpar.vae import attention
+from seqpar.vae.cut import Strip
 from seqpar.vae.exchanges import Exchanges
 from seqpar.vae.known import MODULES
 from seqpar.vae.parallel import ParallelVAE
 from seqpar.vae.rules import RULES
-from seqpar.vae.strip import Strip
 from tests.support import vaes
 from tests.support.meshes import TRANSPORTS
 from tests.support.meshes import mesh as make_mesh

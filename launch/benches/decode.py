@@ -129,7 +129,7 @@ def _alone(case: Case, tiled: bool) -> Iterator[Timed]:
 def _ours(case: Case, graph: bool) -> Iterator[Timed]:
     """Decode by strips on all ranks; on one rank the same functions decode the whole."""
     mesh, device = case.mesh, case.mesh.device
-    transport = load_transport(choose_transport(case.args.transport, mesh, mesh).name)
+    transport = load_transport(choose_transport(case.args.transport, mesh).name)
     vae = ParallelVAE(case.vae, mesh, transport, channels_last=device.type == "cuda")
     try:
         work = _Work(vae.decode, case.z)

@@ -93,7 +93,7 @@ def rows(mesh: Mesh, move: str, layout: HeadLayout) -> Iterator[Row]:
 
 @contextmanager
 def _ours(mesh: Mesh, move: str, layout: HeadLayout, name: str) -> Iterator[Timed]:
-    choose_transport(name, mesh, mesh)
+    choose_transport(name, mesh)
     transport: Transport = load_transport(name)
     try:
         yield _timed(ours(move, transport, mesh.sequence, layout), mesh)

@@ -94,7 +94,7 @@ def make(work: Work, load: Load, dtype: torch.dtype, ranks: Mesh, wish: Wish, me
         tokens, images = max(load.tokens, mesh.sequence.size), max(load.images, mesh.data.size)
         load = replace(load, tokens=tokens, images=images)
     # trying a transport is collective: every rank must do it at the same time
-    transport = ranks.together(lambda: choose_transport(wish.transport, ranks, mesh))
+    transport = ranks.together(lambda: choose_transport(wish.transport, mesh or ranks, mesh is not None))
     machine = here(ranks.device, ranks.world.size, transport.name)
     if mesh is not None:  # the caller has decided that it fits
         machine = replace(machine, memory=None)
@@ -150,20 +150,20 @@ def _decided(
 # Transports ----------------------------------------------------------------------------------------------------
 
 
-def choose_transport(name: str, ranks: Mesh, mesh: Mesh | None) -> Choice:
-    """Return the transport between these ranks; a named one is tried on a mesh alone, with `ValueError` if it fails.
+def choose_transport(name: str, mesh: Mesh, axes: bool = True) -> Choice:
+    """Return the transport of a mesh; `ValueError` if the named one does not work here.
 
-    mesh: the caller's, with the same ranks; None if its axes are not known yet. Every rank must call this at the same
-    time.
+    axes: whether the mesh has the axes of the run; else a named transport is not tried yet. Every rank must call this
+    at the same time.
     """
     if name != "auto":
         _folder.load(name)
-        if mesh is not None:
+        if axes:
             check_transport(name, mesh)
         return Choice(name, "as asked")
-    if mesh is not None and mesh.sequence.size * mesh.cfg.size == 1:
+    if axes and mesh.sequence.size * mesh.cfg.size == 1:
         return _nothing_to_exchange(mesh.device)
-    return transport_between(ranks.world, ranks.device)
+    return transport_between(mesh.world, mesh.device)
 
 
 def transport_between(axis: Axis, device: torch.device) -> Choice:

@@ -261,15 +261,15 @@ def test_gpus_use_each_others_memory_unasked_or_it_is_said_why_not(
     for name_of in ("why_not", "why_not_tried"):
         monkeypatch.setattr(peer, name_of, lambda *_: reason)
     gpu = replace(Mesh.single(), device=torch.device("cuda", 0))
-    assert choose_transport("auto", gpu, gpu) == Choice("collective", "nothing to exchange")
+    assert choose_transport("auto", gpu) == Choice("collective", "nothing to exchange")
     two = Axis("sequence", 0, 2)
     for mesh in (replace(gpu, sequence=two), replace(gpu, cfg=two)):
-        assert choose_transport("auto", mesh, mesh) == Choice(name, told)
+        assert choose_transport("auto", mesh) == Choice(name, told)
     mesh = replace(Mesh.single(), sequence=two)
-    assert choose_transport("auto", mesh, mesh) == Choice("collective", "gloo")
+    assert choose_transport("auto", mesh) == Choice("collective", "gloo")
     if reason is not None:
         with pytest.raises(ValueError, match="does not work here: the ranks are on 2 machines; use transport coll"):
-            choose_transport("peer", gpu, replace(gpu, sequence=two))
+            choose_transport("peer", replace(gpu, sequence=two))
 
 
 def tried(rank: int, world: int, device: torch.device, fault: str) -> str | None:

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.one_file import FOLDER, members
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 FILES = (
     "tests/test_members.py",

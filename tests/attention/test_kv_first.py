@@ -96,7 +96,7 @@ def made_in_place(
     sizes = tuple(sum(shard.sizes[r] for shard in shards) for r in range(world))
     attend: Any = build("kv_first", mesh, Shard(13, world), reference.attend, transport)
     streams = [stream(shard.sizes[rank], 10 * rank + 3 * i, bias, batch) for i, shard in enumerate(shards)]
-    exchange = attend._exchange(_streams.layout_of(sizes, streams, given(streams[0]).k))
+    exchange = attend._exchanges[_streams.layout_of(sizes, streams, given(streams[0]).k)]
     boxes = exchange.outboxes()
     parts, own = boxes.split([s.tokens for s in streams]), boxes[0].v
     for view in (boxes[0].k, own):

@@ -154,8 +154,9 @@ def sharded(
     case: Case,
     mistake: Mistake = "none",
     dtype: torch.dtype = torch.float64,
+    calls: int = 3,
 ) -> list[Tensor]:
-    """Return this rank's outputs of both streams."""
+    """Return this rank's outputs of both streams, the same ones of several calls."""
     attend, shards, streams = built(rank, world, device, strategy, transport, case, mistake, dtype)
     tokens = JointShard(shards)
     mask = key_mask(case, tokens, device)
@@ -163,7 +164,7 @@ def sharded(
     if mistake == "streams swapped":
         return [out.clone() for out in reversed(attend(streams[::-1], mask))]
     assert attend.tokens == tokens.total
-    outs = [[out.clone() for out in attend(streams, mask)] for _ in range(2)]
+    outs = [[out.clone() for out in attend(streams, mask)] for _ in range(calls - 1)]
     bias = None if mask is None else key_bias(mask, dtype)
     outs.append([out.clone() for out in attend(streams, bias)])  # buffers are reused: every call must be right
     for again in outs[1:]:

@@ -65,10 +65,10 @@ def test_transports_of_one_layout_have_equal_bits_or_it_is_a_finding(ranks: Pool
 
 
 def test_no_correct_way_is_an_alarm(ranks: Pool) -> None:
-    rows = ranks.run(4, rows_of, none, (1, 2, 3, 4), Wish(axes={"cfg": 1}, transport="collective"))[0]
+    rows = ranks.run(4, rows_of, none, (3, 4), Wish(axes={"cfg": 1}, transport="collective"))[0]
     assert [str(row) for row in rows if row.finding is not None] == []
     assert {row.way.strategy for row in rows} == set(strategies())
-    assert {row.way.sequence for row in rows} == {1, 2, 3, 4}
+    assert {row.way.sequence for row in rows} == {1, 3, 4}
     assert all(row.verdict and 0.8 < row.verdict.ratio < 1.5 for row in rows)
     for line, row in zip(table(rows).splitlines()[2:], rows[1:], strict=True):
         assert ("one rank's" in line) is facts_of(row.way.strategy).moves_only, line

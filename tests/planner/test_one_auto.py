@@ -87,11 +87,11 @@ def test_within_the_callers_mesh_the_plan_only_chooses_what_it_leaves_open(
 
 def test_everything_is_decided_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    for name in ("search", "choose_local", "_reached"):
+    for name in ("search", "choose_local", "choose_transport"):
         real = getattr(planning, name)
         monkeypatch.setattr(planning, name, lambda *args, real=real, name=name: made.append(name) or real(*args))
     engine = DistributedDiT.from_pretrained(Files.locate("builtin").blueprint, Mesh.single())
-    assert sorted(made) == ["_reached", "choose_local", "search"]
+    assert sorted(made) == ["choose_local", "choose_transport", "search"]
     made.clear()
     DistributedDiT(engine.model, plan=engine.plan)
     assert not made

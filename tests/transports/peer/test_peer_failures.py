@@ -162,7 +162,7 @@ def test_a_kept_run_is_used_as_long_as_its_memory_is_where_it_was(ranks: Pool, b
 def silent(rank: int, world: int, device: torch.device, how: str) -> tuple[str, float]:
     """Let the last rank take no part; return the error on this rank and the seconds until then."""
     axis = make_mesh(device, cfg=1).ulysses
-    moves = peer.Transport(deadline_s=0.2)
+    moves = peer.Transport(deadline_s=1.0)
     into, _ = moves._heads(axis, layout_of(axis, CASES[0], device, torch.float32))  # not checked for order
     start = time.monotonic()
     if rank < world - 1:
@@ -190,7 +190,7 @@ def test_peer_that_is_gone_is_named_within_the_deadline(ranks: Pool, how: str) -
         pytest.importorskip("triton")
     *told, last = ranks.run(3, silent, how)
     for rank, (message, seconds) in enumerate(told):
-        assert f"rank {rank} waited 0.2 s in vain for rank 2 (axis ulysses, exchange 1 of q, k, v" in message
+        assert f"rank {rank} waited 1 s in vain for rank 2 (axis ulysses, exchange 1 of q, k, v" in message
         assert seconds < 10
     assert last[0] == "nothing"  # the last rank did not wait
 

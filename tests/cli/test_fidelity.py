@@ -22,13 +22,14 @@ def printed(rank: int, world: int, device: torch.device, args: FidelityArgs, fau
 
 
 def test_a_table_is_printed_and_the_verdicts_are_written(ranks: Pool, tmp_path: Path) -> None:
-    args = FidelityArgs(classes=("cat",), steps=2, transport="collective", out=tmp_path / "new" / "verdicts.json")
+    out = tmp_path / "new" / "verdicts.json"
+    args = FidelityArgs(classes=("cat",), steps=2, strategy="kv_gather", transport="collective", out=out)
     (shown, ended), (_, other) = ranks.run(2, printed, args, none)
     assert ended == other == ""
     for text in (
         "reference one rank, fp32",
         "bfloat16, 2 ranks, ulysses 2, kv_gather, collective ",
-        "float32, 2 ranks, cfg 2, collective ",
+        "float32, 2 ranks, ulysses 2, kv_gather, collective ",
         "verdict   every way holds",
     ):
         assert text in shown

@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 COPIED = ("seqpar", "launch", "tests", "pyproject.toml")
 DEADLINE_S = 600  # time limit of all tests without a fault
-HANG_S = 45  # time limit of one test: if a fault fails one rank, the others wait for it
+HANG_S = 30  # time limit of one test: if a fault fails one rank, the others wait for it
 MISTAKES = ("SyntaxError", "NameError", "ImportError", "AttributeError", "TypeError", "UnboundLocalError")
 FAILED = 1  # pytest's exit status where tests ran and some failed; every other status but 0 is a broken entry
 

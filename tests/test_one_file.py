@@ -52,7 +52,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pytest_of(root: Path, files: tuple[str, ...], *flags: str) -> subprocess.CompletedProcess[str]:
     """Return what pytest says of these files of a copy."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.one_file.selected", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(
         [*command, "-n", "0", *flags, *files], cwd=root, env=environment, capture_output=True, text=True, check=False
     )

@@ -131,7 +131,7 @@ def test_a_subclass_has_the_plan_of_its_class() -> None:
 )
 def test_tokens_that_cannot_be_split_run_on_one_rank_alone(ranks: Pool, name: str, told: str) -> None:
     (got,) = ranks.run(1, with_plan, name, None)
-    assert error(got, truth(name, "cpu")) < TOLERANCE
+    assert error(got, truth(name, ranks.device)) < TOLERANCE
     for message in ranks.run(2, with_plan, name, None):
         assert "on 2 ranks that split its tokens, expected one" in message
         assert told in message

@@ -26,7 +26,7 @@ from seqpar.ranks.mesh import Mesh
 from seqpar.types.masks import key_bias
 from tests.support.meshes import TRANSPORTS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # (rows, first row) of each part of the whole product: odd, few and many rows
 CUTS = [(16, 0), (85, 3), (86, 0), (128, 129), (1025, 1), (2048, 5)]
 WHOLE = 4100

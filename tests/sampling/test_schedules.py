@@ -88,7 +88,9 @@ def diffusers_own(
 ) -> Tensor:
     """Return the latents of diffusers' model and scheduler in one process."""
     sched, model = scheduler(name), diffusers_dit().to(DEVICE, dtype)
-    sched.set_timesteps(STEPS)
+    # this one alone computes with its sigmas on the latents' device, the others with numbers
+    placed = {"device": DEVICE} if name == "LTX ancestral" else {}
+    sched.set_timesteps(STEPS, **placed)
     if begin:
         sched.set_begin_index(begin)
     x = noise().to(DEVICE, dtype) * (1.0 if begin else float(getattr(sched, "init_noise_sigma", 1.0)))

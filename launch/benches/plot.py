@@ -23,13 +23,14 @@ INK, OURS, THEIRS = "#333333", "#2f7d4f", "#9aa5b1"
 
 
 def main(path: Path) -> None:
-    """Write one plot for each kind of lines in the file, beside the file."""
+    """Write one plot for each kind of lines in a file, beside the file."""
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     for kind, draw in PLOTS.items():
         if mine := [line for line in lines if line["bench"] == kind]:
             target = path.with_name(f"{path.stem}-{kind}.png")
             figure = draw(mine)
             figure.savefig(target, dpi=120, bbox_inches="tight")
+            plt.close(figure)
             print(target)
 
 
@@ -129,4 +130,5 @@ PLOTS = {"steps": steps, "scale": steps, "calls": steps, "exchange": exchange, "
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for name in sys.argv[1:]:
+        main(Path(name))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.adapter import adapters
-from seqpar.types.keys import KeyMap, Source
+from seqpar.types.keys import KeyMap
 from seqpar.weights.checkpoint import Checkpoint, check
 
 
@@ -65,7 +65,7 @@ def adopt(model: nn.Module, holders: Mapping[str, Holder], keys: KeyMap) -> None
     module was moved or a weight was replaced.
     """
     for name, source in keys.sources.items():
-        put(model, name, shared(holders, source))
+        put(model, name, rows([holders[key].parameter for key in source.keys]))
 
 
 @torch.no_grad()
@@ -78,13 +78,13 @@ def merge(
     scale: see `adapters.merged`. before: what the last call returned; its memory is written again where it fits, so
     that a change of scales alone keeps all addresses.
     """
-    rows, merged = _rows_of(places(module), keys), {}
+    where, merged = _rows_of(places(module), keys), {}
     for path, layer in adapters.layers(module):
         if not adapters.active(layer):
             continue
         for kind, value in zip(("weight", "bias"), adapters.merged(layer, scale), strict=True):
             if value is not None:
-                ours, mine = rows[f"{path}.{kind}"]
+                ours, mine = where[f"{path}.{kind}"]
                 if ours not in merged:
                     merged[ours] = _copy(model.get_parameter(ours), before.get(ours))
                 merged[ours][mine].copy_(value)
@@ -95,13 +95,13 @@ def merge(
 
 def _rows_of(holders: Mapping[str, Holder], keys: KeyMap) -> dict[str, tuple[str, slice]]:
     """Return key of the module -> (name of the model's parameter, the rows of it that the key makes)."""
-    rows = {}
+    where = {}
     for ours, source in keys.sources.items():
         start = 0
         for key in source.keys:
             end = start + len(holders[key].parameter)
-            rows[key], start = (ours, slice(start, end)), end
-    return rows
+            where[key], start = (ours, slice(start, end)), end
+    return where
 
 
 def _copy(like: Tensor, room: Tensor | None) -> Tensor:
@@ -110,16 +110,15 @@ def _copy(like: Tensor, room: Tensor | None) -> Tensor:
     return copied.copy_(like)
 
 
-def shared(holders: Mapping[str, Holder], source: Source) -> Tensor:
-    """Return the tensor that is the source's parameters one below the other; several become views of it."""
-    parts = [holders[key].parameter for key in source.keys]
+def rows(parts: Sequence[Tensor]) -> Tensor:
+    """Return the tensor that is some parameters one below the other; several become views of it."""
     if len(parts) == 1:
         return parts[0].detach()
     whole = joined(parts)
     if whole is None:
         whole = torch.cat([part.detach() for part in parts])
-        for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-            part.data = rows
+        for part, mine in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.data = mine
     return whole
 
 

@@ -8,7 +8,7 @@ heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isclose
 from operator import eq
 
@@ -20,7 +20,7 @@ from seqpar.adapter import masks, ops
 from seqpar.adapter.cuts import Joint
 from seqpar.adapter.forward import Forward, Ranks
 from seqpar.ranks.shard import JointShard, Shard
-from seqpar.types.protocols import Given, Prepare
+from seqpar.types.protocols import Given, Prepare, Stream
 
 IDENTITY = Prepare()
 
@@ -70,6 +70,20 @@ class SplitAttention:
             q = q * (scale / default)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return self.ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
+
+    def of_streams(self, streams: Sequence[Stream], beside: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
+        """Return attention over all ranks for streams in the order of the plan, in a body's call.
+
+        The next call may overwrite the results. Masks are those of the call.
+        """
+        forward = self.ranks.now
+        assert forward is not None
+        tokens, (heads, dim), batch, like = self._split(forward, self.joint.streams), *_sizes(streams[0])
+        if tokens.sizes[self.ranks.axis.rank] != sum(stream.tokens for stream in streams):
+            raise self._unknown(forward)
+        q_BlHD = like.new_empty(batch, 0, heads, dim)
+        bias = self._bias(forward, None, self.joint.streams, tokens, q_BlHD)
+        return self.ranks.attend(tokens, q_BlHD, bias is not None)(streams, bias, beside=beside)
 
     def _split(self, forward: Forward, streams: Sequence[str]) -> JointShard:
         return JointShard(tuple(Shard(forward.lengths[name], self.ranks.axis.size) for name in streams))
@@ -156,6 +170,14 @@ class SplitAttention:
         if place not in forward.converted:  # the mask is kept too, so that its address stays its own
             forward.converted[place] = mask, masks.from_whole(mask, rows, tokens, dtype)
         return forward.converted[place][1]
+
+
+def _sizes(stream: Stream) -> tuple[tuple[int, int], int, Tensor]:
+    """Return the query heads and head dim of a stream, its batch rows, and one of its tensors."""
+    if isinstance(stream, Given):
+        return (stream.q.shape[2], stream.q.shape[3]), len(stream.q), stream.q
+    heads = stream.heads + 2 * stream.kv_heads
+    return (stream.heads, len(stream.weight) // heads), len(stream.x), stream.x
 
 
 def _local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

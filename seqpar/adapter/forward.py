@@ -8,9 +8,13 @@ and the same errors, without talking to each other.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from math import gcd
+from typing import Any
 
+import torch
 from torch import Tensor
 
 import seqpar.local
@@ -27,12 +31,15 @@ class Forward:
     """One forward: the number of tokens of each stream, the key masks of streams, and masks in the order of the keys.
 
     converted: masks that attention was given, with their converted form; they are kept here, so that a mask that the
-    next block passes again is found by its address.
+    next block passes again is found by its address. kept, handed: see `seqpar.types.fused.BlockCall`, what blocks keep
+    for the next ones, each with the object that it was made of.
     """
 
     lengths: dict[str, int] = field(default_factory=dict)
     masks: dict[str, Tensor] = field(default_factory=dict)
     converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+    kept: dict[str, tuple[object, Any]] = field(default_factory=dict)
+    handed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class Ranks:
@@ -43,6 +50,7 @@ class Ranks:
         self.now: Forward | None = None
         self.last = Forward()  # the forward that was started last, also after its end
         self._warned: set[str] = set()
+        self._said: set[str] = set()
 
     @property
     def axis(self) -> Axis:
@@ -96,6 +104,30 @@ class Ranks:
         whole = self.keeper.gathered(use, self.axis, x.movedim(gather.dim, 0), sizes)
         return whole.movedim(0, gather.dim).contiguous()
 
+    def spread(self, use: str, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
+        """Compute a share of some results here and gather the others'; see `seqpar.types.fused.Spread`.
+
+        The results are products of one vector a picture with the modulation's weights: each of N ranks reads an Nth of
+        these, which are a quarter of FLUX.1. Of the 2.0 ms that FLUX.1-dev's take on an H200, two ranks save 1.0 and
+        four 1.5; 4.2 MB of fp32 results are gathered in about 0.02 ms.
+        """
+        axis = self.axis
+        if axis.size == 1:
+            return [make(index) for index in range(len(widths))]
+        unit, parts = gcd(*widths), _shares(widths, axis.size)
+        products = [make(index) for index in range(len(widths))[parts[axis.rank]]]
+        like = products[0] if products else make(0)[:, :0]
+        mine_lRC = torch.cat(products or [like], dim=1).unflatten(1, (-1, unit)).movedim(1, 0)
+        sizes = tuple(sum(widths[part]) // unit for part in parts)
+        whole = self.keeper.gathered(use, axis, mine_lRC, sizes)
+        return whole.movedim(0, 1).flatten(1).split(list(widths), dim=1)
+
+    def say(self, message: str) -> None:
+        """Let rank 0 print a message once."""
+        if message not in self._said and self.mesh.is_main:
+            print(f"seqpar: {message}", flush=True)
+        self._said.add(message)
+
     def attend(self, tokens: JointShard, like: Tensor, masked: bool) -> Attend:
         """Return the planned strategy's attention for a split of tokens.
 
@@ -114,3 +146,12 @@ class Ranks:
             self._warned.add(name)
             warnings.warn(f"local attention {name} {reason}: {other} computes the masked attention", stacklevel=2)
         return other
+
+
+def _shares(widths: Sequence[int], parts: int) -> list[slice]:
+    """Return neighbouring results for each of some ranks, so that their widths add up to about the same."""
+    ends, total = [sum(widths[: index + 1]) for index in range(len(widths))], sum(widths)
+    # a result belongs to the part in which its middle lies
+    middles = [(end - width / 2) / total * parts for end, width in zip(ends, widths, strict=True)]
+    starts = [sum(middle < part for middle in middles) for part in range(parts + 1)]
+    return [slice(start, end) for start, end in pairwise(starts)]

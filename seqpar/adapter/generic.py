@@ -32,29 +32,39 @@ def build(
     plan: Plan,
     cuts: Cuts | Mapping[str, Any] | None = None,
     forward: Callable[..., Any] | None = None,
+    fused: bool = False,
 ) -> Generic:
     """Return the body of a diffusers transformer, which runs on the sequence axis of a mesh as the plan says.
 
     cuts: the transformer's plan for its tokens, in our form or diffusers'; None takes that of our table or the
-    transformer's own. forward: the transformer's own forward, if another is in its place. Raises ValueError, the same
+    transformer's own. forward: the transformer's own forward, if another is in its place. fused: whether functions of
+    `seqpar.blocks` may compute its blocks. Raises ValueError, the same
     on every rank, if there is no plan, if it does not fit, or if the tokens cannot be split.
     """
-    return Generic(module, mesh, plan, cuts_of(module, cuts), forward)
+    return Generic(module, mesh, plan, cuts_of(module, cuts), forward, fused)
 
 
 class Generic:
     """A `seqpar.adapter.body.Body`; the module stays the owner of its weights and is changed by hooks only."""
 
     def __init__(
-        self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, forward: Callable[..., Any] | None = None
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        plan: Plan,
+        cuts: Cuts,
+        forward: Callable[..., Any] | None = None,
+        fused: bool = False,
     ) -> None:
-        self._module, self._cuts = module, cuts
+        self._module, self._cuts, self._fused = module, cuts, fused
         self._forward = forward or module.forward  # taken now, because the caller may put its own in this place
         self._ranks, self._watch = Ranks(mesh, plan), Changes(module)
         self._looked, self._named = 0, {""}
         self._look()
         self._root = Cutter(self._ranks, cuts.places.get("", Boundary()), "its inputs")
-        self._installed: Installed | None = Installed(module, cuts, self._ranks, self._watch)
+        self._installed: Installed | None = Installed(
+            module, cuts, self._ranks, self._watch, fused
+        )
 
     @torch.no_grad()
     def __call__(self, arguments: Mapping[str, Any], /) -> tuple[Tensor, ...]:
@@ -90,7 +100,8 @@ class Generic:
 
     def told(self) -> Mapping[str, str]:
         """See `seqpar.adapter.body.Body`."""
-        return {"computation": "by its own modules", **self._watch.texts()}
+        computation = "by its own modules" if self._installed is None else self._installed.fused.text()
+        return {"computation": computation, **self._watch.texts()}
 
     def version(self) -> Hashable:
         """See `seqpar.adapter.body.Body`."""
@@ -118,7 +129,7 @@ class Generic:
     def _follow(self) -> None:
         """Put hooks and attention on the module, also where it changed; ValueError if an attention backend was set."""
         if self._installed is None:
-            self._installed = Installed(self._module, self._cuts, self._ranks, self._watch)
+            self._installed = Installed(self._module, self._cuts, self._ranks, self._watch, self._fused)
         self._installed.refresh()
 
     def _look(self) -> None:

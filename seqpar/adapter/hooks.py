@@ -22,6 +22,7 @@ from seqpar.adapter.seats import Seat, missed
 OURS = "seqpar"  # the names of our hooks begin with it
 READS = f"{OURS} reads others"  # the name of the hook that looks at what an attention module is given
 CHECKS = f"{OURS} checks"  # the name of the hook that checks what an attention module with a user's forward calls
+FUSED = f"{OURS} computes"  # the name of the hook that computes a block by a function of ours
 Which = int | tuple[int | None, ...]
 """A cut by its number in a `Cutter`, or one for each element of a tuple; compilers trace plain numbers."""
 

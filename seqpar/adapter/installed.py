@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from weakref import finalize, ref
 
@@ -12,7 +13,8 @@ from seqpar.adapter.attention import SplitAttention
 from seqpar.adapter.changes import Changes
 from seqpar.adapter.cuts import Cuts, Joint, parameters, submodules
 from seqpar.adapter.forward import Ranks
-from seqpar.adapter.hooks import CHECKS, OURS, READS, BoundaryHook, ChecksHook, Cutter, ReadsHook
+from seqpar.adapter.fused import FusedBlocks
+from seqpar.adapter.hooks import CHECKS, FUSED, OURS, READS, BoundaryHook, ChecksHook, Cutter, ReadsHook
 from seqpar.adapter.seats import Seat
 
 
@@ -88,8 +90,9 @@ class Installed:
     Its hook would keep the exchanges and their buffers alive, too, so hooks are also removed when this object goes.
     """
 
-    def __init__(self, module: nn.Module, cuts: Cuts, ranks: Ranks, changes: Changes) -> None:
+    def __init__(self, module: nn.Module, cuts: Cuts, ranks: Ranks, changes: Changes, fused: bool) -> None:
         self._module, self._cuts, self._ranks, self._changes = module, cuts, ranks, changes
+        self.fused = FusedBlocks(module, ranks, fused)
         self._followed = -1  # the count of changes up to which the module was followed
         self._hooked: list[Hooked] = []
         finalize(self, _unhook, self._hooked).atexit = False
@@ -113,6 +116,7 @@ class Installed:
         if count == self._followed:
             return
         self._take_seats()
+        self.fused.refresh(self._changes.foreign().hooks)
         self._hook()
         for seat in self._seats:
             seat.refresh()
@@ -141,9 +145,10 @@ class Installed:
         readers = [seat for seat in self._seats if not seat.attention.joint.streams]
         checked = [seat for seat in self._seats if _computes_itself(seat.module)]
         outer = [*((one, f"{OURS} {path}") for one, path in places), *((seat.module, READS) for seat in readers)]
-        wanted = [*((ref(one), name) for one, name in outer), *((ref(seat.module), CHECKS) for seat in checked)]
+        inner = [*((seat.module, CHECKS) for seat in checked), *((block, FUSED) for block in self.fused.hooks)]
+        wanted = [(ref(one), name) for one, name in (*outer, *inner)]
         in_place = all(_is_outermost(one) for one, _ in outer) if wanted == self._hooked else False
-        if in_place and all(_is_hooked(seat.module) for seat in checked):
+        if in_place and all(_is_hooked(one) for one, _ in inner):
             return
         _unhook(self._hooked)
         cutters = {path: Cutter(self._ranks, place, path) for path, place in self._cuts.places.items() if path}
@@ -153,7 +158,19 @@ class Installed:
             HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
         for seat in checked:
             _register_innermost(HookRegistry.check_if_exists_or_initialize(seat.module), ChecksHook(seat), CHECKS)
+        self._hook_blocks()
         self._hooked += wanted
+
+    def _hook_blocks(self) -> None:
+        """Put the hooks of blocks inside of all others; what they are around is the block's own forward."""
+        inside = {part: block for block in self.fused.hooks for part in block.modules()}
+        for seat in self._seats:
+            if (block := inside.get(seat.module)) is not None:
+                self.fused.hooks[block].attention = seat.attention
+        for block, hook in self.fused.hooks.items():
+            _register_innermost(HookRegistry.check_if_exists_or_initialize(block), hook, FUSED)
+            hook.fn_ref.original_forward = hook.fn_ref.forward
+            hook.fn_ref.forward = partial(hook.compute, block)
 
     def remove(self) -> None:
         """Take off hooks and attention; modules get their own processors back, with settings that were changed."""

@@ -12,31 +12,28 @@ why.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxTransformer2DModel
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from torch import Tensor, nn
 
-from seqpar.adapter import adapters, adopt, changes, generic, processors, seats
+from seqpar.adapter import adapters, adopt, changes, generic, plain, seats
 from seqpar.adapter.body import Inside
 from seqpar.adapter.cuts import Cuts, GatherTokens
 from seqpar.adapter.foreign import Foreign, look
 from seqpar.adapter.forward import Ranks
 from seqpar.engine.share import Inputs, Share
 from seqpar.models import flux
-from seqpar.models._flux_conditioning import alone, shares
 from seqpar.planner.plan import Choice, Plan
 from seqpar.ranks.mesh import Mesh
 from seqpar.types.keys import KeyMap
 from seqpar.types.streams import Split
 
-CHANGED = ("training", "gradient_checkpointing", "fused_projections")  # settings that change nothing here
 NEEDED = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "txt_ids")
 
 
@@ -189,30 +186,13 @@ class Native:
 
         share = Share.of(model, self._ranks.keeper, encoded, {"image": image.shape[1]}, positions, len(image))
         pooled = encoded.pooled["pooled_projections"]
-        condition = model.modulate_call(inputs["timestep"], inputs.get("guidance"), pooled, spread=self._spread)
+        condition = model.modulate_call(inputs["timestep"], inputs.get("guidance"), pooled, spread=partial(self._ranks.spread, "modulation"))
         forward.lengths.update(share.split.lengths)
         return share.inputs({"image": share.split.mine("image", image)}, condition)
 
     def _gathered(self, out: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the predictions of all image tokens, (B, L, C)."""
         return (self._ranks.gather(out["image"], GatherTokens("image"), "output"),)
-
-    def _spread(self, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
-        """Compute a share of the modulation's products here and gather the others'; see `Spread`.
-
-        Each of N ranks reads an Nth of these weights, a quarter of the model. Of the 2.0 ms that FLUX.1-dev's take on
-        an H200, two ranks save 1.0 and four 1.5; 4.2 MB of fp32 results are gathered in about 0.02 ms.
-        """
-        axis = self._mesh.sequence
-        if axis.size == 1:
-            return alone(widths, make)
-        unit, parts = math.gcd(*widths), shares(widths, axis.size)
-        products = [make(index) for index in range(len(widths))[parts[axis.rank]]]
-        like = products[0] if products else make(0)[:, :0]
-        mine_lRC = torch.cat(products or [like], dim=1).unflatten(1, (-1, unit)).movedim(1, 0)
-        sizes = tuple(sum(widths[part]) // unit for part in parts)
-        whole = self._ranks.keeper.gathered("modulation", axis, mine_lRC, sizes)
-        return whole.movedim(0, 1).flatten(1).split(list(widths), dim=1)
 
     # Weights ---------------------------------------------------------------------------------------------------
 
@@ -345,35 +325,9 @@ def _of_hooks(module: Any) -> Iterator[str]:
     for block in _blocks(module):
         if getattr(block.attn, "fused_projections", False):
             yield "its projections are fused (fuse_qkv_projections), which the native model does by itself"
-        if type(processors.own_of(block.attn.processor)) is not FluxAttnProcessor:
-            yield f"an attention processor is a {type(block.attn.processor).__name__}"
     yield from map(str, look(module).hooks)
 
 
 def _of_settings(module: Any) -> Iterator[str]:
     """Yield reasons in modules of another class, or with other settings, than the transformer's config gives them."""
-    config = tuple((key, _hashable(value)) for key, value in module.config.items() if not key.startswith("_"))
-    expected = _built(type(module), config)
-    for name, one in adapters.without_adapters(module):
-        kind, settings = expected.get(name, (None, {}))
-        if kind is not None and type(one) is not kind:
-            yield f"{name} is a {type(one).__name__} and no {kind.__name__}"
-        for key, value in settings.items():
-            if (mine := vars(one).get(key, value)) != value:
-                yield f"{name}.{key} is {mine!r} and not {value!r}"
-
-
-@cache
-def _built(kind: type, config: tuple[tuple[str, Any], ...]) -> dict[str, tuple[type, dict[str, Any]]]:
-    """Return path -> (class, settings that are plain values) of the modules of a new transformer."""
-    with torch.device("meta"):
-        module: nn.Module = kind(**dict(config))
-    plain = (bool, int, float, str)
-    return {
-        name: (type(one), {key: x for key, x in vars(one).items() if isinstance(x, plain) and key not in CHANGED})
-        for name, one in module.named_modules()
-    }
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
+    yield from (reason for _, reason in plain.differences(module))

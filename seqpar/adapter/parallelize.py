@@ -241,7 +241,7 @@ def _body(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, wished: bool) -
         return native_body.build(module, mesh, plan, cuts)
     if wished and mesh.is_main and native_body.knows(module):
         print(f"seqpar: the transformer's own modules compute, because {reason}", flush=True)
-    return generic.build(module, mesh, plan, cuts)
+    return generic.build(module, mesh, plan, cuts, fused=wished)
 
 
 def _reason(module: nn.Module, mesh: Mesh, wished: bool) -> str | None:

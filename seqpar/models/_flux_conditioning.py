@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,28 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.models import _layers
+from seqpar.types.fused import Spread
 from seqpar.types.protocols import Condition, SequenceModel, state_dtype
 
 FREQUENCIES = 256  # width of the sinusoids of timestep and guidance
 
-Spread = Callable[[Sequence[int], Callable[[int], Tensor]], Sequence[Tensor]]
-"""Given the widths of some results (R, width) and a function that computes the one of an index, returns all of them.
-
-Every rank has the same inputs, so ranks may compute some results each and gather them."""
-
-
 def alone(widths: Sequence[int], make: Callable[[int], Tensor]) -> list[Tensor]:
     """Compute all results here; see `Spread`."""
     return [make(index) for index in range(len(widths))]
-
-
-def shares(widths: Sequence[int], parts: int) -> list[slice]:
-    """Return neighbouring results for each of some ranks, so that their widths add up to about the same."""
-    ends, total = [sum(widths[: index + 1]) for index in range(len(widths))], sum(widths)
-    # a result belongs to the part in which its middle lies
-    middles = [(end - width / 2) / total * parts for end, width in zip(ends, widths, strict=True)]
-    starts = [sum(middle < part for middle in middles) for part in range(parts + 1)]
-    return [slice(start, end) for start, end in pairwise(starts)]
 
 
 class Conditioned(SequenceModel):

@@ -48,12 +48,18 @@ Outputs = tuple[Tensor, ...]
 
 
 def body_of(
-    module: Any, world: int, device: torch.device, strategy: str, transport: str = "collective", cuts: Any = None
+    module: Any,
+    world: int,
+    device: torch.device,
+    strategy: str,
+    transport: str = "collective",
+    cuts: Any = None,
+    fused: bool = False,
 ) -> generic.Generic:
     """Return a generic body on the mesh on which a strategy is tested."""
     choices = {"strategy": strategy, "transport": transport, "local": "sdpa" if device.type == "cpu" else "reference"}
     plan: Any = SimpleNamespace(**{name: Choice(choice, "test") for name, choice in choices.items()})
-    return generic.build(module, mesh_for(strategy, world, device), plan, cuts)
+    return generic.build(module, mesh_for(strategy, world, device), plan, cuts, fused=fused)
 
 
 def called(body: generic.Generic, arguments: Mapping[str, Any]) -> Outputs:

@@ -1,0 +1,213 @@
+"""Puts the functions of `seqpar.blocks` in the place of a transformer's blocks, and diffusers' own back where they do
+not fit.
+
+A function computes on the weights of diffusers' modules: those of several layers that make one product become views of
+one matrix. It runs inside of all hooks, so that what others put around a block stays right.
+When it wins: always, by fused kernels; what a function does not take is computed by the block itself, and rank 0 says
+why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from diffusers.hooks.hooks import ModelHook
+from torch import Tensor, nn
+
+import seqpar.blocks
+from seqpar.adapter import adapters, adopt, plain
+from seqpar.adapter.attention import SplitAttention
+from seqpar.adapter.foreign import BY_TOKEN, Addition
+from seqpar.adapter.forward import Ranks
+from seqpar.planner.plan import load_local
+from seqpar.types.fused import Declined, Matrices, Matrix
+from seqpar.types.protocols import Stream, plugin, plugins
+
+T = TypeVar("T")
+
+
+@cache
+def families() -> dict[str, ModuleType]:
+    """Return class of a block -> the file of `seqpar.blocks` that computes it."""
+    files = [plugin(seqpar.blocks, name, "family of blocks") for name in plugins(seqpar.blocks)]
+    return {kind: file for file in files for kind in file.BLOCKS}
+
+
+def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (path, block) of a transformer's blocks for which there is a function, if also not for these ones."""
+    every = ((path, one, type(one)) for path, one in adapters.without_adapters(module))
+    home = "diffusers.models."
+    return [(path, one) for path, one, kind in every if kind.__name__ in families() and kind.__module__.startswith(home)]
+
+
+class FusedBlocks:
+    """The blocks of one transformer for which there are functions: what computes each, and the reasons why not."""
+
+    def __init__(self, module: nn.Module, ranks: Ranks, on: bool) -> None:
+        self._module, self._ranks, self._on = module, ranks, on
+        self.hooks: dict[nn.Module, BlockHook] = {}
+        self.reasons: dict[str, str] = {}
+
+    def refresh(self, additions: Sequence[Addition]) -> None:
+        """Look at the blocks anew; each has a hook, which knows whether a function computes it.
+
+        additions: what others have put onto the transformer's modules.
+        """
+        every = blocks_of(self._module) if self._on else []
+        self.hooks = {one: self.hooks.get(one) or BlockHook(one, self._ranks) for _, one in every}
+        self.reasons = _reasons(self._module, every, additions) if every else {}
+        for kind in {type(one).__name__ for _, one in every}:
+            mine = [one for path, one in every if type(one).__name__ == kind and path not in self.reasons]
+            matrices = [_matrices(one, families()[kind].PRODUCTS[kind]) for one in mine]
+            for _, one in every:
+                if type(one).__name__ == kind:
+                    self.hooks[one].take(mine, matrices, mine.index(one) if one in mine else None)
+        for why in dict.fromkeys(self.reasons.values()):
+            count = sum(why == other for other in self.reasons.values())
+            self._ranks.say(f"{count} of {len(every)} blocks are diffusers' own, because {why}")
+
+    def text(self) -> str:
+        """Return what computes the blocks, as a text that must be equal on all ranks."""
+        if not self.hooks:
+            return "by its own modules"
+        own = next((f", {len(self.reasons)} by its own modules, because {why}" for why in self.reasons.values()), "")
+        return f"{len(self.hooks) - len(self.reasons)} blocks by fused kernels{own}"
+
+
+class BlockHook(ModelHook):
+    """Computes a block by a function of `seqpar.blocks`, in a body's call; a `seqpar.types.fused.BlockCall`.
+
+    attention: the split attention of its attention module, set by who installs the hook.
+    """
+
+    attention: SplitAttention
+
+    def __init__(self, block: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        kind = type(block).__name__
+        self._ranks, self._function = ranks, families()[kind].BLOCKS[kind]
+        self.blocks: Sequence[nn.Module] = ()
+        self.every: Sequence[Matrices] = ()
+        self.index: int | None = None
+
+    def take(self, blocks: Sequence[nn.Module], every: Sequence[Matrices], index: int | None) -> None:
+        """Compute with these matrices from now on; see `seqpar.types.fused.BlockCall`. No index: by the own forward."""
+        self.blocks, self.every, self.index = blocks, every, index
+
+    @property
+    def matrices(self) -> Matrices:
+        """See `seqpar.types.fused.BlockCall`."""
+        return self.every[self.index or 0]
+
+    def compute(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what the block returns; by its own forward outside of a call, and while it is compiled."""
+        if self.index is None or torch.compiler.is_compiling() or self._ranks.now is None or self._is_cast():
+            return self.fn_ref.original_forward(*args, **kwargs)
+        try:
+            return self._function(self, module, *args, **kwargs)
+        except Declined as reason:
+            self._ranks.say(f"diffusers' own {type(module).__name__} computes this call, because {reason}")
+        return self.fn_ref.original_forward(*args, **kwargs)
+
+    def attend(self, streams: Sequence[Stream], beside: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
+        """See `seqpar.types.fused.BlockCall`."""
+        return self.attention.of_streams(streams, beside)
+
+    def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor) -> Tensor:
+        """See `seqpar.types.fused.BlockCall`."""
+        return load_local(self._ranks.plan.local.name)(q_BlHD, k_BLGD, v_BLGD)[0]
+
+    def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
+        """See `seqpar.types.fused.BlockCall`."""
+        kept = self._now.kept
+        if name not in kept or kept[name][0] is not of:
+            kept[name] = of, make()
+        return kept[name][1]
+
+    def spread(self, name: str, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
+        """See `seqpar.types.fused.BlockCall`."""
+        return self._ranks.spread(name, widths, make)
+
+    def hand_over(self, x_BlE: Tensor, h_BlE: Tensor) -> None:
+        """See `seqpar.types.fused.BlockCall`."""
+        self._now.handed[id(x_BlE)] = x_BlE, h_BlE
+
+    def handed(self, x_BlE: Tensor) -> Tensor | None:
+        """See `seqpar.types.fused.BlockCall`."""
+        left = self._now.handed.pop(id(x_BlE), None)
+        return None if left is None else left[1]
+
+    @property
+    def _now(self) -> Any:
+        return self._ranks.now
+
+    def _is_cast(self) -> bool:
+        """Return whether autocast asks for another dtype than that of the weights."""
+        kind = self._ranks.mesh.device.type
+        dtype = next(iter(self.matrices.values())).weight.dtype
+        return torch.is_autocast_enabled(kind) and dtype not in (torch.get_autocast_dtype(kind), torch.float64)
+
+
+def _reasons(
+    module: nn.Module, every: Sequence[tuple[str, nn.Module]], additions: Sequence[Addition]
+) -> dict[str, str]:
+    """Return path -> reason for the blocks that no function may compute."""
+    known = [*plain.differences(module), *_of_additions(additions, {path for path, _ in every})]
+    reasons = {}
+    for path, one in every:
+        inside = next((reason for where, reason in known if f"{where}.".startswith(f"{path}.")), None)
+        if reason := inside or _why_not(one) or families()[type(one).__name__].why_not(one):
+            reasons[path] = reason
+    return reasons
+
+
+def _of_additions(additions: Sequence[Addition], paths: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield (path, reason) for hooks and forwards of others, but those around a block that keep to its arguments."""
+    for one in additions:
+        if one.path not in paths or not f"{getattr(one.what, '__module__', None)}".startswith(BY_TOKEN):
+            yield one.path, str(one)
+
+
+def _why_not(block: nn.Module) -> str | None:
+    """Return why the weights of a block, or what else is on it, are not for a function; None if they are."""
+    if block._compiled_call_impl is not None:
+        return "they are compiled"
+    first = next(block.parameters())
+    for name, one in adapters.without_adapters(block):
+        if any(adapters.active(child) for child in one.children() if adapters.is_adapter(child)):
+            return f"adapters are active in {name or 'them'}"
+        for weight in one._parameters.values():
+            if weight is None:
+                continue
+            if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.itemsize < 2:
+                return f"a weight is a {type(weight).__name__} of {weight.dtype}, as in a quantised model"
+            if weight.device != first.device or weight.device.type == "meta":
+                return "weights are not all on one device"
+    return None
+
+
+@torch.no_grad()
+def _matrices(block: nn.Module, products: Mapping[str, Sequence[str]]) -> dict[str, Matrix]:
+    """Return the matrices of a block, whose layers' weights become views of their rows."""
+    matrices = {}
+    with torch.inference_mode(False):  # weights outlive the caller's mode
+        for name, paths in products.items():
+            layers = [_layer(block, path) for path in paths]
+            if None in layers:  # some sizes of a model have none
+                continue
+            biases = [layer.bias for layer in layers if layer.bias is not None]
+            weight = adopt.rows([layer.weight for layer in layers])
+            matrices[name] = Matrix(weight, adopt.rows(biases) if biases else None)
+    return matrices
+
+
+def _layer(block: nn.Module, path: str) -> Any:
+    """Return the linear layer at a path, inside of adapters, or None."""
+    layer: Any = block
+    for name in path.split("."):
+        layer = getattr(layer, name)
+    return None if layer is None else adapters.base_of(layer)

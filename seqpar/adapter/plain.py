@@ -1,0 +1,60 @@
+"""Says where a transformer's modules are not as diffusers builds them: replaced or quantised layers, other settings.
+
+Code of ours that computes on a transformer's weights knows the arithmetic of the modules that diffusers builds from its
+config. What is different there is computed by the modules themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqpar.adapter import adapters, processors
+
+CHANGED = ("training", "gradient_checkpointing", "fused_projections")  # settings that change nothing here
+
+
+def differences(module: Any) -> Iterator[tuple[str, str]]:
+    """Yield (path, reason) for modules of another class, or with other settings, than the config gives them.
+
+    Paths are those without adapters. An attention processor counts as a part of its module.
+    """
+    config = tuple((key, _hashable(value)) for key, value in module.config.items() if not key.startswith("_"))
+    expected = _built(type(module), config)
+    for path, one in adapters.without_adapters(module):
+        if path in expected:
+            yield from ((path, reason) for reason in _of(path, one, *expected[path]))
+
+
+def _of(path: str, one: Any, kind: type, processor: type, settings: Mapping[str, Any]) -> Iterator[str]:
+    if type(one) is not kind:
+        yield f"{path} is a {type(one).__name__} and no {kind.__name__}"
+    for key, value in settings.items():
+        if (mine := vars(one).get(key, value)) != value:
+            yield f"{path}.{key} is {mine!r} and not {value!r}"
+    if type(own := processors.own_of(getattr(one, "processor", None))) is not processor:
+        yield f"an attention processor is a {type(own).__name__}"
+
+
+@cache
+def _built(kind: type, config: tuple[tuple[str, Any], ...]) -> dict[str, tuple[type, type, dict[str, Any]]]:
+    """Return path -> (class, class of its processor, settings that are plain values) of a new transformer's modules."""
+    with torch.device("meta"):
+        module: nn.Module = kind(**dict(config))
+    return {
+        path: (type(one), type(getattr(one, "processor", None)), _settings(one))
+        for path, one in module.named_modules()
+    }
+
+
+def _settings(one: nn.Module) -> dict[str, Any]:
+    plain = (bool, int, float, str)
+    return {key: x for key, x in vars(one).items() if isinstance(x, plain) and key not in CHANGED}
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value

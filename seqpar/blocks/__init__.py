@@ -1,0 +1,6 @@
+"""Blocks of diffusers' transformers with fused kernels, one file a family of models, found by its name.
+
+A file has `BLOCKS` (name of diffusers' class -> function, see `seqpar.types.fused.Fused`), `PRODUCTS` (name of the
+class -> name of a matrix -> paths of the linear layers that it is made of, one below the other), and `why_not(block)`,
+which returns why the function cannot compute a block that is as diffusers builds it, or None.
+"""

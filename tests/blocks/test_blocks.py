@@ -1,0 +1,195 @@
+"""Tests that blocks with fused kernels equal diffusers' own blocks, for every family in `seqpar/blocks`.
+
+The truth is the unchanged transformer in one process, without its roundings to fp32 (`StayDouble`); with them, it is
+1e-6 away. Every comparison also counts the calls of the functions: one that does not run cannot be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.adapter import adopt
+from seqpar.adapter.fused import BlockHook, families
+from tests.adapter.test_generic import body_of, error
+from tests.support.diffusers_tiny import MODELS, flat, random, truth
+from tests.support.foreign import StayDouble
+from tests.support.meshes import LAYOUTS, TRANSPORTS
+from tests.support.pool import Pool
+
+TOLERANCE = 1e-12
+ROUNDED = 1e-6
+VISIBLE = 1e-3
+KINDS = {"QwenImageTransformer2DModel", "WanTransformer3DModel"}
+DECLINED = {
+    "qwen_edit": "zero_cond_t gives the tokens of reference images another timestep",
+    "wan2.2": "each token has a timestep of its own",
+}
+FUSED = [name for name, tiny in MODELS.items() if tiny.kind in KINDS and name not in DECLINED]
+# each strategy on two ranks by both transports, and the worlds in turn
+CASES = [
+    (world, strategy, transport)
+    for index, strategy in enumerate(LAYOUTS)
+    for world, transport in ((2, TRANSPORTS[index % 2]), ((4, 3, 1)[index % 3], TRANSPORTS[(index + 1) % 2]))
+]
+Outputs = tuple[Tensor, ...]
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """Count the calls of all functions of blocks, by the names of the blocks' classes."""
+    calls: list[str] = []
+
+    def counting(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (calls.append(kind), function(*args, **kwargs))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, file in families().items():
+            patch.setitem(file.BLOCKS, kind, counting(kind, file.BLOCKS[kind]))
+        yield calls
+
+
+def fused(
+    rank: int, world: int, device: torch.device, strategy: str, transport: str
+) -> dict[str, tuple[Outputs, list[str]]]:
+    """Return the outputs of each transformer on this rank, of its second call, and which functions both calls ran."""
+    results = {}
+    for name in FUSED:
+        with counted() as calls:
+            body = body_of(MODELS[name].build().to(device), world, device, strategy, transport, fused=True)
+            with StayDouble():
+                body(MODELS[name].arguments(device))
+                outputs = flat(body(MODELS[name].arguments(device)))
+            results[name] = tuple(x.clone() for x in outputs), list(calls)
+    return results
+
+
+def blocks_of(module: Any) -> list[str]:
+    """Return the classes of all blocks for which there is a function."""
+    return [type(one).__name__ for one in module.modules() if type(one).__name__ in families()]
+
+
+@pytest.mark.parametrize(("world", "strategy", "transport"), CASES)
+def test_fused_blocks_equal_diffusers_own(ranks: Pool, world: int, strategy: str, transport: str) -> None:
+    for results in ranks.run(world, fused, strategy, transport):
+        for name, (outputs, calls) in results.items():
+            assert error(outputs, truth(name, ranks.device)) < TOLERANCE, name
+            assert calls == 2 * blocks_of(MODELS[name].build()), name
+
+
+def test_every_family_is_tested() -> None:
+    assert {kind for name in FUSED for kind in blocks_of(MODELS[name].build())} == set(families())
+
+
+def narrowed(value: Any) -> Any:
+    """Return a tensor, or what is in a dictionary, rounded to bf16; whole numbers stay."""
+    if isinstance(value, dict):
+        return {key: narrowed(x) for key, x in value.items()}
+    return value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def one_rank(module: Any, arguments: dict[str, Any], on: bool) -> Outputs:
+    """Return the outputs of a transformer on one rank, in fp64, computed with functions or by its own blocks."""
+    body = body_of(module, 1, torch.device("cpu"), "ulysses", fused=on)
+    return tuple(x.clone().double() for x in flat(body(arguments)))
+
+
+def rms(got: Outputs, wanted: Outputs) -> float:
+    """Return the root mean square of the difference, relative to that of what is wanted."""
+    return max(((x - y).norm() / y.norm()).item() for x, y in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_rounded_blocks_are_as_near_as_diffusers_own(name: str) -> None:
+    """Diffusers rounds to fp32 inside; in bf16 fused blocks may not be further from the exact result than its own."""
+    tiny = MODELS[name]
+    whole = [one_rank(tiny.build(), tiny.arguments(), on) for on in (True, False)]
+    assert 0 < error(*whole) < ROUNDED
+    given, errors = narrowed(tiny.arguments()), {True: 0.0, False: 0.0}
+    for seed in range(3):
+        narrow = {key: x.bfloat16() for key, x in tiny.build(seed).named_parameters()}
+        exact = tiny.build(seed)
+        for key, x in exact.named_parameters():
+            x.copy_(narrow[key])
+        wide = {key: x.double() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for key, x in given.items()}
+        wanted = tiny.whole(exact, wide)
+        for on in errors:
+            module = tiny.build(seed)
+            for key, x in module.named_parameters():
+                kept = any(word in key for word in module._keep_in_fp32_modules or ())
+                x.data = narrow[key].float() if kept else narrow[key]
+            errors[on] += rms(one_rank(module, given, on), wanted)
+    assert errors[True] <= 1.02 * errors[False], errors
+
+
+def with_residuals(rank: int, world: int, device: torch.device) -> Outputs:
+    tiny = MODELS["qwen"]
+    body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True)
+    with StayDouble():
+        return tuple(x.clone() for x in flat(body(residuals(device))))
+
+
+def residuals(device: torch.device | str) -> dict[str, Any]:
+    """Return arguments with a ControlNet's residuals, which are added to the image between the blocks."""
+    given = MODELS["qwen"].arguments(device)
+    width = MODELS["qwen"].build().inner_dim
+    shape = (*given["hidden_states"].shape[:2], width)
+    return {**given, "controlnet_block_samples": [random(shape, 20 + i).to(device) for i in range(2)]}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_added_between_blocks_counts(ranks: Pool, world: int) -> None:
+    """The input that a block has left for the next one is not used, because the next one is given another tensor."""
+    wanted = MODELS["qwen"].whole(arguments=residuals(ranks.device), device=ranks.device)
+    for outputs in ranks.run(world, with_residuals):
+        assert error(outputs, tuple(x.cpu() for x in wanted)) < TOLERANCE
+
+
+def test_negative_control_an_input_made_of_another_tensor_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def any_of_this_shape(self: BlockHook, x: Tensor) -> Tensor | None:
+        left = self._ranks.now.handed.values() if self._ranks.now is not None else ()
+        return next((h for _, h in left if h.shape == x.shape), None)
+
+    monkeypatch.setattr(BlockHook, "handed", any_of_this_shape)
+    given = residuals("cpu")
+    assert error(with_residuals(0, 1, torch.device("cpu")), MODELS["qwen"].whole(arguments=given)) > VISIBLE
+
+
+def test_weights_stay_diffusers_own() -> None:
+    """State dict and addresses stay as they are called; what is written in place, or replaced, is what computes."""
+    module, device = MODELS["qwen"].build(), torch.device("cpu")
+    before = {name: x.clone() for name, x in module.state_dict().items()}
+    body = body_of(module, 1, device, "ulysses", fused=True)
+    attention: Any = module.transformer_blocks[1].attn
+    assert adopt.joined([attention.to_q.weight, attention.to_k.weight, attention.to_v.weight]) is not None
+    assert all(torch.equal(x, before[name]) for name, x in module.state_dict().items())
+    attention.to_k.weight.mul_(-1.5)
+    attention.add_v_proj = torch.nn.Linear(attention.add_v_proj.in_features, attention.add_v_proj.out_features)
+    attention.add_v_proj.double().requires_grad_(False)
+    with StayDouble():
+        got = tuple(x.clone() for x in flat(body(MODELS["qwen"].arguments(device))))
+    assert body.told()["computation"] == "2 blocks by fused kernels"
+    body.release()
+    assert error(got, MODELS["qwen"].whole(module)) < TOLERANCE
+    assert error(got, truth("qwen", "cpu")) > VISIBLE
+
+
+def declined(rank: int, world: int, device: torch.device, name: str) -> Outputs:
+    body = body_of(MODELS[name].build().to(device), world, device, "ulysses", fused=True)
+    with StayDouble():
+        return tuple(x.clone() for x in flat(body(MODELS[name].arguments(device))))
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_what_a_function_does_not_take_is_computed_by_diffusers_own(
+    ranks: Pool, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    for world in (2, 1):
+        for outputs in ranks.run(world, declined, name):
+            assert error(outputs, truth(name, ranks.device)) < TOLERANCE
+    assert capfd.readouterr().out.count(DECLINED[name]) >= 1

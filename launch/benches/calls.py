@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 launch/bench.py calls --model flux.1-dev --strategy kv_first ulysses --out lines.jsonl
 
-Our rows are `seqpar.parallelize` around diffusers' transformer: with our model on its weights, where there is one, with
+Our rows are `seqpar.parallelize` around diffusers' transformer: with our model or our blocks on its weights, with
 diffusers' own modules, and with these compiled; on an even number of ranks also both branches of guidance on a cfg
 axis. Peers (`launch/benches/peers.py`) are diffusers' own engine and cache-dit. The reference of a row is the ceiling
 of its strategy: the matrix products and the attention of one rank alone, in one CUDA graph, without the products that
@@ -114,9 +114,9 @@ def main(args: Calls) -> None:
 
 
 def ours(case: Case) -> Iterator[Row]:
-    """Yield our rows: each strategy natively and with diffusers' own modules, then both branches of guidance."""
+    """Yield our rows: each strategy by our kernels and by diffusers' own modules, then both branches of guidance."""
     world, on_gpu = case.mesh.world.size, case.mesh.device.type == "cuda"
-    ways = [*(["native"] if case.model.theirs in NATIVE else []), "generic", *(["generic, compiled"] * on_gpu)]
+    ways = ["native" if case.model.theirs in NATIVE else "fused blocks", "generic", *(["generic, compiled"] * on_gpu)]
     for strategy in case.args.strategy if world > 1 else case.args.strategy[:1]:
         for way in ways:
             about = {"strategy": strategy, "launch": way, "cfg": 1}
@@ -135,7 +135,7 @@ def _ours(case: Case, strategy: str, way: str, cfg: int = 1) -> Iterator[Timed]:
     if "compiled" in way:
         compile_blocks(module)
     transport = "auto" if alone and cfg == 1 else case.args.transport
-    chosen = {"local": case.args.local, "transport": transport, "native": way == "native"}
+    chosen = {"local": case.args.local, "transport": transport, "native": not way.startswith("generic")}
     seqpar.parallelize(module, mesh, strategy="auto" if alone else strategy, **chosen)
     try:
         keeps = Keeps(case)

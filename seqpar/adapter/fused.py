@@ -24,7 +24,7 @@ from seqpar.adapter.attention import SplitAttention
 from seqpar.adapter.foreign import BY_TOKEN, Addition
 from seqpar.adapter.forward import Ranks
 from seqpar.planner.plan import load_local
-from seqpar.types.fused import Declined, Matrices, Matrix
+from seqpar.types.fused import DeclinedError, Matrices, Matrix
 from seqpar.types.protocols import Stream, plugin, plugins
 
 T = TypeVar("T")
@@ -41,7 +41,9 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (path, block) of a transformer's blocks for which there is a function, if also not for these ones."""
     every = ((path, one, type(one)) for path, one in adapters.without_adapters(module))
     home = "diffusers.models."
-    return [(path, one) for path, one, kind in every if kind.__name__ in families() and kind.__module__.startswith(home)]
+    return [
+        (path, one) for path, one, kind in every if kind.__name__ in families() and kind.__module__.startswith(home)
+    ]
 
 
 class FusedBlocks:
@@ -52,14 +54,18 @@ class FusedBlocks:
         self.hooks: dict[nn.Module, BlockHook] = {}
         self.reasons: dict[str, str] = {}
 
-    def refresh(self, additions: Sequence[Addition]) -> None:
+    def refresh(self, additions: Sequence[Addition], attention: Mapping[nn.Module, SplitAttention]) -> None:
         """Look at the blocks anew; each has a hook, which knows whether a function computes it.
 
-        additions: what others have put onto the transformer's modules.
+        additions: what others have put onto the transformer's modules. attention: attention module -> what splits it.
         """
         every = blocks_of(self._module) if self._on else []
         self.hooks = {one: self.hooks.get(one) or BlockHook(one, self._ranks) for _, one in every}
         self.reasons = _reasons(self._module, every, additions) if every else {}
+        for path, one in every:
+            self.hooks[one].attention = next((attention[part] for part in one.modules() if part in attention), None)
+            if (reason := self.hooks[one].why_not_joined()) is not None:
+                self.reasons.setdefault(path, reason)
         for kind in {type(one).__name__ for _, one in every}:
             mine = [one for path, one in every if type(one).__name__ == kind and path not in self.reasons]
             matrices = [_matrices(one, families()[kind].PRODUCTS[kind]) for one in mine]
@@ -81,15 +87,15 @@ class FusedBlocks:
 class BlockHook(ModelHook):
     """Computes a block by a function of `seqpar.blocks`, in a body's call; a `seqpar.types.fused.BlockCall`.
 
-    attention: the split attention of its attention module, set by who installs the hook.
+    attention: the split attention of the block's attention module, or None.
     """
-
-    attention: SplitAttention
 
     def __init__(self, block: nn.Module, ranks: Ranks) -> None:
         super().__init__()
         kind = type(block).__name__
         self._ranks, self._function = ranks, families()[kind].BLOCKS[kind]
+        self._streams: tuple[str, ...] = families()[kind].STREAMS[kind]
+        self.attention: SplitAttention | None = None
         self.blocks: Sequence[nn.Module] = ()
         self.every: Sequence[Matrices] = ()
         self.index: int | None = None
@@ -97,6 +103,13 @@ class BlockHook(ModelHook):
     def take(self, blocks: Sequence[nn.Module], every: Sequence[Matrices], index: int | None) -> None:
         """Compute with these matrices from now on; see `seqpar.types.fused.BlockCall`. No index: by the own forward."""
         self.blocks, self.every, self.index = blocks, every, index
+
+    def why_not_joined(self) -> str | None:
+        """Return why the cuts of the transformer are not those for which the function is written, or None."""
+        joined = None if self.attention is None else self.attention.joint.streams
+        return (
+            None if joined == self._streams else f"the cuts do not join {' and '.join(self._streams)} in its attention"
+        )
 
     @property
     def matrices(self) -> Matrices:
@@ -109,12 +122,13 @@ class BlockHook(ModelHook):
             return self.fn_ref.original_forward(*args, **kwargs)
         try:
             return self._function(self, module, *args, **kwargs)
-        except Declined as reason:
+        except DeclinedError as reason:
             self._ranks.say(f"diffusers' own {type(module).__name__} computes this call, because {reason}")
         return self.fn_ref.original_forward(*args, **kwargs)
 
     def attend(self, streams: Sequence[Stream], beside: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
         """See `seqpar.types.fused.BlockCall`."""
+        assert self.attention is not None
         return self.attention.of_streams(streams, beside)
 
     def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor) -> Tensor:

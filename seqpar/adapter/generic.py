@@ -62,9 +62,7 @@ class Generic:
         self._looked, self._named = 0, {""}
         self._look()
         self._root = Cutter(self._ranks, cuts.places.get("", Boundary()), "its inputs")
-        self._installed: Installed | None = Installed(
-            module, cuts, self._ranks, self._watch, fused
-        )
+        self._installed: Installed | None = Installed(module, cuts, self._ranks, self._watch, fused)
 
     @torch.no_grad()
     def __call__(self, arguments: Mapping[str, Any], /) -> tuple[Tensor, ...]:

@@ -116,7 +116,7 @@ class Installed:
         if count == self._followed:
             return
         self._take_seats()
-        self.fused.refresh(self._changes.foreign().hooks)
+        self.fused.refresh(self._changes.foreign().hooks, {seat.module: seat.attention for seat in self._seats})
         self._hook()
         for seat in self._seats:
             seat.refresh()
@@ -163,10 +163,6 @@ class Installed:
 
     def _hook_blocks(self) -> None:
         """Put the hooks of blocks inside of all others; what they are around is the block's own forward."""
-        inside = {part: block for block in self.fused.hooks for part in block.modules()}
-        for seat in self._seats:
-            if (block := inside.get(seat.module)) is not None:
-                self.fused.hooks[block].attention = seat.attention
         for block, hook in self.fused.hooks.items():
             _register_innermost(HookRegistry.check_if_exists_or_initialize(block), hook, FUSED)
             hook.fn_ref.original_forward = hook.fn_ref.forward

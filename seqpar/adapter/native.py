@@ -12,7 +12,7 @@ why.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -186,7 +186,9 @@ class Native:
 
         share = Share.of(model, self._ranks.keeper, encoded, {"image": image.shape[1]}, positions, len(image))
         pooled = encoded.pooled["pooled_projections"]
-        condition = model.modulate_call(inputs["timestep"], inputs.get("guidance"), pooled, spread=partial(self._ranks.spread, "modulation"))
+        condition = model.modulate_call(
+            inputs["timestep"], inputs.get("guidance"), pooled, spread=partial(self._ranks.spread, "modulation")
+        )
         forward.lengths.update(share.split.lengths)
         return share.inputs({"image": share.split.mine("image", image)}, condition)
 

@@ -46,8 +46,7 @@ def _built(kind: type, config: tuple[tuple[str, Any], ...]) -> dict[str, tuple[t
     with torch.device("meta"):
         module: nn.Module = kind(**dict(config))
     return {
-        path: (type(one), type(getattr(one, "processor", None)), _settings(one))
-        for path, one in module.named_modules()
+        path: (type(one), type(getattr(one, "processor", None)), _settings(one)) for path, one in module.named_modules()
     }
 
 

@@ -20,11 +20,12 @@ from torch import Tensor
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.models._layers import product
-from seqpar.types.fused import BlockCall, Declined, Fused, added
+from seqpar.types.fused import BlockCall, DeclinedError, Fused, added
 from seqpar.types.protocols import Prepare, Projected
 
 LARGEST = 65504.0  # in fp16, to which diffusers clips what a block returns
-STREAMS = ("text", "image")
+NAMES = ("text", "image")
+STREAMS = {"QwenImageTransformerBlock": NAMES}
 PRODUCTS = {
     "QwenImageTransformerBlock": {
         "text modulation": ("txt_mod.1",),
@@ -62,7 +63,7 @@ def double(
 ) -> tuple[Tensor, Tensor]:
     """Return text (B, l', E) and image (B, l, E) after a block. temb: (B, E). Rotary rows are complex, (l, D/2)."""
     if joint_attention_kwargs:
-        raise Declined(f"attention has the arguments {', '.join(joint_attention_kwargs)}")
+        raise DeclinedError(f"attention has the arguments {', '.join(joint_attention_kwargs)}")
     every = call.once("modulation", temb, lambda: modulations(call, temb))
     norm, streams = Norm("layer", block.img_norm1.eps), (encoder_hidden_states, hidden_states)
     tables = call.once("rotary", image_rotary_emb, lambda: [_real(rows) for rows in reversed(image_rotary_emb)])
@@ -71,20 +72,20 @@ def double(
     outs = call.attend(
         [
             Projected(h, *call.matrices[f"{name} qkv"], block.attn.heads, block.attn.heads, _prepare(*pair, *table))
-            for name, h, pair, table in zip(STREAMS, inputs, norms, tables, strict=True)
+            for name, h, pair, table in zip(NAMES, inputs, norms, tables, strict=True)
         ]
     )
     after = every[call.index + 1] if call.index + 1 < len(every) else (None, None)
     text, image = (
         _finish(call, name, x, out, rows, following, norm)
-        for name, x, out, rows, following in zip(STREAMS, streams, outs, every[call.index], after, strict=True)
+        for name, x, out, rows, following in zip(NAMES, streams, outs, every[call.index], after, strict=True)
     )
     return text, image
 
 
 def modulations(call: BlockCall, temb_BE: Tensor) -> list[Rows]:
     """Return the rows of all blocks, in fp32 (or fp64); each rank reads some of the weights."""
-    layers = [matrices[f"{name} modulation"] for matrices in call.every for name in STREAMS]
+    layers = [matrices[f"{name} modulation"] for matrices in call.every for name in NAMES]
     c_BE = F.silu(temb_BE)
     made = call.spread("modulation", [len(one.weight) for one in layers], lambda i: product(c_BE, layers[i].weight))
     rows = [x if one.bias is None else x + one.bias for x, one in zip(made, layers, strict=True)]

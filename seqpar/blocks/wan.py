@@ -1,7 +1,7 @@
 """Wan 2.1 and 2.2: video transformers whose blocks attend to the video, then to a text, and to a picture's features.
 
-When it wins: on every GPU, over diffusers' own block, which computes norms and gates in fp32 in passes of their own. Here
-norm, modulation and gates are one pass, and q, k and v are one product that attention's kernel writes to the ranks that
+When it wins: on every GPU, over diffusers' own block, which computes norms and gates in fp32 in passes of their own. Norm,
+modulation and gates are one pass here, and q, k and v are one product that attention's kernel writes to the ranks that
 read them. Text is whole on every rank, so that attention to it exchanges nothing.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
 Source: Wan, as diffusers implements it.
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
-from seqpar.types.fused import BlockCall, Declined, Fused, added
+from seqpar.types.fused import BlockCall, DeclinedError, Fused, added
 from seqpar.types.protocols import Prepare, Projected, state_dtype
 
 TEXT = 512  # tokens of the text, as diffusers' own attention has it; a picture's features come before them
+STREAMS = {"WanTransformerBlock": ("image",)}
 PRODUCTS = {
     "WanTransformerBlock": {
         "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
@@ -50,7 +51,7 @@ def block(
     rotary_emb: cosines and sines (1, l, 1, D), each number twice.
     """
     if temb.dim() != 3:
-        raise Declined("each token has a timestep of its own")
+        raise DeclinedError("each token has a timestep of its own")
     every = call.once("modulation", temb, lambda: modulations(call.blocks, temb))
     table = call.once("rotary", rotary_emb, lambda: _pairs(rotary_emb, state_dtype(hidden_states.dtype)))
     shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = every[call.index]
@@ -58,7 +59,9 @@ def block(
     handed = call.handed(x)
     h = norm_modulate(x, shift, scale, norm) if handed is None else handed
     attention, heads = block.attn1, block.attn1.heads
-    how = Prepare("rms", False, attention.norm_q.eps, attention.norm_q.weight, None, attention.norm_k.weight, None, *table)
+    how = Prepare(
+        "rms", False, attention.norm_q.eps, attention.norm_q.weight, None, attention.norm_k.weight, None, *table
+    )
     (out,) = call.attend([Projected(h, *of["qkv"], heads, heads, how)])
     x, h = _to_text(x, gate, of["out"](out.flatten(2)), block.norm2)
     branch = of["text out"](_attended(call, block.attn2, h, encoder_hidden_states))

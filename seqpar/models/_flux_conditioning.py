@@ -18,6 +18,7 @@ from seqpar.types.protocols import Condition, SequenceModel, state_dtype
 
 FREQUENCIES = 256  # width of the sinusoids of timestep and guidance
 
+
 def alone(widths: Sequence[int], make: Callable[[int], Tensor]) -> list[Tensor]:
     """Compute all results here; see `Spread`."""
     return [make(index) for index in range(len(widths))]

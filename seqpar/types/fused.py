@@ -87,10 +87,10 @@ class BlockCall(Protocol):
 Fused = Callable[..., Any]
 """Computes a block: (call, block, *args, **kwargs of the block's own forward) -> what that returns.
 
-It raises `Declined`, before anything is exchanged, for arguments that it does not take; all ranks do so alike."""
+It raises `DeclinedError`, before anything is exchanged, for arguments that it does not take; all ranks do so alike."""
 
 
-class Declined(Exception):
+class DeclinedError(Exception):
     """The reason why a function does not take the arguments of a call: the block's own forward computes it."""
 
 

@@ -95,7 +95,8 @@ def narrowed(value: Any) -> Any:
 
 def one_rank(module: Any, arguments: dict[str, Any], on: bool) -> Outputs:
     """Return the outputs of a transformer on one rank, in fp64, computed with functions or by its own blocks."""
-    body = body_of(module, 1, torch.device("cpu"), "ulysses", fused=on)
+    device = next(module.parameters()).device
+    body = body_of(module, 1, device, "ulysses", fused=on)
     return tuple(x.clone().double() for x in flat(body(arguments)))
 
 
@@ -105,21 +106,23 @@ def rms(got: Outputs, wanted: Outputs) -> float:
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_rounded_blocks_are_as_near_as_diffusers_own(name: str) -> None:
+def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> None:
     """Diffusers rounds to fp32 inside; in bf16 fused blocks may not be further from the exact result than its own."""
-    tiny = MODELS[name]
-    whole = [one_rank(tiny.build(), tiny.arguments(), on) for on in (True, False)]
+    tiny, device = MODELS[name], ranks.device
+    whole = [one_rank(tiny.build().to(device), tiny.arguments(device), on) for on in (True, False)]
     assert 0 < error(*whole) < ROUNDED
-    given, errors = narrowed(tiny.arguments()), {True: 0.0, False: 0.0}
+    given, errors = narrowed(tiny.arguments(device)), {True: 0.0, False: 0.0}
     for seed in range(3):
-        narrow = {key: x.bfloat16() for key, x in tiny.build(seed).named_parameters()}
-        exact = tiny.build(seed)
+        narrow = {key: x.bfloat16() for key, x in tiny.build(seed).to(device).named_parameters()}
+        exact = tiny.build(seed).to(device)
         for key, x in exact.named_parameters():
             x.copy_(narrow[key])
-        wide = {key: x.double() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for key, x in given.items()}
-        wanted = tiny.whole(exact, wide)
+        wide = {
+            key: x.double() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for key, x in given.items()
+        }
+        wanted = tiny.whole(exact, wide, device)
         for on in errors:
-            module = tiny.build(seed)
+            module = tiny.build(seed).to(device)
             for key, x in module.named_parameters():
                 kept = any(word in key for word in module._keep_in_fp32_modules or ())
                 x.data = narrow[key].float() if kept else narrow[key]

@@ -51,8 +51,22 @@ class FusedBlocks:
 
     def __init__(self, module: nn.Module, ranks: Ranks, on: bool) -> None:
         self._module, self._ranks, self._on = module, ranks, on
+        self._copies: dict[tuple[nn.Module, str], Matrix] = {}
+        self.scale = 1.0
         self.hooks: dict[nn.Module, BlockHook] = {}
         self.reasons: dict[str, str] = {}
+
+    @property
+    def merged(self) -> bool:
+        """Return whether adapters are merged into copies of weights, at `scale`."""
+        return bool(self._copies)
+
+    def rescale(self, scale: float) -> None:
+        """Multiply the scales of active adapters by another number from now on, as a call's `scale` does."""
+        if scale != self.scale:
+            self.scale = scale
+            if self._copies:
+                self._take_weights()
 
     def refresh(self, additions: Sequence[Addition], attention: Mapping[nn.Module, SplitAttention]) -> None:
         """Look at the blocks anew; each has a hook, which knows whether a function computes it.
@@ -66,15 +80,46 @@ class FusedBlocks:
             self.hooks[one].attention = next((attention[part] for part in one.modules() if part in attention), None)
             if (reason := self.hooks[one].why_not_joined()) is not None:
                 self.reasons.setdefault(path, reason)
-        for kind in {type(one).__name__ for _, one in every}:
-            mine = [one for path, one in every if type(one).__name__ == kind and path not in self.reasons]
-            matrices = [_matrices(one, families()[kind].PRODUCTS[kind]) for one in mine]
-            for _, one in every:
-                if type(one).__name__ == kind:
-                    self.hooks[one].take(mine, matrices, mine.index(one) if one in mine else None)
+        self._take_weights()
         for why in dict.fromkeys(self.reasons.values()):
             count = sum(why == other for other in self.reasons.values())
             self._ranks.say(f"{count} of {len(every)} blocks are diffusers' own, because {why}")
+
+    @torch.no_grad()
+    def _take_weights(self) -> None:
+        """Let every block that fits compute with its weights, and the adapters on them, as they are now."""
+        blocks: dict[str, list[nn.Module]] = {type(one).__name__: [] for one in self.hooks}
+        for path, one in blocks_of(self._module) if self._on else ():
+            if path in self.reasons:
+                self.hooks[one].take((), (), None)
+            else:
+                blocks[type(one).__name__].append(one)
+        before, self._copies = self._copies, {}
+        for kind, mine in blocks.items():
+            matrices = [self._matrices(one, families()[kind].PRODUCTS[kind], before) for one in mine]
+            for index, one in enumerate(mine):
+                self.hooks[one].take(mine, matrices, index)
+
+    def _matrices(
+        self, block: nn.Module, products: Mapping[str, Sequence[str]], before: Mapping[tuple[nn.Module, str], Matrix]
+    ) -> Matrices:
+        """Return the matrices of a block: its layers' own weights, or copies with merged adapters.
+
+        before: the last copies, whose memory is written again, so that a change of scales alone keeps all addresses.
+        """
+        matrices = {}
+        with torch.inference_mode(False):  # weights outlive the caller's mode
+            for name, paths in products.items():
+                layers = [_layer(block, path) for path in paths]
+                if None in layers:  # some sizes of a model have none
+                    continue
+                base = [adapters.base_of(layer) for layer in layers]
+                biases = [layer.bias for layer in base if layer.bias is not None]
+                matrices[name] = Matrix(adopt.rows([x.weight for x in base]), adopt.rows(biases) if biases else None)
+                if any(adapters.active(layer) for layer in layers):
+                    copy = _merged(layers, matrices[name], self.scale, before.get((block, name)))
+                    matrices[name] = self._copies[block, name] = copy
+        return matrices
 
     def text(self) -> str:
         """Return what computes the blocks, as a text that must be equal on all ranks."""
@@ -191,9 +236,10 @@ def _why_not(block: nn.Module) -> str | None:
     if block._compiled_call_impl is not None:
         return "they are compiled"
     first = next(block.parameters())
-    for name, one in adapters.without_adapters(block):
-        if any(adapters.active(child) for child in one.children() if adapters.is_adapter(child)):
-            return f"adapters are active in {name or 'them'}"
+    for _, one in adapters.without_adapters(block):
+        for layer in filter(adapters.active, one.children()):
+            if (reason := adapters.why_not_merge(layer)) is not None:
+                return reason
         for weight in one._parameters.values():
             if weight is None:
                 continue
@@ -204,24 +250,34 @@ def _why_not(block: nn.Module) -> str | None:
     return None
 
 
-@torch.no_grad()
-def _matrices(block: nn.Module, products: Mapping[str, Sequence[str]]) -> dict[str, Matrix]:
-    """Return the matrices of a block, whose layers' weights become views of their rows."""
-    matrices = {}
-    with torch.inference_mode(False):  # weights outlive the caller's mode
-        for name, paths in products.items():
-            layers = [_layer(block, path) for path in paths]
-            if None in layers:  # some sizes of a model have none
-                continue
-            biases = [layer.bias for layer in layers if layer.bias is not None]
-            weight = adopt.rows([layer.weight for layer in layers])
-            matrices[name] = Matrix(weight, adopt.rows(biases) if biases else None)
-    return matrices
+def _merged(layers: Sequence[Any], own: Matrix, scale: float, room: Matrix | None) -> Matrix:
+    """Return a copy of a matrix with the active adapters of its layers, computed in fp32 and rounded once."""
+    weight_FE = _room(own.weight, None if room is None else room.weight)
+    bias_F = None if own.bias is None else _room(own.bias, None if room is None else room.bias)
+    start = 0
+    for layer in layers:
+        base = adapters.base_of(layer)
+        rows = slice(start, start + len(base.weight))
+        active = bool(adapters.active(layer))
+        weight, bias = adapters.merged(layer, scale) if active else (base.weight, None)
+        weight_FE[rows].copy_(weight)
+        if bias_F is not None:
+            bias_F[rows].copy_(base.bias if bias is None else bias)
+        start = rows.stop
+    return Matrix(weight_FE, bias_F)
+
+
+def _room(like: Tensor, room: Tensor | None) -> Tensor:
+    """Return memory for a tensor of this kind: what is there already, if it fits."""
+    if room is None:
+        return torch.empty_like(like)
+    fits = (room.shape, room.dtype, room.device) == (like.shape, like.dtype, like.device)
+    return room if fits else torch.empty_like(like)
 
 
 def _layer(block: nn.Module, path: str) -> Any:
-    """Return the linear layer at a path, inside of adapters, or None."""
+    """Return the linear layer, or the adapters around it, at a path without these; or None."""
     layer: Any = block
     for name in path.split("."):
-        layer = getattr(layer, name)
-    return None if layer is None else adapters.base_of(layer)
+        layer = getattr(adapters.base_of(layer), name)
+    return layer

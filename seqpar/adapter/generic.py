@@ -69,6 +69,7 @@ class Generic:
         """See `seqpar.adapter.body.Body`."""
         self._refuse(arguments)
         self._follow()
+        self._rescale(arguments)
         now = self._ranks.begin()
         try:
             given = dict(arguments)
@@ -94,7 +95,7 @@ class Generic:
         if count != self._looked:
             self._look()
             self._looked = count
-        return self._ranks.keeper.state, self._module.training, count
+        return self._ranks.keeper.state, self._module.training, count, self._scale()
 
     def told(self) -> Mapping[str, str]:
         """See `seqpar.adapter.body.Body`."""
@@ -129,6 +130,18 @@ class Generic:
         if self._installed is None:
             self._installed = Installed(self._module, self._cuts, self._ranks, self._watch, self._fused)
         self._installed.refresh()
+
+    def _rescale(self, arguments: Mapping[str, Any]) -> None:
+        """Bring merged adapters to the scale of a call, by which diffusers multiplies those of all adapters."""
+        assert self._installed is not None
+        options = (arguments.get(name) or {} for name in ("joint_attention_kwargs", "attention_kwargs"))
+        scale = next((one["scale"] for one in options if one.get("scale") is not None), 1.0)
+        self._installed.fused.rescale(scale)
+
+    def _scale(self) -> float | None:
+        """Return the scale at which adapters are merged, or None."""
+        fused = None if self._installed is None else self._installed.fused
+        return fused.scale if fused is not None and fused.merged else None
 
     def _look(self) -> None:
         """Look, on several ranks, for what does not compute each token by itself: refuse it, or say that it may not."""

@@ -1,6 +1,6 @@
 """Wan 2.1 and 2.2: video transformers whose blocks attend to the video, then to a text, and to a picture's features.
 
-When it wins: on every GPU, over diffusers' own block, which computes norms and gates in fp32 in passes of their own. Norm,
+When it wins: on every GPU, over diffusers' own block, whose norms and gates are fp32 passes of their own. Norm,
 modulation and gates are one pass here, and q, k and v are one product that attention's kernel writes to the ranks that
 read them. Text is whole on every rank, so that attention to it exchanges nothing.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.

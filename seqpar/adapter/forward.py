@@ -39,7 +39,7 @@ class Forward:
     masks: dict[str, Tensor] = field(default_factory=dict)
     converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
     kept: dict[str, tuple[object, Any]] = field(default_factory=dict)
-    handed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    handed: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
 
 
 class Ranks:

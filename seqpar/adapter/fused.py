@@ -191,11 +191,11 @@ class BlockHook(ModelHook):
         """See `seqpar.types.fused.BlockCall`."""
         return self._ranks.spread(name, widths, make)
 
-    def hand_over(self, x_BlE: Tensor, h_BlE: Tensor) -> None:
+    def hand_over(self, x_BlE: Tensor, made: Any) -> None:
         """See `seqpar.types.fused.BlockCall`."""
-        self._now.handed[id(x_BlE)] = x_BlE, h_BlE
+        self._now.handed[id(x_BlE)] = x_BlE, made
 
-    def handed(self, x_BlE: Tensor) -> Tensor | None:
+    def handed(self, x_BlE: Tensor) -> Any:
         """See `seqpar.types.fused.BlockCall`."""
         left = self._now.handed.pop(id(x_BlE), None)
         return None if left is None else left[1]

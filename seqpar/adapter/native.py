@@ -247,7 +247,7 @@ class Native:
         """Return the generic body, which computes what the native model cannot, after the reason was printed."""
         self._tell(f"the transformer's own modules compute, because {why}")
         if self._other is None:
-            self._other = generic.build(self._module, self._mesh, self._plan, self._cuts, self._forward)
+            self._other = generic.build(self._module, self._mesh, self._plan, self._cuts, self._forward, fused=True)
         return self._other
 
     def _tell(self, message: str) -> None:

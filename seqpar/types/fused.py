@@ -75,11 +75,11 @@ class BlockCall(Protocol):
         """Return all results, of which each rank computes some; see `Spread`. name: differs between uses."""
         ...
 
-    def hand_over(self, x_BlE: Tensor, h_BlE: Tensor) -> None:
-        """Leave h, made of the block's result x, to the next block, which takes it if it is given this very x."""
+    def hand_over(self, x_BlE: Tensor, made: Any) -> None:
+        """Leave what was made of the block's result x to the next block, which takes it if it is given this very x."""
         ...
 
-    def handed(self, x_BlE: Tensor) -> Tensor | None:
+    def handed(self, x_BlE: Tensor) -> Any:
         """Return what was left for this very x, or None: x was changed, or comes from elsewhere."""
         ...
 

@@ -27,7 +27,7 @@ from tests.support.pool import Pool
 TOLERANCE = 1e-12
 ROUNDED = 1e-6
 VISIBLE = 1e-3
-KINDS = {"QwenImageTransformer2DModel", "WanTransformer3DModel"}
+KINDS = {"FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel"}
 DECLINED = {
     "qwen_edit": "zero_cond_t gives the tokens of reference images another timestep",
     "wan2.2": "each token has a timestep of its own",
@@ -88,11 +88,13 @@ def test_every_family_is_tested() -> None:
     assert {kind for name in FUSED for kind in blocks_of(MODELS[name].build())} == set(families())
 
 
-def narrowed(value: Any) -> Any:
-    """Return a tensor, or what is in a dictionary, rounded to bf16; whole numbers stay."""
+def cast(value: Any, before: torch.dtype, dtype: torch.dtype) -> Any:
+    """Return tensors of one dtype, in dictionaries and lists too, in another one; other values unchanged."""
     if isinstance(value, dict):
-        return {key: narrowed(x) for key, x in value.items()}
-    return value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
+        return {key: cast(x, before, dtype) for key, x in value.items()}
+    if isinstance(value, list):
+        return [cast(x, before, dtype) for x in value]
+    return value.to(dtype) if isinstance(value, Tensor) and value.dtype == before else value
 
 
 def one_rank(module: Any, arguments: dict[str, Any], on: bool) -> Outputs:
@@ -113,15 +115,13 @@ def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> 
     tiny, device = MODELS[name], ranks.device
     whole = [one_rank(tiny.build().to(device), tiny.arguments(device), on) for on in (True, False)]
     assert 0 < error(*whole) < ROUNDED
-    given, errors = narrowed(tiny.arguments(device)), {True: 0.0, False: 0.0}
+    given, errors = cast(tiny.arguments(device), torch.float64, torch.bfloat16), {True: 0.0, False: 0.0}
     for seed in range(3):
         narrow = {key: x.bfloat16() for key, x in tiny.build(seed).to(device).named_parameters()}
         exact = tiny.build(seed).to(device)
         for key, x in exact.named_parameters():
             x.copy_(narrow[key])
-        wide = {
-            key: x.double() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for key, x in given.items()
-        }
+        wide = cast(given, torch.bfloat16, torch.float64)
         wanted = tiny.whole(exact, wide, device)
         for on in errors:
             module = tiny.build(seed).to(device)
@@ -205,7 +205,7 @@ STORY = ("load", "both", "a call's scale", "disable", "enable", "unload")
 
 def story(rank: int, world: int, device: torch.device, name: str) -> list[tuple[str, float, int, str]]:
     """Return, after each thing that a user does with adapters, the error, the functions' calls, and what computes."""
-    tiny, told = MODELS[name], []
+    tiny, told, options = MODELS[name], [], "joint_attention_kwargs" if name == "flux" else "attention_kwargs"
     module, whole = tiny.build().to(device), tiny.build().to(device)
     with counted() as calls:
         body = body_of(module, world, device, "ulysses", fused=True)
@@ -213,7 +213,7 @@ def story(rank: int, world: int, device: torch.device, name: str) -> list[tuple[
             for one in (module, whole):
                 act(one, action)
             given = tiny.arguments(device)
-            given |= {"attention_kwargs": {"scale": 0.4}} if action == "a call's scale" else {}
+            given |= {options: {"scale": 0.4}} if action == "a call's scale" else {}
             calls.clear()
             with StayDouble(), torch.no_grad():
                 got = tuple(x.clone() for x in flat(body(given)))
@@ -226,7 +226,7 @@ def act(module: Any, action: str) -> None:
     """Do what a user does between two pictures."""
     if action == "load":
         for seed, (name, targets) in enumerate(
-            {"a": ["to_k", "to_out.0", "net.0.proj"], "b": ["to_k", "to_q"]}.items()
+            {"a": ["to_k", "to_out.0", "net.0.proj", "proj_out"], "b": ["to_k", "to_q"]}.items()
         ):
             module.add_adapter(LoraConfig(r=3, lora_alpha=6, target_modules=targets), name)
             for index, (key, weight) in enumerate(module.named_parameters()):
@@ -245,7 +245,7 @@ def act(module: Any, action: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of a second adapter
-@pytest.mark.parametrize(("world", "name"), [(1, "qwen"), (2, "wan")])
+@pytest.mark.parametrize(("world", "name"), [(1, "qwen"), (2, "wan"), (3, "flux")])
 def test_adapters_are_merged(ranks: Pool, world: int, name: str) -> None:
     count = len(blocks_of(MODELS[name].build()))
     for told in ranks.run(world, story, name):

@@ -1,0 +1,87 @@
+"""A double block: two streams, text and image, with their own layers of the same form, which attend to both.
+
+Each stream has adaLN before attention and before its MLP with GELU, and a gate after each. Families that have such
+blocks name their matrices "text ..." and "image ..." with the words below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
+from seqpar.kernels.gelu import linear_gelu
+from seqpar.models._layers import product
+from seqpar.types.fused import BlockCall, added
+from seqpar.types.protocols import Prepare, Projected
+
+NAMES = ("text", "image")
+LARGEST = 65504.0  # in fp16, to which diffusers clips what a block returns
+
+Rows = tuple[Tensor, ...]
+"""Of one stream of one block: six vectors (B, E), shift, scale and gate of attention, then of the MLP."""
+
+
+def modulations(call: BlockCall, temb_BE: Tensor, names: Sequence[str], vectors: int) -> list[list[Rows]]:
+    """Return the rows of every block of this class and of its matrices of these names, in fp32 (or fp64).
+
+    vectors: of each. Each rank reads some of the weights, with the same bits as one that reads all.
+    """
+    layers = [matrices[name] for matrices in call.every for name in names]
+    c_BE, use = F.silu(temb_BE), f"modulation of {len(layers)} layers"
+    made = call.spread(use, [len(one.weight) for one in layers], lambda index: product(c_BE, layers[index].weight))
+    rows = [x if one.bias is None else x + one.bias for x, one in zip(made, layers, strict=True)]
+    chunks = [one.chunk(vectors, dim=-1) for one in rows]
+    return [chunks[index : index + len(names)] for index in range(0, len(chunks), len(names))]
+
+
+def two_streams(
+    call: BlockCall,
+    streams: tuple[Tensor, Tensor],
+    every: Sequence[Sequence[Rows]],
+    prepares: Sequence[Prepare],
+    heads: int,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]:
+    """Return text (B, l', E) and image (B, l, E) after a block. every: the rows of all blocks, for each stream."""
+    mine, inputs = every[call.index], []
+    for x, rows in zip(streams, mine, strict=True):
+        handed = call.handed(x)
+        inputs.append(norm_modulate(x, rows[0], rows[1], norm) if handed is None else handed)
+    outs = call.attend(
+        [
+            Projected(h, *call.matrices[f"{name} qkv"], heads, heads, how)
+            for name, h, how in zip(NAMES, inputs, prepares, strict=True)
+        ]
+    )
+    after = every[call.index + 1] if call.index + 1 < len(every) else (None, None)
+    text, image = (
+        _finished(call, name, x, out, rows, following, norm)
+        for name, x, out, rows, following in zip(NAMES, streams, outs, mine, after, strict=True)
+    )
+    return text, image
+
+
+def _finished(
+    call: BlockCall, name: str, x_BlE: Tensor, out_BlHD: Tensor, rows: Rows, following: Rows | None, norm: Norm
+) -> Tensor:
+    """Return a stream after attention and MLP. following: the rows of the next block, whose input is left for it."""
+    _, _, gate, shift_mlp, scale_mlp, gate_mlp = rows
+    up, down = call.matrices[f"{name} up"], call.matrices[f"{name} down"]
+    branch = call.matrices[f"{name} out"](out_BlHD.flatten(2))
+    x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, norm)
+    branch = down(linear_gelu(h, *up))
+    if following is None:
+        return bounded(added(x, gate_mlp, branch))
+    x, h = gate_norm_modulate(x, gate_mlp, branch, following[0], following[1], norm)
+    x = bounded(x)
+    call.hand_over(x, h)
+    return x
+
+
+def bounded(x_BlE: Tensor) -> Tensor:
+    """Return x, in fp16 without infinities."""
+    return x_BlE.clip(-LARGEST, LARGEST) if x_BlE.dtype == torch.float16 else x_BlE

@@ -334,8 +334,11 @@ def test_a_changed_module_is_computed_generically_until_it_is_as_before(
     for first, second, native_again in ranks.run(1, controlled) + ranks.run(2, controlled):
         assert max(first, second) < TOLERANCE
         assert native_again
-    said = capfd.readouterr().out.count("because hook controlled.<locals>.<lambda> is on transformer_blocks.0.ff")
-    assert said == 1  # by the rank that is this process; the others write elsewhere
+    out, why = capfd.readouterr().out, "because hook controlled.<locals>.<lambda> is on transformer_blocks.0.ff"
+    assert (
+        out.count(f"the transformer's own modules compute, {why}") == 1
+    )  # by the rank that is this process; the others write elsewhere
+    assert out.count(f"1 of 4 blocks are diffusers' own, {why}") == 1
 
 
 def test_why_not_call_names_the_argument() -> None:

@@ -16,9 +16,12 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
+import seqpar.blocks
 from seqpar.adapter import adopt
 from seqpar.adapter.fused import BlockHook, families
+from seqpar.types.protocols import plugins
 from tests.adapter.test_generic import body_of, error
+from tests.support import families_page
 from tests.support.diffusers_tiny import MODELS, flat, random, truth
 from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, TRANSPORTS
@@ -253,3 +256,9 @@ def test_adapters_are_merged(ranks: Pool, world: int, name: str) -> None:
             assert wrong < TOLERANCE, action
             assert calls == count, action
             assert computation == f"{count} blocks by fused kernels"
+
+
+def test_the_table_of_families_is_that_of_the_result_lines() -> None:
+    """And it has a row for every file of the folder."""
+    assert families_page.written() == families_page.PAGE.read_text()
+    assert {file for file, *_ in families_page.FAMILIES} == set(plugins(seqpar.blocks))

@@ -72,6 +72,22 @@ FAULTS = (
         "cfg=2 differs from one rank",
     ),
     Fault(
+        "a fused block takes what was left for another tensor",
+        "seqpar/adapter/fused.py",
+        "left = self._now.handed.pop(id(x_BlE), None)",
+        "left = self._now.handed.popitem()[1] if self._now.handed else None",
+        "tests/blocks/test_blocks.py::test_what_is_added_between_blocks_counts[1]",
+        "a ControlNet's residual is left out of the next block's input",
+    ),
+    Fault(
+        "adapters are left out of fused blocks",
+        "seqpar/adapter/fused.py",
+        "if any(adapters.active(layer) for layer in layers):",
+        "if False:",
+        "tests/blocks/test_blocks.py::test_adapters_are_merged[1-qwen]",
+        "weights without LoRA",
+    ),
+    Fault(
         "merge weighs by the wrong sign, plain torch",
         "seqpar/kernels/merge.py",
         "torch.sigmoid(part_lse - lse)",

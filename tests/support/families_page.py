@@ -1,0 +1,64 @@
+"""Writes the table of fused blocks in docs/adapter.md from the result lines in docs/benchmarks.
+
+python -m tests.support.families_page --write
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "adapter.md"
+BEGIN, END = "<!-- families: python -m tests.support.families_page --write -->\n", "<!-- end of families -->"
+# the family's file, what it computes, what the bench calls it, and its transformers' blocks that stay diffusers' own
+FAMILIES = (
+    ("qwen_image", "Qwen-Image", "qwen-image", "edit models with `zero_cond_t`"),
+    ("wan", "Wan 2.1, 2.2 (text, image)", "wan2.1-14b", "a timestep for each token (TI2V); VACE"),
+    ("flux", "FLUX.1 with ControlNets", "flux.1-dev", "IP-adapters; without a ControlNet the native model computes"),
+)
+HEAD = "| file | models | GPUs | ms a call | x ceiling | best other way | commit | diffusers' own blocks compute |"
+
+
+def table() -> str:
+    """Return the table in Markdown; a family without a line for a number of GPUs reads "not measured"."""
+    rows = [HEAD, "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for file, models, name, own in FAMILIES:
+        for gpus in (1, 2):
+            numbers = _numbers(name, gpus) or ("not measured", "", "", "")
+            rows.append(f"| `{file}.py` | {models} | {gpus} | {' | '.join(numbers)} | {own} |")
+    return "\n".join(rows) + "\n"
+
+
+def _numbers(name: str, gpus: int) -> tuple[str, str, str, str] | None:
+    """Return milliseconds, ratio, best peer and commit of the last file that has the call by fused blocks."""
+    for path in sorted((ROOT / "docs" / "benchmarks").glob("*.jsonl"), reverse=True):
+        lines = [line for line in _calls(path) if line["gpus"] == gpus and line["case"]["model"] == name]
+        ours = next((line for line in lines if line["case"].get("launch") == "fused blocks"), None)
+        if ours is not None:
+            peers = [line["ms"]["median"] for line in lines if line["case"]["kind"] == "peer"]
+            best = f"{min(peers):.1f}" if peers else "not measured"
+            return f"{ours['ms']['median']:.1f}", f"{ours['over']:.2f}", best, ours["commit"]
+    return None
+
+
+def _calls(path: Path) -> Iterator[dict[str, Any]]:
+    for text in path.read_text().splitlines():
+        line = json.loads(text)
+        if line.get("bench") == "calls" and isinstance(line.get("case"), dict) and "ms" in line:
+            yield line
+
+
+def written() -> str:
+    """Return the page with the table as it is now."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(written())
+    print(table())

@@ -159,11 +159,14 @@ def test_a_kept_run_is_used_as_long_as_its_memory_is_where_it_was(ranks: Pool, b
     assert ranks.run(2, again, between) == [(kept, True)] * 2
 
 
+FEW = (1, 3, 3, 3)  # batch, tokens, heads, kv heads: one each for a rank
+
+
 def silent(rank: int, world: int, device: torch.device, how: str) -> tuple[str, float]:
     """Let the last rank take no part; return the error on this rank and the seconds until then."""
     axis = make_mesh(device, cfg=1).ulysses
     moves = peer.Transport(deadline_s=1.0)
-    into, _ = moves._heads(axis, layout_of(axis, CASES[0], device, torch.float32))  # not checked for order
+    into, _ = moves._heads(axis, layout_of(axis, FEW, device, torch.float32))  # not checked for order
     start = time.monotonic()
     if rank < world - 1:
         made: Any = moves._made[0][2]
@@ -171,8 +174,8 @@ def silent(rank: int, world: int, device: torch.device, how: str) -> tuple[str, 
             if how == "kernel":
                 flags.launch(made.all_flags[0], True, True)
             elif how == "kernel that writes":
-                q, k, v = payload(CASES[0], 0, device, torch.float32)
-                mine = Shard(CASES[0][1], world).slice(rank)
+                q, k, v = payload(FEW, 0, device, torch.float32)
+                mine = Shard(FEW[1], world).slice(rank)
                 into_peers = into.outboxes(), into.flags
                 prepare.launch_into(q[:, mine], k[:, mine], v[:, mine], Prepare(), *into_peers)
             else:
@@ -191,7 +194,7 @@ def test_peer_that_is_gone_is_named_within_the_deadline(ranks: Pool, how: str) -
     *told, last = ranks.run(3, silent, how)
     for rank, (message, seconds) in enumerate(told):
         assert f"rank {rank} waited 1 s in vain for rank 2 (axis ulysses, exchange 1 of q, k, v" in message
-        assert seconds < 10
+        assert seconds < 30  # of a busy machine, too
     assert last[0] == "nothing"  # the last rank did not wait
 
 

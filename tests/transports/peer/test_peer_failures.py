@@ -33,7 +33,7 @@ from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
-from tests.transports.peer.test_peer import CASES, layout_of, payload, settle
+from tests.transports.peer.test_peer import layout_of, payload, settle
 
 DEADLINE_S = 1.0
 

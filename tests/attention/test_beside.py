@@ -15,6 +15,7 @@ from seqpar.ranks.shard import JointShard, Shard
 from seqpar.types.protocols import Given, Prepare, Stream
 from tests.attention.test_streams import Case, as_given, mine_of, moved_to, whole_stream
 from tests.support.meshes import LAYOUTS, TRANSPORTS, Noted, build, mesh_for, random, refused
+from tests.support.pairs import covering
 from tests.support.pool import Pool
 
 LATE_S, DIM = 0.6, 8
@@ -60,9 +61,10 @@ def busy(device: torch.device) -> Tensor:
     return torch.full((50, 50), float("nan"), device=device) @ torch.ones(50, 50, device=device)
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world", "strategy", "transport"),
+    [*covering((2, 3, 4), LAYOUTS, turns=TRANSPORTS), *((1, "ulysses", name) for name in TRANSPORTS)],
+)
 def test_work_beside_attention_runs_once_and_changes_no_bit(
     ranks: Pool, world: int, transport: str, strategy: str
 ) -> None:

@@ -20,15 +20,16 @@ from seqpar.ranks.mesh import Mesh
 from seqpar.ranks.shard import JointShard, Shard, Tokens
 from tests.support.foreign import BLOCKS, BlockCase, StayDouble, Stream
 from tests.support.meshes import LAYOUTS, build, local_for, mesh_for
+from tests.support.pairs import covering
 from tests.support.pool import Pool
 
 TOLERANCE = 1e-12
 VISIBLE = 1e-3
 LENGTHS = [(5, 9), (2, 7)]  # text and image tokens; with two text tokens some ranks hold image tokens only
 RUNS = [
-    *((2, strategy) for strategy in LAYOUTS),
-    *((3, strategy) for strategy in LAYOUTS if strategy != "usp"),
-    (4, "usp"),  # 2 x 2 is the smallest mesh with both axes
+    *(pytest.param(2, strategy) for strategy in LAYOUTS),
+    *(pytest.param(3, strategy) for strategy in LAYOUTS if strategy != "usp"),
+    pytest.param(4, "usp"),  # 2 x 2 is the smallest mesh with both axes
 ]
 Mistake = Literal["none", "rotary of rank 0", "text on every rank"]
 
@@ -83,9 +84,7 @@ def error(got: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
     return torch.stack(errors).max().item()  # unlike Python's max, this returns NaN if any error is NaN
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize(("world", "strategy"), RUNS)
+@pytest.mark.parametrize(("world", "strategy", "name", "lengths"), covering(RUNS, BLOCKS, turns=LENGTHS), ids=str)
 def test_foreign_block_on_shards_equals_the_whole_block(
     ranks: Pool, world: int, strategy: str, name: str, lengths: tuple[int, int]
 ) -> None:

@@ -118,10 +118,15 @@ def made_in_place(
 
 
 @pytest.mark.parametrize(
-    ("batch", "transport", "in_place"),
-    [(1, "peer", True), (2, "peer", False), (1, "collective", False), (2, "collective", False)],
+    ("bias", "batch", "transport", "in_place"),
+    [
+        (True, 1, "peer", True),
+        (False, 1, "peer", True),
+        (True, 2, "peer", False),
+        (True, 1, "collective", False),
+        (False, 2, "collective", False),
+    ],
 )
-@pytest.mark.parametrize("bias", [True, False])
 def test_by_peer_the_values_of_one_batch_row_are_made_in_their_place(
     ranks: Pool, bias: bool, batch: int, transport: str, in_place: bool
 ) -> None:

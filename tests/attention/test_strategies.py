@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from tests.support.meshes import (
     talking,
 )
 from tests.support.meshes import mesh as make_mesh
+from tests.support.pairs import covering
 from tests.support.pool import Pool
 
 # batch, tokens, heads, kv heads: even, uneven tokens, uneven heads, fewer heads than ranks, grouped-query
@@ -81,6 +84,7 @@ def sharded(
     return outs[0]
 
 
+@cache
 def whole(case: tuple[int, ...], device: str) -> Tensor:
     """Return the truth: attention of all tokens in one process."""
     where = torch.device(device)
@@ -89,10 +93,12 @@ def whole(case: tuple[int, ...], device: str) -> Tensor:
     return reference.attend(q, k, v)[0].cpu()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("strategy", LAYOUTS)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+# every strategy with every world and every case, by one transport after the other
+RUNS = covering((2, 3, 4), LAYOUTS, CASES, turns=TRANSPORTS)
+ALONE = covering((1,), ("ulysses",), CASES, turns=TRANSPORTS)  # on one rank all strategies are the same
+
+
+@pytest.mark.parametrize(("world", "strategy", "case", "transport"), RUNS + ALONE, ids=str)
 def test_strategy_equals_unsharded_attention(
     ranks: Pool, world: int, transport: str, strategy: str, case: tuple[int, ...]
 ) -> None:
@@ -130,21 +136,24 @@ def moved(rank: int, world: int, device: torch.device, strategy: str, transport:
     return attend((Given(q, k, v, Prepare()),))[0].clone()  # a copy, because shared memory ends with the strategy
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("strategy", EXACT)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("world", "strategy", "case", "transport"), covering((2, 3, 4), EXACT, CASES, turns=TRANSPORTS), ids=str
+)
 def test_strategy_that_only_moves_data_has_one_ranks_bits(
     ranks: Pool, world: int, transport: str, strategy: str, case: tuple[int, ...]
 ) -> None:
     skip_refused(strategy, world, case)
-    one = ranks.run(1, moved, strategy, transport, case)[0]
-    assert torch.equal(torch.cat(ranks.run(world, moved, strategy, transport, case), dim=1), one)
+    got = torch.cat(ranks.run(world, moved, strategy, transport, case), dim=1)
+    assert torch.equal(got, bits(ranks, case))
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", [6, 8])
+@cache
+def bits(ranks: Pool, case: tuple[int, ...]) -> Tensor:
+    """Return one rank's result, which is the same for all strategies and transports."""
+    return ranks.run(1, moved, "ulysses", "collective", case)[0]
+
+
+@pytest.mark.parametrize(("world", "strategy", "transport"), covering((6, 8), LAYOUTS, turns=TRANSPORTS))
 def test_strategy_with_many_ranks(ranks: Pool, world: int, transport: str, strategy: str) -> None:
     case = (2, 19, 5, 5)
     skip_refused(strategy, world, case)

@@ -24,6 +24,7 @@ from seqpar.types.masks import is_kept, joined_mask, key_bias
 from seqpar.types.outboxes import Outbox, Outboxes, take_turns
 from seqpar.types.protocols import Attend, Given, Prepare, Projected, Stream
 from tests.support.meshes import LAYOUTS, TRANSPORTS, Noted, build, coded, mesh_for, random, refused
+from tests.support.pairs import covering
 from tests.support.pool import Pool
 
 DIM, WIDTH = 8, 20
@@ -190,9 +191,11 @@ def cases_of(strategy: str, world: int) -> list[Case]:
     return [case for case in CASES if refused(strategy, world, case.heads, case.kv_heads) is None]
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+# every strategy on every world, by one transport after the other; on one rank all strategies are the same
+RUNS = [*covering((2, 3, 4), LAYOUTS, turns=TRANSPORTS), *((1, "ulysses", name) for name in TRANSPORTS)]
+
+
+@pytest.mark.parametrize(("world", "strategy", "transport"), RUNS)
 def test_two_streams_equal_the_unsharded_block(ranks: Pool, world: int, transport: str, strategy: str) -> None:
     got = ranks.run(world, all_cases, strategy, transport)
     for index, case in enumerate(cases_of(strategy, world)):
@@ -247,9 +250,7 @@ def true_alone(case: Case, index: int) -> Tensor:
     return reference.attend(q, k, stream.v, masks(case)[index] if case.masked else None)[0]
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world", "strategy", "transport"), RUNS)
 def test_a_stream_alone_attends_to_its_own_tokens(ranks: Pool, world: int, transport: str, strategy: str) -> None:
     """It differs from what both streams attend to together; streams of fewer tokens than ranks are refused."""
     pieces = ranks.run(world, alone, strategy, transport)

@@ -23,7 +23,7 @@ def printed(rank: int, world: int, device: torch.device, args: FidelityArgs, fau
 
 def test_a_table_is_printed_and_the_verdicts_are_written(ranks: Pool, tmp_path: Path) -> None:
     out = tmp_path / "new" / "verdicts.json"
-    args = FidelityArgs(classes=("cat",), steps=2, strategy="kv_gather", transport="collective", out=out)
+    args = FidelityArgs(classes=("cat",), steps=1, strategy="kv_gather", transport="collective", out=out)
     (shown, ended), (_, other) = ranks.run(2, printed, args, none)
     assert ended == other == ""
     for text in (

@@ -116,7 +116,7 @@ def test_a_preset_makes_a_preview_of_random_texts(ranks: Pool, tmp_path: Path, m
     assert pixels(tmp_path / "x.png").shape == (64, 64, 3)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2])
 def test_any_other_pipeline_runs_by_its_own_loop(
     ranks: Pool, folders: Callable[[str], Path], tmp_path: Path, world: int
 ) -> None:

@@ -23,6 +23,7 @@ from tests.support.foreign import InDouble, StayDouble
 from tests.support.meshes import TRANSPORTS, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
 from tests.support.one_file import DELAYED, added
+from tests.support.pairs import covering
 from tests.support.pool import Pool
 
 
@@ -198,10 +199,10 @@ def captured_pipeline(rank: int, world: int, device: torch.device, name: str, cf
     return CASES[name].pictures(pipe, rank), sum(each.replays for each in captures.made)
 
 
-@pytest.mark.parametrize("name", ["flux, true guidance", "sd3"])
-def test_replays_of_a_split_transformer_make_diffusers_picture(ranks: Pool, name: str) -> None:
+@pytest.mark.parametrize(("name", "world", "cfg"), [("flux, true guidance", 4, 2), ("sd3", 2, 1)])
+def test_replays_of_a_split_transformer_make_diffusers_picture(ranks: Pool, name: str, world: int, cfg: int) -> None:
     truth = true_picture(name, ranks.device)
-    for pictures, replays in ranks.run(2, captured_pipeline, name, 1) + ranks.run(4, captured_pipeline, name, 2):
+    for pictures, replays in ranks.run(world, captured_pipeline, name, cfg):
         assert (pictures - truth).abs().max() < TOLERANCE
         assert replays >= 3
 
@@ -236,8 +237,14 @@ def wholes(device: str) -> list[Tensor]:
     return [tiny.whole(module, shortened(tiny, step, device))[0].cpu() for step in range(6)]
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(2, "ulysses"), (3, "kv_gather"), (4, "usp")])
-@pytest.mark.parametrize("transport", [*TRANSPORTS, DELAYED])
+@pytest.mark.parametrize(
+    ("world", "strategy", "transport"),
+    [
+        *covering([pytest.param(2, "ulysses"), pytest.param(3, "kv_gather"), pytest.param(4, "usp")], turns=TRANSPORTS),
+        (4, "usp", "peer"),
+        (3, "kv_gather", DELAYED),
+    ],
+)
 def test_replays_alternate_with_late_ranks(ranks: Pool, transport: str, world: int, strategy: str) -> None:
     expected = wholes(ranks.device)
     for results, replays in ranks.run(world, alternating, strategy, transport):

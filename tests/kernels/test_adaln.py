@@ -11,6 +11,7 @@ from torch import Tensor
 from seqpar.kernels import adaln
 from seqpar.kernels.adaln import CASES, Gated, Norm, Tile, gate_norm_modulate, launch, norm_modulate, reference
 from tests.conftest import DEVICE
+from tests.support.pairs import covering
 
 gpu = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
@@ -51,11 +52,10 @@ def rms(got: Tensor, want: Tensor) -> float:
     return float((got - want).square().mean().sqrt())
 
 
-@pytest.mark.parametrize("case", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["layer", "rms"])
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("branched", [False, True])
+@pytest.mark.parametrize(
+    ("case", "kind", "affine", "branched", "dtype"),
+    covering(SIZES, ["layer", "rms"], [False, True], [False, True], turns=DTYPES, rest=gpu),
+)
 def test_kernel_is_as_close_to_fp64_as_plain_torch(
     case: dict[str, int], dtype: torch.dtype, kind: str, affine: bool, branched: bool
 ) -> None:

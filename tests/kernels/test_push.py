@@ -10,6 +10,7 @@ from seqpar.kernels import push
 from seqpar.kernels.push import CASES, Destinations
 from seqpar.ranks.shard import Shard
 from tests.conftest import DEVICE
+from tests.support.pairs import covering
 
 DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.bfloat16]
 FEW, MANY = (85, 85) if DEVICE == "cuda" else (11, 43)  # tokens; the interpreter needs milliseconds for one
@@ -45,13 +46,11 @@ def output(case: dict[str, int], strides: str, dtype: torch.dtype) -> Tensor:
 STRIDES = ["contiguous", "slab", "heads apart"]
 
 
-# each number of parts with each dtype; strides take turns
-@pytest.mark.parametrize(
-    ("parts", "dtype", "strides"),
-    [(parts, dtype, STRIDES[(parts + index) % 3]) for parts in (1, 2, 3, 4) for index, dtype in enumerate(DTYPES)],
-    ids=str,
-)
-@pytest.mark.parametrize("case", SMALL, ids=str)
+# each case with each number of parts; dtypes and strides take turns
+TURNS = [pytest.param(dtype, strides) for strides in STRIDES for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(("case", "parts", "dtype", "strides"), covering(SMALL, (1, 2, 3, 4), turns=TURNS), ids=str)
 def test_push_writes_every_token_and_nothing_else(
     case: dict[str, int], parts: int, dtype: torch.dtype, strides: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from seqpar.weights.checkpoint import from_state_dict
 from seqpar.weights.find import Blueprint, locate
 from tests.engine.test_distributed import local
 from tests.support.meshes import LAYOUTS, mesh_for, random
+from tests.support.pairs import covering
 from tests.support.pool import Pool
 
 CLOSE = 1e-10
@@ -60,21 +62,30 @@ def test_large_dit_equals_the_plain_one(variant: str, size: tuple[int, int]) -> 
     assert (dit(x, timestep=t, class_labels=y).sample - truth).abs().max() < CLOSE * truth.abs().max()
 
 
+@cache
+def shared(variant: str, device: torch.device) -> large_dit.Model:
+    """Return our model of a variant, made once in a process; nobody may change it."""
+    return ours(VARIANTS[variant], device)
+
+
+@cache
+def truth(variant: str, device: str) -> Tensor:
+    """Return the plain model's output; a device's own, because sines in fp32 differ between CPUs and GPUs."""
+    return plain(VARIANTS[variant]).to(device)(*(z.to(device) for z in inputs((6, 10)))).cpu()
+
+
 def sharded(rank: int, world: int, device: torch.device, strategy: str, variant: str) -> Tensor:
-    dit = DistributedDiT(ours(VARIANTS[variant], device), mesh_for(strategy, world, device), strategy, local(device))
+    dit = DistributedDiT(shared(variant, device), mesh_for(strategy, world, device), strategy, local(device))
     x, t, y = (z.to(device) for z in inputs((6, 10)))
     return dit(x, timestep=t, class_labels=y).sample
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("strategy", LAYOUTS)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("strategy", "variant", "world"), covering(LAYOUTS, VARIANTS, turns=(2, 3, 4)))
 def test_sharded_large_dit_equals_the_plain_one(ranks: Pool, world: int, strategy: str, variant: str) -> None:
     """15 tokens and 32 heads (or 8 key-value heads) are uneven on 2, 3 or 4 ranks."""
-    where = torch.device(ranks.device)  # sines in fp32 differ between CPUs and GPUs
-    truth = plain(VARIANTS[variant]).to(where)(*(z.to(where) for z in inputs((6, 10)))).cpu()
+    want = truth(variant, ranks.device)
     for got in ranks.run(world, sharded, strategy, variant):
-        assert (got - truth).abs().max() < CLOSE * truth.abs().max()
+        assert (got - want).abs().max() < CLOSE * want.abs().max()
 
 
 @pytest.mark.parametrize("change", [{"block_norm": "layer"}, {"norm_eps": 1e-2}, {"qk_norm": False}], ids=str)

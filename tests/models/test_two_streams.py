@@ -30,6 +30,7 @@ from tests.engine.test_distributed import local
 from tests.support.meshes import LAYOUTS as STRATEGIES
 from tests.support.meshes import mesh_for, random
 from tests.support.one_file.models import two_streams
+from tests.support.pairs import covering
 from tests.support.pool import Pool
 
 CLOSE, STEPS, IMAGES = 1e-9, 3, 2
@@ -149,8 +150,11 @@ def test_a_prediction_is_the_models_on_each_text_alone(lengths: tuple[int, int])
     assert (cond - uncond).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("lengths", [(5, 5), (4, 7), (2, 1)], ids=str)
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("world", "layout", "lengths"),
+    covering([pytest.param(*each) for each in LAYOUTS], turns=[(4, 7), (5, 5), (2, 1)]),
+    ids=str,
+)
 def test_a_new_model_is_the_same_on_every_mesh(
     ranks: Pool, world: int, layout: tuple[str, int, int], lengths: tuple[int, int]
 ) -> None:

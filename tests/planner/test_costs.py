@@ -22,6 +22,7 @@ from seqpar.types.protocols import Given, Prepare
 from seqpar.weights.find import Blueprint, locate
 from tests.attention.test_strategies import CASES, skip_refused
 from tests.support.meshes import LAYOUTS, build, mesh_for, random, ring_of
+from tests.support.pairs import covering
 from tests.support.pool import Pool
 
 DIM = 8
@@ -171,9 +172,7 @@ def check_what_is_counted(ranks: Pool, world: int, strategy: str, case: tuple[in
     assert max(layer.kept for layer in every) == every[0].kept  # the planner looks at rank 0 only: it is slowest
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("strategy", LAYOUTS)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("strategy", "case", "world"), covering(LAYOUTS, CASES, turns=(2, 3, 4)), ids=str)
 def test_exchanges_move_and_keep_what_is_counted(ranks: Pool, world: int, strategy: str, case: tuple[int, ...]) -> None:
     skip_refused(strategy, world, case)
     check_what_is_counted(ranks, world, strategy, case)

@@ -25,11 +25,13 @@ from tests.engine.test_distributed import latents, local
 from tests.sampling.test_sampling import STEPS, scheduler
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
+from tests.support.pairs import covering
 from tests.support.pool import Pool
-from tests.support.tiny import diffusers_dit
+from tests.support.tiny import diffusers_dit, shared_dit
 
 CLOSE = 1e-9
-LAYOUTS = [(2, ("ulysses", 1, 1)), (3, ("ring", 1, 1)), (4, ("ulysses", 2, 2))]
+# world, (strategy, cfg, data)
+LAYOUTS = [pytest.param(*case) for case in ((2, ("ulysses", 1, 1)), (3, ("ring", 1, 1)), (4, ("ulysses", 2, 2)))]
 
 
 def tensors(rank: int, world: int, device: torch.device) -> list[dict[str, Tensor]]:
@@ -60,9 +62,7 @@ def test_a_buffer_carries_rank_0s_tensors_bit_by_bit(ranks: Pool) -> None:
 def calls(rank: int, world: int, device: torch.device, layout: tuple[str, int, int], other: str) -> list[Tensor]:
     """Return the results of three calls of one shape; `other` names the input that differs between ranks."""
     strategy, cfg, data = layout
-    dit = DistributedDiT(
-        diffusers_dit().to(device), mesh_for(strategy, world, device, cfg, data), strategy, local(device)
-    )
+    dit = DistributedDiT(shared_dit(device), mesh_for(strategy, world, device, cfg, data), strategy, local(device))
     x, t, y = (torch.cat((z, z))[:4] for z in latents(3, (8, 8), device))
     found = []
     for index in range(3):
@@ -73,8 +73,9 @@ def calls(rank: int, world: int, device: torch.device, layout: tuple[str, int, i
     return found
 
 
-@pytest.mark.parametrize("other", ["noise", "timesteps", "labels"])
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("other", "world", "layout"), covering(["noise", "timesteps", "labels"], turns=LAYOUTS), ids=str
+)
 def test_every_call_of_a_model_takes_rank_0s_inputs(
     ranks: Pool, world: int, layout: tuple[str, int, int], other: str
 ) -> None:
@@ -87,9 +88,7 @@ def test_every_call_of_a_model_takes_rank_0s_inputs(
 def runs(rank: int, world: int, device: torch.device, layout: tuple[str, int, int], other: str) -> list[Tensor]:
     """Return the latents of two runs with noise in every step; `other` names the input that differs between ranks."""
     strategy, cfg, data = layout
-    dit = DistributedDiT(
-        diffusers_dit().to(device), mesh_for(strategy, world, device, cfg, data), strategy, local(device)
-    )
+    dit = DistributedDiT(shared_dit(device), mesh_for(strategy, world, device, cfg, data), strategy, local(device))
     mine = {name: rank * (name == other) for name in ("noise", "labels", "guidance", "eta", "generator", "kept")}
     found = []
     with Sampler(dit) as sampler:
@@ -113,8 +112,11 @@ def runs(rank: int, world: int, device: torch.device, layout: tuple[str, int, in
     return found
 
 
-@pytest.mark.parametrize("other", ["noise", "labels", "guidance", "eta", "generator", "kept"])
-@pytest.mark.parametrize(("world", "layout"), [(3, ("ring", 1, 1)), (4, ("ulysses", 2, 2))], ids=str)
+@pytest.mark.parametrize(
+    ("other", "world", "layout"),
+    covering(["noise", "labels", "guidance", "eta", "generator", "kept"], turns=LAYOUTS),
+    ids=str,
+)
 def test_every_run_takes_rank_0s_inputs(ranks: Pool, world: int, layout: tuple[str, int, int], other: str) -> None:
     truth = ranks.run(1, runs, ("ulysses", 1, 1), "nothing")[0]
     for found in ranks.run(world, runs, layout, other):

@@ -58,13 +58,7 @@ def run(
 
 @pytest.mark.parametrize(
     ("world", "strategy", "cfg", "eta"),
-    [
-        (1, "ulysses", 1, 1.0),
-        (2, "ulysses", 2, 0.0),
-        (2, "ulysses", 2, 1.0),
-        (3, "kv_gather", 1, 1.0),
-        (4, "usp", 1, 0.0),
-    ],
+    [(1, "ulysses", 1, 1.0), (2, "ulysses", 2, 1.0), (3, "kv_gather", 1, 1.0), (4, "usp", 1, 0.0)],
 )
 def test_a_kept_run_has_the_bits_of_a_new_one(ranks: Pool, world: int, strategy: str, cfg: int, eta: float) -> None:
     for found in ranks.run(world, run, strategy, cfg, eta, [FIRST, *SAME_KIND]):

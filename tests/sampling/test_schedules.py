@@ -1,4 +1,4 @@
-"""Tests of traced schedulers on local tokens against diffusers' steps: 25 steps, fp64 and fp32, sharded, any start."""
+"""Tests of traced schedulers on local tokens against diffusers' steps: all steps, fp64 and fp32, sharded, any start."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.conftest import DEVICE
 from tests.engine.test_distributed import local
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
-from tests.support.tiny import CLASSES, diffusers_dit
+from tests.support.tiny import CLASSES, diffusers_dit, shared_dit
 
-STEPS, LABELS, GUIDANCE = 25, [3, 7], Guidance(3.0)
+STEPS, LABELS, GUIDANCE = 16, [3, 7], Guidance(3.0)  # diffusers' solvers take other last steps in runs below 15
 NOISES = 6  # of which errors in fp32 are averaged
 LINEAR = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
 FLOW = (("prediction_type", "flow_prediction"), ("use_flow_sigmas", True))
@@ -74,6 +74,11 @@ def scheduler(name: str) -> Any:
     return kind(**{key: value for key, value in (LINEAR | config).items() if key in known})
 
 
+def small_dit() -> Any:
+    """Return a DiT of two blocks: these tests are about steps."""
+    return diffusers_dit(num_layers=2)
+
+
 def noise(seed: int = 2) -> Tensor:
     return draw_noise((2, 4, 8, 8), torch.Generator().manual_seed(seed))
 
@@ -87,7 +92,7 @@ def diffusers_own(
     eta: float | None = None,
 ) -> Tensor:
     """Return the latents of diffusers' model and scheduler in one process."""
-    sched, model = scheduler(name), diffusers_dit().to(DEVICE, dtype)
+    sched, model = scheduler(name), small_dit().to(DEVICE, dtype)
     # this one alone computes with its sigmas on the latents' device, the others with numbers
     placed = {"device": DEVICE} if name == "LTX ancestral" else {}
     sched.set_timesteps(STEPS, **placed)
@@ -117,9 +122,8 @@ def ours(
     options: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Return the engine's latents on this mesh."""
-    dit = DistributedDiT(
-        diffusers_dit().to(device, dtype), mesh_for(layout[0], world, device, layout[1]), layout[0], local(device)
-    )
+    model = shared_dit(device, 2) if dtype == torch.float64 else small_dit().to(device, dtype)
+    dit = DistributedDiT(model, mesh_for(layout[0], world, device, layout[1]), layout[0], local(device))
     run = Run(dit, ordered(name, dtype, **(options or {})))
     for _ in run.timesteps:
         run.step()
@@ -193,21 +197,21 @@ def many() -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*NAMED, *NOISY])
-def test_25_steps_in_fp64_are_diffusers_own(name: str) -> None:
+def test_all_steps_in_fp64_are_diffusers_own(name: str) -> None:
     """The remaining difference comes from diffusers' casts to fp32 inside its steps."""
     assert off(alone(name), diffusers_own(name)) <= 1e-6
 
 
-@pytest.mark.parametrize("name", ["DPM++ 2M", "UniPC", "Euler", "Heun", "FlowMatchEuler", "SDE-DPM++ 2M"])
+@pytest.mark.parametrize("name", ["UniPC", "Heun", "SDE-DPM++ 2M"])
 @pytest.mark.parametrize("world", [3])
-def test_25_steps_on_uneven_tokens_are_diffusers_own(ranks: Pool, name: str, world: int) -> None:
+def test_all_steps_on_uneven_tokens_are_diffusers_own(ranks: Pool, name: str, world: int) -> None:
     """Sixteen tokens do not divide by three ranks."""
     for got in ranks.run(world, ours, ("kv_gather", 1), name):
         assert off(got, diffusers_own(name)) <= 1e-6
 
 
-@pytest.mark.parametrize("name", ["DPM++ 2M", "Euler", "FlowMatchEuler"])
-def test_25_steps_in_fp32_are_as_near_to_fp64_as_diffusers_own(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("name", ["DPM++ 2M"])
+def test_all_steps_in_fp32_are_as_near_to_fp64_as_diffusers_own(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Over several noises: the model's own rounding, which differs from diffusers' model, is most of the error.
 
     Of one noise the two errors are 0.7 to 1.3 times each other, however the steps are made; that is luck.
@@ -244,7 +248,7 @@ def test_the_noise_of_ddim_is_drawn_like_diffusers_own(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("name", ["DPM++ 2M", "UniPC", "Heun", "FlowMatchEuler", "DPM++ thresholds"])
 def test_a_run_may_begin_at_any_step(name: str) -> None:
     """Image-to-image begins so. Heun evaluates twice a step; a scheduler with thresholding steps whole images."""
-    begin = 12
+    begin = 7
     got = alone(name, begin=begin)
     assert off(got, diffusers_own(name, begin=begin)) <= 1e-6
     assert off(got, diffusers_own(name)) > 1e-2
@@ -261,13 +265,13 @@ def test_guidance_may_have_a_scale_for_each_evaluation(name: str) -> None:
 
 
 def test_too_few_guidance_scales_are_refused() -> None:
-    with pytest.raises(ValueError, match="got 3 guidance scales, expected one for each of 25 evaluations"):
+    with pytest.raises(ValueError, match="got 3 guidance scales, expected one for each of 16 evaluations"):
         alone("UniPC", guidance=Guidance(scales=(2.0, 3.0, 4.0)))
 
 
 @pytest.mark.parametrize("name", ["UniPC", "DPM++ 2M", "Heun", "SDE-DPM++ 2M", "Euler"])
 def test_a_kept_run_has_the_bits_of_a_new_one_whatever_the_history_holds(name: str) -> None:
-    dit = DistributedDiT(diffusers_dit().to(DEVICE), Mesh.single(DEVICE), local=local(torch.device(DEVICE)))
+    dit = DistributedDiT(small_dit().to(DEVICE), Mesh.single(DEVICE), local=local(torch.device(DEVICE)))
     found, labels = [], {"class_labels": torch.tensor(LABELS)}
     with Sampler(dit) as sampler:
         for _ in range(2):
@@ -346,7 +350,7 @@ def test_what_is_not_linear_is_stepped_whole_and_says_why(name: str, config: dic
 @pytest.mark.parametrize("kind", ["DDPMParallelScheduler", "UnCLIPScheduler"])
 def test_learned_variances_that_the_loop_does_not_pass_on_are_refused(kind: str) -> None:
     sched = getattr(diffusers, kind)(variance_type="learned_range")
-    dit = DistributedDiT(diffusers_dit(), Mesh.single())
+    dit = DistributedDiT(small_dit(), Mesh.single())
     with pytest.raises(ValueError, match=rf"'{kind}', which needs the model's variances .* passes on to DDPMScheduler"):
         Sampler(dit)(sched, noise(), {"class_labels": torch.tensor(LABELS)}, steps=STEPS, guidance=GUIDANCE)
 
@@ -369,7 +373,7 @@ def test_tracing_leaves_the_scheduler_and_torchs_generator_as_they_are() -> None
 
 @pytest.mark.parametrize(("name", "kind"), [("UniPC", Traced), ("PNDM", Replicated)])
 def test_only_what_steps_on_the_host_has_no_graph(name: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    dit = DistributedDiT(diffusers_dit().to(DEVICE, torch.float32), Mesh.single(DEVICE))
+    dit = DistributedDiT(small_dit().to(DEVICE, torch.float32), Mesh.single(DEVICE))
     order = ordered(name, torch.float32)
     assert isinstance(stepper(Run(dit, order)), kind)
     monkeypatch.setattr(DistributedDiT, "device", torch.device("cuda"))
@@ -381,7 +385,7 @@ def test_only_what_steps_on_the_host_has_no_graph(name: str, kind: type, monkeyp
 @pytest.mark.parametrize("clipped", [False, True])
 def test_ddim_with_clipped_model_output_is_diffusers_own(eta: float, clipped: bool) -> None:
     sched: Any = DDIMScheduler(**LINEAR, clip_sample=True, clip_sample_range=0.5)
-    dit = DistributedDiT(diffusers_dit().to(DEVICE), Mesh.single(DEVICE), local=local(torch.device(DEVICE)))
+    dit = DistributedDiT(small_dit().to(DEVICE), Mesh.single(DEVICE), local=local(torch.device(DEVICE)))
     request = Request(
         sched,
         noise().double(),
@@ -395,7 +399,7 @@ def test_ddim_with_clipped_model_output_is_diffusers_own(eta: float, clipped: bo
     run = Run(dit, course(request))
     sched.set_timesteps(6)
     assert isinstance(stepper(run), OneStep)
-    model, x, labels = diffusers_dit().to(DEVICE), noise().double().to(DEVICE), torch.tensor(LABELS, device=DEVICE)
+    model, x, labels = small_dit().to(DEVICE), noise().double().to(DEVICE), torch.tensor(LABELS, device=DEVICE)
     generator = torch.Generator().manual_seed(5)
     for t in sched.timesteps:
         run.step()

@@ -133,7 +133,7 @@ FAULTS = (
         "if first:\n            self._begun.meet()",
         "if first:\n            pass",
         "tests/transports/peer/test_peer_gather.py::test_kv_gather_peer_shows_all_keys_and_values_to_all"
-        "[False-2-(1, 8, 4, 4)]",
+        "[(1, 8, 4, 4)-2-False]",
         "a slow reader sees the next call's keys",
     ),
     Fault(
@@ -149,7 +149,7 @@ FAULTS = (
         "seqpar/engine/distributed.py",
         "{name: split.mine(name, x, dim=0) for name, x in rows.items()}",
         "{name: x[split.shard(name).slice(0)] for name, x in rows.items()}",
-        "tests/engine/test_distributed.py::test_sharded_dit_equals_diffusers[2-ulysses-1-(8, 8)]",
+        "tests/engine/test_distributed.py::test_sharded_dit_equals_diffusers[2-kv_gather-1-(8, 8)]",
         "the second half of the picture has the first half's positions",
     ),
     Fault(
@@ -174,7 +174,7 @@ FAULTS = (
         "seqpar/attention/ring.py",
         "out, lse = merge(out, lse, ",
         "out, lse = (out, lse) if step == self._axis.size else merge(out, lse, ",
-        "tests/attention/test_strategies.py::test_strategy_equals_unsharded_attention[2-collective-ring-(1, 16, 4, 4)]",
+        "tests/attention/test_strategies.py::test_strategy_equals_unsharded_attention[2-ring-(1, 16, 4, 4)-collective]",
         "some keys are never attended to",
     ),
     Fault(

@@ -41,8 +41,6 @@ EXACT = exact_strategies()
 
 
 TRANSPORTS = _folder.names()
-# worlds with strategies to test on them: on one rank all strategies are the same attention without an exchange
-WORLDS = [(1, "ulysses"), *((world, strategy) for world in (2, 3, 4) for strategy in LAYOUTS)]
 
 # prefixes of the names of all public functions of torch.distributed that communicate with other ranks
 TALKS = (

@@ -4,9 +4,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from torch import Tensor, nn
+
+from seqpar.types.protocols import SequenceModel
+from seqpar.weights.find import from_diffusers
 
 CLASSES = 10
 HEADS, HEAD_DIM = 3, 8
@@ -33,6 +38,12 @@ def diffusers_dit(learned_sigma: bool = True, classes: int = CLASSES, patch: int
     for block in model.transformer_blocks[1:]:
         block.norm1.emb.load_state_dict(first)
     return model.requires_grad_(False)
+
+
+@cache
+def shared_dit(device: torch.device, layers: int = 3) -> SequenceModel:
+    """Return our fp64 model with the weights of `diffusers_dit`, made once in a process; nobody may change it."""
+    return from_diffusers(diffusers_dit(num_layers=layers)).build(torch.float64, device)
 
 
 def with_original_arithmetic(model: nn.Module) -> nn.Module:

@@ -31,6 +31,7 @@ from seqpar.types.protocols import Given, Prepare
 from tests.engine.test_distributed import local
 from tests.support.meshes import TRANSPORTS, build, coded, counted_calls, mesh_for, random
 from tests.support.meshes import mesh as make_mesh
+from tests.support.pairs import covering
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
 
@@ -177,8 +178,7 @@ def misused(rank: int, world: int, device: torch.device, name: str) -> list[tupl
     return told
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("transport", "world"), covering(TRANSPORTS, turns=(2, 3)))
 def test_a_call_out_of_turn_is_the_same_error_on_every_transport(ranks: Pool, transport: str, world: int) -> None:
     """The error comes before any data moves, and after `abandon` the exchange works like a new one."""
     check_told(ranks.run(world, misused, transport))
@@ -353,8 +353,7 @@ def dropped(rank: int, world: int, device: torch.device, name: str) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("transport", "world"), covering(TRANSPORTS, turns=(2, 3)))
 def test_an_exchange_keeps_what_it_needs_and_no_longer(ranks: Pool, transport: str, world: int) -> None:
     assert ranks.run(world, dropped, transport) == [[(True,) * 4] * len(KINDS)] * world
 

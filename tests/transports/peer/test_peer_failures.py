@@ -33,7 +33,7 @@ from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 from tests.support.tiny import diffusers_dit
-from tests.transports.peer.test_peer import CASES, layout_of, payload, settle
+from tests.transports.peer.test_peer import layout_of, payload, settle
 
 DEADLINE_S = 3.0  # long enough for ranks on a busy machine to meet in time
 
@@ -159,11 +159,14 @@ def test_a_kept_run_is_used_as_long_as_its_memory_is_where_it_was(ranks: Pool, b
     assert ranks.run(2, again, between) == [(kept, True)] * 2
 
 
+FEW = (1, 3, 3, 3)  # batch, tokens, heads, kv heads: one each for a rank
+
+
 def silent(rank: int, world: int, device: torch.device, how: str) -> tuple[str, float]:
     """Let the last rank take no part; return the error on this rank and the seconds until then."""
     axis = make_mesh(device, cfg=1).ulysses
     moves = peer.Transport(deadline_s=1.0)
-    into, _ = moves._heads(axis, layout_of(axis, CASES[0], device, torch.float32))  # not checked for order
+    into, _ = moves._heads(axis, layout_of(axis, FEW, device, torch.float32))  # not checked for order
     start = time.monotonic()
     if rank < world - 1:
         made: Any = moves._made[0][2]
@@ -171,8 +174,8 @@ def silent(rank: int, world: int, device: torch.device, how: str) -> tuple[str, 
             if how == "kernel":
                 flags.launch(made.all_flags[0], True, True)
             elif how == "kernel that writes":
-                q, k, v = payload(CASES[0], 0, device, torch.float32)
-                mine = Shard(CASES[0][1], world).slice(rank)
+                q, k, v = payload(FEW, 0, device, torch.float32)
+                mine = Shard(FEW[1], world).slice(rank)
                 into_peers = into.outboxes(), into.flags
                 prepare.launch_into(q[:, mine], k[:, mine], v[:, mine], Prepare(), *into_peers)
             else:

@@ -16,6 +16,7 @@ from seqpar.transports.peer.arena import together
 from seqpar.types.outboxes import Outboxes
 from seqpar.types.protocols import Prepare
 from tests.support.meshes import mesh as make_mesh
+from tests.support.pairs import covering
 from tests.support.pool import Pool
 from tests.transports.peer.test_peer import CASES, layout_of, payload, write
 from tests.transports.test_exchange_moves import late
@@ -58,9 +59,7 @@ def key_values(rank: int, world: int, device: torch.device, case: tuple[int, ...
     transport.check()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("case", "world", "overlap"), covering(CASES, (2, 3, 4), turns=(False, True)), ids=str)
 def test_kv_gather_peer_shows_all_keys_and_values_to_all(
     ranks: Pool, world: int, case: tuple[int, ...], overlap: bool
 ) -> None:

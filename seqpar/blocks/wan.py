@@ -54,23 +54,32 @@ def block(
         raise DeclinedError("each token has a timestep of its own")
     every = call.once("modulation", temb, lambda: modulations(call.blocks, temb))
     table = call.once("rotary", rotary_emb, lambda: _pairs(rotary_emb, state_dtype(hidden_states.dtype)))
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = every[call.index]
+    shift, scale, gate, *of_mlp = every[call.index]
     norm, of, x = Norm("layer", block.norm1.eps), call.matrices, hidden_states
-    handed = call.handed(x)
+    handed, attn = call.handed(x), block.attn1
     h = norm_modulate(x, shift, scale, norm) if handed is None else handed
-    attention, heads = block.attn1, block.attn1.heads
-    how = Prepare(
-        "rms", False, attention.norm_q.eps, attention.norm_q.weight, None, attention.norm_k.weight, None, *table
-    )
-    (out,) = call.attend([Projected(h, *of["qkv"], heads, heads, how)])
+    how = Prepare("rms", False, attn.norm_q.eps, attn.norm_q.weight, None, attn.norm_k.weight, None, *table)
+    (out,) = call.attend([Projected(h, *of["qkv"], attn.heads, attn.heads, how)])
     x, h = _to_text(x, gate, of["out"](out.flatten(2)), block.norm2)
     branch = of["text out"](_attended(call, block.attn2, h, encoder_hidden_states))
-    ones = torch.ones_like(gate[:1])
-    x, h = gate_norm_modulate(x, ones, branch, shift_mlp, scale_mlp, norm)
-    branch = of["down"](linear_gelu(h, *of["up"]))
-    if call.index + 1 == len(every):
-        return added(x, gate_mlp, branch)
-    x, h = gate_norm_modulate(x, gate_mlp, branch, every[call.index + 1][0], every[call.index + 1][1], norm)
+    return _finished(call, x, branch, of_mlp, every[call.index + 1 :], norm)
+
+
+def _finished(
+    call: BlockCall,
+    x_BlE: Tensor,
+    branch_BlE: Tensor,
+    of_mlp: Sequence[Tensor],
+    after: Sequence[Sequence[Tensor]],
+    norm: Norm,
+) -> Tensor:
+    """Return the video after attention to the text, the branch, and after the MLP. after: rows of the next blocks."""
+    shift, scale, gate = of_mlp
+    x, h = gate_norm_modulate(x_BlE, torch.ones_like(gate[:1]), branch_BlE, shift, scale, norm)
+    branch = call.matrices["down"](linear_gelu(h, *call.matrices["up"]))
+    if not after:
+        return added(x, gate, branch)
+    x, h = gate_norm_modulate(x, gate, branch, after[0][0], after[0][1], norm)
     call.hand_over(x, h)
     return x
 

@@ -31,9 +31,9 @@ def rows_of(
     fault: Fault,
     counts: tuple[int, ...],
     wish: Wish,
-    size: tuple[int, int] = (32, 80),
+    size: tuple[int, int] = (40, 40),
 ) -> list[Row]:
-    """Return the rows of all ways of computing one class with noise in each step: 10 tokens if no size is given."""
+    """Return the rows of all ways of computing one class with noise in each step, of 25 tokens if no size is given."""
     files, guidance, joined = Files.locate("builtin"), Guidance(4.0), Mesh.joined(device)
     mesh_of, model = meshes(joined), files.blueprint.build(BF16, device)
     pipeline = Pipeline(DistributedDiT(model, Mesh.single(device)), files, None)

@@ -237,11 +237,11 @@ def test_guidance_is_right_or_refused(ranks: Pool, world: int, cfg: int, name: s
 def test_negative_control_every_case_changes_the_latents(ranks: Pool) -> None:
     @cache
     def plain(rows: int, tiny: str) -> Tensor:
-        case = Guided(both if rows == 1 else doubled, rows=rows, model=TINY if tiny == TINY.cls else PLAIN_PROCESSORS)
+        case = Guided(both if rows == 1 else doubled, rows=rows, model=TINY if tiny == TINY.kind else PLAIN_PROCESSORS)
         return case.run(case.model.build().to(ranks.device), ranks.device).cpu()
 
     for name in CASES.keys() - {"plain"}:
-        latents = plain(CASES[name].rows, CASES[name].model.cls)
+        latents = plain(CASES[name].rows, CASES[name].model.kind)
         assert (truth(name, ranks.device) - latents).abs().max() > VISIBLE, name
 
 

@@ -75,7 +75,8 @@ def verified(
 ) -> str:
     """Return what is found; every rank must find the same."""
     pipeline, verdicts = labels(rank, world, device, layout, dtype, TINY if tiny else None), list[Verdict]()
-    asked = {**LABELS, **({"size": (48, 48)} if tiny else {}), "evaluations": evaluations_of(fault)}  # or 9 tokens
+    size = (48, 48) if tiny else LABELS["size"]  # the tiny model takes multiples of 16, these are 9 tokens
+    asked = {**LABELS, "size": size, "evaluations": evaluations_of(fault)}
     shown, ended = ending(rank, fault, lambda: verdicts.append(verify(pipeline, ["3"], **asked)))
     assert bool(shown) is (rank == 0)
     if ended:
@@ -283,7 +284,7 @@ def test_what_is_not_finite_or_not_asked_rightly_does_not_hold() -> None:
 
 def sampled(rank: int, world: int, device: torch.device, out: Path, fault: Fault) -> tuple[str, str]:
     """Return what `seqpar sample --verify` prints, and how it ends."""
-    layout = {"mesh": "cfg=1", "strategy": "ulysses", "transport": "collective"}
+    layout: Any = {"mesh": "cfg=1", "strategy": "ulysses", "transport": "collective"}
     args = Args(classes=("cat",), steps=2, size="40", **layout, verify=True, out=out)
     return ending(rank, fault, lambda: run(args))
 

@@ -74,13 +74,9 @@ def theirs(folder: Path, guidance: Guidance, device: str = "cpu", unipc: bool = 
     sizes = {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": STEPS, "max_sequence_length": TEXT}
     given: Any = {"latents": latents.to(device), "guidance_scale": guidance.embedded or 0.0, **sizes, **true}
     seen = list[Tensor]()
-
-    def on_step(pipe: Any, step: int, t: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        seen.append(tensors["latents"].cpu())
-        return tensors
-
+    given["callback_on_step_end"] = lambda pipe, step, t, tensors: seen.append(tensors["latents"].cpu()) or tensors
     with StayDouble():
-        made: Any = pipe(PROMPTS, **given, output_type="pt", callback_on_step_end=on_step)
+        made: Any = pipe(PROMPTS, **given, output_type="pt")
     return FluxPipeline._unpack_latents(seen[-1], *SIZE, 2), made.images.cpu()
 
 

@@ -108,7 +108,8 @@ def calls(rank: int, world: int, device: torch.device, axes: dict[str, int], dty
                 found.append((made.decode(given).sample, sorted(set(shapes))))
             with seen(vae.encoder) as shapes:
                 found.append((made.encode(picture(rows).to(device, dtype) + rank)[0].mode(), sorted(set(shapes))))
-        assert (made.decode(given, return_dict=False)[0] - found[-2][0]).abs().max() < VISIBLE
+            if rows == 1:
+                assert (made.decode(given, return_dict=False)[0] - found[-2][0]).abs().max() < VISIBLE
         made.release()
         found.append((made.decode(latents(1).to(device, dtype)).sample, []))
     made.release()

@@ -74,7 +74,7 @@ def sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 def test_the_released_flux_is_known_by_its_shapes(tmp_path: Path) -> None:
     """diffusers' own converter, at the width for which it is written; no weight is read."""
-    layers = {"num_layers": 3, "num_single_layers": 2}
+    layers: Any = {"num_layers": 3, "num_single_layers": 2}
     with torch.device("meta"):
         model = pipelines.THEIRS.FluxTransformer2DModel(guidance_embeds=True, **layers)
         sparse(tmp_path / "dev.safetensors", {key: tuple(x.shape) for key, x in single_files.flux(model).items()})

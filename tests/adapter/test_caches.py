@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import seqpar
-from tests.adapter.test_guidance import LAYOUTS, TOLERANCE, VISIBLE
+from tests.adapter.test_guidance import TOLERANCE, VISIBLE
 from tests.support.diffusers_tiny import WAN, Tiny, moved, wan
 from tests.support.foreign import StayDouble, assert_right_or_refused, in_double
 from tests.support.meshes import mesh as make_mesh
@@ -139,13 +139,21 @@ def cached(rank: int, world: int, device: torch.device, name: str, cfg: int, how
         return str(error)
 
 
-@pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize(("world", "cfg"), LAYOUTS)
-def test_a_cache_is_right_or_refused(ranks: Pool, world: int, cfg: int, name: str) -> None:
+# each cache by `enable_cache`; on ranks with other branches, and where it is refused, in one of the other ways, too
+WAYS = [
+    (world, cfg, name, how)
+    for index, name in enumerate(CACHES)
+    for world, cfg, other in ((2, 2, ("apply", "before")[index % 2]), (3, 1, ("before", "apply")[index % 2]))
+    for how in ("enable_cache", other)
+    if how == "enable_cache" or world == cfg or CACHES[name].refused
+]
+
+
+@pytest.mark.parametrize(("world", "cfg", "name", "how"), WAYS)
+def test_a_cache_is_right_or_refused(ranks: Pool, world: int, cfg: int, name: str, how: str) -> None:
     refused = CACHES[name].refused if world > cfg else None
-    for how in ("enable_cache", "apply", "before") if world == 2 or refused else ("enable_cache",):
-        results = ranks.run(world, cached, name, cfg, how)
-        assert_right_or_refused(results, truth(name, ranks.device), TOLERANCE, refused)
+    results = ranks.run(world, cached, name, cfg, how)
+    assert_right_or_refused(results, truth(name, ranks.device), TOLERANCE, refused)
 
 
 def test_negative_control_caches_change_the_latents(ranks: Pool) -> None:

@@ -90,7 +90,7 @@ def told(rank: int, world: int, device: torch.device, kind: str) -> tuple[list[f
     return found, torch.equal(ours(body, given), before), largest
 
 
-@pytest.mark.parametrize(("world", "kind"), [(1, "native"), (3, "native"), (1, "generic"), (2, "generic")])
+@pytest.mark.parametrize(("world", "kind"), [(3, "native"), (2, "generic")])
 def test_adapters_are_followed_and_unloading_restores_the_bits(ranks: Pool, world: int, kind: str) -> None:
     for errors, restored, largest in ranks.run(world, told, kind):
         assert max(errors) < TOLERANCE
@@ -98,14 +98,14 @@ def test_adapters_are_followed_and_unloading_restores_the_bits(ranks: Pool, worl
         assert largest > 1e-2
 
 
-def fused(rank: int, world: int, device: torch.device, kind: str, safely: bool) -> list[float]:
-    """Return the errors of fused, unfused and unloaded adapters; peft fuses in place, or replaces the data (safely)."""
+def fused(rank: int, world: int, device: torch.device, kind: str) -> list[float]:
+    """Return the errors of fused, unfused and unloaded adapters; peft replaces the data (safely), or fuses in place."""
     module, given = tiny().to(device), arguments("dev", device=device)
     whole = copy.deepcopy(module)
     body = made(kind, module, world, device)
     ours(body, given)
     found = []
-    for name in ("load", "both", "fuse safely" if safely else "fuse", "unfuse", "one", "fuse", "unload"):
+    for name in ("load", "both", "fuse safely", "unfuse", "one", "fuse", "unfuse", "unload"):
         step(name, module)
         step(name, whole)
         found.append(error(ours(body, given), theirs(whole, given)))
@@ -113,9 +113,8 @@ def fused(rank: int, world: int, device: torch.device, kind: str, safely: bool) 
 
 
 @pytest.mark.parametrize("kind", ["native", "generic"])
-@pytest.mark.parametrize("safely", [False, True])
-def test_fusing_and_unfusing(ranks: Pool, kind: str, safely: bool) -> None:
-    for errors in ranks.run(2, fused, kind, safely):
+def test_fusing_and_unfusing(ranks: Pool, kind: str) -> None:
+    for errors in ranks.run(2, fused, kind):
         assert max(errors) < TOLERANCE
 
 
@@ -127,7 +126,7 @@ def scaled(rank: int, world: int, device: torch.device, kind: str) -> list[float
     for one in (module, whole):
         add(one, "a", LoraConfig(r=3, target_modules=EVERYTHING), 1)
     found = []
-    for scale in (0.25, 0.25, 2.0, None, 0.25):
+    for scale in (0.25, 2.0, None, 0.25):
         scaled_by = {**given, "joint_attention_kwargs": {"scale": scale}}
         plain = given if scale is None else scaled_by  # diffusers' own layers take no None
         found.append(error(ours(body, scaled_by if kind == "native" else plain), theirs(whole, plain)))

@@ -20,7 +20,7 @@ from tests.support import pipelines
 from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 
-SIZE = {"height": 16, "width": 16, "output_type": "pt"}
+SIZE = {"height": 16, "width": 16, "max_sequence_length": 16, "output_type": "pt"}
 
 
 def test_a_compiled_transformer_is_refused_with_what_to_do() -> None:

@@ -6,8 +6,8 @@ other ranks are given other seeds: all ranks must end with rank 0's picture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -32,29 +32,28 @@ SIZE = {"height": 20, "width": 12}  # 15 tokens for FLUX
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline and its call. seeds: one, or one for each picture. change: changes the pipeline before the call."""
+    """A pipeline and its call.
+
+    seeds: one, or one for each picture. change: changes the pipeline before the call. output: what the call returns,
+    "pt" for pictures or "latent".
+    """
 
     pipe: Callable[[], Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     seeds: tuple[int, ...] = (1,)
     prompt: str | list[str] | None = "a red cat on the sea"
     change: Callable[[Any], None] = lambda pipe: None
+    output: str = "latent"
 
-    def pictures(self, pipe: Any, rank: int = 0) -> Tensor:
+    def pictures(self, pipe: Any, rank: int = 0, steps: int = 3) -> Tensor:
         """Return the pictures of a call; ranks other than 0 ask with other seeds."""
         generator = pipelines.seeded(*(seed + 100 * rank for seed in self.seeds))
-        common = {"num_inference_steps": 3, "output_type": "pt", "generator": generator, **SIZE}
+        common = {"num_inference_steps": steps, "output_type": self.output, "generator": generator, **SIZE}
         prompt = {} if self.prompt is None else {"prompt": self.prompt}
         with StayDouble():
             result = pipe(**prompt, **{**common, **moved(dict(self.arguments), pipe.device)})
         pictures = result[0] if isinstance(result, tuple) else result[next(iter(result))]
         return torch.as_tensor(pictures)
-
-    def truth(self, device: str = "cpu") -> Tensor:
-        """Return the pictures of the unchanged pipeline, which one process computes on a device, in host memory."""
-        pipe = self.pipe().to(device)
-        self.change(pipe)
-        return self.pictures(pipe).cpu()
 
 
 def brighter(pipe: Any, step: int, t: Tensor, given: dict[str, Any]) -> dict[str, Any]:
@@ -112,136 +111,162 @@ FLUX_EMBEDDED = {
     "true_cfg_scale": 2.0,
 }
 PICTURE = random((1, 3, 20, 12), 7).sigmoid()
-CASES = {
-    "flux": Case(pipelines.flux, SHORT),
-    "flux, true guidance": Case(pipelines.flux, NEGATIVE),
-    "sd3": Case(pipelines.sd3, SHORT),
-    "pixart": Case(pipelines.pixart, PIXART),
-    "wan": Case(pipelines.wan, VIDEO),
-    "wan, two experts": Case(lambda: pipelines.wan(2), VIDEO),
-    "qwen-image": Case(pipelines.qwen_image, {**EMBEDDED, "true_cfg_scale": 3.0}, prompt=None),
-}
-OPTIONS = {
-    "guidance off, two calls": Case(pipelines.wan, {**VIDEO, "guidance_scale": 1.0}),
-    "guidance off, one call": Case(pipelines.sd3, {**SHORT, "guidance_scale": 1.0}),
+# calls of one pipeline each, in this order; the first ones are decoded too, and no call follows a change
+FLUX = {
+    "flux": Case(pipelines.flux, SHORT, output="pt"),
+    "flux, true guidance": Case(pipelines.flux, NEGATIVE, output="pt"),
     "guidance off, several pictures": Case(pipelines.flux, {**SHORT, "num_images_per_prompt": 3}),
     "several pictures": Case(pipelines.flux, {**NEGATIVE, "num_images_per_prompt": 2}),
-    "two prompts, doubled batch": Case(pipelines.sd3, {**SHORT, "negative_prompt": ["old", "blurry"]}, prompt=TWO),
-    "a list of generators": Case(pipelines.pixart, {**PIXART, "num_images_per_prompt": 3}, seeds=(1, 2, 3)),
     "given embeddings": Case(pipelines.flux, FLUX_EMBEDDED, prompt=None),
     "a callback changes latents": Case(pipelines.flux, {**NEGATIVE, "callback_on_step_end": brighter}),
-    "a callback changes latents, one call": Case(pipelines.sd3, {**SHORT, "callback_on_step_end": brighter}),
     "interrupt": Case(pipelines.flux, {**NEGATIVE, "callback_on_step_end": stopping}),
+}
+SD3 = {
+    "sd3": Case(pipelines.sd3, SHORT, output="pt"),
+    "guidance off, one call": Case(pipelines.sd3, {**SHORT, "guidance_scale": 1.0}),
+    "two prompts, doubled batch": Case(pipelines.sd3, {**SHORT, "negative_prompt": ["old", "blurry"]}, prompt=TWO),
+    "a callback changes latents, one call": Case(pipelines.sd3, {**SHORT, "callback_on_step_end": brighter}),
+    "two evaluations a step": Case(pipelines.sd3, SHORT, change=heun),
+}
+PIXARTS = {
+    "pixart": Case(pipelines.pixart, PIXART, output="pt"),
+    "a list of generators": Case(pipelines.pixart, {**PIXART, "num_images_per_prompt": 3}, seeds=(1, 2, 3)),
+}
+WAN = {
+    "wan": Case(pipelines.wan, VIDEO, output="pt"),
+    "guidance off, two calls": Case(pipelines.wan, {**VIDEO, "guidance_scale": 1.0}),
     "return_dict=False": Case(pipelines.wan, {**VIDEO, "return_dict": False}),
+    "another scheduler": Case(pipelines.wan, VIDEO, change=unipc),
+}
+OTHERS = {
+    "wan, two experts": Case(lambda: pipelines.wan(2), VIDEO, output="pt"),
+    "qwen-image": Case(pipelines.qwen_image, {**EMBEDDED, "true_cfg_scale": 3.0}, prompt=None, output="pt"),
     "image to image": Case(
         lambda: pipelines.flux(kind="FluxImg2ImgPipeline"), {**SHORT, "image": PICTURE, "strength": 0.7}
     ),
-    "another scheduler": Case(pipelines.wan, VIDEO, change=unipc),
-    "two evaluations a step": Case(pipelines.sd3, SHORT, change=heun),
 }
 PAG = {"pag_scale": 2.0}
 SD3_PAG = perturbed("StableDiffusion3PAGPipeline", pipelines.sd3, "transformer_blocks.1")
 PIXART_PAG = perturbed("PixArtSigmaPAGPipeline", pipelines.pixart, "transformer_blocks.1")
-PERTURBED = {
-    "sd3": Case(SD3_PAG, {**SHORT, **PAG}),
-    "sd3, several pictures": Case(SD3_PAG, {**SHORT, **PAG, "num_images_per_prompt": 2}),
-    "sd3, without guidance": Case(SD3_PAG, {**SHORT, **PAG, "guidance_scale": 1.0, "num_images_per_prompt": 2}),
-    "pixart": Case(PIXART_PAG, {**PIXART, **PAG}),
-    "pixart, several pictures": Case(PIXART_PAG, {**PIXART, **PAG, "num_images_per_prompt": 2}),
+PAGS = {
+    "perturbed sd3": Case(SD3_PAG, {**SHORT, **PAG}),
+    "perturbed sd3, several pictures": Case(SD3_PAG, {**SHORT, **PAG, "num_images_per_prompt": 2}),
+    "perturbed sd3, without guidance": Case(SD3_PAG, {**SHORT, **PAG, "guidance_scale": 1, "num_images_per_prompt": 2}),
+    "perturbed pixart": Case(PIXART_PAG, {**PIXART, **PAG}),
+    "perturbed pixart, several pictures": Case(PIXART_PAG, {**PIXART, **PAG, "num_images_per_prompt": 2}),
 }
-EVERY = CASES | OPTIONS | {f"perturbed {name}": case for name, case in PERTURBED.items()}
+CASES = FLUX | SD3 | PIXARTS | WAN | OTHERS | PAGS
 
 
 @cache
 def true_picture(name: str, device: str) -> Tensor:
-    """Return the truth of a case, computed on "cpu" or "cuda"."""
-    return EVERY[name].truth(device)
+    """Return the pictures of the unchanged pipeline, computed in one process on "cpu" or "cuda", in host memory."""
+    pipe = CASES[name].pipe().to(device)
+    CASES[name].change(pipe)
+    return CASES[name].pictures(pipe).cpu()
 
 
-def sharded(rank: int, world: int, device: torch.device, name: str, cfg: int) -> Tensor:
-    """Return this rank's pictures of the second of two calls, after `parallelize`."""
-    case, pipe = EVERY[name], EVERY[name].pipe()
+def sharded(rank: int, world: int, device: torch.device, names: Sequence[str], cfg: int) -> list[Tensor]:
+    """Return this rank's pictures of calls of one pipeline after `parallelize`, which follow a call of two steps."""
+    pipe = CASES[names[0]].pipe()
     seqpar.parallelize(pipe, make_mesh(device, cfg=cfg))
     for module in transformers_of(pipe).values():
         in_double(module)
-    case.pictures(pipe, rank)
-    case.change(pipe)
-    return case.pictures(pipe, rank)
+    CASES[names[0]].pictures(pipe, rank, steps=2)
+    made = []
+    for name in names:
+        CASES[name].change(pipe)
+        made.append(CASES[name].pictures(pipe, rank))
+    return made
 
 
-MORE = [(1, 1, "flux"), (4, 2, "flux, true guidance"), (4, 2, "sd3")]
-LAYOUTS = [*((world, cfg, name) for world, cfg in ((2, 2), (3, 1)) for name in CASES), *MORE]
+LAYOUTS = [
+    *((2, 2, tuple(group)) for group in (FLUX, SD3, PIXARTS, WAN)),
+    *((2, 2, (name,)) for name in OTHERS),
+    (3, 1, ("flux", "flux, true guidance")),
+    *((3, 1, (name,)) for name in ("sd3", "pixart", "wan, two experts", "qwen-image")),
+    (4, 2, ("flux, true guidance",)),
+    (4, 2, ("sd3",)),
+    (1, 1, ("flux",)),
+]
 
 
-@pytest.mark.parametrize(("world", "cfg", "name"), LAYOUTS)
-def test_a_pipeline_makes_diffusers_picture(ranks: Pool, world: int, cfg: int, name: str) -> None:
-    truth = true_picture(name, ranks.device)
-    for pictures in ranks.run(world, sharded, name, cfg):
-        assert (pictures - truth).abs().max() < TOLERANCE
+@pytest.mark.parametrize(("world", "cfg", "names"), LAYOUTS, ids=str)
+def test_calls_of_a_pipeline_make_diffusers_pictures(ranks: Pool, world: int, cfg: int, names: tuple[str, ...]) -> None:
+    for rank, calls in enumerate(ranks.run(world, sharded, names, cfg)):
+        for name, pictures in zip(names, calls, strict=True):
+            if rank == 0 or CASES[name].output == "pt":  # latents that are not decoded stay a rank's own
+                assert (pictures - true_picture(name, ranks.device)).abs().max() < TOLERANCE, name
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_pipelines_work(ranks: Pool, name: str) -> None:
-    truth = true_picture(name, ranks.device)
-    for pictures in ranks.run(2, sharded, name, 2):
-        assert (pictures - truth).abs().max() < TOLERANCE
-
-
-def refused(rank: int, world: int, device: torch.device, name: str, cfg: int) -> Tensor | str:
+def refused(rank: int, world: int, device: torch.device, names: Sequence[str], cfg: int) -> list[Tensor] | str:
     """Return this rank's pictures after `parallelize`, or the message of the ValueError."""
     try:
-        return sharded(rank, world, device, name, cfg)
+        return sharded(rank, world, device, names, cfg)
     except ValueError as error:
         return str(error)
 
 
-@pytest.mark.parametrize("name", PERTURBED)
-@pytest.mark.parametrize(("world", "cfg"), [(2, 2), (3, 1)])
-def test_perturbed_attention_is_right_or_refused(ranks: Pool, world: int, cfg: int, name: str) -> None:
+PERTURBED = [
+    (2, 2, tuple(PAGS)[:3]),
+    (2, 2, tuple(PAGS)[3:]),
+    (3, 1, ("perturbed sd3, several pictures",)),
+    (3, 1, ("perturbed pixart",)),
+]
+
+
+@pytest.mark.parametrize(("world", "cfg", "names"), PERTURBED, ids=str)
+def test_perturbed_attention_is_right_or_refused(ranks: Pool, world: int, cfg: int, names: tuple[str, ...]) -> None:
     """Its processors read the rows of all branches, so that every rank computes them; tokens cannot be split."""
-    truth = true_picture(f"perturbed {name}", ranks.device)
-    for pictures in ranks.run(world, refused, f"perturbed {name}", cfg):
-        if isinstance(pictures, str):
+    for rank, calls in enumerate(ranks.run(world, refused, names, cfg)):
+        if isinstance(calls, str):
             assert world > cfg
-            assert "PAG" in pictures
-        else:
-            assert (pictures - truth).abs().max() < TOLERANCE
+            assert "PAG" in calls
+        elif rank == 0:
+            for name, pictures in zip(names, calls, strict=True):
+                assert (pictures - true_picture(name, ranks.device)).abs().max() < TOLERANCE, name
 
 
-def planned(rank: int, world: int, device: torch.device, name: str, options: dict[str, Any]) -> tuple[Tensor, str]:
-    """Return this rank's pictures, where the planner decides on the mesh, and the mesh."""
-    pipe = seqpar.parallelize(EVERY[name].pipe(), **options)
+def planned(
+    rank: int, world: int, device: torch.device, name: str, options: dict[str, Any], computed: bool
+) -> tuple[Tensor | None, str]:
+    """Return this rank's pictures, where the planner decides on the mesh, or None unless computed; and the mesh."""
+    pipe = seqpar.parallelize(CASES[name].pipe(), **options)
     in_double(pipe.transformer)
-    return EVERY[name].pictures(pipe, rank), str(pipe.transformer.forward.mesh)
+    return CASES[name].pictures(pipe, rank) if computed else None, str(pipe.transformer.forward.mesh)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "mesh"),
+    ("name", "options", "mesh", "computed"),
     [
-        ("flux", {}, "ulysses 2"),  # guidance is an input, so there is no second branch
-        ("sd3", {}, "cfg 2"),
-        ("wan", {"strategy": "kv_gather"}, "ulysses 2"),  # a named strategy needs ranks that share a sequence
-        ("flux, true guidance", {"native": False, "transport": "peer"}, "ulysses 2"),
-        ("perturbed pixart", {"strategy": "auto", "cfg": True}, "ulysses 2"),
-        ("sd3", {"cfg": False}, "ulysses 2"),
-        ("wan", {"cuts": WanTransformer3DModel._cp_plan, "strategy": "ring"}, "ring 2"),
+        ("flux", {}, "ulysses 2", True),  # guidance is an input, so there is no second branch
+        ("sd3", {}, "cfg 2", False),
+        ("wan", {"strategy": "kv_gather"}, "ulysses 2", False),  # a named strategy needs ranks that share a sequence
+        ("flux, true guidance", {"native": False, "transport": "peer"}, "ulysses 2", True),
+        ("perturbed pixart", {"strategy": "auto", "cfg": True}, "ulysses 2", False),
+        ("sd3", {"cfg": False}, "ulysses 2", False),
+        ("wan", {"cuts": WanTransformer3DModel._cp_plan, "strategy": "ring"}, "ring 2", True),
     ],
 )
-def test_the_planner_decides_on_what_is_not_given(ranks: Pool, name: str, options: dict[str, Any], mesh: str) -> None:
-    truth = true_picture(name, ranks.device)
-    for pictures, made in ranks.run(2, planned, name, options):
+def test_the_planner_decides_on_what_is_not_given(
+    ranks: Pool, name: str, options: dict[str, Any], mesh: str, computed: bool
+) -> None:
+    for pictures, made in ranks.run(2, planned, name, options, computed):
         assert made == mesh
-        assert (pictures - truth).abs().max() < TOLERANCE
+        assert (pictures is not None) is computed
+        if computed:
+            assert (pictures - true_picture(name, ranks.device)).abs().max() < TOLERANCE
 
 
 def test_negative_control_options_and_seeds_are_visible(ranks: Pool) -> None:
     def far(name: str, other: str) -> bool:
         return bool((true_picture(name, ranks.device) - true_picture(other, ranks.device)).abs().max() > VISIBLE)
 
-    assert far("flux", "flux, true guidance")
-    assert far("flux, true guidance", "a callback changes latents")
-    assert far("flux, true guidance", "interrupt")
-    assert far("wan", "guidance off, two calls")
-    assert far("wan", "another scheduler")
-    pipe = pipelines.flux()
-    assert (CASES["flux"].pictures(pipe) - CASES["flux"].pictures(pipe, rank=1)).abs().max() > VISIBLE
+    assert far("return_dict=False", "guidance off, two calls")
+    assert far("return_dict=False", "another scheduler")
+    pipe, plain = pipelines.flux(), replace(CASES["flux"], output="latent")
+    latents, guided = plain.pictures(pipe), replace(plain, arguments=NEGATIVE).pictures(pipe)
+    assert (latents - guided).abs().max() > VISIBLE
+    assert (latents - plain.pictures(pipe, rank=1)).abs().max() > VISIBLE
+    for name in ("a callback changes latents", "interrupt"):
+        assert (guided - true_picture(name, "cpu")).abs().max() > VISIBLE, name

@@ -25,14 +25,21 @@ BF16 = torch.bfloat16
 
 
 def rows_of(
-    rank: int, world: int, device: torch.device, fault: Fault, counts: tuple[int, ...], wish: Wish, size: int = 64
+    rank: int,
+    world: int,
+    device: torch.device,
+    fault: Fault,
+    counts: tuple[int, ...],
+    wish: Wish,
+    size: tuple[int, int] = (40, 40),
 ) -> list[Row]:
-    """Return the rows of all ways of computing one class with noise in each step."""
+    """Return the rows of all ways of computing one class with noise in each step, of 25 tokens if no size is given."""
     files, guidance, joined = Files.locate("builtin"), Guidance(4.0), Mesh.joined(device)
     mesh_of, model = meshes(joined), files.blueprint.build(BF16, device)
     pipeline = Pipeline(DistributedDiT(model, Mesh.single(device)), files, None)
-    request = pipeline.request(["3"], steps=2, guidance=guidance, size=(size, size), eta=1.0)
-    load = files.load_of([3], guidance.on, 2, BF16, (size, size))
+    steps = 2 if fault is none else 1  # faults show in the first
+    request = pipeline.request(["3"], steps=steps, guidance=guidance, size=size, eta=1.0)
+    load = files.load_of([3], guidance.on, 2, BF16, size)
     listed, _ = ways(joined, counts, mesh_of, wish, work_of(files.blueprint.config), load)
     with pytest.MonkeyPatch.context() as patch:
         fault(patch, rank)
@@ -43,7 +50,7 @@ GATHERED = Wish(strategy="kv_gather", axes={"cfg": 1}, transport="collective")
 
 
 def test_a_narrow_sum_is_found_also_on_one_rank(ranks: Pool) -> None:
-    rows = ranks.run(2, rows_of, narrow_sums, (2,), GATHERED, 128)[0]  # over few keys it shows little
+    rows = ranks.run(2, rows_of, narrow_sums, (2,), GATHERED, (128, 128))[0]  # over few keys it shows little
     assert [row.way.ulysses for row in rows] == [1, 2]
     assert all((row.finding or "").startswith("attention in blocks.") for row in rows)
 
@@ -65,13 +72,16 @@ def test_transports_of_one_layout_have_equal_bits_or_it_is_a_finding(ranks: Pool
 
 
 def test_no_correct_way_is_an_alarm(ranks: Pool) -> None:
-    rows = ranks.run(4, rows_of, none, (3, 4), Wish(axes={"cfg": 1}, transport="collective"))[0]
-    assert [str(row) for row in rows if row.finding is not None] == []
-    assert {row.way.strategy for row in rows} == set(strategies())
-    assert {row.way.sequence for row in rows} == {1, 3, 4}
-    assert all(row.verdict and 0.8 < row.verdict.ratio < 1.5 for row in rows)
-    for line, row in zip(table(rows).splitlines()[2:], rows[1:], strict=True):
-        assert ("one rank's" in line) is facts_of(row.way.strategy).moves_only, line
+    plain = Wish(axes={"cfg": 1}, transport="collective")
+    of_three = ranks.run(3, rows_of, none, (3,), plain)[0]
+    of_four = ranks.run(4, rows_of, none, (4,), replace(plain, strategy="usp"))[0]  # which takes two axes
+    assert {row.way.strategy for row in of_three + of_four} == set(strategies())
+    for world, rows in ((3, of_three), (4, of_four)):
+        assert [str(row) for row in rows if row.finding is not None] == []
+        assert {row.way.sequence for row in rows} == {1, world}
+        assert all(row.verdict and 0.8 < row.verdict.ratio < 1.5 for row in rows)
+        for line, row in zip(table(rows).splitlines()[2:], rows[1:], strict=True):
+            assert ("one rank's" in line) is facts_of(row.way.strategy).moves_only, line
 
 
 def overflow(patch: pytest.MonkeyPatch, rank: int) -> None:

@@ -21,7 +21,7 @@ from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 
-CLASSES, STEPS, SEED = ["cat", "rocket", "pizza"], 8, 3
+CLASSES, STEPS, SEED = ["cat", "rocket", "pizza"], 3, 3
 SAME_PSNR_DB = 60.0
 
 
@@ -76,7 +76,7 @@ def inside_diffusers(rank: int, world: int, device: torch.device, strategy: str)
     return diffusers_pictures(pipe)
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(1, "ulysses"), (2, "ulysses"), (3, "kv_gather"), (4, "usp")])
+@pytest.mark.parametrize(("world", "strategy"), [(2, "ulysses"), (3, "kv_gather")])
 def test_a_diffusers_pipeline_runs_sharded(ranks: Pool, theirs: Tensor, world: int, strategy: str) -> None:
     for images in ranks.run(world, inside_diffusers, strategy):
         assert psnr(images, theirs) > SAME_PSNR_DB
@@ -124,7 +124,7 @@ def decoded_alone(rank: int, world: int, device: torch.device) -> bool:
     return torch.equal(pipeline.decode(latents), alone.pictures(latents))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_decoding_on_all_ranks_changes_no_bit(ranks: Pool, world: int) -> None:
     assert ranks.run(world, decoded_alone) == [True] * world
 

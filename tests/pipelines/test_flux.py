@@ -73,10 +73,11 @@ def theirs(folder: Path, guidance: Guidance, device: str = "cpu", unipc: bool = 
     true = {"true_cfg_scale": guidance.scale, "negative_prompt": [NEGATIVE] * len(PROMPTS)} if guidance.on else {}
     sizes = {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": STEPS, "max_sequence_length": TEXT}
     given: Any = {"latents": latents.to(device), "guidance_scale": guidance.embedded or 0.0, **sizes, **true}
+    seen = list[Tensor]()
+    given["callback_on_step_end"] = lambda pipe, step, t, tensors: seen.append(tensors["latents"].cpu()) or tensors
     with StayDouble():
-        made: Any = [pipe(PROMPTS, **given, output_type=kind) for kind in ("latent", "pt")]
-    found, images = (each.images.cpu() for each in made)
-    return FluxPipeline._unpack_latents(found, *SIZE, 2), images
+        made: Any = pipe(PROMPTS, **given, output_type="pt")
+    return FluxPipeline._unpack_latents(seen[-1], *SIZE, 2), made.images.cpu()
 
 
 def ours(
@@ -105,12 +106,11 @@ DEV, SCHNELL, TRUE, BOTH = Guidance(1.0, embedded=3.5), Guidance(1.0), Guidance(
 @pytest.mark.parametrize(
     ("world", "layout", "guidance"),
     [
-        (1, ("ulysses", 1, 1), DEV),
         (1, ("ulysses", 1, 1), BOTH),
         (2, ("ulysses", 1, 1), SCHNELL),
         (2, ("ulysses", 2, 1), BOTH),
-        (2, ("ulysses", 1, 1), TRUE),
         (3, ("kv_first", 1, 1), DEV),
+        (3, ("ring", 1, 1), TRUE),
         (3, ("ulysses", 1, 3), DEV),
         (4, ("kv_gather", 2, 1), TRUE),
         (4, ("usp", 1, 1), DEV),
@@ -129,22 +129,19 @@ def test_pictures_are_those_of_diffusers(
     assert (truth[0] - truth[2]).abs().max() > 0.05  # one prompt, two pictures
 
 
-@pytest.mark.parametrize(
-    ("guidance", "change"),
-    [
-        (Guidance(2.0, embedded=3.0), {}),
-        (Guidance(2.1, embedded=3.5), {}),
-        (BOTH, {"negative": "old"}),
-        (BOTH, {"seed": SEED + 1}),
-    ],
-    ids=["embedded", "scale", "negative", "seed"],
-)
-def test_negative_control_what_is_asked_for_counts(
-    folders: Mapping[bool, Path], guidance: Guidance, change: Mapping[str, Any]
-) -> None:
-    folder, alone = folders[True], (0, 1, torch.device("cpu"))
-    latents, _ = ours(*alone, str(folder), ("ulysses", 1, 1), guidance, change)
-    assert (latents - theirs(folder, BOTH)[0]).abs().max() > 1e-4
+def test_negative_control_what_is_asked_for_counts(folders: Mapping[bool, Path]) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "embedded": {"guidance": Guidance(2.0, embedded=3.0)},
+        "scale": {"guidance": Guidance(2.1, embedded=3.5)},
+        "negative": {"negative": "old"},
+        "seed": {"seed": SEED + 1},
+    }
+    files, truth = replace(Files.locate(folders[True]), text_tokens=TEXT), theirs(folders[True], BOTH)[0]
+    asked: dict[str, Any] = {"guidance": BOTH, "negative": NEGATIVE, "seed": SEED, "steps": STEPS, "size": SIZE}
+    with StayDouble(), Pipeline.load(files, Mesh.single(), torch.float64, prompts=PROMPTS) as pipeline:
+        for name, change in changes.items():
+            latents = pipeline.latents(PROMPTS, **{**asked, **change})
+            assert (latents - truth).abs().max() > 1e-4, name
 
 
 def test_another_scheduler_follows_the_flow(folders: Mapping[bool, Path]) -> None:
@@ -227,7 +224,7 @@ def kept(rank: int, world: int, device: torch.device, folder: str) -> list[bool]
     others = {"prompts": ["the sea", "a dog", "the sea"], "guidance": Guidance(3.0, embedded=2.0), "negative": "blurry"}
     found = []
     with Pipeline.load(files, mesh, torch.float64) as pipeline:
-        for change in (others, {**first, "seed": 1}, {**others, "prompts": ["a dog"]}):
+        for change in (others, {**others, "prompts": ["a dog"], "seed": 1}):
             pipeline.latents(**first, steps=2, size=SIZE)
             again = pipeline.latents(**{**first, **change}, steps=2, size=SIZE)
             with Pipeline.load(files, mesh, torch.float64) as new:
@@ -235,9 +232,8 @@ def kept(rank: int, world: int, device: torch.device, folder: str) -> list[bool]
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_kept_run_serves_other_texts_and_scales(ranks: Pool, folders: Mapping[bool, Path], world: int) -> None:
-    assert ranks.run(world, kept, str(folders[True])) == [[True] * 3] * world
+def test_a_kept_run_serves_other_texts_and_scales(ranks: Pool, folders: Mapping[bool, Path]) -> None:
+    assert ranks.run(2, kept, str(folders[True])) == [[True] * 2] * 2
 
 
 def generated(rank: int, world: int, device: torch.device, folder: str) -> list[Any]:

@@ -89,21 +89,27 @@ def latents(rows: int, seed: int = 1) -> Tensor:
     return random((rows, *SHAPE), seed)
 
 
+def counts(world: int) -> list[int]:
+    """Return numbers of rows: one, which is decoded by strips, one for each rank, and one that few worlds divide."""
+    return sorted({1, 3, world})
+
+
 def calls(rank: int, world: int, device: torch.device, axes: dict[str, int], dtype: torch.dtype) -> list[Any]:
-    """Return decoded and encoded tensors, of rows from one to four, and the shapes that decoder and encoder got.
+    """Return decoded and encoded tensors, of the counts of rows, and the shapes that decoder and encoder got.
 
     Ranks other than 0 pass other inputs, which must not count.
     """
     vae = pipelines.decoder(1).to(device, dtype)
     made, found = MeshVAE.of(vae, make_mesh(device, **axes), "collective"), []
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        for rows in range(1, 5):
+        for rows in counts(world):
             given = (latents(rows) + rank).to(device, dtype)
             with seen(vae.decoder) as shapes:
                 found.append((made.decode(given).sample, sorted(set(shapes))))
             with seen(vae.encoder) as shapes:
                 found.append((made.encode(picture(rows).to(device, dtype) + rank)[0].mode(), sorted(set(shapes))))
-            assert (made.decode(given, return_dict=False)[0] - found[-2][0]).abs().max() < VISIBLE
+            if rows == 1:
+                assert (made.decode(given, return_dict=False)[0] - found[-2][0]).abs().max() < VISIBLE
         made.release()
         found.append((made.decode(latents(1).to(device, dtype)).sample, []))
     made.release()
@@ -128,8 +134,8 @@ def test_all_ranks_get_what_the_vae_alone_computes_of_rank_0s_input(
     ranks: Pool, world: int, axes: dict[str, int], dtype: torch.dtype, close: float
 ) -> None:
     vae = pipelines.decoder(1)
-    decoded = [vae.decode(latents(rows)).sample for rows in range(1, 5)]
-    encoded = [vae.encode(picture(rows)).latent_dist.mode() for rows in range(1, 5)]
+    decoded = [vae.decode(latents(rows)).sample for rows in counts(world)]
+    encoded = [vae.encode(picture(rows)).latent_dist.mode() for rows in counts(world)]
     truth = [x for pair in zip(decoded, encoded, strict=True) for x in pair] + decoded[:1]
     assert (
         decoded[0] - vae.decode(latents(1) + 1).sample
@@ -140,7 +146,8 @@ def test_all_ranks_get_what_the_vae_alone_computes_of_rank_0s_input(
     sharing = world // axes.get("data", 1)
     heights = {shape[0][2] for found in answers for _, shape in [found[0]]}
     assert sum(found[0][1][0][2] for found in answers[:sharing]) == SHAPE[1], heights  # one row: strips
-    assert all(found[2 * world - 2][1] == [(1, *SHAPE)] for found in answers)  # a row for each rank: whole, one by one
+    each = 2 * counts(world).index(world)  # a row for each rank: whole, one by one
+    assert all(found[each][1] == [(1, *SHAPE)] for found in answers)
 
 
 def tiled(rank: int, world: int, device: torch.device) -> list[Tensor]:

@@ -113,7 +113,7 @@ class FusedBlocks:
                 layers = [_layer(block, path) for path in paths]
                 if None in layers:  # some sizes of a model have none
                     continue
-                base = [adapters.base_of(layer) for layer in layers]
+                base: list[Any] = [adapters.base_of(layer) for layer in layers]
                 biases = [layer.bias for layer in base if layer.bias is not None]
                 matrices[name] = Matrix(adopt.rows([x.weight for x in base]), adopt.rows(biases) if biases else None)
                 if any(adapters.active(layer) for layer in layers):
@@ -163,13 +163,14 @@ class BlockHook(ModelHook):
 
     def compute(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns; by its own forward outside of a call, and while it is compiled."""
+        own: Any = self.fn_ref.original_forward
         if self.index is None or torch.compiler.is_compiling() or self._ranks.now is None or self._is_cast():
-            return self.fn_ref.original_forward(*args, **kwargs)
+            return own(*args, **kwargs)
         try:
             return self._function(self, module, *args, **kwargs)
         except DeclinedError as reason:
             self._ranks.say(f"diffusers' own {type(module).__name__} computes this call, because {reason}")
-        return self.fn_ref.original_forward(*args, **kwargs)
+        return own(*args, **kwargs)
 
     def attend(self, streams: Sequence[Stream], beside: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
         """See `seqpar.types.fused.BlockCall`."""
@@ -235,7 +236,7 @@ def _why_not(block: nn.Module) -> str | None:
     """Return why the weights of a block, or what else is on it, are not for a function; None if they are."""
     if block._compiled_call_impl is not None:
         return "they are compiled"
-    first = next(block.parameters())
+    first, dtypes = next(block.parameters()), set[torch.dtype]()
     for _, one in adapters.without_adapters(block):
         for layer in filter(adapters.active, one.children()):
             if (reason := adapters.why_not_merge(layer)) is not None:
@@ -247,7 +248,8 @@ def _why_not(block: nn.Module) -> str | None:
                 return f"a weight is a {type(weight).__name__} of {weight.dtype}, as in a quantised model"
             if weight.device != first.device or weight.device.type == "meta":
                 return "weights are not all on one device"
-    return None
+            dtypes |= {weight.dtype} if isinstance(one, nn.Linear) else set()
+    return None if len(dtypes) == 1 else "linear layers have different dtypes"
 
 
 def _merged(layers: Sequence[Any], own: Matrix, scale: float, room: Matrix | None) -> Matrix:
@@ -256,7 +258,7 @@ def _merged(layers: Sequence[Any], own: Matrix, scale: float, room: Matrix | Non
     bias_F = None if own.bias is None else _room(own.bias, None if room is None else room.bias)
     start = 0
     for layer in layers:
-        base = adapters.base_of(layer)
+        base: Any = adapters.base_of(layer)
         rows = slice(start, start + len(base.weight))
         active = bool(adapters.active(layer))
         weight, bias = adapters.merged(layer, scale) if active else (base.weight, None)

@@ -165,8 +165,8 @@ class Installed:
         """Put the hooks of blocks inside of all others; what they are around is the block's own forward."""
         for block, hook in self.fused.hooks.items():
             _register_innermost(HookRegistry.check_if_exists_or_initialize(block), hook, FUSED)
-            hook.fn_ref.original_forward = hook.fn_ref.forward
-            hook.fn_ref.forward = partial(hook.compute, block)
+            calls: Any = hook.fn_ref
+            calls.original_forward, calls.forward = calls.forward, partial(hook.compute, block)
 
     def remove(self) -> None:
         """Take off hooks and attention; modules get their own processors back, with settings that were changed."""

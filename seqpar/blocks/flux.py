@@ -139,7 +139,8 @@ def _check(options: dict[str, Any] | None) -> None:
 def _rotary(call: BlockCall, rows: tuple[Tensor, Tensor], x_BlE: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (l, D/2) of rows (l, D) that hold each number twice, once a forward."""
     dtype = state_dtype(x_BlE.dtype)
-    return call.once("rotary", rows, lambda: tuple(part[:, 0::2].to(dtype).contiguous() for part in rows))
+    cos, sin = call.once("rotary", rows, lambda: [part[:, 0::2].to(dtype).contiguous() for part in rows])
+    return cos, sin
 
 
 def _prepare(q_norm: Any, k_norm: Any, cos_lD2: Tensor, sin_lD2: Tensor) -> Prepare:

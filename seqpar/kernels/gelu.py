@@ -39,12 +39,13 @@ There it is faster than product and kernel (docs/benchmarks/2026-11-20-h200-tune
 the number of rows (tested)."""
 
 
-def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor, *, exact: bool = False) -> Tensor:
+def linear_gelu(x_BlE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, *, exact: bool = False) -> Tensor:
     """Return GELU of x W^T + bias; the product is rounded before GELU, unless its shape is in `EPILOGUE`.
 
     exact: see `bias_gelu`.
     """
-    if not exact and x_BlE.dtype in (torch.bfloat16, torch.float16) and fused(x_BlE, weight_FE, bias_F):
+    narrow = x_BlE.dtype in (torch.bfloat16, torch.float16)
+    if bias_F is not None and narrow and not exact and fused(x_BlE, weight_FE, bias_F):
         capability = torch.cuda.get_device_capability(x_BlE.device)
         if (capability, *weight_FE.shape) in EPILOGUE:
             return linear_epilogue(x_BlE, weight_FE, bias_F)

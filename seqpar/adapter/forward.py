@@ -114,7 +114,7 @@ class Ranks:
         axis = self.axis
         if axis.size == 1:
             return [make(index) for index in range(len(widths))]
-        unit, parts = gcd(*widths), _shares(widths, axis.size)
+        unit, parts = gcd(*widths), shares(widths, axis.size)
         products = [make(index) for index in range(len(widths))[parts[axis.rank]]]
         like = products[0] if products else make(0)[:, :0]
         mine_lRC = torch.cat(products or [like], dim=1).unflatten(1, (-1, unit)).movedim(1, 0)
@@ -148,7 +148,7 @@ class Ranks:
         return other
 
 
-def _shares(widths: Sequence[int], parts: int) -> list[slice]:
+def shares(widths: Sequence[int], parts: int) -> list[slice]:
     """Return neighbouring results for each of some ranks, so that their widths add up to about the same."""
     ends, total = [sum(widths[: index + 1]) for index in range(len(widths))], sum(widths)
     # a result belongs to the part in which its middle lies

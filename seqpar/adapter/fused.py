@@ -161,9 +161,8 @@ class BlockHook(ModelHook):
         """See `seqpar.types.fused.BlockCall`."""
         return self.every[self.index or 0]
 
-    def compute(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return what the block returns; by its own forward outside of a call, and while it is compiled."""
-        own: Any = self.fn_ref.original_forward
+    def compute(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what the block returns; by `own`, its forward, outside of a call, and while it is compiled."""
         if self.index is None or torch.compiler.is_compiling() or self._ranks.now is None or self._is_cast():
             return own(*args, **kwargs)
         try:

@@ -166,7 +166,8 @@ class Installed:
         for block, hook in self.fused.hooks.items():
             _register_innermost(HookRegistry.check_if_exists_or_initialize(block), hook, FUSED)
             calls: Any = hook.fn_ref
-            calls.original_forward, calls.forward = calls.forward, partial(hook.compute, block)
+            own = calls.original_forward = calls.forward  # kept by the partial: a user's forward may call an old one
+            calls.forward = partial(hook.compute, own, block)
 
     def remove(self) -> None:
         """Take off hooks and attention; modules get their own processors back, with settings that were changed."""

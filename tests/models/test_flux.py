@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from seqpar import DistributedDiT
+from seqpar.adapter.forward import shares
 from seqpar.local import reference
 from seqpar.models import flux
-from seqpar.models._flux_conditioning import shares
 from seqpar.ranks.mesh import Mesh
 from seqpar.ranks.shard import JointShard, Shard
 from seqpar.weights.find import from_diffusers, locate

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,6 +55,15 @@ def work_of(module: nn.Module) -> Work:
         table=6 * width,
         live=12 * width,
     )
+
+
+def fused_work(module: nn.Module) -> Work:
+    """Return `work_of` with blocks whose functions (`seqpar.blocks`) leave q, k and v to attention, and gate and norm
+    in one pass.
+    """
+    work = work_of(module)
+    passes = (4 * work.width, 4 * work.width)
+    return replace(work, blocks=tuple(replace(block, given=False, passes=passes) for block in work.blocks))
 
 
 def native_work(module: Any) -> Work:

@@ -87,9 +87,9 @@ def parallelize(
     """Make a diffusers pipeline or transformer compute on the ranks of a mesh, in place, and return it.
 
     mesh, strategy, local, transport: the caller's choices; the planner decides once on those that are None or "auto".
-    native: whether a model of this package may compute on the transformer's weights, which is faster. cuts: where the
-    tokens of a transformer are split, as `seqpar.adapter.cuts.Cuts` or diffusers' `_cp_plan`; None takes what is known
-    of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto" prints why;
+    native: whether a model or blocks of this package may compute on the transformer's weights, which is faster. cuts:
+    where the tokens of a transformer are split, as `seqpar.adapter.cuts.Cuts` or diffusers' `_cp_plan`; None takes what
+    is known of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto" prints why;
     "tiled" is diffusers' tiling, which has seams. cfg: whether ranks may compute both branches of guidance at once.
     Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all ranks.
     """
@@ -263,6 +263,6 @@ def _capture(mesh: Mesh, body: Body) -> Capture | None:
 
 
 def _summary(module: nn.Module, body: Body, mesh: Mesh, plan: Plan) -> str:
-    by = type(body).__module__.rpartition(".")[2]
+    by = body.told()["computation"]
     how = f"{plan.strategy.name} by {plan.transport.name}, " if mesh.sequence.size > 1 else ""
     return f"seqpar: {type(module).__name__} runs on {mesh} ({by}; {how}attention {plan.local.name})"

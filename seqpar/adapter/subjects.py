@@ -13,6 +13,7 @@ from seqpar.adapter import native as native_body
 from seqpar.adapter.call import Call
 from seqpar.adapter.cuts import Cuts
 from seqpar.adapter.foreign import look
+from seqpar.adapter.fused import blocks_of
 from seqpar.adapter.sharing import Wished
 from seqpar.adapter.table import cuts_of
 from seqpar.planner.plan import Plan, make
@@ -103,7 +104,8 @@ def planned(
     module = next(iter(modules.values()))
     dtype = estimate.dtype_of(module)
     ours = native and native_body.why_not(module) is None
-    work = estimate.native_work(module) if ours else estimate.work_of(module)
+    of_own = estimate.fused_work if native and blocks_of(module) else estimate.work_of
+    work = estimate.native_work(module) if ours else of_own(module)
     load = estimate.load_of(module, dtype, guided, work.joined)
     return make(work, load, dtype, mesh or Mesh.joined(), wish, mesh)
 

@@ -246,7 +246,10 @@ def small() -> Any:
 
 def test_the_module_stays_diffusers_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     module = small()
-    assert capfd.readouterr().out == "seqpar: FluxTransformer2DModel runs on one rank (generic; attention sdpa)\n"
+    assert (
+        capfd.readouterr().out
+        == "seqpar: FluxTransformer2DModel runs on one rank (by its own modules; attention sdpa)\n"
+    )
     assert type(module).__name__ == "FluxTransformer2DModel"
     assert module.config.num_layers == module.config["num_layers"] == 2
     assert (module.dtype, module.device.type) == (torch.float64, "cpu")

@@ -44,6 +44,10 @@ def test_published_transformers(
     picks = {world: search(work, run, world, Wish(), H200, "peer", None).best.strategy for world in (2, 4)}
     assert "kv_first" not in picks.values()
     assert picks[4] == "ulysses"
+    fused = estimate.fused_work(module)
+    assert fused.step(1, tokens).flops == work.step(1, tokens).flops
+    picks = {world: search(fused, run, world, Wish(), H200, "peer", None).best.strategy for world in (2, 4)}
+    assert "kv_first" in picks.values()  # which sends keys while another projection runs
     if kind == "FluxTransformer2DModel":
         joined = estimate.native_work(module).joined
         run = estimate.load_of(module, torch.bfloat16, False, joined)

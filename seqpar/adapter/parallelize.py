@@ -90,8 +90,8 @@ def parallelize(
     native: whether a model or blocks of this package may compute on the transformer's weights, which is faster. cuts:
     where the tokens of a transformer are split, as `seqpar.adapter.cuts.Cuts` or diffusers' `_cp_plan`; None takes what
     is known of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto"
-    prints why; "tiled" is diffusers' tiling, which has seams. cfg: whether ranks may compute both branches of guidance at once.
-    Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all ranks.
+    prints why; "tiled" is diffusers' tiling, which has seams. cfg: whether ranks may compute both branches of guidance
+    at once. Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all ranks.
     """
     modules, ranks = transformers_of(pipe_or_transformer), mesh or Mesh.joined()
     where = ranks.together(lambda: all_checked(pipe_or_transformer, modules, cuts, vae, cfg, mesh))

@@ -1,12 +1,13 @@
 """A double block: two streams, text and image, with their own layers of the same form, which attend to both.
 
-Each stream has adaLN before attention and before its MLP with GELU, and a gate after each. Families that have such
+Each stream has adaLN before attention and before its MLP, and a gate after each. Families that have such
 blocks name their matrices "text ..." and "image ..." with the words below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +16,23 @@ from torch import Tensor
 from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.models._layers import product
-from seqpar.types.fused import BlockCall, added
-from seqpar.types.protocols import Prepare, Projected
+from seqpar.types.fused import BlockCall, DeclinedError, Matrix, added
+from seqpar.types.protocols import Prepare, Projected, state_dtype
 
 NAMES = ("text", "image")
 LARGEST = 65504.0  # in fp16, to which diffusers clips what a block returns
 
 Rows = tuple[Tensor, ...]
 """Of one stream of one block: six vectors (B, E), shift, scale and gate of attention, then of the MLP."""
+
+
+MLP = Callable[[Matrix, Matrix, Tensor], Tensor]
+"""Computes an MLP of its two layers and its input (B, l, E)."""
+
+
+def gelu_mlp(up: Matrix, down: Matrix, h_BlE: Tensor) -> Tensor:
+    """Return an MLP with GELU, (B, l, E)."""
+    return down(linear_gelu(h_BlE, *up))
 
 
 def modulations(call: BlockCall, temb_BE: Tensor, names: Sequence[str], vectors: int) -> list[list[Rows]]:
@@ -45,6 +55,7 @@ def two_streams(
     prepares: Sequence[Prepare],
     heads: int,
     norm: Norm,
+    mlp: MLP = gelu_mlp,
 ) -> tuple[Tensor, Tensor]:
     """Return text (B, l', E) and image (B, l, E) after a block. every: the rows of all blocks, for each stream."""
     mine, inputs = every[call.index], []
@@ -59,21 +70,28 @@ def two_streams(
     )
     after = every[call.index + 1] if call.index + 1 < len(every) else (None, None)
     text, image = (
-        _finished(call, name, x, out, rows, following, norm)
+        _finished(call, name, x, out, rows, following, norm, mlp)
         for name, x, out, rows, following in zip(NAMES, streams, outs, mine, after, strict=True)
     )
     return text, image
 
 
 def _finished(
-    call: BlockCall, name: str, x_BlE: Tensor, out_BlHD: Tensor, rows: Rows, following: Rows | None, norm: Norm
+    call: BlockCall,
+    name: str,
+    x_BlE: Tensor,
+    out_BlHD: Tensor,
+    rows: Rows,
+    following: Rows | None,
+    norm: Norm,
+    mlp: MLP,
 ) -> Tensor:
     """Return a stream after attention and MLP. following: the rows of the next block, whose input is left for it."""
     _, _, gate, shift_mlp, scale_mlp, gate_mlp = rows
     up, down = call.matrices[f"{name} up"], call.matrices[f"{name} down"]
     branch = call.matrices[f"{name} out"](out_BlHD.flatten(2))
     x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, norm)
-    branch = down(linear_gelu(h, *up))
+    branch = mlp(up, down, h)
     if following is None:
         return bounded(added(x, gate_mlp, branch))
     x, h = gate_norm_modulate(x, gate_mlp, branch, following[0], following[1], norm)
@@ -85,3 +103,21 @@ def _finished(
 def bounded(x_BlE: Tensor) -> Tensor:
     """Return x, in fp16 without infinities."""
     return x_BlE.clip(-LARGEST, LARGEST) if x_BlE.dtype == torch.float16 else x_BlE
+
+
+def by_head(q_norm: Any, k_norm: Any, cos_lD2: Tensor, sin_lD2: Tensor) -> Prepare:
+    """Return the preparation of q and k: RMSNorm of each head, then rotary on neighbouring pairs."""
+    return Prepare("rms", True, q_norm.eps, q_norm.weight, None, k_norm.weight, None, cos_lD2, sin_lD2)
+
+
+def pairs(call: BlockCall, rows: tuple[Tensor, Tensor], x_BlE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (l, D/2) of rotary rows (l, D) that hold each number twice, made once a forward."""
+    dtype = state_dtype(x_BlE.dtype)
+    cos, sin = call.once("rotary", rows, lambda: [part[:, 0::2].to(dtype).contiguous() for part in rows])
+    return cos, sin
+
+
+def checked(options: dict[str, Any] | None) -> None:
+    """Decline arguments that diffusers would pass on to a processor."""
+    if options:
+        raise DeclinedError(f"attention has the arguments {', '.join(options)}")

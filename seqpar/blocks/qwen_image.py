@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.blocks._double import NAMES, modulations, two_streams
+from seqpar.blocks._double import NAMES, by_head, checked, modulations, two_streams
 from seqpar.kernels.adaln import Norm
-from seqpar.types.fused import BlockCall, DeclinedError, Fused
-from seqpar.types.protocols import Prepare
+from seqpar.types.fused import BlockCall, Fused
 
 STREAMS = {"QwenImageTransformerBlock": NAMES}
 PRODUCTS = {
@@ -57,20 +56,14 @@ def double(
     temb: (B, E). image_rotary_emb: of the image and of the text, complex rows (l, D/2). The text's mask is not read:
     attention has that of the transformer's call.
     """
-    if joint_attention_kwargs:
-        raise DeclinedError(f"attention has the arguments {', '.join(joint_attention_kwargs)}")
+    checked(joint_attention_kwargs)
     names = [f"{name} modulation" for name in NAMES]
     every = call.once("modulation", temb, lambda: modulations(call, temb, names, 6))
     image, text = call.once("rotary", image_rotary_emb, lambda: [_real(rows) for rows in image_rotary_emb])
     attn = block.attn
-    prepares = _prepare(attn.norm_added_q, attn.norm_added_k, *text), _prepare(attn.norm_q, attn.norm_k, *image)
+    prepares = by_head(attn.norm_added_q, attn.norm_added_k, *text), by_head(attn.norm_q, attn.norm_k, *image)
     norm = Norm("layer", block.img_norm1.eps)
     return two_streams(call, (encoder_hidden_states, hidden_states), every, prepares, attn.heads, norm)
-
-
-def _prepare(q_norm: Any, k_norm: Any, cos_lD2: Tensor, sin_lD2: Tensor) -> Prepare:
-    """Return RMSNorm of each head, then rotary on neighbouring pairs."""
-    return Prepare("rms", True, q_norm.eps, q_norm.weight, None, k_norm.weight, None, cos_lD2, sin_lD2)
 
 
 def _real(rows_lD2: Tensor) -> tuple[Tensor, Tensor]:

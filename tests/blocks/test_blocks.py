@@ -30,7 +30,7 @@ from tests.support.pool import Pool
 TOLERANCE = 1e-12
 ROUNDED = 1e-6
 VISIBLE = 1e-3
-KINDS = {"FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel"}
+KINDS = {"FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel"}
 DECLINED = {
     "qwen_edit": "zero_cond_t gives the tokens of reference images another timestep",
     "wan2.2": "each token has a timestep of its own",

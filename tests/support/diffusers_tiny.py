@@ -169,6 +169,13 @@ def wan_like_lengths(batch: int) -> Inputs:
     return {**wan(batch), "encoder_hidden_states": random((batch, 15, 24), 2)}
 
 
+def wan_with_picture(batch: int) -> Inputs:
+    """Return a video, the features of a picture, and the 512 text tokens that the attention to both counts on."""
+    features = random((batch, 5, 16), 3)
+    text = random((batch, 512, 24), 2)
+    return {**wan(batch), "encoder_hidden_states": text, "encoder_hidden_states_image": features}
+
+
 def sd3(batch: int) -> Inputs:
     return {
         "hidden_states": random((batch, 4, 6, 10), 1),
@@ -323,6 +330,7 @@ WAN = {
     "num_layers": 2,
     "rope_max_seq_len": 32,
 }
+WAN_I2V = {**WAN, "image_dim": 16, "added_kv_proj_dim": 60, "cross_attn_norm": False}
 SD3 = {
     "sample_size": 16,
     "in_channels": 4,
@@ -444,6 +452,7 @@ MODELS = {
     "qwen_edit": Tiny("QwenImageTransformer2DModel", {**QWEN, "zero_cond_t": True}, qwen_edit),
     "wan": Tiny("WanTransformer3DModel", WAN, wan),
     "wan_like_lengths": Tiny("WanTransformer3DModel", WAN, wan_like_lengths),
+    "wan_i2v": Tiny("WanTransformer3DModel", WAN_I2V, wan_with_picture),
     "wan2.2": Tiny("WanTransformer3DModel", WAN, wan22),
     "chronoedit": Tiny("ChronoEditTransformer3DModel", WAN, wan),
     "sd3": Tiny("SD3Transformer2DModel", {**SD3, "dual_attention_layers": ()}, sd3, batch=3),

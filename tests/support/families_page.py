@@ -18,6 +18,7 @@ BEGIN, END = "<!-- families: python -m tests.support.families_page --write -->\n
 FAMILIES = (
     ("qwen_image", "Qwen-Image", "qwen-image", "edit models with `zero_cond_t`"),
     ("wan", "Wan 2.1, 2.2 (text, image)", "wan2.1-14b", "a timestep for each token (TI2V); VACE"),
+    ("flux2", "FLUX.2 (dev, klein)", "flux.2-dev", "reference images with a key cache (refused)"),
     ("flux", "FLUX.1 with ControlNets", "flux.1-dev", "IP-adapters; without a ControlNet the native model computes"),
 )
 HEAD = "| file | models | GPUs | ms a call | x ceiling | best other way | commit | diffusers' own blocks compute |"

@@ -1,0 +1,50 @@
+"""A parallel block: attention and MLP side by side, from the same input into the same gated branch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.blocks._double import Rows, bounded
+from seqpar.kernels.adaln import Norm, gate_norm_modulate
+from seqpar.types.fused import BlockCall, Matrix, added
+from seqpar.types.protocols import Given, Prepare
+
+
+def branch(
+    call: BlockCall,
+    h_BlE: Tensor,
+    how: Prepare,
+    heads: int,
+    qkv: Matrix,
+    activated: Callable[[Tensor], Tensor],
+    out: Matrix,
+) -> Tensor:
+    """Return the branch (B, l, E). activated: the MLP's hidden layer. out: the columns of attention, then of the MLP.
+
+    The MLP does not read attention's output, so it runs while keys and values travel. Its product and that of
+    attention's output add up in one buffer, so the two inputs are never concatenated.
+    """
+    width = len(out.weight)
+    q, k, v = qkv(h_BlE).unflatten(-1, (3, heads, -1)).unbind(2)
+    inner = q.shape[2] * q.shape[3]
+    of_attention, of_mlp = out.weight[:, :inner], out.weight[:, inner:]
+    made: list[Tensor] = []
+    (attended,) = call.attend(
+        [Given(q, k, v, how)], beside=lambda: made.append(F.linear(activated(h_BlE), of_mlp, out.bias))
+    )
+    (branch_BlE,) = made
+    branch_BlE.view(-1, width).addmm_(attended.reshape(-1, inner), of_attention.t())
+    return branch_BlE
+
+
+def following(
+    x_BlE: Tensor, gate_BE: Tensor, branch_BlE: Tensor, after: Sequence[Rows], norm: Norm
+) -> tuple[Tensor, Tensor | None]:
+    """Return x + gate * branch, and the next block's input that is made of it. after: the rows of the next blocks."""
+    if not after:
+        return bounded(added(x_BlE, gate_BE, branch_BlE)), None
+    x, h = gate_norm_modulate(x_BlE, gate_BE, branch_BlE, after[0][0], after[0][1], norm)
+    return bounded(x), h

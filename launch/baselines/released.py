@@ -131,6 +131,23 @@ def flux_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any
     return made | guidance
 
 
+def flux2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return packed latents, text, timestep, guidance and ids of four axes as `Flux2Pipeline` passes them."""
+    rows, columns = model.size
+    image = random(1, rows * columns, model.config["in_channels"])
+    images, texts = torch.zeros(1, rows, columns, 4), torch.zeros(1, model.text, 4)
+    images[..., 1], images[..., 2] = torch.arange(rows)[:, None], torch.arange(columns)
+    texts[..., 3] = torch.arange(model.text)
+    return {
+        "hidden_states": image,
+        "encoder_hidden_states": random(1, model.text, model.config["joint_attention_dim"]),
+        "timestep": torch.full((1,), 0.5).to(image),
+        "img_ids": images.flatten(1, 2).to(image.device),
+        "txt_ids": texts.to(image.device),
+        "guidance": torch.full((1,), 4.0, device=image.device),
+    }
+
+
 def qwen_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
     """Return packed latents, text without padding, timestep and shapes as `QwenImagePipeline` passes them."""
     image = random(1, model.tokens, model.config["in_channels"])
@@ -165,6 +182,17 @@ FLUX: Mapping[str, Any] = {
     "joint_attention_dim": 4096,
     "pooled_projection_dim": 768,
     "guidance_embeds": True,
+}
+FLUX2: Mapping[str, Any] = {
+    "patch_size": 1,
+    "in_channels": 128,
+    "num_layers": 8,
+    "num_single_layers": 48,
+    "attention_head_dim": 128,
+    "num_attention_heads": 48,
+    "joint_attention_dim": 15360,
+    "mlp_ratio": 3.0,
+    "axes_dims_rope": (32, 32, 32, 32),
 }
 QWEN: Mapping[str, Any] = {
     **JOINT,
@@ -202,6 +230,15 @@ RELEASED: Mapping[str, Released] = {
             512,
             flux_inputs,
             {**NARROW, "num_single_layers": 2, "pooled_projection_dim": 8},
+        ),
+        Released(
+            "flux.2-dev",
+            "Flux2Transformer2DModel",
+            FLUX2,
+            squarest(4096),
+            512,
+            flux2_inputs,
+            {**NARROW, "num_single_layers": 2, "axes_dims_rope": (4, 4, 4, 4)},
         ),
         Released(
             "qwen-image",

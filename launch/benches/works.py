@@ -16,6 +16,8 @@ def work_of_call(model: Released) -> Work:
         return wan_work(model.config, model.text)
     if model.theirs == "QwenImageTransformer2DModel":
         return qwen_work(model.config)
+    if model.theirs == "Flux2Transformer2DModel":
+        return flux2_work(model.config)
     recognised = flux.recognise({}, {**model.config, "_class_name": model.theirs})
     assert recognised is not None
     return flux.work(recognised[0])
@@ -44,6 +46,35 @@ def qwen_work(config: Mapping[str, Any]) -> Work:
         live=11 * width,
         text=((config["joint_attention_dim"], width),),
         conditioning=((256, width), (width, width), (width, 2 * width)),
+    )
+
+
+def flux2_work(config: Mapping[str, Any]) -> Work:
+    """Return the operations of FLUX.2: double blocks, then parallel ones, with SwiGLU and one modulation for all."""
+    heads, dim = config["num_attention_heads"], config["attention_head_dim"]
+    width, hidden = heads * dim, int(heads * dim * config["mlp_ratio"])
+    gemms = ((width, 3 * width), (width, width), (width, 2 * hidden), (hidden, width))
+    doubles = Blocks(config["num_layers"], gemms, (4 * width, 4 * width, 3 * hidden), (gemms,))
+    singles = Blocks(
+        count=config["num_single_layers"],
+        gemms=((width, 3 * width), (width, 2 * hidden), (width + hidden, width)),
+        passes=(6 * width, 3 * hidden),
+        beside=((width, 2 * hidden), (hidden, width)),
+    )
+    sines = ((256, width), (width, width)) * 2
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(doubles, singles),
+        prepares=True,
+        once=((config["in_channels"], width), (width, config["in_channels"])),
+        table=(6 + 6 + 3 + 2) * width,
+        live=12 * width,
+        text=((config["joint_attention_dim"], width),),
+        conditioning=(*sines, *((width, n * width) for n in (6, 6, 3, 2))),
+        guided=False,
     )
 
 

@@ -130,7 +130,7 @@ def test_plain_ulysses_is_attention_over_all_tokens(cpus: Pool) -> None:
 def test_calls_compute_what_diffusers_computes(benched: Callable[..., list[Line]], model: str) -> None:
     lines = benched("calls", "--model", model, "--strategy", "ulysses", *QUICK)
     ours = [line for line in lines if line["case"]["kind"] == "ours"]
-    assert len(ours) == (3 if model == "flux.1-dev" else 2)
+    assert len(ours) == 3
     assert all(line["error"] < 1e-4 and line["over"] > 0 for line in ours)
     assert all("expected GPUs" in line["refused"] for line in lines if line not in ours)
 

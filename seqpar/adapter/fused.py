@@ -236,10 +236,14 @@ def _why_not(block: nn.Module) -> str | None:
     if block._compiled_call_impl is not None:
         return "they are compiled"
     first, dtypes = next(block.parameters()), set[torch.dtype]()
+    kind = type(block).__name__
+    known = {path for paths in families()[kind].PRODUCTS[kind].values() for path in paths}
+    for path, layer in adapters.layers(block):
+        if adapters.active(layer) and path not in known:
+            return f"an adapter is on {path}, which no product of theirs is made of"
+        if adapters.active(layer) and (reason := adapters.why_not_merge(layer)) is not None:
+            return reason
     for _, one in adapters.without_adapters(block):
-        for layer in filter(adapters.active, one.children()):
-            if (reason := adapters.why_not_merge(layer)) is not None:
-                return reason
         for weight in one._parameters.values():
             if weight is None:
                 continue

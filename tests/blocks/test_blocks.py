@@ -258,6 +258,21 @@ def test_adapters_are_merged(ranks: Pool, world: int, name: str) -> None:
             assert computation == f"{count} blocks by fused kernels"
 
 
+def test_an_adapter_that_no_product_reads_is_left_to_diffusers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.delitem(families()["WanTransformerBlock"].PRODUCTS["WanTransformerBlock"], "down")
+    module, whole = MODELS["wan"].build(), MODELS["wan"].build()
+    for one in (module, whole):
+        one.add_adapter(LoraConfig(r=3, target_modules=["net.2"], init_lora_weights=False), "a")
+        one.double()
+    whole.load_state_dict(module.state_dict())
+    body = body_of(module, 1, device, "ulysses", fused=True)
+    with StayDouble():
+        got = flat(body(MODELS["wan"].arguments(device)))
+    assert error(got, MODELS["wan"].whole(whole)) < TOLERANCE
+    assert body.told()["computation"].startswith("0 blocks by fused kernels, 2 by its own modules, because an adapter")
+
+
 def test_the_table_of_families_is_that_of_the_result_lines() -> None:
     """And it has a row for every file of the folder."""
     assert families_page.written() == families_page.PAGE.read_text()

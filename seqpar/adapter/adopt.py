@@ -86,7 +86,7 @@ def merge(
             if value is not None:
                 ours, mine = where[f"{path}.{kind}"]
                 if ours not in merged:
-                    merged[ours] = _copy(model.get_parameter(ours), before.get(ours))
+                    merged[ours] = copied_into(model.get_parameter(ours), before.get(ours))
                 merged[ours][mine].copy_(value)
     for name, tensor in merged.items():
         put(model, name, tensor)
@@ -104,7 +104,8 @@ def _rows_of(holders: Mapping[str, Holder], keys: KeyMap) -> dict[str, tuple[str
     return where
 
 
-def _copy(like: Tensor, room: Tensor | None) -> Tensor:
+def copied_into(like: Tensor, room: Tensor | None) -> Tensor:
+    """Return a copy of a tensor, in the memory that is there already if it fits."""
     fits = room is not None and (room.shape, room.dtype, room.device) == (like.shape, like.dtype, like.device)
     copied = room if fits and room is not None else torch.empty_like(like)
     return copied.copy_(like)

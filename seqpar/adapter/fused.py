@@ -28,6 +28,7 @@ from seqpar.types.fused import DeclinedError, Matrices, Matrix
 from seqpar.types.protocols import Stream, plugin, plugins
 
 T = TypeVar("T")
+HOME = "diffusers.models."  # where classes are defined whose arithmetic and construction functions know
 
 
 @cache
@@ -40,9 +41,8 @@ def families() -> dict[str, ModuleType]:
 def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (path, block) of a transformer's blocks for which there is a function, if also not for these ones."""
     every = ((path, one, type(one)) for path, one in adapters.without_adapters(module))
-    home = "diffusers.models."
     return [
-        (path, one) for path, one, kind in every if kind.__name__ in families() and kind.__module__.startswith(home)
+        (path, one) for path, one, kind in every if kind.__name__ in families() and kind.__module__.startswith(HOME)
     ]
 
 
@@ -51,6 +51,7 @@ class FusedBlocks:
 
     def __init__(self, module: nn.Module, ranks: Ranks, on: bool) -> None:
         self._module, self._ranks, self._on = module, ranks, on
+        self._every: list[tuple[str, nn.Module]] = []
         self._copies: dict[tuple[nn.Module, str], Matrix] = {}
         self.scale = 1.0
         self.hooks: dict[nn.Module, BlockHook] = {}
@@ -73,7 +74,7 @@ class FusedBlocks:
 
         additions: what others have put onto the transformer's modules. attention: attention module -> what splits it.
         """
-        every = blocks_of(self._module) if self._on else []
+        every = self._every = blocks_of(self._module) if self._on else []
         self.hooks = {one: self.hooks.get(one) or BlockHook(one, self._ranks) for _, one in every}
         self.reasons = _reasons(self._module, every, additions) if every else {}
         for path, one in every:
@@ -89,7 +90,7 @@ class FusedBlocks:
     def _take_weights(self) -> None:
         """Let every block that fits compute with its weights, and the adapters on them, as they are now."""
         blocks: dict[str, list[nn.Module]] = {type(one).__name__: [] for one in self.hooks}
-        for path, one in blocks_of(self._module) if self._on else ():
+        for path, one in self._every:
             if path in self.reasons:
                 self.hooks[one].take((), (), None)
             else:
@@ -215,6 +216,8 @@ def _reasons(
     module: nn.Module, every: Sequence[tuple[str, nn.Module]], additions: Sequence[Addition]
 ) -> dict[str, str]:
     """Return path -> reason for the blocks that no function may compute."""
+    if not type(module).__module__.startswith(HOME):
+        return {path: f"{type(module).__name__} is no class of diffusers" for path, _ in every}
     known = [*plain.differences(module), *_of_additions(additions, {path for path, _ in every})]
     reasons = {}
     for path, one in every:
@@ -257,27 +260,19 @@ def _why_not(block: nn.Module) -> str | None:
 
 def _merged(layers: Sequence[Any], own: Matrix, scale: float, room: Matrix | None) -> Matrix:
     """Return a copy of a matrix with the active adapters of its layers, computed in fp32 and rounded once."""
-    weight_FE = _room(own.weight, None if room is None else room.weight)
-    bias_F = None if own.bias is None else _room(own.bias, None if room is None else room.bias)
+    weight_FE = adopt.copied_into(own.weight, None if room is None else room.weight)
+    bias_F = None if own.bias is None else adopt.copied_into(own.bias, None if room is None else room.bias)
     start = 0
     for layer in layers:
         base: Any = adapters.base_of(layer)
         rows = slice(start, start + len(base.weight))
-        active = bool(adapters.active(layer))
-        weight, bias = adapters.merged(layer, scale) if active else (base.weight, None)
-        weight_FE[rows].copy_(weight)
-        if bias_F is not None:
-            bias_F[rows].copy_(base.bias if bias is None else bias)
+        weight, bias = adapters.merged(layer, scale) if adapters.active(layer) else (None, None)
+        if weight is not None:
+            weight_FE[rows].copy_(weight)
+        if bias is not None and bias_F is not None:
+            bias_F[rows].copy_(bias)
         start = rows.stop
     return Matrix(weight_FE, bias_F)
-
-
-def _room(like: Tensor, room: Tensor | None) -> Tensor:
-    """Return memory for a tensor of this kind: what is there already, if it fits."""
-    if room is None:
-        return torch.empty_like(like)
-    fits = (room.shape, room.dtype, room.device) == (like.shape, like.dtype, like.device)
-    return room if fits else torch.empty_like(like)
 
 
 def _layer(block: nn.Module, path: str) -> Any:

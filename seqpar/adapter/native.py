@@ -100,7 +100,6 @@ class Native:
         self._scale = 1.0
         self._addresses: tuple[int, ...] = ()
         self._other: generic.Generic | None = None
-        self._told: set[str] = set()
 
     @torch.no_grad()
     def __call__(self, arguments: Mapping[str, Any], /) -> tuple[Tensor, ...]:
@@ -217,7 +216,7 @@ class Native:
                 self._forget()
         self._blocks = [*_blocks(self._module)]
         if any(block._compiled_call_impl is not None for block in self._blocks) and self._why is None:
-            self._tell("compiled blocks are not used, because the native model has kernels of its own")
+            self._ranks.say("compiled blocks are not used, because the native model has kernels of its own")
         self._seen = self._signs()  # again, because taking the weights over has moved some
 
     def _signs(self) -> Hashable:
@@ -245,15 +244,10 @@ class Native:
 
     def _generic(self, why: str) -> generic.Generic:
         """Return the generic body, which computes what the native model cannot, after the reason was printed."""
-        self._tell(f"the transformer's own modules compute, because {why}")
+        self._ranks.say(f"the transformer's own modules compute, because {why}")
         if self._other is None:
             self._other = generic.build(self._module, self._mesh, self._plan, self._cuts, self._forward, fused=True)
         return self._other
-
-    def _tell(self, message: str) -> None:
-        if message not in self._told and self._mesh.is_main:
-            print(f"seqpar: {message}", flush=True)
-        self._told.add(message)
 
 
 def _checked(model: flux.Model, arguments: Mapping[str, Any]) -> dict[str, Tensor]:

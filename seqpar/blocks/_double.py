@@ -23,7 +23,7 @@ NAMES = ("text", "image")
 LARGEST = 65504.0  # in fp16, to which diffusers clips what a block returns
 
 Rows = tuple[Tensor, ...]
-"""Of one stream of one block: six vectors (B, E), shift, scale and gate of attention, then of the MLP."""
+"""The modulation of one stream in one block: shift, scale and gate of attention, then those of the MLP, (B, E) each."""
 
 
 MLP = Callable[[Matrix, Matrix, Tensor], Tensor]

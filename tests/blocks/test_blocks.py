@@ -273,6 +273,18 @@ def test_an_adapter_that_no_product_reads_is_left_to_diffusers_own(monkeypatch: 
     assert body.told()["computation"].startswith("0 blocks by fused kernels, 2 by its own modules, because an adapter")
 
 
+def test_the_blocks_of_a_users_own_transformer_are_its_own() -> None:
+    """Its forward and the arguments of its class are not known."""
+    whole, device = MODELS["wan"].build(), torch.device("cpu")
+    module = MODELS["wan"].build()
+    module.__class__ = type("Mine", (type(module),), {"__module__": "mine"})
+    body = body_of(module, 1, device, "ulysses", fused=True)
+    with StayDouble():
+        got = flat(body(MODELS["wan"].arguments(device)))
+    assert error(got, MODELS["wan"].whole(whole)) < TOLERANCE
+    assert body.told()["computation"].endswith("because Mine is no class of diffusers")
+
+
 def test_the_table_of_families_is_that_of_the_result_lines() -> None:
     """And it has a row for every file of the folder."""
     assert families_page.written() == families_page.PAGE.read_text()

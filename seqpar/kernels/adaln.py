@@ -31,24 +31,26 @@ class Norm:
     weight: Tensor | None = None
 
 
+class Summed(NamedTuple):
+    """Vectors (R, E) plus one vector (E,) that all of them share, added in fp32 while they are read.
+
+    Wan's text-and-image-to-video model has a vector a token, which every block adds to a table of its own: the sums of
+    one block would be 2 GB in fp32.
+    """
+
+    each_RE: Tensor
+    shared_E: Tensor
+
+
+Vectors = Tensor | Summed
+"""Shift, scale or gate: one for each batch row (B, E), or one for all (1, E); with an index, rows of a table (R, E)."""
+
+
 class Gated(NamedTuple):
     """A branch (B, l, E) and its gate (B, E), whose product is added to the stream before the norm."""
 
-    gate_BE: Tensor
+    gate_BE: Vectors
     branch_BlE: Tensor
-
-
-class Tile(NamedTuple):
-    """How rows are distributed over programs. rows: rows of a program, one after the other; warps: warps of a program.
-
-    late: shift, scale and weight are read after the sums, from L1, instead of being kept in registers. This leaves room
-    for more rows at a time (ptxas counts 64 registers a thread, not 127, at width 4096 with 4 warps).
-    A row's bits depend on the number of warps only.
-    """
-
-    rows: int
-    warps: int
-    late: bool = False
 
 
 # shapes that tests check and a bench measures: batch rows, tokens, width, padding of a token's stride
@@ -67,97 +69,138 @@ CASES: tuple[dict[str, int], ...] = (
 )
 
 
-def norm_modulate(x_BlE: Tensor, shift_BE: Tensor, scale_BE: Tensor, norm: Norm) -> Tensor:
-    """Return norm(x) * (1 + scale) + shift in x's dtype; x is (B, l, E), shift and scale are (B, E)."""
-    chosen = launch if fused(x_BlE, shift_BE, scale_BE, norm.weight) else reference
-    return chosen(x_BlE, None, shift_BE, scale_BE, norm)[1]
+def norm_modulate(
+    x_BlE: Tensor, shift_BE: Vectors, scale_BE: Vectors, norm: Norm, *, index_Bl: Tensor | None = None
+) -> Tensor:
+    """Return norm(x) * (1 + scale) + shift in x's dtype; x is (B, l, E), shift and scale are (B, E).
+
+    index: int32, for tokens that differ in their modulation; token (b, l) has row index[b, l] of shift and scale.
+    """
+    chosen = launch if fused(x_BlE, *_tensors(shift_BE, scale_BE), norm.weight) else reference
+    return chosen(x_BlE, None, shift_BE, scale_BE, norm, index_Bl=index_Bl)[1]
 
 
 def gate_norm_modulate(
     x_BlE: Tensor,
-    gate_BE: Tensor,
+    gate_BE: Vectors,
     branch_BlE: Tensor,
-    shift_BE: Tensor,
-    scale_BE: Tensor,
+    shift_BE: Vectors,
+    scale_BE: Vectors,
     norm: Norm,
     *,
+    index_Bl: Tensor | None = None,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return x + gate * branch and its `norm_modulate`, both in x's dtype; the norm sees the sum before it is rounded.
 
-    keep=False is for the last layer, after which nothing reads the stream: the sum is not written, and x itself is
-    returned instead.
+    index: as for `norm_modulate`, for the gate too. keep=False is for the last layer, after which nothing reads the
+    stream: the sum is not written, and x itself is returned instead.
     """
     gated = Gated(gate_BE, branch_BlE)
-    chosen = launch if fused(x_BlE, gate_BE, branch_BlE, shift_BE, scale_BE, norm.weight) else reference
-    return chosen(x_BlE, gated, shift_BE, scale_BE, norm, keep=keep)
+    tensors = branch_BlE, *_tensors(gate_BE, shift_BE, scale_BE), norm.weight
+    chosen = launch if fused(x_BlE, *tensors) else reference
+    return chosen(x_BlE, gated, shift_BE, scale_BE, norm, index_Bl=index_Bl, keep=keep)
 
 
 def reference(
-    x_BlE: Tensor, gated: Gated | None, shift_BE: Tensor, scale_BE: Tensor, norm: Norm, *, keep: bool = True
+    x_BlE: Tensor,
+    gated: Gated | None,
+    shift_BE: Vectors,
+    scale_BE: Vectors,
+    norm: Norm,
+    *,
+    index_Bl: Tensor | None = None,
+    keep: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return the stream after the gated branch and its normalised, modulated form, in plain torch."""
     wide = x_BlE.to(state_dtype(x_BlE.dtype))
     if gated is not None:
-        wide = wide + gated.gate_BE[:, None] * gated.branch_BlE
+        wide = wide + by_token(gated.gate_BE, index_Bl) * gated.branch_BlE
     weight = None if norm.weight is None else norm.weight.to(wide.dtype)
     if norm.kind == "layer":
         normed = F.layer_norm(wide, wide.shape[-1:], weight, eps=norm.eps)
     else:
         normed = F.rms_norm(wide, wide.shape[-1:], weight, norm.eps)
-    h = (normed * (1 + scale_BE[:, None]) + shift_BE[:, None]).to(x_BlE.dtype)
+    h = (normed * (1 + by_token(scale_BE, index_Bl)) + by_token(shift_BE, index_Bl)).to(x_BlE.dtype)
     return (wide.to(x_BlE.dtype) if gated is not None and keep else x_BlE), h
 
 
-def tile(width: int, gated: bool) -> Tile:
-    """Return the tile for a width, whatever the number of rows.
+def by_token(vectors: Vectors, index_Bl: Tensor | None) -> Tensor:
+    """Return the vectors of all tokens, (B, l, E), or (B, 1, E) where the tokens of a batch row share one."""
+    each_RE, shared_E = vectors if isinstance(vectors, Summed) else (vectors, None)
+    rows = each_RE[:, None] if index_Bl is None or len(each_RE) == 1 else each_RE[index_Bl]
+    return rows if shared_E is None else rows.to(state_dtype(rows.dtype)) + shared_E
 
-    As measured: the fewest warps with which a thread has at most 24 elements if two streams are read, 32 if one is.
+
+def warps_for(width: int, gated: bool) -> int:
+    """Return the number of warps of a program, which computes one row; a row's bits depend on it.
+
+    As measured: the fewest with which a thread has at most 24 elements if two streams are read, 32 if one is.
     """
     warps = 1
     while warps < 16 and width > 32 * warps * (24 if gated else 32):
         warps *= 2
-    return Tile(1, warps, late=True)
+    return warps
 
 
 def launch(
     x_BlE: Tensor,
     gated: Gated | None,
-    shift_BE: Tensor,
-    scale_BE: Tensor,
+    shift_BE: Vectors,
+    scale_BE: Vectors,
     norm: Norm,
     *,
+    index_Bl: Tensor | None = None,
     keep: bool = True,
-    tiled: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel: what `reference` returns, in new contiguous tensors. Inputs need only a contiguous last dim."""
     batch, tokens, width = x_BlE.shape
     gate, branch = gated or (None, None)
-    vectors = [x if x is None else x.expand(batch, width) for x in (gate, shift_BE, scale_BE)]
     branch = None if branch is None else branch.expand(batch, tokens, width)
-    unit, strides = _strides(width, x_BlE, branch, *vectors)
+    index = None if index_Bl is None else index_Bl.expand(batch, tokens).contiguous()
+    vectors = [_rows(x, batch if index is None else None, width) for x in (gate, shift_BE, scale_BE)]
+    unit, strides = _strides(width, x_BlE, branch, *(each for each, _ in vectors))
     h = torch.empty((batch, tokens, width), dtype=x_BlE.dtype, device=x_BlE.device)
     x_new = torch.empty_like(h) if branch is not None and keep else None
-    rows, warps, late = tiled or tile(width, branch is not None)
-    constants = {"E": width, "BLOCK": block(width), "ROWS": rows, "UNIT": unit, "CENTRE": norm.kind == "layer"}
     if h.numel():
-        grid = (-(-tokens // rows), batch)
-        adaln_kernel[grid](
+        adaln_kernel[tokens, batch](
             x_BlE,
             branch,
-            *vectors,
+            *(each for each, _ in vectors),
+            *(shared for _, shared in vectors),
+            index,
             norm.weight,
             x_new,
             h,
             tokens,
             norm.eps,
             *strides,
-            **constants,
-            LATE=late,
-            num_warps=warps,
+            E=width,
+            BLOCK=block(width),
+            UNIT=unit,
+            CENTRE=norm.kind == "layer",
+            num_warps=warps_for(width, branch is not None),
             enable_fp_fusion=True,
         )
     return (x_BlE if x_new is None else x_new), h
+
+
+def _tensors(*vectors: Vectors) -> list[Tensor]:
+    return [x for each in vectors for x in (each if isinstance(each, Summed) else (each,))]
+
+
+def _rows(vectors: Vectors | None, rows: int | None, width: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return the vectors as a table and what they share; one vector is a table of `rows`, or of any number, by itself.
+
+    An index reads any row of a table, so that one vector has a stride of 0 there.
+    """
+    if vectors is None:
+        return None, None
+    each, shared = vectors if isinstance(vectors, Summed) else (vectors, None)
+    if shared is not None and (shared.shape != (width,) or shared.stride(0) != 1):
+        raise ValueError(f"got a shared vector of shape {tuple(shared.shape)}, expected a contiguous one of {width}")
+    count = 2 if len(each) == 1 else len(each)  # of two equal rows the stride is 0
+    return each.expand(count if rows is None else rows, width), shared
 
 
 def block(width: int) -> int:
@@ -182,9 +225,12 @@ def _strides(width: int, x_BlE: Tensor, branch_BlE: Tensor | None, *vectors: Ten
 
 
 @jit
-def _vector(pointer, col, inside):
+def _vector(pointer, shared, row, col, inside):
     # every program of a batch row reads the vectors, so they should stay in L1
-    return tl.load(pointer + col, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+    vector = tl.load(pointer + row + col, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+    if shared is not None:
+        vector += tl.load(shared + col, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+    return vector
 
 
 @jit
@@ -194,17 +240,16 @@ def _stream(pointer, col, inside):
 
 
 @jit
-def _modulation(shift, scale, col, inside):
-    return _vector(shift, col, inside), _vector(scale, col, inside) + 1.0
-
-
-@jit
 def adaln_kernel(
     x,
     branch,
     gate,
     shift,
     scale,
+    gate_shared,
+    shift_shared,
+    scale_shared,
+    index,
     weight,
     x_new,
     h,
@@ -214,43 +259,33 @@ def adaln_kernel(
     x_token,
     branch_batch,
     branch_token,
-    gate_batch,
-    shift_batch,
-    scale_batch,
+    gate_row,
+    shift_row,
+    scale_row,
     E: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
     UNIT: tl.constexpr,
     CENTRE: tl.constexpr,
-    LATE: tl.constexpr,
 ):
     # a program keeps a whole row in registers, in one layout for all tensors: threads exchange only the two sums
-    batch = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * ROWS
+    token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     col = tl.arange(0, BLOCK)
     inside = col < E
-    shift += batch * shift_batch * UNIT
-    scale += batch * scale_batch * UNIT
-    if not LATE:
-        shift_E, scale_E = _modulation(shift, scale, col, inside)
-        weight_E = None if weight is None else _vector(weight, col, inside)
-    gate_E = None if branch is None else _vector(gate + batch * gate_batch * UNIT, col, inside)
-    for index in range(ROWS):
-        # past the end the last row is computed again, with the same bits; a mask that varies by row would cost more
-        token = tl.minimum(first + index, tokens - 1).to(tl.int64)
-        row = _stream(x + (batch * x_batch + token * x_token) * UNIT, col, inside)
-        here = (batch * tokens + token) * E + col
-        if branch is not None:
-            row += gate_E * _stream(branch + (batch * branch_batch + token * branch_token) * UNIT, col, inside)
-            if x_new is not None:
-                tl.store(x_new + here, row.to(x_new.dtype.element_ty), inside)
-        if CENTRE:
-            row = tl.where(inside, row - tl.sum(row, 0) / E, 0.0)
-        # the variance is a sum of squared differences from the mean: a difference of two large sums would cancel
-        row *= tl.rsqrt(tl.sum(row * row, 0) / E + eps)
-        if LATE:
-            shift_E, scale_E = _modulation(shift, scale, col, inside)
-            weight_E = None if weight is None else _vector(weight, col, inside)
-        if weight is not None:
-            row *= weight_E
-        tl.store(h + here, (row * scale_E + shift_E).to(h.dtype.element_ty), inside)
+    here = (batch * tokens + token) * E + col
+    number = batch if index is None else tl.load(index + batch * tokens + token).to(tl.int64)
+    row = _stream(x + (batch * x_batch + token * x_token) * UNIT, col, inside)
+    if branch is not None:
+        gate_E = _vector(gate, gate_shared, number * gate_row * UNIT, col, inside)
+        row += gate_E * _stream(branch + (batch * branch_batch + token * branch_token) * UNIT, col, inside)
+        if x_new is not None:
+            tl.store(x_new + here, row.to(x_new.dtype.element_ty), inside)
+    if CENTRE:
+        row = tl.where(inside, row - tl.sum(row, 0) / E, 0.0)
+    # the variance is a sum of squared differences from the mean: a difference of two large sums would cancel
+    row *= tl.rsqrt(tl.sum(row * row, 0) / E + eps)
+    # shift, scale and weight are read only now: kept in registers during the sums they would leave room for fewer rows
+    shift_E = _vector(shift, shift_shared, number * shift_row * UNIT, col, inside)
+    scale_E = _vector(scale, scale_shared, number * scale_row * UNIT, col, inside) + 1.0
+    if weight is not None:
+        row *= _vector(weight, None, 0, col, inside)
+    tl.store(h + here, (row * scale_E + shift_E).to(h.dtype.element_ty), inside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,17 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels import adaln
-from seqpar.kernels.adaln import CASES, Gated, Norm, Tile, gate_norm_modulate, launch, norm_modulate, reference
+from seqpar.kernels.adaln import (
+    CASES,
+    Gated,
+    Norm,
+    Summed,
+    Vectors,
+    gate_norm_modulate,
+    launch,
+    norm_modulate,
+    reference,
+)
 from tests.conftest import DEVICE
 from tests.support.pairs import covering
 
@@ -35,7 +46,10 @@ def norm(kind: Any, weight: Tensor | None = None) -> Norm:
 
 
 def double(gated: Gated | None) -> Gated | None:
-    return None if gated is None else Gated(*(x.double() for x in gated))
+    if gated is None:
+        return None
+    assert isinstance(gated.gate_BE, Tensor)
+    return Gated(gated.gate_BE.double(), gated.branch_BlE.double())
 
 
 def exact(x: Tensor, gated: Gated | None, shift: Tensor, scale: Tensor, how: Norm) -> tuple[Tensor, Tensor]:
@@ -43,7 +57,7 @@ def exact(x: Tensor, gated: Gated | None, shift: Tensor, scale: Tensor, how: Nor
     return reference(x.double(), double(gated), shift.double(), scale.double(), Norm(how.kind, how.eps, weight))
 
 
-def errors(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> list[float]:
+def errors(got: Sequence[Tensor], want: Sequence[Tensor]) -> list[float]:
     """Return the largest errors, relative to the value where that is larger than 1."""
     return [float(((a - b).abs() / b.abs().clamp(min=1)).max()) for a, b in zip(got, want, strict=True)]
 
@@ -72,23 +86,51 @@ def test_kernel_is_as_close_to_fp64_as_plain_torch(
         assert all(rms(a, b) <= 1.25 * rms(c, b) + 1e-12 for a, b, c in zip(got, want, plain, strict=True))
 
 
-@pytest.mark.parametrize(("width", "tile"), [(1160, None), (384, Tile(4, 2)), (1160, Tile(1, 2, late=True))])
-def test_a_row_does_not_depend_on_the_number_of_rows(width: int, tile: Tile | None) -> None:
+@pytest.mark.parametrize("width", [384, 1160])
+def test_a_row_does_not_depend_on_the_number_of_rows(width: int) -> None:
     x, gated, shift, scale, _ = data({"batch": 3, "tokens": MANY, "width": width, "pad": 0}, torch.float16)
-    whole = launch(x, gated, shift, scale, norm("layer"), tiled=tile)
+    whole = launch(x, gated, shift, scale, norm("layer"))
+    assert isinstance(gated.gate_BE, Tensor)
     for row, some in ((0, slice(0, 1)), (2, slice(MANY - 5, MANY)), (1, slice(3, 20))):
         one = slice(row, row + 1)
         few = Gated(gated.gate_BE[one], gated.branch_BlE[one, some])
-        got = launch(x[one, some], few, shift[one], scale[one], norm("layer"), tiled=tile)
+        got = launch(x[one, some], few, shift[one], scale[one], norm("layer"))
         assert all(torch.equal(a, b[one, some]) for a, b in zip(got, whole, strict=True))
 
 
-@pytest.mark.parametrize("tile", [Tile(4, 1), Tile(1, 1, late=True), Tile(4, 1, late=True)])
-@pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_rows_a_program_and_when_vectors_are_read_change_no_bits(tile: Tile, kind: str) -> None:
-    x, gated, shift, scale, weight = data({"batch": 2, "tokens": 5, "width": 384, "pad": 0}, torch.float16)
-    one, other = (launch(x, gated, shift, scale, norm(kind, weight), tiled=tiled) for tiled in (Tile(1, 1), tile))
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def tables(case: dict[str, int], dtype: torch.dtype) -> tuple[tuple[Vectors, ...], list[Tensor], Tensor]:
+    """Return gate, shift and scale of a table of five rows, of which one is the same for all and two share a vector.
+
+    The second result holds them for each token, (B, l, E), in fp64; the third is the index (B, l).
+    """
+    generator = torch.Generator().manual_seed(3)
+    batch, tokens, width = case["batch"], case["tokens"], case["width"]
+    index = torch.randint(5, (batch, tokens), generator=generator).to(DEVICE)
+    table = 0.5 * torch.randn(5, 3, width, generator=generator).to(DEVICE, dtype)  # rows of other vectors lie between
+    shared = 0.5 * torch.randn(3, width, generator=generator).to(DEVICE)
+    vectors = Summed(table[:, 0], shared[0]), table[:1, 1], Summed(table[:, 2], shared[2])
+    gate, scale = (table[:, j].double()[index] + shared[j].double() for j in (0, 2))
+    return vectors, [gate, table[0, 1].double().expand_as(gate), scale], index.int()
+
+
+@pytest.mark.parametrize(("case", "kind"), [(CASES[1], "layer"), (CASES[2], "rms"), (CASES[3], "layer")])
+def test_tokens_may_have_rows_of_a_table(case: dict[str, int], kind: str) -> None:
+    """The truth modulates each token as a batch row of its own; one row for each picture gives the bits of no index."""
+    case = {**case, "tokens": min(case["tokens"], MANY)}
+    x, gated, shift, scale, weight = data(case, torch.float32)
+    (gate, low, high), wide, index = tables(case, torch.float32)
+    how, alone = norm(kind, weight), [y.double().flatten(0, 1)[:, None] for y in (x, gated.branch_BlE)]
+    flat = [y.flatten(0, 1) for y in wide]
+    want = exact(alone[0], Gated(flat[0], alone[1]), flat[1], flat[2], how)
+    for call in (launch, reference):
+        got = call(x, Gated(gate, gated.branch_BlE), low, high, how, index_Bl=index)
+        assert max(errors([y.flatten(0, 1)[:, None] for y in got], want)) < FP32
+        other = call(x, Gated(gate, gated.branch_BlE), low, high, how, index_Bl=(index + 1) % 5)
+        assert max(errors([y.flatten(0, 1)[:, None] for y in other], want)) > 0.1
+    same = torch.arange(case["batch"], device=DEVICE, dtype=torch.int32)[:, None]
+    for call in (launch, reference):
+        got, bits = call(x, gated, shift, scale, how, index_Bl=same), call(x, gated, shift, scale, how)
+        assert all(torch.equal(a, b) for a, b in zip(got, bits, strict=True))
 
 
 @pytest.mark.parametrize("case", [{"batch": 2, "tokens": 5, "width": 385, "pad": 2}, CASES[2]])

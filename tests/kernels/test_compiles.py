@@ -23,6 +23,7 @@ NARROW = {
     "multistep": {2, 4, 8},  # the same
     "residual": {2, 4, 8},  # biases
     "push": {8},  # the table of places
+    "indexed": {4},  # the index of a token
     "halo": {8},  # the counter of swaps, and the flags
     "wide": {4, 8},  # shifts and sums of rows; the output of four columns a thread
 }

@@ -138,6 +138,7 @@ def launches() -> dict[str, Callable[[], object]]:
         for case in cases(16, width):
             made[f"{case.name}, {width}"] = partial(lambda case: case.module.launch(*case.data()), case)
         made[f"unaligned, {width}"] = unaligned(width)
+        made[f"indexed, {width}"] = indexed(width)
     made |= {f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))}
     made |= {f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))}
     made |= {"push, 4 x 72, heads apart": pushed(4, 72, apart=True), "push, many": pushed(8, 128, tokens=2048)}
@@ -161,6 +162,13 @@ def unaligned(width: int) -> Callable[[], object]:
     """Return a launch on rows that do not start at multiples of 16 bytes."""
     shift, scale = torch.zeros(2, 2, width).unbind(1)
     return lambda: adaln.launch(rows(2, 8, width + 1)[..., :width], None, shift, scale, Norm())
+
+
+def indexed(width: int) -> Callable[[], object]:
+    """Return a launch on tokens whose gate, shift and scale are rows of a table plus a row that all share."""
+    gate, shift, scale = (adaln.Summed(rows(3, width), torch.zeros(width)) for _ in range(3))
+    gated, index = adaln.Gated(gate, rows(2, 8, width)), torch.zeros(2, 8, dtype=torch.int32)
+    return lambda: adaln.launch(rows(2, 8, width), gated, shift, scale, Norm(), index_Bl=index)
 
 
 def outboxes(heads: int, dim: int, meets: bool = False, parts: str = "qkv") -> Callable[[], object]:

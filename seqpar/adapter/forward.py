@@ -32,14 +32,14 @@ class Forward:
 
     converted: masks that attention was given, with their converted form; they are kept here, so that a mask that the
     next block passes again is found by its address. kept, handed: see `seqpar.types.fused.BlockCall`, what blocks keep
-    for the next ones, each with the object that it was made of.
+    for the next ones, each with the object that it was made of, and the second with the block that left it.
     """
 
     lengths: dict[str, int] = field(default_factory=dict)
     masks: dict[str, Tensor] = field(default_factory=dict)
     converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
     kept: dict[str, tuple[object, Any]] = field(default_factory=dict)
-    handed: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
+    handed: dict[int, tuple[Tensor, Any, object]] = field(default_factory=dict)
 
 
 class Ranks:

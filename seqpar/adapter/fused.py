@@ -194,7 +194,9 @@ class BlockHook(ModelHook):
 
     def hand_over(self, x_BlE: Tensor, made: Any) -> None:
         """See `seqpar.types.fused.BlockCall`."""
-        self._now.handed[id(x_BlE)] = x_BlE, made
+        # what another block left, and nobody was given, would keep its memory until the end of the forward
+        self._now.handed = {key: left for key, left in self._now.handed.items() if left[2] is self}
+        self._now.handed[id(x_BlE)] = x_BlE, made, self
 
     def handed(self, x_BlE: Tensor) -> Any:
         """See `seqpar.types.fused.BlockCall`."""

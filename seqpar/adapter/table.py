@@ -89,6 +89,15 @@ def _wan() -> Cuts:
     return Cuts(places, {"blocks.*.attn1": ALONE})
 
 
+def _wan_vace() -> Cuts:
+    wan = _wan()
+    places = {
+        "vace_blocks.0": Boundary(inputs={"control_hidden_states": IMAGE}),
+        "vace_blocks.*": Boundary(inputs={"hidden_states": IMAGE}),
+    }
+    return Cuts({**wan.places, **places}, {**wan.attention, "vace_blocks.*.attn1": ALONE})
+
+
 def _sd3() -> Cuts:
     places = {
         "": Boundary(inputs={"block_controlnet_hidden_states": IMAGE}),
@@ -197,6 +206,7 @@ CUTS = {
     "Flux2Transformer2DModel": _flux2(),
     "QwenImageTransformer2DModel": _qwen_image(),
     "WanTransformer3DModel": _wan(),
+    "WanVACETransformer3DModel": _wan_vace(),
     "ChronoEditTransformer3DModel": _wan(),
     "SD3Transformer2DModel": _sd3(),
     "CogVideoXTransformer3DModel": _cogvideox(),

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
+from seqpar.kernels.adaln import Norm, added, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
 from seqpar.models._layers import product
-from seqpar.types.fused import BlockCall, DeclinedError, Matrix, added
+from seqpar.types.fused import BlockCall, DeclinedError, Matrix
 from seqpar.types.protocols import Prepare, Projected, state_dtype
 
 NAMES = ("text", "image")
@@ -24,6 +24,9 @@ LARGEST = 65504.0  # in fp16, to which diffusers clips what a block returns
 
 Rows = tuple[Tensor, ...]
 """The modulation of one stream in one block: shift, scale and gate of attention, then those of the MLP, (B, E) each."""
+
+Indices = tuple[Tensor | None, Tensor | None]
+"""For text and image: which row of its modulation each token has, (B, l) int32; None: that of its batch row."""
 
 
 MLP = Callable[[Matrix, Matrix, Tensor], Tensor]
@@ -56,12 +59,13 @@ def two_streams(
     heads: int,
     norm: Norm,
     mlp: MLP = gelu_mlp,
+    indices: Indices = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Return text (B, l', E) and image (B, l, E) after a block. every: the rows of all blocks, for each stream."""
     mine, inputs = every[call.index], []
-    for x, rows in zip(streams, mine, strict=True):
+    for x, rows, index in zip(streams, mine, indices, strict=True):
         handed = call.handed(x)
-        inputs.append(norm_modulate(x, rows[0], rows[1], norm) if handed is None else handed)
+        inputs.append(norm_modulate(x, rows[0], rows[1], norm, index_Bl=index) if handed is None else handed)
     outs = call.attend(
         [
             Projected(h, *call.matrices[f"{name} qkv"], heads, heads, how)
@@ -70,8 +74,8 @@ def two_streams(
     )
     after = every[call.index + 1] if call.index + 1 < len(every) else (None, None)
     text, image = (
-        _finished(call, name, x, out, rows, following, norm, mlp)
-        for name, x, out, rows, following in zip(NAMES, streams, outs, mine, after, strict=True)
+        _finished(call, name, x, out, rows, following, norm, mlp, index)
+        for name, x, out, rows, following, index in zip(NAMES, streams, outs, mine, after, indices, strict=True)
     )
     return text, image
 
@@ -85,16 +89,17 @@ def _finished(
     following: Rows | None,
     norm: Norm,
     mlp: MLP,
+    index: Tensor | None,
 ) -> Tensor:
     """Return a stream after attention and MLP. following: the rows of the next block, whose input is left for it."""
     _, _, gate, shift_mlp, scale_mlp, gate_mlp = rows
     up, down = call.matrices[f"{name} up"], call.matrices[f"{name} down"]
     branch = call.matrices[f"{name} out"](out_BlHD.flatten(2))
-    x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, norm)
+    x, h = gate_norm_modulate(x_BlE, gate, branch, shift_mlp, scale_mlp, norm, index_Bl=index)
     branch = mlp(up, down, h)
     if following is None:
-        return bounded(added(x, gate_mlp, branch))
-    x, h = gate_norm_modulate(x, gate_mlp, branch, following[0], following[1], norm)
+        return bounded(added(x, gate_mlp, branch, index_Bl=index))
+    x, h = gate_norm_modulate(x, gate_mlp, branch, following[0], following[1], norm, index_Bl=index)
     x = bounded(x)
     call.hand_over(x, h)
     return x

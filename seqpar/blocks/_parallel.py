@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.blocks._double import Rows, bounded
-from seqpar.kernels.adaln import Norm, gate_norm_modulate
-from seqpar.types.fused import BlockCall, Matrix, added
+from seqpar.kernels.adaln import Norm, added, gate_norm_modulate
+from seqpar.types.fused import BlockCall, Matrix
 from seqpar.types.protocols import Given, Prepare
 
 

@@ -1,4 +1,4 @@
-"""Qwen-Image: a text-to-image transformer of double blocks (`_double.py`).
+"""Qwen-Image, its Edit models and Layered: transformers of double blocks (`_double.py`).
 
 When it wins: on every GPU, over diffusers' own block. Norm, modulation and gates are one pass in place of about ten,
 GELU and biases are part of the products, q, k and v are one product that attention's kernel writes to the ranks that
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from seqpar.blocks._double import NAMES, by_head, checked, modulations, two_streams
+from seqpar.blocks._double import NAMES, Rows, by_head, checked, modulations, two_streams
 from seqpar.kernels.adaln import Norm
 from seqpar.types.fused import BlockCall, Fused
 
@@ -37,7 +38,7 @@ PRODUCTS = {
 
 def why_not(block: Any) -> str | None:
     """See `seqpar.blocks`."""
-    return "zero_cond_t gives the tokens of reference images another timestep" if block.zero_cond_t else None
+    return None
 
 
 def double(
@@ -53,17 +54,33 @@ def double(
 ) -> tuple[Tensor, Tensor]:
     """Return text (B, l', E) and image (B, l, E) after a block.
 
-    temb: (B, E). image_rotary_emb: of the image and of the text, complex rows (l, D/2). The text's mask is not read:
-    attention has that of the transformer's call.
+    temb: (B, E), or (2 B, E) with a modulate_index (B, l): tokens of reference images, 1 there, have the second half.
+    image_rotary_emb: of the image and of the text, complex rows (l, D/2). The text's mask is not read: attention has
+    that of the transformer's call.
     """
     checked(joint_attention_kwargs)
-    names = [f"{name} modulation" for name in NAMES]
-    every = call.once("modulation", temb, lambda: modulations(call, temb, names, 6))
+    batch, index = len(hidden_states), None
+    if modulate_index is not None:  # diffusers makes it and temb once a forward
+        index = call.once("index", temb, lambda: _rows(modulate_index, batch))
+    every = call.once("modulation", temb, lambda: _modulations(call, temb, batch))
     image, text = call.once("rotary", image_rotary_emb, lambda: [_real(rows) for rows in image_rotary_emb])
     attn = block.attn
     prepares = by_head(attn.norm_added_q, attn.norm_added_k, *text), by_head(attn.norm_q, attn.norm_k, *image)
     norm = Norm("layer", block.img_norm1.eps)
-    return two_streams(call, (encoder_hidden_states, hidden_states), every, prepares, attn.heads, norm)
+    streams, indices = (encoder_hidden_states, hidden_states), (None, index)
+    return two_streams(call, streams, every, prepares, attn.heads, norm, indices=indices)
+
+
+def _modulations(call: BlockCall, temb: Tensor, batch: int) -> list[list[Rows]]:
+    """Return the rows of text and image of every block. Text has no tokens of reference images, so only one a row."""
+    every = modulations(call, temb, [f"{name} modulation" for name in NAMES], 6)
+    return [[tuple(x[:batch] for x in text), image] for text, image in every]
+
+
+def _rows(modulate_index: Tensor, batch: int) -> Tensor:
+    """Return which row of (2 B, E) the modulation of a token is, (B, l) int32."""
+    of_batch = torch.arange(batch, dtype=torch.int32, device=modulate_index.device)[:, None]
+    return (of_batch + batch * (modulate_index != 0)).int()
 
 
 def _real(rows_lD2: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2: video transformers whose blocks attend to the video, then to a text, and to a picture's features.
+"""Wan 2.1, 2.2 and VACE: video transformers whose blocks attend to the video, then to a text and a picture's features.
 
 When it wins: on every GPU, over diffusers' own block, whose norms and gates are fp32 passes of their own. Norm,
 modulation and gates are one pass here, and q, k and v are one product that attention's kernel writes to the ranks that
@@ -11,29 +11,31 @@ Letters: see `seqpar.types.protocols`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.kernels.adaln import Norm, gate_norm_modulate, norm_modulate
+from seqpar.kernels.adaln import Norm, Summed, Vectors, added, gate_norm_modulate, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
-from seqpar.types.fused import BlockCall, DeclinedError, Fused, added
+from seqpar.types.fused import BlockCall, Fused
 from seqpar.types.protocols import Prepare, Projected, state_dtype
 
 TEXT = 512  # tokens of the text, as diffusers' own attention has it; a picture's features come before them
-STREAMS = {"WanTransformerBlock": ("image",)}
+STREAMS = {"WanTransformerBlock": ("image",), "WanVACETransformerBlock": ("image",)}
+_LAYERS = {
+    "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+    "out": ("attn1.to_out.0",),
+    "text q": ("attn2.to_q",),
+    "text kv": ("attn2.to_k", "attn2.to_v"),
+    "picture kv": ("attn2.add_k_proj", "attn2.add_v_proj"),
+    "text out": ("attn2.to_out.0",),
+    "up": ("ffn.net.0.proj",),
+    "down": ("ffn.net.2",),
+}
 PRODUCTS = {
-    "WanTransformerBlock": {
-        "qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-        "out": ("attn1.to_out.0",),
-        "text q": ("attn2.to_q",),
-        "text kv": ("attn2.to_k", "attn2.to_v"),
-        "picture kv": ("attn2.add_k_proj", "attn2.add_v_proj"),
-        "text out": ("attn2.to_out.0",),
-        "up": ("ffn.net.0.proj",),
-        "down": ("ffn.net.2",),
-    }
+    "WanTransformerBlock": _LAYERS,
+    "WanVACETransformerBlock": {**_LAYERS, "in": ("proj_in",), "added": ("proj_out",)},
 }
 
 
@@ -42,62 +44,104 @@ def why_not(block: Any) -> str | None:
     return None
 
 
+class Modulation(NamedTuple):
+    """Shift, scale and gate of attention, then of the MLP, of all blocks; and the row of a token, (B, l), or None."""
+
+    every: Sequence[Sequence[Vectors]]
+    of_token: Tensor | None
+
+
 def block(
     call: BlockCall, block: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any
 ) -> Tensor:
     """Return the video (B, l, E) after a block.
 
-    encoder_hidden_states: text (B, L', E), after a picture's features where the model takes some. temb: (B, 6, E).
-    rotary_emb: cosines and sines (1, l, 1, D), each number twice.
+    encoder_hidden_states: text (B, L', E), after a picture's features where the model takes some. temb: (B, 6, E), or
+    (B, l, 6, E) where each token has a timestep of its own. rotary_emb: cosines and sines (1, l, 1, D), each number
+    twice.
     """
-    if temb.dim() != 3:
-        raise DeclinedError("each token has a timestep of its own")
-    every = call.once("modulation", temb, lambda: modulations(call.blocks, temb))
-    table = call.once("rotary", rotary_emb, lambda: _pairs(rotary_emb, state_dtype(hidden_states.dtype)))
-    shift, scale, gate, *of_mlp = every[call.index]
-    norm, of, x = Norm("layer", block.norm1.eps), call.matrices, hidden_states
+    return _computed(call, block, hidden_states, encoder_hidden_states, temb, rotary_emb)
+
+
+def _computed(call: BlockCall, block: Any, x_BlE: Tensor, text_BLE: Tensor, temb: Tensor, rotary_emb: Any) -> Tensor:
+    """Return a stream after self-attention, attention to the text, and the MLP."""
+    kind = type(block).__name__  # VACE has blocks of two classes, with modulation of their own
+    modulation = call.once(kind, temb, lambda: _modulation(call.blocks, temb))
+    table = call.once("rotary", rotary_emb, lambda: _pairs(rotary_emb, state_dtype(x_BlE.dtype)))
+    shift, scale, gate, *_ = modulation.every[call.index]
+    norm, of, x = Norm("layer", block.norm1.eps), call.matrices, x_BlE
     handed, attn = call.handed(x), block.attn1
-    h = norm_modulate(x, shift, scale, norm) if handed is None else handed
+    h = norm_modulate(x, shift, scale, norm, index_Bl=modulation.of_token) if handed is None else handed
     how = Prepare("rms", False, attn.norm_q.eps, attn.norm_q.weight, None, attn.norm_k.weight, None, *table)
     (out,) = call.attend([Projected(h, *of["qkv"], attn.heads, attn.heads, how)])
-    x, h = _to_text(x, gate, of["out"](out.flatten(2)), block.norm2)
-    branch = of["text out"](_attended(call, block.attn2, h, encoder_hidden_states))
-    return _finished(call, x, branch, of_mlp, every[call.index + 1 :], norm)
+    x, h = _to_text(call, x, gate, of["out"](out.flatten(2)), block.norm2, modulation.of_token)
+    branch = of["text out"](_attended(call, block.attn2, h, text_BLE))
+    return _finished(call, x, branch, modulation, norm)
 
 
-def _finished(
+def vace(
     call: BlockCall,
-    x_BlE: Tensor,
-    branch_BlE: Tensor,
-    of_mlp: Sequence[Tensor],
-    after: Sequence[Sequence[Tensor]],
-    norm: Norm,
-) -> Tensor:
-    """Return the video after attention to the text, the branch, and after the MLP. after: rows of the next blocks."""
-    shift, scale, gate = of_mlp
-    x, h = gate_norm_modulate(x_BlE, torch.ones_like(gate[:1]), branch_BlE, shift, scale, norm)
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    control_hidden_states: Tensor,
+    temb: Tensor,
+    rotary_emb: Any,
+) -> tuple[Tensor | None, Tensor]:
+    """Return what VACE adds to the video (B, l, E) after one of its blocks, and its own stream (B, l, E)."""
+    x = control_hidden_states
+    if (first := call.matrices.get("in")) is not None:
+        x = first(x) + hidden_states
+    x = _computed(call, block, x, encoder_hidden_states, temb, rotary_emb)
+    last = call.matrices.get("added")
+    return None if last is None else last(x), x
+
+
+def _finished(call: BlockCall, x_BlE: Tensor, branch_BlE: Tensor, modulation: Modulation, norm: Norm) -> Tensor:
+    """Return the video after attention to the text, the branch, and after the MLP."""
+    every, index = modulation
+    _, _, _, shift, scale, gate = every[call.index]
+    one = _constant(call, 1.0, x_BlE)
+    x, h = gate_norm_modulate(x_BlE, one, branch_BlE, shift, scale, norm, index_Bl=index)
     branch = call.matrices["down"](linear_gelu(h, *call.matrices["up"]))
-    if not after:
-        return added(x, gate, branch)
-    x, h = gate_norm_modulate(x, gate, branch, after[0][0], after[0][1], norm)
+    if call.index + 1 == len(every):
+        return added(x, gate, branch, index_Bl=index)
+    shift, scale, *_ = every[call.index + 1]
+    x, h = gate_norm_modulate(x, gate, branch, shift, scale, norm, index_Bl=index)
     call.hand_over(x, h)
     return x
 
 
-def modulations(blocks: Sequence[Any], temb_B6E: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return shift, scale and gate (B, E) of attention, then of the MLP, of all blocks; in fp32 (or fp64)."""
-    wide = state_dtype(temb_B6E.dtype)
-    tables_N16E = torch.stack([one.scale_shift_table.to(wide) for one in blocks])
-    return [rows.unbind(1) for rows in (tables_N16E + temb_B6E.to(wide)).unbind(0)]
+def _modulation(blocks: Sequence[Any], temb: Tensor) -> Modulation:
+    """Return the modulation of all blocks, whose tables are added to temb, in fp32 (or fp64).
+
+    With a timestep a token, sums of all tokens would be as large as a few streams for each block: kernels add them.
+    """
+    wide = state_dtype(temb.dtype)
+    tables = [one.scale_shift_table.to(wide) for one in blocks]
+    if temb.dim() == 3:
+        return Modulation([rows.unbind(1) for rows in (torch.stack(tables) + temb.to(wide)).unbind(0)], None)
+    batch, tokens = temb.shape[:2]
+    each = temb.flatten(0, 1).unbind(1)
+    every = [[Summed(x, shared) for x, shared in zip(each, table[0], strict=True)] for table in tables]
+    return Modulation(every, torch.arange(batch * tokens, dtype=torch.int32, device=temb.device).view(batch, tokens))
 
 
-def _to_text(x_BlE: Tensor, gate_BE: Tensor, branch_BlE: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def _to_text(
+    call: BlockCall, x_BlE: Tensor, gate: Vectors, branch_BlE: Tensor, norm: nn.Module, index: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return x + gate * branch, and its norm with weight and bias, where the model has one, for attention to text."""
     if not isinstance(norm, nn.LayerNorm):
-        x = added(x_BlE, gate_BE, branch_BlE)
+        x = added(x_BlE, gate, branch_BlE, index_Bl=index)
         return x, x
-    weight, bias = (one.to(gate_BE.dtype)[None] for one in (norm.weight, norm.bias))
-    return gate_norm_modulate(x_BlE, gate_BE, branch_BlE, bias, weight - 1, Norm("layer", norm.eps))
+    zero, of = _constant(call, 0.0, x_BlE), Norm("layer", norm.eps, norm.weight)
+    return gate_norm_modulate(x_BlE, gate, branch_BlE, norm.bias[None], zero, of, index_Bl=index)
+
+
+def _constant(call: BlockCall, value: float, x_BlE: Tensor) -> Tensor:
+    """Return a vector (1, E) of one value, made once a forward."""
+    dtype, shape = state_dtype(x_BlE.dtype), (1, x_BlE.shape[-1])
+    return call.once(f"{value}", None, lambda: x_BlE.new_full(shape, value, dtype=dtype))
 
 
 def _attended(call: BlockCall, attention: Any, h_BlE: Tensor, text_BLE: Tensor) -> Tensor:
@@ -121,4 +165,4 @@ def _pairs(rows: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Ten
     return cos[0, :, 0, 0::2].to(dtype).contiguous(), sin[0, :, 0, 1::2].to(dtype).contiguous()
 
 
-BLOCKS: dict[str, Fused] = {"WanTransformerBlock": block}
+BLOCKS: dict[str, Fused] = {"WanTransformerBlock": block, "WanVACETransformerBlock": vace}

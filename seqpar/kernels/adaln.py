@@ -125,6 +125,12 @@ def reference(
     return (wide.to(x_BlE.dtype) if gated is not None and keep else x_BlE), h
 
 
+def added(x_BlE: Tensor, gate_BE: Vectors, branch_BlE: Tensor, *, index_Bl: Tensor | None = None) -> Tensor:
+    """Return x + gate * branch without a norm, as after the last block; computed in the dtype of the gate by torch."""
+    gate = by_token(gate_BE, index_Bl)
+    return torch.addcmul(x_BlE.to(gate.dtype), gate, branch_BlE.to(gate.dtype)).to(x_BlE.dtype)
+
+
 def by_token(vectors: Vectors, index_Bl: Tensor | None) -> Tensor:
     """Return the vectors of all tokens, (B, l, E), or (B, 1, E) where the tokens of a batch row share one."""
     each_RE, shared_E = vectors if isinstance(vectors, Summed) else (vectors, None)

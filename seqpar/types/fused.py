@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -92,9 +91,3 @@ It raises `DeclinedError`, before anything is exchanged, for arguments that it d
 
 class DeclinedError(Exception):
     """The reason why a function does not take the arguments of a call: the block's own forward computes it."""
-
-
-def added(x_BlE: Tensor, gate_BE: Tensor, branch_BlE: Tensor) -> Tensor:
-    """Return x + gate * branch, computed in the dtype of the gate and rounded once."""
-    wide = gate_BE.dtype
-    return torch.addcmul(x_BlE.to(wide), gate_BE[:, None], branch_BlE.to(wide)).to(x_BlE.dtype)

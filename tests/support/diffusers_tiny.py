@@ -152,6 +152,16 @@ def qwen_edit(batch: int) -> Inputs:
     }
 
 
+def qwen_layered(batch: int) -> Inputs:
+    """Return two layers and the picture that they are made of, and a number that says what kind of picture it is."""
+    return {
+        **qwen_masked(batch),
+        "hidden_states": random((batch, 45, 16), 1),
+        "img_shapes": [[(1, 3, 5)] * 3] * batch,
+        "additional_t_cond": torch.tensor([0, 1, 1][:batch]),
+    }
+
+
 def wan(batch: int) -> Inputs:
     return {
         "hidden_states": random((batch, 4, 3, 6, 10), 1),
@@ -162,6 +172,15 @@ def wan(batch: int) -> Inputs:
 
 def wan22(batch: int) -> Inputs:
     return {**wan(batch), "timestep": random((batch, 45), 5).abs() * 500}
+
+
+def wan_vace(batch: int) -> Inputs:
+    """Return a video, and the frames that control it, which weigh differently in each block that reads them."""
+    return {
+        **wan(batch),
+        "control_hidden_states": random((batch, 6, 3, 6, 10), 6),
+        "control_hidden_states_scale": torch.tensor([0.7, 1.2, 0.4]).double(),
+    }
 
 
 def wan_like_lengths(batch: int) -> Inputs:
@@ -330,6 +349,7 @@ WAN = {
     "num_layers": 2,
     "rope_max_seq_len": 32,
 }
+WAN_VACE = {**WAN, "num_layers": 4, "vace_layers": [0, 1, 3], "vace_in_channels": 6}
 WAN_I2V = {**WAN, "image_dim": 16, "added_kv_proj_dim": 60, "cross_attn_norm": False}
 SD3 = {
     "sample_size": 16,
@@ -450,10 +470,17 @@ MODELS = {
     "qwen": Tiny("QwenImageTransformer2DModel", QWEN, qwen, batch=1),
     "qwen_masked": Tiny("QwenImageTransformer2DModel", QWEN, qwen_masked),
     "qwen_edit": Tiny("QwenImageTransformer2DModel", {**QWEN, "zero_cond_t": True}, qwen_edit),
+    "qwen_layered": Tiny(
+        "QwenImageTransformer2DModel",
+        {**QWEN, "use_layer3d_rope": True, "use_additional_t_cond": True},
+        qwen_layered,
+        batch=3,
+    ),
     "wan": Tiny("WanTransformer3DModel", WAN, wan),
     "wan_like_lengths": Tiny("WanTransformer3DModel", WAN, wan_like_lengths),
     "wan_i2v": Tiny("WanTransformer3DModel", WAN_I2V, wan_with_picture),
     "wan2.2": Tiny("WanTransformer3DModel", WAN, wan22),
+    "wan_vace": Tiny("WanVACETransformer3DModel", WAN_VACE, wan_vace),
     "chronoedit": Tiny("ChronoEditTransformer3DModel", WAN, wan),
     "sd3": Tiny("SD3Transformer2DModel", {**SD3, "dual_attention_layers": ()}, sd3, batch=3),
     "sd3_dual": Tiny("SD3Transformer2DModel", SD3, sd3),

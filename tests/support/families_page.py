@@ -16,8 +16,8 @@ PAGE = ROOT / "docs" / "adapter.md"
 BEGIN, END = "<!-- families: python -m tests.support.families_page --write -->\n", "<!-- end of families -->"
 # the family's file, what it computes, what the bench calls it, and its transformers' blocks that stay diffusers' own
 FAMILIES = (
-    ("qwen_image", "Qwen-Image", "qwen-image", "edit models with `zero_cond_t`"),
-    ("wan", "Wan 2.1, 2.2 (text, image)", "wan2.1-14b", "a timestep for each token (TI2V); VACE"),
+    ("qwen_image", "Qwen-Image, Edit, Layered", "qwen-image", "options for attention processors in a call"),
+    ("wan", "Wan 2.1, 2.2 (text, image, TI2V), VACE", "wan2.1-14b", "ChronoEdit, which has blocks of its own"),
     ("flux2", "FLUX.2 (dev, klein)", "flux.2-dev", "reference images with a key cache (refused)"),
     ("flux", "FLUX.1 with ControlNets", "flux.1-dev", "IP-adapters; without a ControlNet the native model computes"),
 )
@@ -49,7 +49,7 @@ def _numbers(name: str, gpus: int) -> tuple[str, str, str, str] | None:
 def _calls(path: Path) -> Iterator[dict[str, Any]]:
     for text in path.read_text().splitlines():
         line = json.loads(text)
-        if line.get("bench") == "calls" and isinstance(line.get("case"), dict) and "ms" in line:
+        if line.get("bench") == "calls" and isinstance(line.get("case"), dict) and line.get("ms"):
             yield line
 
 

@@ -66,7 +66,7 @@ class Released:
     def sized(self, tokens: int | None, text: int | None) -> Released:
         """Return the model with other numbers of tokens; one of None stays. A picture becomes as square as it can."""
         if tokens is not None and len(self.size) != 2:
-            raise ValueError(f"got {tokens} tokens for {self.name}, expected none: it makes a video of one size")
+            raise ValueError(f"got {tokens} tokens for {self.name}, expected none: its call has one size")
         size = self.size if tokens is None else squarest(tokens)
         return replace(self, size=size, text=self.text if text is None else text)
 
@@ -149,13 +149,17 @@ def flux2_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, An
 
 
 def qwen_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
-    """Return packed latents, text without padding, timestep and shapes as `QwenImagePipeline` passes them."""
+    """Return packed latents, text without padding, timestep and shapes as Qwen-Image's pipelines pass them.
+
+    A size of three sides is that of a picture and of the reference images after it.
+    """
     image = random(1, model.tokens, model.config["in_channels"])
+    *images, rows, columns = model.size
     return {
         "hidden_states": image,
         "encoder_hidden_states": random(1, model.text, model.config["joint_attention_dim"]),
         "timestep": torch.full((1,), 0.5).to(image),
-        "img_shapes": [[(1, *model.size)]],
+        "img_shapes": [[(1, rows, columns)] * (images[0] if images else 1)],
     }
 
 
@@ -168,6 +172,17 @@ def wan_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]
         "encoder_hidden_states": random(1, model.text, model.config["text_dim"]),
         "timestep": torch.full((1,), 500.0, device=video.device),
     }
+
+
+def wan_by_token(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return `wan_inputs` with a timestep for each token, as `WanImageToVideoPipeline` passes to Wan 2.2's 5B model.
+
+    That of the first frame, which is given, is 0.
+    """
+    made = wan_inputs(model, random)
+    timestep_BL = made["timestep"][:, None].repeat(1, model.tokens)
+    timestep_BL[:, : model.size[1] * model.size[2]] = 0
+    return made | {"timestep": timestep_BL}
 
 
 # Models -----------------------------------------------------------------------------------------------------------
@@ -218,6 +233,7 @@ WAN: Mapping[str, Any] = {
 
 FEW: Mapping[str, Any] = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
 NARROW: Mapping[str, Any] = {**FEW, "axes_dims_rope": (4, 6, 6), "joint_attention_dim": 12, "in_channels": 16}
+NARROW_WAN: Mapping[str, Any] = {**FEW, "text_dim": 8, "freq_dim": 16, "ffn_dim": 40}
 
 RELEASED: Mapping[str, Released] = {
     model.name: model
@@ -250,13 +266,31 @@ RELEASED: Mapping[str, Released] = {
             {**NARROW, "out_channels": 4},
         ),
         Released(
-            "wan2.1-14b",
+            "qwen-image-edit",
+            "QwenImageTransformer2DModel",
+            {**QWEN, "zero_cond_t": True},
+            (2, 64, 64),
+            128,
+            qwen_inputs,
+            {**NARROW, "out_channels": 4},
+        ),
+        Released("wan2.1-14b", "WanTransformer3DModel", WAN, (21, 30, 52), 512, wan_inputs, NARROW_WAN, joined=False),
+        Released("wan2.2-14b", "WanTransformer3DModel", WAN, (21, 45, 80), 512, wan_inputs, NARROW_WAN, joined=False),
+        Released(
+            "wan2.2-ti2v-5b",
             "WanTransformer3DModel",
-            WAN,
-            (21, 30, 52),
+            {
+                **WAN,
+                "num_attention_heads": 24,
+                "in_channels": 48,
+                "out_channels": 48,
+                "ffn_dim": 14336,
+                "num_layers": 30,
+            },
+            (31, 22, 40),
             512,
-            wan_inputs,
-            {**FEW, "text_dim": 8, "freq_dim": 16, "ffn_dim": 40},
+            wan_by_token,
+            NARROW_WAN,
             joined=False,
         ),
     )

@@ -1,4 +1,4 @@
-"""ms of a call of transformers that people run (FLUX.1 and 2, Qwen-Image, Wan 2.1), beside ceilings and other engines.
+"""ms of a call of transformers that people run (FLUX, Qwen-Image, Wan), beside ceilings and other engines.
 
     torchrun --nproc_per_node=2 launch/bench.py calls --model flux.1-dev --strategy kv_first ulysses --out lines.jsonl
 
@@ -41,7 +41,8 @@ class Calls(Flags):
     """Time calls of a released transformer with random weights on the running processes."""
 
     model: str = "flux.1-dev"
-    """flux.1-dev, flux.2-dev, qwen-image or wan2.1-14b; on a machine without GPUs it has few blocks and heads."""
+    """flux.1-dev, flux.2-dev, qwen-image, qwen-image-edit, wan2.1-14b, wan2.2-14b or wan2.2-ti2v-5b; on a machine
+    without GPUs it has few blocks and heads."""
     tokens: tuple[int, ...] = ()
     """Tokens of pictures, if not the model's usual number; a count that is not a square gives nearly a square."""
     text: int | None = None

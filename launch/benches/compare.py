@@ -6,7 +6,7 @@ The ranks of every checkout stay alive for a work and time their calls one check
 clocks and the time to load are not in the ratio. `launch/benches/compare_job.py` is what the ranks run; it says which
 names of `seqpar` both versions must have. Equal digests are equal bits. Works are written with colons:
 
-    call:MODEL[:cfg | :generic]   a call of flux.1-dev, flux.2-dev, qwen-image or wan2.1-14b through `parallelize`
+    call:MODEL[:cfg | :generic]   a call of a model of `launch/baselines/released.py` through `parallelize`
     step:MODEL:TOKENS[:KEY=VALUE] a step of a model of classes by our own loop, one picture with guidance; keys are
                                   strategy, transport, ring, cfg and eta (step:builtin:64:strategy=ring:ring=2)
     unidiffuser                   a step of UniDiffuser by our own loop

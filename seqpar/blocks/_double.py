@@ -46,8 +46,9 @@ def modulations(call: BlockCall, temb_BE: Tensor, names: Sequence[str], vectors:
     layers = [matrices[name] for matrices in call.every for name in names]
     c_BE, use = F.silu(temb_BE), f"modulation of {len(layers)} layers"
     made = call.spread(use, [len(one.weight) for one in layers], lambda index: product(c_BE, layers[index].weight))
-    rows = [x if one.bias is None else x + one.bias for x, one in zip(made, layers, strict=True)]
-    chunks = [one.chunk(vectors, dim=-1) for one in rows]
+    biases = [one.weight.new_zeros(len(one.weight)) if one.bias is None else one.bias for one in layers]
+    rows = torch.cat([*made], dim=1) + torch.cat(biases)  # one addition: one a layer is 0.4 ms of FLUX.1's call
+    chunks = [one.chunk(vectors, dim=-1) for one in rows.split([x.shape[1] for x in made], dim=1)]
     return [chunks[index : index + len(names)] for index in range(0, len(chunks), len(names))]
 
 

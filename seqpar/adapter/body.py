@@ -38,10 +38,11 @@ class Body(Protocol):
 
         arguments: those of the transformer's own forward by their names, without `return_dict`; tensors are complete
         and on the mesh's device, and all values are equal on all ranks of the sequence axis. An argument that is left
-        out has its default. The outputs are those of `forward(..., return_dict=False)`; the next call may overwrite
-        them. The first call of a kind builds exchanges; a later call with tensors of the same shapes and dtypes, the
-        same other values and the same `state()` can be captured as a CUDA graph. Raises ValueError, the same on every
-        rank, for arguments that this body cannot compute.
+        out has its default; one more may be `seqpar.adapter.masks.FULL`. The outputs are those of
+        `forward(..., return_dict=False)`; the next call may overwrite them. The first call of a kind builds exchanges;
+        a later call with tensors of the same shapes and dtypes, the same other values and the same `state()` can be
+        captured as a CUDA graph. Raises ValueError, the same on every rank, for arguments that this body cannot
+        compute.
         """
         ...
 

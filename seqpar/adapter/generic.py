@@ -20,7 +20,7 @@ from seqpar.adapter.foreign import Foreign, refuse_split
 from seqpar.adapter.forward import Ranks
 from seqpar.adapter.hooks import Cutter
 from seqpar.adapter.installed import Installed
-from seqpar.adapter.masks import key_rows
+from seqpar.adapter.masks import FULL, key_rows
 from seqpar.adapter.table import cuts_of
 from seqpar.planner.plan import Plan
 from seqpar.ranks.mesh import Mesh
@@ -73,8 +73,9 @@ class Generic:
         now = self._ranks.begin()
         try:
             given = dict(arguments)
+            full = given.pop(FULL, ())
             for name, stream in self._cuts.masks.items():
-                if (mask := given.get(name)) is not None:
+                if (mask := given.get(name)) is not None and name not in full:
                     now.masks[stream] = key_rows(mask, len(mask)) != 0
                     given[name] = mask if name in self._cuts.kept else None
             for name, which in self._root.inputs:

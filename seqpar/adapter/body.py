@@ -77,6 +77,15 @@ class Body(Protocol):
         """Return what computes a call with these arguments."""
         ...
 
+    @property
+    def lacks_memory(self) -> bool:
+        """Return whether weights with merged adapters did not fit at the last `state`; other ranks may have room."""
+        ...
+
+    def end_copies(self) -> None:
+        """Compute adapters by their own layers from now on; every rank must call this if one of them lacks memory."""
+        ...
+
     def check_delivered(self) -> None:
         """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
         ...

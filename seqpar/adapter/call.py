@@ -139,16 +139,20 @@ class Call:
         is_first = self._state is None
         waits = self._branches.waiting
         moved = waits and not isinstance(state, ValueError) and self.body.version() != self._branches.version
-        every = compared(self.mesh, form, [moved or state != self._state, full])
-        if any(changed for changed, _ in every):
+        every = compared(self.mesh, form, [moved or state != self._state, self.body.lacks_memory, full])
+        ends = any(lacks for _, lacks, _ in every)
+        if ends or any(changed for changed, *_ in every):
             self.mesh.together(lambda: _raised(state))
             self._generation += 1  # addresses of weights may change on one rank only; all must capture again
             if waits:
                 self._refuse_change()
             if not is_first:
                 self._branches.pairs.changed()
+        if ends:
+            self.body.end_copies()
+            state = self._looked()
         self._state = state
-        return every[0][1]
+        return every[0][-1]
 
     def _refuse_change(self) -> None:
         """Raise ValueError, on all ranks, if the module is no longer as it was when a promised call was made."""

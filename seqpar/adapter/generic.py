@@ -70,6 +70,11 @@ class Generic:
         self._refuse(arguments)
         self._follow()
         self._rescale(arguments)
+        if self.lacks_memory and self._ranks.axis.size > 1:  # found in the middle of a call; others compute it already
+            raise torch.OutOfMemoryError(
+                "got copies of weights with merged adapters that do not fit into the memory of this rank, expected "
+                "room for them; from the next call on, adapters are computed by their own layers on all ranks"
+            )
         now = self._ranks.begin()
         try:
             given = dict(arguments)
@@ -114,6 +119,17 @@ class Generic:
     def inside(self, arguments: Mapping[str, Any]) -> Inside:
         """See `seqpar.adapter.body.Body`."""
         return Inside(self._module, self._ranks)
+
+    @property
+    def lacks_memory(self) -> bool:
+        """See `seqpar.adapter.body.Body`."""
+        return self._installed is not None and self._installed.fused.lacks_memory
+
+    def end_copies(self) -> None:
+        """See `seqpar.adapter.body.Body`."""
+        assert self._installed is not None
+        self._installed.fused.end_copies()
+        self._watch.accept()  # weights of other blocks may have become views of one matrix
 
     def check_delivered(self) -> None:
         """See `seqpar.adapter.body.Body`."""

@@ -95,6 +95,7 @@ class FusedBlocks:
         """Leave blocks with adapters to diffusers, until no adapter is active; every rank must call this at once."""
         self._merges = False
         self._settle()
+        torch.cuda.empty_cache()  # transports take memory that torch does not keep
 
     def _settle(self) -> None:
         """Let functions compute the blocks that they may, and say why they do not compute the others."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from launch.baselines.transformers import compile_blocks, shared_copy
 from launch.benches.ceiling import Share, ceiling, share
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
 from launch.benches.works import work_of_call
+from seqpar.adapter.table import CUTS
 from seqpar.planner.plan import choose_local
 from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.types.facts import Work
@@ -53,6 +54,8 @@ class Calls(Flags):
     """Transport of our rows."""
     local: str = "auto"
     """Local attention of our rows and of ceilings."""
+    masked: bool = False
+    """Mask the last quarter of the text as padding, in models whose calls take such a mask."""
     peers: bool = True
     """Also time the same calls by other engines."""
 
@@ -79,7 +82,9 @@ class Case:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of a call, the same on every rank."""
-        return self.model.arguments(self.dtype, self.mesh.device)
+        arguments, text = self.model.arguments(self.dtype, self.mesh.device), self.model.text
+        padding = torch.arange(text, device=self.mesh.device)[None] < text - text // 4
+        return arguments | {name: padding for name in CUTS[self.model.theirs].masks if self.args.masked}
 
     @cached_property
     def truth(self) -> Tensor:
@@ -90,6 +95,7 @@ class Case:
     def ceiling(self, strategy: str) -> Reference:
         """Return the ceiling of a strategy, for one branch on all ranks."""
         mine = share(self.work, self.model.tokens, strategy, self.mesh, 1, self.model.others)
+        mine = replace(mine, masked=self.args.masked)
         return Reference(f"ceiling of {strategy}", partial(_ceiling, self, mine))
 
 
@@ -97,6 +103,8 @@ def main(args: Calls) -> None:
     """Measure all token counts on the running processes; rank 0 prints and appends the lines."""
     if args.model not in RELEASED:
         raise ValueError(f"got --model {args.model}, expected one of {', '.join(RELEASED)}")
+    if args.masked and not CUTS[RELEASED[args.model].theirs].masks:
+        raise ValueError(f"got --masked for {args.model}, whose calls take no mask of padding; leave it out")
     args.check()
     from launch.benches.peers import cache_dit, peers  # they import this module
 
@@ -107,6 +115,7 @@ def main(args: Calls) -> None:
         case = Case(args, model, mesh, default_dtype(device))
         rows = [*ours(case), *((*peers(case), *cache_dit(case)) if args.peers else ())]
         about = {"model": model.name, "tokens": model.tokens, "text": model.text, "dtype": str(case.dtype)[6:]}
+        about |= {"masked": True} if args.masked else {}
         measure("calls", about, rows, mesh, args)
         torch._dynamo.reset()
 
@@ -188,6 +197,6 @@ class Keeps:
 def _ceiling(case: Case, mine: Share) -> Iterator[Timed]:
     """Compute one rank's matrix products and attention alone."""
     device = case.mesh.device
-    local = choose_local(case.args.local, device, case.dtype, case.work.head_dim).name
+    local = choose_local(case.args.local, device, case.dtype, case.work.head_dim, mine.masked).name
     step = ceiling(case.work, mine, local, case.dtype, device)
     yield Timed.of(graphed(step) if device.type == "cuda" else step, device)

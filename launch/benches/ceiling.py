@@ -15,6 +15,7 @@ from seqpar.planner.plan import load_local
 from seqpar.ranks.mesh import Mesh
 from seqpar.ranks.shard import Shard
 from seqpar.types.facts import AttentionCall, Blocks, ShardedLayer, Work
+from seqpar.types.masks import key_bias
 from seqpar.types.protocols import Core
 
 
@@ -22,13 +23,14 @@ from seqpar.types.protocols import Core
 class Share:
     """The work of one rank in a step: `batch` rows of `tokens` tokens, and the calls of local attention in a layer.
 
-    tokens: those of the state; others: those of each other stream (text).
+    tokens: those of the state; others: those of each other stream (text). masked: whether attention gets key masks.
     """
 
     batch: int
     tokens: int
     calls: tuple[AttentionCall, ...]
     others: tuple[int, ...] = ()
+    masked: bool = False
 
 
 def share(work: Work, tokens: int, strategy: str, mesh: Mesh, rows: int = 2, others: tuple[int, ...] = ()) -> Share:
@@ -56,7 +58,7 @@ class Alone:
     copies: list[list[Tensor]]
     inputs: list[Tensor]
     first: int
-    calls: list[tuple[Tensor, Tensor, Tensor]]
+    calls: list[tuple[Tensor, ...]]
 
 
 def ceiling(work: Work, mine: Share, local: str, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
@@ -88,8 +90,8 @@ def _block(kind: Alone, weights: Sequence[Tensor], attend: Core) -> None:
     pairs = list(zip(kind.inputs, weights, strict=True))
     for x, weight in pairs[: kind.first]:
         F.linear(x, weight)
-    for q, k, v in kind.calls:
-        attend(q, k, v)
+    for call in kind.calls:
+        attend(*call)
     for x, weight in pairs[kind.first :]:
         F.linear(x, weight)
 
@@ -104,7 +106,7 @@ def _alone(work: Work, kind: Blocks, mine: Share, random: Callable[..., Tensor])
             made[rows, inputs] = random(mine.batch, rows, inputs)
     weights = sum(inputs * outputs for _, inputs, outputs in shapes) * random(1).itemsize
     copies = min(kind.count, over(weights)) if random(1).is_cuda else 1
-    calls = [_inputs(random, mine.batch, work.head_dim, call) for call in mine.calls]
+    calls = [_inputs(random, mine.batch, work.head_dim, call, mine.masked) for call in mine.calls]
     if kind.cross is not None:
         calls.append(
             _inputs(
@@ -120,7 +122,10 @@ def _alone(work: Work, kind: Blocks, mine: Share, random: Callable[..., Tensor])
     )
 
 
-def _inputs(random: Callable[..., Tensor], batch: int, dim: int, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of one call; k and v are views of one tensor."""
+def _inputs(
+    random: Callable[..., Tensor], batch: int, dim: int, call: AttentionCall, masked: bool = False
+) -> tuple[Tensor, ...]:
+    """Return q, k and v of one call, and a key mask if asked; k and v are views of one tensor."""
     k, v = random(batch, call.keys, 2 * call.kv_heads, dim).chunk(2, dim=2)
-    return random(batch, call.queries, call.heads, dim), k, v
+    masks = [key_bias(k.new_ones(batch, call.keys, dtype=torch.bool), k.dtype)] if masked else []
+    return random(batch, call.queries, call.heads, dim), k, v, *masks

@@ -48,6 +48,14 @@ def layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{prefix}.{name}" if prefix else name, child
 
 
+def layer_at(module: nn.Module, path: str) -> Any:
+    """Return the layer, or the adapters' layer around it, at a path without these; None where the model has none."""
+    layer: Any = module
+    for name in path.split("."):
+        layer = getattr(base_of(layer), name)
+    return layer
+
+
 # Merging -------------------------------------------------------------------------------------------------------
 
 
@@ -58,6 +66,11 @@ def active(layer: nn.Module) -> tuple[str, ...]:
         return ()
     known = wrapper._get_available_adapters()
     return tuple(name for name in wrapper.active_adapters if name in known)
+
+
+def are_on(module: nn.Module) -> bool:
+    """Return whether adapters are active on a layer of a module."""
+    return any(active(layer) for _, layer in layers(module))
 
 
 def why_not_merge(layer: nn.Module) -> str | None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seqpar.adapter import adapters
+from seqpar.types.fused import Matrix
 from seqpar.types.keys import KeyMap
 from seqpar.weights.checkpoint import Checkpoint, check
 
@@ -91,6 +93,26 @@ def merge(
     for name, tensor in merged.items():
         put(model, name, tensor)
     return merged
+
+
+def with_adapters(layers: Sequence[nn.Module], own: Matrix, scale: float, room: Matrix | None) -> Matrix:
+    """Return a copy of a matrix with the active adapters of its layers, computed in fp32 and rounded once.
+
+    scale: see `adapters.merged`. room: a copy whose memory is written again.
+    """
+    weight_FE = copied_into(own.weight, None if room is None else room.weight)
+    bias_F = None if own.bias is None else copied_into(own.bias, None if room is None else room.bias)
+    start = 0
+    for layer in layers:
+        base: Any = adapters.base_of(layer)
+        mine = slice(start, start + len(base.weight))
+        weight, bias = adapters.merged(layer, scale) if adapters.active(layer) else (None, None)
+        if weight is not None:
+            weight_FE[mine].copy_(weight)
+        if bias is not None and bias_F is not None:
+            bias_F[mine].copy_(bias)
+        start = mine.stop
+    return Matrix(weight_FE, bias_F)
 
 
 def _rows_of(holders: Mapping[str, Holder], keys: KeyMap) -> dict[str, tuple[str, slice]]:

@@ -38,10 +38,11 @@ class Body(Protocol):
 
         arguments: those of the transformer's own forward by their names, without `return_dict`; tensors are complete
         and on the mesh's device, and all values are equal on all ranks of the sequence axis. An argument that is left
-        out has its default. The outputs are those of `forward(..., return_dict=False)`; the next call may overwrite
-        them. The first call of a kind builds exchanges; a later call with tensors of the same shapes and dtypes, the
-        same other values and the same `state()` can be captured as a CUDA graph. Raises ValueError, the same on every
-        rank, for arguments that this body cannot compute.
+        out has its default; one more may be `seqpar.adapter.masks.FULL`. The outputs are those of
+        `forward(..., return_dict=False)`; the next call may overwrite them. The first call of a kind builds exchanges;
+        a later call with tensors of the same shapes and dtypes, the same other values and the same `state()` can be
+        captured as a CUDA graph. Raises ValueError, the same on every rank, for arguments that this body cannot
+        compute.
         """
         ...
 
@@ -74,6 +75,15 @@ class Body(Protocol):
 
     def inside(self, arguments: Mapping[str, Any]) -> Inside:
         """Return what computes a call with these arguments."""
+        ...
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Return whether weights with merged adapters did not fit at the last `state`; other ranks may have room."""
+        ...
+
+    def end_copies(self) -> None:
+        """Compute adapters by their own layers from now on; every rank must call this if one of them lacks memory."""
         ...
 
     def check_delivered(self) -> None:

@@ -20,11 +20,13 @@ from torch import nn
 
 from seqpar.adapter.body import Body
 from seqpar.adapter.branches import Branches, Task
+from seqpar.adapter.cuts import Cuts
+from seqpar.adapter.masks import FullMasks
 from seqpar.adapter.rows import STATE, Split, cut_rows, joined_rows
 from seqpar.engine.graphs import Capture, Graphs
 from seqpar.engine.promises import plain
 from seqpar.engine.signature import Form, form_of
-from seqpar.ranks.inputs import CALL, agree, broadcast, shapes
+from seqpar.ranks.inputs import CALL, broadcast, compared, shapes
 from seqpar.ranks.mesh import Mesh
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -39,12 +41,14 @@ class Call:
     """The forward of a parallelized transformer, for inference; every rank must make the same calls.
 
     module: the transformer; its own `forward` gives the names of the arguments. body: computes calls.
-    capture: captures calls as CUDA graphs; None runs them eagerly.
+    capture: captures calls as CUDA graphs; None runs them eagerly. cuts: names the transformer's key masks, if any.
     Raises the same ValueError on every rank if the forms of their arguments differ, or their adapters, attention
     processors, or what computes.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, body: Body, capture: Capture | None) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, body: Body, capture: Capture | None, cuts: Cuts | None = None
+    ) -> None:
         self.mesh, self.body, self.graphs = mesh, body, Graphs(mesh, capture)
         self.label: str | None = None
         self.__wrapped__ = type(module).forward.__get__(module)  # `inspect.signature` reads it
@@ -56,6 +60,7 @@ class Call:
         self._generation = 0
         self._branches = Branches(mesh, self._computed, self._compare_alone, self._say)
         self._said: set[str] = set()
+        self._masks, self._full = FullMasks(cuts or Cuts({}, {})), 0
 
     @_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +69,7 @@ class Call:
         return_dict = arguments.pop("return_dict", True)
         with torch.inference_mode(False), torch.no_grad():
             self._branches.pairs.see(next((arguments[name] for name in STATE if name in arguments), None), self.label)
-            form = self.rank_0s(arguments)
+            form = self.computed(self.rank_0s(arguments))
             task = self._branches.task(form, self.label, self.body.foreign().coupled)
             if task is None:
                 results = self._branches.promise(form, self.body.version(), self._texts).whole
@@ -115,28 +120,39 @@ class Call:
         state = self._looked()
         shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **self._texts, **form.shown}
         shown |= {CALL: f"calls {type(self._module).__name__}", "pairs of calls": self._branches.pairs.expected}
-        self._compare({**shapes(form.tensors), **shown}, state)
+        full = self._masks.among(form.tensors) if self.mesh.is_main else 0
+        self._full = self._compare({**shapes(form.tensors), **shown}, state, full)
         if gradients:
             raise ValueError(f"got {gradients[0]} that requires gradients, expected none: parallelize is for inference")
         device = self.mesh.device
         return form.holding(broadcast(self.mesh, form.tensors)).each(lambda x: x.to(device))
 
-    def _compare(self, form: Mapping[str, object], state: Hashable) -> None:
+    def computed(self, form: Form) -> Form:
+        """Return the arguments with which the body computes: those of the last `rank_0s` without full masks."""
+        return self._masks.dropped(form, self._full)
+
+    def _compare(self, form: Mapping[str, object], state: Hashable, full: int = 0) -> int:
         """Raise the same ValueError on all ranks if `form` differs, or if a rank refuses; follow changes of the module.
 
-        state: what `_looked` returned.
+        state: what `_looked` returned. full: which masks of the call are full; rank 0's number is returned.
         """
         is_first = self._state is None
         waits = self._branches.waiting
         moved = waits and not isinstance(state, ValueError) and self.body.version() != self._branches.version
-        if agree(self.mesh, form, vote=moved or state != self._state):
+        every = compared(self.mesh, form, [moved or state != self._state, self.body.lacks_memory, full])
+        ends = any(lacks for _, lacks, _ in every)
+        if ends or any(changed for changed, *_ in every):
             self.mesh.together(lambda: _raised(state))
             self._generation += 1  # addresses of weights may change on one rank only; all must capture again
             if waits:
                 self._refuse_change()
             if not is_first:
                 self._branches.pairs.changed()
+        if ends:
+            self.body.end_copies()
+            state = self._looked()
         self._state = state
+        return every[0][-1]
 
     def _refuse_change(self) -> None:
         """Raise ValueError, on all ranks, if the module is no longer as it was when a promised call was made."""

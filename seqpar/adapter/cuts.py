@@ -83,8 +83,8 @@ class Cuts:
     path, "*" stands for every member of a list of modules, and -1 for its last one.
     attention: path of an attention module that joins the ranks -> how. All other attention (to whole text, or inside
     of parts that run whole) stays as it is and exchanges nothing.
-    masks: argument of the transformer -> the stream whose keys it masks, (B, tokens), nonzero for tokens. The
-    transformer's own forward gets None in its place, unless the argument is in `kept`.
+    masks: argument of the transformer -> the stream whose keys it masks, (B, tokens), nonzero for tokens; one without
+    zeros masks nothing. The transformer's own forward gets None in its place, unless the argument is in `kept`.
     refused: argument of the transformer -> the reason why it must be None.
     why_not: returns the reason why the tokens of a transformer of this class cannot be split, or None.
     why_eager: returns the reason why its forward cannot be captured as a CUDA graph, or None.

@@ -28,6 +28,7 @@ from seqpar.types.fused import DeclinedError, Matrices, Matrix
 from seqpar.types.protocols import Stream, plugin, plugins
 
 T = TypeVar("T")
+NO_ROOM = "copies of their weights with merged adapters do not fit into the memory of every rank"
 HOME = "diffusers.models."  # where classes are defined whose arithmetic and construction functions know
 
 
@@ -47,12 +48,18 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class FusedBlocks:
-    """The blocks of one transformer for which there are functions: what computes each, and the reasons why not."""
+    """The blocks of one transformer for which there are functions: what computes each, and the reasons why not.
+
+    lacks_memory: whether copies for merged adapters did not fit on this rank, where no function computes until all
+    ranks have ended them (`end_copies`).
+    """
 
     def __init__(self, module: nn.Module, ranks: Ranks, on: bool) -> None:
         self._module, self._ranks, self._on = module, ranks, on
         self._every: list[tuple[str, nn.Module]] = []
         self._copies: dict[tuple[nn.Module, str], Matrix] = {}
+        self._merges = True  # as long as the copies fit into the memory of every rank
+        self.lacks_memory = False
         self.scale = 1.0
         self.hooks: dict[nn.Module, BlockHook] = {}
         self.reasons: dict[str, str] = {}
@@ -81,14 +88,45 @@ class FusedBlocks:
             self.hooks[one].attention = next((attention[part] for part in one.modules() if part in attention), None)
             if (reason := self.hooks[one].why_not_joined()) is not None:
                 self.reasons.setdefault(path, reason)
+        self._merges = self._merges or not any(map(adapters.are_on, self.hooks))
+        self._settle()
+
+    def end_copies(self) -> None:
+        """Leave blocks with adapters to diffusers, until no adapter is active; every rank must call this at once."""
+        self._merges = False
+        self._settle()
+        torch.cuda.empty_cache()  # transports take memory that torch does not keep
+
+    def _settle(self) -> None:
+        """Let functions compute the blocks that they may, and say why they do not compute the others."""
+        if not self._merges:
+            self.reasons = dict.fromkeys(self._adapted(), NO_ROOM) | self.reasons
         self._take_weights()
         for why in dict.fromkeys(self.reasons.values()):
             count = sum(why == other for other in self.reasons.values())
-            self._ranks.say(f"{count} of {len(every)} blocks are diffusers' own, because {why}")
+            self._ranks.say(f"{count} of {len(self._every)} blocks are diffusers' own, because {why}")
+
+    def _adapted(self) -> list[str]:
+        return [path for path, one in self._every if adapters.are_on(one)]
+
+    def _take_weights(self) -> None:
+        """Let every block that fits compute with its weights, and the adapters on them, as they are now.
+
+        If the copies do not fit, none is kept, and no function computes on this rank until `end_copies`.
+        """
+        self.lacks_memory = False
+        try:
+            self._merge()
+        except torch.OutOfMemoryError:
+            if self.reasons.keys() >= set(self._adapted()):
+                raise  # there are no copies: the model itself does not fit
+            self._copies, self.lacks_memory = {}, True
+            for hook in self.hooks.values():
+                hook.take((), (), None)
 
     @torch.no_grad()
-    def _take_weights(self) -> None:
-        """Let every block that fits compute with its weights, and the adapters on them, as they are now."""
+    def _merge(self) -> None:
+        """Hand the weights, or copies with merged adapters, to the hooks of the blocks that functions compute."""
         blocks: dict[str, list[nn.Module]] = {type(one).__name__: [] for one in self.hooks}
         for path, one in self._every:
             if path in self.reasons:
@@ -111,14 +149,14 @@ class FusedBlocks:
         matrices = {}
         with torch.inference_mode(False):  # weights outlive the caller's mode
             for name, paths in products.items():
-                layers = [_layer(block, path) for path in paths]
+                layers = [adapters.layer_at(block, path) for path in paths]
                 if None in layers:  # some sizes of a model have none
                     continue
                 base: list[Any] = [adapters.base_of(layer) for layer in layers]
                 biases = [layer.bias for layer in base if layer.bias is not None]
                 matrices[name] = Matrix(adopt.rows([x.weight for x in base]), adopt.rows(biases) if biases else None)
                 if any(adapters.active(layer) for layer in layers):
-                    copy = _merged(layers, matrices[name], self.scale, before.get((block, name)))
+                    copy = adopt.with_adapters(layers, matrices[name], self.scale, before.get((block, name)))
                     matrices[name] = self._copies[block, name] = copy
         return matrices
 
@@ -258,28 +296,3 @@ def _why_not(block: nn.Module) -> str | None:
                 return "weights are not all on one device"
             dtypes |= {weight.dtype} if isinstance(one, nn.Linear) else set()
     return None if len(dtypes) == 1 else "linear layers have different dtypes"
-
-
-def _merged(layers: Sequence[Any], own: Matrix, scale: float, room: Matrix | None) -> Matrix:
-    """Return a copy of a matrix with the active adapters of its layers, computed in fp32 and rounded once."""
-    weight_FE = adopt.copied_into(own.weight, None if room is None else room.weight)
-    bias_F = None if own.bias is None else adopt.copied_into(own.bias, None if room is None else room.bias)
-    start = 0
-    for layer in layers:
-        base: Any = adapters.base_of(layer)
-        rows = slice(start, start + len(base.weight))
-        weight, bias = adapters.merged(layer, scale) if adapters.active(layer) else (None, None)
-        if weight is not None:
-            weight_FE[rows].copy_(weight)
-        if bias is not None and bias_F is not None:
-            bias_F[rows].copy_(bias)
-        start = rows.stop
-    return Matrix(weight_FE, bias_F)
-
-
-def _layer(block: nn.Module, path: str) -> Any:
-    """Return the linear layer, or the adapters around it, at a path without these; or None."""
-    layer: Any = block
-    for name in path.split("."):
-        layer = getattr(adapters.base_of(layer), name)
-    return layer

@@ -20,7 +20,7 @@ from seqpar.adapter.foreign import Foreign, refuse_split
 from seqpar.adapter.forward import Ranks
 from seqpar.adapter.hooks import Cutter
 from seqpar.adapter.installed import Installed
-from seqpar.adapter.masks import key_rows
+from seqpar.adapter.masks import FULL, key_rows
 from seqpar.adapter.table import cuts_of
 from seqpar.planner.plan import Plan
 from seqpar.ranks.mesh import Mesh
@@ -70,11 +70,17 @@ class Generic:
         self._refuse(arguments)
         self._follow()
         self._rescale(arguments)
+        if self.lacks_memory and self._ranks.axis.size > 1:  # found in the middle of a call; others compute it already
+            raise torch.OutOfMemoryError(
+                "got copies of weights with merged adapters that do not fit into the memory of this rank, expected "
+                "room for them; from the next call on, adapters are computed by their own layers on all ranks"
+            )
         now = self._ranks.begin()
         try:
             given = dict(arguments)
+            full = given.pop(FULL, ())
             for name, stream in self._cuts.masks.items():
-                if (mask := given.get(name)) is not None:
+                if (mask := given.get(name)) is not None and name not in full:
                     now.masks[stream] = key_rows(mask, len(mask)) != 0
                     given[name] = mask if name in self._cuts.kept else None
             for name, which in self._root.inputs:
@@ -113,6 +119,17 @@ class Generic:
     def inside(self, arguments: Mapping[str, Any]) -> Inside:
         """See `seqpar.adapter.body.Body`."""
         return Inside(self._module, self._ranks)
+
+    @property
+    def lacks_memory(self) -> bool:
+        """See `seqpar.adapter.body.Body`."""
+        return self._installed is not None and self._installed.fused.lacks_memory
+
+    def end_copies(self) -> None:
+        """See `seqpar.adapter.body.Body`."""
+        assert self._installed is not None
+        self._installed.fused.end_copies()
+        self._watch.accept()  # weights of other blocks may have become views of one matrix
 
     def check_delivered(self) -> None:
         """See `seqpar.adapter.body.Body`."""

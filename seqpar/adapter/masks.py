@@ -1,18 +1,66 @@
 """Converts the masks that diffusers' transformers pass to attention into the key masks of strategies, once a call.
 
 A transformer masks padding in one of several shapes, for all tokens in its own order of streams. Strategies take one
-row of keys for each batch row, in the order of the ranks: [t0 i0 t1 i1 ...].
+row of keys for each batch row, in the order of the ranks: [t0 i0 t1 i1 ...]. A mask that leaves no key out is dropped
+(`FullMasks`): attention without one computes the same, by faster kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from seqpar.adapter.cuts import Cuts
+from seqpar.engine.signature import Form, form_of
 from seqpar.ranks.shard import JointShard
 from seqpar.types.masks import aligned_bias, joined_mask, key_bias
+
+FULL = "full_masks"  # an argument beside the transformer's own: the names of the masks that it needs, but no attention
+
+
+class FullMasks:
+    """Drops the key masks of calls that leave no key out, on all ranks by rank 0's decision.
+
+    A mask is read once, and again after it was written in place, because reading it waits for the device. Where torch
+    counts no writes, as for tensors of its inference mode, a mask stays.
+    """
+
+    def __init__(self, cuts: Cuts) -> None:
+        self._names, self._kept = tuple(cuts.masks), cuts.kept
+        # mask -> its count of writes when it was read, whether it is full
+        self._known: MutableMapping[Tensor, tuple[int, bool]] = WeakTensorKeyDictionary()
+
+    def among(self, tensors: Mapping[str, Tensor]) -> int:
+        """Return a number with a bit for each mask of the cuts, which is set if it leaves no key out.
+
+        tensors: the arguments of a call by their names.
+        """
+        masks = [tensors.get(name) for name in self._names]
+        return sum(1 << bit for bit, mask in enumerate(masks) if mask is not None and self._is_full(mask))
+
+    def dropped(self, form: Form, full: int) -> Form:
+        """Return the arguments of a call with None for full masks, or with `FULL` for those that the forward needs.
+
+        full: what `among` returned on rank 0.
+        """
+        names = [name for bit, name in enumerate(self._names) if full >> bit & 1]
+        if not names:
+            return form
+        needed = tuple(name for name in names if name in self._kept)
+        whole = form.whole | {name: None for name in names if name not in needed}
+        return form_of(whole | {FULL: needed} if needed else whole)
+
+    def _is_full(self, mask: Tensor) -> bool:
+        if mask.is_inference():
+            return False
+        writes, full = self._known.get(mask, (-1, False))
+        if writes != mask._version:
+            full = bool((mask != 0).all())
+            self._known[mask] = mask._version, full
+        return full
 
 
 def is_by_key(mask: Tensor | None, rows: int) -> bool:

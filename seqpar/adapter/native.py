@@ -159,6 +159,16 @@ class Native:
         """See `seqpar.adapter.body.Body`."""
         return self._watch.foreign()
 
+    @property
+    def lacks_memory(self) -> bool:
+        """See `seqpar.adapter.body.Body`."""
+        return self._other is not None and self._other.lacks_memory
+
+    def end_copies(self) -> None:
+        """See `seqpar.adapter.body.Body`."""
+        if self._other is not None:
+            self._other.end_copies()
+
     def check_delivered(self) -> None:
         """See `seqpar.adapter.body.Body`."""
         self._ranks.keeper.check()

@@ -99,7 +99,7 @@ def parallelize(
     plan = planned(pipe_or_transformer, modules, mesh, wish, native, cfg)
     lease = leased(plan, mesh)
     bodies = _bodies(pipe_or_transformer, modules, lease, plan, where, native)
-    _install_all(pipe_or_transformer, modules, bodies, lease, plan)
+    _install_all(pipe_or_transformer, modules, bodies, lease, plan, where)
     _share_vae(pipe_or_transformer, modules, lease, plan, vae)
     return pipe_or_transformer
 
@@ -142,11 +142,16 @@ def _calls_of(pipe_or_transformer: Any) -> list[tuple[nn.Module, Call]]:
 
 
 def _install_all(
-    pipe_or_transformer: Any, modules: Mapping[str, nn.Module], bodies: Mapping[str, Body], lease: Lease, plan: Plan
+    pipe_or_transformer: Any,
+    modules: Mapping[str, nn.Module],
+    bodies: Mapping[str, Body],
+    lease: Lease,
+    plan: Plan,
+    cuts: Mapping[str, Cuts],
 ) -> None:
     """Put calls in place of the forwards of all transformers, after everything that can fail; rank 0 says so."""
     mesh = lease.mesh
-    calls = {name: Call(modules[name], mesh, body, _capture(mesh, body)) for name, body in bodies.items()}
+    calls = {name: Call(modules[name], mesh, body, _capture(mesh, body), cuts[name]) for name, body in bodies.items()}
     for name, call in calls.items():
         vars(modules[name])[BEFORE] = lease.join(modules[name], INSTALLED)
         install(modules[name], call)

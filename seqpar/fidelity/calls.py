@@ -163,15 +163,17 @@ class _Again:
 
     def __init__(self, recorded_call: RecordedCall, measured: Comparison) -> None:
         body, self._forward = recorded_call.call.body, recorded_call.call.__wrapped__
-        self._arguments: Mapping[str, Any] = recorded_call.call.rank_0s(dict(recorded_call.arguments.whole)).whole
-        self._inside = inside = body.inside(self._arguments)
+        rank_0s = recorded_call.call.rank_0s(dict(recorded_call.arguments.whole))
+        self._arguments: Mapping[str, Any] = rank_0s.whole
+        computed: Mapping[str, Any] = recorded_call.call.computed(rank_0s).whole
+        self._inside = inside = body.inside(computed)
         self._ours = dict(recorded_call.results.each(plain).tensors)  # a promise is computed now, on all ranks
         self._look = Look(measured, recorded_call.place, [inside.module], recorded_call.call.mesh, WIDE)
         keeper, attend = inside.ranks.keeper, inside.ranks.keeper.attend
         try:
             vars(keeper)["attend"] = lambda *kind, **masked: self._look.attention(attend(*kind, **masked))
             with self._look.ranks():
-                body(self._arguments)
+                body(computed)
         finally:
             del vars(keeper)["attend"]
         self._share = TokenShare(dict(inside.ranks.last.lengths), inside.ranks.axis.size, inside.ranks.axis.rank)

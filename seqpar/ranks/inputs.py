@@ -1,15 +1,15 @@
 """Broadcasts the caller's inputs from rank 0 at every call, so that all ranks compute with the same values.
 
 If ranks were given different noise, labels or timesteps, each would compute its tokens of another picture, and the
-result would be wrong without an error. A call costs one gather of 16 bytes a rank on the host, which finds inputs of
-different shapes or dtypes, and one broadcast of all tensors in one buffer (by NCCL on GPUs).
+result would be wrong without an error. A call costs one gather of some numbers on the host, at most 40 bytes a rank,
+which finds inputs of different shapes or dtypes, and one broadcast of all tensors in one buffer (by NCCL on GPUs).
 When it wins: always; a comparison of the inputs would send as many bytes and also wait for the device.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,22 +24,26 @@ ALIGN = 16  # bytes; tensors start at multiples of it in the buffer, so that vie
 
 
 def agree(mesh: Mesh, form: Mapping[str, object], vote: bool = False) -> bool:
-    """Return whether any rank votes; raise the same ValueError on every rank if `form` differs between ranks.
+    """Return whether any rank votes, as on what only one of them may see; see `compared`."""
+    return any(voted for (voted,) in compared(mesh, form, [vote]))
 
-    Values of `form` are compared by `repr`; the value of `CALL` says what this rank does ("calls X"). A vote travels
-    with the comparison, so that ranks can decide together on what only one of them may see. Raises TimeoutError if a
-    rank does not take part; see `from_rank_0`.
+
+def compared(mesh: Mesh, form: Mapping[str, object], numbers: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of every rank, in rank order; raise the same ValueError on every rank if `form` differs.
+
+    Values of `form` are compared by `repr`; the value of `CALL` says what this rank does ("calls X"). numbers: as many
+    on every rank; they travel with the comparison, so that ranks can decide together without a further message. Raises
+    TimeoutError if a rank does not take part; see `from_rank_0`.
     """
     if mesh.world.size == 1:
-        return vote
+        return [[*numbers]]
     texts = {name: str(value) if name == CALL else repr(value) for name, value in sorted(form.items())}
     digest = hashlib.blake2b(repr(texts).encode(), digest_size=8).digest()
-    mine = torch.tensor([int.from_bytes(digest, "big", signed=True), vote])
+    mine = torch.tensor([int.from_bytes(digest, "big", signed=True), *numbers])
     every = gathered(mesh.world, mesh.device, mine, "the comparison of the forms of all ranks' inputs")
-    digests, votes = every.T.tolist()
-    if len(set(digests)) > 1:
+    if len(set(every[:, 0].tolist())) > 1:
         raise ValueError(_difference(mesh.collect(texts, dict[str, str])))
-    return any(votes)
+    return every[:, 1:].tolist()
 
 
 def from_rank_0(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -10,11 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
+import seqpar
+from seqpar.adapter.call import Call
+from seqpar.adapter.masks import FullMasks
+from seqpar.adapter.table import cuts_of
+from seqpar.engine.promises import Promise
 from seqpar.local import reference, sdpa
 from seqpar.types.masks import key_bias
 from tests.adapter.test_generic import TOLERANCE, VISIBLE, Outputs, body_of, called, error
+from tests.support.calls import Captures
 from tests.support.diffusers_tiny import MODELS
-from tests.support.meshes import random
+from tests.support.foreign import InDouble, StayDouble, in_double
+from tests.support.meshes import mesh as make_mesh
+from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
 
 KEYS = 22  # the text and image tokens of the tiny FLUX, in a batch of two
@@ -112,3 +121,127 @@ def test_the_reference_adds_a_bias_as_kernels_do() -> None:
     for bias in (random((2, 5), 4), key_bias(LEFT_OUT[:, :5], torch.float64)):
         got, wanted = (local.attend(q, k, v, bias) for local in (reference, sdpa))
         assert max((x - y).abs().max().item() for x, y in zip(got, wanted, strict=True)) < TOLERANCE
+
+
+# Masks that leave no key out ---------------------------------------------------------------------------------------
+
+NAMES = {"qwen_masked": "encoder_hidden_states_mask", "mochi": "encoder_attention_mask"}
+
+
+def padding(name: str, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Return a mask that leaves no key of a tiny model's text out, and one that does."""
+    partial = MODELS[name].arguments(device)[NAMES[name]]
+    return torch.ones_like(partial), partial
+
+
+@cache
+def by_one(name: str, full: bool, device: str) -> Outputs:
+    """Return what the whole transformer returns with a full mask, or with its partial one, in host memory."""
+    arguments = {**MODELS[name].arguments(device), NAMES[name]: padding(name, device)[not full]}
+    return tuple(x.cpu() for x in MODELS[name].whole(arguments=arguments, device=device))
+
+
+FAULTS: dict[str, Callable[[FullMasks, Tensor], bool]] = {
+    "every mask is full": lambda self, mask: True,
+    "writes are not seen": lambda self, mask: self._known.setdefault(mask, (0, bool(mask.all())))[1],
+}
+
+
+@contextmanager
+def planted(fault: str | None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            patch.setattr(FullMasks, "_is_full", FAULTS[fault])
+        yield
+
+
+@contextmanager
+def reads() -> Iterator[list[Tensor]]:
+    """Note which tensors the host asks whether they are true, which waits for a GPU."""
+    asked, ask = list[Tensor](), Tensor.__bool__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "__bool__", lambda x: (asked.append(x), ask(x))[1])
+        yield asked
+
+
+# the call's mask, what is written to it before -> whether rank 0's is full, how often rank 0 reads it
+STORY = {
+    ("none", None): (True, 0),
+    ("mask", "full"): (True, 1),
+    ("mask", None): (True, 0),
+    ("copy", None): (True, 1),
+    ("mask", "partial"): (False, 1),
+    ("mask", "partial again"): (False, 1),
+    ("mask", "full again"): (True, 1),
+}
+
+
+def story(
+    rank: int, world: int, device: torch.device, name: str, fault: str | None = None
+) -> tuple[list[Outputs], list[int], int]:
+    """Return the results of the calls of `STORY`, how often the host read a mask in each, and the number of graphs.
+
+    The masks of ranks but the first are partial where rank 0's are full, and full where they are partial.
+    """
+    tiny, captures = MODELS[name], Captures()
+    module, (full, partial) = tiny.build().to(device), padding(name, device)
+    body: Any = InDouble(body_of(module, world, device, "ulysses", fused=True))
+    call = Call(module, mesh_for("ulysses", world, device), body, captures, cuts_of(module))
+    masks: dict[str, Any] = {"none": None, "mask": full.clone(), "copy": (partial, full)[rank == 0].clone()}
+    results, counts = list[Outputs](), list[int]()
+    with planted(fault):
+        for which, written in (one for one in STORY if one[0] != "none" or name != "mochi"):
+            if written is not None:
+                masks["mask"].copy_((partial, full)[written.startswith("full") == (rank == 0)])
+            with reads() as asked:
+                outputs = call(**{**tiny.arguments(device), NAMES[name]: masks[which]}, return_dict=False)
+            results.append(tuple(x.clone() for x in outputs))
+            counts.append(len(asked))
+    call.release()
+    return results, counts, len(captures.made)
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize(("world", "name"), [(1, "qwen_masked"), (2, "qwen_masked"), (3, "qwen_masked"), (2, "mochi")])
+def test_a_mask_that_leaves_no_key_out_is_dropped_as_rank_0_decides(ranks: Pool, world: int, name: str) -> None:
+    steps = [steps for step, steps in STORY.items() if step[0] != "none" or name != "mochi"]
+    for rank, (results, counts, graphs) in enumerate(ranks.run(world, story, name)):
+        for (full, _), outputs in zip(steps, results, strict=True):
+            assert error(outputs, by_one(name, full, ranks.device)) < TOLERANCE
+            assert not full or all(map(torch.equal, outputs, results[0]))
+        assert counts == [read if rank == 0 else 0 for _, read in steps]
+        assert graphs == 2  # with a mask and without one
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_negative_control_a_dropped_mask_shows(ranks: Pool, fault: str) -> None:
+    results, _, _ = story(0, 1, torch.device(ranks.device), "qwen_masked", fault)
+    assert error(results[4], by_one("qwen_masked", False, ranks.device)) > VISIBLE
+
+
+def guided(rank: int, world: int, device: torch.device, first: bool) -> tuple[list[Outputs], list[bool]]:
+    """Return the results of both branches in each step, one with a full mask, and which first ones were promised."""
+    tiny = MODELS["qwen_masked"]
+    module, masks = tiny.build().to(device), padding("qwen_masked", device)
+    seqpar.parallelize(module, make_mesh(device, cfg=2))
+    in_double(module)
+    results, promised = list[Outputs](), list[bool]()
+    for _ in range(3):  # the first shows pairs of calls, which the next ones promise
+        given, step = tiny.arguments(device), list[Any]()
+        for branch, full in (("cond", first), ("uncond", not first)):
+            mask = masks[full != (rank == 0)]
+            with module.cache_context(branch), StayDouble():
+                step += module(**{**given, NAMES["qwen_masked"]: mask}, return_dict=False)
+        promised.append(isinstance(step[0], Promise))
+        results.append(tuple(x + 0 for x in step))
+    seqpar.release(module)
+    return results, promised
+
+
+@pytest.mark.parametrize(("world", "first"), [(2, True), (4, False)])
+def test_branches_of_which_one_has_a_full_mask_are_computed_together(ranks: Pool, world: int, first: bool) -> None:
+    wanted = [*by_one("qwen_masked", first, ranks.device), *by_one("qwen_masked", not first, ranks.device)]
+    assert error((wanted[0],), (wanted[1],)) > VISIBLE
+    for results, promised in ranks.run(world, guided, first):
+        assert max(error(step, tuple(wanted)) for step in results) < TOLERANCE
+        assert promised == [False, True, True]

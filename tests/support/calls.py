@@ -60,6 +60,7 @@ class Recorder:
     calls: list[int] = field(default_factory=list)
     state_: Hashable = 0
     checks: int = 0
+    lacks_memory: bool = False
     released: int = 0
     buffer: Tensor = field(default_factory=lambda: torch.empty(4096, dtype=torch.float64))
 
@@ -91,6 +92,10 @@ class Recorder:
 
     def inside(self, arguments: Mapping[str, Any]) -> Inside:
         """Raise, because nothing looks into it."""
+        raise NotImplementedError
+
+    def end_copies(self) -> None:
+        """Raise, because nothing is merged."""
         raise NotImplementedError
 
     def check_delivered(self) -> None:

@@ -49,6 +49,7 @@ def test_layouts_use_all_ranks_once(world: int, count: int) -> None:
         (Steps(layouts=("foo",)), "got --layouts foo, expected some of ulysses:1:1"),
         (Steps(rounds=0), "got --rounds 0"),
         (Calls(model="flux"), "got --model flux, expected one of flux.1-dev"),
+        (Calls(masked=True), "got --masked for flux.1-dev, whose calls take no mask of padding"),
         (Calls(seconds=0.0), "--seconds 0, expected at least 1 and more than 0"),
         (Exchange(), "got 1 process, expected at least 2"),
         (Compare(works=("sleep",)), "got --works sleep, expected works that begin with call"),

@@ -126,7 +126,9 @@ def reference(
 
 
 def added(x_BlE: Tensor, gate_BE: Vectors, branch_BlE: Tensor, *, index_Bl: Tensor | None = None) -> Tensor:
-    """Return x + gate * branch without a norm, as after the last block; computed in the dtype of the gate by torch."""
+    """Return x + gate * branch in x's dtype without a norm, as after the last block. index: as for `norm_modulate`."""
+    if fused(x_BlE, branch_BlE, *_tensors(gate_BE)):
+        return launch(x_BlE, Gated(gate_BE, branch_BlE), index_Bl=index_Bl)[0]
     gate = by_token(gate_BE, index_Bl)
     return torch.addcmul(x_BlE.to(gate.dtype), gate, branch_BlE.to(gate.dtype)).to(x_BlE.dtype)
 
@@ -152,43 +154,50 @@ def warps_for(width: int, gated: bool) -> int:
 def launch(
     x_BlE: Tensor,
     gated: Gated | None,
-    shift_BE: Vectors,
-    scale_BE: Vectors,
-    norm: Norm,
+    shift_BE: Vectors | None = None,
+    scale_BE: Vectors | None = None,
+    norm: Norm | None = None,
     *,
     index_Bl: Tensor | None = None,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel: what `reference` returns, in new contiguous tensors. Inputs need only a contiguous last dim."""
+    """Run the kernel: what `reference` returns, in new contiguous tensors. Inputs need only a contiguous last dim.
+
+    Without shift, scale and norm only the stream after the gated branch is computed; both results are this stream.
+    """
     batch, tokens, width = x_BlE.shape
     gate, branch = gated or (None, None)
     branch = None if branch is None else branch.expand(batch, tokens, width)
     index = None if index_Bl is None else index_Bl.expand(batch, tokens).contiguous()
     vectors = [_rows(x, batch if index is None else None, width) for x in (gate, shift_BE, scale_BE)]
     unit, strides = _strides(width, x_BlE, branch, *(each for each, _ in vectors))
-    h = torch.empty((batch, tokens, width), dtype=x_BlE.dtype, device=x_BlE.device)
-    x_new = torch.empty_like(h) if branch is not None and keep else None
-    if h.numel():
+    x_new, h = (
+        torch.empty((batch, tokens, width), dtype=x_BlE.dtype, device=x_BlE.device) if is_made else None
+        for is_made in (branch is not None and keep, norm is not None)
+    )
+    of = norm or Norm()
+    if batch * tokens:
         adaln_kernel[tokens, batch](
             x_BlE,
             branch,
             *(each for each, _ in vectors),
             *(shared for _, shared in vectors),
             index,
-            norm.weight,
+            of.weight,
             x_new,
             h,
             tokens,
-            norm.eps,
+            of.eps,
             *strides,
             E=width,
             BLOCK=block(width),
             UNIT=unit,
-            CENTRE=norm.kind == "layer",
+            CENTRE=of.kind == "layer",
             num_warps=warps_for(width, branch is not None),
             enable_fp_fusion=True,
         )
-    return (x_BlE if x_new is None else x_new), h
+    stream = x_BlE if x_new is None else x_new
+    return stream, stream if h is None else h
 
 
 def _tensors(*vectors: Vectors) -> list[Tensor]:
@@ -285,13 +294,14 @@ def adaln_kernel(
         row += gate_E * _stream(branch + (batch * branch_batch + token * branch_token) * UNIT, col, inside)
         if x_new is not None:
             tl.store(x_new + here, row.to(x_new.dtype.element_ty), inside)
-    if CENTRE:
-        row = tl.where(inside, row - tl.sum(row, 0) / E, 0.0)
-    # the variance is a sum of squared differences from the mean: a difference of two large sums would cancel
-    row *= tl.rsqrt(tl.sum(row * row, 0) / E + eps)
-    # shift, scale and weight are read only now: kept in registers during the sums they would leave room for fewer rows
-    shift_E = _vector(shift, shift_shared, number * shift_row * UNIT, col, inside)
-    scale_E = _vector(scale, scale_shared, number * scale_row * UNIT, col, inside) + 1.0
-    if weight is not None:
-        row *= _vector(weight, None, 0, col, inside)
-    tl.store(h + here, (row * scale_E + shift_E).to(h.dtype.element_ty), inside)
+    if h is not None:
+        if CENTRE:
+            row = tl.where(inside, row - tl.sum(row, 0) / E, 0.0)
+        # the variance is a sum of squared differences from the mean: a difference of two large sums would cancel
+        row *= tl.rsqrt(tl.sum(row * row, 0) / E + eps)
+        # shift, scale and weight are read only now: kept in registers during the sums, they leave room for fewer rows
+        shift_E = _vector(shift, shift_shared, number * shift_row * UNIT, col, inside)
+        scale_E = _vector(scale, scale_shared, number * scale_row * UNIT, col, inside) + 1.0
+        if weight is not None:
+            row *= _vector(weight, None, 0, col, inside)
+        tl.store(h + here, (row * scale_E + shift_E).to(h.dtype.element_ty), inside)

@@ -16,6 +16,7 @@ from seqpar.kernels.adaln import (
     Norm,
     Summed,
     Vectors,
+    added,
     gate_norm_modulate,
     launch,
     norm_modulate,
@@ -186,6 +187,21 @@ def test_swapped_arguments_are_noticed() -> None:
         launch(x, gated, shift.flip(0), scale, norm("layer")),
     ):
         assert max(errors(wrong, want)) > 0.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_alone_has_the_bits_of_the_sum_before_a_norm(dtype: torch.dtype) -> None:
+    x, gated, shift, scale, _ = data(CASES[2], dtype)
+    (gate, _, _), (wide, _, _), index = tables(CASES[2], torch.float32)
+    for of, by, gates in ((gated, None, None), (Gated(gate, gated.branch_BlE), index, wide)):
+        got = launch(x, of, index_Bl=by)[0]
+        rows = (shift[:1], scale[:1]) if by is not None else (shift, scale)
+        assert torch.equal(got, launch(x, of, *rows, norm("layer"), index_Bl=by)[0])
+        wanted = exact(x, gated, shift, scale, norm("layer"))[0] if gates is None else gates * gated.branch_BlE + x
+        plain = added(x, of.gate_BE, of.branch_BlE, index_Bl=by)
+        assert got.dtype == plain.dtype == dtype
+        assert max(errors([got, plain], [wanted, wanted])) <= max(FP32, torch.finfo(dtype).eps)
+        assert max(errors([x], [wanted])) > 0.1
 
 
 def test_the_last_layer_writes_no_stream() -> None:

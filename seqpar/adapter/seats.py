@@ -140,7 +140,7 @@ class Around(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """See `TorchFunctionMode`."""
-        if func is Tensor.reshape and not args[0].numel():
+        if func is Tensor.reshape and not kwargs and not args[0].numel():
             return _reshaped(*args)
         if func is not F.scaled_dot_product_attention:
             # compilers cannot trace what the method `unflatten` of Python calls inside of a mode

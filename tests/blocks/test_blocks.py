@@ -45,7 +45,7 @@ CASES = [
     for world, transport in ((2, TRANSPORTS[index % 2]), ((4, 3, 1)[index % 3], TRANSPORTS[(index + 1) % 2]))
 ]
 FEW = [(3 + index % 2, name, TRANSPORTS[index // 2 % 2]) for index, name in enumerate(LAYOUTS)]
-TEXTS = ("flux", "flux2", "qwen", "qwen_masked")  # whose blocks join a text
+TEXTS = [name for name in FUSED if not MODELS[name].kind.startswith("Wan")]  # whose blocks join a text
 Outputs = tuple[Tensor, ...]
 
 

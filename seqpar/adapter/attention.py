@@ -78,6 +78,8 @@ class SplitAttention:
         """
         forward = self.ranks.now
         assert forward is not None
+        if not forward.lengths.keys() >= set(self.joint.streams):
+            raise self._unknown(forward)
         tokens, (heads, dim), batch, like = self._split(forward, self.joint.streams), *_sizes(streams[0])
         if tokens.sizes[self.ranks.axis.rank] != sum(stream.tokens for stream in streams):
             raise self._unknown(forward)
@@ -138,9 +140,11 @@ class SplitAttention:
         """Return an error that is the same on every rank: it has no number of this rank's tokens."""
         lengths = ", ".join(f"{total} of {name}" for name, total in forward.lengths.items()) or "none"
         expected = " and ".join(self.joint.streams) or "one or all of the streams"
+        whole = [name for name in self.joint.streams if name not in forward.lengths]
+        more = f" (a tensor of one token stays whole: {' and '.join(whole)} needs two or more)" if whole else ""
         return ValueError(
             f"got attention at {self._where} to other tokens than each rank's share of {expected}, of which "
-            f"{lengths} were cut before it; check the cuts and the streams of its attention"
+            f"{lengths} were cut before it{more}; check the cuts and the streams of its attention"
         )
 
     def _unclear(self, kind: str, what: str) -> ValueError:

@@ -23,12 +23,15 @@ class CutTokens:
 
     stream: the kind of tokens (image, text). dim: the dim of the tokens. dims: the number of dims of a tensor that is
     cut; others stay whole (a timestep is cut if there is one for each token). A tensor with one row along `dim` stays
-    whole, because it holds for all tokens. Of a tuple, list or dict, every tensor is cut.
+    whole, because it holds for all tokens. Of a tuple, list or dict, every tensor is cut. may_be_empty: whether there
+    may be fewer tokens than ranks, because the transformer's modules compute empty tensors, too, and attention joins
+    this stream with another one of which every rank has tokens.
     """
 
     stream: str
     dim: int = 1
     dims: int | None = None
+    may_be_empty: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ see this rank's tokens only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -139,6 +140,8 @@ class Around(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """See `TorchFunctionMode`."""
+        if func is Tensor.reshape and not kwargs and not args[0].numel():
+            return _reshaped(*args)
         if func is not F.scaled_dot_product_attention:
             # compilers cannot trace what the method `unflatten` of Python calls inside of a mode
             return (torch.unflatten if func is Tensor.unflatten else func)(*args, **(kwargs or {}))
@@ -151,6 +154,18 @@ class Around(TorchFunctionMode):
             return v.transpose(1, 2)
         out = attention(q, k, v, mask, scale, attention.reads)
         return (out.clone() if self._foreign else out).transpose(1, 2)  # the next call overwrites it
+
+
+def _reshaped(x: Tensor, *sizes: Any) -> Tensor:
+    """Return a tensor without elements in another shape; torch refuses one with 0 and -1, as Qwen-Image's rotary has.
+
+    The -1 stands for what it would be with one token in place of none.
+    """
+    shape = sizes if isinstance(sizes[0], int) else sizes[0]
+    if 0 not in shape:
+        return x.reshape(shape)
+    before, after = (math.prod([max(size, 1) for size in each]) for each in (x.shape, shape))  # -1 and 0 count as 1
+    return x.reshape([before // after if size == -1 else size for size in shape])
 
 
 def _arguments(

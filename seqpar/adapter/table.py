@@ -8,6 +8,7 @@ where they leave an embedder rather than where they enter each block, because th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from seqpar.adapter.cuts import HELP, Boundary, Cuts, CutTokens, GatherTokens, Joint, check, from_diffusers
 from seqpar.adapter.processors import MochiProcessor
 
-IMAGE, TEXT = CutTokens("image"), CutTokens("text")
+IMAGE, TEXT = CutTokens("image"), CutTokens("text", may_be_empty=True)
 OUT = Boundary(gathers={0: GatherTokens("image")})
 TEXT_IMAGE, IMAGE_TEXT = Joint(("text", "image")), Joint(("image", "text"))
 ALONE = Joint(("image",))
@@ -45,7 +46,7 @@ def _flux() -> Cuts:
             "hidden_states": IMAGE,
             "encoder_hidden_states": TEXT,
             "img_ids": CutTokens("image", dim=-2),
-            "txt_ids": CutTokens("text", dim=-2),
+            "txt_ids": replace(TEXT, dim=-2),
             "controlnet_block_samples": IMAGE,
             "controlnet_single_block_samples": IMAGE,
         }
@@ -55,7 +56,7 @@ def _flux() -> Cuts:
 
 
 def _flux2() -> Cuts:
-    ids = {"img_ids": CutTokens("image", dim=-2), "txt_ids": CutTokens("text", dim=-2)}
+    ids = {"img_ids": CutTokens("image", dim=-2), "txt_ids": replace(TEXT, dim=-2)}
     root = Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT, **ids})
     both = {"transformer_blocks.*.attn": TEXT_IMAGE, "single_transformer_blocks.*.attn": TEXT_IMAGE}
     cached = "kept keys and values of reference images are those of all tokens; call the pipeline without a key cache"
@@ -65,7 +66,7 @@ def _flux2() -> Cuts:
 def _qwen_image() -> Cuts:
     places = {
         "": Boundary(inputs={"hidden_states": IMAGE, "controlnet_block_samples": IMAGE}),
-        "pos_embed": Boundary(outputs={0: CutTokens("image", dim=0), 1: CutTokens("text", dim=0)}),
+        "pos_embed": Boundary(outputs={0: CutTokens("image", dim=0), 1: replace(TEXT, dim=0)}),
         "transformer_blocks.0": Boundary(inputs={"encoder_hidden_states": TEXT}),
         "transformer_blocks.*": Boundary(inputs={"modulate_index": IMAGE}),
         "proj_out": OUT,
@@ -119,9 +120,10 @@ def _cogvideox() -> Cuts:
 
 def _hunyuan_video() -> Cuts:
     rows = CutTokens("image", dim=0)
+    text = CutTokens("text")  # its modules take the last 0 tokens for all tokens
     places = {
         "rope": Boundary(outputs={0: rows, 1: rows}),
-        "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": TEXT}),
+        "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE, "encoder_hidden_states": text}),
         "proj_out": OUT,
     }
     both = {"transformer_blocks.*.attn": IMAGE_TEXT, "single_transformer_blocks.*.attn": IMAGE_TEXT}

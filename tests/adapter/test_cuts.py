@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ import pytest
 import torch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.modeling_utils import ModelMixin
-from torch import Tensor, nn
+from torch import nn
 
 from seqpar.adapter.cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.adapter.masks import key_rows
 from seqpar.adapter.table import CUTS, cuts_of
 from tests.adapter.test_generic import TOLERANCE, Outputs, body_of, called, error
-from tests.support.diffusers_tiny import MODELS, truth
+from tests.support.diffusers_tiny import MODELS, few, truth
 from tests.support.pool import Pool
 
 
@@ -138,29 +138,35 @@ def test_tokens_that_cannot_be_split_run_on_one_rank_alone(ranks: Pool, name: st
 
 
 def refusals(rank: int, world: int, device: torch.device) -> list[str]:
-    """Return the messages of calls that a split transformer cannot compute, and the outputs of a right one."""
+    """Return the messages of calls that a split transformer cannot compute."""
     tiny, cases = MODELS["flux2"], []
     module = tiny.build().to(device)
     body = body_of(module, world, device, "ulysses")
+    fused = body_of(tiny.build().to(device), world, device, "ulysses", fused=True)
     arguments = tiny.arguments(device)
     cases.append(raised(lambda: body({**arguments, "kv_cache_mode": "extract"})))
-    cases.append(raised(lambda: body({**arguments, **few(arguments)})))
     cases.append(raised(lambda: body({**arguments, "img_ids": arguments["img_ids"][:, :-1]})))
+    image = {name: arguments[name][:, :2] for name in ("hidden_states", "img_ids")}
+    cases.append(raised(lambda: body({**arguments, **image})))
+    cases += [raised(lambda each=each: each(few(arguments, 1))) for each in (body, fused)]
+    for name, cuts in (("hunyuan", None), ("flux2", module._cp_plan)):
+        other, text = MODELS[name].build().to(device), few(MODELS[name].arguments(device))
+        each = body_of(other, world, device, "ring", cuts=cuts)
+        cases.append(raised(lambda each=each, text=text: each(text)))
     module.set_attention_backend("native")
     cases.append(raised(lambda: body(arguments)))
     return cases
 
 
-def few(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a text of two tokens."""
-    return {name: arguments[name][:, :2] for name in ("encoder_hidden_states", "txt_ids")}
-
-
 def test_calls_that_cannot_be_split_are_refused_on_every_rank(ranks: Pool) -> None:
-    for cached, short, uneven, backend in ranks.run(3, refusals):
+    for cached, uneven, image, one, fused, hunyuan, plan, backend in ranks.run(3, refusals):
         assert cached.startswith("got kv_cache_mode for Flux2Transformer2DModel on several ranks, expected None")
-        assert "got 2 tokens of text for 3 ranks" in short
         assert "with 14 tokens of image, expected 15" in uneven
+        assert "got 2 tokens of image for 3 ranks, expected at least one a rank" in image
+        for message in (one, fused):
+            assert "a tensor of one token stays whole: text needs two or more" in message
+        for message in (hunyuan, plan):
+            assert "got 2 tokens of text for 3 ranks" in message
         assert backend.startswith("got attention backend")
 
 

@@ -24,7 +24,7 @@ from seqpar.adapter import generic
 from seqpar.adapter.cuts import CutTokens
 from seqpar.adapter.forward import Ranks
 from seqpar.planner.plan import Choice
-from tests.support.diffusers_tiny import MODELS, SPLIT, flat, random, truth
+from tests.support.diffusers_tiny import MODELS, SPLIT, few, flat, random, truth
 from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, TRANSPORTS, counted_calls, existing, mesh_for
 from tests.support.pool import Pool
@@ -102,6 +102,37 @@ def test_a_split_transformer_is_right_by_every_strategy_and_transport(
 ) -> None:
     for got in ranks.run(world, split, name, strategy, transport):
         assert error(got, truth(name, ranks.device)) < TOLERANCE
+
+
+JOINT = ("flux", "flux2", "qwen", "qwen_masked", "qwen_edit", "sd3_dual", "cogvideox", "mochi")
+FEW = [
+    (3 + index % 2, strategy, transport, [JOINT[index % len(JOINT)], JOINT[(index + 3) % len(JOINT)]])
+    for index, (strategy, transport) in enumerate(itertools.product(LAYOUTS, TRANSPORTS))
+]
+
+
+def with_few(
+    rank: int, world: int, device: torch.device, strategy: str, transport: str, names: list[str]
+) -> list[float]:
+    """Return the errors of split transformers in their second calls with a text of two tokens."""
+    errors = []
+    for name in names:
+        tiny = MODELS[name]
+        arguments, body = (
+            few(tiny.arguments(device)),
+            body_of(tiny.build().to(device), world, device, strategy, transport),
+        )
+        called(body, arguments)
+        errors.append(error(called(body, arguments), tiny.whole(None, arguments, device)))
+    return errors
+
+
+@pytest.mark.parametrize(("world", "strategy", "transport", "names"), FEW)
+def test_ranks_without_tokens_of_the_text_are_right(
+    ranks: Pool, world: int, strategy: str, transport: str, names: list[str]
+) -> None:
+    for errors in ranks.run(world, with_few, strategy, transport, names):
+        assert max(errors) < TOLERANCE, dict(zip(names, errors, strict=True))
 
 
 def left(rank: int, world: int, device: torch.device) -> int:
@@ -246,10 +277,10 @@ def test_an_attention_takes_two_collectives_and_cross_attention_none(ranks: Pool
         assert sum(counts.values()) == 2 * attentions + 1, counts  # and one gather of the output
 
 
-def compiled(rank: int, world: int, device: torch.device) -> list[float]:
+def compiled(rank: int, world: int, device: torch.device, name: str, tokens: int) -> list[float]:
     """Return the errors of a transformer whose blocks are compiled one by one, more of them than may be recompiled."""
-    tiny = replace(MODELS["sd3"], config={**MODELS["sd3"].config, "num_layers": 4})
-    module, arguments = tiny.build().to(device), tiny.arguments(device)
+    tiny = replace(MODELS[name], config={**MODELS[name].config, "num_layers": 4})
+    module, arguments = tiny.build().to(device), few(tiny.arguments(device), tokens)
     with torch.no_grad():
         whole = flat(module(**arguments, return_dict=False))
     torch._dynamo.reset()
@@ -262,6 +293,7 @@ def compiled(rank: int, world: int, device: torch.device) -> list[float]:
     return found
 
 
-def test_compiled_blocks_are_split(ranks: Pool) -> None:
-    for errors in ranks.run(2, compiled):
+@pytest.mark.parametrize(("world", "name", "tokens"), [(2, "sd3", 7), (3, "qwen", 2)])
+def test_compiled_blocks_are_split(ranks: Pool, world: int, name: str, tokens: int) -> None:
+    for errors in ranks.run(world, compiled, name, tokens):
         assert max(errors) < TOLERANCE

@@ -22,7 +22,7 @@ from seqpar.adapter.fused import BlockHook, families
 from seqpar.types.protocols import plugins
 from tests.adapter.test_generic import body_of, error
 from tests.support import families_page
-from tests.support.diffusers_tiny import MODELS, flat, random, truth
+from tests.support.diffusers_tiny import MODELS, few, flat, random, truth
 from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, TRANSPORTS
 from tests.support.pool import Pool
@@ -44,6 +44,8 @@ CASES = [
     for index, strategy in enumerate(LAYOUTS)
     for world, transport in ((2, TRANSPORTS[index % 2]), ((4, 3, 1)[index % 3], TRANSPORTS[(index + 1) % 2]))
 ]
+FEW = [(3 + index % 2, name, TRANSPORTS[index // 2 % 2]) for index, name in enumerate(LAYOUTS)]
+TEXTS = [name for name in FUSED if not MODELS[name].kind.startswith("Wan")]  # whose blocks join a text
 Outputs = tuple[Tensor, ...]
 
 
@@ -74,6 +76,30 @@ def fused(
                 outputs = flat(body(MODELS[name].arguments(device)))
             results[name] = tuple(x.clone() for x in outputs), list(calls)
     return results
+
+
+def with_few(
+    rank: int, world: int, device: torch.device, strategy: str, transport: str
+) -> dict[str, tuple[float, list[str]]]:
+    """Return the error of each transformer with a text of two tokens, and which functions both calls ran."""
+    results = {}
+    for name in TEXTS:
+        tiny, arguments = MODELS[name], few(MODELS[name].arguments(device))
+        whole = tiny.whole(None, arguments, device)
+        with counted() as calls:
+            body = body_of(tiny.build().to(device), world, device, strategy, transport, fused=True)
+            with StayDouble():
+                body(arguments)
+                results[name] = error(flat(body(arguments)), whole), list(calls)
+    return results
+
+
+@pytest.mark.parametrize(("world", "strategy", "transport"), FEW)
+def test_ranks_without_tokens_of_the_text_are_right(ranks: Pool, world: int, strategy: str, transport: str) -> None:
+    for results in ranks.run(world, with_few, strategy, transport):
+        for name, (wrong, calls) in results.items():
+            assert wrong < TOLERANCE, name
+            assert calls == 2 * blocks_of(MODELS[name].build()), name
 
 
 def blocks_of(module: Any) -> list[str]:

@@ -134,6 +134,8 @@ def test_tiles_change_no_bits(shape: tuple[int, int, int], width: int) -> None:
 def test_no_rows_are_no_launch() -> None:
     assert swiglu.launch(torch.empty(2, 0, 16, device=DEVICE)).shape == (2, 0, 8)
     assert gelu.launch(torch.empty(2, 0, 16, device=DEVICE), None).shape == (2, 0, 16)
+    x, weight = torch.empty(2, 0, 8, device=DEVICE), torch.empty(16, 8, device=DEVICE)
+    assert gelu.linear_epilogue(x, weight, weight[:, 0].contiguous()).shape == (2, 0, 16)
 
 
 @gpu

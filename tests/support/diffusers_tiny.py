@@ -97,6 +97,17 @@ def padded(batch: int, length: int, least: int = 2) -> Tensor:
     return torch.arange(length) < torch.tensor([max(least, length - 1 - 2 * row) for row in range(batch)])[:, None]
 
 
+def few(arguments: Inputs, tokens: int = 2) -> Inputs:
+    """Return the arguments of a call with a text of so many tokens; where it is masked, the second row has one less."""
+    dims = {"encoder_hidden_states": 1, "txt_ids": -2}
+    short = {name: arguments[name].narrow(dim, 0, tokens) for name, dim in dims.items() if name in arguments}
+    for name in ("encoder_hidden_states_mask", "encoder_attention_mask"):
+        if (mask := arguments.get(name)) is not None:
+            rows = torch.arange(len(mask), device=mask.device)
+            short[name] = torch.arange(tokens, device=mask.device) < tokens - rows[:, None] % 2
+    return {**arguments, **short}
+
+
 # Inputs --------------------------------------------------------------------------------------------------------
 
 

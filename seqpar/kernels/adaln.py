@@ -254,7 +254,7 @@ def _stream(pointer, col, inside):
     return tl.load(pointer + col, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
 
 
-@jit
+@jit(do_not_specialize=["tokens"])  # one program for all numbers of tokens
 def adaln_kernel(
     x,
     branch,

@@ -143,7 +143,7 @@ def normal_gelu(value):
     return x * (0.5 + inner * p)
 
 
-@jit
+@jit(do_not_specialize=["count", "tokens"])  # one program for all numbers of tokens
 def gelu_kernel(
     x,
     bias,

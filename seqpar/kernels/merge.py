@@ -136,7 +136,10 @@ def _strides(dim: int, *tensors: Tensor) -> tuple[int, list[int]]:
     return unit, [stride // unit for stride in strides]
 
 
-@jit
+LSE_STRIDES = [f"{lse}_{dim}" for lse in ("lse", "part_lse", "into_lse") for dim in ("batch", "head")]
+
+
+@jit(do_not_specialize=["tokens", *LSE_STRIDES])  # one program for all numbers of tokens
 def merge_kernel(
     out,
     part,

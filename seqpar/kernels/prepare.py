@@ -234,7 +234,7 @@ def _rotate(x_BlHD: Tensor, how: Prepare) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-@jit
+@jit(do_not_specialize=["tokens"])  # one program for all numbers of tokens
 def prepare_kernel(
     q,
     k,

@@ -123,7 +123,7 @@ def launch(out_BLhD: Tensor, into: Destinations, flags: Flags | None = None) -> 
         )
 
 
-@jit
+@jit(do_not_specialize=["tokens", "first"])  # one program for all numbers of tokens
 def push_kernel(
     out,
     table,

@@ -73,7 +73,7 @@ def launch(packed_BlF2: Tensor, *, tiled: Tile | None = None) -> Tensor:
     return out
 
 
-@jit
+@jit(do_not_specialize=["count", "tokens"])  # one program for all numbers of tokens
 def swiglu_kernel(
     packed,
     out,

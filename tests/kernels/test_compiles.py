@@ -18,6 +18,7 @@ NARROW = {
     "channel_norm": {2, 4},  # the weight of a channel
     "group_norm": {2, 4, 8},  # moments, and the weights of a channel
     "merge": {4},  # log-sum-exps, one for each row of a head
+    "tokens": {4},  # those of the merge among them
     "outboxes": {8},  # the table of places
     "ddim": {2, 4, 8},  # latent-sized; its scalars too
     "multistep": {2, 4, 8},  # the same
@@ -61,6 +62,16 @@ def test_kernels_for_hopper_read_and_write_16_bytes_at_a_time_and_spill_nothing(
     for kernel in compiled[name]:
         assert kernel["spilled"] == 0
         assert kernel["name"] in SMALL or access(kernel) - NARROW.get(name.split(",")[0], set()) == {16}
+
+
+@pytest.mark.parametrize("width", [1152, 4096])
+def test_a_picture_of_another_size_compiles_nothing(compiled: dict[str, list[Facts]], width: int) -> None:
+    """Numbers of tokens that 16 divides, and others, have one program; widths have programs of their own."""
+    few, many, wider = (
+        compiled[name] for name in (f"tokens, 7, {width}", f"tokens, 16, {width}", f"tokens, 7, {5248 - width}")
+    )
+    assert [kernel["program"] for kernel in few] == [kernel["program"] for kernel in many]
+    assert {kernel["program"] for kernel in few}.isdisjoint(kernel["program"] for kernel in wider)
 
 
 @pytest.mark.parametrize("name", named("wide"))

@@ -99,6 +99,7 @@ def facts(kernel: Any) -> dict[str, Any]:
     products = "wgmma" in ptx
     return {
         "name": kernel.metadata.name,
+        "program": kernel.hash,
         "loads": widths(ptx, "ld.global"),
         "stores": widths(ptx, "st.global"),
         "registers": int(told.split("REG:")[1].split()[0]),
@@ -137,6 +138,7 @@ def launches() -> dict[str, Callable[[], object]]:
     for width in (4096, 1152):
         for case in cases(16, width):
             made[f"{case.name}, {width}"] = partial(lambda case: case.module.launch(*case.data()), case)
+        made |= {f"tokens, {count}, {width}": all_cases(2 * count, width) for count in (7, 16)}
         made[f"unaligned, {width}"] = unaligned(width)
         made[f"indexed, {width}"] = indexed(width)
     made |= {f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))}
@@ -156,6 +158,11 @@ def launches() -> dict[str, Callable[[], object]]:
     made |= {f"multistep, {p} and {q}": multistepped(p, q) for p, q in ((1, 1), (1, 2), (2, 2), (3, 3))}
     made |= {"wide, 512": wide(4096, 512), "wide, 512, uneven": wide(4001, 512)}
     return made | {"ddim": update, "ddim, learned": learned, "flags": lambda: flags.launch(four_ranks(), True, True)}
+
+
+def all_cases(rows: int, width: int) -> Callable[[], object]:
+    """Return launches of all elementwise kernels of a block at a number of rows."""
+    return lambda: [case.module.launch(*case.data()) for case in cases(rows, width)]
 
 
 def unaligned(width: int) -> Callable[[], object]:

@@ -69,7 +69,8 @@ def _computed(call: BlockCall, block: Any, x_BlE: Tensor, text_BLE: Tensor, temb
     modulation = call.once(kind, temb, lambda: _modulation(call.blocks, temb))
     table = call.once("rotary", rotary_emb, lambda: _pairs(rotary_emb, state_dtype(x_BlE.dtype)))
     shift, scale, gate, *_ = modulation.every[call.index]
-    norm, of, x = Norm("layer", block.norm1.eps), call.matrices, x_BlE
+    # VACE's embedders leave the channels apart, which only its first blocks see
+    norm, of, x = Norm("layer", block.norm1.eps), call.matrices, x_BlE.contiguous()
     handed, attn = call.handed(x), block.attn1
     h = norm_modulate(x, shift, scale, norm, index_Bl=modulation.of_token) if handed is None else handed
     how = Prepare("rms", False, attn.norm_q.eps, attn.norm_q.weight, None, attn.norm_k.weight, None, *table)

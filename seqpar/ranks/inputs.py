@@ -21,22 +21,25 @@ from seqpar.ranks.watch import LostRankError
 
 CALL = "call"  # the name in a form of what a rank does; ranks that do different things are told so
 ALIGN = 16  # bytes; tensors start at multiples of it in the buffer, so that views of any dtype are possible
+NUMBERS = 3  # how many numbers travel with a comparison
 
 
 def agree(mesh: Mesh, form: Mapping[str, object], vote: bool = False) -> bool:
     """Return whether any rank votes, as on what only one of them may see; see `compared`."""
-    return any(voted for (voted,) in compared(mesh, form, [vote]))
+    return any(voted for voted, *_ in compared(mesh, form, [vote]))
 
 
 def compared(mesh: Mesh, form: Mapping[str, object], numbers: Sequence[int]) -> list[list[int]]:
     """Return the numbers of every rank, in rank order; raise the same ValueError on every rank if `form` differs.
 
-    Values of `form` are compared by `repr`; the value of `CALL` says what this rank does ("calls X"). numbers: as many
-    on every rank; they travel with the comparison, so that ranks can decide together without a further message. Raises
-    TimeoutError if a rank does not take part; see `from_rank_0`.
+    Values of `form` are compared by `repr`; the value of `CALL` says what this rank does ("calls X"). numbers: at most
+    `NUMBERS`, others are 0; they travel with the comparison, so that ranks can decide together without a further
+    message. All comparisons are of one size, because ranks that do different things meet in one. Raises TimeoutError if
+    a rank does not take part; see `from_rank_0`.
     """
+    numbers = [*numbers, *[0] * (NUMBERS - len(numbers))]
     if mesh.world.size == 1:
-        return [[*numbers]]
+        return [numbers]
     texts = {name: str(value) if name == CALL else repr(value) for name, value in sorted(form.items())}
     digest = hashlib.blake2b(repr(texts).encode(), digest_size=8).digest()
     mine = torch.tensor([int.from_bytes(digest, "big", signed=True), *numbers])

@@ -216,7 +216,7 @@ def test_a_mask_that_leaves_no_key_out_is_dropped_as_rank_0_decides(ranks: Pool,
 @pytest.mark.parametrize("fault", FAULTS)
 def test_negative_control_a_dropped_mask_shows(ranks: Pool, fault: str) -> None:
     results, _, _ = story(0, 1, torch.device(ranks.device), "qwen_masked", fault)
-    assert error(results[4], by_one("qwen_masked", False, ranks.device)) > VISIBLE
+    assert error(tuple(x.cpu() for x in results[4]), by_one("qwen_masked", False, ranks.device)) > VISIBLE
 
 
 def guided(rank: int, world: int, device: torch.device, first: bool) -> tuple[list[Outputs], list[bool]]:

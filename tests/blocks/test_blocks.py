@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor
 import seqpar.blocks
 from seqpar.adapter import adopt
 from seqpar.adapter.fused import BlockHook, families
+from seqpar.kernels import adaln, prepare
 from seqpar.types.protocols import plugins
 from tests.adapter.test_generic import body_of, error
 from tests.support import families_page
@@ -161,6 +163,18 @@ def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> 
                 x.data = narrow[key].float() if kept else narrow[key]
             errors[on] += rms(one_rank(module, given, on), wanted)
     assert errors[True] <= 1.1 * errors[False], errors
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen_edit", "wan2.2", "wan_vace"])
+def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Kernels read rows in place and refuse layouts that their references take. Without a GPU they are interpreted."""
+    launched: list[int] = []
+    for file in (adaln, prepare):
+        monkeypatch.setattr(file, "fused", lambda *tensors: (launched.append(1), True)[1])
+    tiny, device = replace(MODELS[name], batch=1), ranks.device
+    got = one_rank(tiny.build().float().to(device), cast(tiny.arguments(device), torch.float64, torch.float32), True)
+    assert rms(got, tiny.whole(device=device)) < 1e-4
+    assert len(launched) > 3 * len(blocks_of(tiny.build()))
 
 
 def with_residuals(rank: int, world: int, device: torch.device) -> Outputs:

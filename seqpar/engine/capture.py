@@ -1,7 +1,7 @@
 """Captures a step once as a CUDA graph and replays it for every step, with no work on the host in between.
 
 When it wins: whenever the host launches kernels more slowly than the GPU runs them (few tokens, many GPUs). It costs
-one capture, two warm-up steps and some memory. The step must run on the device alone: static buffers, a step counter
+one capture, some warm-up steps and some memory. The step must run on the device alone: static buffers, a step counter
 in device memory, no host sync.
 """
 
@@ -21,10 +21,13 @@ class StepGraph:
     """A CUDA graph of `step()` on the current device. results: what the captured step has returned.
 
     state: all tensors that a step changes; warm-up and capture restore their values. pool: a handle of memory that
-    several graphs share (`torch.cuda.graph_pool_handle`), none of which needs what another leaves there.
+    several graphs share (`torch.cuda.graph_pool_handle`), none of which needs what another leaves there. warm_up: how
+    often the step runs before; 0 if it has just run as it will be captured.
     """
 
-    def __init__(self, step: Callable[[], Any], state: Sequence[Tensor], pool: Any = None) -> None:
+    def __init__(
+        self, step: Callable[[], Any], state: Sequence[Tensor], pool: Any = None, warm_up: int = WARM_UP
+    ) -> None:
         before = [tensor.clone() for tensor in state]
 
         def restore() -> None:
@@ -34,7 +37,7 @@ class StepGraph:
         stream = _aside(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):  # the same step each time, because its tables may hold no other
+            for _ in range(warm_up):  # the same step each time, because its tables may hold no other
                 step()
                 restore()
         torch.cuda.current_stream().wait_stream(stream)

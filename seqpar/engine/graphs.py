@@ -50,8 +50,8 @@ class Captured(Protocol):
         ...
 
 
-Capture = Callable[[Callable[[], Any]], Captured]
-"""Captures a function without arguments; raises RuntimeError where that is impossible."""
+Capture = Callable[[Callable[[], Any], int], Captured]
+"""Captures a function without arguments, after some runs of it; raises RuntimeError where that is impossible."""
 
 
 class CudaCapture:
@@ -60,9 +60,9 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, work: Callable[[], Any]) -> Captured:
+    def __call__(self, work: Callable[[], Any], warm_up: int) -> Captured:
         """Return the captured call, after warm-up runs on a side stream."""
-        return StepGraph(work, (), self._pool)
+        return StepGraph(work, (), self._pool, warm_up)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Graphs:
     def __init__(self, mesh: Mesh, capture: Capture | None, limit: int = GRAPHS, tells: bool = True) -> None:
         self._mesh, self._capture, self._limit = mesh, capture, limit
         self._tells = tells and mesh.sequence.rank == 0
-        self._seen = Calls()
+        self._seen, self._ran = Calls(), Calls()
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._calls = Calls()
 
@@ -122,8 +122,10 @@ class Graphs:
         if self._capture is None or key is None or torch.is_autocast_enabled(self._mesh.device.type):
             return None
         graph = self._graphs.get(key)
-        if graph is None and self._seen.before(key):
-            graph = self._made(self._capture, key, body, arguments, generation)
+        if graph is None:
+            warm_up = 0 if self._ran.before((key, generation)) else 1  # the last run was before the weights changed
+            if self._seen.before(key):
+                graph = self._made(key, body, arguments, generation, warm_up)
         if graph is not None:
             self._graphs.move_to_end(key)
         return graph
@@ -132,15 +134,16 @@ class Graphs:
         """Free all graphs; later calls are seen for the first time."""
         for key in list(self._graphs):
             self._drop(key)
-        self._seen = Calls()
+        self._seen, self._ran = Calls(), Calls()
 
-    def _made(self, capture: Capture, key: Hashable, body: Computes, arguments: Form, generation: int) -> _Graph | None:
+    def _made(self, key: Hashable, body: Computes, arguments: Form, generation: int, warm_up: int) -> _Graph | None:
         """Capture a call and keep it; where that fails on a rank, print why and run all calls eagerly from now on."""
         while len(self._graphs) >= self._limit:
             self._drop(next(iter(self._graphs)))
         inputs, captured, reason = arguments.each(lambda x: x.clone()), None, None
         try:
-            captured = capture(lambda: body(inputs.whole))
+            assert self._capture is not None
+            captured = self._capture(lambda: body(inputs.whole), warm_up)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
         every = collected(self._mesh.sequence, self._mesh.device, reason, str | None, "why a capture failed")

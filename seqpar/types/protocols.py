@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, Protocol
 
@@ -259,8 +260,13 @@ def from_patches(tokens_BLC: Tensor, patch: tuple[int, int, int], size: tuple[in
 
 def plugins(package: ModuleType) -> dict[str, str]:
     """Return name -> module path of every file in a folder of plugins; a new file needs no other registration."""
-    names = (module.name for module in pkgutil.iter_modules(package.__path__))
-    return {name: f"{package.__name__}.{name}" for name in sorted(names) if not name.startswith("_")}
+    return {name: f"{package.__name__}.{name}" for name in _files(*package.__path__)}
+
+
+@cache  # every block asks for its attention's, and listing a folder takes longer than launching a kernel
+def _files(*folders: str) -> tuple[str, ...]:
+    names = (module.name for module in pkgutil.iter_modules(folders))
+    return tuple(name for name in sorted(names) if not name.startswith("_"))
 
 
 def plugin(package: ModuleType, name: str, kind: str) -> ModuleType:

@@ -57,10 +57,10 @@ def telling_capture(mesh: Mesh) -> Capture:
     """Return a capture of CUDA graphs that prints on rank 0 how much memory each graph keeps."""
     capture = CudaCapture()
 
-    def captured(work: Callable[[], Any]) -> Captured:
+    def captured(work: Callable[[], Any], warm_up: int) -> Captured:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(mesh.device)
-        graph = capture(work)
+        graph = capture(work, warm_up)
         torch.cuda.empty_cache()  # what the runs before the capture needed
         kept = (torch.cuda.memory_reserved(mesh.device) - before) / 2**30
         if mesh.is_main:

@@ -47,7 +47,7 @@ class Captures:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, work: Callable[[], Any]) -> Still:
+    def __call__(self, work: Callable[[], Any], warm_up: int) -> Still:
         """Return a captured call, after a run to warm up."""
         self.count += 1
         return Still((work(), tuple(x.clone() for x in work()))[1])

@@ -102,6 +102,7 @@ def test_a_change_of_state_is_captured_again() -> None:
     for generation in (0, 0, 0, 1, 1):
         run(graphs, body, arguments(1), generation)
     assert [(each.replays, each.released) for each in captures.made] == [(2, True), (2, False)]
+    assert captures.warm_ups == [0, 1]  # the first had just run as it is captured, the second had not
 
 
 def test_ranks_wait_longer_for_each_call_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,9 +134,11 @@ class Captures:
 
     made: list[Replayed] = field(default_factory=list)
     fails: bool = False
+    warm_ups: list[int] = field(default_factory=list)
 
-    def __call__(self, work: Callable[[], Any]) -> Captured:
-        """Return a captured call."""
+    def __call__(self, work: Callable[[], Any], warm_up: int) -> Captured:
+        """Return a captured call, and note how often it should have run before."""
+        self.warm_ups.append(warm_up)
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
         self.made.append(Replayed(work, tuple(torch.full_like(x, torch.nan) for x in work())))

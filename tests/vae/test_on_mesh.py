@@ -312,7 +312,7 @@ def unlike(rank: int, world: int, device: torch.device) -> tuple[str, str]:
     return str(error.value), said.getvalue()
 
 
-def failing(work: Callable[[], Any]) -> Any:
+def failing(work: Callable[[], Any], warm_up: int) -> Any:
     raise RuntimeError("no capture")
 
 
@@ -415,7 +415,7 @@ class Replays:
     replays: int = 0
     released: bool = False
 
-    def __call__(self, work: Callable[[], Any]) -> Replays:
+    def __call__(self, work: Callable[[], Any], warm_up: int) -> Replays:
         """Return a captured call, whose results hold nothing before its first replay."""
         self.made.append(Replays(work=work, results=pytree.tree_map(lambda x: torch.full_like(x, torch.nan), work())))
         return self.made[-1]

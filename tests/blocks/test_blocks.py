@@ -173,7 +173,7 @@ def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.
         monkeypatch.setattr(file, "fused", lambda *tensors: (launched.append(1), True)[1])
     tiny, device = replace(MODELS[name], batch=1), ranks.device
     got = one_rank(tiny.build().float().to(device), cast(tiny.arguments(device), torch.float64, torch.float32), True)
-    assert rms(got, tiny.whole(device=device)) < 1e-4
+    assert rms(got, tiny.whole(device=device)) < VISIBLE
     assert len(launched) > 3 * len(blocks_of(tiny.build()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,11 +35,11 @@ FP32 = 2e-5  # largest error against fp64 for values of order 1: a hundred round
 
 def data(case: dict[str, int], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Gated, Tensor, Tensor, Tensor]:
     """Return x, gated, shift, scale, weight as models pass them: views of padded tokens and of a modulation table."""
-    generator = torch.Generator().manual_seed(seed)
+    drawn = partial(torch.randn, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE)
     batch, tokens, width, pad = (case[name] for name in ("batch", "tokens", "width", "pad"))
-    streams = torch.randn(2, batch, tokens, width + pad, generator=generator).to(DEVICE, dtype)[..., :width]
-    table = 0.5 * torch.randn(batch, 3, 6, width, generator=generator).to(DEVICE)
-    weight = 1 + 0.1 * torch.randn(width, generator=generator).to(DEVICE, dtype)
+    streams = drawn(2, batch, tokens, width + pad).to(dtype)[..., :width]
+    table = 0.5 * drawn(batch, 3, 6, width)
+    weight = 1 + 0.1 * drawn(width).to(dtype)
     return streams[0], Gated(table[:, 1, 2], streams[1]), table[:, 1, 3], table[:, 1, 4], weight
 
 

@@ -3,7 +3,7 @@
 python launch/bench.py compare --trees ../other --gpus 2                 # ms and bits of two versions
 torchrun --nproc_per_node=2 launch/bench.py steps --model large-dit-7b   # our loop: layouts, ceilings, other engines
 torchrun --nproc_per_node=2 launch/bench.py calls --model flux.1-dev     # `parallelize`: ceilings, diffusers, cache-dit
-torchrun --nproc_per_node=2 launch/bench.py pipeline                     # FLUX.1 from the prompt to the PNG, by part
+torchrun --nproc_per_node=2 launch/bench.py pipeline --model qwen-image  # prompt to PNG by part; or FLUX.1
 torchrun --nproc_per_node=2 launch/bench.py decode --vae kl wan          # decoders on all ranks beside diffusers'
 torchrun --nproc_per_node=4 launch/bench.py exchange                     # our transports beside plain collectives
 torchrun --nproc_per_node=2 launch/bench.py soak                         # 200 pictures, 100 sizes: memory, time, bits

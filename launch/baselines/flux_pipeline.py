@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from torch import Tensor
 
 from launch.baselines.released import randomise
 
+STEPS = 28
+GUIDANCE = 3.5
 SPECIAL = ("<pad>", "<unk>", "<eos>")
 CLIP: Mapping[str, Any] = {
     "hidden_size": 768,
@@ -122,3 +125,16 @@ def pipeline(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: 
     )
     made.set_progress_bar_config(disable=True)
     return made
+
+
+def encoded(pipe: Any, prompt: str, length: int) -> dict[str, Any]:
+    """Return the arguments of a call of the pipeline: `length` tokens of text, its pooled vector, and guidance."""
+    text, pooled, _ = pipe.encode_prompt(prompt, None, device=pipe.transformer.device, max_sequence_length=length)
+    return {"prompt_embeds": text, "pooled_prompt_embeds": pooled, "guidance_scale": GUIDANCE}
+
+
+def decoded(pipe: Any, packed: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the picture (1, 3, H, W) of the pipeline's latents, and these (1, C, h, w), as the pipeline does."""
+    latents, config = pipe._unpack_latents(packed, size, size, pipe.vae_scale_factor), pipe.vae.config
+    scaled = latents / config.scaling_factor + config.shift_factor
+    return pipe.vae.decode(scaled, return_dict=False)[0], latents

@@ -1,8 +1,8 @@
-"""Seconds from a prompt to a PNG with FLUX.1, by part: `parallelize` beside diffusers' own engine.
+"""Seconds from a prompt to a PNG with FLUX.1 or Qwen-Image, by part: `parallelize` beside diffusers' own engine.
 
-    torchrun --nproc_per_node=2 launch/bench.py pipeline --out lines.jsonl
+    torchrun --nproc_per_node=2 launch/bench.py pipeline --model qwen-image --out lines.jsonl
 
-All parts have their released sizes and random weights (`launch/baselines/flux_pipeline.py`), so that no checkpoint is
+All parts have their released sizes and random weights (`launch/baselines/*_pipeline.py`), so that no checkpoint is
 needed; on a machine without GPUs they are tiny. Encoders and decoder stay on the GPU in all rows. Our rows write the
 PNG as our command does, diffusers' as its users do, by `image.save`. The reference is diffusers' fastest row.
 """
@@ -16,20 +16,21 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import torch
 from torch import Tensor
 
 import seqpar
-from launch.baselines.flux_pipeline import SMALL, Sizes, pipeline
+from launch.baselines import flux_pipeline, qwen_pipeline
 from launch.baselines.released import RELEASED, Released
 from launch.baselines.transformers import Graphed, compile_blocks, device_mesh, engine, engine_name, shared_copy
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
 from seqpar.pipelines._pictures import write_png
 from seqpar.ranks.mesh import Mesh, default_dtype
 
-GUIDANCE = 3.5
+# the parts besides a transformer, how a prompt becomes the arguments of a call, and latents a picture
+PARTS: dict[str, Any] = {"flux.1-dev": flux_pipeline, "qwen-image": qwen_pipeline}
 LAUNCHES = ("compiled blocks + graph", "compiled blocks", "eager")
 Writer = Callable[[Any, IO[bytes]], object]
 
@@ -38,8 +39,10 @@ Writer = Callable[[Any, IO[bytes]], object]
 class Pipeline(Flags):
     """Time whole pictures, from a prompt to a PNG."""
 
-    steps: int = 28
-    """Number of denoising steps."""
+    model: Literal["flux.1-dev", "qwen-image"] = "flux.1-dev"
+    """The pipeline's model; Qwen-Image computes both branches of guidance at each step."""
+    steps: int | None = None
+    """Number of denoising steps; None: 28 of FLUX.1, 50 of Qwen-Image."""
     size: int = 1024
     """Height and width of the picture in pixels."""
     strategy: str = "auto"
@@ -50,18 +53,25 @@ class Pipeline(Flags):
 
 @dataclass(frozen=True)
 class Case:
-    """What all rows share. released: the transformer; sizes: the other parts."""
+    """What all rows share. released: the transformer; parts: the module of the others; sizes: theirs."""
 
     args: Pipeline
     released: Released
     mesh: Mesh
     dtype: torch.dtype
-    sizes: Sizes
+    parts: Any
+    sizes: Any
 
     @cached_property
     def pipe(self) -> Any:
         """Return diffusers' pipeline; rows share its encoders and decoder."""
-        return pipeline(self.released.build(self.dtype, self.mesh.device), self.dtype, self.mesh.device, self.sizes)
+        transformer = self.released.build(self.dtype, self.mesh.device)
+        return self.parts.pipeline(transformer, self.dtype, self.mesh.device, self.sizes)
+
+    @property
+    def steps(self) -> int:
+        """Return the number of denoising steps."""
+        return self.parts.STEPS if self.args.steps is None else self.args.steps
 
     @cached_property
     def ranks(self) -> Any:
@@ -91,20 +101,20 @@ def main(args: Pipeline) -> None:
     """Measure all rows; rank 0 prints and appends the lines."""
     args.check()
     device = Mesh.joined().device
-    known, on_gpu = RELEASED["flux.1-dev"], device.type == "cuda"
+    known, parts, on_gpu = RELEASED[args.model], PARTS[args.model], device.type == "cuda"
     tokens = (args.size // 16) ** 2
     released = known.sized(tokens, None) if on_gpu else known.small().sized(tokens, None)
-    case = Case(
-        args, released, Mesh.from_env(cfg=1, device=device), default_dtype(device), Sizes() if on_gpu else SMALL
-    )
-    about = {"model": released.name, "steps": args.steps, "size": args.size, "strategy": args.strategy}
+    mesh, sizes = Mesh.from_env(cfg=1, device=device), parts.Sizes() if on_gpu else parts.SMALL
+    case = Case(args, released, mesh, default_dtype(device), parts, sizes)
+    about = {"model": released.name, "steps": case.steps, "size": args.size, "strategy": args.strategy}
     measure("pipeline", about, [*ours(case), *theirs(case)], case.mesh, args)
 
 
 def ours(case: Case) -> Iterator[Row]:
-    """Yield diffusers' pipeline after `parallelize`, with our model and with diffusers' modules inside."""
+    """Yield diffusers' pipeline after `parallelize`, with our model or blocks, and with diffusers' modules inside."""
     for native in (True, False):
-        name = f"parallelize, {'native' if native else 'generic'}"
+        ours = "native" if case.parts is flux_pipeline else "fused blocks"
+        name = f"parallelize, {ours if native else 'generic'}"
         yield Row("ours", name, partial(_ours, case, native), _reference(case), {"png": "seqpar"})
 
 
@@ -165,7 +175,7 @@ def _timed(case: Case, pipe: Any, write: Writer) -> Timed:
         case.first[len(case.first) :] = latents if not case.first else []
         parts = {part: sorted(each[part] for each in timed)[len(timed) // 2] for part in timed[0]}
         away = float((latents[0].double() - case.first[0].double()).norm() / case.first[0].double().norm())
-        return {"parts_ms": parts, "ms_a_step": parts["steps"] / case.args.steps, "difference": away}
+        return {"parts_ms": parts, "ms_a_step": parts["steps"] / case.steps, "difference": away}
 
     return Timed(ms, facts)
 
@@ -192,24 +202,20 @@ class Clock:
 
 @torch.no_grad()
 def picture(case: Case, pipe: Any, write: Writer, prompt: str) -> tuple[dict[str, float], Tensor]:
-    """Make a picture with diffusers' pipeline; return ms by part, and its latents (1, C, h, w)."""
-    args, device, clock = case.args, case.mesh.device, Clock(case.mesh)
-    text, pooled, _ = pipe.encode_prompt(prompt, None, device=device, max_sequence_length=case.released.text)
+    """Make a picture with diffusers' pipeline; return ms by part, and its latents."""
+    size, clock = case.args.size, Clock(case.mesh)
+    arguments = case.parts.encoded(pipe, prompt, case.released.text)
     clock.ends("encode")
     packed = pipe(
-        prompt_embeds=text,
-        pooled_prompt_embeds=pooled,
-        height=args.size,
-        width=args.size,
-        num_inference_steps=args.steps,
-        guidance_scale=GUIDANCE,
+        **arguments,
+        height=size,
+        width=size,
+        num_inference_steps=case.steps,
         generator=torch.Generator().manual_seed(0),
         output_type="latent",
     ).images
     clock.ends("steps")
-    latents = pipe._unpack_latents(packed, args.size, args.size, pipe.vae_scale_factor)
-    config = pipe.vae.config
-    decoded = pipe.vae.decode(latents / config.scaling_factor + config.shift_factor, return_dict=False)[0]
+    decoded, latents = case.parts.decoded(pipe, packed, size)
     (image,) = pipe.image_processor.postprocess(decoded, output_type="pil")
     clock.ends("decode")
     if case.mesh.is_main:

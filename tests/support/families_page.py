@@ -23,7 +23,12 @@ FAMILIES = (
     ("wan", "Wan 2.1 14B: 32,760; VACE has its blocks", "wan2.1-14b", WAN),
     ("wan", "Wan 2.2 14B: 75,600", "wan2.2-14b", WAN),
     ("wan", "Wan 2.2 5B, a timestep for each token: 27,280", "wan2.2-ti2v-5b", WAN),
-    ("flux2", "FLUX.2-dev: 4096 + 512; klein has its blocks", "flux.2-dev", "reference images with a key cache (refused)"),
+    (
+        "flux2",
+        "FLUX.2-dev: 4096 + 512; klein has its blocks",
+        "flux.2-dev",
+        "reference images with a key cache (refused)",
+    ),
     ("flux", "FLUX.1 with ControlNets", "flux.1-dev", "IP-adapters; without a ControlNet the native model computes"),
 )
 HEAD = "| file | models | GPUs | ms a call | x ceiling | best other way | commit | diffusers' own blocks compute |"

@@ -72,6 +72,14 @@ FAULTS = (
         "cfg=2 differs from one rank",
     ),
     Fault(
+        "tokens of reference images have the picture's modulation",
+        "seqpar/blocks/qwen_image.py",
+        "of_batch + batch * (modulate_index != 0)",
+        "of_batch + 0 * (modulate_index != 0)",
+        "tests/blocks/test_blocks.py::test_fused_blocks_equal_diffusers_own[3-ulysses-collective]",
+        "a row for each picture is what every other family has",
+    ),
+    Fault(
         "a fused block takes what was left for another tensor",
         "seqpar/adapter/fused.py",
         "left = self._now.handed.pop(id(x_BlE), None)",

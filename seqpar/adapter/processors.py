@@ -53,7 +53,11 @@ class MochiProcessor:
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (video, text), (B, l, E) each; image_rotary_emb: cos and sin (l, H, D/2) of the video's tokens."""
+        """Return (video, text), (B, l, E) each.
+
+        attention_mask: nonzero for this rank's tokens of the text, (B, l'); attention returns 0 for padding, as
+        diffusers' does. image_rotary_emb: cos and sin (l, H, D/2) of the video's tokens.
+        """
         own, added = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         q, k, v = _heads(hidden_states, own, (attn.norm_q, attn.norm_k), attn.heads)
         text = _heads(encoder_hidden_states, added, (attn.norm_added_q, attn.norm_added_k), attn.heads)
@@ -62,6 +66,8 @@ class MochiProcessor:
         queries, keys, values = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip((q, k, v), text, strict=True))
         out = F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2)
         video_out, text_out = out.flatten(2).split((q.shape[1], text[0].shape[1]), dim=1)
+        if attention_mask is not None:
+            text_out = text_out * (attention_mask != 0)[..., None]
         for layer in attn.to_out:
             video_out = layer(video_out)
         return video_out, attn.to_add_out(text_out) if hasattr(attn, "to_add_out") else text_out

@@ -197,6 +197,7 @@ def _mochi() -> Cuts:
         "time_embed": Boundary(outputs={1: TEXT}),
         "rope": Boundary(outputs={0: CutTokens("image", dim=0), 1: CutTokens("image", dim=0)}),
         "transformer_blocks.0": Boundary(inputs={"hidden_states": IMAGE}),
+        "transformer_blocks.*": Boundary(inputs={"encoder_attention_mask": TEXT}),
         "proj_out": OUT,
     }
     joint = {"transformer_blocks.*.attn1": Joint(("image", "text"), masked=True, processor=MochiProcessor)}

@@ -47,6 +47,7 @@ from tests.fidelity.faults import (
 )
 from tests.models.test_large_dit import TINY, ours
 from tests.support import pipelines
+from tests.support.diffusers_tiny import MODELS
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
 
@@ -174,6 +175,20 @@ def test_pipelines_are_verified_and_left_as_they_were(
     assert first[0] == "holds", first[0]
     assert found in first[1], first[1]
     assert first[2] == first[3]
+
+
+def padded_text(rank: int, world: int, device: torch.device) -> int:
+    """Return how many outputs of blocks hold in a call of a transformer whose texts are padded."""
+    tiny = MODELS["mochi"]
+    module = tiny.build().to(device)
+    mesh = mesh_for("ulysses", world, device)
+    seqpar.parallelize(module, mesh, strategy="ulysses")
+    return verify(module, **tiny.arguments(device), evaluations=1).blocks
+
+
+def test_padding_that_a_processor_of_ours_masks_holds(ranks: Pool) -> None:
+    """Mochi's own processor returns 0 for it; what follows in a block is compared for every token."""
+    assert ranks.run(2, padded_text) == [4, 4]  # video and text of two blocks
 
 
 def with_other_noise(rank: int, world: int, device: torch.device) -> tuple[str, ...]:

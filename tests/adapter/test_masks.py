@@ -31,8 +31,10 @@ LEFT_OUT = torch.arange(KEYS)[None] % torch.tensor([[5], [7]]) == 1
 
 
 def left_out(number: float) -> Tensor:
-    """Return a mask that adds a number to the scores of keys that are left out."""
-    return torch.zeros(2, 1, 1, KEYS).double().masked_fill(LEFT_OUT[:, None, None], number)
+    """Return a mask that adds a number to the scores of keys that are left out, in row 1 all those of rank 1 of 2."""
+    keys = torch.arange(KEYS)
+    of_rank_1 = ((keys >= 4) & (keys < 7) | (keys >= 15)) & (torch.arange(2)[:, None] == 1)
+    return torch.zeros(2, 1, 1, KEYS).double().masked_fill((LEFT_OUT | of_rank_1)[:, None, None], number)
 
 
 def queries() -> Tensor:

@@ -27,7 +27,7 @@ STATE = ("hidden_states", "x")  # the names that transformers give their latents
 ROW_LISTS = ("x", "cap_feats", "img_shapes", "txt_seq_lens")  # arguments that are a list with an entry for each row
 
 # arguments with an entry for each token, pair of rotary values or layer, even if there happen to be as many as rows
-_WHOLE = re.compile(r"rotary|rope|indices|skip_layers|^(img|txt)_ids$")
+_WHOLE = re.compile(r"rotary|rope|indices|skip_layers|^(img|txt)_ids$|^control_hidden_states_scale$")
 
 
 def rows_of(arguments: dict[str, Any]) -> int:

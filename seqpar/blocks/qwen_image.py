@@ -55,14 +55,16 @@ def double(
     """Return text (B, l', E) and image (B, l, E) after a block.
 
     temb: (B, E), or (2 B, E) with a modulate_index (B, l): tokens of reference images, 1 there, have the second half.
+    One row, or two with an index, is for all pictures.
     image_rotary_emb: of the image and of the text, complex rows (l, D/2). The text's mask is not read: attention has
     that of the transformer's call.
     """
     checked(joint_attention_kwargs)
-    batch, index = len(hidden_states), None
+    rows, index = len(temb), None
     if modulate_index is not None:  # diffusers makes it and temb once a forward
-        index = call.once("index", temb, lambda: _rows(modulate_index, batch))
-    every = call.once("modulation", temb, lambda: _modulations(call, temb, batch))
+        rows //= 2
+        index = call.once("index", temb, lambda: _rows(modulate_index, rows))
+    every = call.once("modulation", temb, lambda: _modulations(call, temb, rows))
     image, text = call.once("rotary", image_rotary_emb, lambda: [_real(rows) for rows in image_rotary_emb])
     attn = block.attn
     prepares = by_head(attn.norm_added_q, attn.norm_added_k, *text), by_head(attn.norm_q, attn.norm_k, *image)
@@ -71,16 +73,16 @@ def double(
     return two_streams(call, streams, every, prepares, attn.heads, norm, indices=indices)
 
 
-def _modulations(call: BlockCall, temb: Tensor, batch: int) -> list[list[Rows]]:
+def _modulations(call: BlockCall, temb: Tensor, rows: int) -> list[list[Rows]]:
     """Return the rows of text and image of every block. Text has no tokens of reference images, so only one a row."""
     every = modulations(call, temb, [f"{name} modulation" for name in NAMES], 6)
-    return [[tuple(x[:batch] for x in text), image] for text, image in every]
+    return [[tuple(x[:rows] for x in text), image] for text, image in every]
 
 
-def _rows(modulate_index: Tensor, batch: int) -> Tensor:
-    """Return which row of (2 B, E) the modulation of a token is, (B, l) int32."""
-    of_batch = torch.arange(batch, dtype=torch.int32, device=modulate_index.device)[:, None]
-    return (of_batch + batch * (modulate_index != 0)).int()
+def _rows(modulate_index: Tensor, rows: int) -> Tensor:
+    """Return which of twice as many rows is the modulation of a token, (B, l) int32."""
+    of_batch = torch.arange(rows, dtype=torch.int32, device=modulate_index.device)[:, None]
+    return (of_batch + rows * (modulate_index != 0)).int()
 
 
 def _real(rows_lD2: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar.adapter import lease, parallelize
+from seqpar.adapter.rows import cut_rows
 from seqpar.engine.keeper import ATTENDS
-from seqpar.ranks.mesh import Mesh
+from seqpar.ranks.mesh import Axis, Mesh
 from tests.adapter import test_native
 from tests.adapter.test_cuts import raised
 from tests.adapter.test_generic import TOLERANCE, body_of, called, error
@@ -232,3 +234,13 @@ def test_exchanges_of_ever_new_batch_sizes_are_freed_before_a_call_and_change_th
         )
     assert len(set(states)) <= 3  # the weights are taken over at the first call
     assert states[1] == states[ATTENDS] != states[-1]
+
+
+def test_weights_of_layers_are_whole_where_there_are_as_many_as_rows() -> None:
+    """Each half of a batch of three needs all three weights of VACE's blocks."""
+    whole = replace(MODELS["wan_vace"], batch=3).arguments()
+    assert len(whole["control_hidden_states_scale"]) == len(whole["hidden_states"])
+    for rank, rows in enumerate((slice(0, 2), slice(2, 3))):
+        form, _ = cut_rows(dict(whole), [Axis("cfg", rank, 2)])
+        assert torch.equal(form.tensors["control_hidden_states_scale"], whole["control_hidden_states_scale"])
+        assert torch.equal(form.tensors["control_hidden_states"], whole["control_hidden_states"][rows])

@@ -177,6 +177,17 @@ def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.
     assert len(launched) > 3 * len(blocks_of(tiny.build()))
 
 
+def test_one_timestep_for_all_pictures_counts_for_each(ranks: Pool) -> None:
+    """Reference images have the timestep of the second row then, in every picture."""
+    tiny, device = MODELS["qwen_edit"], ranks.device
+    given = tiny.arguments(device)
+    given |= {"timestep": given["timestep"][:1]}
+    assert len(given["hidden_states"]) > 1
+    with StayDouble():
+        got = one_rank(tiny.build().to(device), given, True)
+    assert error(got, tiny.whole(None, given, device)) < TOLERANCE
+
+
 def with_residuals(rank: int, world: int, device: torch.device) -> Outputs:
     tiny = MODELS["qwen"]
     body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True)

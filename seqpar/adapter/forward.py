@@ -31,8 +31,9 @@ class Forward:
     """One forward: the number of tokens of each stream, the key masks of streams, and masks in the order of the keys.
 
     converted: masks that attention was given, with their converted form; they are kept here, so that a mask that the
-    next block passes again is found by its address. kept, handed: see `seqpar.types.fused.BlockCall`, what blocks keep
-    for the next ones, each with the object that it was made of, and the second with the block that left it.
+    next block passes again is found by its address. kept, handed: what blocks keep for the next ones (`once` and
+    `hand_over` of `seqpar.types.fused.BlockCall`), each with the object that it was made of. What was handed over also
+    names the block that left it.
     """
 
     lengths: dict[str, int] = field(default_factory=dict)

@@ -110,6 +110,7 @@ class Graphs:
             if graph is None:
                 results = _copied(body(arguments.whole))
                 body.check_delivered()  # only where nothing is replayed, because it waits for the device
+                self._ran.before((kind, generation))
                 return results
             for path, x in graph.inputs.tensors.items():
                 x.copy_(arguments.tensors[path])
@@ -123,7 +124,8 @@ class Graphs:
             return None
         graph = self._graphs.get(key)
         if graph is None:
-            warm_up = 0 if self._ran.before((key, generation)) else 1  # the last run was before the weights changed
+            # a call that raised an error may not have built its exchanges, and weights may have changed since it ran
+            warm_up = 0 if self._ran.knows((key, generation)) else 1
             if self._seen.before(key):
                 graph = self._made(key, body, arguments, generation, warm_up)
         if graph is not None:

@@ -205,16 +205,16 @@ def _tensors(*vectors: Vectors) -> list[Tensor]:
 
 
 def _rows(vectors: Vectors | None, rows: int | None, width: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return the vectors as a table and what they share; one vector is a table of `rows`, or of any number, by itself.
+    """Return the vectors (rows, E) and the vector that they share; either may be None.
 
-    An index reads any row of a table, so that one vector has a stride of 0 there.
+    rows: the number of batch rows. None: an index picks the rows; where there is only one, each index picks it.
     """
     if vectors is None:
         return None, None
     each, shared = vectors if isinstance(vectors, Summed) else (vectors, None)
     if shared is not None and (shared.shape != (width,) or shared.stride(0) != 1):
         raise ValueError(f"got a shared vector of shape {tuple(shared.shape)}, expected a contiguous one of {width}")
-    count = 2 if len(each) == 1 else len(each)  # of two equal rows the stride is 0
+    count = 2 if len(each) == 1 else len(each)  # expanded to more rows than one, the only row has a stride of 0
     return each.expand(count if rows is None else rows, width), shared
 
 

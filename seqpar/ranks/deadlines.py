@@ -59,6 +59,10 @@ class Calls:
             self._counts.popitem(last=False)
         return before
 
+    def knows(self, kind: Hashable) -> bool:
+        """Return whether a call of this kind was counted, without counting one."""
+        return kind in self._counts
+
     def forget(self, kind: Hashable) -> None:
         """Count calls of a kind anew, as after its capture as a CUDA graph."""
         self._counts.pop(kind, None)

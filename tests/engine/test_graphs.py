@@ -105,6 +105,21 @@ def test_a_change_of_state_is_captured_again() -> None:
     assert captures.warm_ups == [0, 1]  # the first had just run as it is captured, the second had not
 
 
+def test_a_call_that_failed_is_none_that_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may not have built its exchanges, so the capture of the next one runs it before."""
+    _, body, captures, graphs = made()
+
+    def fail(self: Any, **given: Any) -> None:
+        raise ValueError("refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Toy, "forward", fail)
+        with pytest.raises(ValueError, match="refused"):
+            graphs.run(body, form_of(arguments(1)), 0)
+    run(graphs, body, arguments(1))
+    assert captures.warm_ups == [1]
+
+
 def test_ranks_wait_longer_for_each_call_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(Mesh, "call", lambda self, axis, what, is_first: seen.append(is_first) or nullcontext())

@@ -55,9 +55,8 @@ def double(
     """Return text (B, l', E) and image (B, l, E) after a block.
 
     temb: (B, E), or (2 B, E) with a modulate_index (B, l): tokens of reference images, 1 there, have the second half.
-    One row, or two with an index, is for all pictures.
-    image_rotary_emb: of the image and of the text, complex rows (l, D/2). The text's mask is not read: attention has
-    that of the transformer's call.
+    One row, or two with an index, is for all pictures. image_rotary_emb: of the image and of the text, complex rows
+    (l, D/2). The text's mask is not read: attention has that of the transformer's call.
     """
     checked(joint_attention_kwargs)
     rows, index = len(temb), None

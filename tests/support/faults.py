@@ -74,7 +74,7 @@ FAULTS = (
     Fault(
         "tokens of reference images have the picture's modulation",
         "seqpar/blocks/qwen_image.py",
-        "of_batch + batch * (modulate_index != 0)",
+        "of_batch + rows * (modulate_index != 0)",
         "of_batch + 0 * (modulate_index != 0)",
         "tests/blocks/test_blocks.py::test_fused_blocks_equal_diffusers_own[4-kv_gather-peer-1]",
         "a row for each picture is what every other family has",

@@ -6,7 +6,7 @@ on a machine without the checkpoint; the picture itself means nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import printable
 from typing import Any
@@ -98,6 +98,14 @@ def tokenizer(length: int) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=length, **names)
 
 
+def randomised(parts: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """Return modules in a dtype with random weights."""
+    modules = [part.to(dtype).eval().requires_grad_(False) for part in parts]
+    for seed, module in enumerate(modules, start=1):
+        randomise(module, seed)
+    return modules
+
+
 def pipeline(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: Sizes | None = None) -> Any:
     """Return diffusers' FluxPipeline around a transformer, with random weights made on the device."""
     import transformers  # here, because other benches run without it
@@ -110,10 +118,7 @@ def pipeline(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: 
         clip = transformers.CLIPTextModel(transformers.CLIPTextConfig(**{**sizes.clip, **ends}))
         t5 = transformers.T5EncoderModel(transformers.T5Config(**sizes.t5))
         vae = AutoencoderKL(**sizes.vae)
-    made_parts: tuple[Any, ...] = (clip, t5, vae)
-    parts = [part.to(dtype).eval().requires_grad_(False) for part in made_parts]
-    for seed, part in enumerate(parts, start=1):
-        randomise(part, seed)
+    parts = randomised([clip, t5, vae], dtype)
     made = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
         vae=parts[2],

@@ -14,8 +14,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKL
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from launch.baselines.flux_pipeline import tokenizer
-from launch.baselines.released import randomise
+from launch.baselines.flux_pipeline import randomised, tokenizer
 
 STEPS = 50
 GUIDANCE = 4.0
@@ -78,10 +77,7 @@ def pipeline(transformer: Any, dtype: torch.dtype, device: torch.device, sizes: 
     with torch.device(device):  # positions and other buffers are made, too
         text = transformers.Qwen2_5_VLForConditionalGeneration(config)
         vae = AutoencoderKLQwenImage(**sizes.vae)
-    made_parts: tuple[Any, ...] = (text, vae)
-    parts = [part.to(dtype).eval().requires_grad_(False) for part in made_parts]
-    for seed, part in enumerate(parts, start=1):
-        randomise(part, seed)
+    parts = randomised([text, vae], dtype)
     made = QwenImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
         vae=parts[1],

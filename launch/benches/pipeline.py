@@ -100,6 +100,8 @@ class Case:
 def main(args: Pipeline) -> None:
     """Measure all rows; rank 0 prints and appends the lines."""
     args.check()
+    if args.steps is not None and args.steps < 1:
+        raise ValueError(f"got --steps {args.steps}, expected at least 1")
     device = Mesh.joined().device
     known, parts, on_gpu = RELEASED[args.model], PARTS[args.model], device.type == "cuda"
     tokens = (args.size // 16) ** 2

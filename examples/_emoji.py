@@ -135,37 +135,37 @@ def draw_batch(bank: GlyphBank, batch: int, *, pixels: int, rng: torch.Generator
     device = bank.first.device
     labels_B = torch.randint(len(bank.names), (batch,), device=device, generator=rng)
     within = torch.rand(batch, device=device, generator=rng) * bank.count[labels_B]
-    warped = _warp(bank.rgba[bank.first[labels_B] + within.long()], rng)
+    warped = warp(bank.rgba[bank.first[labels_B] + within.long()], rng)
     colour, alpha = F.avg_pool2d(warped, GLYPH_PIXELS // pixels).split([3, 1], dim=1)
-    recolour = _colour_matrices(bank.hue[labels_B], rng)
+    recolour = colour_matrices(bank.hue[labels_B], rng)
     colour = torch.einsum("bij,bjhw->bihw", recolour, colour).clamp(min=0).minimum(alpha)
-    images = colour + (1 - alpha) * _backgrounds(batch, pixels, rng)
+    images = colour + (1 - alpha) * backgrounds(batch, pixels, rng)
     return images * 2 - 1, labels_B
 
 
-def _uniform(low: float, high: float, *shape: int, rng: torch.Generator) -> Tensor:
+def uniform(low: float, high: float, *shape: int, rng: torch.Generator) -> Tensor:
     return torch.rand(*shape, device=rng.device, generator=rng) * (high - low) + low
 
 
-def _warp(rgba_BCHW: Tensor, rng: torch.Generator) -> Tensor:
+def warp(rgba_BCHW: Tensor, rng: torch.Generator) -> Tensor:
     """Scale, rotate, shift and mirror each glyph by its own random amounts."""
     batch = rgba_BCHW.shape[0]
-    angle = _uniform(-1, 1, batch, rng=rng) * math.radians(12)
-    shrink = 1 / _uniform(0.78, 1.0, batch, rng=rng)
-    mirror = torch.where(_uniform(0, 1, batch, rng=rng) < 0.5, -1.0, 1.0)
+    angle = uniform(-1, 1, batch, rng=rng) * math.radians(12)
+    shrink = 1 / uniform(0.78, 1.0, batch, rng=rng)
+    mirror = torch.where(uniform(0, 1, batch, rng=rng) < 0.5, -1.0, 1.0)
     cos, sin = angle.cos() * shrink, angle.sin() * shrink
-    shift = _uniform(-0.06, 0.06, 2, batch, rng=rng)
+    shift = uniform(-0.06, 0.06, 2, batch, rng=rng)
     rows = [torch.stack([cos * mirror, -sin * mirror, shift[0]], -1), torch.stack([sin, cos, shift[1]], -1)]
     grid = F.affine_grid(torch.stack(rows, dim=1), list(rgba_BCHW.shape), align_corners=False)
     return F.grid_sample(rgba_BCHW, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
-def _colour_matrices(hue_B: Tensor, rng: torch.Generator) -> Tensor:
+def colour_matrices(hue_B: Tensor, rng: torch.Generator) -> Tensor:
     """Return random changes of brightness, saturation and hue (a rotation about grey) as one 3x3 matrix per picture."""
     batch, device = hue_B.shape[0], hue_B.device
-    angle = (_uniform(-1, 1, batch, rng=rng) * hue_B)[:, None, None]
-    saturation = _uniform(0.85, 1.15, batch, 1, 1, rng=rng)
-    brightness = _uniform(0.9, 1.08, batch, 1, 1, rng=rng)
+    angle = (uniform(-1, 1, batch, rng=rng) * hue_B)[:, None, None]
+    saturation = uniform(0.85, 1.15, batch, 1, 1, rng=rng)
+    brightness = uniform(0.9, 1.08, batch, 1, 1, rng=rng)
     grey = torch.full((3, 3), 1 / 3, device=device)
     cross = torch.tensor([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]], device=device) / math.sqrt(3)
     # Rodrigues' rotation about (1, 1, 1): the part of a colour that is not grey rotates by the angle.
@@ -173,12 +173,12 @@ def _colour_matrices(hue_B: Tensor, rng: torch.Generator) -> Tensor:
     return brightness * (grey + saturation * turned)
 
 
-def _backgrounds(batch: int, pixels: int, rng: torch.Generator) -> Tensor:
+def backgrounds(batch: int, pixels: int, rng: torch.Generator) -> Tensor:
     """Return white or pastel backgrounds; half of them fade to a second pastel from top to bottom."""
-    strength = _uniform(0.1, 0.45, batch, 1, 1, rng=rng) * (_uniform(0, 1, batch, 1, 1, rng=rng) > 0.15)
-    top_bottom = 1 - strength * _uniform(0, 1, batch, 2, 3, rng=rng)
+    strength = uniform(0.1, 0.45, batch, 1, 1, rng=rng) * (uniform(0, 1, batch, 1, 1, rng=rng) > 0.15)
+    top_bottom = 1 - strength * uniform(0, 1, batch, 2, 3, rng=rng)
     top = top_bottom[:, 0]
-    fades = _uniform(0, 1, batch, 1, rng=rng) < 0.5
+    fades = uniform(0, 1, batch, 1, rng=rng) < 0.5
     bottom = torch.where(fades, top_bottom[:, 1], top)
     ramp = torch.linspace(0, 1, pixels, device=rng.device)[None, None, :, None]
     return torch.lerp(top[:, :, None, None], bottom[:, :, None, None], ramp).expand(-1, -1, -1, pixels)

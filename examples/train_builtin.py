@@ -12,11 +12,8 @@ takes minutes on one GPU:
     python examples/train_builtin.py train --out builtin
 """
 
-import copy
 import json
-import math
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,23 +34,9 @@ from _networks import (
     unshare_embedder,
     vae_loss,
 )
+from _training import Average, Clock, Pool, compiled, fit, save_grid
 from diffusers import AutoencoderKL, DiTPipeline, DiTTransformer2DModel
-from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor, nn
-
-EMA_DECAY = 0.9995
-REFRESH = 16  # steps between replacements of a batch in the pool, because encoding a batch takes longer than a step
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Measures the share of a stage's time that has passed, compilation included."""
-
-    started: float
-    minutes: float
-
-    def done(self) -> float:
-        return (time.monotonic() - self.started) / (60 * self.minutes)
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -88,59 +71,18 @@ class Train:
     seed: int = 0
 
 
-# --- one training loop for both networks ---
-
-
-def fit(
-    name: str, loss: Callable[[], Tensor], params: list[nn.Parameter], *, clock: Clock, lr: float
-) -> Iterator[tuple[int, float]]:
-    """Train with AdamW until the time is up, with a learning rate that falls to zero; yields (step, last loss read)."""
-    optimizer = torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=params[0].is_cuda)
-    optimizer.zero_grad()  # clears the gradients of torch.compile's trial run
-    step, value, said = 0, math.nan, time.monotonic()
-    while (done := clock.done()) < 1:
-        rate = lr * min(1.0, (step + 1) / 200) * (0.5 + 0.5 * math.cos(math.pi * done))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        current = loss()
-        current.backward()
-        nn.utils.clip_grad_norm_(params, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        if step % 20 == 1:
-            value = current.item()  # waits for the GPU, so that the clock measures finished steps
-            if step == 1 or time.monotonic() - said > 10:
-                said = time.monotonic()
-                print(f"{name}: {done:4.0%} step {step} loss {value:.4f} lr {rate:.2e}", flush=True)
-        yield step, value
-
-
-def compiled(loss: Callable[..., Tensor], trial: tuple[object, ...], enabled: bool) -> Callable[..., Tensor]:
-    """Return `torch.compile(loss)` if a trial run of both passes works here, else `loss` itself."""
-    if not enabled:
-        return loss
-    candidate = torch.compile(loss)
-    try:
-        candidate(*trial).backward()
-    except RuntimeError as error:  # the base class of all torch.compile errors
-        print(f"not compiled: {type(error).__name__}: {str(error)[:300]}")
-        return loss
-    return candidate
-
-
 # --- the VAE ---
 
 
 def train_vae(config: Train, bank: GlyphBank, rng: torch.Generator) -> tuple[AutoencoderKL, dict[str, float]]:
-    clock = Clock(time.monotonic(), config.vae_minutes)
+    clock = Clock.now(config.vae_minutes)
     batch = max(config.batch // 4, 1)
     vae = build_vae().to(rng.device, memory_format=torch.channels_last)
 
     def pictures() -> Tensor:
         return draw_batch(bank, batch, pixels=PIXELS, rng=rng)[0].to(memory_format=torch.channels_last)
 
-    loss = compiled(vae_loss, (vae, pictures()), config.compile and rng.device.type == "cuda")
+    loss = compiled(vae_loss, config.compile and rng.device.type == "cuda", (vae, pictures()))
     steps = fit("vae", lambda: loss(vae, pictures()), list(vae.parameters()), clock=clock, lr=config.vae_lr)
     *_, (step, value) = steps
     vae.eval().requires_grad_(False)
@@ -151,73 +93,44 @@ def train_vae(config: Train, bank: GlyphBank, rng: torch.Generator) -> tuple[Aut
 # --- the DiT ---
 
 
-class LatentPool:
-    """A pool of encoded pictures that are replaced one batch at a time."""
-
-    def __init__(self, bank: GlyphBank, vae: AutoencoderKL, *, batch: int, slots: int, rng: torch.Generator) -> None:
-        self.bank, self.vae, self.batch, self.slots, self.rng = bank, vae, batch, slots, rng
-        self.latents = torch.empty(slots * batch, 4, PIXELS // 4, PIXELS // 4, device=rng.device)
-        self.labels = torch.empty(slots * batch, dtype=torch.long, device=rng.device)
-        for slot in range(slots):
-            self.replace(slot)
-
-    @torch.no_grad()
-    def replace(self, slot: int) -> None:
-        images, labels = draw_batch(self.bank, self.batch, pixels=PIXELS, rng=self.rng)
-        mean, _ = encode(self.vae, images.to(memory_format=torch.channels_last))
-        rows = slice(slot * self.batch, (slot + 1) * self.batch)
-        self.latents[rows] = mean * self.vae.config.scaling_factor
-        self.labels[rows] = labels
-
-    def draw(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return latents, noise, times and labels for one step; a tenth of the labels become the null class."""
-        count, device, rng = (self.batch,), self.rng.device, self.rng
-        rows = torch.randint(len(self.labels), count, device=device, generator=rng)
-        dropped = torch.rand(count, device=device, generator=rng) < 0.1
-        times = torch.randint(1000, count, device=device, generator=rng)
-        latents = self.latents[rows]
-        noise = torch.randn(latents.shape, device=device, generator=rng)
-        return latents, noise, times, self.labels[rows].masked_fill(dropped, NULL_CLASS)
-
-
 def train_dit(
     config: Train, bank: GlyphBank, vae: AutoencoderKL, kept_T: Tensor, rng: torch.Generator
 ) -> tuple[DiTTransformer2DModel, dict[str, float]]:
     """Train the DiT and return the moving average of its weights, and metrics."""
-    clock = Clock(time.monotonic(), config.dit_minutes)
+    clock = Clock.now(config.dit_minutes)
     model = build_dit()
     prepare_dit(model)
-    average = copy.deepcopy(model.to(rng.device)).requires_grad_(False)
-    params, averages = list(model.parameters()), list(average.parameters())
-    values = [param.detach() for param in params]
-    pool = LatentPool(bank, vae, batch=config.batch, slots=config.pool, rng=rng)
-    loss = compiled(dit_loss, (model, *pool.draw(), kept_T), config.compile and rng.device.type == "cuda")
+    params, count = list(model.to(rng.device).parameters()), (config.batch,)
+    average = Average(params)
+
+    @torch.no_grad()
+    def encoded() -> tuple[Tensor, Tensor]:
+        images, labels = draw_batch(bank, config.batch, pixels=PIXELS, rng=rng)
+        mean, _ = encode(vae, images.to(memory_format=torch.channels_last))
+        return mean * vae.config.scaling_factor, labels
+
+    def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return latents, noise, times and labels for one step; a tenth of the labels become the null class."""
+        latents, labels = pool.draw(config.batch, rng)
+        dropped = torch.rand(count, device=rng.device, generator=rng) < 0.1
+        times = torch.randint(1000, count, device=rng.device, generator=rng)
+        noise = torch.randn(latents.shape, device=rng.device, generator=rng)
+        return latents, noise, times, labels.masked_fill(dropped, NULL_CLASS)
+
+    pool = Pool(encoded, config.pool)
+    loss = compiled(dit_loss, config.compile and rng.device.type == "cuda", (model, *batch(), kept_T))
     metrics = {}
-    steps = fit("dit", lambda: loss(model, *pool.draw(), kept_T), params, clock=clock, lr=config.dit_lr)
+    steps = fit("dit", lambda: loss(model, *batch(), kept_T), params, clock=clock, lr=config.dit_lr)
     for step, value in steps:
-        torch._foreach_lerp_(averages, values, 1 - min(EMA_DECAY, (1 + step) / (10 + step)))
-        if step % REFRESH == 0:
-            pool.replace(step // REFRESH % config.pool)
+        average.update(step)
+        pool.refresh(step)
         metrics = {"dit_steps": step, "dit_loss": value}
-    unshare_embedder(average, len(bank.names))
-    return average.eval(), metrics
+    average.write(params)
+    unshare_embedder(model, len(bank.names))
+    return model.requires_grad_(False).eval(), metrics
 
 
 # --- results ---
-
-
-def save_grid(path: Path, images_NHWC: Tensor, columns: int, captions: tuple[str, ...]) -> None:
-    """Save pictures in [0, 1] as a grid, in rows of `columns`; groups of equal length share a caption."""
-    count, height, width, _ = images_NHWC.shape
-    group = count // len(captions)
-    page = Image.new("RGB", (columns * (width + 4), -(-count // columns) * (height + 18)), "white")
-    draw, font = ImageDraw.Draw(page), ImageFont.load_default(11)
-    for i, pixels in enumerate((images_NHWC.clamp(0, 1) * 255).round().byte().cpu().numpy()):
-        x, y = i % columns * (width + 4), i // columns * (height + 18)
-        page.paste(Image.fromarray(pixels), (x, y))
-        if i % group == 0:
-            draw.text((x, y + height + 1), captions[i // group], font=font, fill="black")
-    page.save(path)
 
 
 @torch.no_grad()

@@ -52,7 +52,12 @@ def run_adapted(args: Args, job: Adapted, ranks: Mesh) -> None:
     loaded = time.perf_counter() - started
     pipe.set_progress_bar_config(disable=job.counts_steps or not ranks.is_main)
     if ranks.is_main:
-        print(f"loop      diffusers': {job.why}\nwork      {_work(job)}", flush=True)
+        lines = [
+            f"model     {args.model}",
+            f"loop      diffusers': {job.why}",
+            *(f"lora      {each}" for each in job.loras),
+        ]
+        print("\n".join([*lines, f"work      {_work(job)}"]), flush=True)
     with Progress(job.steps, ranks) as progress:
         made = job.make(pipe, progress, ranks)
         per_step = progress.finish() if job.counts_steps else None
@@ -96,7 +101,7 @@ def _write(one: Any, path: Path, fps: int, parameters: dict[str, Any]) -> None:
 @contextmanager
 def _one_voice(mesh: Mesh) -> Iterator[None]:
     """Let rank 0 alone show the bars of loading."""
-    from transformers.utils import logging as transformers_logging  # a pipeline that takes texts needs transformers
+    from transformers.utils import logging as transformers_logging
 
     told = (diffusers_logging, transformers_logging)
     if not mesh.is_main:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from seqpar.cli import decoding
 from seqpar.cli.args import Args
-from seqpar.cli.job import checked, outputs
+from seqpar.cli.job import checked, named, outputs
 from seqpar.cli.plan import dry_run, wish_of
 from seqpar.cli.progress import Bar, Progress
 from seqpar.cli.summary import parameters, summary
@@ -28,6 +28,7 @@ def run(args: Args) -> None:
     if args.exact and args.dry_run is None:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
+    args = named(args)
     job = checked(args, ranks)
     if isinstance(job, Adapted):
         from seqpar.cli.adapted import run_adapted  # takes seconds to import, which a loop of our own does not need

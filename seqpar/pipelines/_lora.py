@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.utils import convert_unet_state_dict_to_peft, logging
+from diffusers.utils import logging
+from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from torch import Tensor
 
 from seqpar.pipelines._naming import naming

@@ -125,8 +125,8 @@ def check(order: Order, path: Path, why: str | None = None) -> Adapted:
     config = check_parts(path, index, file)
     arguments = _arguments(order, kind.__name__, parameters, bool(config.get("guidance_embeds")))
     if order.loras:
-        if not hasattr(kind, "load_lora_weights"):
-            order.refuse(f"expected none: diffusers' {kind.__name__} loads no LoRA", lora=order.loras)
+        if getattr(kind, "transformer_name", None) != _lora.TRANSFORMER:
+            order.refuse(f"expected none: diffusers' {kind.__name__} loads no LoRA of a transformer", lora=order.loras)
         _, transformer = part_of(index, "transformer") or ("", "")
         _lora.check(order.loras, kind, getattr(diffusers, transformer), config)
     why = why or f"seqpar has no loop of its own for {kind.__name__}"

@@ -149,7 +149,7 @@ def test_a_scale_of_zero_gives_the_picture_of_our_own_loop(
             {},
             "with the key unet.nothing.lora_A.weight, expected a LoRA of a FluxTransformer2DModel",
         ),
-        ("pixart", "style", {}, "expected none: diffusers' PixArtAlphaPipeline loads no LoRA"),
+        ("pixart", "style", {}, "expected none: diffusers' PixArtAlphaPipeline loads no LoRA of a transformer"),
         ("unidiffuser", "style", {}, "expected none: LoRA files are for pipelines with a transformer of diffusers"),
         ("flux", "style", {"size": "24x30"}, "got size 24x30, expected multiples of 4"),
         ("flux", "style", {"dry_run": ()}, "got a plan with FluxPipeline, expected neither"),

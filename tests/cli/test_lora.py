@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
-from seqpar.pipelines._lora import Lora, parse
+from seqpar.pipelines._lora import Lora, load, parse
 from seqpar.weights.find import Blueprint
 from tests.cli.processes import seqpar
 from tests.cli.test_prompts import SAME, pixels, refused, shown
@@ -189,6 +189,19 @@ def test_what_does_not_fit_is_one_sentence_before_weights_load(
     assert message in told
     assert "\n" not in told
     assert not list(tmp_path.iterdir())
+
+
+def test_negative_control_a_file_that_diffusers_leaves_out_is_noticed(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = pipelines.flux()
+    load(pipe, [Lora(str(files["style"]))])
+    for taken, missing in (("transformer", "text_encoder, of which"), ("text_encoder", "which does not fit")):
+        left = pipelines.flux()
+        monkeypatch.setattr(type(left), "load_lora_weights", lambda *_, **__: None)
+        setattr(left, taken, getattr(pipe, taken))  # the other part is as it was before
+        with pytest.raises(ValueError, match=missing):
+            load(left, [Lora(str(files["style"]))])
 
 
 def test_a_lora_of_another_model_ends_all_ranks_with_one_message(

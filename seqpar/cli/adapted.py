@@ -52,7 +52,7 @@ def run_adapted(args: Args, job: Adapted, ranks: Mesh) -> None:
     loaded = time.perf_counter() - started
     pipe.set_progress_bar_config(disable=job.counts_steps or not ranks.is_main)
     if ranks.is_main:
-        print(f"loop      diffusers': {job.why}\nwork      {_work(job)}", flush=True)
+        print(_summary(args, job), flush=True)
     with Progress(job.steps, ranks) as progress:
         made = job.make(pipe, progress, ranks)
         per_step = progress.finish() if job.counts_steps else None
@@ -79,9 +79,16 @@ def _mesh(args: Args) -> Mesh | None:
     return Mesh.from_env(data, cfg, ring, axes.get("ulysses")) if axes else None
 
 
-def _work(job: Adapted) -> str:
-    what = "videos" if job.video else "pictures"
-    return f"{job.count} {what}, {str(job.dtype).removeprefix('torch.')}, {job.steps} steps of {job.kind.__name__}"
+def _summary(args: Args, job: Adapted) -> str:
+    """Return the lines that say what runs, and why by diffusers' loop."""
+    what, dtype = "videos" if job.video else "pictures", str(job.dtype).removeprefix("torch.")
+    lines = [
+        f"model     {args.model}",
+        f"loop      diffusers': {job.why}",
+        *(f"lora      {each}" for each in job.loras),
+        f"work      {job.count} {what}, {dtype}, {job.steps} steps of {job.kind.__name__}",
+    ]
+    return "\n".join(lines)
 
 
 def _write(one: Any, path: Path, fps: int, parameters: dict[str, Any]) -> None:
@@ -96,7 +103,7 @@ def _write(one: Any, path: Path, fps: int, parameters: dict[str, Any]) -> None:
 @contextmanager
 def _one_voice(mesh: Mesh) -> Iterator[None]:
     """Let rank 0 alone show the bars of loading."""
-    from transformers.utils import logging as transformers_logging  # a pipeline that takes texts needs transformers
+    from transformers.utils import logging as transformers_logging
 
     told = (diffusers_logging, transformers_logging)
     if not mesh.is_main:

@@ -19,12 +19,16 @@ class Options:
     """What to make and how: `sample` and `plan` share these flags, so a command can be planned before it is run."""
 
     model: str = "builtin"
-    """"builtin", a diffusers or ppdiffusers folder, original files (docs/formats) such as flux1-dev.safetensors in its
-    pipeline's folder, a hub id, or a preset with random weights (dit-xl/2)."""
+    """"builtin" (pictures of classes; with --prompt "builtin-text", pictures of texts), a diffusers or ppdiffusers
+    folder, original files (docs/formats) such as flux1-dev.safetensors in its pipeline's folder, a hub id, or a preset
+    with random weights (dit-xl/2)."""
     classes: tuple[str, ...] = ()
     """Names or numbers of classes, for models that take those; the first 12 classes if none are given."""
     prompt: tuple[str, ...] = ()
     """What to show, for models that take a text; several prompts make several pictures."""
+    lora: tuple[str, ...] = ()
+    """Files of LoRAs (.safetensors) for the transformer of a diffusers pipeline, each with its scale after a colon if
+    that is not 1, as style.safetensors:0.8; the pictures are made by diffusers' own loop."""
     negative_prompt: str | None = None
     """What not to show; classifier-free guidance leads away from it (with FLUX also name --true-guidance)."""
     repeat: int = 1

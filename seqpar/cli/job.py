@@ -6,6 +6,7 @@ Numbers are bounded before anything of their size is made, so that no flag makes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import seqpar.local
 import seqpar.transports
 from seqpar.cli.args import Args
 from seqpar.pipelines._family import Job, Order, family_of, planned
+from seqpar.pipelines._lora import parse as parse_lora
 from seqpar.pipelines._pictures import bytes_of, check_room, check_writable, numbered
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import parse_mesh
@@ -57,6 +59,12 @@ def checked(args: Args, mesh: Mesh) -> Job | Adapted:
     return job
 
 
+def named(args: Args) -> Args:
+    """The flags with the built-in model that they mean: the one of texts where they name a prompt and no classes."""
+    means_text = args.model.lower() == "builtin" and args.prompt and not args.classes
+    return replace(args, model="builtin-text") if means_text else args
+
+
 def _resolved(name: str) -> tuple[Path | None, str | None]:
     """The path of this name, and why there is none; neither for a preset."""
     try:
@@ -70,6 +78,7 @@ def check_flags(args: Args) -> None:
     _check_ranges(args)
     _check_names(args)
     parse_size(args.size)
+    tuple(map(parse_lora, args.lora))
 
 
 def check(args: Args, mesh: Mesh, path: Path | None = None) -> Job | Adapted:
@@ -130,6 +139,7 @@ def order_of(args: Args, mesh: Mesh) -> Order:
         prompts=args.prompt,
         negative=args.negative_prompt,
         size=parse_size(args.size),
+        loras=tuple(map(parse_lora, args.lora)),
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from seqpar.cli import decoding
 from seqpar.cli.args import Args
-from seqpar.cli.job import checked, outputs
+from seqpar.cli.job import checked, named, outputs
 from seqpar.cli.plan import dry_run, wish_of
 from seqpar.cli.progress import Bar, Progress
 from seqpar.cli.summary import parameters, summary
@@ -28,6 +28,7 @@ def run(args: Args) -> None:
     if args.exact and args.dry_run is None:
         exact.turn_on()  # before anything touches a GPU
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
+    args = named(args)
     job = checked(args, ranks)
     if isinstance(job, Adapted):
         from seqpar.cli.adapted import run_adapted  # takes seconds to import, which a loop of our own does not need
@@ -50,9 +51,14 @@ def run(args: Args) -> None:
         per_step = progress.finish()
     bits = digest(latents)
     files = _write(args, job, pipeline, latents, {"ms_per_step": per_step, "latents": bits})
-    seconds = f"{loaded:.1f} s to load, {time.perf_counter() - started:.1f} s in all"
+    measured = _measured(per_step, loaded, time.perf_counter() - started)
+    _say(ranks, f"{files}: {job.load.images} pictures, {measured}, latents {bits}")
+
+
+def _measured(per_step: float | None, loaded: float, whole: float) -> str:
+    """Return the speed as text. per_step: milliseconds; loaded, whole: seconds until weights were there, and in all."""
     speed = "a step not measured (one alone is warm-up)" if per_step is None else f"{per_step:.1f} ms a step"
-    _say(ranks, f"{files}: {job.load.images} pictures, {speed}, {seconds}, latents {bits}")
+    return f"{speed}, {loaded:.1f} s to load, {whole:.1f} s in all"
 
 
 def _introduce(args: Args, pipeline: Any, job: Job, plan: Plan) -> None:

@@ -25,6 +25,7 @@ def summary(args: Args, pipeline: Any, job: Job, plan: Plan) -> str:
     dit, mesh = pipeline.dit, pipeline.dit.mesh
     decision = decide(job.scheduler, {"eta": args.eta})
     lines = [
+        f"model     {args.model}",
         f"plan      {plan}",
         f"mesh      {mesh} ({mesh.world.size} x {_device(mesh)}, {_backend(mesh)})",
         f"strategy  {dit.strategy.name} ({plan.strategy.why})",

@@ -20,6 +20,7 @@ from PIL import Image
 
 import seqpar.pipelines
 from seqpar.pipelines._files import Files
+from seqpar.pipelines._lora import Lora
 from seqpar.pipelines._pictures import to_pil
 from seqpar.planner.plan import make, work_of
 from seqpar.planner.predict import Load
@@ -35,6 +36,7 @@ from seqpar.weights.parts import read_pipeline
 ANY = "adapted"  # the family of all pipelines that have no file of their own
 FOR_CLASSES = "expected none: it is for models that make pictures of classes"
 NO_VIDEOS = "expected none: this model makes no videos"
+NO_LORA = "expected none: it is for folders of diffusers pipelines that make pictures of texts (--prompt)"
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Order:
 
     size: (height, width) in pixels. repeat: pictures of each class or prompt. guidance: scale of classifier-free
     guidance, or of embedded guidance for a model that takes the scale as an input. true_guidance: scale of
-    classifier-free guidance beside the embedded one. The other fields are the flags of the same names.
+    classifier-free guidance beside the embedded one. loras: files that change the transformer, with their scales. The
+    other fields are the flags of the same names.
     """
 
     model: str
@@ -64,6 +67,7 @@ class Order:
     frames: int | None = None
     fps: int | None = None
     heads: int | None = None
+    loras: tuple[Lora, ...] = ()
 
     @property
     def pictures(self) -> list[str]:
@@ -173,6 +177,7 @@ def planned(order: Order, model: Blueprint) -> Job:
 
     Guidance of over 1, or none that is named where the model's usual run has it, counts as two branches.
     """
+    order.refuse(NO_LORA, lora=order.loras)
     files = Files(model)
     scale = (4.0 if work_of(files.blueprint.config).guided else 1.0) if order.guidance is None else order.guidance
     asked = [each for each in order.classes or order.prompts or ("",) for _ in range(order.repeat)]

@@ -65,7 +65,7 @@ def check_encoders(folder: Path, index: Mapping[str, Any], config: Any) -> None:
 
 def load_encoders(folder: Path, dtype: torch.dtype) -> Any:
     """Return diffusers' FluxPipeline with text encoders and tokenizers alone, on the CPU; ValueError if it fails."""
-    from diffusers.pipelines.flux.pipeline_flux import FluxPipeline  # needs transformers, which other models do not
+    from diffusers.pipelines.flux.pipeline_flux import FluxPipeline  # takes seconds to import
 
     with naming(f"got text encoders in {folder} that do not load"):
         return FluxPipeline.from_pretrained(folder, transformer=None, vae=None, torch_dtype=dtype)

@@ -149,7 +149,7 @@ def check_encoder(folder: Path, name: str) -> None:
 
 def _described(folder: Path, name: str, checkpoint: Checkpoint) -> int:
     """Return the number of parameters that a config of transformers describes; 0 for a class that it does not have."""
-    import transformers  # not installed where no model needs it
+    import transformers  # takes seconds, which models without text encoders do not need
 
     kind: Any = getattr(transformers, name, None)
     if not hasattr(kind, "config_class"):

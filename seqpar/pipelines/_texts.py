@@ -8,7 +8,6 @@ Encoders run once a picture, and the memory of other ranks never holds them.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -92,19 +91,10 @@ def described(tokens: int, source: object, before: str) -> tuple[str, str]:
 
 
 def check_named(folder: Path, index: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raise ValueError if a pipeline's model_index.json lacks one of these parts, or transformers is not installed."""
-    check_installed()
+    """Raise ValueError if a pipeline's model_index.json lacks one of these parts."""
     for name in names:
         if part_of(index, name) is None:
             raise ValueError(f"got pipeline {folder} without {name}, expected one: prompts need it")
-
-
-def check_installed() -> None:
-    """Raise ValueError if transformers, which has the text encoders, is not installed."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError(
-            "got a model with text encoders, which need the package transformers; pip install transformers"
-        )
 
 
 def check_tokenizer(folder: Path) -> None:

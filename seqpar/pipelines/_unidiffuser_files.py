@@ -129,7 +129,6 @@ def parts_of(path: Path) -> Parts:
     """Return where the parts are in a diffusers folder, or in a folder (or by the U-ViT's file) of original files."""
     layout = layout_of(path)
     if layout is not None and layout.kind == "unidiffuser":
-        _texts.check_installed()
         return Parts.of_original(layout.parts, layout.refused)
     if not (path / "model_index.json").is_file():
         raise ValueError(f"got {path} without model_index.json, expected a pipeline's folder with its text encoder")

@@ -22,11 +22,10 @@ import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
-from seqpar.pipelines import _schedulers
+from seqpar.pipelines import _lora, _schedulers
 from seqpar.pipelines._family import FOR_CLASSES, Order
 from seqpar.pipelines._folder import check_parts
 from seqpar.pipelines._naming import naming, naming_loop
-from seqpar.pipelines._texts import check_installed
 from seqpar.ranks.mesh import Mesh
 from seqpar.vae.shared import looked_at
 from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
@@ -41,8 +40,8 @@ class Adapted:
     """Checked work of a pipeline with diffusers' own loop, before any weight is read.
 
     kind: the pipeline's class. arguments: those of its call, without generator and callback. scheduler: the class name
-    of another scheduler, or None. video: whether it makes videos. file: that of the transformer, where it is not
-    diffusers' (`seqpar.weights.single_file`).
+    of another scheduler, or None. video: whether it makes videos. why: the reason for diffusers' loop. file: that of
+    the transformer, where it is not diffusers' (`seqpar.weights.single_file`). loras: adapters, with their scales.
     """
 
     kind: Any
@@ -52,12 +51,9 @@ class Adapted:
     seed: int
     scheduler: str | None
     video: bool
+    why: str
     file: Path | None = None
-
-    @property
-    def why(self) -> str:
-        """Return the reason for diffusers' loop."""
-        return f"seqpar has no loop of its own for {self.kind.__name__}"
+    loras: tuple[_lora.Lora, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -84,6 +80,7 @@ class Adapted:
             warnings.filterwarnings("ignore", ".*torch_dtype.*", FutureWarning)
             own = {} if self.file is None else {"transformer": load_transformer(self.file, self.dtype)}
             pipe = self.kind.from_pretrained(self.folder, torch_dtype=self.dtype, **own)
+        _lora.load(pipe, self.loras)
         if self.scheduler is not None:
             pipe.scheduler = _schedulers.build(dict(pipe.scheduler.config), self.scheduler)
         name_encoders(pipe)
@@ -109,10 +106,11 @@ class Adapted:
         return VaeImageProcessor.numpy_to_pil(np.stack(results))
 
 
-def check(order: Order, path: Path) -> Adapted:
+def check(order: Order, path: Path, why: str | None = None) -> Adapted:
     """Return the work that an order describes; ValueError for whatever does not fit. Reads configs, no weights.
 
-    path: a pipeline's folder, or the file of a transformer in one.
+    path: a pipeline's folder, or the file of a transformer in one. why: the reason for diffusers' loop where seqpar has
+    a loop of its own for the pipeline.
     """
     path, file = (path.parent, path) if path.is_file() else (path, None)
     index = read_pipeline(path)
@@ -124,9 +122,15 @@ def check(order: Order, path: Path) -> Adapted:
         _check_exporter(kind.__name__)
     if order.scheduler is not None:
         _schedulers.build(read_scheduler(path / "scheduler"), order.scheduler)
-    embeds = bool(check_parts(path, index, file).get("guidance_embeds"))
-    arguments = _arguments(order, kind.__name__, parameters, embeds)
-    return Adapted(kind, path, order.dtype, arguments, order.seed, order.scheduler, video, file)
+    config = check_parts(path, index, file)
+    arguments = _arguments(order, kind.__name__, parameters, bool(config.get("guidance_embeds")))
+    if order.loras:
+        if getattr(kind, "transformer_name", None) != _lora.TRANSFORMER:
+            order.refuse(f"expected none: diffusers' {kind.__name__} loads no LoRA of a transformer", lora=order.loras)
+        _, transformer = part_of(index, "transformer") or ("", "")
+        _lora.check(order.loras, kind, getattr(diffusers, transformer), config)
+    why = why or f"seqpar has no loop of its own for {kind.__name__}"
+    return Adapted(kind, path, order.dtype, arguments, order.seed, order.scheduler, video, why, file, order.loras)
 
 
 def _check_flags(order: Order, name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
@@ -155,7 +159,6 @@ def _kind(index: Mapping[str, Any], path: Path) -> Any:
         raise ValueError(
             f"got {path} with the pipeline {name}, expected one that diffusers {diffusers.__version__} has"
         )
-    check_installed()
     if part_of(index, "transformer") is None:
         raise ValueError(f"got a {name} without a transformer, expected a pipeline that has one")
     return kind

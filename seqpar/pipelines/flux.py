@@ -20,17 +20,19 @@ from PIL import Image
 from torch import Tensor
 
 from seqpar.models.flux import Model
-from seqpar.pipelines import _files, _flux_text, _schedulers
-from seqpar.pipelines._family import Job, Order, generated
+from seqpar.pipelines import _files, _flux_text, _schedulers, adapted
+from seqpar.pipelines._family import NO_LORA, Job, Order, generated
 from seqpar.pipelines._flux_text import TOKENS
 from seqpar.pipelines._folder import check_files
 from seqpar.pipelines._loaded import FromTexts, drawn_in
 from seqpar.pipelines._texts import Encode, described
+from seqpar.pipelines.adapted import Adapted
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_pictures
 from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import draw_noise
 from seqpar.sampling.request import Settings
+from seqpar.vae.decoder import vae_size
 from seqpar.weights.find import Blueprint, from_diffusers, locate
 from seqpar.weights.layout import pipeline_folder
 from seqpar.weights.parts import read_pipeline, read_scheduler
@@ -78,6 +80,13 @@ class Files(_files.Files):
         index, vae = read_pipeline(folder), _files.checked_vae(folder / "vae", blueprint)
         _flux_text.check_encoders(folder, index, blueprint.config)
         return Files(blueprint, folder, vae, scheduling=read_scheduler(folder / "scheduler"))
+
+    def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
+        """Return (height, width) of the latent of a picture; see `seqpar.pipelines._files.Files`.
+
+        The size that a FLUX.1 was trained for is that of its decoder, because the transformer's config has none.
+        """
+        return super().latent_size(vae_size(self.vae) if pixels is None and self.vae is not None else pixels)
 
     @property
     def decoder(self) -> Path:
@@ -194,15 +203,23 @@ def embedded(files: Files, scale: float | None, beside: Guidance | None = None) 
     return beside
 
 
-def check(order: Order, model: Path | Blueprint) -> Job:
-    """Return the work that an order describes; ValueError for whatever does not fit. Reads headers, no weights."""
+def check(order: Order, model: Path | Blueprint) -> Job | Adapted:
+    """Return the work that an order describes; ValueError for whatever does not fit. Reads headers, no weights.
+
+    Our own loop takes no LoRA: with one, diffusers' loop makes a picture of the same size.
+    """
     order.needs_prompts()
+    if not isinstance(model, Path):
+        order.refuse(NO_LORA, lora=order.loras)
     if (order.true_guidance or 1.0) <= 1:
         off = "expected --true-guidance over 1, too: without it there is one branch, and the flag has no effect"
         order.refuse(off, negative_prompt=order.negative, guidance_channels=order.guidance_channels)
     if isinstance(model, Path):
         check_files(model / "transformer")
-    return _job(order, None, model)
+    job = _job(order, None, model)
+    if isinstance(model, Path) and order.loras:
+        return adapted.check(replace(order, size=job.pixels), model, "seqpar's own loop takes no --lora")
+    return job
 
 
 def _job(order: Order, guidance: Guidance | None, model: str | Path | Blueprint) -> Job:

@@ -267,6 +267,7 @@ def check(order: Order, model: Path | Blueprint) -> Job:
     order.needs_prompts()
     order.refuse("expected none: the unconditional branch takes noise as its text", negative_prompt=order.negative)
     order.refuse("expected none: --guidance is classifier-free here", true_guidance=order.true_guidance)
+    order.refuse("expected none: LoRA files are for pipelines with a transformer of diffusers", lora=order.loras)
     return _job(order, order.free_guidance(GUIDANCE), model)
 
 

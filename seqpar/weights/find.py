@@ -23,7 +23,9 @@ from seqpar.weights.hub import download
 from seqpar.weights.layout import open_model
 from seqpar.weights.loading import load
 
-BUILTIN = Path(__file__).parents[1] / "assets" / "emoji-dit"  # the model that comes with the package
+ASSETS = Path(__file__).parents[1] / "assets"
+BUILTIN = ASSETS / "emoji-dit"  # the model of classes that comes with the package
+NAMES = {"builtin": BUILTIN, "builtin-text": ASSETS / "emoji-flux"}  # of the models that come with the package
 INIT_STD = 0.02  # standard deviation of the random weights of presets
 
 
@@ -85,7 +87,7 @@ class Blueprint:
 
 
 def locate(name: str | Path | Blueprint, heads: int | None = None) -> Blueprint:
-    """Return the blueprint for "builtin", a preset, a folder or file of `seqpar.weights.layout`, or a hub id.
+    """Return the blueprint for a name of `NAMES`, a preset, a folder or file of `seqpar.weights.layout`, or a hub id.
 
     name: a blueprint stands for itself. heads: the number of heads, for original files of sizes that were never
     released; nothing in such a file says it. Raises ValueError if nothing has this name or its files do not fit, before
@@ -110,8 +112,8 @@ def resolve(name: str | Path) -> Path | None:
     device.
     """
     known = presets(_modules())
-    if str(name).lower() == "builtin":
-        return BUILTIN
+    if str(name).lower() in NAMES:
+        return NAMES[str(name).lower()]
     if str(name).lower() in known:
         return None
     path = Path(name)

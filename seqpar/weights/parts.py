@@ -23,6 +23,7 @@ MOST = (("size", (1 << 31) - 1), ("layer|block|depth|order", 4096), ("timesteps|
 MOST_OTHERS = (1 << 31) - 1
 
 Positive = Annotated[float, Meta(gt=0, le=1e6)]
+Pixels = Annotated[int, Meta(ge=1, le=1 << 17)]  # along a side of a picture
 
 
 class Labels(Schema, frozen=True):
@@ -38,6 +39,7 @@ class Autoencoder(Schema, frozen=True):
     latent_channels: Channels | None = None
     block_out_channels: Annotated[list[Channels], Meta(min_length=1, max_length=8)] | None = None
     layers_per_block: Annotated[int, Meta(ge=1, le=64)] | None = None
+    sample_size: Pixels | Annotated[list[Pixels], Meta(min_length=2, max_length=2)] | None = None
     scaling_factor: Positive | None = None
     shift_factor: Number | None = None
 

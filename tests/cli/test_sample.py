@@ -125,8 +125,8 @@ def test_a_plan_is_made_for_the_processes_there_are(
 ) -> None:
     args = Args(str(folder), classes, steps=2, size="64", mesh=mesh, out=tmp_path / "x.png")
     first, second = ranks.run(2, printed, args)
-    assert first.startswith("plan ")
-    assert first.count("\nplan ") == 0
+    assert first.startswith(f"model     {folder}\nplan ")
+    assert first.count("\nplan ") == 1
     assert all(text in first for text in (f"plan      {axis} 2, ", aim, f"mesh      {axis} 2 (2 x "))
     assert second == ""
     assert parameters(tmp_path / "x.png")["chosen"]["mesh"][axis] == 2

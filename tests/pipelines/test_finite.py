@@ -79,7 +79,7 @@ def test_diffusers_own_pipelines_are_checked_too(video: bool) -> None:
 
     kind = SimpleNamespace(__call__=lambda self: None)
     arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
-    job = Adapted(kind, Path(), torch.float32, arguments, 0, None, video)
+    job = Adapted(kind, Path(), torch.float32, arguments, 0, None, video, "")
     shown = job.make(pipe, lambda index: None, ONE)
     want = made[:, None] if video else (255 * made).round().astype("uint8")
     assert all(np.array_equal(np.asarray(one), each) for one, each in zip(shown, want, strict=True))
@@ -103,7 +103,7 @@ def test_what_a_pipelines_vae_decodes_is_checked_before_it_is_clamped(value: flo
 
     kind = SimpleNamespace(__call__=lambda self: None)
     arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
-    job, pipe = Adapted(kind, Path(), torch.float32, arguments, 0, None, False), Pipe()
+    job, pipe = Adapted(kind, Path(), torch.float32, arguments, 0, None, False, ""), Pipe()
     if right:
         assert len(job.make(pipe, lambda index: None, ONE)) == 2
     else:

@@ -1,3 +1,4 @@
+# pyright: reportPrivateImportUsage=false
 """What both training scripts share: the loop, the pool of training data, and pages of pictures."""
 
 import math

@@ -142,7 +142,11 @@ FILES: dict[str, tuple[str, Write, str]] = {  # the suffix, how the file is writ
     "a huge shape": ("pt", archive(tensor(b"0", 2, b"J\0\0\0\x40J\0\0\0\x40\x86"), **{"0": b"12345678"}), LOST),
     "a compressed archive": ("pt", compressed, r"has the compressed record 'archive/data\.pkl'"),
     "a large index": ("pt", archive(PROTOCOL + b"(" * (17 << 20) + b"."), r"has an index of \d+ bytes, expected at"),
-    "a large index, old": ("pt", crafted(PROTOCOL + KIBIBYTE * (17 << 10) + b"."), r"has an index of more than \d+ bytes"),
+    "a large index, old": (
+        "pt",
+        crafted(PROTOCOL + KIBIBYTE * (17 << 10) + b"."),
+        r"has an index of more than \d+ bytes",
+    ),
     "a large table": ("pt", table_of_records, LOST + r"|has an index"),
     "an old huge storage": (
         "pt",
@@ -231,11 +235,7 @@ FILES: dict[str, tuple[str, Write, str]] = {  # the suffix, how the file is writ
         r"its arrays have more bytes than it",
     ),
     "safe: os.system": ("safetensors", saved(lambda p: {"a": touch(p)}), ODD_SAFE),
-    "safe: too many": (
-        "safetensors",
-        many_tensors,
-        r"a header of \d+ bytes, expected at most 16777216",
-    ),
+    "safe: too many": ("safetensors", many_tensors, r"a header of \d+ bytes, expected at most 16777216"),
     "safe: a huge header": (
         "safetensors",
         crafted((10**12).to_bytes(8, "little") + b"{}"),

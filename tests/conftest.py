@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return how many processes run the tests, a file each: the CPU's cores; on GPUs one, whose ranks have them all."""
     return 0 if DEVICE == "cuda" else min(len(os.sched_getaffinity(0)), 8)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage while modules are imported, nor later in what they made: it all stays."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
+
+
+def pytest_unconfigure() -> None:
+    """Let Python free at its end what was imported; some of it tells of leaks otherwise."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -143,8 +143,8 @@ def cached(rank: int, world: int, device: torch.device, name: str, cfg: int, how
 WAYS = [
     (world, cfg, name, how)
     for index, name in enumerate(CACHES)
-    for world, cfg, other in ((2, 2, ("apply", "before")[index % 2]), (3, 1, ("before", "apply")[index % 2]))
-    for how in ("enable_cache", other)
+    for world, cfg in ((2, 2), (3 - index % 2, 1))
+    for how in ("enable_cache", ("apply", "before")[(index + cfg) % 2])
     if how == "enable_cache" or world == cfg or CACHES[name].refused
 ]
 

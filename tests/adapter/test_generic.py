@@ -106,33 +106,25 @@ def test_a_split_transformer_is_right_by_every_strategy_and_transport(
 
 JOINT = ("flux", "flux2", "qwen", "qwen_masked", "qwen_edit", "sd3_dual", "cogvideox", "mochi")
 FEW = [
-    (3 + index % 2, strategy, transport, [JOINT[index % len(JOINT)], JOINT[(index + 3) % len(JOINT)]])
+    (3 + index % 2, strategy, transport, JOINT[index % len(JOINT)])
     for index, (strategy, transport) in enumerate(itertools.product(LAYOUTS, TRANSPORTS))
 ]
 
 
-def with_few(
-    rank: int, world: int, device: torch.device, strategy: str, transport: str, names: list[str]
-) -> list[float]:
-    """Return the errors of split transformers in their second calls with a text of two tokens."""
-    errors = []
-    for name in names:
-        tiny = MODELS[name]
-        arguments, body = (
-            few(tiny.arguments(device)),
-            body_of(tiny.build().to(device), world, device, strategy, transport),
-        )
-        called(body, arguments)
-        errors.append(error(called(body, arguments), tiny.whole(None, arguments, device)))
-    return errors
+def with_few(rank: int, world: int, device: torch.device, strategy: str, transport: str, name: str) -> float:
+    """Return the error of a split transformer in its second call with a text of two tokens."""
+    tiny = MODELS[name]
+    arguments = few(tiny.arguments(device))
+    body = body_of(tiny.build().to(device), world, device, strategy, transport)
+    called(body, arguments)
+    return error(called(body, arguments), tiny.whole(None, arguments, device))
 
 
-@pytest.mark.parametrize(("world", "strategy", "transport", "names"), FEW)
+@pytest.mark.parametrize(("world", "strategy", "transport", "name"), FEW)
 def test_ranks_without_tokens_of_the_text_are_right(
-    ranks: Pool, world: int, strategy: str, transport: str, names: list[str]
+    ranks: Pool, world: int, strategy: str, transport: str, name: str
 ) -> None:
-    for errors in ranks.run(world, with_few, strategy, transport, names):
-        assert max(errors) < TOLERANCE, dict(zip(names, errors, strict=True))
+    assert max(ranks.run(world, with_few, strategy, transport, name)) < TOLERANCE
 
 
 def left(rank: int, world: int, device: torch.device) -> int:
@@ -277,23 +269,25 @@ def test_an_attention_takes_two_collectives_and_cross_attention_none(ranks: Pool
         assert sum(counts.values()) == 2 * attentions + 1, counts  # and one gather of the output
 
 
-def compiled(rank: int, world: int, device: torch.device, name: str, tokens: int) -> list[float]:
-    """Return the errors of a transformer whose blocks are compiled one by one, more of them than may be recompiled."""
-    tiny = replace(MODELS[name], config={**MODELS[name].config, "num_layers": 4})
-    module, arguments = tiny.build().to(device), few(tiny.arguments(device), tokens)
+def compiled(rank: int, world: int, device: torch.device) -> list[float]:
+    """Return the errors of a split transformer whose blocks are compiled, more of them than may be recompiled.
+
+    The last rank has no tokens of the text.
+    """
+    tiny = replace(MODELS["qwen"], config={**MODELS["qwen"].config, "num_layers": 4})
+    module, arguments = tiny.build().to(device), few(tiny.arguments(device))
     with torch.no_grad():
         whole = flat(module(**arguments, return_dict=False))
     torch._dynamo.reset()
+    body = body_of(module, world, device, "ulysses")
     with torch._dynamo.config.patch(recompile_limit=3):
-        for block in module.transformer_blocks:
-            block.compile(fullgraph=True, backend="eager")
-        body = body_of(module, world, device, "ulysses")
+        module.compile_repeated_blocks(fullgraph=True, backend="eager")
         found = [error(flat(body(arguments)), whole) for _ in range(2)]
     torch._dynamo.reset()
     return found
 
 
-@pytest.mark.parametrize(("world", "name", "tokens"), [(2, "sd3", 7), (3, "qwen", 2)])
-def test_compiled_blocks_are_split(ranks: Pool, world: int, name: str, tokens: int) -> None:
-    for errors in ranks.run(world, compiled, name, tokens):
+def test_compiled_blocks_are_split(ranks: Pool) -> None:
+    """Those that are compiled before the transformer is split are among the tests of processors."""
+    for errors in ranks.run(3, compiled):
         assert max(errors) < TOLERANCE

@@ -90,7 +90,7 @@ def told(rank: int, world: int, device: torch.device, kind: str) -> tuple[list[f
     return found, torch.equal(ours(body, given), before), largest
 
 
-@pytest.mark.parametrize(("world", "kind"), [(3, "native"), (2, "generic")])
+@pytest.mark.parametrize(("world", "kind"), [(2, "native"), (3, "generic")])
 def test_adapters_are_followed_and_unloading_restores_the_bits(ranks: Pool, world: int, kind: str) -> None:
     for errors, restored, largest in ranks.run(world, told, kind):
         assert max(errors) < TOLERANCE

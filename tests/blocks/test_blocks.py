@@ -151,7 +151,7 @@ def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> 
     whole = [one_rank(tiny.build().to(device), tiny.arguments(device), on) for on in (True, False)]
     assert 0 < error(*whole) < ROUNDED
     given, errors = cast(tiny.arguments(device), torch.float64, torch.bfloat16), {True: 0.0, False: 0.0}
-    for seed in range(3):
+    for seed in range(2):
         narrow = {key: x.bfloat16() for key, x in tiny.build(seed).to(device).named_parameters()}
         exact = tiny.build(seed).to(device)
         for key, x in exact.named_parameters():
@@ -173,9 +173,14 @@ def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.
     launched: list[int] = []
     for file in (adaln, prepare):
         monkeypatch.setattr(file, "fused", lambda *tensors: (launched.append(1), True)[1])
-    few = {"num_layers": 1, "vace_layers": [0]} if name == "wan_vace" else {}
-    tiny, device = replace(MODELS[name], batch=1, config={**MODELS[name].config, **few}), ranks.device
-    given = tiny.arguments(device) | ({"control_hidden_states_scale": torch.ones(1).double()} if few else {})
+    few = {
+        "flux": {"num_single_layers": 1},
+        "wan2.2": {"num_layers": 1},
+        "wan_vace": {"num_layers": 1, "vace_layers": [0]},
+    }
+    tiny, device = replace(MODELS[name], batch=1, config={**MODELS[name].config, **few[name]}), ranks.device
+    scales = {"control_hidden_states_scale": torch.ones(1).double()} if name == "wan_vace" else {}
+    given = tiny.arguments(device) | scales
     got = one_rank(tiny.build().float().to(device), cast(given, torch.float64, torch.float32), True)
     assert rms(got, tiny.whole(None, given, device)) < VISIBLE
     assert len(launched) > 3 * len(blocks_of(tiny.build()))

@@ -52,15 +52,7 @@ def ours(rank: int, world: int, device: torch.device, layout: tuple[str, int, in
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [
-        (1, ("ulysses", 1, 1)),
-        (2, ("ulysses", 1, 1)),
-        (2, ("ulysses", 2, 1)),
-        (3, ("ring", 1, 1)),
-        (4, ("usp", 1, 1)),
-        (4, ("kv_gather", 2, 1)),
-        (3, ("ulysses", 1, 3)),
-    ],
+    [(1, ("ulysses", 1, 1)), (2, ("kv_gather", 2, 1)), (3, ("ring", 1, 1)), (4, ("usp", 1, 1)), (3, ("ulysses", 1, 3))],
     ids=str,
 )
 def test_built_in_pictures_are_diffusers_pictures(ranks: Pool, theirs: Tensor, world: int, layout: tuple) -> None:
@@ -124,9 +116,8 @@ def decoded_alone(rank: int, world: int, device: torch.device) -> bool:
     return torch.equal(pipeline.decode(latents), alone.pictures(latents))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_decoding_on_all_ranks_changes_no_bit(ranks: Pool, world: int) -> None:
-    assert ranks.run(world, decoded_alone) == [True] * world
+def test_decoding_on_all_ranks_changes_no_bit(ranks: Pool) -> None:
+    assert ranks.run(3, decoded_alone) == [True] * 3
 
 
 def test_grid_shows_every_picture_and_label(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ world stays the same. Results come back in rank order; the first error of a rank
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -138,6 +139,7 @@ def server() -> Any:
 
 def _serve(rank: int, device: str, pipe: Connection) -> None:
     torch.set_num_threads(1)  # ranks share the cores
+    gc.freeze()  # what the server has imported is no garbage, and need not be looked through
     where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(where)

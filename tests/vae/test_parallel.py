@@ -88,13 +88,15 @@ def largest(found: Tensor, expected: Tensor) -> float:
     return ((found.cpu() - expected).abs().max() / expected.abs().max()).item()
 
 
-# every VAE on strips of rows in both directions and on strips of columns; four ranks compute one of each kind
+# every VAE on strips of rows, and one way on strips of columns; four ranks compute one of each kind
 NAMES = {3: [*vaes.CASES], 2: [*vaes.CASES], 1: ["kl", "wan"], 4: ["kl", "wan 2.2", "ltx"]}
 
 
 @pytest.mark.parametrize("world", BY_WORLD)
 def test_every_vae_decodes_and_encodes_as_one_process(ranks: Pool, world: int) -> None:
-    tasks: list[Task] = [(name, encode, BY_WORLD[world]) for name in NAMES[world] for encode in (False, True)]
+    ways = [(name, encode) for name in NAMES[world] for encode in (False, True)]
+    columns = [(name, index % 2 == 1) for index, name in enumerate(NAMES[world])]
+    tasks: list[Task] = [(*way, BY_WORLD[world]) for way in (columns if world == 3 else ways)]
     for results in ranks.run(world, on_strips, tasks, torch.float64, "collective"):
         for task, result in zip(tasks, results, strict=True):
             assert largest(result, truth(*task)) <= TOLERANCE[task[0]], task

@@ -33,9 +33,12 @@ FILES = (
 )
 
 
+WRONG = "halves_off"  # a strategy with a mistake: the negative control
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the repository's code and tests with the new files in their folders."""
+    """Return a copy of the repository's code and tests with the new files and the wrong one in their folders."""
     root = tmp_path_factory.mktemp("copy")
     for name in ("seqpar", "launch", "tests", "docs/planner.md", "pyproject.toml"):
         target = root / name
@@ -44,41 +47,31 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, target)
-    for room, names in members().items():
-        for name in names:
-            shutil.copy(FOLDER / room / f"{name}.py", root / "seqpar" / room)
+    rooms = root / FOLDER.relative_to(ROOT)
+    right = (rooms / "attention" / "halves.py").read_text()
+    wrong = right.replace("begin = start + ", "begin = start + 0 * ")
+    assert wrong != right
+    (rooms / "attention" / f"{WRONG}.py").write_text(wrong)
+    for room in members():
+        shutil.copytree(rooms / room, root / "seqpar" / room, dirs_exist_ok=True)
     return root
 
 
-def pytest_of(root: Path, files: tuple[str, ...], *flags: str) -> subprocess.CompletedProcess[str]:
-    """Return what pytest says of these files of a copy."""
-    command = [sys.executable, "-m", "pytest", "-p", "tests.support.one_file.selected", "-p", "no:cacheprovider"]
-    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(
-        [*command, "-n", "0", *flags, *files], cwd=root, env=environment, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.timeout(900)
-def test_new_members_pass_the_tests_of_the_old_ones(copy: Path) -> None:
-    done = pytest_of(copy, FILES, "-rN", "-k", "not by_the_kernels_themselves")  # which are of old members alone
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+def test_new_members_pass_the_tests_of_the_old_ones_and_a_wrong_one_fails(copy: Path) -> None:
+    """With one GPU nothing fails: one rank alone exchanges nothing."""
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.one_file.selected", "-p", "no:cacheprovider"]
+    flags = ("-n", "0", "-rf", "--tb=no", "-k", "not by_the_kernels_themselves")  # which are of old members alone
+    path = os.pathsep.join(filter(None, (str(copy), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
+    done = subprocess.run(
+        [*command, *flags, *FILES], cwd=copy, env=environment, capture_output=True, text=True, check=False
+    )
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    assert done.returncode == (1 if failed else 0), done.stdout[-4000:] + done.stderr[-2000:]
+    assert all(WRONG in line for line in failed), failed
+    unequal = "tests/attention/test_streams.py::test_two_streams_equal_the_unsharded_block["
+    assert any(unequal in line for line in failed) or torch.cuda.device_count() == 1, failed
     names = done.stdout.partition("new members tested: ")[2].partition("\n")[0].split(", ")
     run_by_name = {name for room in ("attention", "transports", "local", "models") for name in members()[room]}
     assert run_by_name <= set(names), names
-
-
-@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="one rank alone exchanges nothing")
-def test_negative_control_a_new_strategy_that_is_wrong_fails(copy: Path) -> None:
-    file = copy / "seqpar" / "attention" / "halves.py"
-    right = file.read_text()
-    wrong = right.replace("begin = start + ", "begin = start + 0 * ")
-    assert wrong != right
-    file.write_text(wrong)
-    try:
-        done = pytest_of(copy, ("tests/attention/test_streams.py",), "-k", "halves and unsharded")
-    finally:
-        file.write_text(right)
-    assert done.returncode == 1, done.stdout[-2000:]
-    assert "FAILED tests/attention/test_streams.py::test_two_streams_equal_the_unsharded_block[" in done.stdout

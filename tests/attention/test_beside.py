@@ -18,7 +18,7 @@ from tests.support.meshes import LAYOUTS, TRANSPORTS, Noted, build, mesh_for, ra
 from tests.support.pairs import covering
 from tests.support.pool import Pool
 
-LATE_S, DIM = 0.6, 8
+LATE_S, DIM = 0.25, 8
 CASES = (
     Case(2, (2, 7), 6, 2, False, (True, True)),
     Case(1, (5, 9), 5, 5, False, (False, False)),

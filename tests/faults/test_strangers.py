@@ -27,7 +27,7 @@ from tests.ranks.test_letters import Bomb
 from tests.support.pool import PRELOADED
 
 KIND = tuple[int, float, list[str]]
-LIMITS = Deadlines(first_s=8.0, later_s=4.0, host_s=12.0)
+LIMITS = Deadlines(first_s=6.0, later_s=4.0, host_s=7.0)
 ENDS_S = 60.0  # within which a job must end, on a busy machine too
 CPU = torch.device("cpu")
 TALKS_S = 3.0  # the ranks talk so long

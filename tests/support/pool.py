@@ -34,9 +34,18 @@ PRELOADED = [
     "seqpar.sampling.loop",
     "seqpar.cli.sample",
     "seqpar.cli.ranks",
+    "seqpar.pipelines.class_labels",
+    "seqpar.pipelines.unidiffuser",
+    "seqpar.attention.kv_first",
+    "seqpar.attention.usp",
+    "seqpar.adapter.parallelize",
+    "seqpar.fidelity.ways",
     "diffusers.pipelines.flux.pipeline_flux",
     "accelerate",
+    "hypothesis",
     "peft",
+    "pytest",
+    "typeguard",
 ]
 
 

@@ -29,7 +29,7 @@ def report(bench: Bench) -> dict[str, float]:
     metrics: dict[str, float] = {"parameters": parameters(parts, bench.vae())}
     save_pipeline(folder, parts, bench.vae(), bench.tokenizers)
     metrics["folder_mb"] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6
-    pipe = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float32).to(bench.device)
+    pipe = FluxPipeline.from_pretrained(folder, dtype=torch.float32).to(bench.device)
     pipe.set_progress_bar_config(disable=True)
     judge, pairs = bench.judge(), [pair for pair in HELD_OUT for _ in range(max(1, config.prompts // 20))]
     seen = said_facts(bench, config.prompts)

@@ -68,4 +68,4 @@ def load_encoders(folder: Path, dtype: torch.dtype) -> Any:
     from diffusers.pipelines.flux.pipeline_flux import FluxPipeline  # takes seconds to import
 
     with naming(f"got text encoders in {folder} that do not load"):
-        return FluxPipeline.from_pretrained(folder, transformer=None, vae=None, torch_dtype=dtype)
+        return FluxPipeline.from_pretrained(folder, transformer=None, vae=None, dtype=dtype)

@@ -1,0 +1,67 @@
+"""The built-in model of texts as it comes with the package: its pictures are looked at, and are diffusers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from seqpar.cli.args import Args
+from seqpar.weights.find import NAMES
+from tests.cli.test_prompts import SAME, pixels, shown
+from tests.support.pool import Pool
+
+FOLDER = NAMES["builtin-text"]
+MOST_PARAMETERS = 7_000_000
+FROG = "a green frog on white"
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    """Return diffusers' unchanged pipeline."""
+    from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
+
+    pipe: Any = FluxPipeline.from_pretrained(FOLDER, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_pictures_show_what_the_prompt_says_and_are_diffusers_own(ranks: Pool, theirs: Any, tmp_path: Path) -> None:
+    """A frog: green in the middle, on white; a heart: red, on blue. Two ranks make what diffusers makes alone."""
+    args = Args(prompt=(FROG, "a red heart on blue"), steps=5, seed=3, dtype="fp32", out=tmp_path / "x.png")
+    ranks.run(2, shown, args)
+    frog, heart = (pixels(tmp_path / f"x-{number}.png") for number in (1, 2))
+    truth = theirs(
+        list(args.prompt),
+        height=64,
+        width=64,
+        num_inference_steps=5,
+        output_type="np",
+        generator=torch.Generator().manual_seed(3),
+    ).images
+    for picture, expected in zip((frog, heart), truth, strict=True):
+        assert picture.shape == (64, 64, 3)
+        assert abs(picture / 255 - expected).max() <= (SAME + 0.5) / 255
+    (frog_middle, frog_corners), (heart_middle, heart_corners) = colours(frog), colours(heart)
+    assert frog_middle.argmax() == 1
+    assert frog_corners.min() > 200
+    assert heart_middle.argmax() == 0
+    assert heart_corners.argmax() == 2
+
+
+def colours(picture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean colour of the middle, and of the four corners."""
+    edges = slice(4), slice(-4, None)
+    corners = [picture[rows, columns] for rows in edges for columns in edges]
+    return picture[24:40, 24:40].mean((0, 1)), np.stack(corners).mean((0, 1, 2))
+
+
+def test_its_files_are_small_and_its_tokenizers_know_the_words_of_its_prompts(theirs: Any) -> None:
+    parts = (theirs.transformer, theirs.vae, theirs.text_encoder, theirs.text_encoder_2)
+    assert sum(weight.numel() for part in parts for weight in part.parameters()) <= MOST_PARAMETERS
+    for tokenizer in (theirs.tokenizer, theirs.tokenizer_2):
+        assert len(tokenizer.tokenize("green frog on white")) == 4

@@ -27,7 +27,7 @@ from seqpar.weights.find import WithoutValues
 from seqpar.weights.hub import errors_only
 from seqpar.weights.jsons import read_json
 from seqpar.weights.layout import open_model
-from seqpar.weights.parts import INDEX, check_numbers, part_of, read_scheduler
+from seqpar.weights.parts import INDEX, check_numbers, parts_of, read_scheduler
 
 LARGE = 1 << 28  # a tensor of at most this many elements is never refused
 MORE = 1 << 24  # elements that an encoder may have besides twice those of its files
@@ -48,7 +48,7 @@ def check_parts(folder: Path, index: Mapping[str, Any], file: Path | None = None
     index: the folder's model_index.json. A part without a folder of its own is left to diffusers. file: that of the
     transformer, if it is not in its folder.
     """
-    for name, (library, kind) in _parts(index):
+    for name, (library, kind) in parts_of(index):
         if library not in LIBRARIES and not hasattr(diffusers.pipelines, library):  # diffusers imports no other either
             part = f"{name[:60]}=[{library[:60]}, {kind[:60]}]"
             expected = f"classes of {' and '.join(LIBRARIES)} alone; {YOURSELF}"
@@ -73,12 +73,6 @@ def check_single(file: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
     check_numbers(config, file)
     _check_shapes(file, getattr(diffusers, config["_class_name"]), config, checkpoint)
     return checkpoint, config
-
-
-def _parts(index: Mapping[str, Any]) -> list[tuple[str, tuple[str, str]]]:
-    """Return (name, (library, class)) of each part that a model_index.json names."""
-    names = [name for name, value in index.items() if isinstance(value, list) and not name.startswith("_")]
-    return [(name, part) for name in names if (part := part_of(index, name)) is not None]
 
 
 def _check_asks_nothing(folder: Path, library: str, kind: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,10 +25,10 @@ from seqpar.pipelines import _lora, _schedulers
 from seqpar.pipelines._family import FOR_CLASSES, Order
 from seqpar.pipelines._folder import check_parts
 from seqpar.pipelines._naming import naming, naming_loop
+from seqpar.pipelines._parts import load_pipeline
 from seqpar.ranks.mesh import Mesh
 from seqpar.vae.shared import looked_at
 from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
-from seqpar.weights.single_file import load_transformer
 
 PIPELINES = ()  # those of no other file
 MODELS = ()  # nor native models
@@ -72,19 +71,16 @@ class Adapted:
 
     def load(self, mesh: Mesh) -> Any:
         """Return diffusers' pipeline on this rank's device; the same ValueError on every rank if it does not load."""
-        return mesh.together(partial(self._load, mesh.device))
+        pipe = load_pipeline(self.kind, self.folder, read_pipeline(self.folder), self.dtype, mesh, self.file)
 
-    def _load(self, device: torch.device) -> Any:
-        with naming(f"got pipeline {self.folder}, which does not load"), warnings.catch_warnings():
-            # older diffusers know this name only
-            warnings.filterwarnings("ignore", ".*torch_dtype.*", FutureWarning)
-            own = {} if self.file is None else {"transformer": load_transformer(self.file, self.dtype)}
-            pipe = self.kind.from_pretrained(self.folder, torch_dtype=self.dtype, **own)
-        _lora.load(pipe, self.loras)
-        if self.scheduler is not None:
-            pipe.scheduler = _schedulers.build(dict(pipe.scheduler.config), self.scheduler)
-        name_encoders(pipe)
-        return pipe.to(device)
+        def finished() -> Any:
+            _lora.load(pipe, self.loras)
+            if self.scheduler is not None:
+                pipe.scheduler = _schedulers.build(dict(pipe.scheduler.config), self.scheduler)
+            name_encoders(pipe)
+            return pipe.to(mesh.device)
+
+        return mesh.together(finished)
 
     def make(self, pipe: Any, on_step: Callable[[int], None], mesh: Mesh) -> list[Any]:
         """Return the pictures as PIL images, or the videos as arrays (frames, height, width, 3) in [0, 1].

@@ -27,7 +27,7 @@ from seqpar.weights.find import WithoutValues
 from seqpar.weights.hub import errors_only
 from seqpar.weights.jsons import read_json
 from seqpar.weights.layout import open_model
-from seqpar.weights.parts import INDEX, check_numbers, parts_of, read_scheduler
+from seqpar.weights.parts import INDEX, check_numbers, part_of, parts_of, read_scheduler
 
 LARGE = 1 << 28  # a tensor of at most this many elements is never refused
 MORE = 1 << 24  # elements that an encoder may have besides twice those of its files
@@ -40,6 +40,25 @@ PROGRAMS = ("config.json", "tokenizer_config.json", "preprocessor_config.json", 
 ADAPTER = "adapter_config.json"  # beside a model: transformers then loads peft's adapter into it
 YOURSELF = "to use it, load the pipeline yourself and call seqpar.parallelize"
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
+
+
+def kind_of(index: Mapping[str, Any], path: Path) -> Any:
+    """Return the class of a folder's pipeline; ValueError if diffusers has none, or if it has no transformer."""
+    name = str(index.get("_class_name"))
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and name.endswith("Pipeline")):
+        raise ValueError(
+            f"got {path} with the pipeline {name}, expected one that diffusers {diffusers.__version__} has"
+        )
+    if part_of(index, "transformer") is None:
+        raise ValueError(f"got a {name} without a transformer, expected a pipeline that has one")
+    return kind
+
+
+def model_of(index: Mapping[str, Any]) -> Any:
+    """Return the class of the transformer that a model_index.json names, or None if diffusers has none."""
+    _, name = part_of(index, "transformer") or ("", "")
+    return getattr(diffusers, name, None)
 
 
 def check_parts(folder: Path, index: Mapping[str, Any], file: Path | None = None) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.modeling_utils import ModelMixin, no_init_weights
 from torch import Tensor
 
+from seqpar.pipelines import _lora
+from seqpar.pipelines._encoders import load_encoders, name_encoders
 from seqpar.pipelines._naming import naming
 from seqpar.ranks.mesh import Mesh
 from seqpar.types.keys import KeyMap, Source
@@ -32,44 +35,64 @@ from seqpar.weights.single_file import load_transformer
 SHARED = "diffusion_pytorch_model.safetensors"  # and its index: the files that ranks read together
 
 
-def load_pipeline(
-    kind: Any, folder: Path, index: Mapping[str, Any], dtype: torch.dtype, mesh: Mesh, file: Path | None = None
-) -> Any:
-    """Return a pipeline of a checked folder on this rank's device; every rank must call this at the same time.
+@dataclass(frozen=True)
+class Folder:
+    """A pipeline's folder whose parts are checked (`seqpar.pipelines._folder`).
 
-    kind: the pipeline's class. index: its model_index.json. file: that of the transformer, if it is not in the folder
-    as diffusers saves it. Raises the same ValueError on every rank if a part does not load.
+    kind: the pipeline's class. index: its model_index.json. file: that of the transformer, where it is not diffusers'
+    (`seqpar.weights.single_file`). loras: adapters, with their scales.
     """
-    what = f"got pipeline {folder}, which does not load"
-    models = _models(folder, index, dtype, mesh, what, file)
+
+    path: Path
+    kind: Any
+    index: Mapping[str, Any]
+    file: Path | None = None
+    loras: tuple[_lora.Lora, ...] = ()
+
+
+def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh) -> Any:
+    """Return the pipeline of a folder on this rank's device; every rank must call this at the same time.
+
+    Text and image encoders are on rank 0 alone (`seqpar.pipelines._encoders`), unless a LoRA changes them. Raises the
+    same ValueError on every rank if a part does not load.
+    """
+    what = f"got pipeline {folder.path}, which does not load"
+    encoders = dict[str, Any]()
+    if mesh.together(lambda: _lora.changes_encoders(folder.kind, folder.loras)):
+        if mesh.is_main and mesh.world.size > 1:
+            print("seqpar: every rank loads the text encoders, because a LoRA changes them", flush=True)
+    else:
+        encoders = load_encoders(folder.path, folder.index, dtype, mesh, what)
+    models = _models(folder, dtype, mesh, what)
 
     def rest() -> Any:
         with naming(what), warnings.catch_warnings():
             # older diffusers know this name only
             warnings.filterwarnings("ignore", ".*torch_dtype.*", FutureWarning)
-            own = {} if file is None else {"transformer": load_transformer(file, dtype)}
-            return kind.from_pretrained(folder, torch_dtype=dtype, **models, **own).to(mesh.device)
+            own = {} if folder.file is None else {"transformer": load_transformer(folder.file, dtype)}
+            pipe = folder.kind.from_pretrained(folder.path, torch_dtype=dtype, **models, **encoders, **own)
+        _lora.load(pipe, folder.loras)
+        name_encoders(pipe, encoders)
+        return pipe.to(mesh.device)
 
     return mesh.together(rest)
 
 
-def _models(
-    folder: Path, index: Mapping[str, Any], dtype: torch.dtype, mesh: Mesh, what: str, file: Path | None
-) -> dict[str, Any]:
+def _models(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> dict[str, Any]:
     """Return the models of diffusers in a folder by the names of their parts, read once a host.
 
     Rank 0 prints why another part's weights are read by diffusers, on every rank. what: begins an error's message.
     """
     models = dict[str, Any]()
-    for name, (library, class_name) in parts_of(index):
-        kind = getattr(diffusers, class_name, None) if library == "diffusers" else None
-        if not (isinstance(kind, type) and issubclass(kind, ModelMixin)) or (file and name == "transformer"):
+    for name, (library, class_name) in parts_of(folder.index):
+        kind, part = getattr(diffusers, class_name, None) if library == "diffusers" else None, folder.path / name
+        if not (isinstance(kind, type) and issubclass(kind, ModelMixin)) or (folder.file and name == "transformer"):
             continue
-        reason = mesh.of_rank_0(partial(why_not, kind, folder / name), str | None)
+        reason = mesh.of_rank_0(partial(why_not, kind, part), str | None)
         if reason is None:
-            models[name] = load_model(kind, folder / name, dtype, mesh, what)
+            models[name] = load_model(kind, part, dtype, mesh, what)
         elif mesh.is_main and mesh.world.size > 1:
-            print(f"seqpar: every rank reads {folder / name}, because {reason}", flush=True)
+            print(f"seqpar: every rank reads {part}, because {reason}", flush=True)
     return models
 
 

@@ -96,7 +96,7 @@ def outputs_of(kind: type) -> Outputs:
     return {each.__name__: each for each in known if isinstance(each, type) and issubclass(each, ModelOutput)}
 
 
-class Shared:
+class SharedEncoder:
     """The calls of one encoder, which all ranks make together and rank 0 computes."""
 
     def __init__(self, mesh: Mesh, name: str, kind: type) -> None:
@@ -141,7 +141,9 @@ class Shared:
         return restored(result, self._outputs, iter(tensors if self._mesh.is_main else everyones.values()))
 
 
-def stub(kind: Any, config: Any, like: tuple[torch.dtype, Sequence[str]], shared: Shared, device: torch.device) -> Any:
+def stub(
+    kind: Any, config: Any, like: tuple[torch.dtype, Sequence[str]], shared: SharedEncoder, device: torch.device
+) -> Any:
     """Return an encoder without weights, of a class that differs from `kind` only in what it says of missing parts.
 
     like: rank 0's dtype, and the names of the parts that it has.
@@ -184,7 +186,7 @@ def load_encoders(folder: Path, index: Mapping[str, Any], dtype: torch.dtype, me
 
     likes = mesh.of_rank_0(load, dict[str, tuple[torch.dtype, list[str]]])
     for name, config in mesh.together(configs).items():
-        shared, kind = Shared(mesh, name, kinds[name]), kinds[name]
+        shared, kind = SharedEncoder(mesh, name, kinds[name]), kinds[name]
         if mesh.is_main:
             shared.put(own[name], {each: getattr(own[name], each) for each in METHODS if hasattr(kind, each)})
         else:

@@ -101,15 +101,18 @@ def place(
     placed = mine() if mesh is None else mesh.together(mine)
     mark("wait")
     for name, meta in like.items():
-        tensor = placed.pop(name, None)
-        tensor = torch.empty_like(meta, device=device) if tensor is None else tensor
+        tensor = placed.pop(name) if name in placed else torch.empty_like(meta, device=device)
         _give(tensor, team, readers[name])
-        owner, _, last = name.rpartition(".")
-        module = model.get_submodule(owner)
-        own = getattr(module, last)
-        value = nn.Parameter(tensor, own.requires_grad) if isinstance(own, nn.Parameter) else tensor
-        setattr(module, last, value)
+        _put(model, name, tensor)
     mark("broadcast")
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of a parameter or buffer."""
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    own = getattr(module, last)
+    setattr(module, last, nn.Parameter(tensor, own.requires_grad) if isinstance(own, nn.Parameter) else tensor)
 
 
 def _read(

@@ -25,7 +25,8 @@ from tests.support.pool import Pool
 
 # rows of two matrices of the encoder, 36 MB each: what malloc keeps no memory for once they are gone
 HUGE = 9 << 15
-ENCODERS: Any = transformers  # pyright does not see what it imports lazily
+THEIRS: Any = diffusers
+ENCODERS: Any = transformers  # pyright does not see what they import lazily
 Counts = dict[str, int]
 
 
@@ -65,13 +66,14 @@ def loaded(rank: int, world: int, device: torch.device, folder: str, old: bool) 
     with pytest.MonkeyPatch.context() as patch:
         counts = count(patch)
         if old:
-            pipe = diffusers.PixArtAlphaPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+            pipe: Any = THEIRS.PixArtAlphaPipeline.from_pretrained(folder, torch_dtype=torch.float32)
             seqpar.parallelize(pipe.to(device), mesh)
         else:
             pipe = seqpar.load(folder, dtype=torch.float32, mesh=mesh)
     held = sum(x.numel() for x in pipe.text_encoder.parameters())
     pipelines.quiet(pipe)
     arguments = {"num_inference_steps": 2, "height": 32, "width": 32, "use_resolution_binning": False}
+    arguments |= {"max_sequence_length": 16, "clean_caption": False}
     picture = pipe("a red cat", generator=pipelines.seeded(0), output_type="np", **arguments).images[0]
     assert pipe.text_encoder.dtype == torch.float32
     assert pipe.text_encoder.device == device
@@ -98,7 +100,8 @@ def test_a_host_reads_each_file_once_and_rank_0_alone_holds_the_encoder(ranks: P
     files = {path.parent.name: path for path in pixart.rglob("*.safetensors")}
     sizes = {part: path.stat().st_size for part, path in files.items()}
     headers = {part: 8 + int.from_bytes(path.read_bytes()[:8], "little") for part, path in files.items()}
-    shared, old = ranks.run(2, loaded, str(pixart), False), ranks.run(2, loaded, str(pixart), True)
+    # first the old way, so that what both import is there before
+    old, shared = (ranks.run(2, loaded, str(pixart), each) for each in (True, False))
 
     def read(results: list[Any]) -> Counts:
         return {part: sum(counts.get(part, 0) for counts, *_ in results) for part in sizes}
@@ -171,9 +174,12 @@ def compared(rank: int, world: int, device: torch.device, folder: str) -> list[s
                 encoder(ids.to(device), return_dict=False, **options),
                 theirs(rank_0s.to(device), return_dict=False, **options),
             )
-    encoder = shared["text_encoder_2"]
+    encoder, theirs = (
+        shared["text_encoder_2"],
+        ENCODERS.LlamaForCausalLM.from_pretrained(path / "text_encoder_2", dtype=dtype),
+    )
     answer = encoder.generate(ids.to(device), max_new_tokens=2, do_sample=False, pad_token_id=0)
-    same(answer, theirs.generate(rank_0s.to(device), max_new_tokens=2, do_sample=False, pad_token_id=0))
+    same(answer, theirs.to(device).generate(rank_0s.to(device), max_new_tokens=2, do_sample=False, pad_token_id=0))
     assert encoder(ids.to(device)).past_key_values is None  # stays with rank 0
     with pytest.raises(ValueError, match="rank 0: got a text_encoder_2 that fails on a prompt") as failed:
         encoder(torch.tensor([[10**6]], device=device))  # no such token

@@ -8,6 +8,8 @@ transformers as a letter. Caches of generation stay with rank 0; results have No
 from __future__ import annotations
 
 import gc
+import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -163,35 +165,65 @@ def stub(
     return module.eval()
 
 
-def load_encoders(folder: Path, index: Mapping[str, Any], dtype: torch.dtype, mesh: Mesh, what: str) -> dict[str, Any]:
+def load_encoders(
+    pipeline: Any, folder: Path, index: Mapping[str, Any], dtype: torch.dtype, mesh: Mesh, what: str
+) -> dict[str, Any]:
     """Return encoders on rank 0 and stubs on other ranks, by the names of their parts.
 
-    Empty where one rank computes alone. what: begins an error's message. Every rank must call this at the same time.
+    Those of which the code of the class `pipeline` names layers are left out, after a line that says so, and all of
+    them where one rank computes alone. what: begins an error's message. Every rank must call this at the same time.
     """
     if mesh.world.size == 1:
         return {}
-    kinds, own = mesh.together(lambda: _kinds(folder, index)), dict[str, Any]()
+    kinds = mesh.together(lambda: _kinds(folder, index))
     agree(mesh, {"the encoders of the folder": [*kinds]})
-
-    def load() -> dict[str, tuple[torch.dtype, list[str]]]:
-        with naming(what):
-            for name, kind in kinds.items():
-                device = {"": mesh.device}  # tensor by tensor, so that the host never holds an encoder
-                own[name] = kind.from_pretrained(folder / name, dtype=dtype, device_map=device)
-        return {name: (each.dtype, [part for part, _ in each.named_children()]) for name, each in own.items()}
+    encoders, likes = _of_rank_0(kinds, folder, dtype, mesh, what)
 
     def configs() -> dict[str, Any]:
         with naming(what):
             return {name: kind.config_class.from_pretrained(folder / name) for name, kind in kinds.items()}
 
-    likes = mesh.of_rank_0(load, dict[str, tuple[torch.dtype, list[str]]])
     for name, config in mesh.together(configs).items():
-        shared, kind = SharedEncoder(mesh, name, kinds[name]), kinds[name]
-        if mesh.is_main:
-            shared.put(own[name], {each: getattr(own[name], each) for each in METHODS if hasattr(kind, each)})
+        kind, shared = kinds[name], SharedEncoder(mesh, name, kinds[name])
+        if layer := layer_named(pipeline, likes[name][1]):
+            encoders.pop(name, None)
+            if mesh.is_main:
+                print(
+                    f"seqpar: every rank loads {folder / name}, because {pipeline.__name__} reads {layer}", flush=True
+                )
+        elif mesh.is_main:
+            shared.put(encoders[name], {each: getattr(encoders[name], each) for each in METHODS if hasattr(kind, each)})
         else:
-            own[name] = stub(kind, config, likes[name], shared, mesh.device)
-    return own
+            encoders[name] = stub(kind, config, likes[name], shared, mesh.device)
+    return encoders
+
+
+def _of_rank_0(
+    kinds: Mapping[str, Any], folder: Path, dtype: torch.dtype, mesh: Mesh, what: str
+) -> tuple[dict[str, Any], dict[str, tuple[torch.dtype, list[str]]]]:
+    """Return the encoders, on rank 0 alone; and on every rank the dtype of each, and the names of its layers."""
+    encoders = dict[str, Any]()
+
+    def load() -> dict[str, tuple[torch.dtype, list[str]]]:
+        with naming(what):
+            for name, kind in kinds.items():
+                device = {"": mesh.device}  # tensor by tensor, so that the host never holds an encoder
+                encoders[name] = kind.from_pretrained(folder / name, dtype=dtype, device_map=device)
+        return {name: (each.dtype, [part for part, _ in each.named_children()]) for name, each in encoders.items()}
+
+    likes = mesh.of_rank_0(load, dict[str, tuple[torch.dtype, list[str]]])
+    return encoders, likes
+
+
+def layer_named(pipeline: Any, parts: Sequence[str]) -> str | None:
+    """Return a layer of an encoder that the code of a pipeline's class names, or None.
+
+    parts: the names of the layers in an encoder. A stub cannot stand for a layer, as for one with a hook.
+    """
+    layers = "|".join(map(re.escape, parts))
+    code = inspect.getsource(sys.modules[pipeline.__module__])
+    match = re.search(rf"\b({'|'.join(NAMES)})(_\d)?\.({layers})\b", code)
+    return None if match is None else match[0]
 
 
 def _kinds(folder: Path, index: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh) -> Any:
         if mesh.is_main and mesh.world.size > 1:
             print("seqpar: every rank loads the text encoders, because a LoRA changes them", flush=True)
     else:
-        encoders = load_encoders(folder.path, folder.index, dtype, mesh, what)
+        encoders = load_encoders(folder.kind, folder.path, folder.index, dtype, mesh, what)
     models = _models(folder, dtype, mesh, what)
 
     def rest() -> Any:

@@ -1,7 +1,7 @@
 """Runs a pipeline folder of diffusers that has no loop here: its own loop, with a parallelized transformer.
 
 It takes the flags of the command line to the arguments of the pipeline's call, as far as the pipeline has them, and
-refuses the others. Every rank loads the whole pipeline and makes the same call.
+refuses the others. Every rank makes the same call; the pipeline's parts are loaded by `seqpar.pipelines._parts`.
 """
 
 from __future__ import annotations

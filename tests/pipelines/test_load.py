@@ -151,10 +151,15 @@ def same(one: Any, other: Any) -> None:
             same(mine, theirs)
 
 
+class NamesLayer:
+    """A pipeline in whose file text_encoder_2.model and text_encoder.text_model stand."""
+
+
 def compared(rank: int, world: int, device: torch.device, folder: str) -> list[str]:
     """Compare every rank's results with those of an encoder of its own for rank 0's prompt; return errors."""
     mesh, path, dtype = Mesh.joined(device), Path(folder), torch.float64
-    shared = load_encoders(path, INDEX, dtype, mesh, "got")
+    assert load_encoders(NamesLayer, path, INDEX, dtype, mesh, "got") == {}
+    shared = load_encoders(THEIRS.FluxPipeline, path, INDEX, dtype, mesh, "got")
     rank_0s = torch.tensor([[2, 3, 13], [4, 13, 0]])
     ids = rank_0s if mesh.is_main else torch.tensor([[5, 13]])
     for name, (_, kind) in INDEX.items():

@@ -8,6 +8,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from seqpar.pipelines._parts import load_model, why_not
 from seqpar.ranks.mesh import Mesh
@@ -67,3 +68,20 @@ VAES = {
 @pytest.mark.parametrize("name", VAES)
 def test_a_vae_is_that_of_diffusers_bit_for_bit(tmp_path: Path, name: str) -> None:
     compare(VAES[name](), tmp_path)
+
+
+def test_what_ranks_do_not_read_together_has_a_reason(tmp_path: Path) -> None:
+    vae = pipelines.decoder(1)
+    kind, file = type(vae), tmp_path / "diffusion_pytorch_model.safetensors"
+    vae.save_pretrained(tmp_path)
+    assert why_not(kind, tmp_path) is None  # negative control
+    (tmp_path / "evil.py").touch()
+    assert why_not(kind, tmp_path) == "evil.py lies beside it"
+    (tmp_path / "evil.py").unlink()
+    save_file({"a": torch.ones(2).to(torch.float8_e4m3fn)}, file)
+    assert why_not(kind, tmp_path) == "a is of type float8_e4m3fn"
+    file.unlink()
+    vae.save_pretrained(tmp_path, safe_serialization=False)
+    assert "diffusion_pytorch_model.bin, expected" in str(why_not(kind, tmp_path))
+    assert "a loader of its own" in str(why_not(THEIRS.Transformer2DModel, tmp_path))
+    assert why_not(kind, tmp_path / "none") == "it has no folder of its own"

@@ -188,9 +188,7 @@ def load_encoders(
         if layer := layer_named(pipeline, likes[name][1]):
             encoders.pop(name, None)
             if mesh.is_main:
-                print(
-                    f"seqpar: every rank loads {folder / name}, because {pipeline.__name__} reads {layer}", flush=True
-                )
+                print(f"seqpar: every rank loads {name}, because {pipeline.__name__} reads {layer}", flush=True)
         elif mesh.is_main:
             shared.put(encoders[name], {each: getattr(encoders[name], each) for each in METHODS if hasattr(kind, each)})
         else:

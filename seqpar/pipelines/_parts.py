@@ -85,10 +85,12 @@ def _models(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> dict[s
     """
     models = dict[str, Any]()
     for name, (library, class_name) in parts_of(folder.index):
-        kind, part = getattr(diffusers, class_name, None) if library == "diffusers" else None, folder.path / name
-        if not (isinstance(kind, type) and issubclass(kind, ModelMixin)) or (folder.file and name == "transformer"):
+        kind = getattr(diffusers, class_name, None) if library == "diffusers" else None
+        if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
             continue
-        reason = mesh.of_rank_0(partial(why_not, kind, part), str | None)
+        single = folder.file if name == "transformer" else None
+        part, theirs = single or folder.path / name, "its keys are those of the model's authors"
+        reason = theirs if single else mesh.of_rank_0(partial(why_not, kind, part), str | None)
         if reason is None:
             models[name] = load_model(kind, part, dtype, mesh, what)
         elif mesh.is_main and mesh.world.size > 1:

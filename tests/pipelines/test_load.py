@@ -119,6 +119,25 @@ def test_a_host_reads_each_file_once_and_rank_0_alone_holds_the_encoder(ranks: P
         assert np.array_equal(picture, each)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("", {"dtype": torch.int8}, r"got dtype=torch\.int8, expected torch\.float64, "),
+        ("", {"loras": ["a.safetensors"]}, "expected none: diffusers' PixArtAlphaPipeline loads no LoRA"),
+        ("", {"strategy": "rings"}, "got strategy 'rings', expected one of"),
+        ("vae", {}, r"vae.model_index\.json"),
+        ("dit-s/2", {}, "got the preset dit-s/2, expected a diffusers pipeline's folder or hub id"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_sentence(
+    pixart: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: Any, message: str
+) -> None:
+    """And no weight is read before."""
+    monkeypatch.delattr("seqpar.pipelines._load.load_pipeline")
+    with pytest.raises(ValueError, match=message):
+        seqpar.load(name if name == "dit-s/2" else pixart / name, **options)
+
+
 INDEX = {
     "text_encoder": ["transformers", "CLIPTextModelWithProjection"],
     "text_encoder_2": ["transformers", "LlamaForCausalLM"],

@@ -1,6 +1,7 @@
 """seqpar: sequence-parallel inference for diffusion transformers.
 
-`parallelize` makes a diffusers pipeline run on all GPUs until `release`; `refresh` lets it look at all changes again.
+`load` reads a diffusers pipeline once a host and makes it run on all GPUs; `parallelize` does so with a pipeline in
+memory, until `release`; `refresh` lets it look at all changes again.
 `DistributedDiT` runs one model on a `Mesh`, `sample` is the denoising loop, and
 `seqpar.pipelines.class_labels.generate` makes pictures. `verify` compares several ranks with one.
 """
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from seqpar.adapter.parallelize import parallelize, refresh, release
     from seqpar.engine.distributed import DistributedDiT
     from seqpar.fidelity.verify import verify
+    from seqpar.pipelines._load import load
     from seqpar.ranks.deadlines import Deadlines
     from seqpar.ranks.mesh import Mesh
     from seqpar.sampling.guidance import Guidance
@@ -27,6 +29,7 @@ __all__ = [
     "Guidance",
     "Mesh",
     "Sampler",
+    "load",
     "parallelize",
     "refresh",
     "release",
@@ -40,6 +43,7 @@ _MODULES = {
     "Guidance": "seqpar.sampling.guidance",
     "Mesh": "seqpar.ranks.mesh",
     "Sampler": "seqpar.sampling.loop",
+    "load": "seqpar.pipelines._load",
     "parallelize": "seqpar.adapter.parallelize",
     "refresh": "seqpar.adapter.parallelize",
     "release": "seqpar.adapter.parallelize",

@@ -21,8 +21,9 @@ from seqpar.cli.args import Args
 from seqpar.cli.job import outputs
 from seqpar.cli.progress import Progress
 from seqpar.cli.summary import versions
+from seqpar.pipelines._encoders import forget_encoders
 from seqpar.pipelines._pictures import save, written
-from seqpar.pipelines.adapted import Adapted, forget_encoders
+from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import parse_mesh
 from seqpar.ranks.mesh import Mesh
 

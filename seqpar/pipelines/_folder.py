@@ -27,7 +27,7 @@ from seqpar.weights.find import WithoutValues
 from seqpar.weights.hub import errors_only
 from seqpar.weights.jsons import read_json
 from seqpar.weights.layout import open_model
-from seqpar.weights.parts import INDEX, check_numbers, part_of, read_scheduler
+from seqpar.weights.parts import INDEX, check_numbers, part_of, parts_of, read_scheduler
 
 LARGE = 1 << 28  # a tensor of at most this many elements is never refused
 MORE = 1 << 24  # elements that an encoder may have besides twice those of its files
@@ -42,13 +42,32 @@ YOURSELF = "to use it, load the pipeline yourself and call seqpar.parallelize"
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 
 
+def kind_of(index: Mapping[str, Any], path: Path) -> Any:
+    """Return the class of a folder's pipeline; ValueError if diffusers has none, or if it has no transformer."""
+    name = str(index.get("_class_name"))
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and name.endswith("Pipeline")):
+        raise ValueError(
+            f"got {path} with the pipeline {name}, expected one that diffusers {diffusers.__version__} has"
+        )
+    if part_of(index, "transformer") is None:
+        raise ValueError(f"got a {name} without a transformer, expected a pipeline that has one")
+    return kind
+
+
+def model_of(index: Mapping[str, Any]) -> Any:
+    """Return the class of the transformer that a model_index.json names, or None if diffusers has none."""
+    _, name = part_of(index, "transformer") or ("", "")
+    return getattr(diffusers, name, None)
+
+
 def check_parts(folder: Path, index: Mapping[str, Any], file: Path | None = None) -> Mapping[str, Any]:
     """Return the config of a pipeline's transformer; ValueError for a part that cannot be loaded as its files say.
 
     index: the folder's model_index.json. A part without a folder of its own is left to diffusers. file: that of the
     transformer, if it is not in its folder.
     """
-    for name, (library, kind) in _parts(index):
+    for name, (library, kind) in parts_of(index):
         if library not in LIBRARIES and not hasattr(diffusers.pipelines, library):  # diffusers imports no other either
             part = f"{name[:60]}=[{library[:60]}, {kind[:60]}]"
             expected = f"classes of {' and '.join(LIBRARIES)} alone; {YOURSELF}"
@@ -73,12 +92,6 @@ def check_single(file: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
     check_numbers(config, file)
     _check_shapes(file, getattr(diffusers, config["_class_name"]), config, checkpoint)
     return checkpoint, config
-
-
-def _parts(index: Mapping[str, Any]) -> list[tuple[str, tuple[str, str]]]:
-    """Return (name, (library, class)) of each part that a model_index.json names."""
-    names = [name for name, value in index.items() if isinstance(value, list) and not name.startswith("_")]
-    return [(name, part) for name in names if (part := part_of(index, name)) is not None]
 
 
 def _check_asks_nothing(folder: Path, library: str, kind: str) -> None:

@@ -65,6 +65,11 @@ def check(loras: Sequence[Lora], kind: Any, model_kind: Any, config: Mapping[str
 
     kind: the class of the pipeline. This reads the LoRA files, and no weights of the pipeline.
     """
+    if loras and getattr(kind, "transformer_name", None) != TRANSFORMER:
+        files = " ".join(map(str, loras))
+        raise ValueError(
+            f"got --lora {files}, expected none: diffusers' {kind.__name__} loads no LoRA of a transformer"
+        )
     for number, lora in enumerate(loras, 1):
         if lora.path.suffix != ".safetensors" or not lora.path.is_file():
             expected = "a .safetensors file that exists, or one with its scale, as style.safetensors:0.8"
@@ -81,6 +86,11 @@ def check(loras: Sequence[Lora], kind: Any, model_kind: Any, config: Mapping[str
             with _listening():
                 model.load_lora_adapter(own, prefix=TRANSFORMER, adapter_name=_name(number), low_cpu_mem_usage=True)
         _check_whole(lora, model, own, number)
+
+
+def changes_encoders(kind: Any, loras: Sequence[Lora]) -> bool:
+    """Return whether a file that `check` accepted has keys of a text encoder. kind: the class of the pipeline."""
+    return any(key.startswith(ENCODER) for lora in loras for key in _state(kind, lora))
 
 
 def load(pipe: Any, loras: Sequence[Lora]) -> None:

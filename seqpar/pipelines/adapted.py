@@ -1,35 +1,32 @@
 """Runs a pipeline folder of diffusers that has no loop here: its own loop, with a parallelized transformer.
 
 It takes the flags of the command line to the arguments of the pipeline's call, as far as the pipeline has them, and
-refuses the others. Every rank loads the whole pipeline and makes the same call.
+refuses the others. Every rank makes the same call; the pipeline's parts are loaded by `seqpar.pipelines._parts`.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
 from seqpar.pipelines import _lora, _schedulers
 from seqpar.pipelines._family import FOR_CLASSES, Order
-from seqpar.pipelines._folder import check_parts
-from seqpar.pipelines._naming import naming, naming_loop
+from seqpar.pipelines._folder import check_parts, kind_of, model_of
+from seqpar.pipelines._naming import naming_loop
+from seqpar.pipelines._parts import Folder, load_pipeline
 from seqpar.ranks.mesh import Mesh
 from seqpar.vae.shared import looked_at
-from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
-from seqpar.weights.single_file import load_transformer
+from seqpar.weights.parts import read_pipeline, read_scheduler
 
 PIPELINES = ()  # those of no other file
 MODELS = ()  # nor native models
@@ -72,19 +69,11 @@ class Adapted:
 
     def load(self, mesh: Mesh) -> Any:
         """Return diffusers' pipeline on this rank's device; the same ValueError on every rank if it does not load."""
-        return mesh.together(partial(self._load, mesh.device))
-
-    def _load(self, device: torch.device) -> Any:
-        with naming(f"got pipeline {self.folder}, which does not load"), warnings.catch_warnings():
-            # older diffusers know this name only
-            warnings.filterwarnings("ignore", ".*torch_dtype.*", FutureWarning)
-            own = {} if self.file is None else {"transformer": load_transformer(self.file, self.dtype)}
-            pipe = self.kind.from_pretrained(self.folder, torch_dtype=self.dtype, **own)
-        _lora.load(pipe, self.loras)
+        folder = Folder(self.folder, self.kind, read_pipeline(self.folder), self.file, self.loras)
+        pipe = load_pipeline(folder, self.dtype, mesh)
         if self.scheduler is not None:
             pipe.scheduler = _schedulers.build(dict(pipe.scheduler.config), self.scheduler)
-        name_encoders(pipe)
-        return pipe.to(device)
+        return pipe
 
     def make(self, pipe: Any, on_step: Callable[[int], None], mesh: Mesh) -> list[Any]:
         """Return the pictures as PIL images, or the videos as arrays (frames, height, width, 3) in [0, 1].
@@ -114,7 +103,7 @@ def check(order: Order, path: Path, why: str | None = None) -> Adapted:
     """
     path, file = (path.parent, path) if path.is_file() else (path, None)
     index = read_pipeline(path)
-    kind = _kind(index, path)
+    kind = kind_of(index, path)
     parameters = inspect.signature(kind.__call__).parameters
     video = "num_frames" in parameters
     _check_flags(order, kind.__name__, parameters)
@@ -124,11 +113,7 @@ def check(order: Order, path: Path, why: str | None = None) -> Adapted:
         _schedulers.build(read_scheduler(path / "scheduler"), order.scheduler)
     config = check_parts(path, index, file)
     arguments = _arguments(order, kind.__name__, parameters, bool(config.get("guidance_embeds")))
-    if order.loras:
-        if getattr(kind, "transformer_name", None) != _lora.TRANSFORMER:
-            order.refuse(f"expected none: diffusers' {kind.__name__} loads no LoRA of a transformer", lora=order.loras)
-        _, transformer = part_of(index, "transformer") or ("", "")
-        _lora.check(order.loras, kind, getattr(diffusers, transformer), config)
+    _lora.check(order.loras, kind, model_of(index), config)
     why = why or f"seqpar has no loop of its own for {kind.__name__}"
     return Adapted(kind, path, order.dtype, arguments, order.seed, order.scheduler, video, why, file, order.loras)
 
@@ -149,19 +134,6 @@ def _check_flags(order: Order, name: str, parameters: Mapping[str, inspect.Param
     if "prompt" not in parameters or needed:
         takes = ", ".join(needed) or "no prompt"
         raise ValueError(f"got a {name}, which takes {takes}, expected one that needs nothing but a prompt")
-
-
-def _kind(index: Mapping[str, Any], path: Path) -> Any:
-    """Return the class of a folder's pipeline; ValueError if diffusers has none, or if it has no transformer."""
-    name = str(index.get("_class_name"))
-    kind = getattr(diffusers, name, None)
-    if not (isinstance(kind, type) and name.endswith("Pipeline")):
-        raise ValueError(
-            f"got {path} with the pipeline {name}, expected one that diffusers {diffusers.__version__} has"
-        )
-    if part_of(index, "transformer") is None:
-        raise ValueError(f"got a {name} without a transformer, expected a pipeline that has one")
-    return kind
 
 
 def _arguments(order: Order, name: str, parameters: Mapping[str, Any], embeds: bool) -> dict[str, Any]:
@@ -211,47 +183,6 @@ def _check_exporter(name: str) -> None:
     raise ValueError(
         f"got a {name}, whose videos diffusers writes by other packages; pip install imageio imageio-ffmpeg"
     )
-
-
-def name_encoders(pipe: Any) -> None:
-    """Let a text encoder that fails on a prompt say so in one message, as a value of its config may be the reason."""
-    for name in pipe.components:
-        encoder = getattr(pipe, name, None) if name.startswith("text_encoder") else None
-        if encoder is not None:
-            encoder.forward = _naming(encoder.forward, f"got a {name} that fails on a prompt")
-
-
-def _naming(forward: Callable[..., Any], what: str) -> Callable[..., Any]:
-    @wraps(forward)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        with naming(what):
-            return forward(*args, **kwargs)
-
-    return named
-
-
-def forget_encoders(pipe: Any) -> None:
-    """Drop a pipeline's text encoders when a transformer is called first: they are used once, before it.
-
-    The pipeline can make no other picture of a text after that.
-    """
-    from seqpar.adapter.parallelize import (
-        transformers_of,  # takes seconds, which models with a loop of ours do not need
-    )
-
-    names = [name for name in pipe.components if name.startswith("text_encoder")]
-    handles = []
-
-    def forget(*_: object) -> None:
-        for handle in handles:
-            handle.remove()
-        for name in names:
-            setattr(pipe, name, None)
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-
-    handles += [module.register_forward_pre_hook(forget) for module in transformers_of(pipe).values()]
 
 
 def _checked_vae(vae: Any, dtype: torch.dtype) -> AbstractContextManager[None]:

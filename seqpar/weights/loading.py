@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,39 +71,64 @@ def load(
 
     mark: told each phase that ends. Raises the same ValueError on all ranks before anything is broadcast.
     """
+    like = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
+    place(model, like, checkpoint, keys, device, mesh, lambda: check(model, checkpoint, keys), mark)
+
+
+def place(
+    model: nn.Module,
+    like: Mapping[str, Tensor],
+    checkpoint: Checkpoint,
+    keys: KeyMap,
+    device: torch.device,
+    mesh: Mesh | None,
+    before: Callable[[], None] = lambda: None,
+    mark: Callable[[str], None] = lambda phase: None,
+) -> None:
+    """Give parameters and buffers of `model` their values; each tensor is read by one rank of this host.
+
+    like: name -> a tensor of the meta device with the shape and dtype that it gets, for each name of `keys`. before: a
+    check on every rank, whose ValueError is raised on all ranks before a weight is read. mark: see `load`.
+    """
     team = Team.of(mesh)
     readers = shares(checkpoint, keys, team.size)
     share = [name for name in keys.sources if readers[name] == team.rank]
 
     def mine() -> dict[str, Tensor]:
-        check(model, checkpoint, keys)
-        return _read(share, checkpoint, keys, dtype, device, team, mark)
+        before()
+        return _read(share, checkpoint, keys, like, device, team, mark)
 
     placed = mine() if mesh is None else mesh.together(mine)
     mark("wait")
-    for name, parameter in list(model.named_parameters()):
-        tensor = placed.pop(name, None)
-        tensor = torch.empty(parameter.shape, dtype=dtype, device=device) if tensor is None else tensor
+    for name, meta in like.items():
+        tensor = placed.pop(name) if name in placed else torch.empty_like(meta, device=device)
         _give(tensor, team, readers[name])
-        owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+        _put(model, name, tensor)
     mark("broadcast")
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of a parameter or buffer."""
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    own = getattr(module, last)
+    setattr(module, last, nn.Parameter(tensor, own.requires_grad) if isinstance(own, nn.Parameter) else tensor)
 
 
 def _read(
     names: Sequence[str],
     checkpoint: Checkpoint,
     keys: KeyMap,
-    dtype: torch.dtype,
+    like: Mapping[str, Tensor],
     device: torch.device,
     team: Team,
     mark: Callable[[str], None],
 ) -> dict[str, Tensor]:
-    """Return this rank's share of the parameters, after comparing its share of the keys that must be equal."""
+    """Return this rank's share of the tensors, after comparing its share of the keys that must be equal."""
     with Pool(checkpoint, device, team.size) as pool:
         pool.check_repeats(list(keys.repeats.items())[team.rank :: team.size])
         mark("compare")
-        placed = dict(zip(names, pool.placed(names, keys, dtype), strict=True))
+        placed = dict(zip(names, pool.placed(names, keys, like), strict=True))
     mark("read")
     return placed
 
@@ -168,11 +193,14 @@ class Pool:
                     f"conditions each block differently, which is not implemented"
                 )
 
-    def placed(self, names: Sequence[str], keys: KeyMap, dtype: torch.dtype) -> list[Tensor]:
-        """Return the parameters of these names on the device, in their order; ValueError if one is not finite."""
+    def placed(self, names: Sequence[str], keys: KeyMap, like: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the tensors of these names on the device, in their order; ValueError if one is not finite.
+
+        like: name -> a tensor of the dtype that it gets.
+        """
 
         def made(name: str) -> tuple[Tensor, Tensor]:
-            source, stage = keys.sources[name], self._local.staging
+            source, stage, dtype = keys.sources[name], self._local.staging, like[name].dtype
             with self._told(source.keys):
                 parts = (stage.fetch(self._checkpoint, key, dtype) for key in source.keys)
                 parameter = source.combine(*parts).contiguous()
@@ -182,16 +210,20 @@ class Pool:
         if self._device.type == "cuda":
             with self._told(["its weights"]):
                 torch.cuda.synchronize(self._device)  # an error of a copy is raised here, not by a broadcast
-        self._check_finite(names, keys, [total for _, total in results], dtype)
+        self._check_finite(names, keys, [total for _, total in results], like)
         return [parameter for parameter, _ in results]
 
-    def _check_finite(self, names: Sequence[str], keys: KeyMap, totals: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def _check_finite(
+        self, names: Sequence[str], keys: KeyMap, totals: Sequence[Tensor], like: Mapping[str, Tensor]
+    ) -> None:
         """Raise ValueError for the first parameter whose sum is not finite: NaN and infinity stay in a sum."""
-        finite = torch.stack([*totals]).isfinite().tolist() if totals else []
+        finite = torch.stack([total.double() for total in totals]).isfinite().tolist() if totals else []
         bad = next((name for name, right in zip(names, finite, strict=True) if not right), None)
         if bad is not None:
             what = f"NaN or infinity in {', '.join(keys.sources[bad].keys)}"
-            expected = f"finite weights in {str(dtype).removeprefix('torch.')}; copy the file again, or name another"
+            expected = (
+                f"finite weights in {str(like[bad].dtype).removeprefix('torch.')}; copy the file again, or name another"
+            )
             raise ValueError(f"{self._checkpoint.name}: got {what}, expected {expected}")
 
     @contextmanager

@@ -77,6 +77,12 @@ def part_of(index: Mapping[str, Any], name: str, path: object = INDEX) -> tuple[
             raise ValueError(f"got {path} with {name[:60]}={shown(value)}, {expected}")
 
 
+def parts_of(index: Mapping[str, Any]) -> list[tuple[str, tuple[str, str]]]:
+    """Return (name, (library, class)) of each part that a model_index.json names."""
+    names = [name for name, value in index.items() if isinstance(value, list) and not name.startswith("_")]
+    return [(name, part) for name in names if (part := part_of(index, name)) is not None]
+
+
 def read_scheduler(folder: Path) -> dict[str, Any]:
     """Return the scheduler's config in a folder; `ValueError` for a field that `check_scheduler` refuses."""
     config = read_json(folder / SCHEDULER)

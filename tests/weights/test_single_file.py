@@ -21,6 +21,7 @@ from seqpar.models import flux
 from seqpar.pipelines import _family, adapted
 from seqpar.pipelines import flux as flux_pipeline
 from seqpar.pipelines._family import Order
+from seqpar.ranks.mesh import Mesh
 from seqpar.weights.checkpoint import open_checkpoint
 from seqpar.weights.find import from_diffusers, locate
 from seqpar.weights.single_file import as_diffusers
@@ -127,7 +128,7 @@ def test_other_models_load_from_one_file_with_the_parts_of_a_folder(tmp_path: Pa
     family, path = _family.family_of(str(file))
     assert (family, path) == (adapted, file)
     job = adapted.check(Order(str(file), torch.float64, prompts=("a cat",)), file)
-    loaded, truth = job._load(CPU).transformer.state_dict(), pipe.transformer.state_dict()
+    loaded, truth = job.load(Mesh.single()).transformer.state_dict(), pipe.transformer.state_dict()
     converted = as_diffusers(open_checkpoint(file), file)
     assert converted is not None
     assert converted[0].shapes.keys() == truth.keys()

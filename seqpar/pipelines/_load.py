@@ -1,0 +1,79 @@
+"""`load`: any diffusers pipeline with a transformer, from its folder or hub id, parallelized on all ranks.
+
+When it wins: against `from_pretrained` on every rank, which reads all files in each process and holds the text encoders
+on each GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import seqpar.attention
+import seqpar.local
+import seqpar.transports
+from seqpar.adapter.parallelize import parallelize
+from seqpar.adapter.sharing import Wished
+from seqpar.pipelines import _lora
+from seqpar.pipelines._folder import check_parts, kind_of, model_of
+from seqpar.pipelines._parts import Folder, load_pipeline
+from seqpar.ranks.mesh import Mesh, default_dtype
+from seqpar.types.protocols import plugin
+from seqpar.weights.checkpoint import WEIGHTS
+from seqpar.weights.find import resolve
+from seqpar.weights.parts import read_pipeline
+
+# what a caller chooses by the name of a file
+CHOICES = ((seqpar.attention, "strategy"), (seqpar.local, "local attention"), (seqpar.transports, "transport"))
+
+
+def load(
+    path_or_id: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
+    strategy: str = "auto",
+    local: str = "auto",
+    transport: str = "auto",
+    vae: Wished = "auto",
+    loras: Sequence[str] = (),
+) -> Any:
+    """Return a diffusers pipeline that computes on all ranks; every rank must call this at the same time.
+
+    path_or_id: a folder as diffusers saves it, a hub id, or the file of a transformer in such a folder. dtype: None
+    takes bf16 on GPUs and fp32 on CPUs. loras: files, each with a scale after a colon if it is not 1. The others are
+    those of `seqpar.parallelize`.
+
+    A host reads each file once; text and image encoders are on rank 0 alone, and other ranks get their results: all
+    ranks make the same calls with the pipeline, as after `parallelize`. Raises the same ValueError on all ranks, for a
+    part that does not fit its files before weights are read.
+    """
+    ranks = mesh or Mesh.joined()
+    dtype = default_dtype(ranks.device) if dtype is None else dtype
+    folder = ranks.together(lambda: checked(path_or_id, dtype, loras, (strategy, local, transport)))
+    pipe = load_pipeline(folder, dtype, ranks)
+    return parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
+
+
+def checked(path_or_id: str | Path, dtype: object, loras: Sequence[str], names: Sequence[str]) -> Folder:
+    """Return the folder of a pipeline whose parts and LoRAs fit each other; ValueError otherwise. Reads headers.
+
+    names: those of `CHOICES`, which must exist.
+    """
+    for (package, what), name in zip(CHOICES, names, strict=True):
+        if name != "auto":
+            plugin(package, name, what)
+    if dtype not in WEIGHTS:
+        raise ValueError(f"got dtype={dtype!r}, expected {', '.join(map(str, WEIGHTS))}")
+    path = resolve(path_or_id)
+    if path is None:
+        raise ValueError(f"got the preset {path_or_id}, expected a diffusers pipeline's folder or hub id")
+    path, file = (path.parent, path) if path.is_file() else (path, None)
+    index, adapters = read_pipeline(path), tuple(map(_lora.parse, loras))
+    kind = kind_of(index, path)
+    config = check_parts(path, index, file)
+    _lora.check(adapters, kind, model_of(index), config)
+    return Folder(path, kind, index, file, adapters)

@@ -1,0 +1,166 @@
+"""Loads the parts of a pipeline folder: models of diffusers once a host, everything else as diffusers does.
+
+A model of diffusers is built without memory for its weights, as its own `from_pretrained` builds it, and its files are
+read by `seqpar.weights.loading`: each tensor once a host, straight to the devices. The result is that of
+`from_pretrained`, bit for bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import diffusers
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.modeling_utils import ModelMixin, no_init_weights
+from torch import Tensor
+
+from seqpar.pipelines import _lora
+from seqpar.pipelines._encoders import load_encoders, name_encoders
+from seqpar.pipelines._naming import naming
+from seqpar.ranks.mesh import Mesh
+from seqpar.types.keys import KeyMap, Source
+from seqpar.weights import vae_keys
+from seqpar.weights.checkpoint import WEIGHTS, Checkpoint, find_checkpoint, open_checkpoint
+from seqpar.weights.loading import place
+from seqpar.weights.parts import parts_of
+from seqpar.weights.single_file import load_transformer
+
+SHARED = "diffusion_pytorch_model.safetensors"  # and its index: the files that ranks read together
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A pipeline's folder whose parts are checked (`seqpar.pipelines._folder`).
+
+    kind: the pipeline's class. index: its model_index.json. file: that of the transformer, where it is not diffusers'
+    (`seqpar.weights.single_file`). loras: adapters, with their scales.
+    """
+
+    path: Path
+    kind: Any
+    index: Mapping[str, Any]
+    file: Path | None = None
+    loras: tuple[_lora.Lora, ...] = ()
+
+
+def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh) -> Any:
+    """Return the pipeline of a folder on this rank's device; every rank must call this at the same time.
+
+    Text and image encoders are on rank 0 alone (`seqpar.pipelines._encoders`), unless a LoRA changes them. Raises the
+    same ValueError on every rank if a part does not load.
+    """
+    what = f"got pipeline {folder.path}, which does not load"
+    encoders = dict[str, Any]()
+    if mesh.together(lambda: _lora.changes_encoders(folder.kind, folder.loras)):
+        if mesh.is_main and mesh.world.size > 1:
+            print("seqpar: every rank loads the text encoders, because a LoRA changes them", flush=True)
+    else:
+        encoders = load_encoders(folder.kind, folder.path, folder.index, dtype, mesh, what)
+    models = _models(folder, dtype, mesh, what)
+
+    def rest() -> Any:
+        with naming(what), warnings.catch_warnings():
+            # older diffusers know this name only
+            warnings.filterwarnings("ignore", ".*torch_dtype.*", FutureWarning)
+            own = {} if folder.file is None else {"transformer": load_transformer(folder.file, dtype)}
+            pipe = folder.kind.from_pretrained(folder.path, torch_dtype=dtype, **models, **encoders, **own)
+        _lora.load(pipe, folder.loras)
+        name_encoders(pipe, encoders)
+        return pipe.to(mesh.device)
+
+    return mesh.together(rest)
+
+
+def _models(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> dict[str, Any]:
+    """Return the models of diffusers in a folder by the names of their parts, read once a host.
+
+    Rank 0 prints why another part's weights are read by diffusers, on every rank. what: begins an error's message.
+    """
+    models = dict[str, Any]()
+    for name, (library, class_name) in parts_of(folder.index):
+        kind = getattr(diffusers, class_name, None) if library == "diffusers" else None
+        if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
+            continue
+        single = folder.file if name == "transformer" else None
+        part, theirs = single or folder.path / name, "its keys are those of the model's authors"
+        reason = theirs if single else mesh.of_rank_0(partial(why_not, kind, part), str | None)
+        if reason is None:
+            models[name] = load_model(kind, part, dtype, mesh, what)
+        elif mesh.is_main and mesh.world.size > 1:
+            print(f"seqpar: every rank reads {part}, because {reason}", flush=True)
+    return models
+
+
+def why_not(kind: Any, folder: Path) -> str | None:
+    """Return why the ranks cannot read a model's files together, or None. Reads headers."""
+    if kind.from_pretrained.__func__ is not ModelMixin.from_pretrained.__func__:
+        return f"{kind.__name__} has a loader of its own"
+    if not folder.is_dir():
+        return "it has no folder of its own"
+    if programs := sorted(path.name for path in folder.glob("*.py")):
+        return f"{programs[0]} lies beside it"
+    path = find_checkpoint(folder)
+    if not path.name.startswith(SHARED):
+        return f"its weights are in {path.name}, expected {SHARED}"
+    dtypes = open_checkpoint(path).dtypes
+    odd = next((key for key, dtype in dtypes.items() if dtype.is_floating_point and dtype not in WEIGHTS), None)
+    return None if odd is None else f"{odd} is of type {str(dtypes[odd]).removeprefix('torch.')}"
+
+
+def load_model(kind: Any, folder: Path, dtype: torch.dtype, mesh: Mesh, what: str) -> Any:
+    """Return a model of diffusers as `kind.from_pretrained(folder, torch_dtype=dtype)` does, on this rank's device.
+
+    what: begins the message of an error in diffusers. Every rank must call this at the same time.
+    """
+
+    def empty() -> tuple[Any, Checkpoint, KeyMap]:
+        with naming(what):
+            model = without_weights(kind, folder, dtype)
+        checkpoint = open_checkpoint(find_checkpoint(folder))
+        return model, checkpoint, _keys(model, checkpoint)
+
+    model, checkpoint, keys = mesh.together(empty)
+    place(model, _like(model, checkpoint, keys, dtype), checkpoint, keys, mesh.device, mesh)
+    model.register_to_config(_name_or_path=str(folder))
+    return model.to(mesh.device).eval()  # buffers that no file holds are moved
+
+
+def without_weights(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
+    """Return a model with its parameters on the meta device, and its buffers as diffusers computes them."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # in which diffusers builds a model, and so computes buffers
+    try:
+        with no_init_weights(), accelerate.init_empty_weights():
+            return kind.from_config(kind.load_config(folder))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _keys(model: Any, checkpoint: Checkpoint) -> KeyMap:
+    """Return which key of a checkpoint gives each parameter and buffer; buffers that it lacks are not among them."""
+    names = model.state_dict()
+    if isinstance(model, AutoencoderKL):
+        return vae_keys.key_map(names, checkpoint.shapes)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return KeyMap({name: Source((name,)) for name in names if name in checkpoint.shapes or name in parameters})
+
+
+def _like(model: Any, checkpoint: Checkpoint, keys: KeyMap, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a tensor of the meta device for each key: numbers get the dtype, other than those diffusers keeps."""
+    kept = model._keep_in_fp32_modules or ()
+    kept, state = [kept] if isinstance(kept, str) else kept, model.state_dict()
+
+    def wanted(name: str) -> torch.dtype:
+        own = checkpoint.dtypes[keys.sources[name].keys[0]]
+        if not own.is_floating_point:
+            return own
+        return torch.float32 if any(part in kept for part in name.split(".")) else dtype
+
+    return {name: torch.empty(state[name].shape, dtype=wanted(name), device="meta") for name in keys.sources}

@@ -1,0 +1,228 @@
+"""Tests of `seqpar.load`: a host reads each file once, and the text encoders are on rank 0 alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+import seqpar
+from seqpar.pipelines._encoders import Result, load_encoders, outputs_of, restored
+from seqpar.ranks.mesh import Mesh
+from seqpar.ranks.watch import LostRankError
+from seqpar.weights import staging
+from tests.support import pipelines
+from tests.support.meshes import mesh as mesh_of
+from tests.support.pool import Pool
+
+# rows of two matrices of the encoder, 36 MB each: what malloc keeps no memory for once they are gone
+HUGE = 9 << 15
+THEIRS: Any = diffusers
+ENCODERS: Any = transformers  # pyright does not see what they import lazily
+Counts = dict[str, int]
+
+
+def count(patch: pytest.MonkeyPatch) -> Counts:
+    """Return bytes of weights by file that this process reads from now on, by our readers or by the libraries'."""
+    counts, ours, load_file = Counter[str](), staging._read, safetensors.torch.load_file
+    safe_open: Any = ENCODERS.modeling_utils.safe_open
+
+    def read(file: Any, at: int, buffer: Any) -> None:
+        counts[Path(file.name).parent.name] += len(buffer)
+        ours(file, at, buffer)
+
+    def whole(reader: Any) -> Any:
+        def called(path: Any, *args: Any, **kwargs: Any) -> Any:
+            counts[Path(path).parent.name] += Path(path).stat().st_size
+            return reader(path, *args, **kwargs)
+
+        return called
+
+    patch.setattr(staging, "_read", read)
+    patch.setattr(safetensors.torch, "load_file", whole(load_file))
+    patch.setattr(ENCODERS.modeling_utils, "safe_open", whole(safe_open))
+    return counts
+
+
+def peak() -> int:
+    """Return the most bytes of memory that this process had since `clear`."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(match[1]) * 1024 if match else 0
+
+
+def loaded(rank: int, world: int, device: torch.device, folder: str, old: bool) -> tuple[Any, ...]:
+    """Return the bytes read by part, the encoder's numbers, the peak of this rank's memory, and a picture."""
+    mesh = mesh_of(device, ulysses=world)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    begun = peak()
+    with pytest.MonkeyPatch.context() as patch:
+        counts = count(patch)
+        if old:
+            pipe: Any = THEIRS.PixArtAlphaPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+            seqpar.parallelize(pipe.to(device), mesh)
+        else:
+            pipe = seqpar.load(folder, dtype=torch.float32, mesh=mesh)
+    held = sum(x.numel() for x in pipe.text_encoder.parameters())
+    pipelines.quiet(pipe)
+    arguments = {"num_inference_steps": 2, "height": 32, "width": 32, "use_resolution_binning": False}
+    arguments |= {"max_sequence_length": 16, "clean_caption": False}
+    picture = pipe("a red cat", generator=pipelines.seeded(0), output_type="np", **arguments).images[0]
+    assert pipe.text_encoder.dtype == torch.float32
+    assert pipe.text_encoder.device == device
+    assert pipe.text_encoder.config.d_model == pipelines.WIDTH
+    seqpar.release(pipe)
+    return dict(counts), held, peak() - begun, picture
+
+
+@pytest.fixture(scope="module")
+def pixart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, pipe = tmp_path_factory.mktemp("pixart"), pipelines.pixart()
+    sizes = {"d_model": pipelines.WIDTH, "d_kv": 8, "d_ff": HUGE, "num_layers": 1, "num_heads": 4}
+    with torch.device("meta"):
+        encoder = ENCODERS.T5EncoderModel(ENCODERS.T5Config(vocab_size=14, **sizes)).to_empty(device="cpu")
+    for weight in encoder.parameters():
+        torch.nn.init.constant_(weight, 0.01)
+    pipe.text_encoder = encoder
+    pipe.to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+def test_a_host_reads_each_file_once_and_rank_0_alone_holds_the_encoder(ranks: Pool, pixart: Path) -> None:
+    """Negative control: from_pretrained on every rank reads all files twice, and gives the same picture."""
+    files = {path.parent.name: path for path in pixart.rglob("*.safetensors")}
+    sizes = {part: path.stat().st_size for part, path in files.items()}
+    headers = {part: 8 + int.from_bytes(path.read_bytes()[:8], "little") for part, path in files.items()}
+    # first the old way, so that what both import is there before
+    old, shared = (ranks.run(2, loaded, str(pixart), each) for each in (True, False))
+
+    def read(results: list[Any]) -> Counts:
+        return {part: sum(counts.get(part, 0) for counts, *_ in results) for part in sizes}
+
+    ours = {part: sizes[part] - headers[part] for part in ("transformer", "vae")}
+    assert read(shared) == {**sizes, **ours}
+    assert read(old) == {part: 2 * size for part, size in sizes.items()}
+    assert all(counts["transformer"] > 0.3 * ours["transformer"] for counts, *_ in shared)  # each rank a share
+    encoder = sizes["text_encoder"]
+    (_, held, grown, picture), (_, none, little, other) = shared
+    assert (4 * held > 0.9 * encoder, none) == (True, 0)
+    assert grown > 0.9 * encoder > 2 * little, (grown, encoder, little)
+    assert [grown > 0.9 * encoder for _, _, grown, _ in old] == [True, True], [grown for _, _, grown, _ in old]
+    for each in (other, old[0][3], old[1][3]):
+        assert np.array_equal(picture, each)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("", {"dtype": torch.int8}, r"got dtype=torch\.int8, expected torch\.float64, "),
+        ("", {"loras": ["a.safetensors"]}, "expected none: diffusers' PixArtAlphaPipeline loads no LoRA"),
+        ("", {"strategy": "rings"}, "got strategy 'rings', expected one of"),
+        ("vae", {}, r"vae.model_index\.json"),
+        ("dit-s/2", {}, "got the preset dit-s/2, expected a diffusers pipeline's folder or hub id"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_sentence(
+    pixart: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: Any, message: str
+) -> None:
+    """And no weight is read before."""
+    monkeypatch.delattr("seqpar.pipelines._load.load_pipeline")
+    with pytest.raises(ValueError, match=message):
+        seqpar.load(name if name == "dit-s/2" else pixart / name, **options)
+
+
+INDEX = {
+    "text_encoder": ["transformers", "CLIPTextModelWithProjection"],
+    "text_encoder_2": ["transformers", "LlamaForCausalLM"],
+}
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an encoder that pools, and a language model that generates."""
+    folder = tmp_path_factory.mktemp("encoders")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    llama = ENCODERS.LlamaForCausalLM(ENCODERS.LlamaConfig(vocab_size=14, **sizes))
+    pipelines.clip(2, True).save_pretrained(folder / "text_encoder")
+    pipelines.random_weights(llama, 3).save_pretrained(folder / "text_encoder_2")
+    return folder
+
+
+def same(one: Any, other: Any) -> None:
+    """Fail if two results differ in their classes, in the names of their fields or in a bit."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, tuple | dict):
+        assert len(one) == len(other)
+        assert not isinstance(one, dict) or [*one] == [*other]
+        pairs = (
+            zip(one.values(), other.values(), strict=True) if isinstance(one, dict) else zip(one, other, strict=True)
+        )
+        for mine, theirs in pairs:
+            same(mine, theirs)
+
+
+class NamesLayer:
+    """A pipeline in whose file text_encoder_2.model and text_encoder.text_model stand."""
+
+
+def compared(rank: int, world: int, device: torch.device, folder: str) -> list[str]:
+    """Compare every rank's results with those of an encoder of its own for rank 0's prompt; return errors."""
+    mesh, path, dtype = Mesh.joined(device), Path(folder), torch.float64
+    assert load_encoders(NamesLayer, path, INDEX, dtype, mesh, "got") == {}
+    shared = load_encoders(THEIRS.FluxPipeline, path, INDEX, dtype, mesh, "got")
+    rank_0s = torch.tensor([[2, 3, 13], [4, 13, 0]])
+    ids = rank_0s if mesh.is_main else torch.tensor([[5, 13]])
+    for name, (_, kind) in INDEX.items():
+        encoder = shared[name]
+        theirs = getattr(ENCODERS, kind).from_pretrained(path / name, dtype=dtype).to(device)
+        assert isinstance(encoder, type(theirs))
+        assert (encoder.dtype, encoder.device, encoder.training) == (theirs.dtype, theirs.device, theirs.training)
+        assert encoder.config.hidden_size == theirs.config.hidden_size
+        assert mesh.is_main or not sum(x.numel() for x in encoder.parameters())
+        options: Any = {"use_cache": False} if kind.startswith("Llama") else {}
+        with torch.no_grad():
+            same(
+                encoder(ids.to(device), output_hidden_states=True, **options),
+                theirs(rank_0s.to(device), output_hidden_states=True, **options),
+            )
+            same(
+                encoder(ids.to(device), return_dict=False, **options),
+                theirs(rank_0s.to(device), return_dict=False, **options),
+            )
+    encoder, theirs = (
+        shared["text_encoder_2"],
+        ENCODERS.LlamaForCausalLM.from_pretrained(path / "text_encoder_2", dtype=dtype),
+    )
+    answer = encoder.generate(ids.to(device), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    same(answer, theirs.to(device).generate(rank_0s.to(device), max_new_tokens=2, do_sample=False, pad_token_id=0))
+    assert encoder(ids.to(device)).past_key_values is None  # stays with rank 0
+    with pytest.raises(ValueError, match="rank 0: got a text_encoder_2 that fails on a prompt") as failed:
+        encoder(torch.tensor([[10**6]], device=device))  # no such token
+    with pytest.raises(ValueError, match="do different things") as apart:
+        print(encoder(ids) if mesh.is_main else encoder.model)
+    assert not hasattr(encoder, "adapter")
+    return [str(failed.value), str(apart.value)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_stubs_return_what_rank_0_computes_and_fail_as_it_does(ranks: Pool, encoders: Path, world: int) -> None:
+    one, *others = ranks.run(world, compared, str(encoders))
+    assert "rank 0 calls text_encoder_2.forward, rank 1 reads text_encoder_2.model, which only rank 0 has" in one[1]
+    assert all(other == one for other in others)
+
+
+def test_an_output_of_an_unknown_class_or_field_is_refused() -> None:
+    known = outputs_of(ENCODERS.T5EncoderModel)
+    assert restored(Result(output="BaseModelOutput", fields={}), known, iter(())).last_hidden_state is None
+    for name, field in (("Popen", "args"), ("BaseModelOutput", "args")):
+        with pytest.raises(LostRankError, match=f"got an output {name} of rank 0"):
+            restored(Result(output=name, fields={field: Result()}), known, iter(()))

@@ -1,0 +1,87 @@
+"""Tests that the parts of a pipeline folder load as diffusers loads them, each byte of their files once a host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from seqpar.pipelines._parts import load_model, why_not
+from seqpar.ranks.mesh import Mesh
+from tests.support import pipelines
+from tests.support.diffusers_tiny import MODELS
+
+THEIRS: Any = diffusers  # pyright does not see what it imports lazily
+# models with buffers that no file holds, modules that stay in fp32, and others
+CLASSES = {tiny.kind: tiny for tiny in MODELS.values()}
+
+
+def tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all tensors of a model by name: parameters, buffers, and those that its modules hold as attributes."""
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, part in module.named_modules():
+        named |= {f"{name}.{key}": x for key, x in vars(part).items() if isinstance(x, torch.Tensor)}
+    return named
+
+
+def same(one: Any, other: Any) -> None:
+    """Fail if two models differ in anything that can be seen of their tensors or config."""
+    assert one.config == other.config
+    assert one.training is other.training is False
+    mine, theirs = tensors(one), tensors(other)
+    assert [*mine] == [*theirs]
+    for name, x in mine.items():
+        y = theirs[name]
+        assert (type(x), x.dtype, x.device, x.requires_grad) == (type(y), y.dtype, y.device, y.requires_grad), name
+        assert torch.equal(x, y), name
+
+
+def compare(module: Any, folder: Path) -> None:
+    kind = type(module)
+    module.float().save_pretrained(folder, max_shard_size="40KB")  # an index and several files
+    assert why_not(kind, folder) is None
+    theirs = kind.from_pretrained(str(folder), torch_dtype=torch.bfloat16)
+    same(load_model(kind, folder, torch.bfloat16, Mesh.single(), "got"), theirs)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_transformer_is_that_of_diffusers_bit_for_bit(tmp_path: Path, name: str) -> None:
+    compare(CLASSES[name].build(), tmp_path)
+
+
+VAES = {
+    "AutoencoderKL": lambda: pipelines.decoder(1),
+    "AutoencoderKLQwenImage": lambda: pipelines.qwen_image().vae,
+    "AutoencoderKLFlux2": lambda: pipelines.random_weights(  # counts the batches of its training in whole numbers
+        THEIRS.AutoencoderKLFlux2(
+            block_out_channels=(8,) * 4, norm_num_groups=4, latent_channels=4, layers_per_block=1
+        ),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VAES)
+def test_a_vae_is_that_of_diffusers_bit_for_bit(tmp_path: Path, name: str) -> None:
+    compare(VAES[name](), tmp_path)
+
+
+def test_what_ranks_do_not_read_together_has_a_reason(tmp_path: Path) -> None:
+    vae = pipelines.decoder(1)
+    kind, file = type(vae), tmp_path / "diffusion_pytorch_model.safetensors"
+    vae.save_pretrained(tmp_path)
+    assert why_not(kind, tmp_path) is None  # negative control
+    (tmp_path / "evil.py").touch()
+    assert why_not(kind, tmp_path) == "evil.py lies beside it"
+    (tmp_path / "evil.py").unlink()
+    save_file({"a": torch.ones(2).to(torch.float8_e4m3fn)}, file)
+    assert why_not(kind, tmp_path) == "a is of type float8_e4m3fn"
+    file.unlink()
+    vae.save_pretrained(tmp_path, safe_serialization=False)
+    assert "diffusion_pytorch_model.bin, expected" in str(why_not(kind, tmp_path))
+    assert "a loader of its own" in str(why_not(THEIRS.Transformer2DModel, tmp_path))
+    assert why_not(kind, tmp_path / "none") == "it has no folder of its own"

@@ -158,21 +158,17 @@ def guided_loss(
     return (parts(noisy, sigma_B, scale_B, text_BLC, pooled_BC) - target).square().mean()
 
 
+LORA_ENDS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+LORA_ENDS += ("net.0.proj", "net.2", "proj_mlp", "proj_out")  # of the names of blocks' projections
+
+
 def add_lora(parts: Parts, rank: int = 16) -> list[nn.Parameter]:
-    """Add a LoRA to the transformer's projections, and return its parameters, which alone are trained."""
+    """Add a LoRA to the projections of the blocks, and return its parameters, which alone are trained."""
     parts.requires_grad_(False)
-    targets = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
-    targets += ["net.0.proj", "net.2", "proj_mlp", "single_transformer_blocks.*.proj_out"]
-    names = [name for name, module in parts.transformer.named_modules() if isinstance(module, nn.Linear)]
-    chosen = [name for name in names if _is_target(name, targets)]
-    parts.transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=True, target_modules=chosen))
+    ends = tuple(f".{end}" for end in LORA_ENDS)  # with the dot, so that the last layer, proj_out itself, is left out
+    names = [name for name, _ in parts.transformer.named_modules() if name.endswith(ends)]
+    parts.transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=True, target_modules=names))
     return [param for param in parts.transformer.parameters() if param.requires_grad]
-
-
-def _is_target(name: str, targets: list[str]) -> bool:
-    if name.startswith("single_transformer_blocks") and name.endswith(".proj_out"):
-        return True
-    return any(name.endswith(f".{target}") for target in targets)
 
 
 def save_lora(parts: Parts, path: Path) -> None:

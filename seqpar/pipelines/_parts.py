@@ -7,7 +7,6 @@ read by `seqpar.weights.loading`: each tensor once a host, straight to the devic
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -66,11 +65,9 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh) -> Any:
     models = _models(folder, dtype, mesh, what)
 
     def rest() -> Any:
-        with naming(what), warnings.catch_warnings():
-            # older diffusers know this name only
-            warnings.filterwarnings("ignore", ".*torch_dtype.*", FutureWarning)
+        with naming(what):
             own = {} if folder.file is None else {"transformer": load_transformer(folder.file, dtype)}
-            pipe = folder.kind.from_pretrained(folder.path, torch_dtype=dtype, **models, **encoders, **own)
+            pipe = folder.kind.from_pretrained(folder.path, dtype=dtype, **models, **encoders, **own)
         _lora.load(pipe, folder.loras)
         name_encoders(pipe, encoders)
         return pipe.to(mesh.device)

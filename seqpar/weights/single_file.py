@@ -122,7 +122,7 @@ def load_transformer(path: Path, dtype: torch.dtype) -> Any:
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(converted[1]))
         kind = getattr(diffusers, converted[1]["_class_name"])
-        return kind.from_single_file(state, config=folder, torch_dtype=dtype, local_files_only=True)
+        return kind.from_single_file(state, config=folder, dtype=dtype, local_files_only=True)
 
 
 def _read_later(checkpoint: Checkpoint, key: str) -> Later:

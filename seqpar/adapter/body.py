@@ -1,38 +1,49 @@
-"""`Body`: the seam between the call of a diffusers transformer and what computes it on several ranks.
+"""`Body`: what computes the calls of a parallelized transformer: its own forward and modules, with split tokens.
 
-There are two: `native` computes with a model of this package on the module's weights, `generic` runs the module's own
-forward with its tokens split. When each wins is said in their files; whoever calls a body need not know which it is.
+Its plan (`cuts.py`) says where tokens are cut and gathered; attention joins the ranks by the planned strategy, and the
+blocks of some families are computed by functions of `seqpar.blocks` (`fused.py`).
+When it wins: it is how every transformer of diffusers runs on several ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Hashable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from seqpar.adapter.foreign import Foreign
+from seqpar.adapter.changes import Changes
+from seqpar.adapter.cuts import Boundary, Cuts
+from seqpar.adapter.foreign import Foreign, refuse_split
 from seqpar.adapter.forward import Ranks
+from seqpar.adapter.hooks import Cutter
+from seqpar.adapter.installed import Installed
+from seqpar.adapter.masks import FULL, key_rows
+from seqpar.adapter.rows import as_dtype
+from seqpar.planner.plan import Plan
+from seqpar.ranks.mesh import Mesh
 
 
-@dataclass(frozen=True)
-class Inside:
-    """What computes a call, for those who look into it.
+class Body:
+    """Computes a diffusers transformer's forward on all ranks of a mesh's sequence axis, as the plan says.
 
-    module: its blocks compute the call. ranks: their exchanges, plan and the tokens of the last call. alone: computes
-    the call with the same module on one rank, with attention by its formula; None where the transformer's own forward
-    is what one rank computes, which has to be free of hooks for it (`release`).
+    The module stays the owner of its weights and is changed by hooks only. cuts: where its tokens are split. fused:
+    whether functions of `seqpar.blocks` may compute its blocks. ranks: its exchanges, and the tokens of the last call.
+    returns_fp32: whether outputs are converted. Raises ValueError, the same on every rank, if the tokens cannot be
+    split.
     """
 
-    module: nn.Module
-    ranks: Ranks
-    alone: Callable[[Mapping[str, Any]], tuple[Tensor, ...]] | None = None
+    def __init__(self, module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, fused: bool = False) -> None:
+        self.module, self._cuts, self._fused, self.returns_fp32 = module, cuts, fused, False
+        self._forward = module.forward  # taken now, because the caller puts its own in this place
+        self.ranks, self._watch = Ranks(mesh, plan), Changes(module)
+        self._looked, self._named = 0, {""}
+        self._look()
+        self._root = Cutter(self.ranks, cuts.places.get("", Boundary()), "its inputs")
+        self._installed: Installed | None = Installed(module, cuts, self.ranks, self._watch, fused)
 
-
-class Body(Protocol):
-    """Computes a diffusers transformer's forward on all ranks of a mesh's sequence axis."""
-
+    @torch.no_grad()
     def __call__(self, arguments: Mapping[str, Any], /) -> tuple[Tensor, ...]:
         """Return the transformer's outputs, complete on every rank of the sequence axis.
 
@@ -41,58 +52,130 @@ class Body(Protocol):
         out has its default; one more may be `seqpar.adapter.masks.FULL`. The outputs are those of
         `forward(..., return_dict=False)`; the next call may overwrite them. The first call of a kind builds exchanges;
         a later call with tensors of the same shapes and dtypes, the same other values and the same `state()` can be
-        captured as a CUDA graph. Raises ValueError, the same on every rank, for arguments that this body cannot
-        compute.
+        captured as a CUDA graph. Raises ValueError, the same on every rank, for arguments that cannot be computed.
         """
-        ...
+        self._refuse(arguments)
+        self._follow()
+        self._rescale(arguments)
+        if self.lacks_memory and self.ranks.axis.size > 1:  # found in the middle of a call; others compute it already
+            raise torch.OutOfMemoryError(
+                "got copies of weights with merged adapters that do not fit into the memory of this rank, expected "
+                "room for them; from the next call on, adapters are computed by their own layers on all ranks"
+            )
+        now = self.ranks.begin()
+        try:
+            given = dict(arguments)
+            full = given.pop(FULL, ())
+            for name, stream in self._cuts.masks.items():
+                if (mask := given.get(name)) is not None and name not in full:
+                    now.masks[stream] = key_rows(mask, len(mask)) != 0
+                    given[name] = mask if name in self._cuts.kept else None
+            for name, which in self._root.inputs:
+                if name in given:
+                    given[name] = self._root.value(given[name], which)
+            outputs = tuple(self._forward(**given, return_dict=False))
+            return as_dtype(outputs, torch.float32) if self.returns_fp32 else outputs
+        finally:
+            self.ranks.now = None
 
     def why_eager(self) -> str | None:
         """Return the reason why no call can be captured as a CUDA graph (it copies from or to the host), or None."""
-        ...
+        return self._cuts.why_eager(self.module)
 
     def state(self) -> Hashable:
-        """Return a key that stays equal while a captured call is valid.
+        """Return a key that stays equal while a captured call is valid, after following what was replaced.
 
         Weights, adapters, attention processors and exchanges are then unchanged. Raises ValueError if the module as it
         is now cannot be computed; another rank may find nothing wrong.
         """
-        ...
+        self._follow()
+        count = self._watch.counted
+        if count != self._looked:
+            self._look()
+            self._looked = count
+        return self.ranks.keeper.state, self.module.training, count, self._scale()
 
     def told(self) -> Mapping[str, str]:
         """Return what must be equal on all ranks, as it was at the last `state`, as texts by their names.
 
         It says what computes, and has the texts of `seqpar.adapter.adapters.texts`.
         """
-        ...
+        computation = "by its own modules" if self._installed is None else self._installed.fused.text()
+        return {"computation": computation, **self._watch.texts()}
 
     def version(self) -> Hashable:
         """Return a key that stays equal while the module would compute the same, also by weights written in place."""
-        ...
+        return self.module.training, self._watch.count(), self._watch.values()
 
     def foreign(self) -> Foreign:
         """Return what others have put onto the module, as it was at the last `state`."""
-        ...
-
-    def inside(self, arguments: Mapping[str, Any]) -> Inside:
-        """Return what computes a call with these arguments."""
-        ...
+        return self._watch.foreign()
 
     @property
     def lacks_memory(self) -> bool:
         """Return whether weights with merged adapters did not fit at the last `state`; other ranks may have room."""
-        ...
+        return self._installed is not None and self._installed.fused.lacks_memory
 
     def end_copies(self) -> None:
         """Compute adapters by their own layers from now on; every rank must call this if one of them lacks memory."""
-        ...
+        assert self._installed is not None
+        self._installed.fused.end_copies()
+        self._watch.accept()  # weights of other blocks may have become views of one matrix
 
     def check_delivered(self) -> None:
         """Raise TimeoutError if a rank waited in vain for another one; this waits for the device."""
-        ...
+        self.ranks.keeper.check()
 
     def release(self) -> None:
         """Undo what was put onto the module and free the exchanges, on all ranks at the same time.
 
         The next call builds everything again.
         """
-        ...
+        if self._installed is not None:
+            self._installed.remove()
+            self._installed = None
+        self.ranks.keeper.release()
+
+    def _follow(self) -> None:
+        """Put hooks and attention on the module, also where it changed; ValueError if an attention backend was set."""
+        if self._installed is None:
+            self._installed = Installed(self.module, self._cuts, self.ranks, self._watch, self._fused)
+        self._installed.refresh()
+
+    def _rescale(self, arguments: Mapping[str, Any]) -> None:
+        """Bring merged adapters to the scale of a call, by which diffusers multiplies those of all adapters."""
+        assert self._installed is not None
+        options = (arguments.get(name) or {} for name in ("joint_attention_kwargs", "attention_kwargs"))
+        scale = next((one["scale"] for one in options if one.get("scale") is not None), 1.0)
+        self._installed.fused.rescale(scale)
+
+    def _scale(self) -> float | None:
+        """Return the scale at which adapters are merged, or None."""
+        fused = None if self._installed is None else self._installed.fused
+        return fused.scale if fused is not None and fused.merged else None
+
+    def _look(self) -> None:
+        """Look, on several ranks, for what does not compute each token by itself: refuse it, or say that it may not."""
+        parts, reason = self.ranks.axis.size, self._cuts.why_not(self.module)
+        if parts == 1:
+            return
+        if reason is not None:
+            raise ValueError(
+                f"got {type(self.module).__name__} on {parts} ranks that split its tokens, expected one: {reason}; "
+                f"use cfg= or data= ranks instead"
+            )
+        refuse_split(self.module, self._watch.foreign())
+        named = self._watch.foreign().named
+        if named not in self._named and self.ranks.mesh.is_main:
+            print(
+                f"seqpar: each rank's tokens alone pass {named}; where that needs all tokens results are wrong: "
+                f"seqpar.verify tells",
+                flush=True,
+            )
+        self._named.add(named)
+
+    def _refuse(self, arguments: Mapping[str, Any]) -> None:
+        name = type(self.module).__name__
+        for key, reason in self._cuts.refused.items():
+            if arguments.get(key) is not None:
+                raise ValueError(f"got {key} for {name} on several ranks, expected None: {reason}")

@@ -22,7 +22,7 @@ from seqpar.adapter.body import Body
 from seqpar.adapter.branches import Branches, Task
 from seqpar.adapter.cuts import Cuts
 from seqpar.adapter.masks import FullMasks
-from seqpar.adapter.rows import STATE, Split, cut_rows, joined_rows
+from seqpar.adapter.rows import STATE, Split, as_dtype, cut_rows, joined_rows
 from seqpar.engine.graphs import Capture, Graphs
 from seqpar.engine.promises import plain
 from seqpar.engine.signature import Form, form_of
@@ -61,6 +61,7 @@ class Call:
         self._branches = Branches(mesh, self._computed, self._compare_alone, self._say)
         self._said: set[str] = set()
         self._masks, self._full = FullMasks(cuts or Cuts({}, {})), 0
+        self._narrow: torch.dtype | None = None
 
     @_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,6 +98,13 @@ class Call:
         finally:
             self.label = before
 
+    def keep_fp32(self, narrow: torch.dtype) -> None:
+        """Return results in fp32 from now on, and take latents of any dtype; call this before the first call.
+
+        narrow: the dtype of the weights, to which latents are converted.
+        """
+        self._narrow, self.body.returns_fp32 = narrow, True
+
     def release(self) -> None:
         """Free graphs and exchanges; every rank must call this at the same time."""
         self._branches.cancel("got a result that was not read before release(), expected it to be read earlier")
@@ -115,7 +123,7 @@ class Call:
 
     def rank_0s(self, arguments: dict[str, Any]) -> Form:
         """Return rank 0's arguments on this rank's device; every rank must call this at the same time."""
-        form = form_of(arguments).each(plain)
+        form = form_of(self._converted(arguments)).each(plain)
         gradients = sorted(path for path, x in form.tensors.items() if x.requires_grad)
         state = self._looked()
         shown = {"arguments": sorted(form.tensors), "requires_grad": gradients, **self._texts, **form.shown}
@@ -126,6 +134,12 @@ class Call:
             raise ValueError(f"got {gradients[0]} that requires gradients, expected none: parallelize is for inference")
         device = self.mesh.device
         return form.holding(broadcast(self.mesh, form.tensors)).each(lambda x: x.to(device))
+
+    def _converted(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments with the latents in the dtype of the weights, if the state is kept in fp32."""
+        if (narrow := self._narrow) is None:
+            return arguments
+        return {name: as_dtype(x, narrow) if name in STATE else x for name, x in arguments.items()}
 
     def computed(self, form: Form) -> Form:
         """Return the arguments with which the body computes: those of the last `rank_0s` without full masks."""

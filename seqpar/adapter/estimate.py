@@ -3,7 +3,7 @@
 The planner needs what a token costs and how many tokens there are. A module's attention gives the heads, the linear
 layers of its blocks give the matrix products; the number of tokens is that of the size that the family is made for.
 Layouts are compared by these numbers, so they need not be exact.
-When it wins: it needs no description of each family; a model of this package describes itself better.
+When it wins: it needs no description of each family; a file of `seqpar.blocks` may have one, which says more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpar.models import flux
+from seqpar.adapter.fused import blocks_of, families
 from seqpar.planner.plan import STEPS
 from seqpar.planner.predict import TABLE_BYTES, Load
 from seqpar.types.facts import Blocks, Work
@@ -57,20 +57,20 @@ def work_of(module: nn.Module) -> Work:
     )
 
 
-def fused_work(module: nn.Module) -> Work:
-    """Return `work_of` with blocks whose functions (`seqpar.blocks`) leave q, k and v to attention, and gate and norm
-    in one pass.
+def planned_work(module: Any, fused: bool = True) -> Work:
+    """Return what a token costs in a transformer, whose blocks functions of `seqpar.blocks` compute if they may.
+
+    These leave q, k and v to attention, and gate and norm in one pass. fused: whether they may.
     """
+    blocks = blocks_of(module) if fused else []
+    if not blocks:
+        return work_of(module)
+    file = families()[type(blocks[0][1]).__name__]
+    if hasattr(file, "work"):
+        return file.work(module.config)
     work = work_of(module)
     passes = (4 * work.width, 4 * work.width)
     return replace(work, blocks=tuple(replace(block, given=False, passes=passes) for block in work.blocks))
-
-
-def native_work(module: Any) -> Work:
-    """Return what the native model of a transformer says about itself: its projections and MLP can hide transfers."""
-    known = flux.recognise({}, {**module.config, "_class_name": type(module).__name__})
-    assert known is not None
-    return flux.work(known[0])
 
 
 def load_of(module: nn.Module, dtype: torch.dtype, guided: bool, others: tuple[int, ...] = ()) -> Load:

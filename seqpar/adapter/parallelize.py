@@ -4,8 +4,7 @@
 
 Every rank builds the same pipeline and makes the same calls with it. The transformer keeps its class, weights, names,
 config and adapters; only its `forward` is replaced (`seqpar.adapter.call`). All ranks end with rank 0's pictures.
-When it wins: for every pipeline that this package has no loop of its own for. A loop of our own keeps the state
-sharded from step to step and is faster.
+When it wins: for every pipeline of diffusers with a transformer.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
 
-from seqpar.adapter import generic, sharing
-from seqpar.adapter import native as native_body
+from seqpar.adapter import sharing
 from seqpar.adapter.body import Body
 from seqpar.adapter.call import Call
 from seqpar.adapter.changes import REFRESHES
@@ -87,8 +85,8 @@ def parallelize(
     """Make a diffusers pipeline or transformer compute on the ranks of a mesh, in place, and return it.
 
     mesh, strategy, local, transport: the caller's choices; the planner decides once on those that are None or "auto".
-    native: whether a model or blocks of this package may compute on the transformer's weights, which is faster. cuts:
-    where the tokens of a transformer are split, as `seqpar.adapter.cuts.Cuts` or diffusers' `_cp_plan`; None takes what
+    native: whether blocks of this package may compute on the transformer's weights, which is faster. cuts: where the
+    tokens of a transformer are split, as `seqpar.adapter.cuts.Cuts` or diffusers' `_cp_plan`; None takes what
     is known of its class. vae: whether the VAE computes by strips; where it cannot, True is a ValueError and "auto"
     prints why; "tiled" is diffusers' tiling, which has seams. cfg: whether ranks may compute both branches of guidance
     at once. Every rank uses rank 0's inputs; `release` puts everything back. Raises ValueError alike on all ranks.
@@ -227,9 +225,11 @@ def _bodies(
     """
     mesh, bodies = lease.mesh, dict[str, Body]()
     try:
+        agree(mesh, {"native": native})
         mesh.together(lambda: _move(pipe_or_transformer, modules, mesh))
         for name, module in modules.items():
-            bodies[name] = _body(module, mesh, plan, cuts[name], native)
+            mesh.together(lambda module=module: _checked(module, mesh))
+            bodies[name] = Body(module, mesh, plan, cuts[name], native)
     except ValueError:
         for body in bodies.values():
             body.release()
@@ -238,23 +238,11 @@ def _bodies(
     return bodies
 
 
-def _body(module: nn.Module, mesh: Mesh, plan: Plan, cuts: Cuts, wished: bool) -> Body:
-    """Return what computes a transformer: the native model if it is wished and can, or the transformer's modules."""
-    reason = mesh.together(lambda: _reason(module, mesh, wished))
-    agree(mesh, {"computation": f"by its own modules, because {reason}" if reason else "by the native model"})
-    if reason is None:
-        return native_body.build(module, mesh, plan, cuts)
-    if wished and mesh.is_main and native_body.knows(module):
-        print(f"seqpar: the transformer's own modules compute, because {reason}", flush=True)
-    return generic.build(module, mesh, plan, cuts, fused=wished)
-
-
-def _reason(module: nn.Module, mesh: Mesh, wished: bool) -> str | None:
-    """Return why a transformer's own modules compute, or None; ValueError if neither they nor a native model can."""
+def _checked(module: nn.Module, mesh: Mesh) -> None:
+    """Raise ValueError if a transformer's modules, as they are now, cannot compute on these ranks."""
     refuse_backends(module)
     if mesh.sequence.size > 1:
         refuse_split(module, look(module))
-    return native_body.why_not(module) if wished else "native is False"
 
 
 def _capture(mesh: Mesh, body: Body) -> Capture | None:

@@ -30,6 +30,11 @@ ROW_LISTS = ("x", "cap_feats", "img_shapes", "txt_seq_lens")  # arguments that a
 _WHOLE = re.compile(r"rotary|rope|indices|skip_layers|^(img|txt)_ids$|^control_hidden_states_scale$")
 
 
+def as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Return an argument or a result with the floating-point tensors in it in another dtype."""
+    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
+
+
 def rows_of(arguments: dict[str, Any]) -> int:
     """Return the number of rows of a call's batch, or 0 if its latents have none."""
     state = next((arguments[name] for name in STATE if name in arguments), None)

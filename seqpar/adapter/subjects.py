@@ -9,11 +9,9 @@ from diffusers.hooks.group_offloading import _is_group_offload_enabled
 from torch import nn
 
 from seqpar.adapter import estimate, sharing
-from seqpar.adapter import native as native_body
 from seqpar.adapter.call import Call
 from seqpar.adapter.cuts import Cuts
 from seqpar.adapter.foreign import look
-from seqpar.adapter.fused import blocks_of
 from seqpar.adapter.sharing import Wished
 from seqpar.adapter.table import cuts_of
 from seqpar.planner.plan import Plan, make
@@ -99,13 +97,14 @@ def _guided(pipe_or_transformer: Any, modules: Mapping[str, nn.Module]) -> bool:
 def planned(
     pipe_or_transformer: Any, modules: Mapping[str, nn.Module], mesh: Mesh | None, wish: Wish, native: bool, cfg: bool
 ) -> Plan:
-    """Return the planner's plan for one picture of the first transformer's family, computed natively if it can be."""
+    """Return the planner's plan for one picture of the first transformer's family.
+
+    native: whether functions of `seqpar.blocks` may compute.
+    """
     guided = _guided(pipe_or_transformer, modules) and cfg if mesh is None else mesh.cfg.size > 1
     module = next(iter(modules.values()))
     dtype = estimate.dtype_of(module)
-    ours = native and native_body.why_not(module) is None
-    of_own = estimate.fused_work if native and blocks_of(module) else estimate.work_of
-    work = estimate.native_work(module) if ours else of_own(module)
+    work = estimate.planned_work(module, native)
     load = estimate.load_of(module, dtype, guided, work.joined)
     return make(work, load, dtype, mesh or Mesh.joined(), wish, mesh)
 

@@ -1,8 +1,7 @@
 """FLUX.1: double blocks of text and image (`_double.py`), then parallel blocks of both (`_parallel.py`).
 
-When it wins: on every GPU, over diffusers' own blocks, where the model of ours (`seqpar.models.flux`) does not compute:
-with a ControlNet's residuals, for example. Norm, modulation and gates are one pass, GELU and biases are part of the
-products, and between single blocks the tokens stay one stream.
+When it wins: on every GPU, over diffusers' own blocks. Norm, modulation and gates are one pass, GELU and biases are
+part of the products, and between single blocks the tokens stay one stream.
 The arithmetic is diffusers' with fewer roundings: it is computed in fp32 (fp64 for fp64) and rounded once.
 Source: Black Forest Labs' FLUX.1, as diffusers implements it.
 Letters: see `seqpar.types.protocols`.
@@ -10,6 +9,7 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from seqpar.blocks._double import NAMES, by_head, checked, modulations, pairs, t
 from seqpar.blocks._parallel import branch, following
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
+from seqpar.types.facts import Blocks, Work
 from seqpar.types.fused import BlockCall, Fused
 
 STREAMS = {"FluxTransformerBlock": NAMES, "FluxSingleTransformerBlock": NAMES}
@@ -42,6 +43,10 @@ PRODUCTS = {
         "out": ("proj_out",),  # the columns of attention, then those of the MLP
     },
 }
+
+
+SINES = 256  # width of the sinusoids of timestep and guidance
+TEXT = 512  # tokens to which the pipeline pads a text
 
 
 def why_not(block: Any) -> str | None:
@@ -104,3 +109,42 @@ def single(
 
 
 BLOCKS: dict[str, Fused] = {"FluxTransformerBlock": double, "FluxSingleTransformerBlock": single}
+
+
+def work(config: Mapping[str, Any]) -> Work:
+    """Return the planner's `Work` for diffusers' config: a gated norm moves 4 E a token, GELU is in its product."""
+    heads, dim = config["num_attention_heads"], config["attention_head_dim"]
+    doubles, singles = config["num_layers"], config["num_single_layers"]
+    width, channels = heads * dim, config["in_channels"]
+    sines = ((SINES, width), (width, width)) * (2 if config["guidance_embeds"] else 1)
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=_blocks(width, doubles, singles),
+        prepares=True,
+        once=((channels, width), (width, config.get("out_channels") or channels)),
+        table=(12 * doubles + 3 * singles + 2) * width,
+        live=12 * width,
+        text=((config["joint_attention_dim"], width),),
+        conditioning=(*sines, (config["pooled_projection_dim"], width), (width, width), (width, 2 * width)),
+        guided=False,
+        joined=(TEXT,),
+    )
+
+
+def _blocks(width: int, doubles: int, singles: int) -> tuple[Blocks, Blocks]:
+    """Return double and single blocks; the output of a single block takes 2 E more, because two products add up."""
+    hidden = 4 * width
+    gemms = ((width, 3 * width), (width, width), (width, hidden), (hidden, width))
+    modulation = ((width, 6 * width),) * 2
+    of_doubles = Blocks(doubles, gemms, passes=(4 * width, 4 * width), apart=(gemms,), modulation=modulation)
+    of_singles = Blocks(
+        count=singles,
+        gemms=((width, 3 * width), (width, hidden), (width + hidden, width)),
+        passes=(6 * width,),
+        modulation=((width, 3 * width),),
+        beside=((width, hidden), (hidden, width)),
+    )
+    return of_doubles, of_singles

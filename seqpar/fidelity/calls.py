@@ -166,31 +166,26 @@ class _Again:
         rank_0s = recorded_call.call.rank_0s(dict(recorded_call.arguments.whole))
         self._arguments: Mapping[str, Any] = rank_0s.whole
         computed: Mapping[str, Any] = recorded_call.call.computed(rank_0s).whole
-        self._inside = inside = body.inside(computed)
         self._ours = dict(recorded_call.results.each(plain).tensors)  # a promise is computed now, on all ranks
-        self._look = Look(measured, recorded_call.place, [inside.module], recorded_call.call.mesh, WIDE)
-        keeper, attend = inside.ranks.keeper, inside.ranks.keeper.attend
+        self._look = Look(measured, recorded_call.place, [body.module], recorded_call.call.mesh, WIDE)
+        keeper, attend = body.ranks.keeper, body.ranks.keeper.attend
         try:
             vars(keeper)["attend"] = lambda *kind, **masked: self._look.attention(attend(*kind, **masked))
             with self._look.ranks():
                 body(computed)
         finally:
             del vars(keeper)["attend"]
-        self._share = TokenShare(dict(inside.ranks.last.lengths), inside.ranks.axis.size, inside.ranks.axis.rank)
+        self._share = TokenShare(dict(body.ranks.last.lengths), body.ranks.axis.size, body.ranks.axis.rank)
 
     def compare(self) -> None:
         """Compare the call with one rank alone, in the model's data type and in a wider one."""
         self._look.compare("the result", self._ours, self._by_one)
 
     def _by_one(self) -> tuple[Streams, Streams]:
-        native, arguments = self._inside.alone, self._arguments
-        if native is None:
-            return self._look.by_one(
-                self._share, lambda: self._results(arguments), lambda: self._results(wide(arguments, WIDE))
-            )
-        outputs = self._look.tokens_by_one(self._share, lambda: native(arguments))
-        alone, truth = (dict(zip(self._ours, each.values(), strict=True)) for each in outputs)
-        return alone, truth
+        arguments = self._arguments
+        return self._look.by_one(
+            self._share, lambda: self._results(arguments), lambda: self._results(wide(arguments, WIDE))
+        )
 
     def _results(self, arguments: Mapping[str, Any]) -> Streams:
         return form_of(tuple(self._forward(**arguments, return_dict=False))).tensors

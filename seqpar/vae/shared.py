@@ -20,6 +20,7 @@ from seqpar.ranks.mesh import Mesh
 
 T = TypeVar("T")
 
+HALF = 2  # bytes of a 16-bit weight
 METHODS = ("decode", "encode")  # those of a VAE that are shared
 
 
@@ -85,6 +86,12 @@ def _shared(vae: Any, name: str) -> Shared:
     return method
 
 
+def _narrowed(x: Any, vae: Any) -> Any:
+    """Return an input as it is, or in the dtype of the weights if these have 16 bits and would not take more."""
+    dtype = next((weight.dtype for weight in vae.parameters() if weight.is_floating_point()), x.dtype)
+    return x.to(dtype) if dtype.itemsize == HALF and x.is_floating_point() and x.itemsize > HALF else x
+
+
 class Shared:
     """A method of a VAE whose input is shared among ranks. alone: the VAE's own, which takes this rank's input."""
 
@@ -108,10 +115,12 @@ class Shared:
         users = [*self._users.values()]
         for user in users:
             user.check()
-        compute = getattr(users[0], self._name) if users else self.alone
-        if compute is not None:
-            return compute(*args, **kwargs)
+        if not users:
+            return self.alone(*args, **kwargs)
         x, *rest = args or [kwargs.pop(self._first)]
+        x = _narrowed(x, self._vae)
+        if (compute := getattr(users[0], self._name)) is not None:
+            return compute(x, *rest, **kwargs)
         rank_0s = from_rank_0(users[0].mesh, {self._first: x}, {CALL: f"calls the VAE's {self._name}"})
         return self.alone(rank_0s[self._first], *rest, **kwargs)
 

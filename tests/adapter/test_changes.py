@@ -21,7 +21,7 @@ from seqpar.adapter.changes import Changes
 from seqpar.engine.graphs import Graphs
 from seqpar.ranks.mesh import Mesh
 from tests.adapter.test_lora import add, pipeline
-from tests.adapter.test_native import TOLERANCE, arguments, error, theirs, tiny
+from tests.support.tiny_flux import TOLERANCE, arguments, error, theirs, tiny
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
 
@@ -137,7 +137,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("wished", [True, False], ids=["native", "generic"])
+@pytest.mark.parametrize("wished", [True, False], ids=["fused", "generic"])
 @pytest.mark.parametrize("story", [IP, PROCESSORS, HOOKS, LORA], ids=["ip-adapter", "processors", "hooks", "lora"])
 def test_replays_follow_processors_hooks_and_adapters(story: dict[str, Callable[[Any], object]], wished: bool) -> None:
     """The call after a change has its result; later ones soon replay it, and `release` keeps what was set."""
@@ -163,7 +163,7 @@ def test_replays_follow_processors_hooks_and_adapters(story: dict[str, Callable[
     assert torch.equal(theirs(module, given), before)
 
 
-@pytest.mark.parametrize("wished", [True, False], ids=["native", "generic"])
+@pytest.mark.parametrize("wished", [True, False], ids=["fused", "generic"])
 def test_an_attention_backend_is_refused_until_it_is_reset(wished: bool) -> None:
     module, given = tiny(), arguments("dev")
     captured(module, Mesh.single(), wished)
@@ -267,7 +267,7 @@ def differing(rank: int, world: int, device: torch.device, wished: bool) -> tupl
     return messages, results, captures.count
 
 
-@pytest.mark.parametrize("wished", [True, False], ids=["native", "generic"])
+@pytest.mark.parametrize("wished", [True, False], ids=["fused", "generic"])
 def test_ranks_that_differ_raise_the_same_error(ranks: Pool, wished: bool) -> None:
     (messages, results, count), (others, _, _) = ranks.run(2, differing, wished)
     assert messages == others
@@ -281,10 +281,9 @@ def test_ranks_that_differ_raise_the_same_error(ranks: Pool, wished: bool) -> No
 
 
 def choosing(rank: int, world: int, device: torch.device) -> list[str]:
-    """Return the messages of `parallelize` where rank 1 alone has a hook, a backend, or no wish for a native model."""
+    """Return the messages of `parallelize` where rank 1 alone has a backend, or no wish for fused blocks."""
     messages, mesh = [], mesh_for("ulysses", world, device)
     cases: list[Callable[[Any], object]] = [
-        lambda module: module.proj_out.register_forward_hook(lambda *_: None),
         lambda module: module.set_attention_backend("native"),
         lambda module: None,
     ]
@@ -293,7 +292,7 @@ def choosing(rank: int, world: int, device: torch.device) -> list[str]:
         if rank == 1:
             change(module)
         with pytest.raises(ValueError, match="got") as raised:
-            seqpar.parallelize(module, mesh, native=number < 2 or rank == 0)
+            seqpar.parallelize(module, mesh, native=number < 1 or rank == 0)
         messages.append(str(raised.value))
     return messages
 
@@ -301,8 +300,6 @@ def choosing(rank: int, world: int, device: torch.device) -> list[str]:
 def test_ranks_that_would_choose_differently_raise_the_same_error(ranks: Pool) -> None:
     messages, others = ranks.run(2, choosing)
     assert messages == others
-    hooked, backend, unwished = messages
-    assert hooked.startswith("got computation 'by its own modules, because hook choosing.")
-    assert "is on proj_out' on rank 1" in hooked
+    backend, unwished = messages
     assert backend.startswith("rank 1: got attention backend native")
-    assert unwished.startswith("got computation 'by its own modules, because native is False' on rank 1")
+    assert unwished.startswith("got native False on rank 1, expected True as on rank 0")

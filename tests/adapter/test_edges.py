@@ -19,7 +19,7 @@ from seqpar.adapter import lease, parallelize
 from seqpar.adapter.rows import cut_rows
 from seqpar.engine.keeper import ATTENDS
 from seqpar.ranks.mesh import Axis, Mesh
-from tests.adapter import test_native
+from tests.support import tiny_flux
 from tests.adapter.test_cuts import raised
 from tests.adapter.test_generic import TOLERANCE, body_of, called, error
 from tests.support import pipelines
@@ -131,7 +131,7 @@ def test_a_picture_that_looks_like_split_tokens_to_one_rank_is_refused_on_every_
 
 def under_autocast(rank: int, world: int, device: torch.device) -> list[float]:
     """Return the largest differences to diffusers' result under autocast, and to that without it."""
-    module, given = test_native.tiny(torch.float32).to(device), test_native.arguments("dev", torch.float32, device)
+    module, given = tiny_flux.tiny(torch.float32).to(device), tiny_flux.arguments("dev", torch.float32, device)
     with torch.no_grad():
         plain = module(**given).sample
         with torch.autocast(device.type, torch.bfloat16):
@@ -140,19 +140,18 @@ def under_autocast(rank: int, world: int, device: torch.device) -> list[float]:
     with torch.autocast(device.type, torch.bfloat16):
         got = module(**given).sample
     assert got.dtype == truth.dtype
-    again = module(**given).sample  # without autocast the native model computes
+    again = module(**given).sample  # without autocast the fused blocks compute
     return [(x.float() - y.float()).abs().max().item() for x, y in ((got, truth), (again, plain), (truth, plain))]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of diffusers' own norms
 @pytest.mark.parametrize("world", [1, 2])
 def test_fp32_weights_under_autocast_compute_what_diffusers_does(
-    ranks: Pool, capfd: pytest.CaptureFixture[str], world: int
+    ranks: Pool, world: int
 ) -> None:
     for cast, plain, rounded in ranks.run(world, under_autocast):
         assert cast < 0.5 * rounded
         assert plain < 1e-3 * rounded
-    assert world > 1 or "own modules compute, because autocast asks for torch.bfloat16" in capfd.readouterr().out
 
 
 # What stays, and what does not ---------------------------------------------------------------------------------
@@ -187,12 +186,12 @@ def rounds(rank: int, world: int, device: torch.device) -> list[int]:
         raise ValueError("failed")
 
     given, counts = mesh_for("ulysses", world, device), []
-    module = test_native.tiny().to(device)
+    module = tiny_flux.tiny().to(device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lease, "_lacks_host", lambda mesh: True)
         patch.setattr(lease, "BACKENDS", "gloo" if device.type == "cpu" else lease.BACKENDS)
         for mesh in (given, None, given, None):
-            for name in ["_body", "_move"][: 1 + rank]:
+            for name in ["_checked", "_move"][: 1 + rank]:
                 with pytest.MonkeyPatch.context() as broken:
                     broken.setattr(parallelize, name, fails)
                     assert "failed" in raised(lambda mesh=mesh: seqpar.parallelize(module, mesh))
@@ -201,10 +200,10 @@ def rounds(rank: int, world: int, device: torch.device) -> list[int]:
             counts.append(len(torch.distributed.distributed_c10d._world.pg_names))
             seqpar.parallelize(module, mesh)
             counts.append(len(torch.distributed.distributed_c10d._world.pg_names))
-            module(**test_native.arguments("dev", device=device))
+            module(**tiny_flux.arguments("dev", device=device))
             seqpar.release(module)
     seqpar.parallelize(module, given)  # the caller's mesh still works
-    module(**test_native.arguments("dev", device=device))
+    module(**tiny_flux.arguments("dev", device=device))
     seqpar.release(module)
     return counts
 
@@ -216,8 +215,8 @@ def test_release_frees_the_process_groups_of_parallelize(ranks: Pool) -> None:
 
 
 def test_exchanges_of_ever_new_batch_sizes_are_freed_before_a_call_and_change_the_state() -> None:
-    module = test_native.tiny()
-    body, given = test_native.body_of(module), test_native.arguments("dev")
+    module = tiny_flux.tiny()
+    body, given = tiny_flux.body_of(module), tiny_flux.arguments("dev")
     states = []
     for rows in range(1, ATTENDS + 3):
         more = {name: x[:1].expand(rows, *x.shape[1:]) for name, x in given.items() if x is not None and x.dim() != 2}

@@ -44,15 +44,14 @@ def test_published_transformers(
     picks = {world: search(work, run, world, Wish(), H200, "peer", None).best.strategy for world in (2, 4)}
     assert "kv_first" not in picks.values()
     assert picks[4] == "ulysses"
-    fused = estimate.fused_work(module)
-    assert fused.step(1, tokens).flops == work.step(1, tokens).flops
+    fused = estimate.planned_work(module)
+    if not fused.joined:  # of those that describe themselves, the planner counts text apart
+        assert fused.step(1, tokens).flops == work.step(1, tokens).flops
+    run = estimate.load_of(module, torch.bfloat16, False, fused.joined)
     picks = {world: search(fused, run, world, Wish(), H200, "peer", None).best.strategy for world in (2, 4)}
     assert "kv_first" in picks.values()  # which sends keys while another projection runs
     if kind == "FluxTransformer2DModel":
-        joined = estimate.native_work(module).joined
-        run = estimate.load_of(module, torch.bfloat16, False, joined)
-        picks = {n: search(estimate.native_work(module), run, n, Wish(), H200, "peer", None).best for n in (2, 4)}
-        assert [best.strategy for best in picks.values()] == ["kv_first"] * 2
+        assert set(picks.values()) == {"kv_first"}
 
 
 @pytest.mark.parametrize("name", MODELS)

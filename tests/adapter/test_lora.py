@@ -1,6 +1,6 @@
 # pyright cannot infer the types of diffusers' and peft's modules
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-"""Tests LoRA and its kin on the native and the generic body, against diffusers' module with peft's layers."""
+"""Tests LoRA and its kin, merged for fused blocks and computed by diffusers' own, against diffusers' module with peft's layers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from seqpar.adapter import generic, native
 from seqpar.adapter.body import Body
 from seqpar.adapter.changes import Changes
-from tests.adapter.test_native import TOLERANCE, arguments, error, ours, plan_for, theirs, tiny
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
+from tests.support.tiny_flux import TOLERANCE, arguments, body_of, error, ours, theirs, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
 ATTENTION = ["to_q", "to_v", "to_out.0", "add_k_proj"]
@@ -43,10 +42,8 @@ def add(module: Any, name: str, config: Any = None, seed: int = 0) -> None:
 
 
 def made(kind: str, module: nn.Module, world: int, device: torch.device) -> Body:
-    """Return a body of a kind."""
-    mesh = mesh_for("ulysses", world, device)
-    plan = plan_for(mesh, "ulysses", module)
-    return native.build(module, mesh, plan) if kind == "native" else generic.build(module, mesh, plan)
+    """Return a body whose blocks are fused, or diffusers' own."""
+    return body_of(module, "ulysses", mesh_for("ulysses", world, device), kind == "fused")
 
 
 def step(name: str, module: Any) -> None:
@@ -80,17 +77,16 @@ def told(rank: int, world: int, device: torch.device, kind: str) -> tuple[list[f
     for name in STORY:
         step(name, module)
         step(name, whole)
-        assert kind == "native" or body.state() != states[-1], name
+        assert body.state() != states[-1], name
         got, truth = ours(body, given), theirs(whole, given)
         assert body.state() == body.state()
         found.append(error(got, truth))
         largest = max(largest, error(got, before))
         states.append(body.state())
-    assert kind == "generic" or (states[3] != states[0] == states[-1])
     return found, torch.equal(ours(body, given), before), largest
 
 
-@pytest.mark.parametrize(("world", "kind"), [(2, "native"), (3, "generic")])
+@pytest.mark.parametrize(("world", "kind"), [(2, "fused"), (3, "generic")])
 def test_adapters_are_followed_and_unloading_restores_the_bits(ranks: Pool, world: int, kind: str) -> None:
     for errors, restored, largest in ranks.run(world, told, kind):
         assert max(errors) < TOLERANCE
@@ -98,7 +94,7 @@ def test_adapters_are_followed_and_unloading_restores_the_bits(ranks: Pool, worl
         assert largest > 1e-2
 
 
-def fused(rank: int, world: int, device: torch.device, kind: str) -> list[float]:
+def fusing(rank: int, world: int, device: torch.device, kind: str) -> list[float]:
     """Return the errors of fused, unfused and unloaded adapters; peft replaces the data (safely), or fuses in place."""
     module, given = tiny().to(device), arguments("dev", device=device)
     whole = copy.deepcopy(module)
@@ -112,9 +108,9 @@ def fused(rank: int, world: int, device: torch.device, kind: str) -> list[float]
     return found
 
 
-@pytest.mark.parametrize("kind", ["native", "generic"])
+@pytest.mark.parametrize("kind", ["fused", "generic"])
 def test_fusing_and_unfusing(ranks: Pool, kind: str) -> None:
-    for errors in ranks.run(2, fused, kind):
+    for errors in ranks.run(2, fusing, kind):
         assert max(errors) < TOLERANCE
 
 
@@ -129,12 +125,12 @@ def scaled(rank: int, world: int, device: torch.device, kind: str) -> list[float
     for scale in (0.25, 2.0, None, 0.25):
         scaled_by = {**given, "joint_attention_kwargs": {"scale": scale}}
         plain = given if scale is None else scaled_by  # diffusers' own layers take no None
-        found.append(error(ours(body, scaled_by if kind == "native" else plain), theirs(whole, plain)))
+        found.append(error(ours(body, plain), theirs(whole, plain)))
         assert body.state() == body.state()
     return [*found, error(ours(body, given), theirs(whole, scaled_by))]
 
 
-@pytest.mark.parametrize("kind", ["native", "generic"])
+@pytest.mark.parametrize("kind", ["fused", "generic"])
 def test_a_scale_in_the_call(ranks: Pool, kind: str) -> None:
     """The last number is a negative control: a scale that is not applied is noticed."""
     for *errors, control in ranks.run(2, scaled, kind):
@@ -156,12 +152,11 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_of_adapters_are_merged(name: str) -> None:
     module, given = tiny(), arguments("dev")
-    body = made("native", module, 1, torch.device("cpu"))
+    body = made("fused", module, 1, torch.device("cpu"))
     before = ours(body, given)
     kept = {key: x.clone() for key, x in module.state_dict().items()}
     add(module, "a", KINDS[name], 1)
     truth = theirs(module, given)
-    assert native.why_not(module) is None
     assert error(ours(body, given), truth) < (1e-12 if name != "dora" else 1e-9)
     assert error(before, truth) > 1e-3
     module.unload_lora()
@@ -169,18 +164,17 @@ def test_kinds_of_adapters_are_merged(name: str) -> None:
     assert torch.equal(ours(body, given), before)
 
 
-def test_an_adapter_that_cannot_be_merged_takes_the_generic_way(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_layer_that_an_adapter_saves_whole_is_computed() -> None:
     module, given = tiny(), arguments("dev")
-    body = made("native", module, 1, torch.device("cpu"))
+    body = made("fused", module, 1, torch.device("cpu"))
     module.add_adapter(LoraConfig(r=2, target_modules=ATTENTION, modules_to_save=["proj_out"]), "a")
     assert error(ours(body, given), theirs(module, given)) < TOLERANCE
-    assert "the transformer's own modules compute, because" in capfd.readouterr().out
 
 
 def test_a_body_that_does_not_follow_is_noticed() -> None:
     """Negative control: with a frozen watch the error of a changed scale is far above the tolerance."""
     module, given = tiny(), arguments("dev")
-    body = made("native", module, 1, torch.device("cpu"))
+    body = made("fused", module, 1, torch.device("cpu"))
     step("load", module)
     step("both", module)
     ours(body, given)
@@ -191,18 +185,16 @@ def test_a_body_that_does_not_follow_is_noticed() -> None:
 
 
 def test_changed_scales_keep_the_addresses() -> None:
-    """So a captured call stays valid, and merged weights are written where it reads them."""
+    """Merged weights are written where captured calls read them."""
     module, given = tiny(), arguments("dev")
-    body = made("native", module, 1, torch.device("cpu"))
+    body = made("fused", module, 1, torch.device("cpu"))
     step("load", module)
     step("both", module)
     ours(body, given)
-    state = body.state()
+    weights = {name: x.weight.data_ptr() for name, x in body._installed.fused._copies.items()}
     step("scale", module)
-    assert body.state() == state  # which has already merged them again
-    weights = {name: x.clone() for name, x in body._merged.items()}
     assert error(ours(body, given), theirs(module, given)) < TOLERANCE
-    assert all(torch.equal(x, weights[name]) for name, x in body._merged.items())
+    assert all(x.weight.data_ptr() == weights[name] for name, x in body._installed.fused._copies.items())
 
 
 # Files and pipelines -------------------------------------------------------------------------------------------
@@ -222,7 +214,7 @@ def saved(folder: Path, seed: int) -> str:
     return str(folder / str(seed))
 
 
-@pytest.mark.parametrize("kind", ["native", "generic"])
+@pytest.mark.parametrize("kind", ["fused", "generic"])
 def test_a_pipelines_loras(tmp_path: Path, kind: str) -> None:
     """Load two from files, weigh them, fuse, unfuse, exchange one, and unload, all by the pipeline's own methods."""
     module, given = tiny(), arguments("dev")
@@ -264,7 +256,7 @@ def test_a_body_made_with_loaded_adapters() -> None:
     plain = theirs(module, given)
     step("load", module)
     step("both", module)
-    body = made("native", module, 1, torch.device("cpu"))
+    body = made("fused", module, 1, torch.device("cpu"))
     assert error(ours(body, given), theirs(module, given)) < TOLERANCE
     module.unload_lora()
     assert error(ours(body, given), plain) < TOLERANCE
@@ -283,7 +275,7 @@ def test_bf16_is_rounded_once() -> None:
     truth = theirs(copy.deepcopy(module).double(), wide)
     with torch.no_grad():
         plain = (module(**given).sample.double() - truth).norm().item()
-    mine = (made("native", module, 1, torch.device("cpu"))(given)[0].double() - truth).norm().item()
+    mine = (made("fused", module, 1, torch.device("cpu"))(given)[0].double() - truth).norm().item()
     assert mine <= 1.25 * plain
 
 

@@ -48,7 +48,7 @@ def test_pickles_shared_transformers_and_layouts_that_contradict_are_refused() -
         seqpar.parallelize(pipelines.sd3(), Mesh.single(), cfg=1)
 
 
-def test_fused_projections_are_the_reason_for_the_transformers_own_modules(capfd: pytest.CaptureFixture[str]) -> None:
+def test_fused_projections_are_the_reason_for_diffusers_own_blocks(capfd: pytest.CaptureFixture[str]) -> None:
     pipe = pipelines.flux()
     pipe.transformer.fuse_qkv_projections()
     seqpar.parallelize(pipe, Mesh.single())

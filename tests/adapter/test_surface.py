@@ -15,11 +15,11 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
 import seqpar
-from seqpar.adapter import cuts, native
+from seqpar.adapter import cuts
 from seqpar.engine.graphs import Graphs
 from seqpar.ranks.mesh import Mesh
 from tests.adapter.test_changes import Captures
-from tests.adapter.test_native import TOLERANCE, arguments, body_of, error, ours, theirs, tiny
+from tests.support.tiny_flux import TOLERANCE, arguments, body_of, error, ours, theirs, tiny
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
@@ -77,14 +77,12 @@ def test_offload_is_refused_in_one_sentence(ranks: Pool, how: str, wished: bool)
         assert "offloaded between calls" in message or "move the pipeline there" in message
 
 
-def test_compiled_blocks_are_said_to_be_unused(capfd: pytest.CaptureFixture[str]) -> None:
+def test_compiled_blocks_are_used(capfd: pytest.CaptureFixture[str]) -> None:
     module, given = tiny(), arguments("dev")
     truth, body = theirs(module, given), body_of(module)
     compiled(module)
     assert max(error(ours(body, given), truth) for _ in range(2)) < TOLERANCE
-    assert capfd.readouterr().out == (
-        "seqpar: compiled blocks are not used, because the native model has kernels of its own\n"
-    )
+    assert "4 of 4 blocks are diffusers' own, because they are compiled" in capfd.readouterr().out
 
 
 def surface(rank: int, world: int, device: torch.device) -> str:
@@ -92,8 +90,6 @@ def surface(rank: int, world: int, device: torch.device) -> str:
     module, given = tiny().to(device), arguments("dev", device=device)
     before = {key: x.clone() for key, x in module.state_dict().items()}
     seqpar.parallelize(module, make_mesh(device))
-    call: Any = module.forward
-    assert isinstance(call.body, native.Native)
     theirs(module, given)
     assert (module.config.in_channels, module.config["in_channels"], module.dtype) == (8, 8, torch.float64)
     with tempfile.TemporaryDirectory() as folder, module.cache_context("cond"):
@@ -133,7 +129,7 @@ def refreshed(rank: int, world: int, device: torch.device, wished: bool) -> list
     return errors + [error(x, truth) for x in after]
 
 
-@pytest.mark.parametrize("wished", [True, False], ids=["native", "generic"])
+@pytest.mark.parametrize("wished", [True, False], ids=["fused", "generic"])
 def test_refresh_changes_nothing_but_what_calls_know(ranks: Pool, wished: bool) -> None:
     for errors in ranks.run(2, refreshed, wished):
         assert max(errors) < TOLERANCE

@@ -10,7 +10,6 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
-from seqpar.adapter.body import Inside
 from seqpar.adapter.foreign import Foreign
 from seqpar.engine.graphs import Captured
 from tests.support.meshes import random
@@ -89,10 +88,6 @@ class Recorder:
     def foreign(self) -> Foreign:
         """Return nothing: nobody has put hooks onto the module."""
         return Foreign()
-
-    def inside(self, arguments: Mapping[str, Any]) -> Inside:
-        """Raise, because nothing looks into it."""
-        raise NotImplementedError
 
     def end_copies(self) -> None:
         """Raise, because nothing is merged."""

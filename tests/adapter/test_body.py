@@ -20,9 +20,10 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from torch import Tensor
 
-from seqpar.adapter import generic
+from seqpar.adapter.body import Body
 from seqpar.adapter.cuts import CutTokens
 from seqpar.adapter.forward import Ranks
+from seqpar.adapter.table import cuts_of
 from seqpar.planner.plan import Choice
 from tests.support.diffusers_tiny import MODELS, SPLIT, few, flat, random, truth
 from tests.support.foreign import StayDouble
@@ -55,14 +56,14 @@ def body_of(
     transport: str = "collective",
     cuts: Any = None,
     fused: bool = False,
-) -> generic.Generic:
-    """Return a generic body on the mesh on which a strategy is tested."""
+) -> Body:
+    """Return a body on the mesh on which a strategy is tested."""
     choices = {"strategy": strategy, "transport": transport, "local": "sdpa" if device.type == "cpu" else "reference"}
     plan: Any = SimpleNamespace(**{name: Choice(choice, "test") for name, choice in choices.items()})
-    return generic.build(module, mesh_for(strategy, world, device), plan, cuts, fused=fused)
+    return Body(module, mesh_for(strategy, world, device), plan, cuts_of(module, cuts), fused)
 
 
-def called(body: generic.Generic, arguments: Mapping[str, Any]) -> Outputs:
+def called(body: Body, arguments: Mapping[str, Any]) -> Outputs:
     """Return the outputs of a call, kept from being overwritten by the next one."""
     with StayDouble():
         return tuple(x.clone() for x in flat(body(arguments)))

@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,21 @@ import numpy as np
 import torch
 from diffusers.utils import logging as diffusers_logging
 from diffusers.utils.export_utils import export_to_video
+from torch import nn
 
 from seqpar.adapter.parallelize import parallelize
 from seqpar.adapter.sharing import Wished
+from seqpar.adapter.state import keep_fp32
+from seqpar.adapter.subjects import transformers_of
 from seqpar.cli.args import Args
-from seqpar.cli.job import outputs
-from seqpar.cli.progress import Progress
-from seqpar.cli.summary import versions
+from seqpar.cli.job import outputs, scales
+from seqpar.cli.progress import Bar, Progress
+from seqpar.cli.summary import chosen, layout, listed, measured
+from seqpar.engine.distributed import settled
 from seqpar.pipelines._encoders import forget_encoders
 from seqpar.pipelines._pictures import save, written
 from seqpar.pipelines.adapted import Adapted
-from seqpar.planner.plan import parse_mesh
+from seqpar.planner.plan import Plan
 from seqpar.ranks.mesh import Mesh
 
 VAE: dict[str, Wished] = {
@@ -36,36 +39,75 @@ VAE: dict[str, Wished] = {
 FPS = 16  # frames a second of a video if the user names none
 
 
-def run_adapted(args: Args, job: Adapted, ranks: Mesh) -> None:
-    """The path from a checked order to files. Every rank calls it."""
+def run_adapted(args: Args, job: Adapted, plan: Plan, ranks: Mesh) -> None:
+    """The path from a checked and planned order to files. Every rank calls it."""
     started = time.perf_counter()
     with _one_voice(ranks):
-        pipe = job.load(ranks)
-    vae = VAE[args.vae]
-    parallelize(pipe, _mesh(args), strategy=args.strategy, local=args.local, transport=args.transport, vae=vae)
+        pipe = job.pipeline(ranks)
+    state = _parallelize(args, pipe, plan)
     if args.verify:
         from seqpar.fidelity.verify import EVALUATIONS, verify  # imports what no other run needs
 
-        arguments = {name: value for name, value in job.arguments.items() if name != "output_type"}
+        arguments = {name: value for name, value in job.called().items() if name != "output_type"}
         arguments["num_inference_steps"] = min(EVALUATIONS, job.steps)
         verify(pipe, **arguments, generator=torch.Generator().manual_seed(job.seed))
     forget_encoders(pipe)
     loaded = time.perf_counter() - started
     pipe.set_progress_bar_config(disable=job.counts_steps or not ranks.is_main)
     if ranks.is_main:
-        print(_summary(args, job), flush=True)
-    with Progress(job.steps, ranks) as progress:
-        made = job.make(pipe, progress, ranks)
-        per_step = progress.finish() if job.counts_steps else None
+        print(_summary(args, pipe, job, plan, state), flush=True)
+    made, per_step = _made(pipe, job, ranks)
     bits = digest(made)
     paths = outputs(args, job)
     if ranks.is_main:
-        shown = asdict(args) | {"out": str(args.out), "versions": versions(), "pixels": bits, "ms_per_step": per_step}
+        shown = _parameters(args, pipe, job, plan) | {"pixels": bits, "ms_per_step": per_step}
         for path, one in zip(paths, made, strict=True):
             _write(one, path, args.fps or FPS, shown)
-        speed = "" if per_step is None else f"{per_step:.1f} ms a step, "
-        seconds = f"{loaded:.1f} s to load, {time.perf_counter() - started:.1f} s in all"
-        print(f"{', '.join(map(str, paths))}: {speed}{seconds}, pixels {bits}", flush=True)
+        what, speed = _what(job), measured(per_step, loaded, time.perf_counter() - started)
+        print(f"{listed(paths)}: {job.load.images} {what}, {speed}, pixels {bits}", flush=True)
+
+
+def _parallelize(args: Args, pipe: Any, plan: Plan) -> str:
+    """Let a pipeline compute as planned, with its state in fp32 if it can; return the state's dtype as text."""
+    sequence = plan.layout.sequence > 1
+    names = {"strategy": plan.strategy.name} if sequence else {}
+    names |= {"transport": plan.transport.name} if sequence or plan.layout.cfg > 1 else {}
+    parallelize(pipe, settled(plan, None), local=plan.local.name, vae=VAE[args.vae], **names)
+    reason = keep_fp32(pipe)
+    return "fp32 between steps" if reason is None else f"as the pipeline keeps it: {reason}"
+
+
+def _made(pipe: Any, job: Adapted, ranks: Mesh) -> tuple[list[Any], float | None]:
+    """Return pictures or videos, and ms a step, if the pipeline tells of its steps; rank 0 shows bars."""
+    encoding = Bar(job.texts, "prompt", ranks, "encoding")
+    decoding = Bar(job.load.images, _what(job).removesuffix("s"), ranks, "decoding")
+
+    def encoded() -> None:
+        encoding.add(job.texts)
+        encoding.close()
+
+    def decode(count: int) -> None:
+        if not count:
+            progress.finish()
+            progress.close()
+        decoding.add(count)
+
+    with encoding, Progress(job.steps, ranks) as progress, decoding:
+        if job.texts:
+            encoding.add(0)
+            _at_first_call(next(iter(transformers_of(pipe).values())), encoded)
+        made = job.make(pipe, progress, decode, ranks)
+        return made, progress.finish() if job.counts_steps else None
+
+
+def _at_first_call(module: nn.Module, work: Any) -> None:
+    """Do something once, when a module is called first."""
+
+    def first(*_: object) -> None:
+        handle.remove()
+        work()
+
+    handle = module.register_forward_pre_hook(first)
 
 
 def digest(made: list[Any]) -> str:
@@ -73,23 +115,33 @@ def digest(made: list[Any]) -> str:
     return hashlib.sha256(b"".join(np.ascontiguousarray(one).tobytes() for one in made)).hexdigest()[:16]
 
 
-def _mesh(args: Args) -> Mesh | None:
-    """The mesh that the flags name, or None where the planner chooses."""
-    _, axes = parse_mesh(args.mesh)
-    data, cfg, ring = (axes.get(name, 1) for name in ("data", "cfg", "ring"))
-    return Mesh.from_env(data, cfg, ring, axes.get("ulysses")) if axes else None
+def _what(job: Adapted) -> str:
+    return "videos" if job.video else "pictures"
 
 
-def _summary(args: Args, job: Adapted) -> str:
-    """Return the lines that say what runs, and why by diffusers' loop."""
-    what, dtype = "videos" if job.video else "pictures", str(job.dtype).removeprefix("torch.")
+def _summary(args: Args, pipe: Any, job: Adapted, plan: Plan, state: str) -> str:
+    """Return the lines that say what runs, where, and why."""
+    call: Any = next(iter(transformers_of(pipe).values())).forward
+    tokens = f"{job.load.tokens} tokens, " if job.planned.exact else ""
+    dtype, steps = str(job.dtype).removeprefix("torch."), f"{job.steps} steps of {type(pipe.scheduler).__name__}"
+    work = f"{job.load.images} {_what(job)}, {tokens}{dtype}, {steps} in {job.kind.__name__}, {scales(job.guidance)}"
+    graph = "no GPU" if call.mesh.device.type == "cpu" else call.body.why_eager()
     lines = [
-        f"model     {args.model}",
-        f"loop      diffusers': {job.why}",
+        *layout(args, plan, call.mesh, str(plan.transport), str(plan.local)),
+        f"work      {work}",
         *(f"lora      {each}" for each in job.loras),
-        f"work      {job.count} {what}, {dtype}, {job.steps} steps of {job.kind.__name__}",
+        *(f"{title:<9} {text}" for title, text in job.notes),
+        f"state     {state}",
+        f"graph     {'a call of the transformer is one CUDA graph' if graph is None else f'none: {graph}'}",
     ]
     return "\n".join(lines)
+
+
+def _parameters(args: Args, pipe: Any, job: Adapted, plan: Plan) -> dict[str, Any]:
+    """Return what a picture's metadata holds, without measurements."""
+    names = {"strategy": plan.strategy.name, "local": plan.local.name, "transport": plan.transport.name}
+    own = {"scheduler": type(pipe.scheduler).__name__, "vae": args.vae, "prompts": job.prompts}
+    return chosen(args, job, next(iter(transformers_of(pipe).values())).forward.mesh, {**names, **own})
 
 
 def _write(one: Any, path: Path, fps: int, parameters: dict[str, Any]) -> None:

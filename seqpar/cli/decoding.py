@@ -8,15 +8,16 @@ import torch
 
 from seqpar.cli.args import Args
 from seqpar.pipelines._family import Job
+from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.machine import Machine
 from seqpar.planner.search import Ranking
 from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.vae.spread import spread_of
 
 
-def line(args: Args, job: Job, ranking: Ranking, machine: Machine) -> str | None:
+def line(args: Args, job: Job | Adapted, ranking: Ranking, machine: Machine) -> str | None:
     """Return the line of a dry run: how pictures are decoded. None without a decoder, and where no layout fits."""
-    if job.loading["files"].vae is None or not ranking.ranked:
+    if not job.decodes or not ranking.ranked:
         return None
     world, data = Axis("world", size=machine.count), Axis("data", size=ranking.best.data)
     wish = "pictures" if args.exact and args.vae == "auto" else args.vae
@@ -24,9 +25,9 @@ def line(args: Args, job: Job, ranking: Ranking, machine: Machine) -> str | None
     return f"decoding: {spread}; its memory is measured when the weights are loaded, before the first step"
 
 
-def check(job: Job, mesh: Mesh) -> None:
+def check(job: Job | Adapted, mesh: Mesh) -> None:
     """Raise ValueError if the decoded pictures of a run, which every rank holds, exceed the memory of its device."""
-    height, width = job.pixels
+    height, width = job.pixels or (1, 1)
     gpu, here = mesh.device.type == "cuda", min(mesh.world.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     nbytes = job.load.images * 3 * height * width * torch.float32.itemsize * (1 if gpu else here)
     if gpu:

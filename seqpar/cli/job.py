@@ -101,13 +101,13 @@ def check(args: Args, mesh: Mesh, path: Path | None = None) -> Job | Adapted:
         *others, last = outputs(args, job)
         check_writable(last, ".mp4" if video else ".png", others)
     aim, axes = parse_mesh(args.mesh)
-    if isinstance(job, Adapted):
-        if args.dry_run is not None or aim != "latency":
-            flag = "a plan" if args.dry_run is not None else f"--mesh {args.mesh}"
-            raise ValueError(f"got {flag} with {job.kind.__name__}, expected neither a plan nor throughput: {job.why}")
-        return job
-    data, cfg = axes.get("data", 1), axes.get("cfg", 1)
-    check_layout(data, cfg, job.load.images, job.guidance, job.blueprint.config.in_channels)
+    planned_only = args.dry_run is not None or aim != "latency"
+    if isinstance(job, Adapted) and planned_only and not job.planned.exact:
+        flag = "a plan" if args.dry_run is not None else f"--mesh {args.mesh}"
+        expected = "neither a plan nor throughput: the files do not tell how many tokens it has"
+        raise ValueError(f"got {flag} with {job.kind.__name__}, expected {expected}")
+    channels = job.planned.channels if isinstance(job, Adapted) else job.blueprint.config.in_channels
+    check_layout(axes.get("data", 1), axes.get("cfg", 1), job.load.images, job.guidance, channels)
     return job
 
 
@@ -116,15 +116,15 @@ def outputs(args: Args, job: Job | Adapted) -> list[Path]:
     if isinstance(job, Job):
         return [args.out] if job.sheet else numbered(args.out, job.load.images)
     default = job.video and args.out == Args.out
-    return numbered(args.out.with_suffix(".mp4") if default else args.out, job.count)
+    return numbered(args.out.with_suffix(".mp4") if default else args.out, job.load.images)
 
 
 def _disk_bytes(args: Args, job: Job | Adapted) -> int:
     """The most bytes that the files of a run take; little more than nothing where the pipeline chooses the size."""
     if isinstance(job, Job):
         return bytes_of(job.load.images, job.pixels, job.sheet)
-    size = parse_size(args.size) or (1, 1)
-    return bytes_of(job.count, (1, 1) if job.video else size, sheet=False)
+    size = job.pixels or (1, 1)
+    return bytes_of(job.load.images, (1, 1) if job.video else size, sheet=False)
 
 
 def order_of(args: Args, mesh: Mesh) -> Order:

@@ -10,8 +10,9 @@ from seqpar.cli import decoding
 from seqpar.cli.args import Args, Options, PlanArgs
 from seqpar.cli.job import scales
 from seqpar.pipelines._family import Job
+from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.machine import Machine, here, imagined
-from seqpar.planner.plan import parse_mesh, rank, transport_between, work_of
+from seqpar.planner.plan import parse_mesh, rank, transport_between
 from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
 
@@ -28,7 +29,7 @@ def wish_of(args: Args) -> Wish:
     return Wish(aim, axes, args.strategy, args.exact, args.local, args.transport)
 
 
-def dry_run(args: Args, job: Job, ranks: Mesh) -> str:
+def dry_run(args: Args, job: Job | Adapted, ranks: Mesh) -> str:
     """The tables that a plan prints: one a number of GPUs, or one for the processes that run.
 
     ValueError if no layout fits a single machine; beside other tables the reason stands in the table's place.
@@ -53,8 +54,8 @@ def _running(ranks: Mesh, transport: str) -> Machine:
     return here(ranks.device, ranks.world.size, name)
 
 
-def _table(args: Args, job: Job, machine: Machine) -> str:
+def _table(args: Args, job: Job | Adapted, machine: Machine) -> str:
     """Return the plan for a machine, all layouts, a step's costs and how pictures are decoded."""
-    ranking = rank(work_of(job.blueprint.config), job.load, machine, wish_of(args), job.dtype)
+    ranking = rank(job.work, job.load, machine, wish_of(args), job.dtype)
     lines = [f"{machine.count} x {machine.device}: {ranking}", ranking.table()]
     return "\n".join([*lines, *filter(None, [decoding.line(args, job, ranking, machine)])])

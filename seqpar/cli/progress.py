@@ -23,6 +23,10 @@ class Bar:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the bar as it is, so that another one can follow it."""
         if self._bar is not None:
             self._bar.close()
 

@@ -12,11 +12,11 @@ from seqpar.cli.args import Args
 from seqpar.cli.job import checked, named, outputs
 from seqpar.cli.plan import dry_run, wish_of
 from seqpar.cli.progress import Bar, Progress
-from seqpar.cli.summary import parameters, summary
+from seqpar.cli.summary import listed, measured, parameters, summary
 from seqpar.pipelines._family import Job
 from seqpar.pipelines._pictures import grid, save, to_pil
 from seqpar.pipelines.adapted import Adapted
-from seqpar.planner.plan import Plan, make, work_of
+from seqpar.planner.plan import Plan, make
 from seqpar.ranks import exact
 from seqpar.ranks.deadlines import Deadlines
 from seqpar.ranks.mesh import Mesh
@@ -30,18 +30,19 @@ def run(args: Args) -> None:
     ranks = Mesh.joined(deadlines=Deadlines(args.first_deadline_s, args.deadline_s))
     args = named(args)
     job = checked(args, ranks)
-    if isinstance(job, Adapted):
-        from seqpar.cli.adapted import run_adapted  # takes seconds to import, which a loop of our own does not need
-
-        run_adapted(args, job, ranks)
-        return
     if args.dry_run is not None:
         _say(ranks, ranks.share(ranks.together(lambda: dry_run(args, job, ranks)), str))
         return
-    plan = make(work_of(job.blueprint.config), job.load, job.dtype, ranks, wish_of(args))
+    plan = make(job.work, job.load, job.dtype, ranks, wish_of(args))
     ranks.together(lambda: decoding.check(job, ranks))
+    if isinstance(job, Adapted):
+        from seqpar.cli.adapted import run_adapted  # takes seconds to import, which a loop of our own does not need
+
+        run_adapted(args, job, plan, ranks)
+        return
     started = time.perf_counter()
-    with _encoding(job, ranks) as encoded:
+    texts = len(set(job.loading.get("prompts", ())))
+    with Bar(texts, "prompt", ranks, "encoding") as encoded:  # it appears only where there are prompts to encode
         hook = {"on_prompt": encoded} if "prompts" in job.loading else {}
         pipeline = job.pipeline.load(**job.loading, **hook, plan=plan)
     loaded = time.perf_counter() - started
@@ -51,14 +52,8 @@ def run(args: Args) -> None:
         per_step = progress.finish()
     bits = digest(latents)
     files = _write(args, job, pipeline, latents, {"ms_per_step": per_step, "latents": bits})
-    measured = _measured(per_step, loaded, time.perf_counter() - started)
-    _say(ranks, f"{files}: {job.load.images} pictures, {measured}, latents {bits}")
-
-
-def _measured(per_step: float | None, loaded: float, whole: float) -> str:
-    """Return the speed as text. per_step: milliseconds; loaded, whole: seconds until weights were there, and in all."""
-    speed = "a step not measured (one alone is warm-up)" if per_step is None else f"{per_step:.1f} ms a step"
-    return f"{speed}, {loaded:.1f} s to load, {whole:.1f} s in all"
+    speed = measured(per_step, loaded, time.perf_counter() - started)
+    _say(ranks, f"{files}: {job.load.images} pictures, {speed}, latents {bits}")
 
 
 def _introduce(args: Args, pipeline: Any, job: Job, plan: Plan) -> None:
@@ -69,11 +64,6 @@ def _introduce(args: Args, pipeline: Any, job: Job, plan: Plan) -> None:
         from seqpar.fidelity.verify import verify  # imports what no other run needs
 
         verify(pipeline, **job.settings)
-
-
-def _encoding(job: Job, mesh: Mesh) -> Bar:
-    """The bar of encoded prompts; it appears only where there are prompts to encode."""
-    return Bar(len(set(job.loading.get("prompts", ()))), "prompt", mesh, "encoding")
 
 
 def _write(args: Args, job: Job, pipeline: Any, latents: Tensor, measured: dict[str, Any]) -> str:
@@ -89,7 +79,7 @@ def _write(args: Args, job: Job, pipeline: Any, latents: Tensor, measured: dict[
         pictures = [grid(to_pil(images), job.captions)] if job.sheet else to_pil(images)
         for path, picture in zip(paths, pictures, strict=True):
             save(picture, path, shown)
-    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} to {paths[-1].name}"
+    return listed(paths)
 
 
 def _say(mesh: Mesh, text: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -13,6 +15,7 @@ from seqpar.cli.args import Args
 from seqpar.cli.job import DTYPES, scales
 from seqpar.kernels import gated_linear
 from seqpar.pipelines._family import Job
+from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import Plan
 from seqpar.ranks import exact
 from seqpar.ranks.mesh import Mesh
@@ -22,41 +25,59 @@ from seqpar.sampling.steppers import Decision, decide
 
 def summary(args: Args, pipeline: Any, job: Job, plan: Plan) -> str:
     """Lines that say what runs, where, and why."""
-    dit, mesh = pipeline.dit, pipeline.dit.mesh
-    decision = decide(job.scheduler, {"eta": args.eta})
+    dit, decision = pipeline.dit, decide(job.scheduler, {"eta": args.eta})
     lines = [
-        f"model     {args.model}",
-        f"plan      {plan}",
-        f"mesh      {mesh} ({mesh.world.size} x {_device(mesh)}, {_backend(mesh)})",
-        f"strategy  {dit.strategy.name} ({plan.strategy.why})",
-        f"transport {dit.transport}",
-        f"local     {dit.local}{', exact mode' if exact.is_on() else ''}",
+        *layout(args, plan, dit.mesh, str(dit.transport), str(dit.local)),
         f"work      {_work(args, job, decision)}",
         *_notes(args, pipeline, job, decision),
     ]
     return "\n".join(lines)
 
 
+def layout(args: Args, plan: Plan, mesh: Mesh, transport: str, local: str) -> list[str]:
+    """Lines that say how the ranks share the work. transport, local: with the reasons for them."""
+    return [
+        f"model     {args.model}",
+        f"plan      {plan}",
+        f"mesh      {mesh} ({mesh.world.size} x {_device(mesh)}, {_backend(mesh)})",
+        f"strategy  {plan.strategy.name} ({plan.strategy.why})",
+        f"transport {transport}",
+        f"local     {local}{', exact mode' if exact.is_on() else ''}",
+    ]
+
+
 def parameters(args: Args, pipeline: Any, job: Job) -> dict[str, Any]:
     """The flags as given; under "chosen" the values that were used, under "versions" the packages that ran."""
-    dit, mesh = pipeline.dit, pipeline.dit.mesh
-    height, width = job.pixels
+    dit = pipeline.dit
+    names = {"strategy": dit.strategy.name, "local": dit.local.name, "transport": dit.transport.name}
     way = pipeline.way(job.load.images, job.pixels, args.vae)
-    chosen = {
-        "strategy": dit.strategy.name,
-        "local": dit.local.name,
-        "transport": dit.transport.name,
+    own = {"scheduler": type(job.scheduler).__name__, "vae": None if way is None else way.name}
+    return chosen(args, job, dit.mesh, {**names, **own, **{name: list(values) for name, values in job.named.items()}})
+
+
+def chosen(args: Args, job: Job | Adapted, mesh: Mesh, more: Mapping[str, Any]) -> dict[str, Any]:
+    """What `parameters` returns. more: values that were used, besides those of every run."""
+    values = {
         "mesh": mesh.sizes,
         "world": mesh.world.size,
         "device": _device(mesh),
         "dtype": next(name for name, dtype in DTYPES.items() if dtype == job.dtype),
-        "size": f"{height}x{width}",
-        "scheduler": type(job.scheduler).__name__,
+        "size": None if job.pixels is None else f"{job.pixels[0]}x{job.pixels[1]}",
         "guidance": scales(job.guidance),
-        "vae": None if way is None else way.name,
-        **{name: list(values) for name, values in job.named.items()},
+        **more,
     }
-    return asdict(args) | {"out": str(args.out), "chosen": chosen, "versions": versions()}
+    return asdict(args) | {"out": str(args.out), "chosen": values, "versions": versions()}
+
+
+def measured(per_step: float | None, loaded: float, whole: float) -> str:
+    """The speed as text. per_step: milliseconds; loaded, whole: seconds until weights were there, and in all."""
+    speed = "a step not measured (one alone is warm-up)" if per_step is None else f"{per_step:.1f} ms a step"
+    return f"{speed}, {loaded:.1f} s to load, {whole:.1f} s in all"
+
+
+def listed(paths: Sequence[Path]) -> str:
+    """The files of a run as text."""
+    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} to {paths[-1].name}"
 
 
 def versions() -> dict[str, str]:

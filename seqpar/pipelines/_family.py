@@ -28,10 +28,12 @@ from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.arguments import check_loading, check_pictures
 from seqpar.sampling.guidance import Guidance
+from seqpar.types.facts import Work
 from seqpar.types.protocols import plugin, plugins
 from seqpar.weights.find import Blueprint, check_heads, locate, resolve
 from seqpar.weights.layout import pipeline_folder
 from seqpar.weights.parts import read_pipeline
+from seqpar.weights.presets import PRESETS, Preset
 
 ANY = "adapted"  # the family of all pipelines that have no file of their own
 FOR_CLASSES = "expected none: it is for models that make pictures of classes"
@@ -123,6 +125,16 @@ class Job:
     notes: Sequence[tuple[str, str]] = field(default_factory=tuple)
 
     @property
+    def work(self) -> Work:
+        """Return what the planner needs of the model."""
+        return work_of(self.blueprint.config)
+
+    @property
+    def decodes(self) -> bool:
+        """Return whether a decoder comes with the model."""
+        return self.loading["files"].vae is not None
+
+    @property
     def evaluations(self) -> int:
         """Return the number of calls of the model: one a step, about two a step for schedulers such as Heun's."""
         return self.load.steps
@@ -154,13 +166,15 @@ class Job:
         )
 
 
-def family_of(name: str, heads: int | None = None) -> tuple[ModuleType | None, Path | Blueprint]:
-    """Return the family of a model, and what its name stands for: a pipeline's folder, a file in one, or a model.
+def family_of(name: str, heads: int | None = None) -> tuple[ModuleType | None, Path | Blueprint | Preset]:
+    """Return the family of a model, and what its name stands for: a pipeline's folder, a file in one, or a preset.
 
     A hub id is downloaded. heads: see `seqpar.weights.find.locate`. The family is None for a native model that none
     names: it can be planned (`planned`), but no pictures are made with it here. Raises ValueError if nothing has this
     name or no model of seqpar fits its files.
     """
+    if name.lower() in PRESETS:
+        return plugin(seqpar.pipelines, ANY, "family"), PRESETS[name.lower()]
     path = resolve(name)
     families = [plugin(seqpar.pipelines, each, "family") for each in plugins(seqpar.pipelines)]
     folder = None if path is None else pipeline_folder(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import wraps
 from typing import Any
 
 import diffusers
@@ -138,6 +139,23 @@ def _flow_settings(config: Mapping[str, Any], name: str | None) -> dict[str, Any
     known = {} if kind is None else inspect.signature(kind.__init__).parameters
     flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": config.get("shift", 1.0)}
     return flow if "use_flow_sigmas" in known and "shift" in config else {}
+
+
+def taking_mu(scheduler: Any) -> Any:
+    """Return a scheduler whose `set_timesteps` takes `mu`, which pipelines pass also where it is not shifted by size.
+
+    Multistep schedulers of diffusers refuse it then.
+    """
+    own = scheduler.set_timesteps
+    if scheduler.config.get("use_dynamic_shifting") or "mu" not in inspect.signature(own).parameters:
+        return scheduler
+
+    @wraps(own)
+    def set_timesteps(*args: Any, mu: object = None, **kwargs: Any) -> None:
+        own(*args, **kwargs)
+
+    scheduler.set_timesteps = set_timesteps
+    return scheduler
 
 
 def flow_timing(scheduler: Any, steps: int, tokens: int) -> dict[str, Any]:

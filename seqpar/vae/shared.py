@@ -19,6 +19,7 @@ from seqpar.ranks.inputs import CALL, from_rank_0
 from seqpar.ranks.mesh import Mesh
 
 T = TypeVar("T")
+Look = tuple[Callable[[], None], Callable[[Any], None]]
 
 HALF = 2  # bytes of a 16-bit weight
 METHODS = ("decode", "encode")  # those of a VAE that are shared
@@ -60,12 +61,16 @@ def share(vae: Any, user: User) -> Callable[[], None]:
 
 
 @contextmanager
-def looked_at(vae: Any, name: str, look: Callable[[Any], None]) -> Iterator[None]:
-    """Call `look` with each result of a VAE's `decode` or `encode`; an error that it raises ends the call.
+def looked_at(
+    vae: Any, name: str, look: Callable[[Any], None], begin: Callable[[], None] = _nothing
+) -> Iterator[None]:
+    """Call `begin` before each call of a VAE's `decode` or `encode`, and `look` with its result.
+
+    An error that they raise ends the call.
 
     The method stays the one that `own` finds, so that the VAE may be shared before, and ranks may call it alone.
     """
-    end = _shared(vae, name).look(look)
+    end = _shared(vae, name).look((begin, look))
     try:
         yield
     finally:
@@ -101,13 +106,15 @@ class Shared:
         self._before = {key: x for key, x in vars(vae).items() if key == name}
         self._first = next(iter(inspect.signature(self.alone).parameters), "")  # the input, which may come by its name
         self._users: dict[object, User] = {}
-        self._looks: dict[object, Callable[[Any], None]] = {}
+        self._looks: dict[object, Look] = {}
         update_wrapper(self, self.alone)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the VAE makes of rank 0's input."""
+        for begin, _ in self._looks.values():
+            begin()
         result = self._compute(args, kwargs)
-        for look in self._looks.values():
+        for _, look in self._looks.values():
             look(result)
         return result
 
@@ -136,8 +143,8 @@ class Shared:
         """Add a user; return what takes it away again."""
         return self._add(self._users, user)
 
-    def look(self, look: Callable[[Any], None]) -> Callable[[], None]:
-        """Call `look` with each result; return what ends that."""
+    def look(self, look: Look) -> Callable[[], None]:
+        """Call the first function before each call, and the second with each result; return what ends that."""
         return self._add(self._looks, look)
 
     def _add(self, to: dict[object, T], one: T) -> Callable[[], None]:

@@ -22,6 +22,7 @@ from seqpar.weights.checkpoint import Checkpoint, check, from_state_dict, named
 from seqpar.weights.hub import download
 from seqpar.weights.layout import open_model
 from seqpar.weights.loading import load
+from seqpar.weights.presets import PRESETS
 
 ASSETS = Path(__file__).parents[1] / "assets"
 BUILTIN = ASSETS / "emoji-dit"  # the model of classes that comes with the package
@@ -111,7 +112,7 @@ def resolve(name: str | Path) -> Path | None:
     A hub id is downloaded; a path costs nothing. Raises ValueError if nothing has this name, or if it is a pipe or a
     device.
     """
-    known = presets(_modules())
+    known = {**presets(_modules()), **PRESETS}
     if str(name).lower() in NAMES:
         return NAMES[str(name).lower()]
     if str(name).lower() in known:

@@ -19,7 +19,7 @@ from torch import nn
 from seqpar.adapter.cuts import Boundary, Cuts, CutTokens, GatherTokens, Joint
 from seqpar.adapter.masks import key_rows
 from seqpar.adapter.table import CUTS, cuts_of
-from tests.adapter.test_generic import TOLERANCE, Outputs, body_of, called, error
+from tests.adapter.test_body import TOLERANCE, Outputs, body_of, called, error
 from tests.support.diffusers_tiny import MODELS, few, truth
 from tests.support.pool import Pool
 

@@ -18,7 +18,7 @@ from seqpar.adapter.table import cuts_of
 from seqpar.engine.promises import Promise
 from seqpar.local import reference, sdpa
 from seqpar.types.masks import key_bias
-from tests.adapter.test_generic import TOLERANCE, VISIBLE, Outputs, body_of, called, error
+from tests.adapter.test_body import TOLERANCE, VISIBLE, Outputs, body_of, called, error
 from tests.support.calls import Captures
 from tests.support.diffusers_tiny import MODELS
 from tests.support.foreign import InDouble, StayDouble, in_double

@@ -48,13 +48,6 @@ def test_pickles_shared_transformers_and_layouts_that_contradict_are_refused() -
         seqpar.parallelize(pipelines.sd3(), Mesh.single(), cfg=1)
 
 
-def test_fused_projections_are_the_reason_for_diffusers_own_blocks(capfd: pytest.CaptureFixture[str]) -> None:
-    pipe = pipelines.flux()
-    pipe.transformer.fuse_qkv_projections()
-    seqpar.parallelize(pipe, Mesh.single())
-    assert "because its projections are fused (fuse_qkv_projections)" in capfd.readouterr().out
-
-
 def stopping_early(pipe: Any, step: int, t: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Stop after the first step on rank 1 alone."""
     pipe._interrupt = torch.distributed.get_rank() == 1  # noqa: TID251

@@ -14,7 +14,7 @@ import torch
 from diffusers.hooks.hooks import HookRegistry
 from diffusers.hooks.layer_skip import LayerSkipConfig, apply_layer_skip
 
-from tests.adapter.test_generic import TOLERANCE, VISIBLE, body_of, called, error
+from tests.adapter.test_body import TOLERANCE, VISIBLE, body_of, called, error
 from tests.support.diffusers_tiny import MODELS
 from tests.support.pool import Pool
 

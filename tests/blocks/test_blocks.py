@@ -22,7 +22,7 @@ from seqpar.adapter import adopt
 from seqpar.adapter.fused import BlockHook, families
 from seqpar.kernels import adaln, prepare
 from seqpar.types.protocols import plugins
-from tests.adapter.test_generic import body_of, error
+from tests.adapter.test_body import body_of, error
 from tests.support import families_page
 from tests.support.diffusers_tiny import MODELS, few, flat, random, truth
 from tests.support.foreign import StayDouble

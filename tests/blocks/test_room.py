@@ -18,7 +18,7 @@ from torch import Tensor
 import seqpar
 from seqpar.adapter import adopt
 from seqpar.adapter.fused import NO_ROOM, FusedBlocks
-from tests.adapter.test_generic import error
+from tests.adapter.test_body import error
 from tests.blocks.test_blocks import TOLERANCE, VISIBLE, act, counted
 from tests.support.diffusers_tiny import MODELS, flat
 from tests.support.foreign import StayDouble, in_double

@@ -1,4 +1,4 @@
-"""`seqpar sample` with prompts: FLUX by its own loop, other diffusers pipelines by theirs, and what is refused."""
+"""`seqpar sample` with prompts: pipelines of diffusers by their own loops, with presets, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.pipelines import adapted
 from seqpar.weights.find import Blueprint
+from seqpar.weights.presets import PRESETS
 from tests.cli.test_sample import parameters
 from tests.support.pool import Pool
 
@@ -61,8 +62,9 @@ def test_two_ranks_write_the_picture_of_one_and_of_diffusers(
     (out, bars), nothing = ranks.run(2, shown, replace(args, mesh="ulysses=2"))
     for text in (
         "mesh      ulysses 2 (2 x CPU, gloo)" if ranks.device == "cpu" else "mesh      ulysses 2 (2 x ",
-        "text      512 tokens a prompt, encoded on rank 0 before",
-        "1 pictures, 48 tokens, float32, 2 steps of FlowMatchEulerDiscreteScheduler on local tokens",
+        "text      512 tokens a prompt, encoded on rank 0",
+        "1 pictures, 48 tokens, float32, 2 steps of FlowMatchEulerDiscreteScheduler in FluxPipeline",
+        "state     as the pipeline keeps it: the transformer has weights of float32",
         "guidance 3.5 as an input",
     ):
         assert text in out
@@ -105,15 +107,47 @@ def test_several_prompts_are_numbered_files_and_guidance_is_true(
     assert abs(pixels(tmp_path / "x-1.png") - pixels(tmp_path / "x-2.png")).max() > 5  # noise of their own
 
 
-def test_a_preset_makes_a_preview_of_random_texts(ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from seqpar.models import flux
+def of_preset(rank: int, world: int, device: torch.device, name: str, args: Args) -> tuple[str, str]:
+    """What a run of a preset prints, whose model is tiny."""
+    known = PRESETS[name]
+    (kind, model), (vae_kind, vae) = known.parts["transformer"], known.parts["vae"]
+    sizes = {"joint_attention_dim": 8, "pooled_projection_dim": 8, "axes_dims_rope": (4, 6, 6)}
+    few = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16}
+    narrow = {"block_out_channels": (4, 4, 4, 4), "norm_num_groups": 2, "sample_size": 64}
+    parts = {"transformer": (kind, {**model, **sizes, **few}), "vae": (vae_kind, {**vae, **narrow})}
+    texts = {"prompt_embeds": (512, 8), "pooled_prompt_embeds": (8,)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, name, replace(known, parts={**known.parts, **parts}, texts=texts))
+        return shown(rank, world, device, args)
 
-    config = flux.Config(1, 1, 2, 16, 8, 8, True, (4, 6, 6), 2, 4, 4, 8)
-    monkeypatch.setitem(flux.PRESETS, "flux.1-dev", config)
-    out, _ = shown(0, 1, torch.device("cpu"), Args("flux.1-dev", prompt=("x",), steps=1, out=tmp_path / "x.png"))
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_makes_pictures_of_random_texts(ranks: Pool, tmp_path: Path, name: str) -> None:
+    args = Args(name, prompt=("x", "y"), steps=2, true_guidance=2.0, mesh="throughput", out=tmp_path / "x.png")
+    (out, bars), silent = ranks.run(2, of_preset, name, args)
     assert "512 tokens of random numbers: no text encoder comes with this model" in out
-    assert "first three latent channels" in out
-    assert pixels(tmp_path / "x.png").shape == (64, 64, 3)
+    assert "encoding" not in bars
+    assert silent == ("", "")
+    assert pixels(tmp_path / "x-2.png").shape == (64, 64, 3)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_plan_of_a_preset_is_that_of_its_published_size() -> None:
+    out, _ = shown(0, 1, torch.device("cpu"), Args("flux.1-dev", prompt=("x",), size="1024", dry_run=(1, 2)))
+    assert "1 picture(s) of 4096 tokens, guidance 3.5 as an input, bfloat16" in out
+    assert "2 x NVIDIA H200: ulysses 2" in out
+    assert "a step: 74" in out
+
+
+def test_the_data_axis_gives_ranks_pictures_of_their_own(
+    ranks: Pool, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    args = Args(str(folders("schnell")), prompt=("a red cat", "the sea"), size="24x32", steps=2, dtype="fp32")
+    for out, mesh in (("one", "ulysses=2"), ("two", "data=2")):
+        (told, _), _ = ranks.run(2, shown, replace(args, mesh=mesh, out=tmp_path / f"{out}.png"))
+        assert f"mesh      {mesh.replace('=', ' ')} (2 x " in told
+    for number in (1, 2):
+        assert abs(pixels(tmp_path / f"one-{number}.png") - pixels(tmp_path / f"two-{number}.png")).max() <= SAME
 
 
 @pytest.mark.parametrize("world", [2])
@@ -133,7 +167,7 @@ def test_any_other_pipeline_runs_by_its_own_loop(
         out=tmp_path / "x.png",
     )
     (out, bars), *others = ranks.run(world, shown, args)
-    assert "loop      diffusers': seqpar has no loop of its own for" in out
+    assert "in StableDiffusion3Pipeline, guidance 3\n" in out
     assert "ms a step" in out
     assert "2/2" in bars
     assert others == [("", "")] * (world - 1)
@@ -165,12 +199,12 @@ def refused(folder: Path, out: Path, flags: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
-        ("flux", {}, "without --prompt, expected one: it makes pictures of texts"),
+        ("flux", {}, "without --prompt, expected one: FluxPipeline takes texts"),
         ("flux", {"prompt": ("a",), "classes": ("1",)}, "got --classes 1 with --model"),
         ("flux", {"prompt": ("a",), "size": "24x30"}, "got size 24x30, expected multiples of 4 (patch 2 x decoder 2)"),
         ("flux", {"prompt": ("a",), "negative_prompt": "b"}, "got --negative-prompt b with"),
-        ("flux", {"prompt": ("a",), "frames": 5}, "expected none: this model makes no videos"),
-        ("flux", {"prompt": ("a",), "guidance_channels": 3}, "expected --true-guidance over 1, too"),
+        ("flux", {"prompt": ("a",), "frames": 5}, "expected none: FluxPipeline makes no videos"),
+        ("flux", {"prompt": ("a",), "guidance_channels": 3}, "expected none: diffusers' loop has none"),
         (
             "flux",
             {"prompt": ("a",), "respacing": "25"},
@@ -181,12 +215,19 @@ def refused(folder: Path, out: Path, flags: dict[str, Any]) -> str:
         (
             "schnell",
             {"prompt": ("a",), "guidance": 3.5},
-            "got --guidance 3.5 for a model without the scale as an input",
+            "expected --true-guidance: the transformer of this FluxPipeline takes no scale as an input",
         ),
         ("sd3", {}, "without --prompt, expected one: StableDiffusion3Pipeline takes texts"),
         ("sd3", {"prompt": ("a",), "frames": 5}, "got --frames 5 with --model"),
         ("sd3", {"prompt": ("a",), "true_guidance": 2.0}, "StableDiffusion3Pipeline takes no true_cfg_scale"),
-        ("sd3", {"prompt": ("a",), "dry_run": ()}, "got a plan with StableDiffusion3Pipeline, expected neither"),
+        ("wan", {"prompt": ("a",), "dry_run": ()}, "got a plan with WanPipeline, expected neither"),
+        ("sd3", {"prompt": ("a",), "size": "24x30"}, "got size 24x30, expected multiples of 4 (patch 2 x decoder 2)"),
+        ("flux", {"prompt": ("a",), "scheduler": "DDIMScheduler"}, "got scheduler 'DDIMScheduler' of diffusion by"),
+        (
+            "flux",
+            {"prompt": ("a",), "scheduler": "FlowMatchHeunDiscreteScheduler"},
+            "expected one of flow matching that takes sigmas",
+        ),
         ("sd3", {"prompt": ("a",), "strategy": "best"}, "got strategy 'best'"),
         ("wan", {"prompt": ("a",)}, "expected a name that ends in .mp4"),
     ],

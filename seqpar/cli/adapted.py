@@ -43,7 +43,7 @@ def run_adapted(args: Args, job: Adapted, plan: Plan, ranks: Mesh) -> None:
     """The path from a checked and planned order to files. Every rank calls it."""
     started = time.perf_counter()
     with _one_voice(ranks):
-        pipe = job.pipeline(ranks)
+        pipe = _loaded(job, ranks)
     state = _parallelize(args, pipe, plan)
     if args.verify:
         from seqpar.fidelity.verify import EVALUATIONS, verify  # imports what no other run needs
@@ -77,14 +77,26 @@ def _parallelize(args: Args, pipe: Any, plan: Plan) -> str:
     return "fp32 between steps" if reason is None else f"as the pipeline keeps it: {reason}"
 
 
-def _made(pipe: Any, job: Adapted, ranks: Mesh) -> tuple[list[Any], float | None]:
-    """Return pictures or videos, and ms a step, if the pipeline tells of its steps; rank 0 shows bars."""
+def _loaded(job: Adapted, ranks: Mesh) -> Any:
+    """Return the pipeline, with its texts encoded; rank 0 shows a bar."""
     encoding = Bar(job.texts, "prompt", ranks, "encoding")
-    decoding = Bar(job.load.images, _what(job).removesuffix("s"), ranks, "decoding")
 
     def encoded() -> None:
         encoding.add(job.texts)
         encoding.close()
+
+    def encode(pipe: Any) -> None:
+        encoding.add(0)
+        _at_first_call(next(iter(transformers_of(pipe).values())), encoded)
+        job.encode(pipe, ranks)
+
+    with encoding:
+        return job.pipeline(ranks, encode)
+
+
+def _made(pipe: Any, job: Adapted, ranks: Mesh) -> tuple[list[Any], float | None]:
+    """Return pictures or videos, and ms a step, if the pipeline tells of its steps; rank 0 shows bars."""
+    decoding = Bar(job.load.images, _what(job).removesuffix("s"), ranks, "decoding")
 
     def decode(count: int) -> None:
         if not count:
@@ -92,10 +104,7 @@ def _made(pipe: Any, job: Adapted, ranks: Mesh) -> tuple[list[Any], float | None
             progress.close()
         decoding.add(count)
 
-    with encoding, Progress(job.steps, ranks) as progress, decoding:
-        if job.texts:
-            encoding.add(0)
-            _at_first_call(next(iter(transformers_of(pipe).values())), encoded)
+    with Progress(job.steps, ranks) as progress, decoding:
         made = job.make(pipe, progress, decode, ranks)
         return made, progress.finish() if job.counts_steps else None
 

@@ -11,170 +11,32 @@ import gc
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from seqpar.pipelines._naming import naming
-from seqpar.ranks.inputs import CALL, agree, broadcast
-from seqpar.ranks.letters import WHO
+from seqpar.pipelines._shared_encoder import SharedEncoder, failing
+from seqpar.ranks.inputs import agree
 from seqpar.ranks.mesh import Mesh
-from seqpar.ranks.watch import LostRankError
 from seqpar.weights.parts import parts_of
 
 NAMES = ("text_encoder", "image_encoder")  # how the names of such parts begin
-METHODS = ("forward", "generate")
-Outputs = Mapping[str, type]  # classes of outputs by name
-
-
-@dataclass(frozen=True)
-class Result:
-    """How tensors make a result; without any field it is None.
-
-    tensor: the shape and dtype of one. items: of a tuple, or of a list. fields: those of an output that are not None,
-    of the class `output`.
-    """
-
-    tensor: tuple[tuple[int, ...], torch.dtype] | None = None
-    items: tuple[Result, ...] | None = None
-    is_list: bool = False
-    output: str | None = None
-    fields: dict[str, Result] | None = None
-
-    def shapes(self) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
-        """Yield shape and dtype of each tensor, in the order in which `described` lists them."""
-        if self.tensor is not None:
-            yield self.tensor
-        for inner in (*(self.items or ()), *(self.fields or {}).values()):
-            yield from inner.shapes()
-
-
-def described(value: Any, outputs: Outputs, tensors: list[Tensor]) -> Result:
-    """Return how a result is made of tensors, which are added to a list; ValueError for what ranks do not share."""
-    from transformers import Cache
-    from transformers.utils.generic import ModelOutput
-
-    if value is None or isinstance(value, Cache):
-        return Result()
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return Result(tensor=(tuple(value.shape), value.dtype))
-    name = type(value).__name__
-    if isinstance(value, ModelOutput) and outputs.get(name) is type(value):
-        return Result(output=name, fields={key: described(one, outputs, tensors) for key, one in value.items()})
-    if type(value) in (tuple, list):
-        items = tuple(described(one, outputs, tensors) for one in value)
-        return Result(items=items, is_list=isinstance(value, list))
-    raise ValueError(f"got a {name} in the result of an encoder, expected tensors and outputs of transformers")
-
-
-def restored(result: Result, outputs: Outputs, tensors: Iterator[Tensor]) -> Any:
-    """Return the value that `described` was given; LostRankError for a class or a field that no rank can have sent."""
-    if result.tensor is not None:
-        return next(tensors)
-    if result.items is not None:
-        items = [restored(one, outputs, tensors) for one in result.items]
-        return items if result.is_list else tuple(items)
-    if result.output is None:
-        return None
-    kind, values = outputs.get(result.output), result.fields or {}
-    if kind is None or not values.keys() <= {field.name for field in fields(kind)}:  # pyright: ignore[reportArgumentType]
-        raise LostRankError(f"got an output {result.output:.60} of rank 0, expected one of transformers; {WHO}")
-    return kind(**{name: restored(one, outputs, tensors) for name, one in values.items()})
-
-
-def outputs_of(kind: type) -> Outputs:
-    """Return the classes of outputs by name that the modules of an encoder's class know."""
-    from transformers import modeling_outputs
-    from transformers.utils.generic import ModelOutput
-
-    modules = [modeling_outputs, *(sys.modules[each.__module__] for each in kind.__mro__)]
-    known = (each for module in modules for each in vars(module).values())
-    return {each.__name__: each for each in known if isinstance(each, type) and issubclass(each, ModelOutput)}
-
-
-class SharedEncoder:
-    """The calls of one encoder, which all ranks make together and rank 0 computes."""
-
-    def __init__(self, mesh: Mesh, name: str, kind: type) -> None:
-        self._mesh, self._name, self._outputs = mesh, name, outputs_of(kind)
-        self._computes = False
-
-    def put(self, encoder: nn.Module, own: Mapping[str, Callable[..., Any]]) -> None:
-        """Let methods of an encoder, or of a stub, return rank 0's results. own: the methods, by name."""
-        for name, method in own.items():
-            setattr(encoder, name, self._shared(name, method))
-
-    def refuse(self, attribute: str) -> None:
-        """Raise the same ValueError on all ranks, because one of them reads a part that only rank 0 has."""
-        agree(self._mesh, {CALL: f"reads {self._name}.{attribute}, which only rank 0 has"})
-
-    def _shared(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if self._computes:  # `generate` calls `forward`
-                return method(*args, **kwargs)
-            agree(self._mesh, {CALL: f"calls {self._name}.{name}"})
-            return self._given(lambda: method(*args, **kwargs))
-
-        return called
-
-    def _given(self, call: Callable[[], Any]) -> Any:
-        """Return the result of rank 0's call on every rank; if it fails, raise one error on all."""
-        tensors = list[Tensor]()
-
-        def work() -> Result:
-            self._computes = True
-            try:
-                with failing(self._name):
-                    return described(call(), self._outputs, tensors)
-            finally:
-                self._computes = False
-
-        result = self._mesh.of_rank_0(work, Result)
-        if not self._mesh.is_main:
-            tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in result.shapes()]
-        everyones = broadcast(self._mesh, {str(number): x for number, x in enumerate(tensors)})
-        return restored(result, self._outputs, iter(tensors if self._mesh.is_main else everyones.values()))
-
-
-def stub(
-    kind: Any, config: Any, like: tuple[torch.dtype, Sequence[str]], shared: SharedEncoder, device: torch.device
-) -> Any:
-    """Return an encoder without weights, of a class that differs from `kind` only in what it says of missing parts.
-
-    like: rank 0's dtype, and the names of the parts that it has.
-    """
-    dtype, parts = like
-
-    def missing(self: Any, attribute: str) -> Any:
-        if attribute in parts:
-            shared.refuse(attribute)
-        return kind.__getattr__(self, attribute)
-
-    module: Any = object.__new__(type(kind.__name__, (kind,), {"__module__": kind.__module__, "__getattr__": missing}))
-    nn.Module.__init__(module)
-    module.config = config
-    module.register_parameter("none", nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False))
-    shared.put(module, {name: getattr(kind, name) for name in METHODS if hasattr(kind, name)})
-    return module.eval()
 
 
 def load_encoders(
     pipeline: Any, folder: Path, index: Mapping[str, Any], dtype: torch.dtype, mesh: Mesh, what: str
-) -> dict[str, Any]:
-    """Return encoders on rank 0 and stubs on other ranks, by the names of their parts.
+) -> dict[str, SharedEncoder]:
+    """Return the encoders that rank 0 alone holds, by the names of their parts.
 
-    Those of which the code of the class `pipeline` names layers are left out, after a line that says so, and all of
-    them where one rank computes alone. what: begins an error's message. Every rank must call this at the same time.
+    Those of which the code of the class `pipeline` names layers are left out, after a line that says so. what: begins
+    an error's message. Every rank must call this at the same time.
     """
-    if mesh.world.size == 1:
-        return {}
     kinds = mesh.together(lambda: _kinds(folder, index))
     agree(mesh, {"the encoders of the folder": [*kinds]})
     encoders, likes = _of_rank_0(kinds, folder, dtype, mesh, what)
@@ -183,17 +45,15 @@ def load_encoders(
         with naming(what):
             return {name: kind.config_class.from_pretrained(folder / name) for name, kind in kinds.items()}
 
+    shared = dict[str, SharedEncoder]()
     for name, config in mesh.together(configs).items():
-        kind, shared = kinds[name], SharedEncoder(mesh, name, kinds[name])
         if layer := layer_named(pipeline, likes[name][1]):
             encoders.pop(name, None)
-            if mesh.is_main:
+            if mesh.is_main and mesh.world.size > 1:
                 print(f"seqpar: every rank loads {name}, because {pipeline.__name__} reads {layer}", flush=True)
-        elif mesh.is_main:
-            shared.put(encoders[name], {each: getattr(encoders[name], each) for each in METHODS if hasattr(kind, each)})
         else:
-            encoders[name] = stub(kind, config, likes[name], shared, mesh.device)
-    return encoders
+            shared[name] = SharedEncoder(mesh, name, kinds[name], config, likes[name], encoders.pop(name, None))
+    return shared
 
 
 def _of_rank_0(
@@ -241,14 +101,6 @@ def _kinds(folder: Path, index: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def failing(name: str) -> Any:
-    """Return a context in which an encoder that fails says so in one message: a value of its config may be the reason.
-
-    name: that of the pipeline's part.
-    """
-    return naming(f"got a {name} that fails on a prompt")
-
-
 def name_encoders(pipe: Any, shared: Mapping[str, Any]) -> None:
     """Let the text encoders of a pipeline that are not shared among ranks say in one message that they fail."""
 
@@ -283,8 +135,45 @@ def forget_encoders(pipe: Any) -> None:
             handle.remove()
         for name in names:
             setattr(pipe, name, None)
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        _collect()
 
     handles += [module.register_forward_pre_hook(forget) for module in transformers_of(pipe).values()]
+
+
+class _ReachedError(Exception):
+    """A pipeline has called a transformer, after its encoders."""
+
+
+def encode_first(pipe: Any, encoders: Mapping[str, SharedEncoder], encode: Callable[[Any], object], mesh: Mesh) -> None:
+    """Call a pipeline up to its first call of a transformer, then put stubs with the results in its encoders' places.
+
+    A transformer may still lack its weights. encode: calls the pipeline. Every rank must call this at the same time.
+    """
+    from seqpar.adapter.subjects import transformers_of  # takes seconds, which models with a loop of ours do not need
+
+    def reached(*_: object, **__: object) -> None:
+        raise _ReachedError
+
+    transformers = list(transformers_of(pipe).values())
+    for module in (part for part in pipe.components.values() if isinstance(part, nn.Module)):
+        if not any(x.is_meta for x in module.parameters()):
+            module.to(mesh.device)
+    for module in transformers:
+        module.forward = reached
+    for encoder in encoders.values():
+        encoder.keep()
+    with suppress(_ReachedError):
+        encode(pipe)
+    for module in transformers:
+        del module.forward
+    for name, encoder in encoders.items():
+        encoder.end()
+        setattr(pipe, name, encoder.module)
+    _collect()
+
+
+def _collect() -> None:
+    """Give memory back that nothing holds any more."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

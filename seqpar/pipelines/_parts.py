@@ -7,7 +7,7 @@ read by `seqpar.weights.loading`: each tensor once a host, straight to the devic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,13 +21,14 @@ from diffusers.models.modeling_utils import ModelMixin, no_init_weights
 from torch import Tensor
 
 from seqpar.pipelines import _lora
-from seqpar.pipelines._encoders import load_encoders, name_encoders
+from seqpar.pipelines._encoders import encode_first, load_encoders, name_encoders
 from seqpar.pipelines._naming import naming
+from seqpar.pipelines._shared_encoder import SharedEncoder
 from seqpar.ranks.mesh import Mesh
 from seqpar.types.keys import KeyMap, Source
 from seqpar.weights import vae_keys
 from seqpar.weights.checkpoint import WEIGHTS, Checkpoint, find_checkpoint, open_checkpoint
-from seqpar.weights.loading import place
+from seqpar.weights.loading import place, put
 from seqpar.weights.parts import parts_of
 from seqpar.weights.single_file import load_transformer
 
@@ -49,25 +50,38 @@ class Folder:
     loras: tuple[_lora.Lora, ...] = ()
 
 
-def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh) -> Any:
+def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callable[[Any], object] | None = None) -> Any:
     """Return the pipeline of a folder on this rank's device; every rank must call this at the same time.
 
-    Text and image encoders are on rank 0 alone (`seqpar.pipelines._encoders`), unless a LoRA changes them. Raises the
-    same ValueError on every rank if a part does not load.
+    Text and image encoders are on rank 0 alone (`seqpar.pipelines._encoders`), unless a LoRA changes them. encode:
+    calls the pipeline as it will be called; the encoders then do their work first, and have left memory before the
+    transformers' weights are loaded. None keeps them for other texts. Raises the same ValueError on every rank if a
+    part does not load.
     """
     what = f"got pipeline {folder.path}, which does not load"
-    encoders = dict[str, Any]()
+    encoders = dict[str, SharedEncoder]()
     if mesh.together(lambda: _lora.changes_encoders(folder.kind, folder.loras)):
         if mesh.is_main and mesh.world.size > 1:
             print("seqpar: every rank loads the text encoders, because a LoRA changes them", flush=True)
     else:
         encoders = load_encoders(folder.kind, folder.path, folder.index, dtype, mesh, what)
-    models = _models(folder, dtype, mesh, what)
+    first = encode if encoders else None
+    models, empty = _models(folder, dtype, mesh, what, first is not None)
 
-    def rest() -> Any:
+    def whole() -> Any:
         with naming(what):
             own = {} if folder.file is None else {"transformer": load_transformer(folder.file, dtype)}
-            pipe = folder.kind.from_pretrained(folder.path, dtype=dtype, **models, **encoders, **own)
+            own |= {name: each.module for name, each in encoders.items()}
+            own |= {name: each.standing_in(mesh.device) for name, each in empty.items()}
+            return folder.kind.from_pretrained(folder.path, dtype=dtype, **models, **own)
+
+    pipe = mesh.together(whole)
+    if first is not None:
+        encode_first(pipe, encoders, first, mesh)
+    for each in empty.values():
+        each.place(mesh)
+
+    def rest() -> Any:
         _lora.load(pipe, folder.loras)
         name_encoders(pipe, encoders)
         return pipe.to(mesh.device)
@@ -75,12 +89,15 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh) -> Any:
     return mesh.together(rest)
 
 
-def _models(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> dict[str, Any]:
+def _models(
+    folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str, late: bool
+) -> tuple[dict[str, Any], dict[str, Empty]]:
     """Return the models of diffusers in a folder by the names of their parts, read once a host.
 
-    Rank 0 prints why another part's weights are read by diffusers, on every rank. what: begins an error's message.
+    late: whether the transformers stay without their weights; they are the second result. Rank 0 prints why another
+    part's weights are read by diffusers, on every rank. what: begins an error's message.
     """
-    models = dict[str, Any]()
+    models, empty = dict[str, Any](), dict[str, Empty]()
     for name, (library, class_name) in parts_of(folder.index):
         kind = getattr(diffusers, class_name, None) if library == "diffusers" else None
         if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
@@ -88,11 +105,14 @@ def _models(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> dict[s
         single = folder.file if name == "transformer" else None
         part, theirs = single or folder.path / name, "its keys are those of the model's authors"
         reason = theirs if single else mesh.of_rank_0(partial(why_not, kind, part), str | None)
-        if reason is None:
-            models[name] = load_model(kind, part, dtype, mesh, what)
-        elif mesh.is_main and mesh.world.size > 1:
-            print(f"seqpar: every rank reads {part}, because {reason}", flush=True)
-    return models
+        if reason is not None:
+            if mesh.is_main and mesh.world.size > 1:
+                print(f"seqpar: every rank reads {part}, because {reason}", flush=True)
+        elif late and name.startswith("transformer"):
+            empty[name] = empty_model(kind, part, dtype, mesh, what)
+        else:
+            models[name] = empty_model(kind, part, dtype, mesh, what).place(mesh)
+    return models, empty
 
 
 def why_not(kind: Any, folder: Path) -> str | None:
@@ -111,22 +131,43 @@ def why_not(kind: Any, folder: Path) -> str | None:
     return None if odd is None else f"{odd} is of type {str(dtypes[odd]).removeprefix('torch.')}"
 
 
-def load_model(kind: Any, folder: Path, dtype: torch.dtype, mesh: Mesh, what: str) -> Any:
-    """Return a model of diffusers as `kind.from_pretrained(folder, torch_dtype=dtype)` does, on this rank's device.
+@dataclass(frozen=True)
+class Empty:
+    """A model of diffusers without memory for its weights. like: what each becomes, on the meta device."""
+
+    model: Any
+    checkpoint: Checkpoint
+    keys: KeyMap
+    like: Mapping[str, Tensor]
+    folder: Path
+
+    def standing_in(self, device: torch.device) -> Any:
+        """Return the model for a pipeline that asks it for its device, which is that of its first parameter."""
+        name, parameter = next(iter(self.model.named_parameters()))
+        put(self.model, name, torch.empty(0, dtype=parameter.dtype, device=device))
+        return self.model
+
+    def place(self, mesh: Mesh) -> Any:
+        """Return the model with its weights on this rank's device; every rank must call this at the same time."""
+        place(self.model, self.like, self.checkpoint, self.keys, mesh.device, mesh)
+        self.model.register_to_config(_name_or_path=str(self.folder))
+        return self.model.to(mesh.device).eval()  # buffers that no file holds are moved
+
+
+def empty_model(kind: Any, folder: Path, dtype: torch.dtype, mesh: Mesh, what: str) -> Empty:
+    """Return a model that is, placed, that of `kind.from_pretrained(folder, torch_dtype=dtype)`.
 
     what: begins the message of an error in diffusers. Every rank must call this at the same time.
     """
 
-    def empty() -> tuple[Any, Checkpoint, KeyMap]:
+    def empty() -> Empty:
         with naming(what):
             model = without_weights(kind, folder, dtype)
         checkpoint = open_checkpoint(find_checkpoint(folder))
-        return model, checkpoint, _keys(model, checkpoint)
+        keys = _keys(model, checkpoint)
+        return Empty(model, checkpoint, keys, _like(model, checkpoint, keys, dtype), folder)
 
-    model, checkpoint, keys = mesh.together(empty)
-    place(model, _like(model, checkpoint, keys, dtype), checkpoint, keys, mesh.device, mesh)
-    model.register_to_config(_name_or_path=str(folder))
-    return model.to(mesh.device).eval()  # buffers that no file holds are moved
+    return mesh.together(empty)
 
 
 def without_weights(kind: Any, folder: Path, dtype: torch.dtype) -> Any:

@@ -106,20 +106,25 @@ class Adapted:
         """Return whether latents are decoded: a pipeline of diffusers does so itself."""
         return True
 
-    def pipeline(self, mesh: Mesh) -> Any:
-        """Return diffusers' pipeline on this rank's device; the same ValueError on every rank if it does not load."""
+    def pipeline(self, mesh: Mesh, encode: Callable[[Any], object]) -> Any:
+        """Return diffusers' pipeline on this rank's device; the same ValueError on every rank if it does not load.
+
+        encode: calls `encode`; the texts are encoded before the transformers' weights are loaded, see `load_pipeline`.
+        """
         if isinstance(self.source, Preset):
             preset = self.source
             pipe = mesh.together(lambda: random_pipeline(preset, self.dtype, mesh.device))
         else:
             folder = Folder(self.source, self.kind, read_pipeline(self.source), self.file, self.loras)
-            pipe = load_pipeline(folder, self.dtype, mesh)
+            pipe = load_pipeline(folder, self.dtype, mesh, encode)
         if self.scheduler is not None:
             own = _schedulers.build(dict(pipe.scheduler.config), self.scheduler)
             pipe.scheduler = _schedulers.taking_mu(own)
         return pipe
 
-    def make(self, pipe: Any, on_step: Callable[[int], None], on_decode: Callable[[int], None], mesh: Mesh) -> list[Any]:
+    def make(
+        self, pipe: Any, on_step: Callable[[int], None], on_decode: Callable[[int], None], mesh: Mesh
+    ) -> list[Any]:
         """Return the pictures as PIL images, or the videos as arrays (frames, height, width, 3) in [0, 1].
 
         on_step(index): called after each step. on_decode(count): called with 0 when the VAE begins, and with the number
@@ -129,17 +134,24 @@ class Adapted:
         arguments = self.called()
         if self.counts_steps:
             arguments["callback_on_step_end"] = partial(_counted, on_step)
-        name = self.source.name if isinstance(self.source, Preset) else self.source
-        failing = f"got pipeline {name}, which fails in its loop"
-        checked = _checked_vae(getattr(pipe, "vae", None), self.dtype, on_decode)
-        with naming_loop(failing, mesh.world.size > 1), checked:
-            result = pipe(**arguments, generator=torch.Generator().manual_seed(self.seed))
+        with _checked_vae(getattr(pipe, "vae", None), self.dtype, on_decode):
+            result = self._call(pipe, arguments, mesh)
         results = list(result.frames if self.video else result.images)
         if self.arguments.get("output_type") == "np":
             _refuse_infinite([bool(np.isfinite(each).all()) for each in results], self.dtype)
         if self.video or not isinstance(results[0], np.ndarray):
             return results
         return VaeImageProcessor.numpy_to_pil(np.stack(results))
+
+    def encode(self, pipe: Any, mesh: Mesh) -> None:
+        """Call a pipeline for the work of its encoders."""
+        pipe.set_progress_bar_config(disable=True)
+        self._call(pipe, self.called(), mesh)
+
+    def _call(self, pipe: Any, arguments: Mapping[str, Any], mesh: Mesh) -> Any:
+        name = self.source.name if isinstance(self.source, Preset) else self.source
+        with naming_loop(f"got pipeline {name}, which fails in its loop", mesh.world.size > 1):
+            return pipe(**arguments, generator=torch.Generator().manual_seed(self.seed))
 
     def called(self) -> dict[str, Any]:
         """Return the arguments of the call; of a preset, random numbers stand for the texts."""
@@ -185,7 +197,18 @@ def check(order: Order, source: Path | Preset) -> Adapted:
     _check_schedule(order, kind, parts, run)
     notes = _notes(parameters, isinstance(source, Preset))
     return Adapted(
-        kind, source, order.dtype, arguments, order.seed, order.scheduler, video, guidance, run, file, order.loras, notes
+        kind,
+        source,
+        order.dtype,
+        arguments,
+        order.seed,
+        order.scheduler,
+        video,
+        guidance,
+        run,
+        file,
+        order.loras,
+        notes,
     )
 
 

@@ -103,11 +103,11 @@ def place(
     for name, meta in like.items():
         tensor = placed.pop(name) if name in placed else torch.empty_like(meta, device=device)
         _give(tensor, team, readers[name])
-        _put(model, name, tensor)
+        put(model, name, tensor)
     mark("broadcast")
 
 
-def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+def put(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Put a tensor in the place of a parameter or buffer."""
     owner, _, last = name.rpartition(".")
     module = model.get_submodule(owner)

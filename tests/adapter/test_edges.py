@@ -146,9 +146,7 @@ def under_autocast(rank: int, world: int, device: torch.device) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of diffusers' own norms
 @pytest.mark.parametrize("world", [1, 2])
-def test_fp32_weights_under_autocast_compute_what_diffusers_does(
-    ranks: Pool, world: int
-) -> None:
+def test_fp32_weights_under_autocast_compute_what_diffusers_does(ranks: Pool, world: int) -> None:
     for cast, plain, rounded in ranks.run(world, under_autocast):
         assert cast < 0.5 * rounded
         assert plain < 1e-3 * rounded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,10 @@ import torch
 import transformers
 
 import seqpar
-from seqpar.pipelines._encoders import Result, load_encoders, outputs_of, restored
+from seqpar.pipelines._encoders import load_encoders
+from seqpar.pipelines._load import checked
+from seqpar.pipelines._parts import Empty, load_pipeline
+from seqpar.pipelines._shared_encoder import Result, outputs_of, restored
 from seqpar.ranks.mesh import Mesh
 from seqpar.ranks.watch import LostRankError
 from seqpar.weights import staging
@@ -28,6 +32,8 @@ HUGE = 9 << 15
 THEIRS: Any = diffusers
 ENCODERS: Any = transformers  # pyright does not see what they import lazily
 Counts = dict[str, int]
+ASKED = {"num_inference_steps": 2, "height": 32, "width": 32, "use_resolution_binning": False}
+ASKED |= {"max_sequence_length": 16, "clean_caption": False, "output_type": "np"}
 
 
 def count(patch: pytest.MonkeyPatch) -> Counts:
@@ -72,9 +78,7 @@ def loaded(rank: int, world: int, device: torch.device, folder: str, old: bool) 
             pipe = seqpar.load(folder, dtype=torch.float32, mesh=mesh)
     held = sum(x.numel() for x in pipe.text_encoder.parameters())
     pipelines.quiet(pipe)
-    arguments = {"num_inference_steps": 2, "height": 32, "width": 32, "use_resolution_binning": False}
-    arguments |= {"max_sequence_length": 16, "clean_caption": False}
-    picture = pipe("a red cat", generator=pipelines.seeded(0), output_type="np", **arguments).images[0]
+    picture = pipe("a red cat", generator=pipelines.seeded(0), **ASKED).images[0]
     assert pipe.text_encoder.dtype == torch.float32
     assert pipe.text_encoder.device == device
     assert pipe.text_encoder.config.d_model == pipelines.WIDTH
@@ -117,6 +121,66 @@ def test_a_host_reads_each_file_once_and_rank_0_alone_holds_the_encoder(ranks: P
     assert [grown > 0.9 * encoder for _, _, grown, _ in old] == [True, True], [grown for _, _, grown, _ in old]
     for each in (other, old[0][3], old[1][3]):
         assert np.array_equal(picture, each)
+
+
+def encoded_first(rank: int, world: int, device: torch.device, folder: str, first: bool) -> tuple[Any, ...]:
+    """Return how many encoders were whole while a transformer was placed, how many are so now, and two pictures."""
+    mesh, whole = mesh_of(device, ulysses=world), list[int]()
+
+    def call(pipe: Any, prompt: str = "a red cat") -> Any:
+        return pipe(prompt, generator=pipelines.seeded(0), **ASKED).images[0]
+
+    def encoders() -> int:
+        gc.collect()
+        every = [each for each in gc.get_objects() if isinstance(each, ENCODERS.T5EncoderModel)]
+        return sum(sum(x.numel() for x in each.parameters()) > HUGE for each in every)
+
+    def placed(self: Empty, mesh: Mesh) -> Any:
+        whole.append(encoders())
+        return place(self, mesh)
+
+    place, checked_folder = Empty.place, checked(folder, torch.float32, (), ("auto",) * 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Empty, "place", placed)
+        pipe = load_pipeline(checked_folder, torch.float32, mesh, call if first else None)
+    pipelines.quiet(pipe)
+    seqpar.parallelize(pipe, mesh)
+    pictures = [call(pipe), call(pipe)]
+    if first:
+        assert pipe.text_encoder.dtype == torch.float32
+        with pytest.raises(ValueError, match="with another text than at first, expected the same texts"):
+            call(pipe, "a blue dog")
+        with pytest.raises(ValueError, match=r"reads text_encoder\.shared, which has gone"):
+            print(pipe.text_encoder.shared)
+    seqpar.release(pipe)
+    return whole, encoders(), pictures
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_encoders_have_gone_before_a_transformer_is_placed(ranks: Pool, pixart: Path, world: int) -> None:
+    """The VAE, which a pipeline may need for its inputs, is placed before. Negative control: without `encode`."""
+    first, kept = (ranks.run(world, encoded_first, str(pixart), each) for each in (True, False))
+    assert first[0][:2] == ([1, 0], 0)
+    assert kept[0][:2] == ([1, 1], 1)
+    for (*_, mine), (*_, others) in zip(first, kept, strict=True):
+        assert all(np.array_equal(mine[0], each) for each in (*mine, *others))
+
+
+def test_results_are_given_again_as_they_were(encoders: Path) -> None:
+    """A pipeline may change what it was given."""
+    shared = load_encoders(THEIRS.FluxPipeline, encoders, INDEX, torch.float64, Mesh.single(), "got")["text_encoder"]
+    shared.keep()
+    tokens, others, results = torch.tensor([[2, 3, 13]]), torch.tensor([[4, 3, 13]]), list[Any]()
+    for _ in range(3):
+        results.append(shared.module(tokens).text_embeds.clone())
+        shared.module(others).text_embeds.zero_()
+        shared.module(tokens).text_embeds.zero_()
+        if len(results) == 1:
+            shared.end()
+            with pytest.raises(ValueError, match=r"text_encoder\.forward with another text"):
+                shared.module(others)
+    assert results[0].any()
+    assert all(torch.equal(each, results[0]) for each in results)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +242,8 @@ def compared(rank: int, world: int, device: torch.device, folder: str) -> list[s
     """Compare every rank's results with those of an encoder of its own for rank 0's prompt; return errors."""
     mesh, path, dtype = Mesh.joined(device), Path(folder), torch.float64
     assert load_encoders(NamesLayer, path, INDEX, dtype, mesh, "got") == {}
-    shared = load_encoders(THEIRS.FluxPipeline, path, INDEX, dtype, mesh, "got")
+    loaded = load_encoders(THEIRS.FluxPipeline, path, INDEX, dtype, mesh, "got")
+    shared = {name: each.module for name, each in loaded.items()}
     rank_0s = torch.tensor([[2, 3, 13], [4, 13, 0]])
     ids = rank_0s if mesh.is_main else torch.tensor([[5, 13]])
     for name, (_, kind) in INDEX.items():

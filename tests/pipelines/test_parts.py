@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from seqpar.pipelines._parts import load_model, why_not
+from seqpar.pipelines._parts import empty_model, why_not
 from seqpar.ranks.mesh import Mesh
 from tests.support import pipelines
 from tests.support.diffusers_tiny import MODELS
@@ -45,7 +45,8 @@ def compare(module: Any, folder: Path) -> None:
     module.float().save_pretrained(folder, max_shard_size="40KB")  # an index and several files
     assert why_not(kind, folder) is None
     theirs = kind.from_pretrained(str(folder), torch_dtype=torch.bfloat16)
-    same(load_model(kind, folder, torch.bfloat16, Mesh.single(), "got"), theirs)
+    mesh = Mesh.single()
+    same(empty_model(kind, folder, torch.bfloat16, mesh, "got").place(mesh), theirs)
 
 
 @pytest.mark.parametrize("name", CLASSES)

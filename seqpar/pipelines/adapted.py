@@ -28,13 +28,14 @@ from seqpar.pipelines._naming import naming_loop
 from seqpar.pipelines._parts import Folder, load_pipeline
 from seqpar.pipelines._planned import Planned, built, grid_of, planned
 from seqpar.pipelines._random import random_pipeline
+from seqpar.pipelines._texts import check_named, check_tokenizer
 from seqpar.planner.predict import Load
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
 from seqpar.types.facts import Work
 from seqpar.vae.shared import looked_at
 from seqpar.weights.jsons import read_json
-from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
+from seqpar.weights.parts import part_of, parts_of, read_pipeline, read_scheduler
 from seqpar.weights.presets import Preset
 
 PIPELINES = ()  # those of no other file
@@ -126,16 +127,23 @@ class Adapted:
         of results when it has ended. Raises FloatingPointError if one of them is not finite, and ValueError where
         diffusers fails in its loop, as a value in a file that no schema here knows can make it.
         """
-        arguments = self.called()
+        arguments, finite = self.called(), list[torch.Tensor]()
         if self.counts_steps:
-            arguments["callback_on_step_end"] = partial(_counted, on_step)
+            arguments["callback_on_step_end"] = partial(_counted, on_step, finite)
         name = self.source.name if isinstance(self.source, Preset) else self.source
         failing = f"got pipeline {name}, which fails in its loop"
-        checked = _checked_vae(getattr(pipe, "vae", None), self.dtype, on_decode)
+
+        def decoded(made: Any) -> None:
+            _refuse_latents(finite, self.dtype)
+            _refuse_infinite([bool(each.isfinite().all()) for each in made[0]], self.dtype)
+            on_decode(len(made[0]))
+
+        checked = _checked_vae(getattr(pipe, "vae", None), decoded, lambda: on_decode(0))
         with naming_loop(failing, mesh.world.size > 1), checked:
             result = pipe(**arguments, generator=torch.Generator().manual_seed(self.seed))
         results = list(result.frames if self.video else result.images)
         if self.arguments.get("output_type") == "np":
+            _refuse_latents(finite, self.dtype)
             _refuse_infinite([bool(np.isfinite(each).all()) for each in results], self.dtype)
         if self.video or not isinstance(results[0], np.ndarray):
             return results
@@ -192,11 +200,19 @@ def check(order: Order, source: Path | Preset) -> Adapted:
 def _of_folder(folder: Path, index: Mapping[str, Any], file: Path | None) -> _Parts:
     """Return the checked parts of a pipeline's folder; ValueError for one that cannot be loaded."""
     config = check_parts(folder, index, file)
+    _check_tokenizers(folder, index)
     library, name = part_of(index, "vae") or ("", "")
     kind, path = getattr(diffusers, name, None), folder / "vae" / "config.json"
     vae = built(kind, read_json(path), str(path)) if library == "diffusers" and kind and path.is_file() else None
     scheduling = read_scheduler(folder / "scheduler") if (folder / "scheduler").is_dir() else None
     return _Parts(index, config, vae, scheduling)
+
+
+def _check_tokenizers(folder: Path, index: Mapping[str, Any]) -> None:
+    """Raise ValueError for a tokenizer without its files, or without the encoder that reads its tokens."""
+    for name in (name for name, _ in parts_of(index) if name.startswith("tokenizer") and (folder / name).is_dir()):
+        check_named(folder, index, [name.replace("tokenizer", "text_encoder")])
+        check_tokenizer(folder / name)
 
 
 def _of_preset(order: Order, preset: Preset) -> _Parts:
@@ -317,16 +333,19 @@ def _check_exporter(name: str) -> None:
     )
 
 
-def _checked_vae(vae: Any, dtype: torch.dtype, on_decode: Callable[[int], None]) -> AbstractContextManager[None]:
-    """Raise FloatingPointError if what a VAE decodes is not finite: pipelines clamp infinity to black or white."""
-    if not hasattr(vae, "decode"):
-        return nullcontext()
+def _checked_vae(vae: Any, look: Callable[[Any], None], begin: Callable[[], None]) -> AbstractContextManager[None]:
+    """Look at what a VAE decodes: pipelines clamp infinity to black or white."""
+    return looked_at(vae, "decode", look, begin) if hasattr(vae, "decode") else nullcontext()
 
-    def look(made: Any) -> None:
-        _refuse_infinite([bool(each.isfinite().all()) for each in made[0]], dtype)
-        on_decode(len(made[0]))
 
-    return looked_at(vae, "decode", look, lambda: on_decode(0))
+def _refuse_latents(finite: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    """Raise FloatingPointError for the first step whose latents are not finite. finite: whether each step's are."""
+    bad = [] if not finite else torch.stack([*finite]).logical_not().nonzero().flatten().tolist()
+    if bad:
+        raise FloatingPointError(
+            f"latents stopped being finite at step {bad[0] + 1} of {len(finite)} in "
+            f"{str(dtype).removeprefix('torch.')}; try dtype fp32 or bf16, or check the weights"
+        )
 
 
 def _refuse_infinite(finite: Sequence[bool], dtype: torch.dtype) -> None:
@@ -339,7 +358,11 @@ def _refuse_infinite(finite: Sequence[bool], dtype: torch.dtype) -> None:
         )
 
 
-def _counted(on_step: Callable[[int], None], pipe: Any, index: int, timestep: Any, tensors: Any) -> dict[str, Any]:
-    """Tell of a step that diffusers' loop has made; the form is that of its callbacks."""
+def _counted(
+    on_step: Callable[[int], None], finite: list[torch.Tensor], pipe: Any, index: int, timestep: Any, tensors: Any
+) -> dict[str, Any]:
+    """Tell of a step that diffusers' loop has made, and note whether its latents are finite; made for its callbacks."""
+    if isinstance(latents := tensors.get("latents"), torch.Tensor):
+        finite.append(latents.isfinite().all())
     on_step(index)
     return {}

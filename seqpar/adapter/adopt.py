@@ -65,4 +65,3 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
             return None
         end += part.numel() * part.element_size()
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())
-

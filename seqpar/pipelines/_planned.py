@@ -88,7 +88,13 @@ def grid_of(config: Mapping[str, Any], vae: Any) -> Grid | None:
 
 
 def planned(
-    transformer: Any, grid: Grid | None, size: tuple[int, int] | None, count: int, steps: int, guided: bool, dtype: torch.dtype
+    transformer: Any,
+    grid: Grid | None,
+    size: tuple[int, int] | None,
+    count: int,
+    steps: int,
+    guided: bool,
+    dtype: torch.dtype,
 ) -> Planned:
     """Return the planner's view of a run that makes `count` pictures or videos.
 

@@ -48,8 +48,9 @@ class Adapted:
     """Checked work of a pipeline with diffusers' own loop, before any weight is read.
 
     kind: the pipeline's class. source: its folder, or a preset. arguments: those of its call, without generator and
-    callback. scheduler: the class name of another scheduler, or None. video: whether it makes videos. guidance: of the
-    run, with the pipeline's own scale where none is named. file: that of the transformer, where it is not diffusers'
+    callback. scheduler: the class name of another scheduler, or None. video: whether it makes videos. guidance:
+    classifier-free, with the pipeline's own scale where none is named. embedded: the scale that the transformer takes
+    as an input, or None. file: that of the transformer, where it is not diffusers'
     (`seqpar.weights.single_file`). loras: adapters, with their scales. notes: (title, text) of lines of the summary.
     """
 
@@ -61,6 +62,7 @@ class Adapted:
     scheduler: str | None
     video: bool
     guidance: Guidance
+    embedded: float | None
     planned: Planned
     file: Path | None = None
     loras: tuple[_lora.Lora, ...] = ()
@@ -120,7 +122,9 @@ class Adapted:
             pipe.scheduler = _schedulers.taking_mu(own)
         return pipe
 
-    def make(self, pipe: Any, on_step: Callable[[int], None], on_decode: Callable[[int], None], mesh: Mesh) -> list[Any]:
+    def make(
+        self, pipe: Any, on_step: Callable[[int], None], on_decode: Callable[[int], None], mesh: Mesh
+    ) -> list[Any]:
         """Return the pictures as PIL images, or the videos as arrays (frames, height, width, 3) in [0, 1].
 
         on_step(index): called after each step. on_decode(count): called with 0 when the VAE begins, and with the number
@@ -187,13 +191,25 @@ def check(order: Order, source: Path | Preset) -> Adapted:
     parts = _of_preset(order, source) if isinstance(source, Preset) else _of_folder(source, index, file)
     arguments = _arguments(order, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
     _lora.check(order.loras, kind, model_of(index), parts.config)
-    guidance, run = _planned(order, parts, parameters, video)
+    (guidance, embedded), run = _planned(order, parts, parameters, video)
     if run.pixels is not None and "height" in parameters:
         arguments |= {"height": run.pixels[0], "width": run.pixels[1]}
     _check_schedule(order, kind, parts, run)
     notes = _notes(parameters, isinstance(source, Preset))
     return Adapted(
-        kind, source, order.dtype, arguments, order.seed, order.scheduler, video, guidance, run, file, order.loras, notes
+        kind,
+        source,
+        order.dtype,
+        arguments,
+        order.seed,
+        order.scheduler,
+        video,
+        guidance,
+        embedded,
+        run,
+        file,
+        order.loras,
+        notes,
     )
 
 
@@ -225,22 +241,20 @@ def _of_preset(order: Order, preset: Preset) -> _Parts:
 
 def _planned(
     order: Order, parts: _Parts, parameters: Mapping[str, inspect.Parameter], video: bool
-) -> tuple[Guidance, Planned]:
-    """Return the guidance of a run, and what the planner needs."""
+) -> tuple[tuple[Guidance, float | None], Planned]:
+    """Return the guidance of a run, beside the scale that is an input, and what the planner needs."""
     transformer = built(model_of(parts.index), parts.config, str(order.model))
     named = parameters.get("guidance_scale")
     scale = named.default if order.guidance is None and named is not None else order.guidance
     scale = float(scale) if isinstance(scale, (int, float)) else 1.0
     if "true_cfg_scale" in parameters:
         embeds = bool(parts.config.get("guidance_embeds"))
-        guidance = Guidance(order.true_guidance or 1.0, embedded=scale if embeds else None)
-    elif is_guided(transformer):
-        guidance = Guidance(scale)
+        guidance = Guidance(order.true_guidance or 1.0), scale if embeds else None
     else:
-        guidance = Guidance(1.0, embedded=scale)
+        guidance = (Guidance(scale), None) if is_guided(transformer) else (Guidance(1.0), scale)
     grid = None if video else grid_of(transformer.config, parts.vae)
     count = len(order.pictures)
-    return guidance, planned(transformer, grid, order.size, count, order.steps, guidance.on, order.dtype)
+    return guidance, planned(transformer, grid, order.size, count, order.steps, guidance[0].on, order.dtype)
 
 
 def _check_schedule(order: Order, kind: Any, parts: _Parts, run: Planned) -> None:

@@ -61,9 +61,7 @@ def share(vae: Any, user: User) -> Callable[[], None]:
 
 
 @contextmanager
-def looked_at(
-    vae: Any, name: str, look: Callable[[Any], None], begin: Callable[[], None] = _nothing
-) -> Iterator[None]:
+def looked_at(vae: Any, name: str, look: Callable[[Any], None], begin: Callable[[], None] = _nothing) -> Iterator[None]:
     """Call `begin` before each call of a VAE's `decode` or `encode`, and `look` with its result.
 
     An error that they raise ends the call.

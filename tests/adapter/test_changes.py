@@ -21,9 +21,9 @@ from seqpar.adapter.changes import Changes
 from seqpar.engine.graphs import Graphs
 from seqpar.ranks.mesh import Mesh
 from tests.adapter.test_lora import add, pipeline
-from tests.support.tiny_flux import TOLERANCE, arguments, error, theirs, tiny
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
+from tests.support.tiny_flux import TOLERANCE, arguments, error, theirs, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
 
@@ -283,10 +283,7 @@ def test_ranks_that_differ_raise_the_same_error(ranks: Pool, wished: bool) -> No
 def choosing(rank: int, world: int, device: torch.device) -> list[str]:
     """Return the messages of `parallelize` where rank 1 alone has a backend, or no wish for fused blocks."""
     messages, mesh = [], mesh_for("ulysses", world, device)
-    cases: list[Callable[[Any], object]] = [
-        lambda module: module.set_attention_backend("native"),
-        lambda module: None,
-    ]
+    cases: list[Callable[[Any], object]] = [lambda module: module.set_attention_backend("native"), lambda module: None]
     for number, change in enumerate(cases):
         module = tiny().to(device)
         if rank == 1:

@@ -19,10 +19,9 @@ from seqpar.adapter import lease, parallelize
 from seqpar.adapter.rows import cut_rows
 from seqpar.engine.keeper import ATTENDS
 from seqpar.ranks.mesh import Axis, Mesh
-from tests.support import tiny_flux
-from tests.adapter.test_cuts import raised
 from tests.adapter.test_body import TOLERANCE, body_of, called, error
-from tests.support import pipelines
+from tests.adapter.test_cuts import raised
+from tests.support import pipelines, tiny_flux
 from tests.support.diffusers_tiny import MODELS
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
@@ -146,9 +145,7 @@ def under_autocast(rank: int, world: int, device: torch.device) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of diffusers' own norms
 @pytest.mark.parametrize("world", [1, 2])
-def test_fp32_weights_under_autocast_compute_what_diffusers_does(
-    ranks: Pool, world: int
-) -> None:
+def test_fp32_weights_under_autocast_compute_what_diffusers_does(ranks: Pool, world: int) -> None:
     for cast, plain, rounded in ranks.run(world, under_autocast):
         assert cast < 0.5 * rounded
         assert plain < 1e-3 * rounded

@@ -20,6 +20,7 @@ from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
 from tests.support.tiny_flux import CASES, TOLERANCE, arguments, body_of, error, ours, theirs, tiny
 
+
 def on_ranks(rank: int, world: int, device: torch.device, strategy: str, case: str) -> float:
     module = tiny(**CASES[case][3]).to(device)
     given = arguments(case, device=device)
@@ -158,5 +159,3 @@ def test_bf16_is_as_close_to_the_truth_as_diffusers() -> None:
         body.release()
     mine, plain = torch.tensor(found).norm(dim=0).tolist()
     assert mine <= 1.25 * plain
-
-

@@ -56,10 +56,7 @@ def test_a_prompt_alone_is_drawn_by_the_model_of_texts(tmp_path: Path, capsys: p
     ("model", "message"),
     [
         ("builtin", "got --prompt a with --model builtin, expected none: this model makes pictures of classes"),
-        (
-            "builtin-text",
-            "got --classes 7 with --model builtin-text, expected none: FluxPipeline takes texts",
-        ),
+        ("builtin-text", "got --classes 7 with --model builtin-text, expected none: FluxPipeline takes texts"),
     ],
 )
 def test_classes_and_a_prompt_are_refused_together(tmp_path: Path, model: str, message: str) -> None:

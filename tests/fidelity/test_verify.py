@@ -97,13 +97,13 @@ GUIDED = [("ring", 1, "collective"), ("ulysses", 2, "peer")]
     [
         (("ulysses", 1, "peer"), BF16, none, "holds"),
         (("kv_gather", 1, "collective"), FP32, rotary_off_by_one, "blocks.0, output 1 of step 1 on rank "),
-        (("ulysses", 2, "collective"), BF16, swapped_branches, "the state after the prediction of step 1 on rank 1: "),
+        (("ulysses", 2, "collective"), BF16, swapped_branches, "the state after the prediction of step 1 on rank 1"),
         (("ulysses", 1, "collective"), BF16, lost_in_block_5_of_step_2, "attention in blocks.4 of step 2 on rank "),
         (("ulysses", 1, "peer"), BF16, stale_flag, "attention in blocks.0 of step 1 on rank "),
         *((layout, BF16, head_off, "attention in blocks.4 of step 1 on rank 1: head 1 of row 0 ") for layout in HEADS),
         (("ulysses", 1, "collective"), BF16, head_of_kernel_off, "attention in blocks.0 of step 1 on rank "),
         *((layout, BF16, guidance_off, "the state after the prediction of step 1 on rank ") for layout in GUIDED),
-        (("ulysses", 1, "collective"), BF16, reference_off, "prediction of step 1 on rank 1: "),
+        (("ulysses", 1, "collective"), BF16, reference_off, "prediction of step 1 on rank 1"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -157,8 +157,18 @@ def called(
     ("kind", "layout", "fault", "found"),
     [
         ("unidiffuser ours", ("ring", 1, "peer"), none, "holds"),
-        ("flux fused", ("ulysses", 1, "collective"), lost_shard, "attention in transformer_blocks.0 of step 1 on rank "),
-        ("flux fp32", ("ring", 1, "peer"), head_of_kernel_off, "attention in transformer_blocks.0 of step 1 on rank 1: "),
+        (
+            "flux fused",
+            ("ulysses", 1, "collective"),
+            lost_shard,
+            "attention in transformer_blocks.0 of step 1 on rank ",
+        ),
+        (
+            "flux fp32",
+            ("ring", 1, "peer"),
+            head_of_kernel_off,
+            "attention in transformer_blocks.0 of step 1 on rank 1: ",
+        ),
         ("flux fp32", ("ulysses", 2, "collective"), none, "holds"),
         ("flux generic", ("ulysses", 2, "collective"), none, "holds"),
         ("sd3 generic", ("ulysses", 1, "collective"), lost_shard, "attention in transformer_blocks.0 of step 1 "),

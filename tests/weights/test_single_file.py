@@ -54,9 +54,7 @@ def test_a_flux_in_its_authors_keys_is_diffusers(tmp_path: Path, narrow: Any, fo
     save_file(FORMS[form](single_files.flux(narrow)), tmp_path / "flux1-dev.safetensors")
     checkpoint, config = check_single(tmp_path / "flux1-dev.safetensors")
     assert {key: value for key, value in config.items() if key != "_class_name"} == {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in narrow.config.items()
-        if key in config
+        key: list(value) if isinstance(value, tuple) else value for key, value in narrow.config.items() if key in config
     } | {"out_channels": config["in_channels"]}
     theirs = narrow.state_dict()
     assert checkpoint.shapes.keys() == theirs.keys()

@@ -32,7 +32,6 @@ from seqpar.planner.plan import choose_local
 from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.types.facts import Work
 
-NATIVE = ("FluxTransformer2DModel",)  # classes of diffusers with a model of ours
 CALLS = 3  # before timing: the second call of a kind is captured, pairs of branches are known after a step
 BRANCHES = ("cond", "uncond")
 
@@ -126,7 +125,7 @@ def main(args: Calls) -> None:
 def ours(case: Case) -> Iterator[Row]:
     """Yield our rows: each strategy by our kernels and by diffusers' own modules, then both branches of guidance."""
     world, on_gpu = case.mesh.world.size, case.mesh.device.type == "cuda"
-    ways = ["native" if case.model.theirs in NATIVE else "fused blocks", "generic", *(["generic, compiled"] * on_gpu)]
+    ways = ["fused blocks", "generic", *(["generic, compiled"] * on_gpu)]
     for strategy in case.args.strategy if world > 1 else case.args.strategy[:1]:
         for way in ways:
             about = {"strategy": strategy, "launch": way, "cfg": 1}

@@ -26,10 +26,13 @@ from launch.baselines import flux_pipeline, qwen_pipeline
 from launch.baselines.released import RELEASED, Released
 from launch.baselines.transformers import Graphed, compile_blocks, device_mesh, engine, engine_name, shared_copy
 from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
+from seqpar.adapter.state import keep_fp32
 from seqpar.pipelines._pictures import write_png
 from seqpar.ranks.mesh import Mesh, default_dtype
 
 # the parts besides a transformer, how a prompt becomes the arguments of a call, and latents a picture
+FP32 = "fused blocks, fp32 state"  # as `seqpar sample`
+WAYS = (FP32, "fused blocks", "generic")
 PARTS: dict[str, Any] = {"flux.1-dev": flux_pipeline, "qwen-image": qwen_pipeline}
 LAUNCHES = ("compiled blocks + graph", "compiled blocks", "eager")
 Writer = Callable[[Any, IO[bytes]], object]
@@ -113,19 +116,19 @@ def main(args: Pipeline) -> None:
 
 
 def ours(case: Case) -> Iterator[Row]:
-    """Yield diffusers' pipeline after `parallelize`, with our model or blocks, and with diffusers' modules inside."""
-    for native in (True, False):
-        ours = "native" if case.parts is flux_pipeline else "fused blocks"
-        name = f"parallelize, {ours if native else 'generic'}"
-        yield Row("ours", name, partial(_ours, case, native), _reference(case), {"png": "seqpar"})
+    """Yield diffusers' pipeline after `parallelize`, with our blocks, also as `seqpar sample` runs it, and without."""
+    for way in WAYS:
+        yield Row("ours", f"parallelize, {way}", partial(_ours, case, way), _reference(case), {"png": "seqpar"})
 
 
 @contextmanager
-def _ours(case: Case, native: bool) -> Iterator[Timed]:
+def _ours(case: Case, way: str) -> Iterator[Timed]:
     # weights of its own, because ours join those of diffusers in place, and other rows' graphs read them
     pipe, args = case.around(deepcopy(case.pipe.transformer)), case.args
     mesh = None if args.strategy == "auto" else case.mesh  # a mesh's axes would restrict the planner's choice
-    seqpar.parallelize(pipe, mesh, strategy=args.strategy, transport=args.transport, native=native)
+    seqpar.parallelize(pipe, mesh, strategy=args.strategy, transport=args.transport, native=way != "generic")
+    if way == FP32:
+        keep_fp32(pipe)
     try:
         yield _timed(case, pipe, write_png)
     finally:

@@ -36,7 +36,7 @@ def main(path: Path) -> None:
 
 def soak(lines: Sequence[Line]) -> Any:
     """Two panels for each part of a soak: memory after each picture, and the seconds that each picture took."""
-    order = ("mixed", "sizes", "calls native", "calls generic")
+    order = ("mixed", "sizes", "calls native", "calls fused", "calls generic")
     parts = [part for part in order if any(line["part"] == part for line in lines)]
     figure, panels = plt.subplots(2, max(1, len(parts)), figsize=(5.5 * max(1, len(parts)), 5), squeeze=False)
     for part, (memory, time) in zip(parts, panels.T, strict=False):

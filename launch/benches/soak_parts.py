@@ -27,7 +27,7 @@ from seqpar.sampling.guidance import Guidance
 from seqpar.sampling.loop import Sampler, digest, draw_noise
 from seqpar.transports import _folder
 
-WAYS = {"native": True, "generic": False}
+WAYS = {"fused": True, "generic": False}
 ROWS, TEXT = range(8, 49, 4), (32, 77, 128, 512)  # of a picture's tokens, and a prompt's tokens
 TIMES = 3  # that a kind of call comes in a row: on GPUs the second is captured and the third is replayed
 STEPS = 25
@@ -58,7 +58,7 @@ def memory(mesh: Mesh) -> dict[str, int]:
 def calls(count: int, dtype: torch.dtype, device: torch.device) -> Iterator[Line]:
     """Yield a line for each kind of call: seconds of its calls, the digest of the last result, memory afterwards.
 
-    The transformer is FLUX.1 with few blocks and heads, computed once by our own model and once by diffusers' modules.
+    The transformer is FLUX.1 with few blocks and heads, computed once by fused blocks and once by diffusers' own.
     The kind that came first comes again in the end and must have the same bits; what was kept for it was freed
     meanwhile, if there were many kinds. count: kinds of calls for each way to compute them; 0 does nothing.
     """

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launch.baselines.released import Released
-from seqpar.models import flux
+from seqpar.blocks import flux
 from seqpar.types.facts import Blocks, Cross, Work
 
 
@@ -18,9 +18,7 @@ def work_of_call(model: Released) -> Work:
         return qwen_work(model.config)
     if model.theirs == "Flux2Transformer2DModel":
         return flux2_work(model.config)
-    recognised = flux.recognise({}, {**model.config, "_class_name": model.theirs})
-    assert recognised is not None
-    return flux.work(recognised[0])
+    return flux.work(model.config)
 
 
 def _double(count: int, width: int, hidden: int) -> Blocks:

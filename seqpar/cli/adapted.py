@@ -133,7 +133,7 @@ def _summary(args: Args, pipe: Any, job: Adapted, plan: Plan, state: str) -> str
     call: Any = next(iter(transformers_of(pipe).values())).forward
     tokens = f"{job.load.tokens} tokens, " if job.planned.exact else ""
     dtype, steps = str(job.dtype).removeprefix("torch."), f"{job.steps} steps of {type(pipe.scheduler).__name__}"
-    work = f"{job.load.images} {_what(job)}, {tokens}{dtype}, {steps} in {job.kind.__name__}, {scales(job.guidance)}"
+    work = f"{job.load.images} {_what(job)}, {tokens}{dtype}, {steps} in {job.kind.__name__}, {scales(job)}"
     graph = "no GPU" if call.mesh.device.type == "cpu" else call.body.why_eager()
     lines = [
         *layout(args, plan, call.mesh, str(plan.transport), str(plan.local)),

@@ -104,7 +104,7 @@ def _head(args: FidelityArgs, job: Job, ranks: Mesh, compared: str, notes: Seque
     }
     lines = [
         f"model     {args.model}: {job.load.images} pictures, {job.load.tokens} tokens, {args.steps} steps of "
-        f"{type(job.scheduler).__name__}, {scales(job.guidance)}",
+        f"{type(job.scheduler).__name__}, {scales(job)}",
         "reference one rank, fp32 (fp64 for fp32) without TF32, attention by its formula, no graph",
         f"compared  {compared} of {ranks.world.size} x {device}",
     ]

@@ -21,7 +21,7 @@ from seqpar.pipelines._pictures import bytes_of, check_room, check_writable, num
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import parse_mesh
 from seqpar.ranks.mesh import Mesh, default_dtype
-from seqpar.sampling.guidance import Guidance, check_layout
+from seqpar.sampling.guidance import check_layout
 from seqpar.types.arguments import check_whole
 from seqpar.types.protocols import plugin
 from seqpar.weights.find import Blueprint, resolve
@@ -155,12 +155,13 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     return int(sides[0]), int(sides[-1])
 
 
-def scales(guidance: Guidance) -> str:
+def scales(job: Job | Adapted) -> str:
     """The guidance of a run as text: the scale that the model takes as an input, and that of two branches."""
-    if guidance.embedded is None:
+    guidance, embedded = job.guidance, job.embedded if isinstance(job, Adapted) else None
+    if embedded is None:
         return f"guidance {guidance.scale:g}"
     beside = f", classifier-free guidance {guidance.scale:g}" if guidance.on else ""
-    return f"guidance {guidance.embedded:g} as an input{beside}"
+    return f"guidance {embedded:g} as an input{beside}"
 
 
 def _check_ranges(args: Args) -> None:

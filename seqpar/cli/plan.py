@@ -35,7 +35,7 @@ def dry_run(args: Args, job: Job | Adapted, ranks: Mesh) -> str:
     ValueError if no layout fits a single machine; beside other tables the reason stands in the table's place.
     """
     load = job.load
-    head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job.guidance)}, {job.dtype}"
+    head = f"{args.model}: {load.images} picture(s) of {load.tokens} tokens, {scales(job)}, {job.dtype}"
     machines = [imagined(ranks.device, count, args.transport) for count in args.dry_run or ()]
     tables = []
     for machine in machines or [_running(ranks, args.transport)]:

@@ -63,7 +63,7 @@ def chosen(args: Args, job: Job | Adapted, mesh: Mesh, more: Mapping[str, Any]) 
         "device": _device(mesh),
         "dtype": next(name for name, dtype in DTYPES.items() if dtype == job.dtype),
         "size": None if job.pixels is None else f"{job.pixels[0]}x{job.pixels[1]}",
-        "guidance": scales(job.guidance),
+        "guidance": scales(job),
         **more,
     }
     return asdict(args) | {"out": str(args.out), "chosen": values, "versions": versions()}
@@ -90,7 +90,7 @@ def _work(args: Args, job: Job, decision: Decision) -> str:
     steps = args.steps if args.respacing is None else job.evaluations
     text = (
         f"{job.load.images} pictures, {job.load.tokens} tokens, {str(job.dtype).removeprefix('torch.')}, "
-        f"{steps} steps of {type(job.scheduler).__name__} {decision}, {scales(job.guidance)}"
+        f"{steps} steps of {type(job.scheduler).__name__} {decision}, {scales(job)}"
     )
     if job.evaluations != steps:
         text += f"; the scheduler calls the model {job.evaluations} times"

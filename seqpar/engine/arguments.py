@@ -90,7 +90,7 @@ def _check(model: SequenceModel, inputs: Mapping[str, Tensor]) -> None:
     x, labels = inputs["hidden_states"], inputs.keys() - {"hidden_states", "timestep"}
     if x.dim() not in (4, 5) or x.shape[1] != channels:
         raise ValueError(f"got hidden_states of shape {tuple(x.shape)}, expected (B, {channels}, H, W)")
-    wanted = {*model.PROMPT, *(["guidance"] if model.EMBEDS_GUIDANCE else [])}
+    wanted = {*model.PROMPT}
     if "timestep" not in inputs or not wanted - set(model.MASKS) <= labels <= wanted:
         names = ", ".join(("timestep", *sorted(wanted)))
         raise ValueError(f"got arguments timestep={'timestep' in inputs}, {sorted(labels)}, expected {names}")

@@ -188,11 +188,10 @@ class DistributedDiT(nn.Module):
             raise ValueError(
                 f"got a call of a model that denoises {', '.join(model.STATE)}, expected one stream; use sample"
             )
-        guidance = {"guidance": inputs.pop("guidance")} if model.EMBEDS_GUIDANCE else {}
         encoded, tokens = model.encode(**completed(model, inputs)), model.patchify(x)
         where = partial(self.positions, tuple(x.shape[2:]))
         share = Share.of(model, self.keeper, encoded, {name: tokens.shape[1]}, where, len(x))
-        conditioning = model.modulate(t_B, **encoded.pooled, **guidance)
+        conditioning = model.modulate(t_B, **encoded.pooled)
         out = model.forward_tokens(*share.inputs({name: share.split.mine(name, tokens)}, conditioning))[name]
         self.check_delivered()
         return gather(out, axis, share.split.shard(name).sizes, dim=1) if axis.size > 1 else out

@@ -39,11 +39,6 @@ class Files:
         """Return the number of pixels along each side of a latent pixel."""
         return NO_VAE_FACTOR if self.vae is None else vae_factor(self.vae)
 
-    @property
-    def others(self) -> tuple[int, ...]:
-        """Return the number of tokens of each stream besides the state."""
-        return work_of(self.blueprint.config).joined
-
     def latent_size(self, pixels: tuple[int, int] | None) -> tuple[int, int]:
         """Return (height, width) of the latent of a picture; None stands for the size that the model was trained on.
 
@@ -72,25 +67,13 @@ class Files:
         """
         return _schedulers.build(self.scheduling, name, self.blueprint.config)
 
-    def timing(self, scheduler: Any, steps: int, size: tuple[int, int] | None) -> Mapping[str, Any] | None:
-        """Return keyword arguments of the scheduler's `set_timesteps` for pictures of a size, None for its own."""
-        return None
-
-    def schedule(
-        self,
-        name: str | None,
-        steps: int,
-        eta: float | None = None,
-        respacing: str | None = None,
-        size: tuple[int, int] | None = None,
-    ) -> Any:
+    def schedule(self, name: str | None, steps: int, eta: float | None = None, respacing: str | None = None) -> Any:
         """Return `scheduler(name)` with its timesteps set; ValueError if a setting does not fit it.
 
         eta: None stands for the scheduler's own default. respacing: see `seqpar.sampling.request.Request`.
         """
         scheduler = self.scheduler(name)
-        timing = self.timing(scheduler, steps, size)
-        if _schedulers.timed(scheduler, steps, eta, respacing, timing).learned:
+        if _schedulers.timed(scheduler, steps, eta, respacing).learned:
             check_variances(self.blueprint.config)
         return scheduler
 
@@ -126,7 +109,7 @@ class Files:
             latent=config.in_channels * config.patch_size**2,
             labels=self.conditions(asked) + guided,
             table=TABLE_BYTES,
-            others=self.others,
+            others=work_of(config).joined,
         )
 
 

@@ -17,6 +17,7 @@ import seqpar.local
 import seqpar.transports
 from seqpar.adapter.parallelize import parallelize
 from seqpar.adapter.sharing import Wished
+from seqpar.adapter.state import keep_fp32
 from seqpar.pipelines import _lora
 from seqpar.pipelines._folder import check_parts, kind_of, model_of
 from seqpar.pipelines._parts import Folder, load_pipeline
@@ -40,12 +41,14 @@ def load(
     transport: str = "auto",
     vae: Wished = "auto",
     loras: Sequence[str] = (),
+    fp32_state: bool = False,
 ) -> Any:
     """Return a diffusers pipeline that computes on all ranks; every rank must call this at the same time.
 
     path_or_id: a folder as diffusers saves it, a hub id, or the file of a transformer in such a folder. dtype: None
-    takes bf16 on GPUs and fp32 on CPUs. loras: files, each with a scale after a colon if it is not 1. The others are
-    those of `seqpar.parallelize`.
+    takes bf16 on GPUs and fp32 on CPUs. loras: files, each with a scale after a colon if it is not 1. fp32_state:
+    whether the pipeline's loop keeps latents in fp32 (`seqpar.adapter.state`), which callbacks then get; rank 0 prints
+    why where it cannot. The others are those of `seqpar.parallelize`.
 
     A host reads each file once; text and image encoders are on rank 0 alone, and other ranks get their results: all
     ranks make the same calls with the pipeline, as after `parallelize`. Raises the same ValueError on all ranks, for a
@@ -55,7 +58,11 @@ def load(
     dtype = default_dtype(ranks.device) if dtype is None else dtype
     folder = ranks.together(lambda: checked(path_or_id, dtype, loras, (strategy, local, transport)))
     pipe = load_pipeline(folder, dtype, ranks)
-    return parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
+    parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
+    reason = keep_fp32(pipe) if fp32_state else None
+    if reason is not None and ranks.is_main:
+        print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
+    return pipe
 
 
 def checked(path_or_id: str | Path, dtype: object, loras: Sequence[str], names: Sequence[str]) -> Folder:

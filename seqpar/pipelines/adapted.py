@@ -28,13 +28,14 @@ from seqpar.pipelines._naming import naming_loop
 from seqpar.pipelines._parts import Folder, load_pipeline
 from seqpar.pipelines._planned import Planned, built, grid_of, planned
 from seqpar.pipelines._random import random_pipeline
+from seqpar.pipelines._texts import check_named, check_tokenizer
 from seqpar.planner.predict import Load
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
 from seqpar.types.facts import Work
 from seqpar.vae.shared import looked_at
 from seqpar.weights.jsons import read_json
-from seqpar.weights.parts import part_of, read_pipeline, read_scheduler
+from seqpar.weights.parts import part_of, parts_of, read_pipeline, read_scheduler
 from seqpar.weights.presets import Preset
 
 PIPELINES = ()  # those of no other file
@@ -47,8 +48,9 @@ class Adapted:
     """Checked work of a pipeline with diffusers' own loop, before any weight is read.
 
     kind: the pipeline's class. source: its folder, or a preset. arguments: those of its call, without generator and
-    callback. scheduler: the class name of another scheduler, or None. video: whether it makes videos. guidance: of the
-    run, with the pipeline's own scale where none is named. file: that of the transformer, where it is not diffusers'
+    callback. scheduler: the class name of another scheduler, or None. video: whether it makes videos. guidance:
+    classifier-free, with the pipeline's own scale where none is named. embedded: the scale that the transformer takes
+    as an input, or None. file: that of the transformer, where it is not diffusers'
     (`seqpar.weights.single_file`). loras: adapters, with their scales. notes: (title, text) of lines of the summary.
     """
 
@@ -60,6 +62,7 @@ class Adapted:
     scheduler: str | None
     video: bool
     guidance: Guidance
+    embedded: float | None
     planned: Planned
     file: Path | None = None
     loras: tuple[_lora.Lora, ...] = ()
@@ -131,13 +134,29 @@ class Adapted:
         of results when it has ended. Raises FloatingPointError if one of them is not finite, and ValueError where
         diffusers fails in its loop, as a value in a file that no schema here knows can make it.
         """
-        arguments = self.called()
+        arguments, finite = self.called(), list[torch.Tensor]()
         if self.counts_steps:
+<<<<<<< HEAD
             arguments["callback_on_step_end"] = partial(_counted, on_step)
         with _checked_vae(getattr(pipe, "vae", None), self.dtype, on_decode):
             result = self._call(pipe, arguments, mesh)
+=======
+            arguments["callback_on_step_end"] = partial(_counted, on_step, finite)
+        name = self.source.name if isinstance(self.source, Preset) else self.source
+        failing = f"got pipeline {name}, which fails in its loop"
+
+        def decoded(made: Any) -> None:
+            _refuse_latents(finite, self.dtype)
+            _refuse_infinite([bool(each.isfinite().all()) for each in made[0]], self.dtype)
+            on_decode(len(made[0]))
+
+        checked = _checked_vae(getattr(pipe, "vae", None), decoded, lambda: on_decode(0))
+        with naming_loop(failing, mesh.world.size > 1), checked:
+            result = pipe(**arguments, generator=torch.Generator().manual_seed(self.seed))
+>>>>>>> flux-loop
         results = list(result.frames if self.video else result.images)
         if self.arguments.get("output_type") == "np":
+            _refuse_latents(finite, self.dtype)
             _refuse_infinite([bool(np.isfinite(each).all()) for each in results], self.dtype)
         if self.video or not isinstance(results[0], np.ndarray):
             return results
@@ -191,7 +210,7 @@ def check(order: Order, source: Path | Preset) -> Adapted:
     parts = _of_preset(order, source) if isinstance(source, Preset) else _of_folder(source, index, file)
     arguments = _arguments(order, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
     _lora.check(order.loras, kind, model_of(index), parts.config)
-    guidance, run = _planned(order, parts, parameters, video)
+    (guidance, embedded), run = _planned(order, parts, parameters, video)
     if run.pixels is not None and "height" in parameters:
         arguments |= {"height": run.pixels[0], "width": run.pixels[1]}
     _check_schedule(order, kind, parts, run)
@@ -205,6 +224,10 @@ def check(order: Order, source: Path | Preset) -> Adapted:
         order.scheduler,
         video,
         guidance,
+<<<<<<< HEAD
+=======
+        embedded,
+>>>>>>> flux-loop
         run,
         file,
         order.loras,
@@ -215,11 +238,19 @@ def check(order: Order, source: Path | Preset) -> Adapted:
 def _of_folder(folder: Path, index: Mapping[str, Any], file: Path | None) -> _Parts:
     """Return the checked parts of a pipeline's folder; ValueError for one that cannot be loaded."""
     config = check_parts(folder, index, file)
+    _check_tokenizers(folder, index)
     library, name = part_of(index, "vae") or ("", "")
     kind, path = getattr(diffusers, name, None), folder / "vae" / "config.json"
     vae = built(kind, read_json(path), str(path)) if library == "diffusers" and kind and path.is_file() else None
     scheduling = read_scheduler(folder / "scheduler") if (folder / "scheduler").is_dir() else None
     return _Parts(index, config, vae, scheduling)
+
+
+def _check_tokenizers(folder: Path, index: Mapping[str, Any]) -> None:
+    """Raise ValueError for a tokenizer without its files, or without the encoder that reads its tokens."""
+    for name in (name for name, _ in parts_of(index) if name.startswith("tokenizer") and (folder / name).is_dir()):
+        check_named(folder, index, [name.replace("tokenizer", "text_encoder")])
+        check_tokenizer(folder / name)
 
 
 def _of_preset(order: Order, preset: Preset) -> _Parts:
@@ -232,22 +263,20 @@ def _of_preset(order: Order, preset: Preset) -> _Parts:
 
 def _planned(
     order: Order, parts: _Parts, parameters: Mapping[str, inspect.Parameter], video: bool
-) -> tuple[Guidance, Planned]:
-    """Return the guidance of a run, and what the planner needs."""
+) -> tuple[tuple[Guidance, float | None], Planned]:
+    """Return the guidance of a run, beside the scale that is an input, and what the planner needs."""
     transformer = built(model_of(parts.index), parts.config, str(order.model))
     named = parameters.get("guidance_scale")
     scale = named.default if order.guidance is None and named is not None else order.guidance
     scale = float(scale) if isinstance(scale, (int, float)) else 1.0
     if "true_cfg_scale" in parameters:
         embeds = bool(parts.config.get("guidance_embeds"))
-        guidance = Guidance(order.true_guidance or 1.0, embedded=scale if embeds else None)
-    elif is_guided(transformer):
-        guidance = Guidance(scale)
+        guidance = Guidance(order.true_guidance or 1.0), scale if embeds else None
     else:
-        guidance = Guidance(1.0, embedded=scale)
+        guidance = (Guidance(scale), None) if is_guided(transformer) else (Guidance(1.0), scale)
     grid = None if video else grid_of(transformer.config, parts.vae)
     count = len(order.pictures)
-    return guidance, planned(transformer, grid, order.size, count, order.steps, guidance.on, order.dtype)
+    return guidance, planned(transformer, grid, order.size, count, order.steps, guidance[0].on, order.dtype)
 
 
 def _check_schedule(order: Order, kind: Any, parts: _Parts, run: Planned) -> None:
@@ -340,16 +369,19 @@ def _check_exporter(name: str) -> None:
     )
 
 
-def _checked_vae(vae: Any, dtype: torch.dtype, on_decode: Callable[[int], None]) -> AbstractContextManager[None]:
-    """Raise FloatingPointError if what a VAE decodes is not finite: pipelines clamp infinity to black or white."""
-    if not hasattr(vae, "decode"):
-        return nullcontext()
+def _checked_vae(vae: Any, look: Callable[[Any], None], begin: Callable[[], None]) -> AbstractContextManager[None]:
+    """Look at what a VAE decodes: pipelines clamp infinity to black or white."""
+    return looked_at(vae, "decode", look, begin) if hasattr(vae, "decode") else nullcontext()
 
-    def look(made: Any) -> None:
-        _refuse_infinite([bool(each.isfinite().all()) for each in made[0]], dtype)
-        on_decode(len(made[0]))
 
-    return looked_at(vae, "decode", look, lambda: on_decode(0))
+def _refuse_latents(finite: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    """Raise FloatingPointError for the first step whose latents are not finite. finite: whether each step's are."""
+    bad = [] if not finite else torch.stack([*finite]).logical_not().nonzero().flatten().tolist()
+    if bad:
+        raise FloatingPointError(
+            f"latents stopped being finite at step {bad[0] + 1} of {len(finite)} in "
+            f"{str(dtype).removeprefix('torch.')}; try dtype fp32 or bf16, or check the weights"
+        )
 
 
 def _refuse_infinite(finite: Sequence[bool], dtype: torch.dtype) -> None:
@@ -362,7 +394,11 @@ def _refuse_infinite(finite: Sequence[bool], dtype: torch.dtype) -> None:
         )
 
 
-def _counted(on_step: Callable[[int], None], pipe: Any, index: int, timestep: Any, tensors: Any) -> dict[str, Any]:
-    """Tell of a step that diffusers' loop has made; the form is that of its callbacks."""
+def _counted(
+    on_step: Callable[[int], None], finite: list[torch.Tensor], pipe: Any, index: int, timestep: Any, tensors: Any
+) -> dict[str, Any]:
+    """Tell of a step that diffusers' loop has made, and note whether its latents are finite; made for its callbacks."""
+    if isinstance(latents := tensors.get("latents"), torch.Tensor):
+        finite.append(latents.isfinite().all())
     on_step(index)
     return {}

@@ -39,10 +39,6 @@ def check_course(dit: DistributedDiT, course: Course, whole: Mapping[str, Tensor
         if len(whole) > 1:
             raise ValueError(f"got variance_type 'learned_range' with {len(whole)} streams of the state, expected one")
     check_layout(mesh.data.size, mesh.cfg.size, len(noise), request.guidance, config.in_channels)
-    if request.guidance.embedded is not None and not model.EMBEDS_GUIDANCE:
-        raise ValueError("got embedded guidance, expected a model that takes the scale as an input")
-    if request.guidance.embedded is None and model.EMBEDS_GUIDANCE:
-        raise ValueError("got no embedded guidance for a model that takes the scale as an input, expected embedded=")
     prompt, negative = completed(model, request.prompt), completed(model, request.negative or request.prompt)
     check_lengths(model, prompt, negative)
     for name, x in (*prompt.items(), *negative.items(), *whole.items()):

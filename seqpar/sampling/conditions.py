@@ -18,13 +18,12 @@ from seqpar.types.streams import completed, distinct, stacked
 class Conditions:
     """The inputs of a segment's evaluations besides the state.
 
-    timesteps_S, embedded_S: timestep and embedded guidance scale (None without one) of all evaluations of the run, on
-    the device. prompt: the distinct prompts, P rows. row_B: the index of the prompt of each row of this rank's batch.
-    drawn: this rank's rows of streams whose tokens change at every evaluation, (S, B, L, C).
+    timesteps_S: the timestep of all evaluations of the run, on the device. prompt: the distinct prompts, P rows. row_B:
+    the index of the prompt of each row of this rank's batch. drawn: this rank's rows of streams whose tokens change at
+    every evaluation, (S, B, L, C).
     """
 
     timesteps_S: Tensor
-    embedded_S: Tensor | None
     prompt: Mapping[str, Tensor]
     row_B: Tensor
     drawn: Mapping[str, Tensor]
@@ -35,8 +34,8 @@ class Conditions:
         return max(1, len(next(iter(self.prompt.values())))) if self.prompt else 1
 
     @staticmethod
-    def of(dit: DistributedDiT, course: Course, images: int, dtype: torch.dtype) -> Conditions:
-        """Return the conditions of this rank's rows of both branches. images: those of the run; dtype: the state's."""
+    def of(dit: DistributedDiT, course: Course, images: int) -> Conditions:
+        """Return the conditions of this rank's rows of both branches. images: those of the run."""
         request, mesh, device, model = course.request, dit.mesh, dit.device, dit.model
         mine, branches = Shard(images, mesh.data.size).slice(mesh.data.rank), 2 if request.guidance.on else 1
         prompt = {name: x.to(device) for name, x in completed(model, request.prompt).items()}
@@ -51,6 +50,4 @@ class Conditions:
         if mesh.cfg.size > 1:  # each rank of this axis computes one branch
             rows, both = rows[mesh.cfg.rank : mesh.cfg.rank + 1], both[mesh.cfg.rank : mesh.cfg.rank + 1]
         drawn = {name: torch.cat([each[name][:, mine].to(device) for each in both], dim=1) for name in request.drawn}
-        scales = course.embedded_S
-        scales = None if scales is None else scales.to(device, dtype)
-        return Conditions(course.timesteps_S.to(device), scales, prompt, rows.flatten(), drawn)
+        return Conditions(course.timesteps_S.to(device), prompt, rows.flatten(), drawn)

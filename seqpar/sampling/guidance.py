@@ -1,4 +1,4 @@
-"""Settings of guidance: classifier-free (scale of each step, guided channels, rescaling) and embedded in the model."""
+"""Settings of classifier-free guidance: scale of each step, guided channels, rescaling."""
 
 from __future__ import annotations
 
@@ -22,27 +22,19 @@ class Guidance:
     branch is computed at every step.
     rescale: the share (0 to 1) of the guided prediction that is scaled to the standard deviation of the conditional
     one (arXiv 2305.08891, section 3.4; diffusers' `guidance_rescale`).
-    embedded: the scale that a model takes as an input (FLUX), one number or one for each evaluation; None for a model
-    without such an input. It is independent of `scale`: Guidance(1.0, embedded=3.5) computes one branch.
     """
 
     scale: float = 4.0
     channels: int | None = None
     scales: tuple[float, ...] | None = None
     rescale: float = 0.0
-    embedded: float | tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.embedded, bool):
-            raise ValueError(f"got embedded={self.embedded}, expected the scale, as in Guidance(1.0, embedded=3.5)")
         if self.scales is not None and not isinstance(self.scales, tuple):
             raise ValueError(f"got guidance scales={shown(self.scales)}, expected a tuple of numbers, or None")
         for scale in (self.scale, *(self.scales or ())):
             if not _is_number(scale):
                 raise ValueError(f"got guidance {shown(scale)}, expected a finite number; 1 or less is no guidance")
-        for scale in self._embedded:
-            if not _is_number(scale):
-                raise ValueError(f"got embedded guidance {shown(scale)}, expected a finite number")
         if not _is_number(self.rescale) or not 0 <= self.rescale <= 1:
             raise ValueError(f"got rescale {shown(self.rescale)}, expected 0 (none) to 1 (all)")
         if self.channels is not None and (isinstance(self.channels, bool) or not isinstance(self.channels, int)):
@@ -55,27 +47,15 @@ class Guidance:
 
     def vector(self, evaluations: int) -> Tensor:
         """Return the scale of each evaluation, (S,) fp64 on the CPU; ValueError if `scales` has another length."""
-        return _vector(self.scales or (self.scale,), evaluations)
-
-    def embedded_vector(self, evaluations: int) -> Tensor | None:
-        """Return the embedded scale of each evaluation, as `vector` does; None for a model without such an input."""
-        return _vector(self._embedded, evaluations) if self._embedded else None
-
-    @property
-    def _embedded(self) -> tuple[float, ...]:
-        embedded = self.embedded
-        return () if embedded is None else embedded if isinstance(embedded, tuple) else (embedded,)
+        scales = self.scales or (self.scale,)
+        scales = scales * evaluations if len(scales) == 1 else scales
+        if len(scales) != evaluations:
+            raise ValueError(f"got {len(scales)} guidance scales, expected one for each of {evaluations} evaluations")
+        return torch.tensor(scales, dtype=torch.float64)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _vector(scales: tuple[float, ...], evaluations: int) -> Tensor:
-    scales = scales * evaluations if len(scales) == 1 else scales
-    if len(scales) != evaluations:
-        raise ValueError(f"got {len(scales)} guidance scales, expected one for each of {evaluations} evaluations")
-    return torch.tensor(scales, dtype=torch.float64)
 
 
 def check_layout(data: int, cfg: int, images: int, guidance: Guidance, channels: int) -> None:

@@ -52,7 +52,7 @@ class Request:
     respacing: timesteps by a text of the original DiT, such as "250" or "ddim25", which replace the number of steps
     (DDIM and DDPM; `seqpar.sampling.original.spaced`). clip_denoised: clip each predicted x0 to +-1, as the original
     code does (DDIM and DDPM).
-    schedule: keyword arguments of the scheduler's `set_timesteps` (FLUX: sigmas and mu); where they hold sigmas or
+    schedule: keyword arguments of the scheduler's `set_timesteps`; where they hold sigmas or
     timesteps, these replace the number of steps, as in diffusers' pipelines.
     drawn: streams of the model whose tokens change at every evaluation, (S, N, L, C). negative_drawn: those of them
     that are others in the unconditional branch (UniDiffuser: text that is noise), of the same shapes.
@@ -149,8 +149,7 @@ class Course:
     """A request and its schedule.
 
     scheduler: a copy of the caller's scheduler, with its timesteps set. timesteps_S: the timestep of each evaluation of
-    the model. guidance_S: the guidance scale of each evaluation, fp64 on the CPU. embedded_S: the scale that the model
-    takes as an input, or None.
+    the model. guidance_S: the guidance scale of each evaluation, fp64 on the CPU.
     """
 
     request: Request
@@ -158,7 +157,6 @@ class Course:
     decision: Decision
     timesteps_S: Tensor
     guidance_S: Tensor
-    embedded_S: Tensor | None = None
 
     @property
     def start_scale(self) -> float:
@@ -189,7 +187,6 @@ class Course:
             guidance.on,
             guidance.channels,
             guidance.rescale,
-            guidance.embedded is None,
             tuple((first, dit.state) for first, dit in request.segments.items()),
         )
         if (one := decision.one_step) is not None:
@@ -221,8 +218,7 @@ def course(request: Request, decided: Callable[[Any, Mapping[str, Any], int], De
     if any(not 0 < first < len(timesteps) for first in request.segments):
         raise ValueError(f"got segments from {sorted(request.segments)}, expected 1 to {len(timesteps) - 1}")
     decision = decided(scheduler, options, request.begin)
-    guidance, count = request.guidance, len(timesteps)
-    return Course(request, scheduler, decision, timesteps, guidance.vector(count), guidance.embedded_vector(count))
+    return Course(request, scheduler, decision, timesteps, request.guidance.vector(len(timesteps)))
 
 
 def set_timesteps(scheduler: Any, steps: int, schedule: Mapping[str, Any]) -> None:

@@ -231,7 +231,7 @@ class Run:
     # Beginning ----------------------------------------------------------------------------------------------------
 
     def _conditions(self) -> Conditions:
-        return Conditions.of(self._dit, self._course, self._images, self.tokens.dtype)
+        return Conditions.of(self._dit, self._course, self._images)
 
     def _made_segments(self, whole: Mapping[str, Tensor]) -> list[Segment]:
         lengths = {name: state.shard.total for name, state in self._states.items()}

@@ -112,10 +112,8 @@ class Segment:
         return {name: self.split.mine(name, x, dim=2).contiguous() for name, x in given.drawn.items()}
 
     def _modulate(self, steps: slice, count: int, pooled: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        scales = self._given.embedded_S
-        guidance = {} if scales is None else {"guidance": scales[steps].repeat_interleave(count)}
         with torch.no_grad():
-            return self.model.modulate(self._given.timesteps_S[steps].repeat_interleave(count), **pooled, **guidance)
+            return self.model.modulate(self._given.timesteps_S[steps].repeat_interleave(count), **pooled)
 
     def _row_bytes(self) -> int:
         one = self._modulate(slice(0, 1), 1, {name: x[:1] for name, x in self._pooled.items()})

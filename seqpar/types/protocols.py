@@ -175,9 +175,6 @@ class SequenceModel(nn.Module):
     MASKS: Mapping[str, str] = MappingProxyType({})
     """Mask in `PROMPT` -> the name in `PROMPT` whose tokens it masks; a mask that is not given is all True."""
 
-    EMBEDS_GUIDANCE: bool = False
-    """Whether `modulate` takes the guidance scale as a keyword argument `guidance`, (R,)."""
-
     config: Any
     """A frozen dataclass with at least sample_size, patch_size, in_channels and out_channels."""
 

@@ -161,7 +161,10 @@ def _blueprint(checkpoint: Checkpoint, config: Mapping[str, Any] | None, heads: 
             return blueprint
     known = f"which no model of seqpar recognises ({', '.join(plugins(seqpar.models))})"
     if config:
-        raise ValueError(f"got {checkpoint.name} with a {config.get('_class_name')}, {known}")
+        raise ValueError(
+            f"got {checkpoint.name} with a {config.get('_class_name')}, {known}; if diffusers has it, put it into the "
+            f"folder of its pipeline, beside model_index.json with its text encoders and decoder, or name that folder"
+        )
     shown = ", ".join(list(checkpoint.shapes)[:3])
     raise ValueError(
         f"got {checkpoint.name} with keys like {shown}, {known}; if diffusers converts such a file "

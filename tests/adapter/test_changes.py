@@ -21,9 +21,9 @@ from seqpar.adapter.changes import Changes
 from seqpar.engine.graphs import Graphs
 from seqpar.ranks.mesh import Mesh
 from tests.adapter.test_lora import add, pipeline
-from tests.support.tiny_flux import TOLERANCE, arguments, error, theirs, tiny
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool
+from tests.support.tiny_flux import TOLERANCE, arguments, error, theirs, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
 

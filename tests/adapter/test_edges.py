@@ -19,10 +19,9 @@ from seqpar.adapter import lease, parallelize
 from seqpar.adapter.rows import cut_rows
 from seqpar.engine.keeper import ATTENDS
 from seqpar.ranks.mesh import Axis, Mesh
-from tests.support import tiny_flux
-from tests.adapter.test_cuts import raised
 from tests.adapter.test_body import TOLERANCE, body_of, called, error
-from tests.support import pipelines
+from tests.adapter.test_cuts import raised
+from tests.support import pipelines, tiny_flux
 from tests.support.diffusers_tiny import MODELS
 from tests.support.meshes import mesh_for, random
 from tests.support.pool import Pool

@@ -28,8 +28,8 @@ from torch.ao.quantization import quantize_dynamic
 
 import seqpar
 from seqpar.adapter.foreign import look
-from tests.adapter.test_cuts import raised
 from tests.adapter.test_body import CPU, TOLERANCE, VISIBLE, body_of, called, error
+from tests.adapter.test_cuts import raised
 from tests.support.diffusers_tiny import MODELS
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool

@@ -1,6 +1,6 @@
 # pyright cannot infer the types of diffusers' and peft's modules
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-"""Tests LoRA and its kin, merged for fused blocks and computed by diffusers' own, against diffusers' module with peft's layers."""
+"""Tests LoRA and its kin, merged for fused blocks and by diffusers' own, against diffusers with peft's layers."""
 
 from __future__ import annotations
 

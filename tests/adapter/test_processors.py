@@ -26,8 +26,8 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from tests.adapter.test_cuts import raised
 from tests.adapter.test_body import TOLERANCE, body_of, called, error
+from tests.adapter.test_cuts import raised
 from tests.support.diffusers_tiny import MODELS, flat
 from tests.support.pool import Pool
 

@@ -19,10 +19,10 @@ from seqpar.adapter import cuts
 from seqpar.engine.graphs import Graphs
 from seqpar.ranks.mesh import Mesh
 from tests.adapter.test_changes import Captures
-from tests.support.tiny_flux import TOLERANCE, arguments, body_of, error, ours, theirs, tiny
 from tests.support.meshes import mesh as make_mesh
 from tests.support.meshes import mesh_for
 from tests.support.pool import Pool
+from tests.support.tiny_flux import TOLERANCE, arguments, body_of, error, ours, theirs, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tested here
 CPU = torch.device("cpu")

@@ -36,7 +36,7 @@ from tests.support.pool import Pool
         ("text_encoder_2", "truncated or not a safetensors file"),
         ("tokenizer_2", "without tokenizer_config.json, expected a tokenizer's folder"),
         ("model_index.json", "without text_encoder_2, expected one: prompts need it"),
-        ("config.json", "got text_encoder of hidden_size 24, expected the transformer's pooled_projection_dim of 32"),
+        ("config.json", "which does not load: "),
     ],
 )
 def test_a_bad_folder_is_refused_by_name(
@@ -59,7 +59,7 @@ def test_a_bad_folder_is_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "encoder", "message"),
     [
-        ("flux", "text_encoder_2", "got text encoders that fail on a prompt: math domain error"),
+        ("flux", "text_encoder_2", "got a text_encoder_2 that fails on a prompt: math domain error"),
         ("sd3", "text_encoder_3", "got a text_encoder_3 that fails on a prompt: math domain error"),
     ],
 )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar import Guidance
+from seqpar.adapter.state import keep_fp32
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.engine.distributed import DistributedDiT
@@ -23,7 +24,7 @@ from seqpar.fidelity.one_rank import widened
 from seqpar.fidelity.verify import Verdict, VerificationError, other_weights, verify
 from seqpar.local import sdpa
 from seqpar.models import large_dit
-from seqpar.pipelines import flux, unidiffuser
+from seqpar.pipelines import unidiffuser
 from seqpar.pipelines.class_labels import Files, Pipeline
 from seqpar.planner.search import Wish
 from seqpar.ranks.mesh import Mesh
@@ -96,13 +97,13 @@ GUIDED = [("ring", 1, "collective"), ("ulysses", 2, "peer")]
     [
         (("ulysses", 1, "peer"), BF16, none, "holds"),
         (("kv_gather", 1, "collective"), FP32, rotary_off_by_one, "blocks.0, output 1 of step 1 on rank "),
-        (("ulysses", 2, "collective"), BF16, swapped_branches, "the state after the prediction of step 1 on rank 1: "),
+        (("ulysses", 2, "collective"), BF16, swapped_branches, "the state after the prediction of step 1 on rank 1"),
         (("ulysses", 1, "collective"), BF16, lost_in_block_5_of_step_2, "attention in blocks.4 of step 2 on rank "),
         (("ulysses", 1, "peer"), BF16, stale_flag, "attention in blocks.0 of step 1 on rank "),
         *((layout, BF16, head_off, "attention in blocks.4 of step 1 on rank 1: head 1 of row 0 ") for layout in HEADS),
         (("ulysses", 1, "collective"), BF16, head_of_kernel_off, "attention in blocks.0 of step 1 on rank "),
         *((layout, BF16, guidance_off, "the state after the prediction of step 1 on rank ") for layout in GUIDED),
-        (("ulysses", 1, "collective"), BF16, reference_off, "prediction of step 1 on rank 1: "),
+        (("ulysses", 1, "collective"), BF16, reference_off, "prediction of step 1 on rank 1"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -119,13 +120,12 @@ def pipe_of(kind: str, mesh: Mesh, device: torch.device, layout: Layout) -> tupl
     (strategy, _, transport), (name, how) = layout, kind.split()
     pipe = getattr(pipelines, name)(*([False] if name == "unidiffuser" else [])).to(device)
     if how == "ours":
-        family, wish = {"flux": flux, "unidiffuser": unidiffuser}[name], Wish(strategy=strategy, transport=transport)
-        guidance = Guidance(2.0, embedded=3.5) if name == "flux" else Guidance(4.0)
-        settings = {"prompts": ["a red cat"], "guidance": guidance, "size": (32, 48)}
-        length = {"text_tokens": TEXT} if name == "flux" else {}
-        return family.Pipeline.of(pipe, mesh, wish=wish, **length), settings
+        settings = {"prompts": ["a red cat"], "guidance": Guidance(4.0), "size": (32, 48)}
+        return unidiffuser.Pipeline.of(pipe, mesh, wish=Wish(strategy=strategy, transport=transport)), settings
     pipe.to(BF16)
-    seqpar.parallelize(pipe, mesh, strategy=strategy, transport=transport, native=how == "native")
+    seqpar.parallelize(pipe, mesh, strategy=strategy, transport=transport, native=how != "generic")
+    if how == "fp32":
+        assert keep_fp32(pipe) is None
     guided = {"flux": {"true_cfg_scale": 2.0, "negative_prompt": "x"}, "sd3": {"guidance_scale": 4.0}}[name]
     sizes = {"height": 32, "width": 48, "max_sequence_length": TEXT}
     return pipe, {"prompt": "a red cat", "output_type": "latent", **sizes, **guided}
@@ -156,10 +156,20 @@ def called(
 @pytest.mark.parametrize(
     ("kind", "layout", "fault", "found"),
     [
-        ("flux ours", ("ulysses", 2, "collective"), none, "holds"),
         ("unidiffuser ours", ("ring", 1, "peer"), none, "holds"),
-        ("flux native", ("ulysses", 1, "collective"), lost_shard, "attention in blocks.0.text of step 1 on rank "),
-        ("flux native", ("ring", 1, "peer"), head_of_kernel_off, "attention in blocks.0.text of step 1 on rank 1: "),
+        (
+            "flux fused",
+            ("ulysses", 1, "collective"),
+            lost_shard,
+            "attention in transformer_blocks.0 of step 1 on rank ",
+        ),
+        (
+            "flux fp32",
+            ("ring", 1, "peer"),
+            head_of_kernel_off,
+            "attention in transformer_blocks.0 of step 1 on rank 1: ",
+        ),
+        ("flux fp32", ("ulysses", 2, "collective"), none, "holds"),
         ("flux generic", ("ulysses", 2, "collective"), none, "holds"),
         ("sd3 generic", ("ulysses", 1, "collective"), lost_shard, "attention in transformer_blocks.0 of step 1 "),
         ("sd3 generic", ("kv_gather", 1, "peer"), head_of_kernel_off, "attention in transformer_blocks.0 of step 1 "),

@@ -224,19 +224,6 @@ def test_a_sampler_begins_anew_for_prompts_of_another_form(
             assert (got - truth).abs().max() < CLOSE * truth.abs().max()
 
 
-def embedded(rank: int, world: int, device: torch.device, scales: tuple[float, ...]) -> Tensor:
-    model = model_of("two-streams", device, embeds_guidance=True)
-    dit = engine(rank, world, device, ("ulysses", 1, 1), model)
-    return stepped(start(dit, (5, 5), Guidance(1.0, embedded=scales), negative=None))["image"]
-
-
-def test_embedded_guidance_is_an_input_of_every_step(ranks: Pool) -> None:
-    truth, other = (ranks.run(1, embedded, scales)[0] for scales in ((3.0, 3.0, 3.0), (3.0, 3.0, 2.0)))
-    assert (truth - other).abs().max() > 1e-3
-    for got in ranks.run(2, embedded, (3.0, 3.0, 3.0)):
-        assert (got - truth).abs().max() < CLOSE * truth.abs().max()
-
-
 def two_states(rank: int, world: int, device: torch.device, layout: tuple[str, int, int]) -> dict[str, Tensor]:
     dit = engine(rank, world, device, layout, model_of("two-states", device))
     return stepped(start(dit, (4, 7), noise={"image": noise(), "token": random((IMAGES, 1, 12), 3)}))

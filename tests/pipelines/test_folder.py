@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from seqpar.pipelines import adapted, class_labels, flux
+from seqpar.pipelines import adapted, class_labels
 from seqpar.pipelines._family import Order
 from seqpar.pipelines._folder import check_parts
 from seqpar.pipelines._naming import naming
@@ -51,7 +51,7 @@ def test_no_program_beside_a_part_runs(pixart: Path, tmp_path: Path, monkeypatch
     adapter.unlink()
     beside.write_text(program)
     with pytest.raises(ValueError, match=r"which does not load: .*trust_remote_code"):
-        check(pixart).load(Mesh.single())
+        check(pixart).pipeline(Mesh.single())
     beside.unlink()
     with changed(pixart / "model_index.json", tokenizer=["transformers", "AutoTokenizer"]):
         check(pixart)
@@ -126,7 +126,7 @@ PARTS = [
 
 
 def test_a_part_that_does_not_fit_its_files_is_refused(pixart: Path) -> None:
-    assert check(pixart).count == 1  # negative control
+    assert check(pixart).load.images == 1  # negative control
     for file, fields, message in PARTS:
         with changed(pixart / file, **fields), pytest.raises(ValueError, match=message):
             check(pixart)
@@ -214,5 +214,5 @@ def test_any_field_of_schedulers_and_indices_is_checked(tmp_path: Path) -> None:
 
 def test_a_flux_folder_without_its_transformer_is_told_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    with pytest.raises(ValueError, match=r"transformer/config.json, expected a readable JSON file"):
-        flux.check(Order(str(tmp_path), dtype=torch.float32, prompts=("a cat",)), tmp_path)
+    with pytest.raises(ValueError, match="got a FluxPipeline without a transformer, expected a pipeline that has one"):
+        check(tmp_path)

@@ -183,6 +183,17 @@ def test_results_are_given_again_as_they_were(encoders: Path) -> None:
     assert all(torch.equal(each, results[0]) for each in results)
 
 
+@pytest.mark.parametrize("fp32_state", [True, False])
+def test_a_state_in_fp32_is_asked_for(tmp_path: Path, fp32_state: bool) -> None:
+    pipelines.flux().save_pretrained(tmp_path)
+    pipe = pipelines.quiet(seqpar.load(tmp_path, dtype=torch.bfloat16, mesh=Mesh.single(), fp32_state=fp32_state))
+    sizes = {"height": 16, "width": 16, "num_inference_steps": 2, "max_sequence_length": 16}
+    latents = pipe("a red cat", **sizes, output_type="latent").images
+    assert latents.dtype == (torch.float32 if fp32_state else torch.bfloat16)
+    assert pipe("a red cat", **sizes).images[0].size == (16, 16)  # the decoder takes both
+    seqpar.release(pipe)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

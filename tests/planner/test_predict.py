@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.models import flux
+from seqpar.blocks import flux
 from seqpar.planner import costs
 from seqpar.planner.predict import predict
 from seqpar.planner.rates import H200
 from seqpar.planner.search import TIE, Wish
 from seqpar.types.facts import Blocks, Layout, Work
+from seqpar.weights.presets import PRESETS
 from tests.planner.test_plan import ALONE, CFG_KF2, CFG_KV2, CFG_U2, ONE, SEVEN_B, U4, XL, of, planned
 
 # ms a step of Large-DiT-7B by the `peer` transport (kv_first when its projection was two products):
@@ -83,7 +84,7 @@ def test_the_strategy_of_two_ranks_is_the_fastest_measured_or_ties_with_it(
 )
 def test_flux_hides_keys_and_values_behind_the_mlp_of_its_single_blocks(world: int, measured: dict[str, float]) -> None:
     """Without work beside attention, and with q, k and v made by the block itself, nothing is hidden."""
-    work = flux.work(flux.PRESETS["flux.1-dev"])
+    work = flux.work(PRESETS["flux.1-dev"].parts["transformer"][1])
     load = replace(ONE, guidance=False, labels=1, others=work.joined)
     found = planned(load, world=world, work=work)
     assert found.best.strategy == "kv_first"

@@ -29,7 +29,7 @@ FAMILIES = (
         "flux.2-dev",
         "reference images with a key cache (refused)",
     ),
-    ("flux", "FLUX.1 with ControlNets", "flux.1-dev", "IP-adapters; without a ControlNet the native model computes"),
+    ("flux", "FLUX.1: 4096 + 512", "flux.1-dev", "IP-adapters"),
 )
 HEAD = "| file | models | GPUs | ms a call | x ceiling | best other way | commit | diffusers' own blocks compute |"
 

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqpar.models import dit, flux, large_dit, uvit
+from seqpar.models import dit, large_dit, uvit
 from seqpar.weights import find, jsons, parts
 
 THEIRS: Any = diffusers
@@ -33,12 +33,6 @@ DIT = {
     **{"in_channels": 4, "norm_elementwise_affine": False, "norm_eps": 1e-05, "norm_num_groups": 32},
     **{"norm_type": "ada_norm_zero", "num_attention_heads": 16, "num_embeds_ada_norm": 1000, "num_layers": 28},
     **{"out_channels": 8, "patch_size": 2, "sample_size": 32, "upcast_attention": False, "num_vector_embeds": None},
-}
-FLUX = {
-    "_class_name": "FluxTransformer2DModel",
-    **{"attention_head_dim": 128, "axes_dims_rope": [16, 56, 56], "guidance_embeds": True, "in_channels": 64},
-    **{"joint_attention_dim": 4096, "num_attention_heads": 24, "num_layers": 19, "num_single_layers": 38},
-    **{"out_channels": None, "patch_size": 1, "pooled_projection_dim": 768},
 }
 UVIT = {
     "_class_name": "UniDiffuserModel",
@@ -74,7 +68,6 @@ SHAPES = {
 }
 READERS: dict[str, tuple[Read, Mapping[str, Any]]] = {
     "dit": (lambda config: dit.recognise({}, config), DIT),
-    "flux": (lambda config: flux.recognise({}, config), FLUX),
     "uvit": (lambda config: uvit.recognise({}, config), UVIT),
     "large_dit": (lambda config: large_dit.recognise(SHAPES, config), LARGE_DIT),
     "vae": (lambda config: parts.check_autoencoder(config, "config.json"), VAE),

@@ -32,7 +32,7 @@ def test_all_parts_run_on_two_ranks(ranks: Pool) -> None:
     assert {part: parts.count(part) for part in dict.fromkeys(parts)} == {
         "mixed": 2,
         "sizes": 2,
-        "calls native": 2,
+        "calls fused": 2,
         "calls generic": 2,
         "replays": 8,  # ulysses, kv_gather, kv_first and ring by both transports
     }
@@ -68,7 +68,7 @@ def late(line: Line, **other: Any) -> Line:
         (lambda line: line | {"digest": "other"} if line["picture"] == 39 else line, 2),
         (lambda line: line | {"digest": "other"} if line["picture"] == 20 else line, 1),
         (lambda line: line | {"part": "sizes", "allocated": 10**9 + 10**7 * line["picture"]}, 1),
-        (lambda line: line | {"part": "calls native", "digest": str(line["picture"])}, 1),
+        (lambda line: line | {"part": "calls fused", "digest": str(line["picture"])}, 1),
         (
             lambda line: (
                 {"part": "replays", "strategy": "ulysses", "transport": "peer", "replays": 25, "graph": True}

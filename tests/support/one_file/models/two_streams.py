@@ -34,7 +34,6 @@ class Config:
     sample_size: int = 8
     states: bool = False
     fresh: bool = False
-    embeds_guidance: bool = False
 
     @property
     def width(self) -> int:
@@ -76,7 +75,6 @@ class Model(SequenceModel):
         self.STATE = self.STREAMS[1:]
         self.PROMPT = ("pooled",) if config.fresh else Model.PROMPT
         self.MASKS = {} if config.fresh else Model.MASKS
-        self.EMBEDS_GUIDANCE = config.embeds_guidance
         width = config.width
         patch = self.patch[0] * self.patch[1] * self.patch[2]
         self.into = nn.ModuleDict(
@@ -106,11 +104,9 @@ class Model(SequenceModel):
         return Encoded({"text": text}, {"text": prompt["text_mask"]}, {"pooled": prompt["pooled"]})
 
     def modulate(self, t_R: Tensor, **pooled: Tensor) -> Condition:
-        """Return the modulation (R, layers, streams, 3, E); it depends on the guidance scale if that is embedded."""
+        """Return the modulation (R, layers, streams, 3, E)."""
         dtype, width = self.pooled.weight.dtype, self.config.width
         c = self.time(_layers.sinusoid(t_R, width).to(dtype)) + self.pooled(pooled["pooled"].to(dtype))
-        if self.config.embeds_guidance:
-            c = c + _layers.sinusoid(100 * pooled["guidance"], width).to(dtype)
         parts: list[Any] = [[block.get_submodule(name) for name in self.STREAMS] for block in self.blocks]
         made = [torch.stack([part.modulation(F.silu(c)) for part in row], dim=1) for row in parts]
         return {"blocks": torch.stack(made, dim=1).unflatten(-1, (3, -1))}

@@ -22,7 +22,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from seqpar.pipelines._naming import naming
 from seqpar.types.arguments import shown
 from seqpar.vae.decoder import check_vae
-from seqpar.weights.checkpoint import SUFFIXES, Checkpoint, find_checkpoint, open_checkpoint
+from seqpar.weights.checkpoint import SUFFIXES, WEIGHTS, Checkpoint, find_checkpoint, open_checkpoint
 from seqpar.weights.find import WithoutValues
 from seqpar.weights.hub import errors_only
 from seqpar.weights.jsons import read_json
@@ -90,6 +90,10 @@ def check_single(file: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
     checkpoint, config = open_model(file)
     assert config is not None
     check_numbers(config, file)
+    odd = next((key for key, dtype in checkpoint.dtypes.items() if dtype not in WEIGHTS), None)
+    if odd is not None:
+        dtype = str(checkpoint.dtypes[odd]).removeprefix("torch.")
+        raise ValueError(f"{checkpoint.name}: got {odd} of type {dtype}, expected floating-point weights")
     _check_shapes(file, getattr(diffusers, config["_class_name"]), config, checkpoint)
     return checkpoint, config
 

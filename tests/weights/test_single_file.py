@@ -152,6 +152,7 @@ def test_converting_writes_the_folder_of_diffusers(tmp_path: Path, narrow: Any) 
         ({"txt_in.weight": None}, r"flux\.safetensors: got a checkpoint that lacks txt_in\.weight"),
         ({"lora.down": torch.ones(2)}, r"wrong keys\. Unknown 1 to a FluxTransformer2DModel: lora\.down"),
         ({"double_blocks.0.img_attn.norm.query_norm.scale": torch.ones(64)}, "with heads 64 wide, expected 128 as in"),
+        ({"img_in.weight": torch.ones(128, 16).to(torch.float8_e4m3fn)}, "of type float8_e4m3fn, expected floating-p"),
         ({"txt_in.weight": torch.ones(128, 8, 2)}, r"txt_in\.weight of shape \(128, 8, 2\), expected 2 dims"),
     ],
 )
@@ -161,7 +162,7 @@ def test_a_flux_that_cannot_be_converted_is_refused(
     state = {key: x for key, x in {**single_files.flux(narrow), **change}.items() if x is not None}
     save_file(state, tmp_path / "flux.safetensors")
     with pytest.raises(ValueError, match=message):
-        locate(tmp_path / "flux.safetensors")
+        check_single(tmp_path / "flux.safetensors")
 
 
 def test_a_file_says_what_belongs_beside_it(tmp_path: Path, narrow: Any) -> None:

@@ -136,24 +136,15 @@ class Adapted:
         """
         arguments, finite = self.called(), list[torch.Tensor]()
         if self.counts_steps:
-<<<<<<< HEAD
-            arguments["callback_on_step_end"] = partial(_counted, on_step)
-        with _checked_vae(getattr(pipe, "vae", None), self.dtype, on_decode):
-            result = self._call(pipe, arguments, mesh)
-=======
             arguments["callback_on_step_end"] = partial(_counted, on_step, finite)
-        name = self.source.name if isinstance(self.source, Preset) else self.source
-        failing = f"got pipeline {name}, which fails in its loop"
 
         def decoded(made: Any) -> None:
             _refuse_latents(finite, self.dtype)
             _refuse_infinite([bool(each.isfinite().all()) for each in made[0]], self.dtype)
             on_decode(len(made[0]))
 
-        checked = _checked_vae(getattr(pipe, "vae", None), decoded, lambda: on_decode(0))
-        with naming_loop(failing, mesh.world.size > 1), checked:
-            result = pipe(**arguments, generator=torch.Generator().manual_seed(self.seed))
->>>>>>> flux-loop
+        with _checked_vae(getattr(pipe, "vae", None), decoded, lambda: on_decode(0)):
+            result = self._call(pipe, arguments, mesh)
         results = list(result.frames if self.video else result.images)
         if self.arguments.get("output_type") == "np":
             _refuse_latents(finite, self.dtype)
@@ -224,10 +215,7 @@ def check(order: Order, source: Path | Preset) -> Adapted:
         order.scheduler,
         video,
         guidance,
-<<<<<<< HEAD
-=======
         embedded,
->>>>>>> flux-loop
         run,
         file,
         order.loras,

@@ -22,7 +22,6 @@ from seqpar.pipelines._family import Order
 from seqpar.pipelines._folder import check_single
 from seqpar.ranks.mesh import Mesh
 from seqpar.weights.checkpoint import open_checkpoint
-from seqpar.weights.find import locate
 from seqpar.weights.single_file import as_diffusers
 from tests.support import pipelines, single_files
 from tests.support.foreign import StayDouble

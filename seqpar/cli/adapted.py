@@ -75,11 +75,7 @@ def _parallelize(args: Args, pipe: Any, plan: Plan) -> str:
     mesh, vae = settled(plan, None), VAE[args.vae]
     parallelize(pipe, mesh, strategy=strategy, transport=transport, local=plan.local.name, vae=vae)
     reason = keep_fp32(pipe)
-    return (
-        "fp32 from step to step, unless the pipeline itself rounds it"
-        if reason is None
-        else f"as the pipeline keeps it: {reason}"
-    )
+    return "fp32, unless the pipeline itself rounds it" if reason is None else f"as the pipeline keeps it: {reason}"
 
 
 def _made(pipe: Any, job: Adapted, ranks: Mesh) -> tuple[list[Any], float | None]:

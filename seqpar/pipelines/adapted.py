@@ -148,6 +148,19 @@ class Adapted:
         of results when it has ended. Raises FloatingPointError if one of them is not finite, and ValueError where
         diffusers fails in its loop, as a value in a file that no schema here knows can make it.
         """
+        result, finite = self._run(pipe, on_step, mesh, on_decode)
+        results = list(result.frames if self.video else result.images)
+        if self.arguments.get("output_type") == "np":
+            _refuse_latents(finite, self.dtype)
+            _refuse_infinite([bool(np.isfinite(each).all()) for each in results], self.dtype)
+        if self.video or not isinstance(results[0], np.ndarray):
+            return results
+        return VaeImageProcessor.numpy_to_pil(np.stack(results))
+
+    def _run(
+        self, pipe: Any, on_step: Callable[[int], None], mesh: Mesh, on_decode: Callable[[int], None]
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """Return what the pipeline returns, and whether the latents after each step were finite."""
         arguments, finite = self.called(mesh.device), list[torch.Tensor]()
         if self.counts_steps:
             arguments["callback_on_step_end"] = partial(_counted, on_step, finite)
@@ -161,14 +174,7 @@ class Adapted:
 
         checked = _checked_vae(getattr(pipe, "vae", None), decoded, lambda: on_decode(0))
         with naming_loop(failing, mesh.world.size > 1), checked:
-            result = pipe(**arguments, generator=torch.Generator().manual_seed(self.order.seed))
-        results = list(result.frames if self.video else result.images)
-        if self.arguments.get("output_type") == "np":
-            _refuse_latents(finite, self.dtype)
-            _refuse_infinite([bool(np.isfinite(each).all()) for each in results], self.dtype)
-        if self.video or not isinstance(results[0], np.ndarray):
-            return results
-        return VaeImageProcessor.numpy_to_pil(np.stack(results))
+            return pipe(**arguments, generator=torch.Generator().manual_seed(self.order.seed)), finite
 
     def called(self, device: torch.device) -> dict[str, Any]:
         """Return the arguments of the call; of a preset, random numbers stand for the texts."""

@@ -59,10 +59,16 @@ def load(
     folder = ranks.together(lambda: checked(path_or_id, dtype, loras, (strategy, local, transport)))
     pipe = load_pipeline(folder, dtype, ranks)
     parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
-    reason = keep_fp32(pipe) if fp32_state else None
-    if reason is not None and ranks.is_main:
-        print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
+    if fp32_state:
+        _keep_fp32(pipe, ranks)
     return pipe
+
+
+def _keep_fp32(pipe: Any, mesh: Mesh) -> None:
+    """Let a pipeline keep its state in fp32; rank 0 prints why it does not."""
+    reason = keep_fp32(pipe)
+    if reason is not None and mesh.is_main:
+        print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
 
 
 def checked(path_or_id: str | Path, dtype: object, loras: Sequence[str], names: Sequence[str]) -> Folder:

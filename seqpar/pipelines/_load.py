@@ -47,8 +47,7 @@ def load(
 
     path_or_id: a folder as diffusers saves it, a hub id, or the file of a transformer in such a folder. dtype: None
     takes bf16 on GPUs and fp32 on CPUs. loras: files, each with a scale after a colon if it is not 1. fp32_state:
-    whether the pipeline's loop keeps latents in fp32 (`seqpar.adapter.state`), which callbacks then get; rank 0 prints
-    why where it cannot. The others are those of `seqpar.parallelize`.
+    whether the pipeline's loop, and so callbacks, have fp32 latents. The others are those of `seqpar.parallelize`.
 
     A host reads each file once; text and image encoders are on rank 0 alone, and other ranks get their results: all
     ranks make the same calls with the pipeline, as after `parallelize`. Raises the same ValueError on all ranks, for a

@@ -57,11 +57,7 @@ class Body:
         self._refuse(arguments)
         self._follow()
         self._rescale(arguments)
-        if self.lacks_memory and self.ranks.axis.size > 1:  # found in the middle of a call; others compute it already
-            raise torch.OutOfMemoryError(
-                "got copies of weights with merged adapters that do not fit into the memory of this rank, expected "
-                "room for them; from the next call on, adapters are computed by their own layers on all ranks"
-            )
+        self._refuse_memory()
         now = self.ranks.begin()
         try:
             given = dict(arguments)
@@ -173,6 +169,14 @@ class Body:
                 flush=True,
             )
         self._named.add(named)
+
+    def _refuse_memory(self) -> None:
+        """Raise OutOfMemoryError if copies do not fit, found in the middle of a call, which others compute already."""
+        if self.lacks_memory and self.ranks.axis.size > 1:
+            raise torch.OutOfMemoryError(
+                "got copies of weights with merged adapters that do not fit into the memory of this rank, expected "
+                "room for them; from the next call on, adapters are computed by their own layers on all ranks"
+            )
 
     def _refuse(self, arguments: Mapping[str, Any]) -> None:
         name = type(self.module).__name__

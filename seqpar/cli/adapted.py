@@ -48,9 +48,9 @@ def run_adapted(args: Args, job: Adapted, plan: Plan, ranks: Mesh) -> None:
     if args.verify:
         from seqpar.fidelity.verify import EVALUATIONS, verify  # imports what no other run needs
 
-        arguments = {name: value for name, value in job.called().items() if name != "output_type"}
+        arguments = {name: value for name, value in job.called(ranks.device).items() if name != "output_type"}
         arguments["num_inference_steps"] = min(EVALUATIONS, job.steps)
-        verify(pipe, **arguments, generator=torch.Generator().manual_seed(job.seed))
+        verify(pipe, **arguments, generator=torch.Generator().manual_seed(job.order.seed))
     forget_encoders(pipe)
     loaded = time.perf_counter() - started
     pipe.set_progress_bar_config(disable=job.counts_steps or not ranks.is_main)
@@ -70,11 +70,12 @@ def run_adapted(args: Args, job: Adapted, plan: Plan, ranks: Mesh) -> None:
 def _parallelize(args: Args, pipe: Any, plan: Plan) -> str:
     """Let a pipeline compute as planned, with its state in fp32 if it can; return the state's dtype as text."""
     sequence = plan.layout.sequence > 1
-    names = {"strategy": plan.strategy.name} if sequence else {}
-    names |= {"transport": plan.transport.name} if sequence or plan.layout.cfg > 1 else {}
-    parallelize(pipe, settled(plan, None), local=plan.local.name, vae=VAE[args.vae], **names)
+    strategy = plan.strategy.name if sequence else "auto"
+    transport = plan.transport.name if sequence or plan.layout.cfg > 1 else "auto"
+    mesh, vae = settled(plan, None), VAE[args.vae]
+    parallelize(pipe, mesh, strategy=strategy, transport=transport, local=plan.local.name, vae=vae)
     reason = keep_fp32(pipe)
-    return "fp32 between steps" if reason is None else f"as the pipeline keeps it: {reason}"
+    return "fp32, unless the pipeline itself rounds it" if reason is None else f"as the pipeline keeps it: {reason}"
 
 
 def _loaded(job: Adapted, ranks: Mesh) -> Any:
@@ -105,7 +106,7 @@ def _made(pipe: Any, job: Adapted, ranks: Mesh) -> tuple[list[Any], float | None
         decoding.add(count)
 
     with Progress(job.steps, ranks) as progress, decoding:
-        made = job.make(pipe, progress, decode, ranks)
+        made = job.make(pipe, progress, ranks, decode)
         return made, progress.finish() if job.counts_steps else None
 
 
@@ -138,7 +139,7 @@ def _summary(args: Args, pipe: Any, job: Adapted, plan: Plan, state: str) -> str
     lines = [
         *layout(args, plan, call.mesh, str(plan.transport), str(plan.local)),
         f"work      {work}",
-        *(f"lora      {each}" for each in job.loras),
+        *(f"lora      {each}" for each in job.order.loras),
         *(f"{title:<9} {text}" for title, text in job.notes),
         f"state     {state}",
         f"graph     {'a call of the transformer is one CUDA graph' if graph is None else f'none: {graph}'}",
@@ -150,7 +151,8 @@ def _parameters(args: Args, pipe: Any, job: Adapted, plan: Plan) -> dict[str, An
     """Return what a picture's metadata holds, without measurements."""
     names = {"strategy": plan.strategy.name, "local": plan.local.name, "transport": plan.transport.name}
     own = {"scheduler": type(pipe.scheduler).__name__, "vae": args.vae, "prompts": job.prompts}
-    return chosen(args, job, next(iter(transformers_of(pipe).values())).forward.mesh, {**names, **own})
+    call: Any = next(iter(transformers_of(pipe).values())).forward
+    return chosen(args, job, call.mesh, {**names, **own})
 
 
 def _write(one: Any, path: Path, fps: int, parameters: dict[str, Any]) -> None:

@@ -41,8 +41,7 @@ def run(args: Args) -> None:
         run_adapted(args, job, plan, ranks)
         return
     started = time.perf_counter()
-    texts = len(set(job.loading.get("prompts", ())))
-    with Bar(texts, "prompt", ranks, "encoding") as encoded:  # it appears only where there are prompts to encode
+    with Bar(len(set(job.loading.get("prompts", ()))), "prompt", ranks, "encoding") as encoded:
         hook = {"on_prompt": encoded} if "prompts" in job.loading else {}
         pipeline = job.pipeline.load(**job.loading, **hook, plan=plan)
     loaded = time.perf_counter() - started

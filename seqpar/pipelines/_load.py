@@ -47,8 +47,7 @@ def load(
 
     path_or_id: a folder as diffusers saves it, a hub id, or the file of a transformer in such a folder. dtype: None
     takes bf16 on GPUs and fp32 on CPUs. loras: files, each with a scale after a colon if it is not 1. fp32_state:
-    whether the pipeline's loop keeps latents in fp32 (`seqpar.adapter.state`), which callbacks then get; rank 0 prints
-    why where it cannot. The others are those of `seqpar.parallelize`.
+    whether the pipeline's loop, and so callbacks, have fp32 latents. The others are those of `seqpar.parallelize`.
 
     A host reads each file once; text and image encoders are on rank 0 alone, and other ranks get their results: all
     ranks make the same calls with the pipeline, as after `parallelize`. Raises the same ValueError on all ranks, for a
@@ -59,10 +58,16 @@ def load(
     folder = ranks.together(lambda: checked(path_or_id, dtype, loras, (strategy, local, transport)))
     pipe = load_pipeline(folder, dtype, ranks)
     parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
-    reason = keep_fp32(pipe) if fp32_state else None
-    if reason is not None and ranks.is_main:
-        print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
+    if fp32_state:
+        _keep_fp32(pipe, ranks)
     return pipe
+
+
+def _keep_fp32(pipe: Any, mesh: Mesh) -> None:
+    """Let a pipeline keep its state in fp32; rank 0 prints why it does not."""
+    reason = keep_fp32(pipe)
+    if reason is not None and mesh.is_main:
+        print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
 
 
 def checked(path_or_id: str | Path, dtype: object, loras: Sequence[str], names: Sequence[str]) -> Folder:

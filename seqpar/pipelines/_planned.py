@@ -1,4 +1,4 @@
-"""What the planner needs of a diffusers pipeline before any weight is read: its transformer's work, and a run's size.
+"""What is known of a diffusers pipeline before any weight is read: its parts, and for the planner its work and size.
 
 Transformer and VAE are built from their configs without memory for weights.
 """
@@ -8,16 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 
 from seqpar.adapter import estimate
+from seqpar.pipelines._family import NO_LORA, Order
+from seqpar.pipelines._folder import check_parts
 from seqpar.pipelines._naming import naming
+from seqpar.pipelines._texts import check_named, check_tokenizer
 from seqpar.planner.predict import Load
 from seqpar.types.facts import Work
 from seqpar.vae.known import spatial_factor
 from seqpar.weights.find import WithoutValues
+from seqpar.weights.jsons import read_json
+from seqpar.weights.parts import part_of, parts_of, read_scheduler
+from seqpar.weights.presets import Preset
+
+FACTORS = ("spatial_compression_ratio", "scale_factor_spatial", "block_out_channels")  # what says a VAE's factor
 
 
 @dataclass(frozen=True)
@@ -39,12 +49,12 @@ class Planned:
 class Grid:
     """The tokens of a pipeline's pictures: each has `patch` x `patch` latent pixels of `factor` x `factor` pixels.
 
-    packed: whether the pipeline makes the patches, so that the transformer's config names no size.
+    trained: height and width that the decoder was trained for, where the pipeline makes the patches and the config of
+    the transformer names no size.
     """
 
     factor: int
     patch: int
-    packed: bool
     trained: tuple[int, int] | None
 
     def check(self, size: tuple[int, int]) -> None:
@@ -61,6 +71,8 @@ class Grid:
 
 def built(kind: Any, config: Mapping[str, Any], what: str) -> Any:
     """Return a model of diffusers without memory for its weights; ValueError if its config describes none."""
+    if kind is None:
+        raise ValueError(f"got {what} with a part of a class that diffusers {diffusers.__version__} does not have")
     with naming(f"got {what}, which describes no {kind.__name__}"), torch.device("meta"), WithoutValues():
         return kind.from_config(dict(config))
 
@@ -74,6 +86,8 @@ def grid_of(config: Mapping[str, Any], vae: Any) -> Grid | None:
     if vae is None or not isinstance(patch, int) or not isinstance(inputs, int):
         return None
     latent = vae.config.get("latent_channels") or vae.config.get("z_dim")
+    if not (any(vae.config.get(name) for name in FACTORS) or hasattr(vae, FACTORS[0])):
+        return None
     if not isinstance(latent, int) or inputs % latent or math.isqrt(inputs // latent) ** 2 != inputs // latent:
         return None
     packed, trained = inputs != latent, vae.config.get("sample_size")
@@ -82,32 +96,55 @@ def grid_of(config: Mapping[str, Any], vae: Any) -> Grid | None:
     return Grid(
         spatial_factor(vae),
         math.isqrt(inputs // latent) if packed else patch,
-        packed,
-        tuple(trained) if packed and trained and not own else None,
+        (trained[0], trained[-1]) if packed and trained and not own else None,
     )
 
 
-def planned(
-    transformer: Any,
-    grid: Grid | None,
-    size: tuple[int, int] | None,
-    count: int,
-    steps: int,
-    guided: bool,
-    dtype: torch.dtype,
-) -> Planned:
-    """Return the planner's view of a run that makes `count` pictures or videos.
-
-    transformer: of the meta device. size: in pixels, None for the pipeline's own. guided: whether there are two
-    branches.
-    """
-    size = size or (grid.trained if grid is not None else None)
+def planned(transformer: Any, grid: Grid | None, order: Order, guided: bool) -> Planned:
+    """Return the planner's view of an order. transformer: without weights. guided: whether there are two branches."""
+    size = order.size or (grid.trained if grid is not None else None)
     work = estimate.planned_work(transformer)
-    load = estimate.load_of(transformer, dtype, guided, work.joined)
+    load = estimate.load_of(transformer, order.dtype, guided, work.joined)
     tokens = load.tokens
     if grid is not None and size is not None:
-        grid.check(size)
         tokens = grid.tokens(size)
-    load = replace(load, images=count, steps=steps, tokens=tokens, labels=1 + guided, table=0)  # made in each call
+    # each call makes its modulation, of which no table is kept
+    load = replace(load, images=len(order.pictures), steps=order.steps, tokens=tokens, labels=1 + guided, table=0)
     channels = int(transformer.config.get("in_channels") or 1)
     return Planned(work, load, channels, size, exact=grid is not None)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is known of a pipeline's parts. index: its model_index.json. config: the transformer's. vae: or None."""
+
+    index: Mapping[str, Any]
+    config: Mapping[str, Any]
+    vae: Any
+    scheduling: Mapping[str, Any] | None
+
+
+def parts_of_folder(folder: Path, index: Mapping[str, Any], file: Path | None) -> Parts:
+    """Return the checked parts of a pipeline's folder; ValueError for one that cannot be loaded."""
+    config = check_parts(folder, index, file)
+    _check_tokenizers(folder, index)
+    library, name = part_of(index, "vae") or ("", "")
+    kind, path = getattr(diffusers, name, None), folder / "vae" / "config.json"
+    vae = built(kind, read_json(path), str(path)) if library == "diffusers" and kind and path.is_file() else None
+    scheduling = read_scheduler(folder / "scheduler") if (folder / "scheduler").is_dir() else None
+    return Parts(index, config, vae, scheduling)
+
+
+def _check_tokenizers(folder: Path, index: Mapping[str, Any]) -> None:
+    """Raise ValueError for a tokenizer without its files, or without the encoder that reads its tokens."""
+    for name in (name for name, _ in parts_of(index) if name.startswith("tokenizer") and (folder / name).is_dir()):
+        check_named(folder, index, [name.replace("tokenizer", "text_encoder")])
+        check_tokenizer(folder / name)
+
+
+def parts_of_preset(order: Order, preset: Preset) -> Parts:
+    """Return the parts of a preset; ValueError for flags that need files."""
+    order.refuse(NO_LORA, lora=order.loras)
+    configs = {name: {**config, "_class_name": kind} for name, (kind, config) in preset.parts.items()}
+    vae = built(getattr(diffusers, preset.parts["vae"][0]), preset.parts["vae"][1], preset.name)
+    return Parts(preset.index, configs["transformer"], vae, configs["scheduler"])

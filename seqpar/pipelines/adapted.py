@@ -6,36 +6,33 @@ refuses the others. Every rank makes the same call; the pipeline's parts are loa
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
 from seqpar.adapter.estimate import is_guided
 from seqpar.pipelines import _lora, _schedulers
-from seqpar.pipelines._family import FOR_CLASSES, NO_LORA, Order
-from seqpar.pipelines._folder import check_parts, kind_of, model_of
+from seqpar.pipelines._family import Order
+from seqpar.pipelines._flags import arguments_of, check_exporter, check_flags, makes_videos
+from seqpar.pipelines._folder import kind_of, model_of
 from seqpar.pipelines._naming import naming_loop
 from seqpar.pipelines._parts import Folder, load_pipeline
-from seqpar.pipelines._planned import Planned, built, grid_of, planned
+from seqpar.pipelines._planned import Parts, Planned, built, grid_of, parts_of_folder, parts_of_preset, planned
 from seqpar.pipelines._random import random_pipeline
-from seqpar.pipelines._texts import check_named, check_tokenizer
 from seqpar.planner.predict import Load
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.guidance import Guidance
 from seqpar.types.facts import Work
 from seqpar.vae.shared import looked_at
-from seqpar.weights.jsons import read_json
-from seqpar.weights.parts import part_of, parts_of, read_pipeline, read_scheduler
+from seqpar.weights.parts import read_pipeline
 from seqpar.weights.presets import Preset
 
 PIPELINES = ()  # those of no other file
@@ -47,26 +44,37 @@ SIGMAS = "np.linspace(1.0, 1 / num_inference_steps"  # in the code of pipelines 
 class Adapted:
     """Checked work of a pipeline with diffusers' own loop, before any weight is read.
 
-    kind: the pipeline's class. source: its folder, or a preset. arguments: those of its call, without generator and
-    callback. scheduler: the class name of another scheduler, or None. video: whether it makes videos. guidance:
-    classifier-free, with the pipeline's own scale where none is named. embedded: the scale that the transformer takes
-    as an input, or None. file: that of the transformer, where it is not diffusers'
-    (`seqpar.weights.single_file`). loras: adapters, with their scales. notes: (title, text) of lines of the summary.
+    kind: the pipeline's class. source: its folder, or a preset. order: what was asked for. arguments: those of its
+    call, without generator and callback. guidance: classifier-free, with the pipeline's own scale where none is named.
+    embedded: the scale that the transformer takes as an input, or None. file: that of the transformer, where it is not
+    diffusers' (`seqpar.weights.single_file`).
     """
 
     kind: Any
     source: Path | Preset
-    dtype: torch.dtype
+    order: Order
     arguments: Mapping[str, Any]
-    seed: int
-    scheduler: str | None
-    video: bool
     guidance: Guidance
     embedded: float | None
     planned: Planned
     file: Path | None = None
-    loras: tuple[_lora.Lora, ...] = ()
-    notes: Sequence[tuple[str, str]] = field(default_factory=tuple)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the weights."""
+        return self.order.dtype
+
+    @property
+    def video(self) -> bool:
+        """Return whether it makes videos."""
+        return makes_videos(self._parameters)
+
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """Return (title, text) of the summary's line about texts, where the pipeline pads them to a known length."""
+        named, random = self._parameters.get("max_sequence_length"), isinstance(self.source, Preset)
+        by = "of random numbers: no text encoder comes with this model" if random else "a prompt, encoded on rank 0"
+        return [] if named is None else [("text", f"{named.default} tokens {by}")]
 
     @property
     def steps(self) -> int:
@@ -87,7 +95,12 @@ class Adapted:
     @property
     def counts_steps(self) -> bool:
         """Return whether the pipeline tells of every step."""
-        return "callback_on_step_end" in inspect.signature(self.kind.__call__).parameters
+        return "callback_on_step_end" in self._parameters
+
+    @property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Return those of the pipeline's call."""
+        return inspect.signature(self.kind.__call__).parameters
 
     @property
     def work(self) -> Work:
@@ -118,15 +131,19 @@ class Adapted:
             preset = self.source
             pipe = mesh.together(lambda: random_pipeline(preset, self.dtype, mesh.device))
         else:
-            folder = Folder(self.source, self.kind, read_pipeline(self.source), self.file, self.loras)
+            folder = Folder(self.source, self.kind, read_pipeline(self.source), self.file, self.order.loras)
             pipe = load_pipeline(folder, self.dtype, mesh, encode)
-        if self.scheduler is not None:
-            own = _schedulers.build(dict(pipe.scheduler.config), self.scheduler)
+        if self.order.scheduler is not None:
+            own = _schedulers.build(dict(pipe.scheduler.config), self.order.scheduler)
             pipe.scheduler = _schedulers.taking_mu(own)
         return pipe
 
     def make(
-        self, pipe: Any, on_step: Callable[[int], None], on_decode: Callable[[int], None], mesh: Mesh
+        self,
+        pipe: Any,
+        on_step: Callable[[int], None],
+        mesh: Mesh,
+        on_decode: Callable[[int], None] = lambda count: None,
     ) -> list[Any]:
         """Return the pictures as PIL images, or the videos as arrays (frames, height, width, 3) in [0, 1].
 
@@ -134,7 +151,20 @@ class Adapted:
         of results when it has ended. Raises FloatingPointError if one of them is not finite, and ValueError where
         diffusers fails in its loop, as a value in a file that no schema here knows can make it.
         """
-        arguments, finite = self.called(), list[torch.Tensor]()
+        result, finite = self._run(pipe, on_step, mesh, on_decode)
+        results = list(result.frames if self.video else result.images)
+        if self.arguments.get("output_type") == "np":
+            _refuse_latents(finite, self.dtype)
+            _refuse_infinite([bool(np.isfinite(each).all()) for each in results], self.dtype)
+        if self.video or not isinstance(results[0], np.ndarray):
+            return results
+        return VaeImageProcessor.numpy_to_pil(np.stack(results))
+
+    def _run(
+        self, pipe: Any, on_step: Callable[[int], None], mesh: Mesh, on_decode: Callable[[int], None]
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """Return what the pipeline returns, and whether the latents after each step were finite."""
+        arguments, finite = self.called(mesh.device), list[torch.Tensor]()
         if self.counts_steps:
             arguments["callback_on_step_end"] = partial(_counted, on_step, finite)
 
@@ -144,44 +174,27 @@ class Adapted:
             on_decode(len(made[0]))
 
         with _checked_vae(getattr(pipe, "vae", None), decoded, lambda: on_decode(0)):
-            result = self._call(pipe, arguments, mesh)
-        results = list(result.frames if self.video else result.images)
-        if self.arguments.get("output_type") == "np":
-            _refuse_latents(finite, self.dtype)
-            _refuse_infinite([bool(np.isfinite(each).all()) for each in results], self.dtype)
-        if self.video or not isinstance(results[0], np.ndarray):
-            return results
-        return VaeImageProcessor.numpy_to_pil(np.stack(results))
+            return self._call(pipe, arguments, mesh), finite
 
     def encode(self, pipe: Any, mesh: Mesh) -> None:
         """Call a pipeline for the work of its encoders."""
         pipe.set_progress_bar_config(disable=True)
-        self._call(pipe, self.called(), mesh)
+        self._call(pipe, self.called(mesh.device), mesh)
 
     def _call(self, pipe: Any, arguments: Mapping[str, Any], mesh: Mesh) -> Any:
         name = self.source.name if isinstance(self.source, Preset) else self.source
         with naming_loop(f"got pipeline {name}, which fails in its loop", mesh.world.size > 1):
-            return pipe(**arguments, generator=torch.Generator().manual_seed(self.seed))
+            return pipe(**arguments, generator=torch.Generator().manual_seed(self.order.seed))
 
-    def called(self) -> dict[str, Any]:
+    def called(self, device: torch.device) -> dict[str, Any]:
         """Return the arguments of the call; of a preset, random numbers stand for the texts."""
         arguments = dict(self.arguments)
         if isinstance(self.source, Preset):
-            arguments |= self.source.encoded(arguments.pop("prompt"), self.seed, self.dtype)
-            if others := arguments.pop("negative_prompt", None):
-                encoded = self.source.encoded(others, self.seed + 1, self.dtype)
-                arguments |= {f"negative_{name}": x for name, x in encoded.items()}
+            for number, kind in enumerate(("", "negative_")):
+                if texts := arguments.pop(f"{kind}prompt", None):
+                    encoded = self.source.encoded(len(texts), self.order.seed + number)
+                    arguments |= {f"{kind}{name}": x.to(device, self.dtype) for name, x in encoded.items()}
         return arguments
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What is known of a pipeline's parts. index: its model_index.json. config: the transformer's. vae: or None."""
-
-    index: Mapping[str, Any]
-    config: Mapping[str, Any]
-    vae: Any
-    scheduling: Mapping[str, Any] | None
 
 
 def check(order: Order, source: Path | Preset) -> Adapted:
@@ -194,63 +207,21 @@ def check(order: Order, source: Path | Preset) -> Adapted:
     index = source.index if isinstance(source, Preset) else read_pipeline(source)
     kind = kind_of(index, source if isinstance(source, Path) else Path(source.name))
     parameters = inspect.signature(kind.__call__).parameters
-    video = "num_frames" in parameters
-    _check_flags(order, kind.__name__, parameters)
-    if video:
-        _check_exporter(kind.__name__)
-    parts = _of_preset(order, source) if isinstance(source, Preset) else _of_folder(source, index, file)
-    arguments = _arguments(order, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
+    check_flags(order, kind.__name__, parameters)
+    if makes_videos(parameters):
+        check_exporter(kind.__name__)
+    parts = parts_of_preset(order, source) if isinstance(source, Preset) else parts_of_folder(source, index, file)
+    arguments = arguments_of(order, kind.__name__, parameters, bool(parts.config.get("guidance_embeds")))
     _lora.check(order.loras, kind, model_of(index), parts.config)
-    (guidance, embedded), run = _planned(order, parts, parameters, video)
+    (guidance, embedded), run = _planned(order, parts, parameters)
     if run.pixels is not None and "height" in parameters:
         arguments |= {"height": run.pixels[0], "width": run.pixels[1]}
     _check_schedule(order, kind, parts, run)
-    notes = _notes(parameters, isinstance(source, Preset))
-    return Adapted(
-        kind,
-        source,
-        order.dtype,
-        arguments,
-        order.seed,
-        order.scheduler,
-        video,
-        guidance,
-        embedded,
-        run,
-        file,
-        order.loras,
-        notes,
-    )
-
-
-def _of_folder(folder: Path, index: Mapping[str, Any], file: Path | None) -> _Parts:
-    """Return the checked parts of a pipeline's folder; ValueError for one that cannot be loaded."""
-    config = check_parts(folder, index, file)
-    _check_tokenizers(folder, index)
-    library, name = part_of(index, "vae") or ("", "")
-    kind, path = getattr(diffusers, name, None), folder / "vae" / "config.json"
-    vae = built(kind, read_json(path), str(path)) if library == "diffusers" and kind and path.is_file() else None
-    scheduling = read_scheduler(folder / "scheduler") if (folder / "scheduler").is_dir() else None
-    return _Parts(index, config, vae, scheduling)
-
-
-def _check_tokenizers(folder: Path, index: Mapping[str, Any]) -> None:
-    """Raise ValueError for a tokenizer without its files, or without the encoder that reads its tokens."""
-    for name in (name for name, _ in parts_of(index) if name.startswith("tokenizer") and (folder / name).is_dir()):
-        check_named(folder, index, [name.replace("tokenizer", "text_encoder")])
-        check_tokenizer(folder / name)
-
-
-def _of_preset(order: Order, preset: Preset) -> _Parts:
-    """Return the parts of a preset; ValueError for flags that need files."""
-    order.refuse(NO_LORA, lora=order.loras)
-    configs = {name: {**config, "_class_name": kind} for name, (kind, config) in preset.parts.items()}
-    vae = built(getattr(diffusers, preset.parts["vae"][0]), preset.parts["vae"][1], preset.name)
-    return _Parts(preset.index, configs["transformer"], vae, configs["scheduler"])
+    return Adapted(kind, source, order, arguments, guidance, embedded, run, file)
 
 
 def _planned(
-    order: Order, parts: _Parts, parameters: Mapping[str, inspect.Parameter], video: bool
+    order: Order, parts: Parts, parameters: Mapping[str, inspect.Parameter]
 ) -> tuple[tuple[Guidance, float | None], Planned]:
     """Return the guidance of a run, beside the scale that is an input, and what the planner needs."""
     transformer = built(model_of(parts.index), parts.config, str(order.model))
@@ -262,12 +233,14 @@ def _planned(
         guidance = Guidance(order.true_guidance or 1.0), scale if embeds else None
     else:
         guidance = (Guidance(scale), None) if is_guided(transformer) else (Guidance(1.0), scale)
-    grid = None if video else grid_of(transformer.config, parts.vae)
-    count = len(order.pictures)
-    return guidance, planned(transformer, grid, order.size, count, order.steps, guidance[0].on, order.dtype)
+    grid = None if makes_videos(parameters) else grid_of(transformer.config, parts.vae)
+    if grid is not None and order.size is not None and "use_resolution_binning" not in parameters:
+        grid.check(order.size)
+    guided = guidance[0].on and "pag_scale" not in parameters  # whose processors read the rows of all branches
+    return guidance, planned(transformer, grid, order, guided)
 
 
-def _check_schedule(order: Order, kind: Any, parts: _Parts, run: Planned) -> None:
+def _check_schedule(order: Order, kind: Any, parts: Parts, run: Planned) -> None:
     """Raise ValueError for a scheduler that does not fit, or that cannot make so many steps."""
     if parts.scheduling is None:
         return
@@ -279,82 +252,6 @@ def _check_schedule(order: Order, kind: Any, parts: _Parts, run: Planned) -> Non
         _schedulers.check_steps(scheduler, order.steps)
         timing = _schedulers.flow_timing(scheduler, order.steps, run.load.tokens)
         _schedulers.timed(scheduler, order.steps, timing=timing)
-
-
-def _notes(parameters: Mapping[str, inspect.Parameter], random: bool) -> list[tuple[str, str]]:
-    """Return the summary's line about texts, where the pipeline pads them to a known length."""
-    named = parameters.get("max_sequence_length")
-    if named is None:
-        return []
-    by = "of random numbers: no text encoder comes with this model" if random else "a prompt, encoded on rank 0"
-    return [("text", f"{named.default} tokens {by}")]
-
-
-def _check_flags(order: Order, name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Raise ValueError for flags that no pipeline takes this way, and for a pipeline that needs more than a prompt."""
-    order.refuse(f"expected none: {name} takes texts", classes=order.classes)
-    order.refuse(FOR_CLASSES, respacing=order.respacing)
-    order.refuse("expected none: its files say the number", heads=order.heads)
-    order.refuse("expected none: diffusers' loop has none", eta=order.eta, guidance_channels=order.guidance_channels)
-    if "num_frames" not in parameters:
-        order.refuse(f"expected none: {name} makes no videos", frames=order.frames, fps=order.fps)
-    if not order.prompts:
-        raise ValueError(f"got --model {order.model} without --prompt, expected one: {name} takes texts")
-    known, plain = ("self", "prompt"), inspect.Parameter.POSITIONAL_OR_KEYWORD
-    needed = [key for key, each in parameters.items() if each.default is each.empty and each.kind is plain]
-    needed = [key for key in needed if key not in known]
-    if "prompt" not in parameters or needed:
-        takes = ", ".join(needed) or "no prompt"
-        raise ValueError(f"got a {name}, which takes {takes}, expected one that needs nothing but a prompt")
-
-
-def _arguments(order: Order, name: str, parameters: Mapping[str, Any], embeds: bool) -> dict[str, Any]:
-    """Return the arguments of the pipeline's call that the flags name.
-
-    parameters: those of the call. embeds: whether the transformer takes the guidance scale as an input.
-    """
-    prompts = order.pictures
-    arguments: dict[str, Any] = {"prompt": prompts, "num_inference_steps": order.steps}
-    flags: dict[str, tuple[str, Any]] = {
-        "negative_prompt": ("negative_prompt", None if order.negative is None else [order.negative] * len(prompts)),
-        "guidance_scale": ("guidance", order.guidance),
-        "true_cfg_scale": ("true_guidance", order.true_guidance),
-        "num_frames": ("frames", order.frames),
-        "height": ("size", None if order.size is None else order.size[0]),
-        "width": ("size", None if order.size is None else order.size[1]),
-    }
-    for argument, (flag, value) in flags.items():
-        if argument not in parameters:
-            order.refuse(f"expected none: {name} takes no {argument}", **{flag: value})
-        elif value is not None:
-            arguments[argument] = value
-    if "true_cfg_scale" in parameters:
-        arguments |= _distilled(order, name, embeds, len(prompts))
-    if "output_type" in parameters:  # arrays show NaN, which pictures hide as black
-        arguments["output_type"] = "np"
-    return arguments
-
-
-def _distilled(order: Order, name: str, embeds: bool, count: int) -> dict[str, Any]:
-    """Return further arguments of a pipeline with both guidances; ValueError for a flag that would have no effect."""
-    if not embeds:
-        without = f"expected --true-guidance: the transformer of this {name} takes no scale as an input"
-        order.refuse(without, guidance=order.guidance)
-    if (order.true_guidance or 1.0) <= 1:
-        order.refuse(
-            "expected --true-guidance over 1, too: without it there is one branch", negative_prompt=order.negative
-        )
-        return {}
-    return {} if order.negative is not None else {"negative_prompt": [""] * count}
-
-
-def _check_exporter(name: str) -> None:
-    """Raise ValueError if diffusers cannot write a video here, so that a long run does not fail at its end."""
-    if importlib.util.find_spec("imageio") and importlib.util.find_spec("imageio_ffmpeg"):
-        return
-    raise ValueError(
-        f"got a {name}, whose videos diffusers writes by other packages; pip install imageio imageio-ffmpeg"
-    )
 
 
 def _checked_vae(vae: Any, look: Callable[[Any], None], begin: Callable[[], None]) -> AbstractContextManager[None]:

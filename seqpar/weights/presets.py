@@ -31,12 +31,10 @@ class Preset:
         parts = {name: ["diffusers", kind] for name, (kind, _) in self.parts.items()}
         return {"_class_name": self.pipeline, **parts}
 
-    def encoded(self, prompts: list[str], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return random numbers in place of encoded prompts, a row for each; the same on every rank."""
+    def encoded(self, count: int, seed: int) -> dict[str, Tensor]:
+        """Return random numbers in place of so many encoded prompts, in fp32; the same on every rank."""
         generator = torch.Generator().manual_seed(seed)
-        return {
-            name: torch.randn(len(prompts), *shape, generator=generator).to(dtype) for name, shape in self.texts.items()
-        }
+        return {name: torch.randn(count, *shape, generator=generator) for name, shape in self.texts.items()}
 
 
 FLUX: Mapping[str, Any] = {

@@ -191,10 +191,12 @@ def test_changed_scales_keep_the_addresses() -> None:
     step("load", module)
     step("both", module)
     ours(body, given)
-    weights = {name: x.weight.data_ptr() for name, x in body._installed.fused._copies.items()}
+    installed: Any = body._installed
+    fused = installed.fused
+    weights = {name: x.weight.data_ptr() for name, x in fused._copies.items()}
     step("scale", module)
     assert error(ours(body, given), theirs(module, given)) < TOLERANCE
-    assert all(x.weight.data_ptr() == weights[name] for name, x in body._installed.fused._copies.items())
+    assert all(x.weight.data_ptr() == weights[name] for name, x in fused._copies.items())
 
 
 # Files and pipelines -------------------------------------------------------------------------------------------

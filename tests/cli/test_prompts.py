@@ -249,7 +249,7 @@ def test_a_mistake_is_one_sentence_before_weights_load(
     folder = folders(name)
     monkeypatch.setattr(Blueprint, "build", refuse)
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", refuse)
-    monkeypatch.setattr(adapted, "_check_exporter", lambda name: None)  # its packages are not needed here
+    monkeypatch.setattr(adapted, "check_exporter", lambda name: None)  # its packages are not needed here
     told = refused(folder, tmp_path / "x.png", flags)
     assert message in told
     assert "\n" not in told

@@ -15,8 +15,10 @@ from torch import Tensor
 from seqpar.cli.args import Args
 from seqpar.cli.sample import run
 from seqpar.pipelines import class_labels
+from seqpar.pipelines._family import Order
 from seqpar.pipelines.adapted import Adapted
 from seqpar.ranks.mesh import Mesh
+from seqpar.sampling.guidance import Guidance
 from seqpar.vae.decoder import load_vae
 from seqpar.vae.on_mesh import MeshVAE
 from tests.support.pool import Pool
@@ -70,6 +72,15 @@ def test_a_decoder_of_nan_ends_a_run_without_a_file(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
+def job_of(video: bool) -> Adapted:
+    """Return the work of a pipeline that makes two pictures or videos."""
+    kind = SimpleNamespace(__call__=(lambda self, num_frames: None) if video else (lambda self: None))
+    arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
+    order = Order("a pipeline", torch.float32, prompts=("a", "b"))
+    planned: Any = None  # nothing here reads it
+    return Adapted(kind, Path(), order, arguments, Guidance(1.0), None, planned)
+
+
 @pytest.mark.parametrize("video", [False, True])
 def test_diffusers_own_pipelines_are_checked_too(video: bool) -> None:
     made = np.linspace(0, 1, 2 * 4 * 4 * 3).reshape(2, 4, 4, 3)
@@ -77,9 +88,7 @@ def test_diffusers_own_pipelines_are_checked_too(video: bool) -> None:
     def pipe(**_: Any) -> Any:
         return SimpleNamespace(images=made, frames=made[:, None])
 
-    kind = SimpleNamespace(__call__=lambda self: None)
-    arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
-    job = Adapted(kind, Path(), torch.float32, arguments, 0, None, video, "")
+    job = job_of(video)
     shown = job.make(pipe, lambda index: None, ONE)
     want = made[:, None] if video else (255 * made).round().astype("uint8")
     assert all(np.array_equal(np.asarray(one), each) for one, each in zip(shown, want, strict=True))
@@ -101,9 +110,7 @@ def test_what_a_pipelines_vae_decodes_is_checked_before_it_is_clamped(value: flo
             clamped = self.vae.decode(torch.zeros(1), return_dict=False)[0].clamp(0, 1)
             return SimpleNamespace(images=clamped.movedim(1, -1).numpy())
 
-    kind = SimpleNamespace(__call__=lambda self: None)
-    arguments = {"num_inference_steps": 1, "prompt": ["a", "b"], "output_type": "np"}
-    job, pipe = Adapted(kind, Path(), torch.float32, arguments, 0, None, False, ""), Pipe()
+    job, pipe = job_of(video=False), Pipe()
     if right:
         assert len(job.make(pipe, lambda index: None, ONE)) == 2
     else:

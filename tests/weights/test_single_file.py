@@ -104,7 +104,7 @@ def test_a_flux_in_its_pipelines_folder_makes_the_pictures_of_the_folder(tmp_pat
         assert family is adapted
         job = adapted.check(Order(str(path), torch.float64, prompts=("a red cat",), steps=2, size=(32, 32)), path)
         with StayDouble():
-            (picture,) = job.make(job.pipeline(Mesh.single()), lambda index: None, lambda count: None, Mesh.single())
+            (picture,) = job.make(job.pipeline(Mesh.single()), lambda index: None, Mesh.single())
         made.append(np.asarray(picture))
         if path == tmp_path:
             shutil.rmtree(tmp_path / "transformer")

@@ -20,7 +20,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config,
 TEXT_WIDTH = 64  # of both encoders
 SIDE = 8  # picture tokens along each side of a latent of 16 x 16
 GUIDED = (1.0, 6.0)  # the scales of guidance that the model takes as an input
-STYLED = (1.0, 4.0)  # those that a LoRA is trained with
+STYLED = (1.0, 1.0)  # a LoRA learns the flow itself; at a higher scale it would unlearn guidance
 
 
 class Parts(nn.Module):

@@ -36,7 +36,7 @@ class Train:
     judge_minutes: float = 0.75
     base_minutes: float = 6.0
     guide_minutes: float = 2.5
-    lora_minutes: float = 1.5
+    lora_minutes: float = 2.0
     resume: bool = False
     """Go on with the base that an earlier run has saved in --work."""
     batch: int = 1024

@@ -37,7 +37,7 @@ from safetensors.torch import save_model
 from torch import Tensor
 
 VAE = Path(__file__).parents[1] / "seqpar" / "assets" / "emoji-dit" / "vae"
-RATES = {"base": 1.0, "guide": 0.6, "lora": 2.0}  # learning rates beside that of the base
+RATES = {"base": 1.0, "guide": 0.6, "lora": 0.15}  # learning rates beside that of the base
 
 
 # --- stages: each returns its metrics ---

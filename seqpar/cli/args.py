@@ -28,7 +28,8 @@ class Options:
     """What to show, for models that take a text; several prompts make several pictures."""
     lora: tuple[str, ...] = ()
     """Files of LoRAs (.safetensors) for the transformer of a diffusers pipeline, each with its scale after a colon if
-    that is not 1, as style.safetensors:0.8; the pictures are made by diffusers' own loop."""
+    that is not 1, as style.safetensors:0.8; the pictures are made by diffusers' own loop. "outline" comes with
+    builtin-text."""
     negative_prompt: str | None = None
     """What not to show; classifier-free guidance leads away from it (with FLUX also name --true-guidance)."""
     repeat: int = 1

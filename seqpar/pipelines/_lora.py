@@ -23,7 +23,7 @@ from torch import Tensor
 
 from seqpar.pipelines._naming import naming
 from seqpar.weights.checkpoint import open_checkpoint
-from seqpar.weights.find import WithoutValues
+from seqpar.weights.find import LORAS, WithoutValues
 
 TRANSFORMER, ENCODER = "transformer", "text_encoder"  # how keys of a file begin in diffusers' format
 MOST_WARNINGS = 1 << 20  # that are kept of one call
@@ -38,8 +38,8 @@ class Lora:
 
     @property
     def path(self) -> Path:
-        """Return the path of the file."""
-        return Path(self.file)
+        """Return the path of the file; a name of `seqpar.weights.find.LORAS` stands for one of the package's."""
+        return LORAS.get(self.file, Path(self.file))
 
     def __str__(self) -> str:
         return f"{self.file}:{self.scale:g}"

@@ -27,6 +27,7 @@ from seqpar.weights.presets import PRESETS
 ASSETS = Path(__file__).parents[1] / "assets"
 BUILTIN = ASSETS / "emoji-dit"  # the model of classes that comes with the package
 NAMES = {"builtin": BUILTIN, "builtin-text": ASSETS / "emoji-flux"}  # of the models that come with the package
+LORAS = {"outline": ASSETS / "outline.safetensors"}  # of "builtin-text": it draws with lines
 INIT_STD = 0.02  # standard deviation of the random weights of presets
 
 

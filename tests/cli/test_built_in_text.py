@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from seqpar.cli.args import Args
+from seqpar.cli.sample import run
 from seqpar.weights.find import NAMES
 from tests.cli.test_prompts import SAME, pixels, shown
 from tests.support.pool import Pool
@@ -65,3 +67,15 @@ def test_its_files_are_small_and_its_tokenizers_know_the_words_of_its_prompts(th
     assert sum(weight.numel() for part in parts for weight in part.parameters()) <= MOST_PARAMETERS
     for tokenizer in (theirs.tokenizer, theirs.tokenizer_2):
         assert len(tokenizer.tokenize("green frog on white")) == 4
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_lora_that_comes_with_it_changes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines leave more of the background: the middle of the frog comes closer to white."""
+    plain = Args(prompt=(FROG,), steps=4, seed=3, dtype="fp32", out=tmp_path / "x.png")
+    middles = []
+    for lora in ((), ("outline",)):
+        run(replace(plain, lora=lora))
+        middles.append(colours(pixels(plain.out))[0].mean())
+    assert middles[1] > middles[0] + 20
+    assert "lora      outline:1\n" in capsys.readouterr().out

@@ -88,7 +88,8 @@ class SplitAttention:
         return self.ranks.attend(tokens, q_BlHD, bias is not None)(streams, bias, beside=beside)
 
     def _split(self, forward: Forward, streams: Sequence[str]) -> JointShard:
-        return JointShard(tuple(Shard(forward.lengths[name], self.ranks.axis.size) for name in streams))
+        shards = tuple(Shard(forward.lengths[name], self.ranks.axis.size) for name in streams)
+        return JointShard(shards, self.ranks.plan.exact)
 
     def _named(self, forward: Forward, queries: int, keys: int, reads: bool) -> Joined | None:
         """Return the plan's streams, or None for attention of some of them to keys that are whole on every rank.
@@ -156,7 +157,7 @@ class SplitAttention:
     def _bias(
         self, forward: Forward, mask: Tensor | None, streams: Sequence[str], tokens: JointShard, q: Tensor
     ) -> Tensor | None:
-        """Return the key mask in the order of the ranks; it is converted once for all blocks."""
+        """Return the key mask in the order of the keys; it is converted once for all blocks."""
         rows, dtype = len(q), q.dtype
         if self.joint.masked:
             key = tuple(streams), dtype

@@ -55,10 +55,11 @@ def body_of(
     transport: str = "collective",
     cuts: Any = None,
     fused: bool = False,
+    exact: bool = False,
 ) -> generic.Generic:
     """Return a generic body on the mesh on which a strategy is tested."""
     choices = {"strategy": strategy, "transport": transport, "local": "sdpa" if device.type == "cpu" else "reference"}
-    plan: Any = SimpleNamespace(**{name: Choice(choice, "test") for name, choice in choices.items()})
+    plan: Any = SimpleNamespace(**{name: Choice(choice, "test") for name, choice in choices.items()}, exact=exact)
     return generic.build(module, mesh_for(strategy, world, device), plan, cuts, fused=fused)
 
 

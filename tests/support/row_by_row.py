@@ -1,0 +1,69 @@
+"""Arithmetic on a CPU whose rows do not depend on each other, as that of a GPU in exact mode: slow, for tests of bits.
+
+A CPU's matrix products, like a GPU's outside of exact mode, round a row otherwise if there are other rows beside it.
+Here every row is a product of its own, of inputs that begin at aligned addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from seqpar.types.masks import is_kept
+
+aten = torch.ops.aten
+
+
+def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
+    """Compute attention as `seqpar.types.protocols.Core` says, each query of each head by itself."""
+    group, out = q_BLHD.shape[2] // k_BLGD.shape[2], torch.empty_like(q_BLHD, memory_format=torch.contiguous_format)
+    lse = q_BLHD.new_empty(len(q_BLHD), q_BLHD.shape[2], q_BLHD.shape[1])
+    for row, head in torch.cartesian_prod(torch.arange(len(q_BLHD)), torch.arange(q_BLHD.shape[2])).tolist():
+        k, v = (x[row, :, head // group].clone() for x in (k_BLGD, v_BLGD))
+        for query in range(q_BLHD.shape[1]):
+            scores = k.mv(q_BLHD[row, query, head].clone()) * k.shape[1] ** -0.5
+            if mask_BL is not None:
+                scores = scores.masked_fill(~is_kept(mask_BL[row]), -torch.inf)
+            out[row, query, head] = v.t().mv(scores.softmax(0))
+            lse[row, head, query] = scores.logsumexp(0)
+    return out, lse
+
+
+class RowByRow(TorchDispatchMode):
+    """Computes matrix products row by row, also where a module makes them."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See `TorchDispatchMode`."""
+        own = PRODUCTS.get(func)
+        return func(*args, **(kwargs or {})) if own is None else own(*args, **(kwargs or {}))
+
+
+def _mm(x_RE: Tensor, y_EF: Tensor) -> Tensor:
+    columns_FE = y_EF.t().contiguous()
+    rows = [columns_FE.mv(row.clone()) for row in x_RE]
+    return torch.stack(rows) if rows else x_RE.new_zeros(0, y_EF.shape[1])
+
+
+def _addmm(bias: Tensor, x_RE: Tensor, y_EF: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    assert beta == alpha == 1
+    return _mm(x_RE, y_EF) + bias
+
+
+def _bmm(x_BRE: Tensor, y_BEF: Tensor) -> Tensor:
+    return torch.stack([_mm(x, y) for x, y in zip(x_BRE, y_BEF, strict=True)])
+
+
+PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+    aten.mm.default: _mm,
+    aten.addmm.default: _addmm,
+    aten.addmm_.default: lambda x, *args, **kwargs: x.copy_(_addmm(x, *args, **kwargs)),
+    aten.mm.out: lambda x, y, *, out: out.copy_(_mm(x, y)),
+    aten.addmm.out: lambda *args, out, **kwargs: out.copy_(_addmm(*args, **kwargs)),
+    aten.bmm.default: _bmm,
+}

@@ -65,10 +65,7 @@ class SplitAttention:
             return _local(q, k, v, mask, scale)
         streams, tokens = joined
         bias = self._bias(forward, mask, streams, tokens, q)
-        default = q.shape[-1] ** -0.5
-        if scale is not None and not isclose(scale, default, rel_tol=1e-12):
-            q = q * (scale / default)
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = fitting(q, k, v, scale)
         return self.ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
 
     def of_streams(self, streams: Sequence[Stream], beside: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
@@ -175,6 +172,15 @@ class SplitAttention:
         if place not in forward.converted:  # the mask is kept too, so that its address stays its own
             forward.converted[place] = mask, masks.from_whole(mask, rows, tokens, dtype)
         return forward.converted[place][1]
+
+
+def fitting(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v (B, l, heads, D) for a local attention, which scales by D^-1/2 and reads contiguous heads."""
+    default = q.shape[-1] ** -0.5
+    if scale is not None and not isclose(scale, default, rel_tol=1e-12):
+        q = q * (scale / default)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return q, k, v
 
 
 def _sizes(stream: Stream) -> tuple[tuple[int, int], int, Tensor]:

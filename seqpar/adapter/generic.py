@@ -8,6 +8,7 @@ model of its own does not take. Where there is such a model, its fused kernels a
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from seqpar.adapter.forward import Ranks
 from seqpar.adapter.hooks import Cutter
 from seqpar.adapter.installed import Installed
 from seqpar.adapter.masks import FULL, key_rows
+from seqpar.adapter.seats import ToWholeKeys
 from seqpar.adapter.table import cuts_of
 from seqpar.planner.plan import Plan
 from seqpar.ranks.mesh import Mesh
@@ -86,7 +88,8 @@ class Generic:
             for name, which in self._root.inputs:
                 if name in given:
                     given[name] = self._root.value(given[name], which)
-            return tuple(self._forward(**given, return_dict=False))
+            with ToWholeKeys(self._ranks) if self._ranks.plan.exact else nullcontext():
+                return tuple(self._forward(**given, return_dict=False))
         finally:
             self._ranks.now = None
 

@@ -124,6 +124,8 @@ class SplitAttention:
         streams, sizes = joined[0], joined[1].sizes
         if any(sizes != other.sizes and any(map(eq, sizes, other.sizes)) for _, other in every):
             raise self._unclear("attention", "of streams of which some, but not all, ranks have as many tokens")
+        if len(streams) > 1 and self.ranks.plan.exact:
+            raise self._unclear("attention", "of several streams in exact mode, which holds their keys in its order")
         if reads and "text" not in named:
             if keys in sizes:
                 raise self._unclear("cross-attention", "to as many tokens as a rank has of its own")

@@ -17,8 +17,11 @@ from torch import Tensor
 from seqpar.ranks.shard import JointShard, Shard
 from seqpar.types.masks import joined_mask
 from seqpar.types.protocols import Given, Stream
+from tests.attention.test_by_kernels import launched
 from tests.attention.test_streams import CASES, Case, as_given, joined, masks, truth, whole_stream
+from tests.conftest import DEVICE
 from tests.support.meshes import EXACT, LAYOUTS, TRANSPORTS, build, mesh_for, refused
+from tests.support.pairs import covering
 from tests.support.pool import Pool
 from tests.support.row_by_row import attend as row_by_row
 
@@ -46,13 +49,21 @@ def as_one(streams: list[Given]) -> Given:
 
 
 def outputs(
-    rank: int, world: int, device: torch.device, strategy: str, transport: str, case: Case, form: str, by_stream: bool
+    rank: int,
+    world: int,
+    device: torch.device,
+    strategy: str,
+    transport: str,
+    case: Case,
+    form: str,
+    by_stream: bool,
+    dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
     """Return this rank's outputs of both streams, of its second call."""
     mesh = mesh_for(strategy, world, device)
     tokens = JointShard(tuple(Shard(count, world) for count in case.tokens), by_stream)
     mine = [shard.slice(mesh.sequence.rank) for shard in tokens.streams]
-    parts = [mine_of(as_given(whole_stream(case, index)), part) for index, part in enumerate(mine)]
+    parts = [mine_of(as_given(whole_stream(case, index, dtype)), part) for index, part in enumerate(mine)]
     streams: list[Stream] = [as_one(parts)] if form == "joined" else [*parts]
     attend = build(strategy, mesh, tokens, row_by_row, transport)
     mask = joined_mask(masks(case), tokens, torch.empty(case.batch)) if case.masked else None
@@ -102,6 +113,22 @@ def test_keys_in_the_order_of_the_streams_give_one_ranks_bits(
     pieces = ranks.run(world, every, strategy, transport)
     assert {form for _, form in pieces[0]} == set(FORMS)
     assert differing(pieces) == []
+
+
+def by_kernels(rank: int, world: int, device: torch.device, strategy: str, transport: str) -> tuple[list[Tensor], int]:
+    """Return this rank's outputs in fp32 by the kernels of a GPU, and how often the one ran that moves the keys."""
+    with launched() as counts:
+        outs = outputs(rank, world, device, strategy, transport, ALL[1], "streams", True, torch.float32)
+    return outs, counts["push"]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="runs in Triton's interpreter")
+@pytest.mark.parametrize(("world", "strategy", "transport"), covering((2, 3), EXACT, turns=TRANSPORTS))
+def test_kernels_hold_keys_in_the_order_of_the_streams(ranks: Pool, world: int, strategy: str, transport: str) -> None:
+    pieces = ranks.run(world, by_kernels, strategy, transport)
+    alone, _ = by_kernels(0, 1, torch.device("cpu"), "kv_gather", "collective")
+    assert all(map(torch.equal, joined([outs for outs, _ in pieces]), alone))
+    assert min(count for _, count in pieces) >= 4  # k and v of two calls
 
 
 def test_one_rank_is_right() -> None:

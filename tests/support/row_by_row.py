@@ -1,7 +1,8 @@
 """Arithmetic on a CPU whose rows do not depend on each other, as that of a GPU in exact mode: slow, for tests of bits.
 
 A CPU's matrix products, like a GPU's outside of exact mode, round a row otherwise if there are other rows beside it.
-Here every row is a product of its own, of inputs that begin at aligned addresses.
+Here every row is a product of its own, of inputs that begin at aligned addresses. A CPU also computes the last numbers
+of a tensor by other functions than those before, which fill its vectors; here all numbers fill them.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar.types.masks import is_kept
 
 aten = torch.ops.aten
+VECTORS = 64  # numbers; the vectors of every CPU divide it
+CURVES = {getattr(aten, name).default for name in ("silu", "gelu", "exp", "sin", "cos", "tanh", "sigmoid")}
 
 
 def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /) -> tuple[Tensor, Tensor]:
@@ -34,14 +38,16 @@ def attend(q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | Non
 
 
 class RowByRow(TorchDispatchMode):
-    """Computes matrix products row by row, also where a module makes them."""
+    """Computes matrix products row by row, and curves in whole vectors, also where a module calls for them."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """See `TorchDispatchMode`."""
-        own = PRODUCTS.get(func)
-        return func(*args, **(kwargs or {})) if own is None else own(*args, **(kwargs or {}))
+        if func in CURVES and args[0].numel():
+            filled = F.pad(args[0].flatten(), (0, -args[0].numel() % VECTORS))
+            return func(filled, *args[1:], **(kwargs or {}))[: args[0].numel()].view(args[0].shape)
+        return PRODUCTS.get(func, func)(*args, **(kwargs or {}))
 
 
 def _mm(x_RE: Tensor, y_EF: Tensor) -> Tensor:

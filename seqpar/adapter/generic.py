@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from seqpar.adapter.body import Inside
 from seqpar.adapter.changes import Changes
 from seqpar.adapter.cuts import Boundary, Cuts
+from seqpar.adapter.exact import Exactly
 from seqpar.adapter.foreign import Foreign, refuse_split
 from seqpar.adapter.forward import Ranks
 from seqpar.adapter.hooks import Cutter
 from seqpar.adapter.installed import Installed
 from seqpar.adapter.masks import FULL, key_rows
-from seqpar.adapter.seats import ToWholeKeys
 from seqpar.adapter.table import cuts_of
 from seqpar.planner.plan import Plan
 from seqpar.ranks.mesh import Mesh
@@ -88,7 +88,7 @@ class Generic:
             for name, which in self._root.inputs:
                 if name in given:
                     given[name] = self._root.value(given[name], which)
-            with ToWholeKeys(self._ranks) if self._ranks.plan.exact else nullcontext():
+            with Exactly(self._ranks) if self._ranks.plan.exact else nullcontext():
                 return tuple(self._forward(**given, return_dict=False))
         finally:
             self._ranks.now = None
@@ -166,6 +166,11 @@ class Generic:
     def _look(self) -> None:
         """Look, on several ranks, for what does not compute each token by itself: refuse it, or say that it may not."""
         parts, reason = self._ranks.axis.size, self._cuts.why_not(self._module)
+        if self._ranks.plan.exact and any(one._compiled_call_impl is not None for one in self._module.modules()):
+            raise ValueError(
+                f"got {type(self._module).__name__} with compiled blocks in exact mode, expected plain ones: compilers "
+                f"choose the arithmetic of a row by the number of rows; leave compile_repeated_blocks() out"
+            )
         if parts == 1:
             return
         if reason is not None:

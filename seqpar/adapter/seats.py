@@ -23,11 +23,9 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from seqpar.adapter import masks, ops
-from seqpar.adapter.attention import SplitAttention, fitting
-from seqpar.adapter.forward import Ranks
+from seqpar.adapter import ops
+from seqpar.adapter.attention import SplitAttention
 from seqpar.adapter.processors import OWN, own_of
-from seqpar.ranks.shard import JointShard, Shard
 
 ASKED = "_attention_backend"  # the attribute of a processor that holds the backend that a user has set
 CARRIED = frozenset((OWN, ASKED, "_seqpar_attention", "_seqpar_skips", "_seqpar_path"))  # what ours have besides
@@ -148,7 +146,7 @@ class Around(TorchFunctionMode):
             # compilers cannot trace what the method `unflatten` of Python calls inside of a mode
             return (torch.unflatten if func is Tensor.unflatten else func)(*args, **(kwargs or {}))
         attention = self._attention
-        q, k, v, mask, scale = _arguments(*args, **(kwargs or {}))
+        q, k, v, mask, scale = arguments_of(*args, **(kwargs or {}))
         own = q.shape[1] == k.shape[1]
         if own or not (self._foreign and attention.joint.streams):
             attention.reached = True
@@ -156,48 +154,6 @@ class Around(TorchFunctionMode):
             return v.transpose(1, 2)
         out = attention(q, k, v, mask, scale, attention.reads)
         return (out.clone() if self._foreign else out).transpose(1, 2)  # the next call overwrites it
-
-
-class ToWholeKeys(TorchFunctionMode):
-    """Replaces torch's attention by the planned local one while a transformer runs in exact mode.
-
-    It is for attention of split queries to keys that are whole on every rank: torch's own may choose its tiles by the
-    number of queries. Where masks differ between queries, these are whole, too, and torch's own stays. Attention that
-    joins the ranks runs inside of `Around`, inside of this mode.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__()
-        self._ranks = ranks
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """See `TorchFunctionMode`."""
-        options = kwargs or {}
-        if func is not F.scaled_dot_product_attention or options.get("is_causal"):
-            return (torch.unflatten if func is Tensor.unflatten else func)(*args, **options)
-        q, k, v, mask, scale = _arguments(*args, **options)
-        if mask is None or (mask.dim() > 2 and masks.is_by_key(mask, len(q))):
-            return self._attended(q, k, v, mask, scale).transpose(1, 2)
-        if mask.dim() != 4 or mask.shape[2] > 1:
-            return func(*args, **options)
-        # a mask for each head, as diffusers makes them: each head becomes a row of the batch
-        batch, _, heads, _ = q.shape
-        q, k, v = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        rows = mask.expand(batch, heads, 1, -1).flatten(0, 1)
-        return self._attended(q[:, :, None], k[:, :, None], v[:, :, None], rows, scale)[:, :, 0].unflatten(
-            0, (batch, -1)
-        )
-
-    def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        whole = JointShard((Shard(k.shape[1], 1),))
-        bias = None if mask is None else masks.from_whole(mask, len(q), whole, q.dtype)
-        return self._ranks.local(q, bias is not None)(*fitting(q, k, v, scale), bias)[0]
 
 
 def _reshaped(x: Tensor, *sizes: Any) -> Tensor:
@@ -212,7 +168,7 @@ def _reshaped(x: Tensor, *sizes: Any) -> Tensor:
     return x.reshape([before // after if size == -1 else size for size in shape])
 
 
-def _arguments(
+def arguments_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -57,8 +57,11 @@ def _mm(x_RE: Tensor, y_EF: Tensor) -> Tensor:
 
 
 def _addmm(bias: Tensor, x_RE: Tensor, y_EF: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Compute a product with a bias in its sums: it has other bits than a product to which a bias is added later."""
     assert beta == alpha == 1
-    return _mm(x_RE, y_EF) + bias
+    if bias.dim() > 1:
+        return _mm(x_RE, y_EF) + bias
+    return _mm(torch.cat([x_RE.new_ones(len(x_RE), 1), x_RE], dim=1), torch.cat([bias[None], y_EF]))
 
 
 def _bmm(x_BRE: Tensor, y_BEF: Tensor) -> Tensor:

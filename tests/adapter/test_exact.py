@@ -1,0 +1,189 @@
+"""Tests that in exact mode diffusers' transformers have the bits of one rank on any number of ranks.
+
+A CPU's products round by their row count, which exact mode refuses outside of tests. Here they are computed row by row,
+which is what exact mode sees to on GPUs, so that everything else is compared bit by bit: the order of the keys, masks,
+modulation, cuts and gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqpar
+from seqpar.local import sdpa
+from seqpar.ranks import exact
+from seqpar.ranks.mesh import Mesh
+from tests.adapter.test_cuts import raised
+from tests.adapter.test_generic import body_of
+from tests.support import row_by_row
+from tests.support.diffusers_tiny import MODELS, SPLIT, few, flat
+from tests.support.foreign import StayDouble, in_double
+from tests.support.meshes import EXACT, TRANSPORTS, mesh_for
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for fp32
+
+FUSED = ("Flux", "QwenImage", "Wan")  # how the classes begin whose blocks have functions
+TOLERANCE = 1e-12
+CPU = torch.device("cpu")
+Which = tuple[str, bool, bool]
+"""A model of `MODELS`, whether functions of `seqpar.blocks` compute it, and whether its text has two tokens."""
+Outputs = tuple[Tensor, ...]
+ALL: tuple[Which, ...] = tuple(
+    (name, fused, short)
+    for name in SPLIT
+    for fused in ((False, True) if MODELS[name].kind.startswith(FUSED) else (False,))
+    for short in ((False, True) if name in ("flux", "qwen_masked", "sd3_dual") else (False,))
+)
+
+
+@contextmanager
+def by_rows() -> Iterator[None]:
+    """Compute all products and attention row by row, without roundings to fp32."""
+    with pytest.MonkeyPatch.context() as patch, StayDouble(), row_by_row.RowByRow():
+        patch.setattr(sdpa, "attend", row_by_row.attend)
+        yield
+
+
+def computed(
+    rank: int,
+    world: int,
+    device: torch.device,
+    every: tuple[Which, ...],
+    strategy: str,
+    transport: str,
+    is_exact: bool = True,
+) -> list[Outputs]:
+    """Return the outputs of split transformers on this rank."""
+    results = []
+    for name, fused, short in every:
+        body = body_of(MODELS[name].build(), world, device, strategy, transport, fused=fused, exact=is_exact)
+        arguments = few(MODELS[name].arguments()) if short else MODELS[name].arguments()
+        with by_rows():
+            results.append(tuple(x.clone() for x in flat(body(arguments))))
+        body.release()
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[Which, Outputs]:
+    """Return the outputs of one rank."""
+    return dict(zip(ALL, computed(0, 1, CPU, ALL, "ulysses", "collective"), strict=True))
+
+
+def same(got: Outputs, wanted: Outputs) -> bool:
+    return all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.parametrize("turn", range(6))
+@pytest.mark.parametrize("world", [2, 3])
+def test_transformers_have_one_ranks_bits(ranks: Pool, alone: dict[Which, Outputs], world: int, turn: int) -> None:
+    """Strategies and transports take turns over all models."""
+    strategy, transport, every = EXACT[turn % len(EXACT)], TRANSPORTS[turn % 2], ALL[(turn + world) % 6 :: 6]
+    for results in ranks.run(world, computed, every, strategy, transport):
+        for which, got in zip(every, results, strict=True):
+            assert same(got, alone[which]), which
+
+
+def test_negative_control_in_the_order_of_the_ranks_bits_differ(ranks: Pool, alone: dict[Which, Outputs]) -> None:
+    every = tuple((name, False, False) for name in ("flux", "qwen_masked", "sd3", "wan"))
+    for results in ranks.run(3, computed, every, "kv_gather", "collective", False):
+        differ = [not same(got, alone[which]) for which, got in zip(every, results, strict=True)]
+        assert differ[:3] == [True] * 3  # Wan's video is one stream
+        errors = [
+            float((x - y).abs().max())
+            for got, which in zip(results, every, strict=True)
+            for x, y in zip(got, alone[which], strict=True)
+        ]
+        assert max(errors) < TOLERANCE
+
+
+# The doors ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def exact_mode() -> Iterator[None]:
+    """Let this process be in exact mode, with the one attention of a CPU whose rows do not depend on each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "is_on", lambda: True)
+        patch.setattr(sdpa, "invariant", lambda *_: None)
+        yield
+
+
+def parallelized(rank: int, world: int, device: torch.device, name: str) -> tuple[Outputs, str]:
+    """Return the outputs of a transformer that is parallelized in exact mode, and what chose its strategy."""
+    module = MODELS[name].build()
+    with exact_mode(), by_rows():
+        seqpar.parallelize(module, native=False)
+        in_double(module)
+        call: Any = module.forward
+        outputs = tuple(x.clone() for x in flat(module(**MODELS[name].arguments(), return_dict=False)))
+        chosen = f"{call.body._ranks.plan.layout}"
+        seqpar.release(module)
+    return outputs, chosen
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen_masked", "sd3_dual", "wan"])
+def test_parallelize_in_exact_mode_has_one_ranks_bits(ranks: Pool, alone: dict[Which, Outputs], name: str) -> None:
+    """All ranks share the tokens: the rows of two branches of guidance are not split."""
+    for world in (2, 3):
+        for outputs, layout in ranks.run(world, parallelized, name):
+            assert same(outputs, alone[name, False, False])
+            assert layout == f"ulysses {world}"
+
+
+def refusals(rank: int, world: int, device: torch.device) -> list[str]:
+    """Return the errors of a ring, of cuts in diffusers' form, which tell no order of streams, and of compiled code."""
+    ring, ulysses = (mesh_for(name, world, device) for name in ("ring", "ulysses"))
+    modules = [MODELS["flux"].build() for _ in range(3)]
+
+    def called(module: Any) -> None:
+        module(**MODELS["flux"].arguments())
+
+    def compiled(module: Any) -> None:
+        module.compile_repeated_blocks()
+        called(module)
+
+    with exact_mode():
+        return [
+            raised(lambda: seqpar.parallelize(modules[0], ring, native=False)),
+            raised(lambda: called(seqpar.parallelize(modules[1], ulysses, native=False, cuts=modules[1]._cp_plan))),
+            raised(lambda: compiled(seqpar.parallelize(modules[2], ulysses, native=False))),
+        ]
+
+
+def test_what_cannot_be_exact_is_refused(ranks: Pool) -> None:
+    for ring, cuts, compiled in ranks.run(2, refusals):
+        assert "in exact mode, expected kv_gather or ulysses or kv_first and no ring axis" in ring
+        assert "of several streams in exact mode" in cuts
+        assert "expected cuts that say what it joins" in cuts
+        assert "with compiled blocks in exact mode, expected plain ones" in compiled
+
+
+def one_token(rank: int, world: int, device: torch.device, axis: str, is_exact: bool) -> Outputs:
+    """Return the outputs for two pictures of one token, by the products of a CPU."""
+    module, arguments = MODELS["flux"].build(), MODELS["flux"].arguments()
+    arguments |= {"hidden_states": arguments["hidden_states"][:, :1], "img_ids": arguments["img_ids"][:1]}
+    mesh = Mesh.single() if world == 1 else mesh_for("ulysses", world, device, **{axis: world})
+    with exact_mode() if is_exact else nullcontext():
+        seqpar.parallelize(module, mesh, native=False)
+        in_double(module)
+        outputs = tuple(x.clone() for x in module(**arguments, return_dict=False))
+        seqpar.release(module)
+    return outputs
+
+
+@pytest.mark.parametrize("axis", ["cfg", "data"])
+def test_pictures_of_one_token_have_one_ranks_bits(ranks: Pool, axis: str) -> None:
+    """Their rows stay together: a rank with one of two would multiply a matrix by a vector."""
+    wanted = one_token(0, 1, CPU, axis, True)
+    for got in ranks.run(2, one_token, axis, True):
+        assert same(got, wanted)
+    for got in ranks.run(2, one_token, axis, False):  # a negative control
+        assert not same(got, wanted)

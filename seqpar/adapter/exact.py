@@ -1,4 +1,4 @@
-"""What a transformer's own modules compute in another way in exact mode, so that their rows do not depend on each other.
+"""What a transformer's own modules compute otherwise in exact mode, so that their rows do not depend on each other.
 
 Attention that joins the ranks is none of it: `seats.py` replaces it inside of this mode.
 When it wins: in exact mode only; see `seqpar.ranks.exact`.

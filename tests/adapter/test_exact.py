@@ -7,8 +7,7 @@ modulation, cuts and gathers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,16 +15,14 @@ import torch
 from torch import Tensor
 
 import seqpar
-from seqpar.local import sdpa
-from seqpar.ranks import exact
 from seqpar.ranks.mesh import Mesh
 from tests.adapter.test_cuts import raised
 from tests.adapter.test_generic import body_of
-from tests.support import row_by_row
 from tests.support.diffusers_tiny import MODELS, SPLIT, few, flat
 from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import EXACT, TRANSPORTS, mesh_for
 from tests.support.pool import Pool
+from tests.support.row_by_row import by_rows, exact_mode
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for fp32
 
@@ -43,14 +40,6 @@ ALL: tuple[Which, ...] = tuple(
 )
 
 
-@contextmanager
-def by_rows() -> Iterator[None]:
-    """Compute all products and attention row by row, without roundings to fp32."""
-    with pytest.MonkeyPatch.context() as patch, StayDouble(), row_by_row.RowByRow():
-        patch.setattr(sdpa, "attend", row_by_row.attend)
-        yield
-
-
 def computed(
     rank: int,
     world: int,
@@ -65,7 +54,7 @@ def computed(
     for name, fused, short in every:
         body = body_of(MODELS[name].build(), world, device, strategy, transport, fused=fused, exact=is_exact)
         arguments = few(MODELS[name].arguments()) if short else MODELS[name].arguments()
-        with by_rows():
+        with StayDouble(), by_rows():
             results.append(tuple(x.clone() for x in flat(body(arguments))))
         body.release()
     return results
@@ -103,19 +92,10 @@ def test_negative_control_in_the_order_of_the_ranks_bits_differ(ranks: Pool, alo
 # The doors ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def exact_mode() -> Iterator[None]:
-    """Let this process be in exact mode, with the one attention of a CPU whose rows do not depend on each other."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "is_on", lambda: True)
-        patch.setattr(sdpa, "invariant", lambda *_: None)
-        yield
-
-
 def parallelized(rank: int, world: int, device: torch.device, name: str) -> tuple[Outputs, str]:
     """Return the outputs of a transformer that is parallelized in exact mode, and what chose its strategy."""
     module = MODELS[name].build()
-    with exact_mode(), by_rows():
+    with exact_mode(), StayDouble(), by_rows():
         seqpar.parallelize(module, native=False)
         in_double(module)
         call: Any = module.forward

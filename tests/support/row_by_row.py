@@ -7,14 +7,18 @@ of a tensor by other functions than those before, which fill its vectors; here a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from seqpar.local import sdpa
+from seqpar.ranks import exact
 from seqpar.types.masks import is_kept
 
 aten = torch.ops.aten
@@ -76,3 +80,20 @@ PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     aten.addmm.out: lambda *args, out, **kwargs: out.copy_(_addmm(*args, **kwargs)),
     aten.bmm.default: _bmm,
 }
+
+
+@contextmanager
+def by_rows() -> Iterator[None]:
+    """Compute all products and attention of this process row by row."""
+    with pytest.MonkeyPatch.context() as patch, RowByRow():
+        patch.setattr(sdpa, "attend", attend)
+        yield
+
+
+@contextmanager
+def exact_mode() -> Iterator[None]:
+    """Let this process be in exact mode, which a CPU's own products and attentions are refused for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "is_on", lambda: True)
+        patch.setattr(sdpa, "invariant", lambda *_: None)
+        yield

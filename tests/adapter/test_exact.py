@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 import seqpar
+from seqpar.adapter.subjects import transformers_of
 from seqpar.ranks.mesh import Mesh
 from tests.adapter.test_cuts import raised
 from tests.adapter.test_generic import body_of
+from tests.adapter.test_pipelines import CASES
 from tests.support.diffusers_tiny import MODELS, SPLIT, few, flat
 from tests.support.foreign import StayDouble, in_double
 from tests.support.meshes import EXACT, TRANSPORTS, mesh_for
+from tests.support.meshes import mesh as make_mesh
 from tests.support.pool import Pool
 from tests.support.row_by_row import by_rows, exact_mode
 
@@ -92,26 +95,29 @@ def test_negative_control_in_the_order_of_the_ranks_bits_differ(ranks: Pool, alo
 # The doors ------------------------------------------------------------------------------------------------------
 
 
-def parallelized(rank: int, world: int, device: torch.device, name: str) -> tuple[Outputs, str]:
-    """Return the outputs of a transformer that is parallelized in exact mode, and what chose its strategy."""
-    module = MODELS[name].build()
-    with exact_mode(), StayDouble(), by_rows():
-        seqpar.parallelize(module, native=False)
-        in_double(module)
-        call: Any = module.forward
-        outputs = tuple(x.clone() for x in flat(module(**MODELS[name].arguments(), return_dict=False)))
-        chosen = f"{call.body._ranks.plan.layout}"
-        seqpar.release(module)
-    return outputs, chosen
+def drawn(rank: int, world: int, device: torch.device, name: str, axes: dict[str, int] | None) -> tuple[Tensor, str]:
+    """Return the pictures of a pipeline that is parallelized in exact mode, and its mesh. axes: None: the planner's."""
+    pipe, case = CASES[name].pipe(), CASES[name]
+    with exact_mode(), by_rows():
+        seqpar.parallelize(
+            pipe, None if axes is None else make_mesh(device, **axes), native=not name.startswith("flux")
+        )
+        for module in transformers_of(pipe).values():
+            in_double(module)
+        pictures = case.pictures(pipe, rank).clone()
+        made = str(pipe.transformer.forward.mesh)
+        seqpar.release(pipe)
+    return pictures, made
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen_masked", "sd3_dual", "wan"])
-def test_parallelize_in_exact_mode_has_one_ranks_bits(ranks: Pool, alone: dict[Which, Outputs], name: str) -> None:
-    """All ranks share the tokens: the rows of two branches of guidance are not split."""
-    for world in (2, 3):
-        for outputs, layout in ranks.run(world, parallelized, name):
-            assert same(outputs, alone[name, False, False])
-            assert layout == f"ulysses {world}"
+@pytest.mark.parametrize("name", ["flux, true guidance", "sd3", "wan", "qwen-image"])
+def test_pipelines_in_exact_mode_have_one_ranks_bits(ranks: Pool, name: str) -> None:
+    """Where the planner decides, all ranks share the tokens: the rows of guidance's branches are not split."""
+    wanted, _ = drawn(0, 1, CPU, name, None)
+    for world, axes, made in ((2, None, "ulysses 2"), (3, None, "ulysses 3"), (2, {"cfg": 2}, "cfg 2")):
+        for pictures, mesh in ranks.run(world, drawn, name, axes):
+            assert torch.equal(pictures, wanted)
+            assert mesh == made
 
 
 def refusals(rank: int, world: int, device: torch.device) -> list[str]:

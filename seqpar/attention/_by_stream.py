@@ -18,8 +18,9 @@ from seqpar.types.protocols import Core
 
 def in_key_order(local: Core, tokens: Tokens) -> Core:
     """Return a local attention for keys that arrive rank after rank, to be held in the order that `tokens` names."""
-    moves = isinstance(tokens, JointShard) and tokens.by_stream and tokens.parts > 1 and len(tokens.streams) > 1
-    return ByStream(local, tokens) if moves else local
+    if isinstance(tokens, JointShard) and tokens.by_stream and tokens.parts > 1 and len(tokens.streams) > 1:
+        return ByStream(local, tokens)
+    return local
 
 
 class ByStream:

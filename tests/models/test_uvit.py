@@ -341,9 +341,8 @@ def test_in_exact_mode_a_guided_run_has_one_ranks_bits(ranks: Pool) -> None:
     want = exactly(0, 1, torch.device("cpu"), 1)
     for world, cfg, on in ((2, 2, True), (3, 1, True), (3, 1, False)):
         for got in ranks.run(world, exactly, cfg, on):
-            assert (
-                all(torch.equal(x, want[name]) for name, x in got.items()) is on
-            )  # the last one is a negative control
+            same = all(torch.equal(x, want[name]) for name, x in got.items())
+            assert same is on  # the last one is a negative control
 
 
 def test_modes_without_a_condition_take_no_guidance() -> None:

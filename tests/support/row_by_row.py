@@ -51,7 +51,8 @@ class RowByRow(TorchDispatchMode):
         if func in CURVES and args[0].numel():
             filled = F.pad(args[0].flatten(), (0, -args[0].numel() % VECTORS))
             return func(filled, *args[1:], **(kwargs or {}))[: args[0].numel()].view(args[0].shape)
-        return PRODUCTS.get(func, func)(*args, **(kwargs or {}))
+        compute: Callable[..., Any] = PRODUCTS.get(func, func)
+        return compute(*args, **(kwargs or {}))
 
 
 def _mm(x_RE: Tensor, y_EF: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ of a tensor by other functions than those before, which fill its vectors; here a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,8 +51,7 @@ class RowByRow(TorchDispatchMode):
         if func in CURVES and args[0].numel():
             filled = F.pad(args[0].flatten(), (0, -args[0].numel() % VECTORS))
             return func(filled, *args[1:], **(kwargs or {}))[: args[0].numel()].view(args[0].shape)
-        compute: Callable[..., Any] = PRODUCTS.get(func, func)
-        return compute(*args, **(kwargs or {}))
+        return PRODUCTS.get(func, func)(*args, **(kwargs or {}))
 
 
 def _mm(x_RE: Tensor, y_EF: Tensor) -> Tensor:
@@ -73,7 +72,7 @@ def _bmm(x_BRE: Tensor, y_BEF: Tensor) -> Tensor:
     return torch.stack([_mm(x, y) for x, y in zip(x_BRE, y_BEF, strict=True)])
 
 
-PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+PRODUCTS: dict[Any, Any] = {
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,
     aten.addmm_.default: lambda x, *args, **kwargs: x.copy_(_addmm(x, *args, **kwargs)),

@@ -7,7 +7,7 @@ local attention). Exact mode refuses ring attention, which merges partial result
 itself. Strategies hold the keys of several streams in the order of one GPU (`JointShard.by_stream`). Modulation is the
 same product on every rank: our own loop makes one table, and the rows of a diffusers pipeline's call are not split.
 When it wins: for results that are compared bit by bit, between layouts and machines of one kind.
-`launch/bench.py steps --exact` measures its cost.
+`launch/bench.py steps --exact` measures its cost, and `calls --exact` that of pipelines' transformers.
 """
 
 from __future__ import annotations

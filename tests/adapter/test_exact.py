@@ -7,7 +7,11 @@ modulation, cuts and gathers.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks 
 
 FUSED = ("Flux", "QwenImage", "Wan")  # how the classes begin whose blocks have functions
 TOLERANCE = 1e-12
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 Which = tuple[str, bool, bool]
 """A model of `MODELS`, whether functions of `seqpar.blocks` compute it, and whether its text has two tokens."""
@@ -146,6 +151,37 @@ def test_what_cannot_be_exact_is_refused(ranks: Pool) -> None:
         assert "of several streams in exact mode" in cuts
         assert "expected cuts that say what it joins" in cuts
         assert "with compiled blocks in exact mode, expected plain ones" in compiled
+
+
+def digests(folder: Path, model: str, gpus: int, transport: str) -> dict[str, set[str]]:
+    """Return the digests of bf16 calls of a released transformer with random weights, by what computes its blocks."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
+    out, strategies = folder / f"{gpus}.jsonl", " ".join(EXACT)
+    flags = f"--model {model} --no-peers --rounds 1 --exact --transport {transport} --out {out} --strategy {strategies}"
+    command = [*start, "launch/bench.py", "calls", *flags.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in map(json.loads, out.read_text().splitlines()) if "digest" in line]
+    assert any(
+        line["error"] > 0 for line in lines
+    )  # with weights whose blocks change nothing digests would say nothing
+    return {
+        way: {line["digest"] for line in lines if line["case"]["launch"] == way}
+        for way in {line["case"]["launch"] for line in lines}
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("model", ["flux.1-dev", "qwen-image", "wan2.1-14b"])
+def test_gpu_calls_have_one_gpus_bits_in_exact_mode(tmp_path: Path, model: str, world: int, transport: str) -> None:
+    if world > torch.cuda.device_count():
+        pytest.skip(f"needs {world} GPUs")
+    alone = digests(tmp_path, model, 1, "auto")
+    assert len(alone) == 2
+    assert all(len(bits) == 1 for bits in alone.values())
+    assert digests(tmp_path, model, world, transport) == alone
 
 
 def one_token(rank: int, world: int, device: torch.device, axis: str, is_exact: bool) -> Outputs:

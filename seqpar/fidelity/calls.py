@@ -171,7 +171,7 @@ class _Again:
         self._look = Look(measured, recorded_call.place, [inside.module], recorded_call.call.mesh, WIDE)
         keeper, attend = inside.ranks.keeper, inside.ranks.keeper.attend
         try:
-            vars(keeper)["attend"] = lambda *kind, **masked: self._look.attention(attend(*kind, **masked))
+            vars(keeper)["attend"] = lambda *kind, **masked: self._look.attention(attend(*kind, **masked), kind[1])
             with self._look.ranks():
                 body(computed)
         finally:

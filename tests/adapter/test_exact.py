@@ -153,6 +153,23 @@ def test_what_cannot_be_exact_is_refused(ranks: Pool) -> None:
         assert "with compiled blocks in exact mode, expected plain ones" in compiled
 
 
+def verified(rank: int, world: int, device: torch.device, name: str) -> str:
+    """Return what verifying a transformer in exact mode, in fp32, finds."""
+    module, arguments = MODELS[name].build().float(), MODELS[name].arguments()
+    arguments = {
+        key: x.float() if isinstance(x, Tensor) and x.dtype == torch.float64 else x for key, x in arguments.items()
+    }
+    with exact_mode():
+        seqpar.parallelize(module, mesh_for("ulysses", world, device), strategy="ulysses")
+        verdict = seqpar.verify(module, **arguments)
+        seqpar.release(module)
+    return str(verdict.finding)
+
+
+def test_verifying_compares_masked_heads_in_the_order_of_the_keys(ranks: Pool) -> None:
+    assert ranks.run(2, verified, "qwen_masked") == ["None"] * 2
+
+
 def digests(folder: Path, model: str, gpus: int, transport: str) -> dict[str, set[str]]:
     """Return the digests of bf16 calls of a released transformer with random weights, by what computes its blocks."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]

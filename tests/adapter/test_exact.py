@@ -155,9 +155,10 @@ def test_what_cannot_be_exact_is_refused(ranks: Pool) -> None:
 
 def verified(rank: int, world: int, device: torch.device, name: str) -> str:
     """Return what verifying a transformer in exact mode, in fp32, finds."""
-    module, arguments = MODELS[name].build().float(), MODELS[name].arguments()
-    arguments = {
-        key: x.float() if isinstance(x, Tensor) and x.dtype == torch.float64 else x for key, x in arguments.items()
+    module = MODELS[name].build().float()
+    arguments: dict[str, Any] = {
+        key: x.float() if isinstance(x, Tensor) and x.dtype == torch.float64 else x
+        for key, x in MODELS[name].arguments().items()
     }
     with exact_mode():
         seqpar.parallelize(module, mesh_for("ulysses", world, device), strategy="ulysses")

@@ -29,7 +29,9 @@ from launch.benches.rows import Flags, Line, Reference, Row, Timed, measure
 from launch.benches.works import work_of_call
 from seqpar.adapter.table import CUTS
 from seqpar.planner.plan import choose_local
+from seqpar.ranks import exact
 from seqpar.ranks.mesh import Mesh, default_dtype
+from seqpar.sampling.loop import digest
 from seqpar.types.facts import Work
 
 CALLS = 3  # before timing: the second call of a kind is captured, pairs of branches are known after a step
@@ -57,6 +59,8 @@ class Calls(Flags):
     """Mask the last quarter of the text as padding, in models whose calls take such a mask."""
     peers: bool = True
     """Also time the same calls by other engines."""
+    exact: bool = False
+    """Time the exact mode (seqpar/ranks/exact.py), with a digest of each result: equal digests are equal bits."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ def main(args: Calls) -> None:
     if args.masked and not CUTS[RELEASED[args.model].theirs].masks:
         raise ValueError(f"got --masked for {args.model}, whose calls take no mask of padding; leave it out")
     args.check()
+    if args.exact:
+        exact.turn_on()
     from launch.benches.peers import cache_dit, peers  # they import this module
 
     device = Mesh.joined().device
@@ -114,7 +120,7 @@ def main(args: Calls) -> None:
         case = Case(args, model, mesh, default_dtype(device))
         rows = [*ours(case), *((*peers(case), *cache_dit(case)) if args.peers else ())]
         about = {"model": model.name, "tokens": model.tokens, "text": model.text, "dtype": str(case.dtype)[6:]}
-        about |= {"masked": True} if args.masked else {}
+        about |= {name: True for name in ("masked", "exact") if getattr(args, name)}
         measure("calls", about, rows, mesh, args)
         torch._dynamo.reset()
 
@@ -125,7 +131,8 @@ def main(args: Calls) -> None:
 def ours(case: Case) -> Iterator[Row]:
     """Yield our rows: each strategy by our kernels and by diffusers' own modules, then both branches of guidance."""
     world, on_gpu = case.mesh.world.size, case.mesh.device.type == "cuda"
-    ways = ["fused blocks", "generic", *(["generic, compiled"] * on_gpu)]
+    compiled = ["generic, compiled"] * (on_gpu and not case.args.exact)  # which exact mode refuses
+    ways = ["fused blocks", "generic", *compiled]
     for strategy in case.args.strategy if world > 1 else case.args.strategy[:1]:
         for way in ways:
             about = {"strategy": strategy, "launch": way, "cfg": 1}
@@ -182,11 +189,12 @@ class Keeps:
         return step
 
     def facts(self) -> Line:
-        """Return the largest relative error of any rank's result."""
+        """Return the largest relative error of any rank's result, and in exact mode a digest of this rank's."""
         assert self.out is not None
         truth = self._case.truth
         error = float((self.out.double() - truth.double()).norm() / truth.double().norm())
-        return {"error": max(self._case.mesh.collect(error, float))}
+        bits = {"digest": digest(self.out)} if self._case.args.exact else {}
+        return {"error": max(self._case.mesh.collect(error, float)), **bits}
 
 
 # Ceilings ---------------------------------------------------------------------------------------------------------

@@ -65,10 +65,7 @@ class SplitAttention:
             return _local(q, k, v, mask, scale)
         streams, tokens = joined
         bias = self._bias(forward, mask, streams, tokens, q)
-        default = q.shape[-1] ** -0.5
-        if scale is not None and not isclose(scale, default, rel_tol=1e-12):
-            q = q * (scale / default)
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = fitting(q, k, v, scale)
         return self.ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
 
     def of_streams(self, streams: Sequence[Stream], beside: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
@@ -88,7 +85,8 @@ class SplitAttention:
         return self.ranks.attend(tokens, q_BlHD, bias is not None)(streams, bias, beside=beside)
 
     def _split(self, forward: Forward, streams: Sequence[str]) -> JointShard:
-        return JointShard(tuple(Shard(forward.lengths[name], self.ranks.axis.size) for name in streams))
+        shards = tuple(Shard(forward.lengths[name], self.ranks.axis.size) for name in streams)
+        return JointShard(shards, self.ranks.plan.exact)
 
     def _named(self, forward: Forward, queries: int, keys: int, reads: bool) -> Joined | None:
         """Return the plan's streams, or None for attention of some of them to keys that are whole on every rank.
@@ -126,6 +124,8 @@ class SplitAttention:
         streams, sizes = joined[0], joined[1].sizes
         if any(sizes != other.sizes and any(map(eq, sizes, other.sizes)) for _, other in every):
             raise self._unclear("attention", "of streams of which some, but not all, ranks have as many tokens")
+        if len(streams) > 1 and self.ranks.plan.exact:
+            raise self._unclear("attention", "of several streams in exact mode, which holds their keys in its order")
         if reads and "text" not in named:
             if keys in sizes:
                 raise self._unclear("cross-attention", "to as many tokens as a rank has of its own")
@@ -156,7 +156,7 @@ class SplitAttention:
     def _bias(
         self, forward: Forward, mask: Tensor | None, streams: Sequence[str], tokens: JointShard, q: Tensor
     ) -> Tensor | None:
-        """Return the key mask in the order of the ranks; it is converted once for all blocks."""
+        """Return the key mask in the order of the keys; it is converted once for all blocks."""
         rows, dtype = len(q), q.dtype
         if self.joint.masked:
             key = tuple(streams), dtype
@@ -174,6 +174,15 @@ class SplitAttention:
         if place not in forward.converted:  # the mask is kept too, so that its address stays its own
             forward.converted[place] = mask, masks.from_whole(mask, rows, tokens, dtype)
         return forward.converted[place][1]
+
+
+def fitting(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v (B, l, heads, D) for a local attention, which scales by D^-1/2 and reads contiguous heads."""
+    default = q.shape[-1] ** -0.5
+    if scale is not None and not isclose(scale, default, rel_tol=1e-12):
+        q = q * (scale / default)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return q, k, v
 
 
 def _sizes(stream: Stream) -> tuple[tuple[int, int], int, Tensor]:

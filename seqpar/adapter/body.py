@@ -8,6 +8,7 @@ When it wins: it is how every transformer of diffusers runs on several ranks.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from seqpar.adapter.changes import Changes
 from seqpar.adapter.cuts import Boundary, Cuts
+from seqpar.adapter.exact import Exactly
 from seqpar.adapter.foreign import Foreign, refuse_split
 from seqpar.adapter.forward import Ranks
 from seqpar.adapter.hooks import Cutter
@@ -69,7 +71,8 @@ class Body:
             for name, which in self._root.inputs:
                 if name in given:
                     given[name] = self._root.value(given[name], which)
-            outputs = tuple(self._forward(**given, return_dict=False))
+            with Exactly(self.ranks) if self.ranks.plan.exact else nullcontext():
+                outputs = tuple(self._forward(**given, return_dict=False))
             return as_dtype(outputs, torch.float32) if self.returns_fp32 else outputs
         finally:
             self.ranks.now = None
@@ -153,6 +156,11 @@ class Body:
     def _look(self) -> None:
         """Look, on several ranks, for what does not compute each token by itself: refuse it, or say that it may not."""
         parts, reason = self.ranks.axis.size, self._cuts.why_not(self.module)
+        if self.ranks.plan.exact and any(one._compiled_call_impl is not None for one in self.module.modules()):
+            raise ValueError(
+                f"got {type(self.module).__name__} with compiled blocks in exact mode, expected plain ones: compilers "
+                f"choose the arithmetic of a row by the number of rows; leave compile_repeated_blocks() out"
+            )
         if parts == 1:
             return
         if reason is not None:

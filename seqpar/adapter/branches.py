@@ -41,11 +41,14 @@ class Branches:
     """Decides for each call whether it is computed at once, beside the next one, or together with the one before.
 
     compute: computes a task on all ranks. check: compares the ranks before a promised call is computed alone.
-    say: prints a message once, on rank 0.
+    say: prints a message once, on rank 0. exact: whether rows of a call stay together, because products of fewer rows,
+    above all those of the modulation, may round otherwise.
     """
 
-    def __init__(self, mesh: Mesh, compute: Compute, check: Callable[[], None], say: Callable[[str], None]) -> None:
-        self._mesh, self._compute, self._check, self._say = mesh, compute, check, say
+    def __init__(
+        self, mesh: Mesh, compute: Compute, check: Callable[[], None], say: Callable[[str], None], exact: bool = False
+    ) -> None:
+        self._mesh, self._compute, self._check, self._say, self._exact = mesh, compute, check, say, exact
         self.pairs = Pairs()
         self._known: dict[Hashable, Form] = {}  # the results of kinds of calls, without values
         self._pending: Ticket | None = None
@@ -78,14 +81,11 @@ class Branches:
         if first is not None and first.arguments is not None and self._alike(first, form):
             self._pending, cfg = None, self._mesh.cfg
             mine = (first.arguments, form)[cfg.rank]
-            return Task(mine, split_over((self._mesh.data,), rows_of(mine.whole)), first)
+            return Task(mine, self._split((self._mesh.data,), mine), first)
         self.settle()
         if coupled is not None:
             if self.axes:
-                self._say(
-                    f"every rank computes the whole batch of each call, at the time of the call, because {coupled}; "
-                    f"parallelize(cfg=False) lets all ranks share the tokens"
-                )
+                self._say_whole(f"at the time of the call, because {coupled}")
             return Task(form, ())
         return None if self._may_wait(form, label) else self._alone(form)
 
@@ -141,7 +141,20 @@ class Branches:
         return not mixed and known is not None and shapes(known.tensors) == shapes(first.results.tensors)
 
     def _alone(self, form: Form) -> Task:
-        return Task(form, split_over(self.axes, rows_of(form.whole)))
+        return Task(form, self._split(self.axes, form))
+
+    def _split(self, axes: tuple[Axis, ...], form: Form) -> tuple[Axis, ...]:
+        """Return the axes that split the rows of a call."""
+        split = split_over(axes, rows_of(form.whole))
+        if split and self._exact:
+            self._say_whole("because products of fewer rows may round otherwise, in exact mode")
+        return () if self._exact else split
+
+    def _say_whole(self, why: str) -> None:
+        self._say(
+            f"every rank computes the whole batch of each call, {why}; parallelize(cfg=False) lets all ranks share the "
+            f"tokens"
+        )
 
     def _computed_alone(self, form: Form) -> Form:
         """Compute a promised call that was read before a second one came."""

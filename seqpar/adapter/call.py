@@ -42,12 +42,19 @@ class Call:
 
     module: the transformer; its own `forward` gives the names of the arguments. body: computes calls.
     capture: captures calls as CUDA graphs; None runs them eagerly. cuts: names the transformer's key masks, if any.
+    exact: whether rows of a batch stay together; see `Branches`.
     Raises the same ValueError on every rank if the forms of their arguments differ, or their adapters, attention
     processors, or what computes.
     """
 
     def __init__(
-        self, module: nn.Module, mesh: Mesh, body: Body, capture: Capture | None, cuts: Cuts | None = None
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        body: Body,
+        capture: Capture | None,
+        cuts: Cuts | None = None,
+        exact: bool = False,
     ) -> None:
         self.mesh, self.body, self.graphs = mesh, body, Graphs(mesh, capture)
         self.label: str | None = None
@@ -58,7 +65,7 @@ class Call:
         self._state: Hashable = None
         self._texts: Mapping[str, str] = {}
         self._generation = 0
-        self._branches = Branches(mesh, self._computed, self._compare_alone, self._say)
+        self._branches = Branches(mesh, self._computed, self._compare_alone, self._say, exact)
         self._said: set[str] = set()
         self._masks, self._full = FullMasks(cuts or Cuts({}, {})), 0
         self._narrow: torch.dtype | None = None

@@ -20,10 +20,10 @@ from torch import Tensor
 import seqpar.local
 from seqpar.adapter.cuts import CutTokens, GatherTokens
 from seqpar.engine.keeper import Keeper
-from seqpar.planner.plan import Plan, choose_local
+from seqpar.planner.plan import Plan, choose_local, load_local
 from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.ranks.shard import JointShard, Shard
-from seqpar.types.protocols import Attend, plugin
+from seqpar.types.protocols import Attend, Core, plugin
 
 
 @dataclass
@@ -136,6 +136,10 @@ class Ranks:
         where the planned local attention takes none, another one computes those calls.
         """
         return self.keeper.attend(len(like), tokens, self._local(like, masked) if masked else None)
+
+    def local(self, like: Tensor, masked: bool) -> Core:
+        """Return the planned local attention, for keys that are whole on every rank; see `attend`."""
+        return load_local(self._local(like, masked) if masked else self.plan.local.name)
 
     def _local(self, like: Tensor, masked: bool) -> str:
         name, inputs = self.plan.local.name, (like.device, like.dtype, like.shape[-1], masked)

@@ -23,7 +23,6 @@ from seqpar.adapter import adapters, adopt, plain
 from seqpar.adapter.attention import SplitAttention
 from seqpar.adapter.foreign import BY_TOKEN, Addition
 from seqpar.adapter.forward import Ranks
-from seqpar.planner.plan import load_local
 from seqpar.types.fused import DeclinedError, Matrices, Matrix
 from seqpar.types.protocols import Stream, plugin, plugins
 
@@ -217,7 +216,7 @@ class BlockHook(ModelHook):
 
     def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor) -> Tensor:
         """See `seqpar.types.fused.BlockCall`."""
-        return load_local(self._ranks.plan.local.name)(q_BlHD, k_BLGD, v_BLGD)[0]
+        return self._ranks.local(q_BlHD, False)(q_BlHD, k_BLGD, v_BLGD)[0]
 
     def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
         """See `seqpar.types.fused.BlockCall`."""

@@ -1,8 +1,8 @@
 """Converts the masks that diffusers' transformers pass to attention into the key masks of strategies, once a call.
 
 A transformer masks padding in one of several shapes, for all tokens in its own order of streams. Strategies take one
-row of keys for each batch row, in the order of the ranks: [t0 i0 t1 i1 ...]. A mask that leaves no key out is dropped
-(`FullMasks`): attention without one computes the same, by faster kernels.
+row of keys for each batch row, in the order of the ranks, [t0 i0 t1 i1 ...], or in exact mode in that of the streams. A
+mask that leaves no key out is dropped (`FullMasks`): attention without one computes the same, by faster kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from seqpar.adapter.cuts import Cuts
 from seqpar.engine.signature import Form, form_of
 from seqpar.ranks.shard import JointShard
-from seqpar.types.masks import aligned_bias, joined_mask, key_bias
+from seqpar.types.masks import aligned_bias, in_key_order, joined_mask, key_bias
 
 FULL = "full_masks"  # an argument beside the transformer's own: the names of the masks that it needs, but no attention
 
@@ -91,7 +91,7 @@ def key_rows(mask: Tensor, rows: int) -> Tensor:
 
 
 def from_whole(mask: Tensor, rows: int, tokens: JointShard, dtype: torch.dtype) -> Tensor:
-    """Return the key bias in the order of the ranks, of a mask for all tokens, the streams one after the other."""
+    """Return the key bias in the order of the keys, of a mask for all tokens, the streams one after the other."""
     keys_BL, lengths = key_rows(mask, rows), [shard.total for shard in tokens.streams]
     if keys_BL.shape[1] != sum(lengths):
         raise ValueError(
@@ -100,15 +100,14 @@ def from_whole(mask: Tensor, rows: int, tokens: JointShard, dtype: torch.dtype) 
         )
     if keys_BL.dtype == torch.bool:
         return key_bias(joined_mask(keys_BL.split(lengths, dim=1), tokens, keys_BL), dtype)
-    whole = [x.split(shard.sizes, dim=1) for x, shard in zip(keys_BL.split(lengths, 1), tokens.streams, strict=True)]
-    joined = torch.cat([stream[rank] for rank in range(tokens.parts) for stream in whole], dim=1)
+    joined = in_key_order(keys_BL.split(lengths, dim=1), tokens)
     return aligned_bias(joined.to(dtype).clamp(min=torch.finfo(dtype).min / 2))  # as large as a key that is masked
 
 
 def from_streams(
     masks: Mapping[str, Tensor], streams: Sequence[str], tokens: JointShard, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the key bias in the order of the ranks, of a bool mask for each stream with padding, or None."""
+    """Return the key bias in the order of the keys, of a bool mask for each stream with padding, or None."""
     every = [masks.get(name) for name in streams]
     like = next((mask for mask in every if mask is not None), None)
     return None if like is None else key_bias(joined_mask(every, tokens, like), dtype)

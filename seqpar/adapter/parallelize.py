@@ -149,7 +149,10 @@ def _install_all(
 ) -> None:
     """Put calls in place of the forwards of all transformers, after everything that can fail; rank 0 says so."""
     mesh = lease.mesh
-    calls = {name: Call(modules[name], mesh, body, _capture(mesh, body), cuts[name]) for name, body in bodies.items()}
+    calls = {
+        name: Call(modules[name], mesh, body, _capture(mesh, body), cuts[name], plan.exact)
+        for name, body in bodies.items()
+    }
     for name, call in calls.items():
         vars(modules[name])[BEFORE] = lease.join(modules[name], INSTALLED)
         install(modules[name], call)
@@ -258,4 +261,5 @@ def _capture(mesh: Mesh, body: Body) -> Capture | None:
 def _summary(module: nn.Module, body: Body, mesh: Mesh, plan: Plan) -> str:
     by = body.told()["computation"]
     how = f"{plan.strategy.name} by {plan.transport.name}, " if mesh.sequence.size > 1 else ""
-    return f"seqpar: {type(module).__name__} runs on {mesh} ({by}; {how}attention {plan.local.name})"
+    local = f"attention {plan.local.name}{', exact mode' if plan.exact else ''}"
+    return f"seqpar: {type(module).__name__} runs on {mesh} ({by}; {how}{local})"

@@ -146,7 +146,7 @@ class Around(TorchFunctionMode):
             # compilers cannot trace what the method `unflatten` of Python calls inside of a mode
             return (torch.unflatten if func is Tensor.unflatten else func)(*args, **(kwargs or {}))
         attention = self._attention
-        q, k, v, mask, scale = _arguments(*args, **(kwargs or {}))
+        q, k, v, mask, scale = arguments_of(*args, **(kwargs or {}))
         own = q.shape[1] == k.shape[1]
         if own or not (self._foreign and attention.joint.streams):
             attention.reached = True
@@ -168,7 +168,7 @@ def _reshaped(x: Tensor, *sizes: Any) -> Tensor:
     return x.reshape([before // after if size == -1 else size for size in shape])
 
 
-def _arguments(
+def arguments_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -16,6 +16,7 @@ from seqpar.adapter.sharing import Wished
 from seqpar.adapter.table import cuts_of
 from seqpar.planner.plan import Plan, make
 from seqpar.planner.search import Wish
+from seqpar.ranks import exact
 from seqpar.ranks.mesh import Mesh
 from seqpar.sampling.coefficients import check_variances, learns_range
 
@@ -88,10 +89,13 @@ def takes_variances(pipe: Any) -> bool:
 
 
 def _guided(pipe_or_transformer: Any, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether two branches of guidance can be expected that may be computed apart from each other."""
+    """Return whether two branches of guidance can be expected that may be computed apart from each other.
+
+    In exact mode they are not, because many pipelines make them one batch, whose rows stay together then.
+    """
     perturbed = hasattr(pipe_or_transformer, "set_pag_applied_layers")  # its processors read the rows of all branches
     apart = all(look(module).coupled is None for module in modules.values())
-    return apart and not perturbed and estimate.is_guided(next(iter(modules.values())))
+    return apart and not perturbed and not exact.is_on() and estimate.is_guided(next(iter(modules.values())))
 
 
 def planned(

@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
+from seqpar.attention._by_stream import in_key_order
 from seqpar.attention._streams import (
     Alone,
     Beside,
@@ -36,7 +37,7 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     """Build attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size)
     alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
-    return KVGather(local, mesh.sequence, tokens.sizes, transport, alone)
+    return KVGather(in_key_order(local, tokens), mesh.sequence, tokens.sizes, transport, alone)
 
 
 class KVGather:

@@ -25,7 +25,7 @@ from seqpar.types.protocols import Attend, Core, Given, Prepare
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Build attention for one token count: ulysses over an axis of one rank, around a ring."""
     refuse("ring", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
-    check_tokens(tokens, mesh.sequence.size)
+    check_tokens(tokens, mesh.sequence.size, merges=True)
     ring = Ring(local, mesh.ring, tokens.sizes, transport)
     alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
     return Ulysses(ring, mesh.ulysses, (tokens.sizes[mesh.ring.rank],), transport, tokens.total, alone)

@@ -14,6 +14,7 @@ from functools import partial
 
 from torch import Tensor
 
+from seqpar.attention._by_stream import in_key_order
 from seqpar.attention._streams import (
     Alone,
     Beside,
@@ -39,7 +40,7 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     refuse("ulysses", why_not(mesh.ring.size, mesh.ulysses.size, 0, 0))
     check_tokens(tokens, mesh.sequence.size)
     alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
-    return Ulysses(local, mesh.ulysses, tokens.sizes, transport, tokens.total, alone)
+    return Ulysses(in_key_order(local, tokens), mesh.ulysses, tokens.sizes, transport, tokens.total, alone)
 
 
 class Ulysses:

@@ -18,7 +18,7 @@ from seqpar.types.protocols import Attend, Core
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Build attention for one token count; ring block r joins the tokens of ranks r*U ... r*U + U - 1 (U: ulysses)."""
-    check_tokens(tokens, mesh.sequence.size)
+    check_tokens(tokens, mesh.sequence.size, merges=True)
     width = mesh.ulysses.size
     parts = [tokens.sizes[row * width : (row + 1) * width] for row in range(mesh.ring.size)]
     ring = Ring(local, mesh.ring, tuple(map(sum, parts)), transport)

@@ -49,7 +49,7 @@ class Share:
         not copied. user: what needs the exchanges as long as it exists.
         """
         counts = {**lengths, **{name: x.shape[1] for name, x in encoded.streams.items()}}
-        split = Split.of(model, counts, keeper.axis)
+        split = Split.of(model, counts, keeper.axis, keeper.plan.exact)
         constant, mask = rows_of(encoded, split, index_B)
         attend = keeper.attend(batch, split.tokens, user=user)
         return Share(model, split, constant, positions(split), mask, attend)

@@ -170,7 +170,7 @@ class _Again:
         self._look = Look(measured, recorded_call.place, [body.module], recorded_call.call.mesh, WIDE)
         keeper, attend = body.ranks.keeper, body.ranks.keeper.attend
         try:
-            vars(keeper)["attend"] = lambda *kind, **masked: self._look.attention(attend(*kind, **masked))
+            vars(keeper)["attend"] = lambda *kind, **masked: self._look.attention(attend(*kind, **masked), kind[1])
             with self._look.ranks():
                 body(computed)
         finally:

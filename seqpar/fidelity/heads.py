@@ -14,33 +14,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.attention._by_stream import in_key_order
 from seqpar.attention._streams import given, present, split_out
 from seqpar.fidelity.compare import FACTOR, FLOORS, NOT_FINITE, WIDER
 from seqpar.fidelity.one_rank import full_precision
 from seqpar.kernels.prepare import reference as prepared
 from seqpar.local.reference import attend as by_formula
 from seqpar.ranks.mesh import Axis
+from seqpar.ranks.shard import Tokens
 from seqpar.transports.collective.point_to_point import gather
-from seqpar.types.protocols import Attend, Projected, Stream
+from seqpar.types.protocols import Attend, Core, Projected, Stream
 
 
 class Observed:
     """An attention that computes the same as another one, and compares its heads with the formula.
 
-    find: is told which head is wrong. Every rank of the sequence axis must call it together.
+    find: is told which head is wrong. tokens: the split for which the attention was built, whose order of keys masks
+    have; None for the order of the ranks. Every rank of the sequence axis must call it together.
     """
 
-    def __init__(self, attend: Attend, axis: Axis, find: Callable[[str], None]) -> None:
+    def __init__(self, attend: Attend, axis: Axis, find: Callable[[str], None], tokens: Tokens | None = None) -> None:
         self._attend, self._axis, self._find, self.tokens = attend, axis, find, attend.tokens
+        self._formula: Core = by_formula if tokens is None else in_key_order(by_formula, tokens)
 
     def __call__(
         self, streams: Sequence[Stream], mask_BL: Tensor | None = None, /, **options: Any
     ) -> tuple[Tensor, ...]:
         """Return what the other attention returns; options: its keyword arguments."""
         dtype = _dtype(streams)
+        formula = self._formula if options.get("only") is None else by_formula
         with full_precision():  # before the model may overwrite its streams
-            truth = self._by_formula(streams, mask_BL, WIDER.get(dtype, torch.float32))
-        alone = _errors(self._by_formula(streams, mask_BL, dtype), truth)
+            truth = self._by(formula, streams, mask_BL, WIDER.get(dtype, torch.float32))
+        alone = _errors(self._by(formula, streams, mask_BL, dtype), truth)
         outs = self._attend(streams, mask_BL, **options)
         accepted = (FACTOR * alone).clamp(min=max(FLOORS.get(dtype, 0.0), torch.finfo(dtype).eps))
         error = _errors(torch.cat(outs, dim=1), truth)
@@ -50,14 +55,14 @@ class Observed:
             self._find(NOT_FINITE if most.isnan() else reason)
         return outs
 
-    def _by_formula(self, streams: Sequence[Stream], mask_BL: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _by(self, formula: Core, streams: Sequence[Stream], mask_BL: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the output in this data type, as one rank computes it from the tokens of all."""
         (q, k, v), axis = _joined(streams, dtype), self._axis
         if axis.size > 1:
             mine = torch.tensor([q.shape[1]], device=q.device)
             sizes = tuple(gather(mine, axis, (1,) * axis.size).tolist())
             k, v = gather(k, axis, sizes, dim=1), gather(v, axis, sizes, dim=1)
-        return by_formula(q, k, v, mask_BL)[0]
+        return formula(q, k, v, mask_BL)[0]
 
 
 class ByFormula:

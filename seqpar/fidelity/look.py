@@ -22,6 +22,7 @@ from seqpar.fidelity.heads import ByFormula, Observed
 from seqpar.fidelity.one_rank import Conditioning, held, wide, widened
 from seqpar.ranks.inputs import broadcast
 from seqpar.ranks.mesh import Mesh
+from seqpar.ranks.shard import Tokens
 from seqpar.types.protocols import Attend, SequenceModel
 
 Streams = Mapping[str, Tensor]
@@ -71,9 +72,10 @@ class Look:
             name = names[before].partition(",")[0] if before < len(names) else "the last layers"
             self._measured.find(self._place(2 * before, f"attention in {name}"), reason)
 
-    def attention(self, attend: Attend) -> Attend:
-        """Return an attention that computes the same, and compares its heads."""
-        return Observed(attend, self._mesh.sequence, lambda reason: self._wrong.append((len(self._kept), reason)))
+    def attention(self, attend: Attend, tokens: Tokens | None = None) -> Attend:
+        """Return an attention that computes the same, and compares its heads; tokens: see `Observed`."""
+        axis = self._mesh.sequence
+        return Observed(attend, axis, lambda reason: self._wrong.append((len(self._kept), reason)), tokens)
 
     def compare(self, name: str, ours: Streams, by_one: Callable[[], tuple[Streams, Streams]]) -> None:
         """Compare the evaluation's result with that of one rank; all ranks must call this together.

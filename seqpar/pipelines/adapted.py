@@ -122,10 +122,10 @@ class Adapted:
         """Return whether latents are decoded: a pipeline of diffusers does so itself."""
         return True
 
-    def pipeline(self, mesh: Mesh, encode: Callable[[Any], object]) -> Any:
+    def pipeline(self, mesh: Mesh, encode: Callable[[Any], object] | None = None) -> Any:
         """Return diffusers' pipeline on this rank's device; the same ValueError on every rank if it does not load.
 
-        encode: calls `encode`; the texts are encoded before the transformers' weights are loaded, see `load_pipeline`.
+        encode: calls `encode`, so that texts are encoded before the transformers' weights are loaded (`load_pipeline`).
         """
         if isinstance(self.source, Preset):
             preset = self.source

@@ -62,6 +62,11 @@ class Plan:
         return self.layout.sizes
 
     @property
+    def exact(self) -> bool:
+        """Return whether results must have one rank's bits: keys are then held in the order of the streams."""
+        return self.ranking.wish.exact
+
+    @property
     def ms(self) -> float:
         """Return the predicted time of a step in ms."""
         return self.ranking.ranked[0].ms

@@ -4,10 +4,10 @@ Outside of exact mode, cuBLAS splits the sum over K among thread blocks if a pro
 32 up to 2048 rows, 11008 -> 4096 up to 128). It cannot do so without memory for partial sums, so exact mode sets small
 workspaces before CUDA starts. The rows of the local attention must not depend on the number of rows (`invariant` of a
 local attention). Exact mode refuses ring attention, which merges partial results. All other kernels compute each row by
-itself. Exact mode holds for our own loop, whose modulation table is the same product on every rank; a diffusers
-pipeline computes the modulation for the rows of each call.
+itself. Strategies hold the keys of several streams in the order of one GPU (`JointShard.by_stream`). Modulation is the
+same product on every rank: our own loop makes one table, and the rows of a diffusers pipeline's call are not split.
 When it wins: for results that are compared bit by bit, between layouts and machines of one kind.
-`launch/bench.py steps --exact` measures its cost.
+`launch/bench.py steps --exact` measures its cost, and `calls --exact` that of pipelines' transformers.
 """
 
 from __future__ import annotations

@@ -48,11 +48,13 @@ class Shard:
 class JointShard:
     """Several streams (text and image), each sharded on its own and concatenated on each rank.
 
-    Attention needs only the number of tokens on each rank. The order of the joined sequence ([t0 i0 t1 i1 ...]) does
-    not change its result, because positions travel with their tokens.
+    Positions travel with their tokens, so that the order of the joined keys changes the result of attention in its
+    rounding only. by_stream: whether the keys are held stream after stream, as on one rank, [t0 t1 ... i0 i1 ...];
+    otherwise they are held rank after rank, [t0 i0 t1 i1 ...], as they arrive.
     """
 
     streams: tuple[Shard, ...]
+    by_stream: bool = False
 
     def __post_init__(self) -> None:
         if len({stream.parts for stream in self.streams}) != 1:
@@ -73,15 +75,26 @@ class JointShard:
         """Return the number of tokens of each part, for all streams together."""
         return tuple(map(sum, zip(*(stream.sizes for stream in self.streams), strict=True)))
 
+    @cached_property
+    def arrivals(self) -> tuple[slice, ...]:
+        """Return where in stream order the tokens are that arrive rank after rank, for each stream of each rank."""
+        firsts = starts([stream.total for stream in self.streams])
+        return tuple(
+            slice(first + stream.starts[part], first + stream.starts[part] + stream.sizes[part])
+            for part in range(self.parts)
+            for first, stream in zip(firsts, self.streams, strict=True)
+        )
+
 
 Tokens = Shard | JointShard
 """The split of a sequence that a strategy is built for; `.sizes` holds the number of tokens on each rank."""
 
 
-def check_tokens(tokens: Tokens, parts: int) -> None:
+def check_tokens(tokens: Tokens, parts: int, *, merges: bool = False) -> None:
     """Raise `ValueError` if tokens are not sharded over `parts` ranks, or if a rank would hold none.
 
-    Attention kernels do not accept empty inputs.
+    Attention kernels do not accept empty inputs. merges: whether the strategy merges results of the ranks' keys, which
+    then cannot be held stream after stream.
     """
     if tokens.parts != parts:
         raise ValueError(
@@ -91,4 +104,9 @@ def check_tokens(tokens: Tokens, parts: int) -> None:
         raise ValueError(
             f"got {tokens.total} tokens for {tokens.parts} ranks, expected at least one token a rank; "
             f"use fewer ranks on the sequence or a larger image"
+        )
+    if merges and parts > 1 and isinstance(tokens, JointShard) and tokens.by_stream:
+        raise ValueError(
+            "got keys that are held stream after stream for a strategy that merges the results of ranks, expected keys "
+            "rank after rank; use ulysses, kv_gather or kv_first"
         )

@@ -1,7 +1,8 @@
 """Joins the key masks of several streams in the order of the joined keys, once a run.
 
-The padding of a text lies inside the joined sequence [t0 i0 t1 i1 ...], because each rank's text is followed by its
-image. Letters: B batch rows, L tokens of all streams and ranks, l tokens of one stream.
+Where keys are held rank after rank, the padding of a text lies inside the joined sequence [t0 i0 t1 i1 ...], because
+each rank's text is followed by its image. Letters: B batch rows, L tokens of all streams and ranks, l tokens of one
+stream.
 """
 
 from __future__ import annotations
@@ -30,8 +31,19 @@ def joined_mask(masks: Sequence[Tensor | None], tokens: JointShard, like: Tensor
             raise ValueError(
                 f"got a mask of {tuple(part.shape)}, {part.dtype}, expected {(len(like), shard.total)}, torch.bool"
             )
-        whole.append(part.split(shard.sizes, dim=1))
-    return torch.cat([stream[rank] for rank in range(tokens.parts) for stream in whole], dim=1)
+        whole.append(part)
+    return in_key_order(whole, tokens)
+
+
+def in_key_order(streams: Sequence[Tensor], tokens: JointShard) -> Tensor:
+    """Return (B, L) numbers of the joined keys, in the order in which strategies hold these.
+
+    streams: (B, l) numbers of all tokens of each stream of `tokens`.
+    """
+    if tokens.by_stream:
+        return torch.cat(list(streams), dim=1)
+    parts = [x.split(shard.sizes, dim=1) for x, shard in zip(streams, tokens.streams, strict=True)]
+    return torch.cat([stream[rank] for rank in range(tokens.parts) for stream in parts], dim=1)
 
 
 def key_bias(mask_BL: Tensor, dtype: torch.dtype) -> Tensor:

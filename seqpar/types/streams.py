@@ -20,23 +20,27 @@ Prompt = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Split:
-    """The streams that attention joins, in order, each with its `Shard`; `rank` is this rank's place on the axis."""
+    """The streams that attention joins, in order, each with its `Shard`; `rank` is this rank's place on the axis.
+
+    by_stream: see `JointShard`.
+    """
 
     shards: tuple[tuple[str, Shard], ...]
     rank: int
+    by_stream: bool = False
 
     @staticmethod
-    def of(model: SequenceModel, lengths: Mapping[str, int], axis: Axis) -> Split:
+    def of(model: SequenceModel, lengths: Mapping[str, int], axis: Axis, by_stream: bool = False) -> Split:
         """Return the split of streams with these token counts; ValueError if one of the model's streams is missing."""
         if missing := [name for name in model.STREAMS if name not in lengths]:
             raise ValueError(f"got streams {', '.join(lengths)}, expected {', '.join(missing)}, too")
-        return Split(tuple((name, Shard(lengths[name], axis.size)) for name in model.STREAMS), axis.rank)
+        return Split(tuple((name, Shard(lengths[name], axis.size)) for name in model.STREAMS), axis.rank, by_stream)
 
     @property
     def tokens(self) -> Tokens:
         """Return the token counts that a strategy is built for."""
         streams = tuple(shard for _, shard in self.shards)
-        return streams[0] if len(streams) == 1 else JointShard(streams)
+        return streams[0] if len(streams) == 1 else JointShard(streams, self.by_stream)
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -60,7 +64,7 @@ class Split:
         if not masks:
             return None
         like = next(iter(masks.values()))
-        shards = JointShard(tuple(shard for _, shard in self.shards))
+        shards = JointShard(tuple(shard for _, shard in self.shards), self.by_stream)
         return joined_mask([masks.get(name) for name, _ in self.shards], shards, like)
 
 

@@ -56,10 +56,11 @@ def body_of(
     transport: str = "collective",
     cuts: Any = None,
     fused: bool = False,
+    exact: bool = False,
 ) -> Body:
     """Return a body on the mesh on which a strategy is tested."""
     choices = {"strategy": strategy, "transport": transport, "local": "sdpa" if device.type == "cpu" else "reference"}
-    plan: Any = SimpleNamespace(**{name: Choice(choice, "test") for name, choice in choices.items()})
+    plan: Any = SimpleNamespace(**{name: Choice(choice, "test") for name, choice in choices.items()}, exact=exact)
     return Body(module, mesh_for(strategy, world, device), plan, cuts_of(module, cuts), fused)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -27,11 +28,12 @@ from seqpar.types.protocols import SequenceModel, Stream
 from seqpar.types.streams import Prompt
 from seqpar.weights.find import Blueprint
 from tests.engine.test_distributed import local
+from tests.support.meshes import EXACT, mesh_for, random
 from tests.support.meshes import LAYOUTS as STRATEGIES
-from tests.support.meshes import mesh_for, random
 from tests.support.one_file.models import two_streams
 from tests.support.pairs import covering
 from tests.support.pool import Pool
+from tests.support.row_by_row import by_rows, exact_mode
 
 CLOSE, STEPS, IMAGES = 1e-9, 3, 2
 GUIDANCE = Guidance(3.0)
@@ -97,6 +99,33 @@ def sampled(
 @cache
 def alone(ranks: Pool, *more: Any) -> Tensor:
     return ranks.run(1, sampled, ("ulysses", 1, 1), *more)[0]
+
+
+def exactly(
+    rank: int, world: int, device: torch.device, layout: tuple[str, int, int], lengths: tuple[int, int], on: bool = True
+) -> Tensor:
+    """Return the same in exact mode, by products whose rows do not depend on each other."""
+    with exact_mode() if on else nullcontext(), by_rows():
+        return sampled(rank, world, device, layout, lengths)
+
+
+EXACT_LAYOUTS = [
+    *((world, (strategy, 1, 1)) for world in (2, 3) for strategy in EXACT),
+    *((world, ("ulysses", *axes)) for world, axes in ((2, (2, 1)), (2, (1, 2)), (4, (2, 1)))),
+]
+
+
+@pytest.mark.parametrize(("world", "layout"), EXACT_LAYOUTS, ids=str)
+def test_in_exact_mode_latents_have_one_ranks_bits(ranks: Pool, world: int, layout: tuple[str, int, int]) -> None:
+    wanted = exactly(0, 1, torch.device("cpu"), ("ulysses", 1, 1), (5, 2))
+    for got in ranks.run(world, exactly, layout, (5, 2)):
+        assert torch.equal(got, wanted)
+
+
+def test_negative_control_out_of_exact_mode_bits_differ(ranks: Pool) -> None:
+    wanted = exactly(0, 1, torch.device("cpu"), ("ulysses", 1, 1), (5, 2))
+    for got in ranks.run(2, exactly, ("kv_gather", 1, 1), (5, 2), False):
+        assert not torch.equal(got, wanted)
 
 
 class Plain:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -38,6 +39,7 @@ from tests.support.foreign import StayDouble, bound
 from tests.support.meshes import LAYOUTS, TRANSPORTS, build, mesh_for, random
 from tests.support.pairs import covering
 from tests.support.pool import Pool
+from tests.support.row_by_row import by_rows, exact_mode
 from tests.support.uvit import MISTAKES, Mistake, Outputs, original, original_state, weights
 
 TOLERANCE, VISIBLE = bound(1e-12), 1e-3
@@ -327,6 +329,20 @@ def test_a_guided_run_is_the_same_on_every_mesh(ranks: Pool, world: int, cfg: in
     assert error({name: want[name] for name in first}, first) < TOLERANCE
     for got in ranks.run(world, guided, cfg):
         assert error(got, want) < bound(1e-10)
+
+
+def exactly(rank: int, world: int, device: torch.device, cfg: int, on: bool = True) -> Outputs:
+    """Return the same in exact mode, by products whose rows do not depend on each other."""
+    with exact_mode() if on else nullcontext(), by_rows():
+        return guided(rank, world, device, cfg)
+
+
+def test_in_exact_mode_a_guided_run_has_one_ranks_bits(ranks: Pool) -> None:
+    want = exactly(0, 1, torch.device("cpu"), 1)
+    for world, cfg, on in ((2, 2, True), (3, 1, True), (3, 1, False)):
+        for got in ranks.run(world, exactly, cfg, on):
+            same = all(torch.equal(x, want[name]) for name, x in got.items())
+            assert same is on  # the last one is a negative control
 
 
 def test_modes_without_a_condition_take_no_guidance() -> None:

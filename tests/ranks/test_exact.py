@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,19 @@ PRODUCTS = [
     (11008, 4096),
     (4096, 32),
     (16, 4096),
+]
+# (rows, first row) of products for a picture or a text of few tokens a rank
+FEW = [(1, 7), (2, 5), (3, 0)]
+# (K, N) of FLUX.1, Qwen-Image, Stable Diffusion 3.5 and Wan 2.1
+OF_PIPELINES = [
+    *((3072, n) for n in (64, 3072, 9216, 12288)),
+    *((n, 3072) for n in (64, 3584, 4096, 12288)),
+    *((1536, n) for n in (64, 1536, 4608, 6144, 8960)),
+    *((n, 1536) for n in (64, 4096, 6144, 8960)),
+    *((2432, n) for n in (64, 2432, 7296, 9728)),
+    (9728, 2432),
+    *((5120, n) for n in (64, 5120, 15360, 13824)),
+    (13824, 5120),
 ]
 BF16 = torch.bfloat16
 BATCHED = ("ulysses:1:1", "kv_gather:1:1", "kv_first:1:1")
@@ -98,20 +112,32 @@ def test_exact_mode_refuses_rings_and_attentions_that_may_differ(monkeypatch: py
             choose_local(name, torch.device("cpu"), torch.float32, 64)
 
 
-def differing_products() -> list[str]:
+def differing_products(
+    products: Sequence[tuple[int, int]] = PRODUCTS, cuts: Sequence[tuple[int, int]] = CUTS
+) -> list[str]:
     """Return the matrix products, with and without bias, whose rows differ from those of the whole product."""
     wrong = []
-    for k, n in PRODUCTS:
+    for k, n in products:
         x, weight, bias = _random(WHOLE, k), _random(n, k), _random(n)
         for name, b in (("", None), (" + bias", bias)):
             whole = F.linear(x, weight, b)
-            cut = {rows: F.linear(x[start : start + rows], weight, b) for rows, start in CUTS}
+            cut = {rows: F.linear(x[start : start + rows], weight, b) for rows, start in cuts}
             wrong += [
                 f"{k} -> {n}{name}, {rows} rows"
-                for rows, start in CUTS
+                for rows, start in cuts
                 if not torch.equal(cut[rows], whole[start : start + rows])
             ]
     return wrong
+
+
+def differing_products_of_pipelines() -> list[str]:
+    """Return what `differing_products` does, for transformers of pipelines."""
+    return differing_products(OF_PIPELINES)
+
+
+def differing_few_rows() -> list[str]:
+    """Return what `differing_products` does, for few rows; one is a product of a matrix and a vector."""
+    return differing_products((*PRODUCTS, *OF_PIPELINES), FEW)
 
 
 def differing_columns() -> list[str]:
@@ -170,7 +196,16 @@ def in_exact_mode(work: str) -> str:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("work", ["differing_products", "differing_columns", "differing_attentions"])
+@pytest.mark.parametrize(
+    "work",
+    [
+        "differing_products",
+        "differing_products_of_pipelines",
+        "differing_few_rows",
+        "differing_columns",
+        "differing_attentions",
+    ],
+)
 def test_gpu_rows_do_not_depend_on_each_other_in_exact_mode(work: str) -> None:
     assert in_exact_mode(work) == "[]"
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from seqpar.attention._by_stream import in_key_order
 from seqpar.attention._streams import Alone, Beside, OneRank, given, joined, present, refuse_gradients, split_out
 from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.ranks.shard import Shard, Tokens, check_tokens, starts
@@ -23,7 +24,7 @@ def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Atte
     """Build attention for one token count over the whole sequence axis."""
     check_tokens(tokens, mesh.sequence.size)
     alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
-    return AllToEach(local, mesh.sequence, tokens, transport, alone)
+    return AllToEach(in_key_order(local, tokens), mesh.sequence, tokens, transport, alone)
 
 
 class AllToEach:

@@ -22,7 +22,7 @@ from seqpar.types.protocols import Attend, Core, Stream
 
 def build(mesh: Mesh, tokens: Tokens, local: Core, transport: Transport) -> Attend:
     """Build attention for one token count over the whole sequence axis."""
-    check_tokens(tokens, mesh.sequence.size)
+    check_tokens(tokens, mesh.sequence.size, merges=True)
     alone = Alone(lambda own: build(mesh, own, local, transport), tokens)
     return Halves(local, mesh.sequence, tokens.sizes, transport, alone)
 

@@ -1,0 +1,56 @@
+"""Keys and values in the order of the streams, for strategies that only move data.
+
+Exchanges bring the tokens of all ranks rank after rank, [t0 i0 t1 i1 ...]. With several streams that is another order
+on another number of ranks, so that attention's sums round otherwise. Here k and v are brought to the order that they
+have on one rank, [t0 t1 ... i0 i1 ...]; queries stay, because their rows do not depend on each other.
+When it wins: in exact mode only. It reads and writes k and v once more, by one kernel each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqpar.kernels.push import Destinations, push
+from seqpar.ranks.shard import JointShard, Tokens
+from seqpar.types.protocols import Core
+
+
+def in_key_order(local: Core, tokens: Tokens) -> Core:
+    """Return a local attention for keys that arrive rank after rank, to be held in the order that `tokens` names."""
+    if isinstance(tokens, JointShard) and tokens.by_stream and tokens.parts > 1 and len(tokens.streams) > 1:
+        return ByStream(local, tokens)
+    return local
+
+
+class ByStream:
+    """A Core whose keys and values arrive rank after rank, and are attended to stream after stream.
+
+    It owns memory for k and v of each shape, which the next call overwrites.
+    """
+
+    def __init__(self, local: Core, tokens: JointShard) -> None:
+        self._local, self._arrivals = local, tokens.arrivals
+        self._rooms: dict[tuple[object, ...], list[tuple[Tensor, Destinations]]] = {}
+
+    def __call__(
+        self, q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, mask_BL: Tensor | None = None, /
+    ) -> tuple[Tensor, Tensor]:
+        """See `seqpar.types.protocols.Core`; the mask is in the order of the streams."""
+        both = []
+        for x, (room, into) in zip((k_BLGD, v_BLGD), self._rooms_like(k_BLGD), strict=True):
+            push(x, into)
+            both.append(room)
+        return self._local(q_BLHD, both[0], both[1], mask_BL)
+
+    def _rooms_like(self, k_BLGD: Tensor) -> list[tuple[Tensor, Destinations]]:
+        kind = (k_BLGD.shape, k_BLGD.dtype, k_BLGD.device)
+        if kind not in self._rooms:
+            with torch.inference_mode(False):  # buffers outlive the caller's mode
+                rooms = [torch.empty(k_BLGD.shape, dtype=k_BLGD.dtype, device=k_BLGD.device) for _ in range(2)]
+            self._rooms[kind] = [(room, self._destinations(room)) for room in rooms]
+        return self._rooms[kind]
+
+    def _destinations(self, room_BLGD: Tensor) -> Destinations:
+        room_LBGD = room_BLGD.transpose(0, 1)
+        return Destinations([room_LBGD[place] for place in self._arrivals])

@@ -24,7 +24,7 @@ from seqpar.adapter.attention import SplitAttention
 from seqpar.adapter.foreign import BY_TOKEN, Addition
 from seqpar.adapter.forward import Ranks
 from seqpar.types.fused import DeclinedError, Matrices, Matrix
-from seqpar.types.protocols import Stream, plugin, plugins
+from seqpar.types.protocols import plugin, plugins
 
 T = TypeVar("T")
 NO_ROOM = "copies of their weights with merged adapters do not fit into the memory of every rank"
@@ -209,10 +209,11 @@ class BlockHook(ModelHook):
             self._ranks.say(f"diffusers' own {type(module).__name__} computes this call, because {reason}")
         return own(*args, **kwargs)
 
-    def attend(self, streams: Sequence[Stream], beside: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
+    @property
+    def attend(self) -> Callable[..., tuple[Tensor, ...]]:
         """See `seqpar.types.fused.BlockCall`."""
         assert self.attention is not None
-        return self.attention.of_streams(streams, beside)
+        return self.attention.of_streams
 
     def local(self, q_BlHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor) -> Tensor:
         """See `seqpar.types.fused.BlockCall`."""

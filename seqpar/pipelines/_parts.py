@@ -53,33 +53,27 @@ class Folder:
 def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callable[[Any], object] | None = None) -> Any:
     """Return the pipeline of a folder on this rank's device; every rank must call this at the same time.
 
-    Text and image encoders are on rank 0 alone (`seqpar.pipelines._encoders`), unless a LoRA changes them. encode:
-    calls the pipeline as it will be called; the encoders then do their work first, and have left memory before the
-    transformers' weights are loaded. None keeps them for other texts. Raises the same ValueError on every rank if a
-    part does not load.
+    Text and image encoders are on rank 0 alone, unless a LoRA changes them. encode: calls the pipeline as it will be
+    called; its encoders then work first, and have left memory before the transformers' weights are loaded. None keeps
+    them for other texts. Raises the same ValueError on every rank if a part does not load.
     """
     what = f"got pipeline {folder.path}, which does not load"
-    encoders = dict[str, SharedEncoder]()
-    if mesh.together(lambda: _lora.changes_encoders(folder.kind, folder.loras)):
-        if mesh.is_main and mesh.world.size > 1:
-            print("seqpar: every rank loads the text encoders, because a LoRA changes them", flush=True)
-    else:
-        encoders = load_encoders(folder.kind, folder.path, folder.index, dtype, mesh, what)
+    encoders = _encoders(folder, dtype, mesh, what)
     first = encode if encoders else None
     models, empty = _models(folder, dtype, mesh, what, first is not None)
+    models |= {name: each.module for name, each in encoders.items()}
+    models |= {name: each.standing_in(mesh.device) for name, each in empty.items()}
 
     def whole() -> Any:
         with naming(what):
             own = {} if folder.file is None else {"transformer": load_transformer(folder.file, dtype)}
-            own |= {name: each.module for name, each in encoders.items()}
-            own |= {name: each.standing_in(mesh.device) for name, each in empty.items()}
             return folder.kind.from_pretrained(folder.path, dtype=dtype, **models, **own)
 
     pipe = mesh.together(whole)
     if first is not None:
         encode_first(pipe, encoders, first, mesh)
-    for each in empty.values():
-        each.place(mesh)
+        for each in empty.values():
+            each.place(mesh)
 
     def rest() -> Any:
         _lora.load(pipe, folder.loras)
@@ -87,6 +81,15 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
         return pipe.to(mesh.device)
 
     return mesh.together(rest)
+
+
+def _encoders(folder: Folder, dtype: torch.dtype, mesh: Mesh, what: str) -> dict[str, SharedEncoder]:
+    """Return the encoders that rank 0 alone holds; none if a LoRA changes them, after a line that says so."""
+    if not mesh.together(lambda: _lora.changes_encoders(folder.kind, folder.loras)):
+        return load_encoders(folder.kind, folder.path, folder.index, dtype, mesh, what)
+    if mesh.is_main and mesh.world.size > 1:
+        print("seqpar: every rank loads the text encoders, because a LoRA changes them", flush=True)
+    return {}
 
 
 def _models(

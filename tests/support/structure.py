@@ -28,7 +28,7 @@ BEGIN, END = "<!-- counts: python -m tests.support.structure --write -->", "<!--
 CODE = ("seqpar", "launch")
 # the part that a newcomer reads in order
 CORE = ("ranks", "types", "attention", "transports", "engine", "sampling", "models/dit.py")
-LIMITS = {"calls": 11, "parameters": 9, "lines of a function": 30, "kept from the formatter": 0}
+LIMITS = {"calls": 10, "parameters": 9, "lines of a function": 30, "kept from the formatter": 0}
 ROOMS = {
     "strategy": "attention",
     "transport": "transports",

@@ -58,12 +58,6 @@ def vae_factor(config: Any) -> int:
     return 2 ** (len(config.block_out_channels) - 1)
 
 
-def vae_size(config: Any) -> tuple[int, int]:
-    """Return (height, width) in pixels of the pictures that a VAE was trained on."""
-    size = config.sample_size
-    return (size, size) if isinstance(size, int) else tuple(size)
-
-
 def check_vae(path: Path) -> Any:
     """Check the weights of a decoder against its config, and return the config.
 

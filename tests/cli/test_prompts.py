@@ -132,6 +132,16 @@ def test_a_preset_makes_pictures_of_random_texts(ranks: Pool, tmp_path: Path, na
 
 
 @pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_a_folder_is_planned_for_the_tokens_of_the_run(folders: Callable[[str], Path], name: str) -> None:
+    args = Args(str(folders(name)), prompt=("x",), true_guidance=2.0 if name == "flux" else None, dry_run=(2,))
+    for size, tokens in (("24x32", 48), ("32x32", 64)):
+        out, _ = shown(0, 1, torch.device("cpu"), replace(args, size=size))
+        assert f"1 picture(s) of {tokens} tokens" in out
+        assert "2 x NVIDIA H200: cfg 2, " in out
+
+
+@pytest.mark.usefixtures("no_gpu")
 def test_a_plan_of_a_preset_is_that_of_its_published_size() -> None:
     out, _ = shown(0, 1, torch.device("cpu"), Args("flux.1-dev", prompt=("x",), size="1024", dry_run=(1, 2)))
     assert "1 picture(s) of 4096 tokens, guidance 3.5 as an input, bfloat16" in out

@@ -59,8 +59,7 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     """
     what = f"got pipeline {folder.path}, which does not load"
     encoders = _encoders(folder, dtype, mesh, what)
-    first = encode if encoders else None
-    models, empty = _models(folder, dtype, mesh, what, first is not None)
+    models, empty = _models(folder, dtype, mesh, what, late=bool(encode and encoders))
     models |= {name: each.module for name, each in encoders.items()}
     models |= {name: each.standing_in(mesh.device) for name, each in empty.items()}
 
@@ -70,8 +69,8 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
             return folder.kind.from_pretrained(folder.path, dtype=dtype, **models, **own)
 
     pipe = mesh.together(whole)
-    if first is not None:
-        encode_first(pipe, encoders, first, mesh)
+    if encode and encoders:
+        encode_first(pipe, encoders, encode, mesh)
         for each in empty.values():
             each.place(mesh)
 

@@ -165,7 +165,7 @@ def test_a_failed_capture_prints_why_once(capfd: pytest.CaptureFixture[str]) -> 
 def one_changes(rank: int, world: int, device: torch.device) -> list[int]:
     """Return the numbers of captures, where the address of a weight changes on one rank only."""
     module, captures = Toy(), Captures()
-    body = Recorder(module)
+    body: Any = Recorder(module)
     call, counts = Call(module, make_mesh(device, cfg=1), body, captures), []
     for step in range(6):
         body.state_ = rank if step >= 3 else 0
@@ -181,7 +181,8 @@ def test_all_ranks_capture_again_where_one_must(ranks: Pool) -> None:
 def guided(rank: int, world: int, device: torch.device) -> int:
     """Return the number of captures of conditional and unconditional calls of one shape."""
     module, captures = Toy(), Captures()
-    call = Call(module, make_mesh(device, cfg=2), Recorder(module), captures)
+    body: Any = Recorder(module)
+    call = Call(module, make_mesh(device, cfg=2), body, captures)
     for step in range(5):
         given = moved(arguments(step), device)
         results = [call(**{**given, "timestep": given["timestep"] + i}, return_dict=False)[0] for i in (0, 1)]
@@ -198,7 +199,8 @@ def test_both_branches_share_a_graph(ranks: Pool) -> None:
 
 def guided_alone(rank: int, world: int, device: torch.device) -> int:
     module, captures = Toy(), Captures()
-    call = Call(module, Mesh.single(device), Recorder(module), captures)
+    body: Any = Recorder(module)
+    call = Call(module, Mesh.single(device), body, captures)
     for step in range(4):
         call(**arguments(step))
         call(**arguments(step + 10))

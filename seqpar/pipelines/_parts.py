@@ -60,12 +60,12 @@ def load_pipeline(folder: Folder, dtype: torch.dtype, mesh: Mesh, encode: Callab
     what = f"got pipeline {folder.path}, which does not load"
     encoders = _encoders(folder, dtype, mesh, what)
     models, empty = _models(folder, dtype, mesh, what, late=bool(encode and encoders))
-    models |= {name: each.module for name, each in encoders.items()}
     models |= {name: each.standing_in(mesh.device) for name, each in empty.items()}
 
     def whole() -> Any:
         with naming(what):
-            own = {} if folder.file is None else {"transformer": load_transformer(folder.file, dtype)}
+            own = {name: each.module for name, each in encoders.items()}  # held by nothing that outlives them
+            own |= {} if folder.file is None else {"transformer": load_transformer(folder.file, dtype)}
             return folder.kind.from_pretrained(folder.path, dtype=dtype, **models, **own)
 
     pipe = mesh.together(whole)

@@ -93,7 +93,7 @@ def outputs_of(kind: type) -> Outputs:
 
 
 @dataclass(frozen=True)
-class Kept:
+class EncoderCall:
     """One call of an encoder: its tensors, how its result lies, and a copy of the result's tensors."""
 
     method: str
@@ -116,7 +116,7 @@ class SharedEncoder:
         self._mesh, self._name, self._kind, self._config, self._like = mesh, name, kind, config, like
         self._outputs = outputs_of(kind)
         self._computes = False
-        self._kept: list[Kept] | None = None
+        self._kept: list[EncoderCall] | None = None
         self._next: int | None = None
         self.module = self._stub() if own is None else self._shared(own, own)
 
@@ -165,7 +165,7 @@ class SharedEncoder:
             agree(self._mesh, {CALL: f"calls {self._name}.{name}"})
             result, tensors = self._given(lambda: method(*args, **kwargs))
             if self._kept is not None:  # copies, because a pipeline may change what it is given
-                self._kept.append(Kept(name, [x.clone() for x in inputs], result, [x.clone() for x in tensors]))
+                self._kept.append(EncoderCall(name, [x.clone() for x in inputs], result, [x.clone() for x in tensors]))
             return restored(result, self._outputs, iter(tensors))
 
         return called

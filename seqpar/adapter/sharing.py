@@ -22,13 +22,15 @@ from seqpar.vae.shared import User, share
 Wished = Literal["auto", "tiled"] | bool  # how a pipeline's VAE decodes; see `seqpar.parallelize`
 
 
-def check_wish(pipe_or_transformer: Any, wish: Wished) -> None:
-    """Raise ValueError for a wish that is none, and for strips or tiles of a VAE that has none."""
+def check_wish(name: str, vae: Any, wish: Wished) -> None:
+    """Raise ValueError for a wish that is none, and for strips or tiles of a VAE that has none.
+
+    name: of the class that owns the VAE, which may be None, and needs no weights.
+    """
     if wish not in ("auto", "tiled", True, False):
         raise ValueError(f"got vae={wish!r}, expected 'auto', 'tiled', True or False")
-    vae = getattr(pipe_or_transformer, "vae", None)
     if wish in (True, "tiled") and not _is_vae(vae):
-        raise ValueError(f"got vae={wish!r} for a {type(pipe_or_transformer).__name__} without a VAE, expected 'auto'")
+        raise ValueError(f"got vae={wish!r} for a {name} without a VAE, expected 'auto'")
     if wish == "tiled" and not hasattr(vae, "enable_tiling"):
         raise ValueError(f"got vae='tiled' for a {type(vae).__name__}, which has no tiling, expected 'auto'")
     reason = why_unknown(vae) if wish is True else None

@@ -51,7 +51,7 @@ def all_checked(
     if not cfg and mesh is not None and mesh.cfg.size > 1:
         raise ValueError(f"got cfg=False and a mesh with cfg={mesh.cfg.size}, expected one with cfg=1")
     takes_variances(pipe_or_transformer)
-    sharing.check_wish(pipe_or_transformer, vae)
+    sharing.check_wish(type(pipe_or_transformer).__name__, getattr(pipe_or_transformer, "vae", None), vae)
     return {name: _checked(module, cuts) for name, module in modules.items()}
 
 

@@ -16,11 +16,12 @@ import seqpar.attention
 import seqpar.local
 import seqpar.transports
 from seqpar.adapter.parallelize import parallelize
-from seqpar.adapter.sharing import Wished
+from seqpar.adapter.sharing import Wished, check_wish
 from seqpar.adapter.state import keep_fp32
 from seqpar.pipelines import _lora
-from seqpar.pipelines._folder import check_parts, kind_of, model_of
+from seqpar.pipelines._folder import kind_of, model_of
 from seqpar.pipelines._parts import Folder, load_pipeline
+from seqpar.pipelines._planned import parts_of_folder
 from seqpar.ranks.mesh import Mesh, default_dtype
 from seqpar.types.protocols import plugin
 from seqpar.weights.checkpoint import WEIGHTS
@@ -55,7 +56,7 @@ def load(
     """
     ranks = mesh or Mesh.joined()
     dtype = default_dtype(ranks.device) if dtype is None else dtype
-    folder = ranks.together(lambda: checked(path_or_id, dtype, loras, (strategy, local, transport)))
+    folder = ranks.together(lambda: checked(path_or_id, dtype, loras, (strategy, local, transport), vae))
     pipe = load_pipeline(folder, dtype, ranks)
     parallelize(pipe, mesh, strategy=strategy, local=local, transport=transport, vae=vae)
     if fp32_state:
@@ -70,10 +71,12 @@ def _keep_fp32(pipe: Any, mesh: Mesh) -> None:
         print(f"seqpar: the state is kept as the pipeline keeps it, because {reason}", flush=True)
 
 
-def checked(path_or_id: str | Path, dtype: object, loras: Sequence[str], names: Sequence[str]) -> Folder:
+def checked(
+    path_or_id: str | Path, dtype: object, loras: Sequence[str], names: Sequence[str], vae: Wished = "auto"
+) -> Folder:
     """Return the folder of a pipeline whose parts and LoRAs fit each other; ValueError otherwise. Reads headers.
 
-    names: those of `CHOICES`, which must exist.
+    names: those of `CHOICES`, which must exist. vae: a way of decoding, which its VAE must have.
     """
     for (package, what), name in zip(CHOICES, names, strict=True):
         if name != "auto":
@@ -86,6 +89,7 @@ def checked(path_or_id: str | Path, dtype: object, loras: Sequence[str], names: 
     path, file = (path.parent, path) if path.is_file() else (path, None)
     index, adapters = read_pipeline(path), tuple(map(_lora.parse, loras))
     kind = kind_of(index, path)
-    config = check_parts(path, index, file)
-    _lora.check(adapters, kind, model_of(index), config)
+    parts = parts_of_folder(path, index, file)
+    check_wish(kind.__name__, parts.vae, vae)
+    _lora.check(adapters, kind, model_of(index), parts.config)
     return Folder(path, kind, index, file, adapters)

@@ -200,6 +200,7 @@ def test_a_state_in_fp32_is_asked_for(tmp_path: Path, fp32_state: bool) -> None:
         ("", {"dtype": torch.int8}, r"got dtype=torch\.int8, expected torch\.float64, "),
         ("", {"loras": ["a.safetensors"]}, "expected none: diffusers' PixArtAlphaPipeline loads no LoRA"),
         ("", {"strategy": "rings"}, "got strategy 'rings', expected one of"),
+        ("", {"vae": "strips"}, "got vae='strips', expected 'auto', 'tiled', True or False"),
         ("vae", {}, r"vae.model_index\.json"),
         ("dit-s/2", {}, "got the preset dit-s/2, expected a diffusers pipeline's folder or hub id"),
     ],

@@ -68,10 +68,12 @@ class SplitAttention:
         q, k, v = fitting(q, k, v, scale)
         return self.ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
 
-    def of_streams(self, streams: Sequence[Stream], beside: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
+    def of_streams(
+        self, streams: Sequence[Stream], beside: Callable[[], None] | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Return attention over all ranks for streams in the order of the plan, in a body's call.
 
-        The next call may overwrite the results. Masks are those of the call.
+        The next call may overwrite the results. mask: for all keys; where the plan names masks, those count.
         """
         forward = self.ranks.now
         assert forward is not None
@@ -81,7 +83,7 @@ class SplitAttention:
         if tokens.sizes[self.ranks.axis.rank] != sum(stream.tokens for stream in streams):
             raise self._unknown(forward)
         q_BlHD = like.new_empty(batch, 0, heads, dim)
-        bias = self._bias(forward, None, self.joint.streams, tokens, q_BlHD)
+        bias = self._bias(forward, mask, self.joint.streams, tokens, q_BlHD)
         return self.ranks.attend(tokens, q_BlHD, bias is not None)(streams, bias, beside=beside)
 
     def _split(self, forward: Forward, streams: Sequence[str]) -> JointShard:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from seqpar.planner.plan import Plan, choose_local, load_local
 from seqpar.ranks.mesh import Axis, Mesh
 from seqpar.ranks.shard import JointShard, Shard
 from seqpar.types.protocols import Attend, Core, plugin
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -41,6 +43,12 @@ class Forward:
     converted: dict[Hashable, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
     kept: dict[str, tuple[object, Any]] = field(default_factory=dict)
     handed: dict[int, tuple[Tensor, Any, object]] = field(default_factory=dict)
+
+    def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
+        """See `seqpar.types.fused.BlockCall`."""
+        if name not in self.kept or not _are_same(self.kept[name][0], of):
+            self.kept[name] = of, make()
+        return self.kept[name][1]
 
 
 class Ranks:
@@ -151,6 +159,14 @@ class Ranks:
             self._warned.add(name)
             warnings.warn(f"local attention {name} {reason}: {other} computes the masked attention", stacklevel=2)
         return other
+
+
+def _are_same(one: object, other: object) -> bool:
+    """Return whether two objects are one, or tensors of one memory, which cuts make of one tensor for two blocks."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return one is other
+    places = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (one, other)]
+    return places[0] == places[1]
 
 
 def shares(widths: Sequence[int], parts: int) -> list[slice]:

@@ -189,10 +189,10 @@ class BlockHook(ModelHook):
 
     def why_not_joined(self) -> str | None:
         """Return why the cuts of the transformer are not those for which the function is written, or None."""
-        joined = None if self.attention is None else self.attention.joint.streams
-        return (
-            None if joined == self._streams else f"the cuts do not join {' and '.join(self._streams)} in its attention"
-        )
+        joined = () if self.attention is None else self.attention.joint.streams
+        if joined == self._streams or len(joined) == len(self._streams) == 1:  # a single stream may have any name
+            return None
+        return f"the cuts do not join {' and '.join(self._streams)} in its attention"
 
     @property
     def matrices(self) -> Matrices:
@@ -221,10 +221,7 @@ class BlockHook(ModelHook):
 
     def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
         """See `seqpar.types.fused.BlockCall`."""
-        kept = self._now.kept
-        if name not in kept or kept[name][0] is not of:
-            kept[name] = of, make()
-        return kept[name][1]
+        return self._now.once(name, of, make)
 
     def spread(self, name: str, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:
         """See `seqpar.types.fused.BlockCall`."""

@@ -38,13 +38,16 @@ def gelu_mlp(up: Matrix, down: Matrix, h_BlE: Tensor) -> Tensor:
     return down(linear_gelu(h_BlE, *up))
 
 
-def modulations(call: BlockCall, temb_BE: Tensor, names: Sequence[str], vectors: int) -> list[list[Rows]]:
+def modulations(
+    call: BlockCall, temb_BE: Tensor, names: Sequence[str], vectors: int, activate: bool = True
+) -> list[list[Rows]]:
     """Return the rows of every block of this class and of its matrices of these names, in fp32 (or fp64).
 
-    vectors: of each. Each rank reads some of the weights, with the same bits as one that reads all.
+    vectors: of each. activate: whether the layers read SiLU of temb. Each rank reads some of the weights, with the same
+    bits as one that reads all.
     """
     layers = [matrices[name] for matrices in call.every for name in names]
-    c_BE, use = F.silu(temb_BE), f"modulation of {len(layers)} layers"
+    c_BE, use = F.silu(temb_BE) if activate else temb_BE, f"modulation of {len(layers)} layers"
     made = call.spread(use, [len(one.weight) for one in layers], lambda index: product(c_BE, layers[index].weight))
     biases = [one.weight.new_zeros(len(one.weight)) if one.bias is None else one.bias for one in layers]
     rows = torch.cat([*made], dim=1) + torch.cat(biases)  # one addition: one a layer is 0.4 ms of FLUX.1's call

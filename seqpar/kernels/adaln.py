@@ -3,6 +3,7 @@
 When it wins: always on a GPU. The kernel is bound by memory: it reads and writes each stream once (4 bytes for each
 element of a bf16 stream to normalise, 8 with a gated branch), where plain torch makes about ten passes, half of them in
 fp32. It computes in fp32 (fp64 for fp64) and rounds each result once. A row's bits do not depend on the number of rows.
+An RMSNorm of the branch itself, as blocks with norms on both sides of a layer have it, takes no further pass.
 Source: adaLN-Zero, DiT (arXiv 2212.09748).
 """
 
@@ -46,11 +47,22 @@ Vectors = Tensor | Summed
 """Shift, scale or gate: one for each batch row (B, E), or one for all (1, E); with an index, rows of a table (R, E)."""
 
 
+class BranchNorm(NamedTuple):
+    """RMSNorm with a weight (E,) that a branch passes before its gate, as in blocks with norms on both sides."""
+
+    weight_E: Tensor
+    eps: float
+
+
 class Gated(NamedTuple):
-    """A branch (B, l, E) and its gate (B, E), whose product is added to the stream before the norm."""
+    """A branch (B, l, E) and its gate (B, E), whose product is added to the stream before the norm.
+
+    norm: of the branch alone, before the product.
+    """
 
     gate_BE: Vectors
     branch_BlE: Tensor
+    norm: BranchNorm | None = None
 
 
 # shapes that tests check and a bench measures: batch rows, tokens, width, padding of a token's stride
@@ -90,14 +102,16 @@ def gate_norm_modulate(
     *,
     index_Bl: Tensor | None = None,
     keep: bool = True,
+    branch_norm: BranchNorm | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return x + gate * branch and its `norm_modulate`, both in x's dtype; the norm sees the sum before it is rounded.
 
-    index: as for `norm_modulate`, for the gate too. keep=False is for the last layer, after which nothing reads the
-    stream: the sum is not written, and x itself is returned instead.
+    index: as for `norm_modulate`, for the gate too. branch_norm: of the branch, before its gate; it is not rounded.
+    keep=False is for the last layer, after which nothing reads the stream: the sum is not written, and x itself is
+    returned instead.
     """
-    gated = Gated(gate_BE, branch_BlE)
-    tensors = branch_BlE, *_tensors(gate_BE, shift_BE, scale_BE), norm.weight
+    gated = Gated(gate_BE, branch_BlE, branch_norm)
+    tensors = branch_BlE, *_tensors(gate_BE, shift_BE, scale_BE), norm.weight, _weight(branch_norm)
     chosen = launch if fused(x_BlE, *tensors) else reference
     return chosen(x_BlE, gated, shift_BE, scale_BE, norm, index_Bl=index_Bl, keep=keep)
 
@@ -115,7 +129,7 @@ def reference(
     """Return the stream after the gated branch and its normalised, modulated form, in plain torch."""
     wide = x_BlE.to(state_dtype(x_BlE.dtype))
     if gated is not None:
-        wide = wide + by_token(gated.gate_BE, index_Bl) * gated.branch_BlE
+        wide = wide + by_token(gated.gate_BE, index_Bl) * _branch(gated, wide.dtype)
     weight = None if norm.weight is None else norm.weight.to(wide.dtype)
     if norm.kind == "layer":
         normed = F.layer_norm(wide, wide.shape[-1:], weight, eps=norm.eps)
@@ -125,12 +139,32 @@ def reference(
     return (wide.to(x_BlE.dtype) if gated is not None and keep else x_BlE), h
 
 
-def added(x_BlE: Tensor, gate_BE: Vectors, branch_BlE: Tensor, *, index_Bl: Tensor | None = None) -> Tensor:
-    """Return x + gate * branch in x's dtype without a norm, as after the last block. index: as for `norm_modulate`."""
-    if fused(x_BlE, branch_BlE, *_tensors(gate_BE)):
-        return launch(x_BlE, Gated(gate_BE, branch_BlE), index_Bl=index_Bl)[0]
+def added(
+    x_BlE: Tensor,
+    gate_BE: Vectors,
+    branch_BlE: Tensor,
+    *,
+    index_Bl: Tensor | None = None,
+    branch_norm: BranchNorm | None = None,
+) -> Tensor:
+    """Return x + gate * branch in x's dtype without a norm of the sum, as after the last block.
+
+    index: as for `norm_modulate`; branch_norm: as for `gate_norm_modulate`.
+    """
+    gated = Gated(gate_BE, branch_BlE, branch_norm)
+    if fused(x_BlE, branch_BlE, *_tensors(gate_BE), _weight(branch_norm)):
+        return launch(x_BlE, gated, index_Bl=index_Bl)[0]
     gate = by_token(gate_BE, index_Bl)
-    return torch.addcmul(x_BlE.to(gate.dtype), gate, branch_BlE.to(gate.dtype)).to(x_BlE.dtype)
+    branch = _branch(gated, gate.dtype).to(gate.dtype)
+    return torch.addcmul(x_BlE.to(gate.dtype), gate, branch).to(x_BlE.dtype)
+
+
+def _branch(gated: Gated, dtype: torch.dtype) -> Tensor:
+    """Return a branch as it is, or after its norm in this dtype."""
+    branch, norm = gated.branch_BlE, gated.norm
+    if norm is None:
+        return branch
+    return F.rms_norm(branch.to(dtype), branch.shape[-1:], norm.weight_E.to(dtype), norm.eps)
 
 
 def by_token(vectors: Vectors, index_Bl: Tensor | None) -> Tensor:
@@ -166,7 +200,7 @@ def launch(
     Without shift, scale and norm only the stream after the gated branch is computed; both results are this stream.
     """
     batch, tokens, width = x_BlE.shape
-    gate, branch = gated or (None, None)
+    gate, branch, branch_norm = gated or (None, None, None)
     branch = None if branch is None else branch.expand(batch, tokens, width)
     index = None if index_Bl is None else index_Bl.expand(batch, tokens).contiguous()
     vectors = [_rows(x, batch if index is None else None, width) for x in (gate, shift_BE, scale_BE)]
@@ -184,10 +218,12 @@ def launch(
             *(shared for _, shared in vectors),
             index,
             of.weight,
+            _weight(branch_norm),
             x_new,
             h,
             tokens,
             of.eps,
+            0.0 if branch_norm is None else branch_norm.eps,
             *strides,
             E=width,
             BLOCK=block(width),
@@ -202,6 +238,10 @@ def launch(
 
 def _tensors(*vectors: Vectors) -> list[Tensor]:
     return [x for each in vectors for x in (each if isinstance(each, Summed) else (each,))]
+
+
+def _weight(norm: BranchNorm | None) -> Tensor | None:
+    return None if norm is None else norm.weight_E
 
 
 def _rows(vectors: Vectors | None, rows: int | None, width: int) -> tuple[Tensor | None, Tensor | None]:
@@ -266,10 +306,12 @@ def adaln_kernel(
     scale_shared,
     index,
     weight,
+    branch_weight,
     x_new,
     h,
     tokens,
     eps,
+    branch_eps,
     x_batch,
     x_token,
     branch_batch,
@@ -291,7 +333,11 @@ def adaln_kernel(
     row = _stream(x + (batch * x_batch + token * x_token) * UNIT, col, inside)
     if branch is not None:
         gate_E = _vector(gate, gate_shared, number * gate_row * UNIT, col, inside)
-        row += gate_E * _stream(branch + (batch * branch_batch + token * branch_token) * UNIT, col, inside)
+        other = _stream(branch + (batch * branch_batch + token * branch_token) * UNIT, col, inside)
+        if branch_weight is not None:
+            other *= tl.rsqrt(tl.sum(other * other, 0) / E + branch_eps)
+            other *= _vector(branch_weight, None, 0, col, inside)
+        row += gate_E * other
         if x_new is not None:
             tl.store(x_new + here, row.to(x_new.dtype.element_ty), inside)
     if h is not None:

@@ -153,9 +153,10 @@ def _run(
         raise ValueError(f"got {', '.join(sorted(map(str, dtypes)))}, expected q, k, v and outboxes of one dtype")
     strides = [(0, 0, 0) if x is None else x.stride()[:3] for x in (q, k, v)]
     norms = () if how.norm == "none" else (how.q_weight, how.q_bias, how.k_weight, how.k_bias)
-    rotary, rows = "none", (0, 0)
+    rotary, rows = "none", (0, 0, 0, 0)
     if how.cos_lD2 is not None and how.sin_lD2 is not None:
-        rotary, rows = "pairs" if how.interleaved else "halves", (how.cos_lD2.stride(0), how.sin_lD2.stride(0))
+        rotary = "pairs" if how.interleaved else "halves"
+        rows = (*_row_strides(how.cos_lD2), *_row_strides(how.sin_lD2))
     wide, narrow, padded = (triton.next_power_of_2(n) for n in (heads, groups, max(dim, 2)))
     # k has the same tile with or without q and v, because another number of warps would round its sums differently
     warps, early = tiled or tile(max(heads, groups, shape[2]), dim)
@@ -197,11 +198,16 @@ def _run(
         )
 
 
+def _row_strides(rows_lD2: Tensor) -> tuple[int, int]:
+    """Return how far apart the rotary rows of two batch rows, and of two tokens, lie."""
+    return 0 if rows_lD2.dim() == 2 or len(rows_lD2) == 1 else rows_lD2.stride(0), rows_lD2.stride(-2)
+
+
 def _alignment(inputs: Sequence[Tensor], norms: Sequence[Tensor | None], how: Prepare, dim: int) -> int:
     """Return how wide loads may be: the bytes that divide the place of every head and row that is read, at most 16."""
     places = [(x, x.stride()[:3]) for x in inputs]
     places += [(x, (dim,)) for x in norms if x is not None]
-    places += [(x, x.stride()[:1]) for x in (how.cos_lD2, how.sin_lD2) if x is not None]
+    places += [(x, x.stride()[:-1]) for x in (how.cos_lD2, how.sin_lD2) if x is not None]
     return gcd(16, *(n for x, steps in places for n in (x.data_ptr(), *(step * x.element_size() for step in steps))))
 
 
@@ -226,7 +232,7 @@ def _normalise(x_BlHD: Tensor, how: Prepare, weight: Tensor | None, bias: Tensor
 def _rotate(x_BlHD: Tensor, how: Prepare) -> Tensor:
     if how.cos_lD2 is None or how.sin_lD2 is None:
         return x_BlHD
-    cos, sin = (rows[:, None].to(x_BlHD.dtype) for rows in (how.cos_lD2, how.sin_lD2))
+    cos, sin = (rows.unsqueeze(-2).to(x_BlHD.dtype) for rows in (how.cos_lD2, how.sin_lD2))
     if how.interleaved:
         a, b = x_BlHD.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
@@ -259,7 +265,9 @@ def prepare_kernel(
     v_batch,
     v_token,
     v_head,
+    cos_batch,
     cos_row,
+    sin_batch,
     sin_row,
     eps,
     NORM: tl.constexpr,
@@ -293,6 +301,9 @@ def prepare_kernel(
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     batch = row // tokens
     token = row % tokens
+    if ROTARY != "none":
+        cos += batch * cos_batch
+        sin += batch * sin_batch
     if q is not None:  # noqa: SIM102 (this condition, unlike the inner one, is decided at compile time)
         if part == 0:
             _move(

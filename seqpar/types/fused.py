@@ -55,10 +55,13 @@ class BlockCall(Protocol):
     index: int
     """The place of this block in `every` and in `blocks`."""
 
-    def attend(self, streams: Sequence[Stream], beside: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
+    def attend(
+        self, streams: Sequence[Stream], beside: Callable[[], None] | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Return attention over the tokens of all ranks; see `seqpar.types.protocols.Attend`.
 
-        streams: in the order of the plan's cuts. Masks are those that the transformer was given.
+        streams: in the order of the plan's cuts. mask: of the keys of all ranks, as the block was given it; where the
+        cuts name masks of the transformer, these count.
         """
         ...
 
@@ -67,7 +70,10 @@ class BlockCall(Protocol):
         ...
 
     def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
-        """Return what `make` returned first in this forward under this name for this very object `of`."""
+        """Return what `make` returned first in this forward under this name for this very object `of`.
+
+        Tensors of the same memory are the same: cuts make a new view of a tensor for each block.
+        """
         ...
 
     def spread(self, name: str, widths: Sequence[int], make: Callable[[int], Tensor]) -> Sequence[Tensor]:

@@ -28,8 +28,8 @@ class Prepare:
 
     norm: "layer" (LayerNorm with weight and bias) or "rms" (RMSNorm with weight), over the whole width H*D or, if
     `per_head`, over each head; statistics are fp32. Weights are (H*D,), or (D,) if `per_head`; None means none.
-    cos_lD2, sin_lD2: rotary rows of this rank's tokens, (l, D/2). interleaved: whether the rotary pairs are
-    (x[2j], x[2j+1]); otherwise they are (x[j], x[j + D/2]).
+    cos_lD2, sin_lD2: rotary rows of this rank's tokens, (l, D/2), or (B, l, D/2) where those of batch rows differ.
+    interleaved: whether the rotary pairs are (x[2j], x[2j+1]); otherwise they are (x[j], x[j + D/2]).
     """
 
     norm: Literal["none", "layer", "rms"] = "none"

@@ -19,12 +19,14 @@ from torch import Tensor
 
 import seqpar.blocks
 from seqpar.adapter import adopt
+from seqpar.adapter.attention import SplitAttention
 from seqpar.adapter.fused import BlockHook, families
+from seqpar.blocks import z_image
 from seqpar.kernels import adaln, prepare
 from seqpar.types.protocols import plugins
 from tests.adapter.test_body import body_of, error
 from tests.support import families_page
-from tests.support.diffusers_tiny import MODELS, few, flat, random, truth
+from tests.support.diffusers_tiny import MODELS, few, flat, moved, random, truth
 from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, TRANSPORTS
 from tests.support.pool import Pool
@@ -38,6 +40,7 @@ KINDS = {
     "QwenImageTransformer2DModel",
     "WanTransformer3DModel",
     "WanVACETransformer3DModel",
+    "ZImageTransformer2DModel",
 }
 FUSED = [name for name, tiny in MODELS.items() if tiny.kind in KINDS]
 # each strategy on two ranks and on another number; every second model each, so that each meets all strategies
@@ -47,7 +50,8 @@ CASES = [
     for turn, world in enumerate((2, (4, 3, 1)[index % 3]))
 ]
 FEW = [(3 + index % 2, name, TRANSPORTS[index // 2 % 2], index // 2 % 2) for index, name in enumerate(LAYOUTS)]
-TEXTS = [name for name in FUSED if not MODELS[name].kind.startswith("Wan")]  # whose blocks join a text
+# whose blocks join a text of any length
+TEXTS = [name for name in FUSED if not MODELS[name].kind.startswith(("Wan", "ZImage"))]
 Outputs = tuple[Tensor, ...]
 
 
@@ -107,8 +111,9 @@ def test_ranks_without_tokens_of_the_text_are_right(
 
 
 def blocks_of(module: Any) -> list[str]:
-    """Return the classes of all blocks for which there is a function."""
-    return [type(one).__name__ for one in module.modules() if type(one).__name__ in families()]
+    """Return the classes of all blocks that a function computes."""
+    named = ((type(one).__name__, one) for one in module.modules() if type(one).__name__ in families())
+    return [kind for kind, one in named if families()[kind].why_not(one) is None]
 
 
 @pytest.mark.parametrize(("world", "strategy", "transport", "first"), CASES)
@@ -167,7 +172,7 @@ def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> 
     assert errors[True] <= 1.1 * errors[False], errors
 
 
-@pytest.mark.parametrize("name", ["flux", "wan2.2", "wan_vace"])
+@pytest.mark.parametrize("name", ["flux", "wan2.2", "wan_vace", "z_image"])
 def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Kernels read rows in place and refuse layouts that their references take. Without a GPU they are interpreted."""
     launched: list[int] = []
@@ -177,6 +182,7 @@ def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.
         "flux": {"num_single_layers": 1},
         "wan2.2": {"num_layers": 1},
         "wan_vace": {"num_layers": 1, "vace_layers": [0]},
+        "z_image": {"n_layers": 1, "n_refiner_layers": 1},
     }
     tiny, device = replace(MODELS[name], batch=1, config={**MODELS[name].config, **few[name]}), ranks.device
     scales = {"control_hidden_states_scale": torch.ones(1).double()} if name == "wan_vace" else {}
@@ -195,6 +201,69 @@ def test_one_timestep_for_all_pictures_counts_for_each(ranks: Pool) -> None:
     with StayDouble():
         got = one_rank(tiny.build().to(device), given, True)
     assert error(got, tiny.whole(None, given, device)) < TOLERANCE
+
+
+def with_reference(device: torch.device | str) -> dict[str, Any]:
+    """Return arguments of Z-Image Omni, whose tokens of a reference image have another timestep."""
+    pictures, texts = (
+        [random(shape, seed + i) for i in range(2)] for shape, seed in (((4, 1, 6, 10), 1), ((5, 24), 7))
+    )
+    given = {"x": [pictures], "cap_feats": [texts], "t": torch.full((1,), 0.4).double(), "siglip_feats": [None]}
+    return moved({**given, "image_noise_mask": [[0, 1]]}, device)
+
+
+def of_omni(rank: int, world: int, device: torch.device) -> Outputs:
+    body = body_of(MODELS["z_image"].build().to(device), world, device, "ulysses", fused=True)
+    with StayDouble():
+        return tuple(x.clone() for x in flat(body(with_reference(device))))
+
+
+def test_pictures_with_two_timesteps_are_computed_by_diffusers_own(
+    ranks: Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wanted = MODELS["z_image"].whole(arguments=with_reference(ranks.device), device=ranks.device)
+    for world in (2, 1):
+        for outputs in ranks.run(world, of_omni):
+            assert error(outputs, tuple(x.cpu() for x in wanted)) < TOLERANCE
+    assert capfd.readouterr().out.count("because its tokens have one of two timesteps") >= 1
+
+
+FAULTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
+    "a mask that is not passed on": (
+        SplitAttention,
+        "of_streams",
+        lambda own: lambda self, streams, beside=None, mask=None: own(self, streams, beside),
+    ),
+    "the first picture's rotary rows": (
+        z_image,
+        "by_head",
+        lambda own: lambda q, k, cos, sin: own(q, k, cos[:1], sin[:1]),
+    ),
+    "a branch without its norm": (z_image, "_branch_norm", lambda own: lambda norm: None),
+}
+
+
+def of_pictures(rank: int, world: int, device: torch.device, batch: int) -> Outputs:
+    """Return the outputs of Z-Image for so many pictures, whose texts differ in their lengths."""
+    tiny = replace(MODELS["z_image"], batch=batch)
+    body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True)
+    with StayDouble():
+        return tuple(x.clone() for x in flat(body(tiny.arguments(device))))
+
+
+@pytest.mark.parametrize(("world", "batch"), [(3, 1), (2, 3), (1, 3)])
+def test_pictures_have_rotary_rows_of_their_own(ranks: Pool, world: int, batch: int) -> None:
+    wanted = replace(MODELS["z_image"], batch=batch).whole(device=ranks.device)
+    for outputs in ranks.run(world, of_pictures, batch):
+        assert error(outputs, tuple(x.cpu() for x in wanted)) < TOLERANCE
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_negative_control_a_fault_in_z_image_shows(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    place, name, change = FAULTS[fault]
+    monkeypatch.setattr(place, name, change(getattr(place, name)))
+    got = of_pictures(0, 1, torch.device("cpu"), 2)
+    assert error(got, truth("z_image", "cpu")) > VISIBLE
 
 
 def with_residuals(rank: int, world: int, device: torch.device) -> Outputs:
@@ -274,7 +343,7 @@ STORY = ("load", "both", "a call's scale", "disable", "enable", "unload")
 
 def story(rank: int, world: int, device: torch.device, name: str) -> list[tuple[str, float, int, str]]:
     """Return, after each thing that a user does with adapters, the error, the functions' calls, and what computes."""
-    tiny, told, options = MODELS[name], [], "joint_attention_kwargs" if name == "flux" else "attention_kwargs"
+    tiny, told, options = MODELS[name], [], "attention_kwargs" if name in ("qwen", "wan") else "joint_attention_kwargs"
     module, whole = tiny.build().to(device), tiny.build().to(device)
     with counted() as calls:
         body = body_of(module, world, device, "ulysses", fused=True)
@@ -295,7 +364,7 @@ def act(module: Any, action: str) -> None:
     """Do what a user does between two pictures."""
     if action == "load":
         for seed, (name, targets) in enumerate(
-            {"a": ["to_k", "to_out.0", "net.0.proj", "proj_out"], "b": ["to_k", "to_q"]}.items()
+            {"a": ["to_k", "to_out.0", "net.0.proj", "w3", "proj_out"], "b": ["to_k", "to_q"]}.items()
         ):
             module.add_adapter(LoraConfig(r=3, lora_alpha=6, target_modules=targets), name)
             for index, (key, weight) in enumerate(module.named_parameters()):
@@ -314,14 +383,14 @@ def act(module: Any, action: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of a second adapter
-@pytest.mark.parametrize(("world", "name"), [(1, "qwen"), (2, "wan"), (3, "flux")])
+@pytest.mark.parametrize(("world", "name"), [(1, "qwen"), (2, "wan"), (3, "flux"), (2, "z_image")])
 def test_adapters_are_merged(ranks: Pool, world: int, name: str) -> None:
     count = len(blocks_of(MODELS[name].build()))
     for told in ranks.run(world, story, name):
         for action, wrong, calls, computation in told:
             assert wrong < TOLERANCE, action
             assert calls == count, action
-            assert computation == f"{count} blocks by fused kernels"
+            assert computation.startswith(f"{count} blocks by fused kernels")
 
 
 def test_an_adapter_that_no_product_reads_is_left_to_diffusers_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.kernels import adaln
 from seqpar.kernels.adaln import (
     CASES,
+    BranchNorm,
     Gated,
     Norm,
     Summed,
@@ -203,6 +205,23 @@ def test_the_sum_alone_has_the_bits_of_the_sum_before_a_norm(dtype: torch.dtype)
         assert got.dtype == plain.dtype == dtype
         assert max(errors([got, plain], [wanted, wanted])) <= max(FP32, torch.finfo(dtype).eps)
         assert max(errors([x], [wanted])) > 0.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_branch_may_have_a_norm_of_its_own(dtype: torch.dtype) -> None:
+    """The truth adds a branch that torch has normalised; without the norm the result is another one."""
+    x, gated, shift, scale, weight = data(CASES[2], dtype)
+    branch, last = gated.branch_BlE.double(), norm("rms", weight)
+    normed = F.rms_norm(branch, branch.shape[-1:], weight.double(), 1e-2)
+    want = exact(x, Gated(gated.gate_BE, normed), shift, scale, last)
+    of, bound = BranchNorm(weight, 1e-2), max(FP32, torch.finfo(dtype).eps)
+    for call in (launch, reference):
+        got = call(x, gated._replace(norm=of), shift, scale, last)
+        assert max(errors(got, want)) <= bound
+        assert max(errors(call(x, gated, shift, scale, last), want)) > 0.1
+    assert torch.equal(launch(x, gated._replace(norm=of))[0], launch(x, gated._replace(norm=of), shift, scale, last)[0])
+    plain = added(x, gated.gate_BE, gated.branch_BlE, branch_norm=of)
+    assert max(errors([plain], want[:1])) <= bound
 
 
 def test_the_last_layer_writes_no_stream() -> None:

@@ -323,3 +323,24 @@ def test_a_captured_call_replays_on_new_inputs() -> None:
     whole = dict(zip("qkv", (*launch(q, k, how), v), strict=True))
     for name, view, heads in written(outboxes):
         assert torch.equal(view, whole[name][:, :, heads].transpose(0, 1))
+
+
+@pytest.mark.parametrize("rotary", ["pairs", "halves"])
+def test_batch_rows_may_have_rotary_rows_of_their_own(rotary: str) -> None:
+    """The truth prepares each batch row alone; with the first one's rows for all, the others differ."""
+    case = SMALL[0]
+    q, k, v = project(case, torch.float16)
+    how = preparation(case, "rms per head", rotary, torch.float16)
+    assert how.cos_lD2 is not None
+    assert how.sin_lD2 is not None
+    cos, sin = (torch.stack([x, x.flip(0)]) for x in (how.cos_lD2, how.sin_lD2))
+    both, each = replace(how, cos_lD2=cos, sin_lD2=sin), [replace(how, cos_lD2=cos[b], sin_lD2=sin[b]) for b in (0, 1)]
+    for call in (launch, reference):
+        alone = [call(q[b : b + 1], k[b : b + 1], each[b]) for b in (0, 1)]
+        for got, *rows, first in zip(call(q, k, both), *alone, call(q, k, how), strict=True):
+            assert torch.equal(got, torch.cat(rows))
+            assert not torch.equal(got, first)
+    into, whole = boxes(case, torch.float16), dict(zip("qkv", (*launch(q, k, both), v), strict=True))
+    launch_into(q, k, v, both, into)
+    for name, view, heads in written(into):
+        assert torch.equal(view, whole[name][:, :, heads].transpose(0, 1))

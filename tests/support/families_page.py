@@ -30,6 +30,7 @@ FAMILIES = (
         "reference images with a key cache (refused)",
     ),
     ("flux", "FLUX.1: 4096 + 512", "flux.1-dev", "IP-adapters"),
+    ("z_image", "Z-Image: 4096 + 128", "z-image", "the two that refine the text; pictures with two timesteps (Omni)"),
 )
 HEAD = "| file | models | GPUs | ms a call | x ceiling | best other way | commit | diffusers' own blocks compute |"
 

@@ -141,10 +141,12 @@ def launches() -> dict[str, Callable[[], object]]:
         made |= {f"tokens, {count}, {width}": all_cases(2 * count, width) for count in (7, 16)}
         made[f"unaligned, {width}"] = unaligned(width)
         made[f"indexed, {width}"] = indexed(width)
+    made["branch norm, 3840"] = normed_branch(3840)
     made |= {f"outboxes, {heads} x {dim}": outboxes(heads, dim) for heads, dim in ((32, 128), (32, 96), (16, 72))}
     made |= {f"push, {heads} x {dim}": pushed(heads, dim) for heads, dim in ((8, 128), (4, 72))}
     made |= {"push, 4 x 72, heads apart": pushed(4, 72, apart=True), "push, many": pushed(8, 128, tokens=2048)}
     made |= {f"outboxes, {part} alone": outboxes(32, 128, parts=part) for part in "qkv"}
+    made["outboxes, rows of pictures"] = outboxes(32, 128, pictures=2)
     made |= {"outboxes, meets": outboxes(32, 128, meets=True), "push, meets": pushed(8, 128, meets=True)}
     made |= {f"halo, {way} {kind}": edges(way, kind) for way in ("send", "take") for kind in ("rows", "planes")}
     made |= {f"model, {name}": modelled(name) for name in ("large-dit-7b", "large-dit-3b", "dit-xl/2")}
@@ -178,13 +180,23 @@ def indexed(width: int) -> Callable[[], object]:
     return lambda: adaln.launch(rows(2, 8, width), gated, shift, scale, Norm(), index_Bl=index)
 
 
-def outboxes(heads: int, dim: int, meets: bool = False, parts: str = "qkv") -> Callable[[], object]:
-    """Return a launch of QK-norm and rotary into two readers' outboxes; meets: the kernel also waits for them."""
+def normed_branch(width: int) -> Callable[[], object]:
+    """Return a launch on a branch with a norm of its own, as Z-Image's blocks have it."""
+    gate, shift, scale = torch.zeros(3, 2, width).unbind()
+    gated = adaln.Gated(gate, rows(2, 8, width), adaln.BranchNorm(rows(width), 1e-5))
+    return lambda: adaln.launch(rows(2, 8, width), gated, shift, scale, Norm("rms", 1e-5, rows(width)))
+
+
+def outboxes(heads: int, dim: int, meets: bool = False, parts: str = "qkv", pictures: int = 0) -> Callable[[], object]:
+    """Return a launch of QK-norm and rotary into two readers' outboxes; meets: the kernel also waits for them.
+
+    pictures: how many have rotary rows of their own.
+    """
     q, k, v = rows(2, 8, 3, heads, dim).unbind(2)
     halves = slice(0, heads // 2), slice(heads // 2, heads)
     views = [rows(8, 2, 3, heads // 2, dim).unbind(2) for _ in halves]
     boxes = Outboxes(Outbox(q, k, v, half, half) for (q, k, v), half in zip(views, halves, strict=True))
-    angles = torch.zeros(8, dim // 2)
+    angles = torch.zeros(pictures, 8, dim // 2) if pictures else torch.zeros(8, dim // 2)
     weight, bias, k_weight, k_bias = (rows(heads * dim) for _ in range(4))
     how = Prepare("layer", False, 1e-5, weight, bias, k_weight, k_bias, angles, angles)
     q, k, v = (x if name in parts else None for name, x in zip("qkv", (q, k, v), strict=True))

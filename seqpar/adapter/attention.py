@@ -68,20 +68,23 @@ class SplitAttention:
         q, k, v = fitting(q, k, v, scale)
         return self.ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
 
-    def of_streams(self, streams: Sequence[Stream], beside: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
+    def of_streams(
+        self, streams: Sequence[Stream], beside: Callable[[], None] | None = None, only: str | None = None
+    ) -> tuple[Tensor, ...]:
         """Return attention over all ranks for streams in the order of the plan, in a body's call.
 
-        The next call may overwrite the results. Masks are those of the call.
+        only: the name of the one stream that is passed and attends to itself. The next call may overwrite the results.
+        Masks are those of the call.
         """
-        forward = self.ranks.now
+        forward, names = self.ranks.now, self.joint.streams if only is None else (only,)
         assert forward is not None
-        if not forward.lengths.keys() >= set(self.joint.streams):
+        if not forward.lengths.keys() >= set(names):
             raise self._unknown(forward)
-        tokens, (heads, dim), batch, like = self._split(forward, self.joint.streams), *_sizes(streams[0])
+        tokens, (heads, dim), batch, like = self._split(forward, names), *_sizes(streams[0])
         if tokens.sizes[self.ranks.axis.rank] != sum(stream.tokens for stream in streams):
             raise self._unknown(forward)
         q_BlHD = like.new_empty(batch, 0, heads, dim)
-        bias = self._bias(forward, None, self.joint.streams, tokens, q_BlHD)
+        bias = self._bias(forward, None, names, tokens, q_BlHD)
         return self.ranks.attend(tokens, q_BlHD, bias is not None)(streams, bias, beside=beside)
 
     def _split(self, forward: Forward, streams: Sequence[str]) -> JointShard:

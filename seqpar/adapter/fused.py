@@ -239,7 +239,9 @@ class BlockHook(ModelHook):
     def handed(self, x_BlE: Tensor) -> Any:
         """See `seqpar.types.fused.BlockCall`."""
         left = self._now.handed.pop(id(x_BlE), None)
-        return None if left is None else left[1]
+        # a skipped block passes x on as it was, but what was left beside it has that block's modulation
+        is_mine = left is not None and left[2].every is self.every and left[2].index + 1 == self.index
+        return left[1] if is_mine else None
 
     @property
     def _now(self) -> Any:

@@ -66,7 +66,10 @@ def double(
     every = call.once("modulation", temb, lambda: _modulations(call, temb, rows))
     image, text = call.once("rotary", image_rotary_emb, lambda: [_real(rows) for rows in image_rotary_emb])
     attn = block.attn
-    prepares = by_head(attn.norm_added_q, attn.norm_added_k, *text), by_head(attn.norm_q, attn.norm_k, *image)
+    prepares = {
+        "text": by_head(attn.norm_added_q, attn.norm_added_k, *text),
+        "image": by_head(attn.norm_q, attn.norm_k, *image),
+    }
     norm = Norm("layer", block.img_norm1.eps)
     streams, indices = (encoder_hidden_states, hidden_states), (None, index)
     return two_streams(call, streams, every, prepares, attn.heads, norm, indices=indices)
@@ -74,7 +77,7 @@ def double(
 
 def _modulations(call: BlockCall, temb: Tensor, rows: int) -> list[list[Rows]]:
     """Return the rows of text and image of every block. Text has no tokens of reference images, so only one a row."""
-    every = modulations(call, temb, [f"{name} modulation" for name in NAMES], 6)
+    every = modulations(call, temb, [f"{name} modulation" for name in NAMES])
     return [[tuple(x[:rows] for x in text), image] for text, image in every]
 
 

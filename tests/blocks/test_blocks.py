@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.hooks.layer_skip import LayerSkipConfig, apply_layer_skip
 from peft import LoraConfig
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from seqpar.kernels import adaln, prepare
 from seqpar.types.protocols import plugins
 from tests.adapter.test_body import body_of, error
 from tests.support import families_page
-from tests.support.diffusers_tiny import MODELS, few, flat, random, truth
+from tests.support.diffusers_tiny import MODELS, Tiny, few, flat, random, truth
 from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, TRANSPORTS
 from tests.support.pool import Pool
@@ -36,6 +37,7 @@ KINDS = {
     "FluxTransformer2DModel",
     "Flux2Transformer2DModel",
     "QwenImageTransformer2DModel",
+    "SD3Transformer2DModel",
     "WanTransformer3DModel",
     "WanVACETransformer3DModel",
 }
@@ -167,7 +169,7 @@ def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> 
     assert errors[True] <= 1.1 * errors[False], errors
 
 
-@pytest.mark.parametrize("name", ["flux", "wan2.2", "wan_vace"])
+@pytest.mark.parametrize("name", ["flux", "sd3_dual", "wan2.2", "wan_vace"])
 def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Kernels read rows in place and refuse layouts that their references take. Without a GPU they are interpreted."""
     launched: list[int] = []
@@ -175,6 +177,7 @@ def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.
         monkeypatch.setattr(file, "fused", lambda *tensors: (launched.append(1), True)[1])
     few = {
         "flux": {"num_single_layers": 1},
+        "sd3_dual": {},
         "wan2.2": {"num_layers": 1},
         "wan_vace": {"num_layers": 1, "vace_layers": [0]},
     }
@@ -230,6 +233,49 @@ def test_negative_control_an_input_made_of_another_tensor_shows(monkeypatch: pyt
     assert error(with_residuals(0, 1, torch.device("cpu")), MODELS["qwen"].whole(arguments=given)) > VISIBLE
 
 
+def of_four(name: str) -> Tiny:
+    """Return a model of four blocks; those of Stable Diffusion 3 that attend to the image alone come in turn."""
+    more = {"dual_attention_layers": (0, 2)} if name.startswith("sd3") else {}
+    return replace(MODELS[name], config={**MODELS[name].config, "num_layers": 4, **more})
+
+
+def with_a_block_skipped(rank: int, world: int, device: torch.device, name: str) -> tuple[float, float, int]:
+    """Return the error of a transformer whose second block is skipped, how much that matters, and functions' calls."""
+    tiny = of_four(name)
+    module, whole, arguments = tiny.build().to(device), tiny.build().to(device), tiny.arguments(device)
+    every = tiny.whole(whole, arguments, device)
+    if name.startswith("sd3"):
+        arguments |= {"skip_layers": [1]}
+    else:
+        for one in (module, whole):
+            apply_layer_skip(one, LayerSkipConfig([1], skip_attention=True, skip_ff=True))
+    wanted = tiny.whole(whole, arguments, device)
+    with counted() as calls:
+        body = body_of(module, world, device, "kv_gather", fused=True)
+        with StayDouble():
+            got = tuple(x.clone() for x in flat(body(arguments)))
+    return error(got, wanted), error(wanted, every), len(calls)
+
+
+@pytest.mark.parametrize(("world", "name"), [(1, "wan"), (2, "sd3_dual"), (1, "sd3")])
+def test_a_block_after_a_skipped_one_has_its_own_modulation(ranks: Pool, world: int, name: str) -> None:
+    """The block before the skipped one has left it an input, for the very tensor that the next block is given."""
+    for wrong, matters, calls in ranks.run(world, with_a_block_skipped, name):
+        assert wrong < TOLERANCE
+        assert matters > VISIBLE
+        assert calls == 3
+
+
+def test_mlps_in_chunks_are_left_to_diffusers_own() -> None:
+    module, device = MODELS["sd3_dual"].build(), torch.device("cpu")
+    module.enable_forward_chunking(1, 0)
+    body = body_of(module, 1, device, "ulysses", fused=True)
+    with StayDouble():
+        got = flat(body(MODELS["sd3_dual"].arguments(device)))
+    assert error(got, truth("sd3_dual", "cpu")) < TOLERANCE
+    assert body.told()["computation"].endswith("2 by its own modules, because they compute their MLPs in chunks")
+
+
 def test_weights_stay_diffusers_own() -> None:
     """State dict and addresses stay as they are called; what is written in place, or replaced, is what computes."""
     module, device = MODELS["qwen"].build(), torch.device("cpu")
@@ -274,7 +320,8 @@ STORY = ("load", "both", "a call's scale", "disable", "enable", "unload")
 
 def story(rank: int, world: int, device: torch.device, name: str) -> list[tuple[str, float, int, str]]:
     """Return, after each thing that a user does with adapters, the error, the functions' calls, and what computes."""
-    tiny, told, options = MODELS[name], [], "joint_attention_kwargs" if name == "flux" else "attention_kwargs"
+    tiny, told, joint = MODELS[name], [], name.startswith(("flux", "sd3"))
+    options = "joint_attention_kwargs" if joint else "attention_kwargs"
     module, whole = tiny.build().to(device), tiny.build().to(device)
     with counted() as calls:
         body = body_of(module, world, device, "ulysses", fused=True)
@@ -314,7 +361,7 @@ def act(module: Any, action: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of a second adapter
-@pytest.mark.parametrize(("world", "name"), [(1, "qwen"), (2, "wan"), (3, "flux")])
+@pytest.mark.parametrize(("world", "name"), [(1, "qwen"), (2, "wan"), (3, "flux"), (2, "sd3_dual")])
 def test_adapters_are_merged(ranks: Pool, world: int, name: str) -> None:
     count = len(blocks_of(MODELS[name].build()))
     for told in ranks.run(world, story, name):

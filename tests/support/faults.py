@@ -88,6 +88,22 @@ FAULTS = (
         "a ControlNet's residual is left out of the next block's input",
     ),
     Fault(
+        "a fused block takes what was left for a skipped one",
+        "seqpar/adapter/fused.py",
+        "left[2].index + 1 == self.index",
+        "left[2] is not self",
+        "tests/blocks/test_blocks.py::test_a_block_after_a_skipped_one_has_its_own_modulation[1-wan]",
+        "its input has the modulation of another block",
+    ),
+    Fault(
+        "shift and scale of the text in Stable Diffusion 3's last block are exchanged",
+        "seqpar/blocks/sd3.py",
+        "text[::-1]",
+        "text",
+        "tests/blocks/test_blocks.py::test_a_block_after_a_skipped_one_has_its_own_modulation[1-sd3]",
+        "all other norms have shift first",
+    ),
+    Fault(
         "adapters are left out of fused blocks",
         "seqpar/adapter/fused.py",
         "if any(adapters.active(layer) for layer in layers):",

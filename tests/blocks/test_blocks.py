@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.hooks.layer_skip import LayerSkipConfig, apply_layer_skip
 from peft import LoraConfig
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from seqpar.kernels import adaln, prepare
 from seqpar.types.protocols import plugins
 from tests.adapter.test_body import body_of, error
 from tests.support import families_page
-from tests.support.diffusers_tiny import MODELS, Tiny, few, flat, random, truth
+from tests.support.diffusers_tiny import MODELS, few, flat, random, truth
 from tests.support.foreign import StayDouble
 from tests.support.meshes import LAYOUTS, TRANSPORTS
 from tests.support.pool import Pool
@@ -233,34 +232,29 @@ def test_negative_control_an_input_made_of_another_tensor_shows(monkeypatch: pyt
     assert error(with_residuals(0, 1, torch.device("cpu")), MODELS["qwen"].whole(arguments=given)) > VISIBLE
 
 
-def of_four(name: str) -> Tiny:
-    """Return a model of four blocks; those of Stable Diffusion 3 that attend to the image alone come in turn."""
-    more = {"dual_attention_layers": (0, 2)} if name.startswith("sd3") else {}
-    return replace(MODELS[name], config={**MODELS[name].config, "num_layers": 4, **more})
+def with_a_block_skipped(
+    rank: int, world: int, device: torch.device, dual: tuple[int, ...]
+) -> tuple[float, float, int]:
+    """Return the error where the second of four blocks is skipped, how much that matters, and the functions' calls.
 
-
-def with_a_block_skipped(rank: int, world: int, device: torch.device, name: str) -> tuple[float, float, int]:
-    """Return the error of a transformer whose second block is skipped, how much that matters, and functions' calls."""
-    tiny = of_four(name)
-    module, whole, arguments = tiny.build().to(device), tiny.build().to(device), tiny.arguments(device)
+    dual: the blocks with attention of the image alone.
+    """
+    tiny = replace(MODELS["sd3_dual"], config={**MODELS["sd3"].config, "num_layers": 4, "dual_attention_layers": dual})
+    whole, arguments = tiny.build().to(device), tiny.arguments(device)
     every = tiny.whole(whole, arguments, device)
-    if name.startswith("sd3"):
-        arguments |= {"skip_layers": [1]}
-    else:
-        for one in (module, whole):
-            apply_layer_skip(one, LayerSkipConfig([1], skip_attention=True, skip_ff=True))
+    arguments |= {"skip_layers": [1]}
     wanted = tiny.whole(whole, arguments, device)
     with counted() as calls:
-        body = body_of(module, world, device, "kv_gather", fused=True)
+        body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True)
         with StayDouble():
             got = tuple(x.clone() for x in flat(body(arguments)))
     return error(got, wanted), error(wanted, every), len(calls)
 
 
-@pytest.mark.parametrize(("world", "name"), [(1, "wan"), (2, "sd3_dual"), (1, "sd3")])
-def test_a_block_after_a_skipped_one_has_its_own_modulation(ranks: Pool, world: int, name: str) -> None:
+@pytest.mark.parametrize(("world", "dual"), [(1, ()), (2, (0, 2)), (3, (1, 3))])
+def test_a_block_after_a_skipped_one_has_its_own_modulation(ranks: Pool, world: int, dual: tuple[int, ...]) -> None:
     """The block before the skipped one has left it an input, for the very tensor that the next block is given."""
-    for wrong, matters, calls in ranks.run(world, with_a_block_skipped, name):
+    for wrong, matters, calls in ranks.run(world, with_a_block_skipped, dual):
         assert wrong < TOLERANCE
         assert matters > VISIBLE
         assert calls == 3

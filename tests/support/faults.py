@@ -92,7 +92,7 @@ FAULTS = (
         "seqpar/adapter/fused.py",
         "left[2].index + 1 == self.index",
         "left[2] is not self",
-        "tests/blocks/test_blocks.py::test_a_block_after_a_skipped_one_has_its_own_modulation[1-wan]",
+        "tests/blocks/test_blocks.py::test_a_block_after_a_skipped_one_has_its_own_modulation[1-dual0]",
         "its input has the modulation of another block",
     ),
     Fault(
@@ -100,7 +100,7 @@ FAULTS = (
         "seqpar/blocks/sd3.py",
         "text[::-1]",
         "text",
-        "tests/blocks/test_blocks.py::test_a_block_after_a_skipped_one_has_its_own_modulation[1-sd3]",
+        "tests/blocks/test_blocks.py::test_a_block_after_a_skipped_one_has_its_own_modulation[1-dual0]",
         "all other norms have shift first",
     ),
     Fault(

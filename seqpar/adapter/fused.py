@@ -240,8 +240,9 @@ class BlockHook(ModelHook):
         """See `seqpar.types.fused.BlockCall`."""
         left = self._now.handed.pop(id(x_BlE), None)
         # a skipped block passes x on as it was, but what was left beside it has that block's modulation
-        is_mine = left is not None and left[2].every is self.every and left[2].index + 1 == self.index
-        return left[1] if is_mine else None
+        if left is None or left[2].every is not self.every or left[2].index + 1 != self.index:
+            return None
+        return left[1]
 
     @property
     def _now(self) -> Any:

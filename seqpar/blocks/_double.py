@@ -73,17 +73,11 @@ def two_streams(
 
     every: the rows of all blocks, for each stream. prepares: name of a stream -> the preparation of its q and k.
     """
-    mine = every[call.index]
-    entering = [
-        entered(call, x, rows, norm, index) if h is None else h
-        for x, rows, index, h in zip(streams, mine, indices, inputs, strict=True)
-    ]
-    outs = call.attend(
-        [
-            Projected(h, *call.matrices[f"{name} qkv"], heads, heads, how)
-            for (name, how), h in zip(prepares.items(), entering, strict=True)
-        ]
-    )
+    mine, joined = every[call.index], list[Projected]()
+    for (name, how), x, rows, index, made in zip(prepares.items(), streams, mine, indices, inputs, strict=True):
+        h = entered(call, x, rows, norm, index) if made is None else made
+        joined.append(Projected(h, *call.matrices[f"{name} qkv"], heads, heads, how))
+    outs = call.attend(joined)
     after = every[call.index + 1] if call.index + 1 < len(every) else (None, None)
     first, second = (
         _finished(call, name, x, out, rows, following, norm, mlp, index) if len(rows) > 2 else x
@@ -131,6 +125,12 @@ def bounded(x_BlE: Tensor) -> Tensor:
 def by_head(q_norm: Any, k_norm: Any, cos_lD2: Tensor | None = None, sin_lD2: Tensor | None = None) -> Prepare:
     """Return the preparation of q and k: RMSNorm of each head, then rotary on neighbouring pairs, if there are rows."""
     return Prepare("rms", True, q_norm.eps, q_norm.weight, None, k_norm.weight, None, cos_lD2, sin_lD2)
+
+
+def of_both(attn: Any, text_rows: Sequence[Tensor], image_rows: Sequence[Tensor]) -> dict[str, Prepare]:
+    """Return the preparation of text and image, with the cosines and sines (l, D/2) of each."""
+    text, image = (attn.norm_added_q, attn.norm_added_k), (attn.norm_q, attn.norm_k)
+    return {"text": by_head(*text, *text_rows), "image": by_head(*image, *image_rows)}
 
 
 def pairs(call: BlockCall, rows: tuple[Tensor, Tensor], x_BlE: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ Letters: see `seqpar.types.protocols`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -39,16 +39,6 @@ PRODUCTS = {
 }
 
 
-class Modulation(NamedTuple):
-    """The rows of image and text in all blocks; and shift, scale and gate of the image's attention to itself alone.
-
-    The latter are empty for blocks that have no such attention.
-    """
-
-    every: list[list[Rows]]
-    alone: list[Rows]
-
-
 def why_not(block: Any) -> str | None:
     """See `seqpar.blocks`."""
     if block._chunk_size is not None:
@@ -67,14 +57,14 @@ def joint(
 ) -> tuple[Tensor | None, Tensor]:
     """Return text (B, l', E), or None after the last block, and image (B, l, E) after a block. temb: (B, E)."""
     checked(joint_attention_kwargs)
-    modulation = call.once("modulation", temb, lambda: _modulation(call, temb))
+    every, alone = call.once("modulation", temb, lambda: _modulations(call, temb))
     x, attn, norm, h = hidden_states, block.attn, Norm("layer", block.norm2.eps), None
     if block.attn2 is not None:
-        h = entered(call, x, modulation.every[call.index][0], norm)
-        x = _attended_alone(call, block.attn2, x, modulation.alone[call.index], norm)
+        h = entered(call, x, every[call.index][0], norm)
+        x = _attended_alone(call, block.attn2, x, alone[call.index], norm)
     prepares = {"image": _prepare(attn.norm_q, attn.norm_k), "text": _prepare(attn.norm_added_q, attn.norm_added_k)}
     streams = x, encoder_hidden_states
-    image, text = two_streams(call, streams, modulation.every, prepares, attn.heads, norm, inputs=(h, None))
+    image, text = two_streams(call, streams, every, prepares, attn.heads, norm, inputs=(h, None))
     return None if block.context_pre_only else text, image
 
 
@@ -95,11 +85,14 @@ def _prepare(q_norm: Any, k_norm: Any) -> Prepare:
     return Prepare() if q_norm is None else by_head(q_norm, k_norm)
 
 
-def _modulation(call: BlockCall, temb: Tensor) -> Modulation:
-    """Return the modulation of all blocks. The last one has only scale and shift of the text, in this order."""
+def _modulations(call: BlockCall, temb: Tensor) -> tuple[list[list[Rows]], list[Rows]]:
+    """Return the rows of image and text in all blocks, and shift, scale and gate of the image's attention to itself.
+
+    The latter are empty for a block without it. The last block has only scale and shift of the text, in this order.
+    """
     every = modulations(call, temb, [f"{name} modulation" for name in ORDER])
     joined = [[image[:6], text if len(text) == 6 else text[::-1]] for image, text in every]
-    return Modulation(joined, [image[6:] for image, _ in every])
+    return joined, [image[6:] for image, _ in every]
 
 
 BLOCKS: dict[str, Fused] = {"JointTransformerBlock": joint}

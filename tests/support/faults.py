@@ -90,8 +90,8 @@ FAULTS = (
     Fault(
         "a fused block takes what was left for a skipped one",
         "seqpar/adapter/fused.py",
-        "left[2].index + 1 == self.index",
-        "left[2] is not self",
+        "left[2].index + 1 != self.index",
+        "left[2] is self",
         "tests/blocks/test_blocks.py::test_a_block_after_a_skipped_one_has_its_own_modulation[1-dual0]",
         "its input has the modulation of another block",
     ),

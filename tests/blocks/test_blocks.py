@@ -260,14 +260,21 @@ def test_a_block_after_a_skipped_one_has_its_own_modulation(ranks: Pool, world: 
         assert calls == 3
 
 
-def test_mlps_in_chunks_are_left_to_diffusers_own() -> None:
-    module, device = MODELS["sd3_dual"].build(), torch.device("cpu")
-    module.enable_forward_chunking(1, 0)
+@pytest.mark.parametrize(
+    ("norm", "chunks", "why"),
+    [("rms_norm", True, "they compute their MLPs in chunks"), ("layer_norm", False, "q and k have a LayerNorm")],
+)
+def test_other_blocks_of_stable_diffusion_3_are_left_to_diffusers_own(norm: str, chunks: bool, why: str) -> None:
+    tiny, device = MODELS["sd3_dual"], torch.device("cpu")
+    tiny = replace(tiny, config={**tiny.config, "qk_norm": norm})
+    module = tiny.build()
+    if chunks:
+        module.enable_forward_chunking(1, 0)
     body = body_of(module, 1, device, "ulysses", fused=True)
     with StayDouble():
-        got = flat(body(MODELS["sd3_dual"].arguments(device)))
-    assert error(got, truth("sd3_dual", "cpu")) < TOLERANCE
-    assert body.told()["computation"].endswith("2 by its own modules, because they compute their MLPs in chunks")
+        got = flat(body(tiny.arguments(device)))
+    assert error(got, tiny.whole()) < TOLERANCE
+    assert body.told()["computation"].endswith(f"2 by its own modules, because {why}")
 
 
 def test_weights_stay_diffusers_own() -> None:

@@ -163,6 +163,17 @@ def qwen_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any
     }
 
 
+def sd3_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
+    """Return latents of a picture, text, pooled text and timestep as `StableDiffusion3Pipeline` passes them."""
+    latents = random(1, model.config["in_channels"], *(side * model.config["patch_size"] for side in model.size))
+    return {
+        "hidden_states": latents,
+        "encoder_hidden_states": random(1, model.text, model.config["joint_attention_dim"]),
+        "pooled_projections": random(1, model.config["pooled_projection_dim"]),
+        "timestep": torch.full((1,), 500.0, device=latents.device),
+    }
+
+
 def wan_inputs(model: Released, random: Callable[..., Tensor]) -> dict[str, Any]:
     """Return latents of a video, text and timestep as `WanPipeline` passes them."""
     sides = (side * own for side, own in zip(model.size, model.config["patch_size"], strict=True))
@@ -216,6 +227,20 @@ QWEN: Mapping[str, Any] = {
     "out_channels": 16,
     "num_layers": 60,
     "joint_attention_dim": 3584,
+}
+SD35: Mapping[str, Any] = {
+    "sample_size": 128,
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 38,
+    "attention_head_dim": 64,
+    "num_attention_heads": 38,
+    "joint_attention_dim": 4096,
+    "caption_projection_dim": 2432,
+    "pooled_projection_dim": 2048,
+    "pos_embed_max_size": 192,
+    "qk_norm": "rms_norm",
 }
 WAN: Mapping[str, Any] = {
     "patch_size": (1, 2, 2),
@@ -273,6 +298,15 @@ RELEASED: Mapping[str, Released] = {
             128,
             qwen_inputs,
             {**NARROW, "out_channels": 4},
+        ),
+        Released(
+            "sd3.5-large",
+            "SD3Transformer2DModel",
+            SD35,
+            squarest(4096),
+            333,
+            sd3_inputs,
+            {**FEW, "joint_attention_dim": 12, "caption_projection_dim": 64, "pooled_projection_dim": 8},
         ),
         Released("wan2.1-14b", "WanTransformer3DModel", WAN, (21, 30, 52), 512, wan_inputs, NARROW_WAN, joined=False),
         Released("wan2.2-14b", "WanTransformer3DModel", WAN, (21, 45, 80), 512, wan_inputs, NARROW_WAN, joined=False),

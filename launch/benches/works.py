@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from launch.baselines.released import Released
@@ -18,6 +19,8 @@ def work_of_call(model: Released) -> Work:
         return qwen_work(model.config)
     if model.theirs == "Flux2Transformer2DModel":
         return flux2_work(model.config)
+    if model.theirs == "SD3Transformer2DModel":
+        return sd3_work(model.config)
     return flux.work(model.config)
 
 
@@ -44,6 +47,29 @@ def qwen_work(config: Mapping[str, Any]) -> Work:
         live=11 * width,
         text=((config["joint_attention_dim"], width),),
         conditioning=((256, width), (width, width), (width, 2 * width)),
+    )
+
+
+def sd3_work(config: Mapping[str, Any]) -> Work:
+    """Return the operations of Stable Diffusion 3 and 3.5-large: double blocks; the last one returns no text."""
+    heads, dim, layers = config["num_attention_heads"], config["attention_head_dim"], config["num_layers"]
+    width, area = heads * dim, config["patch_size"] ** 2
+    last = replace(_double(1, width, 4 * width), apart=(((width, 3 * width),),))
+    return Work(
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        blocks=(
+            _double(layers - 1, width, 4 * width),
+            replace(last, modulation=((width, 6 * width), (width, 2 * width))),
+        ),
+        prepares=True,
+        once=((config["in_channels"] * area, width), (width, config["out_channels"] * area)),
+        table=(12 * layers - 2) * width,
+        live=11 * width,
+        text=((config["joint_attention_dim"], width),),
+        conditioning=((256, width), (config["pooled_projection_dim"], width), *((width, n * width) for n in (1, 1, 2))),
     )
 
 

@@ -52,7 +52,7 @@ def layer_at(module: nn.Module, path: str) -> Any:
     """Return the layer, or the adapters' layer around it, at a path without these; None where the model has none."""
     layer: Any = module
     for name in path.split("."):
-        layer = getattr(base_of(layer), name)
+        layer = None if layer is None else getattr(base_of(layer), name)
     return layer
 
 

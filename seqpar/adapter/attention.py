@@ -69,21 +69,26 @@ class SplitAttention:
         return self.ranks.attend(tokens, q, bias is not None)((Given(q, k, v, IDENTITY),), bias)[0]
 
     def of_streams(
-        self, streams: Sequence[Stream], beside: Callable[[], None] | None = None, mask: Tensor | None = None
+        self,
+        streams: Sequence[Stream],
+        beside: Callable[[], None] | None = None,
+        mask: Tensor | None = None,
+        only: str | None = None,
     ) -> tuple[Tensor, ...]:
         """Return attention over all ranks for streams in the order of the plan, in a body's call.
 
-        The next call may overwrite the results. mask: for all keys; where the plan names masks, those count.
+        mask: for all keys; where the plan names masks, those count. only: the name of the one stream that is passed and
+        attends to itself. The next call may overwrite the results.
         """
-        forward = self.ranks.now
+        forward, names = self.ranks.now, self.joint.streams if only is None else (only,)
         assert forward is not None
-        if not forward.lengths.keys() >= set(self.joint.streams):
+        if not forward.lengths.keys() >= set(names):
             raise self._unknown(forward)
-        tokens, (heads, dim), batch, like = self._split(forward, self.joint.streams), *_sizes(streams[0])
+        tokens, (heads, dim), batch, like = self._split(forward, names), *_sizes(streams[0])
         if tokens.sizes[self.ranks.axis.rank] != sum(stream.tokens for stream in streams):
             raise self._unknown(forward)
         q_BlHD = like.new_empty(batch, 0, heads, dim)
-        bias = self._bias(forward, mask, self.joint.streams, tokens, q_BlHD)
+        bias = self._bias(forward, mask, names, tokens, q_BlHD)
         return self.ranks.attend(tokens, q_BlHD, bias is not None)(streams, bias, beside=beside)
 
     def _split(self, forward: Forward, streams: Sequence[str]) -> JointShard:

@@ -236,7 +236,10 @@ class BlockHook(ModelHook):
     def handed(self, x_BlE: Tensor) -> Any:
         """See `seqpar.types.fused.BlockCall`."""
         left = self._now.handed.pop(id(x_BlE), None)
-        return None if left is None else left[1]
+        # a skipped block passes x on as it was, but what was left beside it has that block's modulation
+        if left is None or left[2].every is not self.every or left[2].index + 1 != self.index:
+            return None
+        return left[1]
 
     @property
     def _now(self) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.blocks._double import NAMES, by_head, checked, modulations, pairs, two_streams
+from seqpar.blocks._double import NAMES, by_head, checked, modulations, of_both, pairs, two_streams
 from seqpar.blocks._parallel import branch, following
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.kernels.gelu import linear_gelu
@@ -69,15 +69,11 @@ def double(
     """
     checked(joint_attention_kwargs)
     names = [f"{name} modulation" for name in NAMES]
-    every = call.once("double", temb, lambda: modulations(call, temb, names, 6))
+    every = call.once("double", temb, lambda: modulations(call, temb, names))
     rows, text = pairs(call, image_rotary_emb, hidden_states), encoder_hidden_states.shape[1]
-    attn = block.attn
-    prepares = (
-        by_head(attn.norm_added_q, attn.norm_added_k, *(part[:text] for part in rows)),
-        by_head(attn.norm_q, attn.norm_k, *(part[text:] for part in rows)),
-    )
+    prepares = of_both(block.attn, [part[:text] for part in rows], [part[text:] for part in rows])
     norm = Norm("layer", block.norm1.norm.eps)
-    return two_streams(call, (encoder_hidden_states, hidden_states), every, prepares, attn.heads, norm)
+    return two_streams(call, (encoder_hidden_states, hidden_states), every, prepares, block.attn.heads, norm)
 
 
 def single(
@@ -91,7 +87,7 @@ def single(
 ) -> tuple[Tensor, Tensor]:
     """Return text and image after a block; see `double`. They are views of one stream, which is left for the next."""
     checked(joint_attention_kwargs)
-    every = [rows for (rows,) in call.once("single", temb, lambda: modulations(call, temb, ["modulation"], 3))]
+    every = [rows for (rows,) in call.once("single", temb, lambda: modulations(call, temb, ["modulation"]))]
     (shift, scale, gate), norm = every[call.index], Norm("layer", block.norm.norm.eps)
     handed = call.handed(hidden_states)
     if handed is not None and handed[0] is encoder_hidden_states:

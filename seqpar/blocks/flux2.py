@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.blocks._double import NAMES, Rows, by_head, checked, pairs, two_streams
+from seqpar.blocks._double import NAMES, Rows, by_head, checked, of_both, pairs, two_streams
 from seqpar.blocks._parallel import branch, following
 from seqpar.kernels.adaln import Norm, norm_modulate
 from seqpar.kernels.swiglu import swiglu
@@ -62,10 +62,7 @@ def double(
     mine = call.once("double", temb_mod_img, lambda: [_rows(x, 6) for x in (temb_mod_txt, temb_mod_img)])
     cos, sin = pairs(call, image_rotary_emb, hidden_states)
     attn, text = block.attn, encoder_hidden_states.shape[1]
-    prepares = (
-        by_head(attn.norm_added_q, attn.norm_added_k, cos[:text], sin[:text]),
-        by_head(attn.norm_q, attn.norm_k, cos[text:], sin[text:]),
-    )
+    prepares = of_both(attn, (cos[:text], sin[:text]), (cos[text:], sin[text:]))
     streams, norm = (encoder_hidden_states, hidden_states), Norm("layer", block.norm1.eps)
     return two_streams(call, streams, [mine] * len(call.every), prepares, attn.heads, norm, _mlp)
 

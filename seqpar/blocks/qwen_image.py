@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.blocks._double import NAMES, Rows, by_head, checked, modulations, two_streams
+from seqpar.blocks._double import NAMES, Rows, checked, modulations, of_both, two_streams
 from seqpar.kernels.adaln import Norm
 from seqpar.types.fused import BlockCall, Fused
 
@@ -65,8 +65,7 @@ def double(
         index = call.once("index", temb, lambda: _rows(modulate_index, rows))
     every = call.once("modulation", temb, lambda: _modulations(call, temb, rows))
     image, text = call.once("rotary", image_rotary_emb, lambda: [_real(rows) for rows in image_rotary_emb])
-    attn = block.attn
-    prepares = by_head(attn.norm_added_q, attn.norm_added_k, *text), by_head(attn.norm_q, attn.norm_k, *image)
+    attn, prepares = block.attn, of_both(block.attn, text, image)
     norm = Norm("layer", block.img_norm1.eps)
     streams, indices = (encoder_hidden_states, hidden_states), (None, index)
     return two_streams(call, streams, every, prepares, attn.heads, norm, indices=indices)
@@ -74,7 +73,7 @@ def double(
 
 def _modulations(call: BlockCall, temb: Tensor, rows: int) -> list[list[Rows]]:
     """Return the rows of text and image of every block. Text has no tokens of reference images, so only one a row."""
-    every = modulations(call, temb, [f"{name} modulation" for name in NAMES], 6)
+    every = modulations(call, temb, [f"{name} modulation" for name in NAMES])
     return [[tuple(x[:rows] for x in text), image] for text, image in every]
 
 

@@ -103,7 +103,8 @@ def _branch_norm(norm: Any) -> BranchNorm:
 
 def _modulations(call: BlockCall, adaln_input: Tensor) -> list[ScalesAndGates]:
     """Return the modulation of all blocks, in fp32 (or fp64); the gates of all blocks take one tanh."""
-    every = [rows for (rows,) in modulations(call, adaln_input, ["modulation"], 4, activate=False)]
+    width = len(call.matrices["modulation"].weight) // 4
+    every = [rows for (rows,) in modulations(call, adaln_input, ["modulation"], width, activate=False)]
     gates = torch.cat([gate for _, gate, _, gate_mlp in every for gate in (gate, gate_mlp)], dim=1).tanh()
     pairs = gates.unflatten(1, (len(every), 2, -1)).unbind(1)
     shift = gates.new_zeros(1, gates.shape[1] // (2 * len(every)))

@@ -56,12 +56,17 @@ class BlockCall(Protocol):
     """The place of this block in `every` and in `blocks`."""
 
     def attend(
-        self, streams: Sequence[Stream], beside: Callable[[], None] | None = None, mask: Tensor | None = None
+        self,
+        streams: Sequence[Stream],
+        beside: Callable[[], None] | None = None,
+        mask: Tensor | None = None,
+        only: str | None = None,
     ) -> tuple[Tensor, ...]:
         """Return attention over the tokens of all ranks; see `seqpar.types.protocols.Attend`.
 
         streams: in the order of the plan's cuts. mask: of the keys of all ranks, as the block was given it; where the
-        cuts name masks of the transformer, these count.
+        cuts name masks of the transformer, these count. only: the name of the one stream that is passed and attends to
+        its own tokens alone. The next call may overwrite the results.
         """
         ...
 
@@ -85,7 +90,10 @@ class BlockCall(Protocol):
         ...
 
     def handed(self, x_BlE: Tensor) -> Any:
-        """Return what was left for this very x, or None: x was changed, or comes from elsewhere."""
+        """Return what the block before this one has left for this very x, or None.
+
+        None: x was changed, or comes from elsewhere, or the block for which it was left is skipped.
+        """
         ...
 
 

@@ -38,6 +38,7 @@ KINDS = {
     "FluxTransformer2DModel",
     "Flux2Transformer2DModel",
     "QwenImageTransformer2DModel",
+    "SD3Transformer2DModel",
     "WanTransformer3DModel",
     "WanVACETransformer3DModel",
     "ZImageTransformer2DModel",
@@ -172,7 +173,7 @@ def test_rounded_blocks_are_as_near_as_diffusers_own(ranks: Pool, name: str) -> 
     assert errors[True] <= 1.1 * errors[False], errors
 
 
-@pytest.mark.parametrize("name", ["flux", "wan2.2", "wan_vace", "z_image"])
+@pytest.mark.parametrize("name", ["flux", "sd3_dual", "wan2.2", "wan_vace", "z_image"])
 def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Kernels read rows in place and refuse layouts that their references take. Without a GPU they are interpreted."""
     launched: list[int] = []
@@ -180,6 +181,7 @@ def test_blocks_pass_layouts_that_kernels_take(ranks: Pool, monkeypatch: pytest.
         monkeypatch.setattr(file, "fused", lambda *tensors: (launched.append(1), True)[1])
     few = {
         "flux": {"num_single_layers": 1},
+        "sd3_dual": {},
         "wan2.2": {"num_layers": 1},
         "wan_vace": {"num_layers": 1, "vace_layers": [0]},
         "z_image": {"n_layers": 1, "n_refiner_layers": 1},
@@ -299,6 +301,51 @@ def test_negative_control_an_input_made_of_another_tensor_shows(monkeypatch: pyt
     assert error(with_residuals(0, 1, torch.device("cpu")), MODELS["qwen"].whole(arguments=given)) > VISIBLE
 
 
+def with_a_block_skipped(
+    rank: int, world: int, device: torch.device, dual: tuple[int, ...]
+) -> tuple[float, float, int]:
+    """Return the error where the second of four blocks is skipped, how much that matters, and the functions' calls.
+
+    dual: the blocks with attention of the image alone.
+    """
+    tiny = replace(MODELS["sd3_dual"], config={**MODELS["sd3"].config, "num_layers": 4, "dual_attention_layers": dual})
+    whole, arguments = tiny.build().to(device), tiny.arguments(device)
+    every = tiny.whole(whole, arguments, device)
+    arguments |= {"skip_layers": [1]}
+    wanted = tiny.whole(whole, arguments, device)
+    with counted() as calls:
+        body = body_of(tiny.build().to(device), world, device, "kv_gather", fused=True)
+        with StayDouble():
+            got = tuple(x.clone() for x in flat(body(arguments)))
+    return error(got, wanted), error(wanted, every), len(calls)
+
+
+@pytest.mark.parametrize(("world", "dual"), [(1, ()), (2, (0, 2)), (3, (1, 3))])
+def test_a_block_after_a_skipped_one_has_its_own_modulation(ranks: Pool, world: int, dual: tuple[int, ...]) -> None:
+    """The block before the skipped one has left it an input, for the very tensor that the next block is given."""
+    for wrong, matters, calls in ranks.run(world, with_a_block_skipped, dual):
+        assert wrong < TOLERANCE
+        assert matters > VISIBLE
+        assert calls == 3
+
+
+@pytest.mark.parametrize(
+    ("norm", "chunks", "why"),
+    [("rms_norm", True, "they compute their MLPs in chunks"), ("layer_norm", False, "q and k have a LayerNorm")],
+)
+def test_other_blocks_of_stable_diffusion_3_are_left_to_diffusers_own(norm: str, chunks: bool, why: str) -> None:
+    tiny, device = MODELS["sd3_dual"], torch.device("cpu")
+    tiny = replace(tiny, config={**tiny.config, "qk_norm": norm})
+    module = tiny.build()
+    if chunks:
+        module.enable_forward_chunking(1, 0)
+    body = body_of(module, 1, device, "ulysses", fused=True)
+    with StayDouble():
+        got = flat(body(tiny.arguments(device)))
+    assert error(got, tiny.whole()) < TOLERANCE
+    assert body.told()["computation"].endswith(f"2 by its own modules, because {why}")
+
+
 def test_weights_stay_diffusers_own() -> None:
     """State dict and addresses stay as they are called; what is written in place, or replaced, is what computes."""
     module, device = MODELS["qwen"].build(), torch.device("cpu")
@@ -343,7 +390,8 @@ STORY = ("load", "both", "a call's scale", "disable", "enable", "unload")
 
 def story(rank: int, world: int, device: torch.device, name: str) -> list[tuple[str, float, int, str]]:
     """Return, after each thing that a user does with adapters, the error, the functions' calls, and what computes."""
-    tiny, told, options = MODELS[name], [], "attention_kwargs" if name in ("qwen", "wan") else "joint_attention_kwargs"
+    tiny, told, joint = MODELS[name], [], name.startswith(("flux", "sd3"))
+    options = "joint_attention_kwargs" if joint else "attention_kwargs"
     module, whole = tiny.build().to(device), tiny.build().to(device)
     with counted() as calls:
         body = body_of(module, world, device, "ulysses", fused=True)
@@ -383,7 +431,7 @@ def act(module: Any, action: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of a second adapter
-@pytest.mark.parametrize(("world", "name"), [(1, "qwen"), (2, "wan"), (3, "flux"), (2, "z_image")])
+@pytest.mark.parametrize(("world", "name"), [(1, "qwen"), (2, "wan"), (3, "flux"), (2, "sd3_dual"), (2, "z_image")])
 def test_adapters_are_merged(ranks: Pool, world: int, name: str) -> None:
     count = len(blocks_of(MODELS[name].build()))
     for told in ranks.run(world, story, name):

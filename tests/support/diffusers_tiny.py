@@ -493,7 +493,7 @@ MODELS = {
     "wan2.2": Tiny("WanTransformer3DModel", WAN, wan22),
     "wan_vace": Tiny("WanVACETransformer3DModel", WAN_VACE, wan_vace),
     "chronoedit": Tiny("ChronoEditTransformer3DModel", WAN, wan),
-    "sd3": Tiny("SD3Transformer2DModel", {**SD3, "dual_attention_layers": ()}, sd3, batch=3),
+    "sd3": Tiny("SD3Transformer2DModel", {**SD3, "dual_attention_layers": (), "qk_norm": None}, sd3, batch=3),
     "sd3_dual": Tiny("SD3Transformer2DModel", SD3, sd3),
     "sd3_controlnet": Tiny("SD3Transformer2DModel", SD3, sd3_with_controlnet),
     "cogvideox": Tiny("CogVideoXTransformer3DModel", COGVIDEOX, cogvideox),

@@ -112,6 +112,22 @@ FAULTS = (
         "other bits on another number of ranks",
     ),
     Fault(
+        "a fused block takes what was left for a skipped one",
+        "seqpar/adapter/fused.py",
+        "left[2].index + 1 != self.index",
+        "left[2] is self",
+        "tests/blocks/test_blocks.py::test_a_block_after_a_skipped_one_has_its_own_modulation[1-dual0]",
+        "its input has the modulation of another block",
+    ),
+    Fault(
+        "shift and scale of the text in Stable Diffusion 3's last block are exchanged",
+        "seqpar/blocks/sd3.py",
+        "text[::-1]",
+        "text",
+        "tests/blocks/test_blocks.py::test_a_block_after_a_skipped_one_has_its_own_modulation[1-dual0]",
+        "all other norms have shift first",
+    ),
+    Fault(
         "adapters are left out of fused blocks",
         "seqpar/adapter/fused.py",
         "if any(adapters.active(layer) for layer in layers):",

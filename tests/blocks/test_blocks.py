@@ -390,8 +390,7 @@ STORY = ("load", "both", "a call's scale", "disable", "enable", "unload")
 
 def story(rank: int, world: int, device: torch.device, name: str) -> list[tuple[str, float, int, str]]:
     """Return, after each thing that a user does with adapters, the error, the functions' calls, and what computes."""
-    tiny, told, joint = MODELS[name], [], name.startswith(("flux", "sd3"))
-    options = "joint_attention_kwargs" if joint else "attention_kwargs"
+    tiny, told, options = MODELS[name], [], "attention_kwargs" if name in ("qwen", "wan") else "joint_attention_kwargs"
     module, whole = tiny.build().to(device), tiny.build().to(device)
     with counted() as calls:
         body = body_of(module, world, device, "ulysses", fused=True)

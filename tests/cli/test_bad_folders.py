@@ -144,9 +144,9 @@ def planted(rank: int, world: int, device: torch.device, args: Args) -> str:
     """Return the class of the error in which a run ends if attention returns a token less than it was given."""
     from seqpar.adapter.attention import SplitAttention
 
-    right = SplitAttention.__call__
+    right = SplitAttention.of_streams
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        patch.setattr(SplitAttention, "__call__", lambda *arguments: right(*arguments)[:, 1:])
+        patch.setattr(SplitAttention, "of_streams", lambda *given, **named: [x[:, 1:] for x in right(*given, **named)])
         with pytest.raises((RuntimeError, ValueError)) as error:  # (the caller looks at its class)
             run(args)
     return error.type.__name__

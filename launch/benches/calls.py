@@ -12,7 +12,7 @@ make the modulation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -167,7 +167,7 @@ def _branches(module: Any, arguments: Mapping[str, Any], names: tuple[str, ...])
     """Return the last result of a step: a call for each branch of guidance, on latents that are new in each step."""
     latents, out = arguments["hidden_states"].clone(), []
     for name in names:
-        with module.cache_context(name):
+        with module.cache_context(name) if hasattr(module, "cache_context") else nullcontext():  # SD3 has no such names
             out.append(module(**{**arguments, "hidden_states": latents}, return_dict=False)[0])
     return out[-1]
 

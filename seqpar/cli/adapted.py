@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from diffusers.utils import logging as diffusers_logging
 from diffusers.utils.export_utils import export_to_video
-from torch import nn
 
 from seqpar.adapter.parallelize import parallelize
 from seqpar.adapter.sharing import Wished
@@ -24,7 +23,7 @@ from seqpar.cli.job import outputs, scales
 from seqpar.cli.progress import Bar, Progress
 from seqpar.cli.summary import chosen, layout, listed, measured
 from seqpar.engine.distributed import settled
-from seqpar.pipelines._encoders import forget_encoders
+from seqpar.pipelines._encoders import at_first_call, forget_encoders
 from seqpar.pipelines._pictures import save, written
 from seqpar.pipelines.adapted import Adapted
 from seqpar.planner.plan import Plan
@@ -88,7 +87,7 @@ def _loaded(job: Adapted, ranks: Mesh) -> Any:
 
     def encode(pipe: Any) -> None:
         encoding.add(0)
-        _at_first_call(next(iter(transformers_of(pipe).values())), encoded)
+        at_first_call(pipe, encoded)
         job.encode(pipe, ranks)
 
     with encoding:
@@ -108,16 +107,6 @@ def _made(pipe: Any, job: Adapted, ranks: Mesh) -> tuple[list[Any], float | None
     with Progress(job.steps, ranks) as progress, decoding:
         made = job.make(pipe, progress, ranks, decode)
         return made, progress.finish() if job.counts_steps else None
-
-
-def _at_first_call(module: nn.Module, work: Any) -> None:
-    """Do something once, when a module is called first."""
-
-    def first(*_: object) -> None:
-        handle.remove()
-        work()
-
-    handle = module.register_forward_pre_hook(first)
 
 
 def digest(made: list[Any]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqpar.adapter.subjects import transformers_of
 from seqpar.pipelines._naming import naming
 from seqpar.pipelines._shared_encoder import SharedEncoder, failing
 from seqpar.ranks.inputs import agree
@@ -123,21 +124,25 @@ def forget_encoders(pipe: Any) -> None:
 
     The pipeline can make no other picture of a text after that.
     """
-    from seqpar.adapter.parallelize import (
-        transformers_of,  # takes seconds, which models with a loop of ours do not need
-    )
 
-    names = [name for name in pipe.components if name.startswith("text_encoder")]
-    handles = []
-
-    def forget(*_: object) -> None:
-        for handle in handles:
-            handle.remove()
-        for name in names:
-            setattr(pipe, name, None)
+    def forget() -> None:
+        for name in pipe.components:
+            if name.startswith("text_encoder"):
+                setattr(pipe, name, None)
         _collect()
 
-    handles += [module.register_forward_pre_hook(forget) for module in transformers_of(pipe).values()]
+    at_first_call(pipe, forget)
+
+
+def at_first_call(pipe: Any, work: Callable[[], object]) -> None:
+    """Do something once, when a transformer of a pipeline is called first."""
+
+    def first(*_: object) -> None:
+        for handle in handles:
+            handle.remove()
+        work()
+
+    handles = [module.register_forward_pre_hook(first) for module in transformers_of(pipe).values()]
 
 
 class _ReachedError(Exception):
@@ -149,7 +154,6 @@ def encode_first(pipe: Any, encoders: Mapping[str, SharedEncoder], encode: Calla
 
     A transformer may still lack its weights. encode: calls the pipeline. Every rank must call this at the same time.
     """
-    from seqpar.adapter.subjects import transformers_of  # takes seconds, which models with a loop of ours do not need
 
     def reached(*_: object, **__: object) -> None:
         raise _ReachedError
